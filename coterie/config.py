@@ -1,0 +1,173 @@
+"""The typed config of a run. One dataclass per section; presets are functions that return a `Config`.
+
+Every field is a command-line option: `--SECTION.FIELD VALUE`. Units: "env steps" are agent decisions summed over all
+envs and learners of the run, "learner steps" are optimizer updates of one learner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Env:
+    """Which environment, how many, and how they restart."""
+
+    id: str = "CartPole-v1"  # EnvPool id, gymnasium id, or package.module:callable
+    backend: Literal["auto", "pool", "workers"] = "auto"  # pool: EnvPool; workers: gymnasium in worker processes
+    num_envs: int = 16  # simulators of each learner
+    groups: int = 0  # 2: alternate (one group steps while the other is acted on); 1: not; 0: whichever suits the env
+    threads: int = 0  # env threads or worker processes of each learner; 0: one per core that it has
+    max_episode_steps: int = 0  # env steps before truncation; 0: the env's own limit
+    time_limit: Literal["truncate", "terminate"] = "truncate"  # terminate: a time limit counts as the task's end
+    reset: Literal["in_place", "wait", "swap"] = "in_place"  # what a finished env does until the rollout ends
+    reserve: int = 0  # swap: fresh instances held ready; 0: a quarter of num_envs
+    decorrelate: int = 0  # most uniform-random env steps that each env takes before the run
+    timeout: float = 60.0  # seconds after which a worker that does not answer is replaced
+    replace_budget: int = 100  # envs that may be replaced (crash, NaN, hang) before the run fails
+    kwargs: str = "{}"  # JSON object handed to the env's constructor
+
+
+@dataclass(frozen=True)
+class Atari:
+    """Atari's options; other environments ignore them."""
+
+    frame_skip: int = 4
+    sticky_actions: float = 0.0  # probability of repeating the last action
+    noop_max: int = 30
+    episodic_life: bool = False  # a lost life ends the episode (not the game) while training
+    fire_reset: bool = True
+    full_action_set: bool = False
+    height: int = 84
+    width: int = 84
+    stack: int = 4
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What the loss sees of the reward. Logged returns are always raw."""
+
+    clip: Literal["none", "sign", "clamp"] = "none"  # clamp: to [-1, 1]
+    scale: float = 1.0
+    normalize: bool = False  # divide by the running deviation of the discounted return
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network."""
+
+    torso: str = "auto"  # a3c, gala, nature, impala, mlp, auto, or package.module:callable
+    hidden: tuple[int, ...] = (64, 64)  # mlp: layer sizes
+    activation: Literal["tanh", "relu"] = "tanh"  # mlp
+    share: Literal["auto", "yes", "no"] = "auto"  # one torso for policy and value; auto: yes for images and LSTM
+    core: Literal["none", "lstm"] = "none"
+    core_size: int = 256
+    last_action_reward: bool = False  # feed the last action (one-hot) and clipped reward to the core
+    normalize_obs: bool = False  # running mean and deviation of vector observations
+    init_log_std: float = 0.0  # continuous actions: initial log standard deviation
+    compile: Literal["none", "default", "reduce-overhead"] = "none"  # torch.compile of the training forward
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A factor over the run: `constant`, `linear` from 1 to `end`, or `steps` (factors[i] from env step at[i] on)."""
+
+    kind: Literal["constant", "linear", "steps"] = "constant"
+    end: float = 0.0  # linear: factor at the end of the run
+    at: tuple[int, ...] = ()  # steps: env steps
+    factors: tuple[float, ...] = ()  # steps: one for each `at`
+    warmup: int = 0  # env steps over which the factor first grows from 0
+
+
+@dataclass(frozen=True)
+class Algo:
+    """What the actor-critic algorithms share."""
+
+    unroll_length: int = 20  # T, env steps per env and rollout
+    gamma: float = 0.99
+    gae_lambda: float = 1.0  # 1: n-step returns
+    value_coef: float = 0.5  # times (target - value)^2
+    entropy_coef: float = 0.01
+    entropy_schedule: Schedule = Schedule()
+    normalize_advantage: bool = False  # per batch
+    poll: int = 0  # env steps per env between pulls of new weights inside a rollout; 0: only at its start
+
+
+@dataclass(frozen=True)
+class PPO:
+    """PPO's own."""
+
+    epochs: int = 4
+    minibatch_size: int = 256  # samples
+    clip: float = 0.2
+    clip_schedule: Schedule = Schedule()
+    clip_value: float = 0.0  # clip the value's move to +-this; 0: off
+    target_kl: float = 0.0  # stop the epochs of a rollout when KL passes this; 0: off
+    batch_size: int = 0  # samples per rollout: T shrinks to batch_size / num_envs as envs are added; 0: T stays
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The update rule."""
+
+    rule: Literal["rmsprop", "rmsprop_tf", "adam", "adam_eps_hat"] = "rmsprop"  # _tf: eps inside the root; eps_hat: eps added before bias correction
+    lr: float = 7e-4
+    eps: float = 1e-5
+    alpha: float = 0.99  # rmsprop: decay of the squared gradient
+    beta1: float = 0.9
+    beta2: float = 0.999
+    max_grad_norm: float = 0.5  # 0: no clipping
+    schedule: Schedule = Schedule()
+    sqrt_scaling_from: int = 0  # simulators at which lr holds; lr grows with the root of all learners' simulators. 0: off
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # a non-finite gradient: end the run, or skip that batch (counted)
+    chunk: int = 0  # samples per backward pass; 0: what suits the device, whole batch on a GPU
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluation while training, on envs of its own. It decides which checkpoint is best."""
+
+    every: int = 0  # env steps between evaluations; 0: none
+    episodes: int = 10
+    sampled: bool = False  # sample actions instead of taking the likeliest
+    max_steps: int = 200_000  # env steps that one evaluation may take
+    max_episode_steps: int = 0  # env steps; 0: the env's own limit
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a run writes."""
+
+    every: float = 5.0  # seconds between metrics lines
+    checkpoint_every: float = 120.0  # seconds between checkpoints
+    keep: int = 3  # checkpoints kept besides the best
+    tensorboard: bool = True
+    wandb: str = ""  # project name; needs the extra `wandb`
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run: algorithm x acting x exchange x launch, and the sections."""
+
+    preset: str = ""
+    algorithm: Literal["a2c", "ppo"] = "a2c"
+    acting: Literal["inline"] = "inline"
+    exchange: Literal["solo"] = "solo"
+    launch: Literal["local"] = "local"
+    learners: int = 1
+    steps: int = 1_000_000  # env steps of the whole run
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 where the device has it, for image torsos
+    torch_threads: int = 0  # torch threads of each learner; 0: one per core that it has
+    out: str = ""  # run folder; empty: runs/PRESET-ENV-TIME
+    env: Env = field(default_factory=Env)
+    atari: Atari = field(default_factory=Atari)
+    reward: Reward = field(default_factory=Reward)
+    model: Model = field(default_factory=Model)
+    algo: Algo = field(default_factory=Algo)
+    ppo: PPO = field(default_factory=PPO)
+    optim: Optim = field(default_factory=Optim)
+    eval: Eval = field(default_factory=Eval)
+    log: Log = field(default_factory=Log)

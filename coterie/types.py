@@ -1,0 +1,142 @@
+"""The data that travels: TimeStep (env to policy), Rollout (acting to learner), Spec (what an env takes and gives).
+
+One time convention, decided where a rollout is written: seeing `obs[t]` the policy takes `action[t]`; the env returns
+`reward[t]`, `terminated[t]`, `truncated[t]` and `obs[t + 1]`. No loss slices one field against another to align it.
+This file must import without torch: the env worker processes load it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: One array, or a flat dict of arrays, all with the same leading axes.
+Obs = Any
+CoreState = Any
+Array = NDArray[Any]
+
+
+class CoterieError(Exception):
+    """An error whose message is one line meant for the person who started the run."""
+
+
+class ConfigError(CoterieError):
+    """A setting that cannot work: names the field and what it may be. Ends the program with exit code 2."""
+
+
+@dataclass(frozen=True)
+class ObsSpec:
+    """Shape (without batch axes) and dtype of one observation array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    low: float = -np.inf
+    high: float = np.inf
+
+    @property
+    def is_image(self) -> bool:
+        return len(self.shape) == 3 and self.dtype == "uint8"
+
+
+@dataclass(frozen=True)
+class ActionSpec:
+    """What an action is.
+
+    categorical: `sizes == (n,)`, actions int64 `[B]`. multi: `sizes == (n_0, .., n_{A-1})`, actions int64 `[B, A]`.
+    continuous: actions float32 `[B, A]`, `low` and `high` hold A bounds each (may be infinite).
+    """
+
+    kind: Literal["categorical", "multi", "continuous"]
+    sizes: tuple[int, ...] = ()
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one action without batch axes."""
+        if self.kind == "categorical":
+            return ()
+        return (len(self.sizes),) if self.kind == "multi" else (len(self.low),)
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.kind == "continuous" else "int64"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one environment gives and takes. `obs` maps a name to its array; a plain array has the name ""."""
+
+    env_id: str
+    obs: dict[str, ObsSpec]
+    action: ActionSpec
+    action_repeat: int = 1  # emulator frames per env step
+    max_episode_steps: int = 0  # env steps; 0: no limit known
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "env_id": self.env_id,
+            "obs": {k: [list(s.shape), s.dtype] for k, s in self.obs.items()},
+            "action": [self.action.kind, list(self.action.sizes), list(self.action.low), list(self.action.high)],
+        }
+
+
+class TimeStep(NamedTuple):
+    """What acting sees of B envs at one moment: `obs[t]` and the consequence of `action[t - 1]`. Numpy, `[B]` unless noted.
+
+    `is_first`: obs begins an episode (after a done, or in an env that was replaced); then `reward` is 0, both flags
+    are False, and the step that led here is the fake one that has no meaning. `episode_return` and `episode_length`
+    are NaN except where a whole game ended with this step: raw reward summed over the game (not over one life), and
+    its env steps. `env_id`: global ids.
+    """
+
+    obs: Obs
+    reward: Array
+    terminated: Array
+    truncated: Array
+    is_first: Array
+    episode_return: Array
+    episode_length: Array
+    env_id: Array
+
+
+class AgentOutput(NamedTuple):
+    """What a policy says for B observations: `action` as sampled `[B, ...]`, its `log_prob` `[B]` and `value` `[B]`."""
+
+    action: Tensor
+    log_prob: Tensor
+    value: Tensor
+
+
+@dataclass
+class Rollout:
+    """T steps of B envs, time first. Valid until the next rollout is asked for: who keeps rows copies them.
+
+    Row T of `obs` is the bootstrap observation and row 0 of the next rollout; `behavior_value` has that row, too.
+    """
+
+    obs: Obs  # [T+1, B, *obs], as the env gave it (uint8 stays uint8), or a dict of such
+    is_first: Tensor  # [T+1, B] bool
+    prev_action: Tensor  # [T+1, B, ...]; the model zeroes it where is_first
+    prev_reward: Tensor  # [T+1, B] float32, raw
+    action: Tensor  # [T, B] or [T, B, A], as sampled
+    reward: Tensor  # [T, B] float32, raw consequence of action[t]
+    terminated: Tensor  # [T, B] bool
+    truncated: Tensor  # [T, B] bool
+    behavior_log_prob: Tensor  # [T, B] float32, of the very logits that were sampled
+    behavior_value: Tensor  # [T+1, B] float32
+    policy_version: Tensor  # [T, B] int64, learner step whose weights chose the action
+    env_id: Tensor  # [B] int64
+    core_state: CoreState = None  # [B, ...] before obs[0]; None without a core
+    episodes: list[tuple[float, int]] = field(default_factory=list)  # (return, length) of games that ended in it
+
+    @property
+    def mask(self) -> Tensor:
+        """`[T, B]` bool, False on the fake step of an autoreset and on the step of an env that was replaced."""
+        return ~self.is_first[1:]
