@@ -106,6 +106,15 @@ class TimeStep(NamedTuple):
     env_id: Array
 
 
+class Inputs(NamedTuple):
+    """What a model takes, as tensors with the same leading axes (`[B]`, `[T, B]` or rows `[N]`)."""
+
+    obs: Obs
+    is_first: Tensor
+    prev_action: Tensor
+    prev_reward: Tensor
+
+
 class AgentOutput(NamedTuple):
     """What a policy says for B observations: `action` as sampled `[B, ...]`, its `log_prob` `[B]` and `value` `[B]`."""
 

@@ -1,0 +1,172 @@
+"""The environment loop, and the Recorder that turns what it sees into rollouts.
+
+`env_loop` knows nothing of learning: acting is a callable, a local call here, a rendezvous or an RPC elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.types import AgentOutput, Array, Inputs, Obs, Rollout, Spec, TimeStep
+
+Act = Callable[[int, int, TimeStep], Array]  # (group, row of the rollout, what is seen) -> actions
+
+
+class Envs(Protocol):
+    """What acting needs of a set of environments; `envs/owner.py` has the real one."""
+
+    spec: Spec
+    num_envs: int
+    groups: list[slice]
+
+    def recv(self, group: int) -> TimeStep: ...
+    def send(self, group: int, action: Array) -> None: ...
+    def end_rollout(self) -> None: ...
+    def begin_rollout(self, group: int) -> TimeStep: ...
+
+
+class Stages:
+    """Seconds spent in each stage. `with stages("env"):` adds to one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def add(self, stage: str, begin: float) -> float:
+        now = time.perf_counter()
+        self.seconds[stage] += now - begin
+        return now
+
+
+def env_loop(envs: Envs, act: Act, steps: int, first: list[TimeStep], stages: Stages) -> list[TimeStep]:
+    """Take `steps` steps in every group, starting from what `first` shows; returns what is seen after the last.
+
+    With two groups one steps while the other is acted on: a group's observations are asked for only when its turn
+    comes again.
+    """
+    seen = list(first)
+    groups = range(len(envs.groups))
+    for row in range(steps):
+        for g in groups:
+            if row:
+                begin = time.perf_counter()
+                seen[g] = envs.recv(g)
+                stages.add("env", begin)
+            begin = time.perf_counter()
+            envs.send(g, act(g, row, seen[g]))
+            stages.add("act", begin)
+    begin = time.perf_counter()
+    seen = [envs.recv(g) for g in groups]
+    stages.add("env", begin)
+    return seen
+
+
+class Recorder:
+    """Writes timesteps and agent outputs of all groups into one set of `[T+1, B]` arrays, in place.
+
+    Observations and agent outputs live on `device`, written as they are acted on (one upload per observation, none
+    at training); the env's small fields are written on the host and follow when the rollout is done. Actions and
+    rewards have a row before row 0, so that `prev_action` and `prev_reward` are views of the same storage.
+    Floats that were never written are -42.42: a misread shows.
+    """
+
+    def __init__(self, spec: Spec, num_envs: int, groups: list[slice], unroll_length: int, device: torch.device) -> None:
+        t, b = unroll_length, num_envs
+        self.unroll_length, self.groups, self.device = t, groups, device
+        self.obs: dict[str, Tensor] = {
+            k: torch.zeros((t + 1, b, *s.shape), dtype=getattr(torch, s.dtype), device=device)
+            for k, s in spec.obs.items()
+        }
+        self.plain = list(spec.obs) == [""]
+        poison = -42.42
+        action_dtype = getattr(torch, spec.action.dtype)
+        self.action = torch.zeros((t + 1, b, *spec.action.shape), dtype=action_dtype, device=device)
+        self.log_prob = torch.full((t, b), poison, device=device)
+        self.value = torch.full((t + 1, b), poison, device=device)
+        self.version = np.zeros((t, b), np.int64)
+        self.reward = np.full((t + 1, b), poison, np.float32)
+        self.reward[0] = 0
+        self.is_first = np.ones((t + 1, b), bool)
+        self.terminated = np.zeros((t, b), bool)
+        self.truncated = np.zeros((t, b), bool)
+        self.env_id = np.zeros(b, np.int64)
+        self.core_state: Tensor | None = None
+        self.episodes: list[tuple[float, int]] = []
+        pinned = device.type == "cuda"
+        self._reward_up = torch.empty((t + 1, b), device=device) if pinned else None
+
+    def begin(self, core_states: list[Tensor | None]) -> None:
+        """Start a rollout: the last row of the one before becomes the row before row 0."""
+        self.action[0].copy_(self.action[-1])
+        self.reward[0] = self.reward[-1]
+        self.episodes = []
+        states = [s for s in core_states if s is not None]
+        self.core_state = torch.cat(states).clone() if states else None
+
+    def see(self, g: int, row: int, ts: TimeStep) -> Inputs:
+        """Write `obs[row]` and the consequence of `action[row - 1]`; returns the row's columns as the model's input."""
+        cols = self.groups[g]
+        seen = {"": ts.obs} if self.plain else ts.obs
+        for key, storage in self.obs.items():
+            storage[row, cols].copy_(torch.from_numpy(seen[key]), non_blocking=True)
+        self.is_first[row, cols] = ts.is_first
+        if row:
+            self.reward[row, cols] = ts.reward
+            self.terminated[row - 1, cols] = ts.terminated
+            self.truncated[row - 1, cols] = ts.truncated
+            ended = ~np.isnan(ts.episode_return)
+            if ended.any():
+                self.episodes += zip(ts.episode_return[ended].tolist(), ts.episode_length[ended].astype(int).tolist(), strict=True)
+        else:
+            self.env_id[cols] = ts.env_id
+        return Inputs(
+            self._obs(row, cols),
+            self._up(self.is_first[row, cols]),
+            self.action[row, cols],
+            self._up(self.reward[row, cols]),
+        )
+
+    def act(self, g: int, row: int, out: AgentOutput, version: int) -> None:
+        """Write what the policy said at `row`."""
+        cols = self.groups[g]
+        self.action[row + 1, cols] = out.action
+        self.log_prob[row, cols] = out.log_prob
+        self.value[row, cols] = out.value
+        self.version[row, cols] = version
+
+    def bootstrap(self, g: int, value: Tensor) -> None:
+        """Write the value of row T."""
+        self.value[-1, self.groups[g]] = value
+
+    def rollout(self) -> Rollout:
+        """The rollout just recorded: views of this storage, valid until the next `begin`."""
+        reward = self._up(self.reward)
+        return Rollout(
+            obs=self._obs(slice(None), slice(None)),
+            is_first=self._up(self.is_first),
+            prev_action=self.action,
+            prev_reward=reward,
+            action=self.action[1:],
+            reward=reward[1:],
+            terminated=self._up(self.terminated),
+            truncated=self._up(self.truncated),
+            behavior_log_prob=self.log_prob,
+            behavior_value=self.value,
+            policy_version=self._up(self.version),
+            env_id=self._up(self.env_id),
+            core_state=self.core_state,
+            episodes=self.episodes,
+        )
+
+    def _obs(self, row: Any, cols: slice) -> Obs:
+        return self.obs[""][row, cols] if self.plain else {k: x[row, cols] for k, x in self.obs.items()}
+
+    def _up(self, array: Array) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)

@@ -1,0 +1,141 @@
+"""The actor-critic: torso, optional core, heads, normalizers. Time is folded into the batch outside the core."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coterie.config import Model as ModelConfig
+from coterie.models.cores import LSTMCore
+from coterie.models.heads import Normalizer, linear
+from coterie.models.torsos import build_torso
+from coterie.ops.dist import make_distribution
+from coterie.types import Inputs, Obs, Spec
+
+
+class ActorCritic(nn.Module):
+    """`forward(inputs, core_state)` -> policy parameters `[.., P]`, value `[..]` (both float32) and the new core state.
+
+    Without a core the leading axes are free: `[B]`, `[T, B]`, or `[N]` rows in any order. With one they are `[T, B]`,
+    and `core_state` is what it was before row 0. `[B]` inputs are taken as one time step.
+    """
+
+    def __init__(self, spec: Spec, config: ModelConfig) -> None:
+        super().__init__()
+        self.spec, self.config = spec, config
+        self.recurrent = config.core == "lstm"
+        image = any(s.is_image for s in spec.obs.values())
+        share = config.share == "yes" or (config.share == "auto" and (image or self.recurrent))
+        dist = make_distribution(spec.action)
+        self.torso = build_torso(spec.obs, config)
+        self.value_torso = None if share else build_torso(spec.obs, config)
+        size = cast(int, self.torso.size)
+        self.core = None
+        if self.recurrent:
+            extra = self._action_width() + 1 if config.last_action_reward else 0
+            self.core = LSTMCore(size + extra, config.core_size)
+            size = config.core_size
+        self.policy = linear(size, dist.head_size, 0.01)
+        self.value = linear(size if share else cast(int, self.torso.size), 1, 1.0)
+        self.log_std = None
+        if spec.action.kind == "continuous":
+            self.log_std = nn.Parameter(torch.full((dist.head_size,), config.init_log_std))
+        self.obs_norm = nn.ModuleDict()
+        if config.normalize_obs:
+            for key, s in spec.obs.items():
+                if s.dtype != "uint8":
+                    self.obs_norm[key or "obs"] = Normalizer(s.shape)
+        self.return_norm = Normalizer(())
+
+    def _action_width(self) -> int:
+        action = self.spec.action
+        return len(action.low) if action.kind == "continuous" else sum(action.sizes)
+
+    def initial_state(self, batch: int) -> Tensor | None:
+        return self.core.initial_state(batch) if self.core is not None else None
+
+    def forward(self, inputs: Inputs, core_state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        axes = inputs.is_first.shape
+        obs = self._normalized(_fold(inputs.obs, len(axes)))
+        x = self.torso(obs)
+        if self.core is not None:
+            assert core_state is not None
+            if self.config.last_action_reward:
+                x = torch.cat((x.float(), self._last(inputs).flatten(0, len(axes) - 1)), -1)
+            time = axes if len(axes) == 2 else (1, *axes)
+            x, core_state = self.core(x.unflatten(0, time), inputs.is_first.reshape(time), core_state)
+            x = x.flatten(0, 1)
+        v = x if self.value_torso is None else self.value_torso(obs)
+        with torch.autocast(x.device.type, enabled=False):  # heads in float32: a log-prob has no digits to spare
+            params, value = self.policy(x.float()), self.value(v.float())
+            if self.log_std is not None:
+                params = torch.cat((params, self.log_std.expand_as(params)), -1)
+        if len(axes) != 1:
+            params, value = params.unflatten(0, axes), value.unflatten(0, axes)
+        return params, value.squeeze(-1), core_state
+
+    def _normalized(self, obs: Obs) -> Obs:
+        if not self.obs_norm:
+            return obs
+        if isinstance(obs, dict):
+            return {k: self.obs_norm[k](x) if k in self.obs_norm else x for k, x in obs.items()}
+        return self.obs_norm["obs"](obs)
+
+    def _last(self, inputs: Inputs) -> Tensor:
+        """Last action (one-hot, or as it is) and reward clipped to [-1, 1], both zero where an episode begins."""
+        action = self.spec.action
+        if action.kind == "continuous":
+            last = inputs.prev_action
+        elif action.kind == "categorical":
+            last = F.one_hot(inputs.prev_action, action.sizes[0])
+        else:
+            last = torch.cat([F.one_hot(a, n) for a, n in zip(inputs.prev_action.unbind(-1), action.sizes, strict=True)], -1)
+        both = torch.cat((last.float(), inputs.prev_reward.clamp(-1, 1)[..., None]), -1)
+        return both * (~inputs.is_first)[..., None]
+
+    @torch.no_grad()
+    def observe(self, obs: Obs, valid: Tensor) -> None:
+        """Update the observation normalizers with the rows where `valid` (same leading axes)."""
+        for key, norm in self.obs_norm.items():
+            x = obs[key] if isinstance(obs, dict) else obs
+            norm.update(x[valid])  # type: ignore[operator]
+
+
+def _fold(obs: Obs, axes: int) -> Obs:
+    if axes == 1:
+        return obs
+    if isinstance(obs, dict):
+        return {k: x.flatten(0, axes - 1) for k, x in obs.items()}
+    return obs.flatten(0, axes - 1)
+
+
+def acting_copy(model: ActorCritic, dtype: torch.dtype) -> tuple[ActorCritic, Callable[[], None]]:
+    """A copy that only acts, with torsos in `dtype`, and a call that brings it up to date.
+
+    Converting the weights once for each publication is cheaper than autocast's conversion at every call. In float32
+    the model acts itself.
+    """
+    if dtype == torch.float32:
+        return model, lambda: None
+    twin = copy.deepcopy(model).requires_grad_(False)
+    twin.torso.to(dtype)
+    if twin.value_torso is not None:
+        twin.value_torso.to(dtype)
+    pairs = list(zip(_tensors(twin), _tensors(model), strict=True))
+    into, source = [a for a, _ in pairs], [b.detach() for _, b in pairs]
+
+    @torch.no_grad()
+    def refresh() -> None:
+        torch._foreach_copy_(into, source)
+
+    refresh()
+    return twin, refresh
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]

@@ -1,0 +1,45 @@
+"""Recurrent cores. State is one tensor `[B, 2, size]` (hidden and cell), batch first, whatever a kernel wants inside."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class LSTMCore(nn.Module):
+    """An LSTM over `[T, B, features]` whose state is reset wherever `is_first` says that an episode begins.
+
+    The fused kernel runs over the stretches between resets: as many calls as there are time steps at which some
+    env of the batch starts anew, not one call a step. Runs in float32 also under autocast.
+    """
+
+    def __init__(self, in_size: int, size: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(in_size, size)
+        for name, p in self.lstm.named_parameters():
+            if "weight" in name:
+                nn.init.orthogonal_(p)
+            else:
+                nn.init.zeros_(p)
+        self.size = size
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.lstm.weight_hh_l0.new_zeros(batch, 2, self.size)
+
+    def forward(self, x: Tensor, is_first: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """`x` `[T, B, F]`, `is_first` `[T, B]`, `state` `[B, 2, H]` -> `[T, B, H]` and the state after row T-1."""
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(self.lstm.weight_ih_l0.dtype)
+            h, c = state[None, :, 0].contiguous(), state[None, :, 1].contiguous()
+            starts = is_first.any(1).tolist()
+            cuts = [t for t, start in enumerate(starts) if start]
+            bounds = sorted({0, *cuts, len(starts)})
+            out = []
+            for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+                if starts[begin]:
+                    keep = (~is_first[begin])[None, :, None]
+                    h, c = h * keep, c * keep
+                y, (h, c) = self.lstm(x[begin:end], (h, c))
+                out.append(y)
+            y = out[0] if len(out) == 1 else torch.cat(out)
+            return y, torch.stack((h[0], c[0]), 1)

@@ -1,0 +1,43 @@
+"""A model's parameters and gradients as views of two flat tensors.
+
+An update rule, a clip, a published copy or a gossip mix is then a handful of calls whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_ALIGN = 16  # floats; every parameter starts on a 64-byte line
+
+
+class FlatParams:
+    """`data` and `grad`, `[n]` float32, with the model's parameters and their gradients as views.
+
+    Padding between parameters stays zero in both, so norms and updates over the whole are exact.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        device = named[0][1].device
+        self.slices: dict[str, slice] = {}
+        end = 0
+        for name, p in named:
+            if p.dtype != torch.float32:
+                raise TypeError(f"parameter {name} is {p.dtype}; learned weights are float32")
+            self.slices[name] = slice(end, end + p.numel())
+            end += -(-p.numel() // _ALIGN) * _ALIGN
+        self.data = torch.zeros(end, device=device)
+        self.grad = torch.zeros(end, device=device)
+        for name, p in named:
+            at = self.slices[name]
+            self.data[at].view_as(p).copy_(p.detach())
+            p.data = self.data[at].view_as(p)
+            p.grad = self.grad[at].view_as(p)
+
+    def nonfinite(self, flat: Tensor) -> str | None:
+        """The name of the first parameter whose part of `flat` (data or grad) holds a NaN or infinity."""
+        for name, at in self.slices.items():
+            if not bool(torch.isfinite(flat[at]).all()):
+                return name
+        return None
