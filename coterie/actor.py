@@ -96,18 +96,15 @@ class Recorder:
         self.terminated = np.zeros((t, b), bool)
         self.truncated = np.zeros((t, b), bool)
         self.env_id = np.zeros(b, np.int64)
-        self.core_state: Tensor | None = None
+        self.core_states: list[Tensor] = []
         self.episodes: list[tuple[float, int]] = []
-        pinned = device.type == "cuda"
-        self._reward_up = torch.empty((t + 1, b), device=device) if pinned else None
 
     def begin(self, core_states: list[Tensor | None]) -> None:
         """Start a rollout: the last row of the one before becomes the row before row 0."""
         self.action[0].copy_(self.action[-1])
         self.reward[0] = self.reward[-1]
         self.episodes = []
-        states = [s for s in core_states if s is not None]
-        self.core_state = torch.cat(states).clone() if states else None
+        self.core_states = [s for s in core_states if s is not None]
 
     def see(self, g: int, row: int, ts: TimeStep) -> Inputs:
         """Write `obs[row]` and the consequence of `action[row - 1]`; returns the row's columns as the model's input."""
@@ -160,7 +157,8 @@ class Recorder:
             behavior_value=self.value,
             policy_version=self._up(self.version),
             env_id=self._up(self.env_id),
-            core_state=self.core_state,
+            # A clone made here is an ordinary tensor; the states themselves are inference tensors.
+            core_state=torch.cat(self.core_states).clone() if self.core_states else None,
             episodes=self.episodes,
         )
 

@@ -1,0 +1,192 @@
+"""Advantage actor-critic: A2C and, with a lock-free or central exchange, A3C.
+
+Mnih et al. 2016 (arXiv 1602.01783) with GAE (Schulman et al. 2016, arXiv 1506.02438); `gae_lambda` 1 is the n-step
+return. One pass over each rollout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from coterie.config import Config
+from coterie.models.build import ActorCritic
+from coterie.ops.dist import make_distribution
+from coterie.ops.optim import schedule_value
+from coterie.ops.policy import masked_mean, normalize, policy_gradient, value_loss
+from coterie.ops.returns import gae, running_return
+from coterie.types import AgentOutput, Inputs, Rollout, Spec
+
+
+@dataclass
+class Loss:
+    """What to minimise, and named scalars (tensors, no graph). Both are sums over parts: divided by the whole batch."""
+
+    total: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass
+class Batch:
+    """What one optimizer step learns from: rows `[N]`, or columns `[T, b]` with `core_state` when there is a core."""
+
+    inputs: Inputs
+    action: Tensor
+    advantage: Tensor
+    value_target: Tensor
+    behavior_log_prob: Tensor
+    behavior_value: Tensor
+    mask: Tensor
+    core_state: Tensor | None
+    count: int  # T x B of the whole batch, masked or not: the one divisor of every sum
+    chunk: int  # most samples that go through the network at once; 0: all
+
+    def parts(self) -> Iterator[Batch]:
+        """Pieces that fit the cache; their losses and gradients add up to the batch's."""
+        axis = self.mask.dim() - 1
+        length = self.mask.shape[axis]
+        size = max(1, self.chunk // (self.mask.shape[0] if axis else 1)) if self.chunk else length
+        if size >= length:
+            yield self
+            return
+        pieces = math.ceil(length / size)
+        bounds = [length * i // pieces for i in range(pieces + 1)]
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            yield self._map(lambda x, at=slice(begin, end): x[:, at] if axis else x[at], slice(begin, end))
+
+    def take(self, index: Tensor) -> Batch:
+        """The rows `[n]` of a flat batch, or the columns of one with time, at `index`; copied."""
+        axis = self.mask.dim() - 1
+        batch = self._map(lambda x: x.index_select(axis, index), index)
+        batch.count = batch.mask.numel()
+        return batch
+
+    def _map(self, pick: Callable[[Tensor], Tensor], columns: Any) -> Batch:
+        obs = self.inputs.obs
+        picked = {k: pick(x) for k, x in obs.items()} if isinstance(obs, dict) else pick(obs)
+        return Batch(
+            Inputs(picked, *(pick(x) for x in self.inputs[1:])),
+            pick(self.action),
+            pick(self.advantage),
+            pick(self.value_target),
+            pick(self.behavior_log_prob),
+            pick(self.behavior_value),
+            pick(self.mask),
+            self.core_state[columns] if self.core_state is not None else None,
+            self.count,
+            self.chunk,
+        )
+
+
+class A2C:
+    """The algorithm's pure parts, and what it must remember: the progress that its schedules read."""
+
+    def __init__(self, config: Config, spec: Spec, chunk: int = 0) -> None:
+        self.config, self.algo, self.chunk = config, config.algo, chunk
+        self.dist = make_distribution(spec.action)
+        self.env_steps = 0  # of the whole run: the learner sets it before each rollout
+        self.running: Tensor | None = None  # discounted return of each env, for the reward's deviation
+
+    def act(
+        self, model: ActorCritic, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
+    ) -> tuple[AgentOutput, Tensor | None]:
+        """Sample, or take the likeliest action where `explore` is None. Builds no graph."""
+        with torch.inference_mode():
+            params, value, core_state = model(inputs, core_state)
+            if explore is None:
+                action = self.dist.mode(params)
+                log_prob = self.dist.log_prob(params, action)
+            else:
+                action, log_prob = self.dist.sample_with_log_prob(params, rng)
+            return AgentOutput(action, log_prob, value), core_state
+
+    def rewards(self, rollout: Rollout) -> Tensor:
+        """The rollout's rewards `[T, B]`, clipped and scaled."""
+        r, how = rollout.reward, self.config.reward
+        if how.clip == "sign":
+            r = r.sign()
+        elif how.clip == "clamp":
+            r = r.clamp(-1, 1)
+        if how.scale != 1:
+            r = r * how.scale
+        return r
+
+    def after_rollout(self, model: ActorCritic, rollout: Rollout) -> None:
+        """Update the running normalizers, once the last batch has used the old ones."""
+        mask = rollout.mask
+        obs = rollout.obs
+        rows = {k: x[: len(mask)] for k, x in obs.items()} if isinstance(obs, dict) else obs[: len(mask)]
+        model.observe(rows, mask)
+        if self.config.reward.normalize:
+            r = self.rewards(rollout)
+            if self.running is None or len(self.running) != r.shape[1]:
+                self.running = torch.zeros_like(r[0])
+            returns, self.running = running_return(r, rollout.is_first, self.running, self.algo.gamma)
+            model.return_norm.update(returns[mask])
+
+    def prepare(self, model: ActorCritic, rollout: Rollout) -> Batch:
+        """The whole rollout as one batch, advantages and value targets from the values of the acting weights."""
+        mask, terminated = rollout.mask, rollout.terminated
+        if self.config.env.time_limit == "terminate":
+            terminated = terminated | rollout.truncated
+        reward = self.rewards(rollout)
+        if self.config.reward.normalize:
+            reward = (reward / model.return_norm.deviation()).clamp(-10, 10)
+        advantage, target = gae(
+            reward, rollout.behavior_value, terminated, mask, self.algo.gamma, self.algo.gae_lambda
+        )
+        t, b = mask.shape
+        # Without a core rows are free of one another: fold time away, so that a part is a contiguous slice.
+        flat = (lambda x: x) if model.recurrent else (lambda x: x.flatten(0, 1))
+        obs = rollout.obs
+        rows = {k: flat(x[:t]) for k, x in obs.items()} if isinstance(obs, dict) else flat(obs[:t])
+        return Batch(
+            Inputs(rows, flat(rollout.is_first[:t]), flat(rollout.prev_action[:t]), flat(rollout.prev_reward[:t])),
+            flat(rollout.action),
+            flat(advantage),
+            flat(target),
+            flat(rollout.behavior_log_prob),
+            flat(rollout.behavior_value[:t]),
+            flat(mask),
+            rollout.core_state,
+            t * b,
+            self.chunk,
+        )
+
+    def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]:
+        """The rollout itself, once."""
+        batch = self.prepare(model, rollout)
+        if self.algo.normalize_advantage:
+            batch.advantage = normalize(batch.advantage, batch.mask)
+        yield batch
+
+    def entropy_coef(self) -> float:
+        factor = schedule_value(self.algo.entropy_schedule, self.env_steps, self.config.steps)
+        return self.algo.entropy_coef * factor
+
+    def loss(self, model: ActorCritic, batch: Batch) -> Loss:
+        """Policy gradient, squared value error, entropy bonus."""
+        params, value, _ = model(batch.inputs, batch.core_state)
+        log_prob, entropy = self.dist.evaluate(params, batch.action)
+        policy = masked_mean(policy_gradient(log_prob, batch.advantage), batch.mask, batch.count)
+        values = masked_mean(value_loss(value, batch.value_target), batch.mask, batch.count)
+        bonus = masked_mean(entropy, batch.mask, batch.count)
+        total = policy + self.algo.value_coef * values - self.entropy_coef() * bonus
+        metrics = {"policy_loss": policy, "value_loss": values, "entropy": bonus}
+        return Loss(total, {k: v.detach() for k, v in metrics.items()})
+
+    def after_step(self, model: ActorCritic, batch: Batch) -> None:
+        """Nothing: no target copies, no priorities."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {} if self.running is None else {"running": self.running}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.running = cast("Tensor | None", state.get("running"))
+
+

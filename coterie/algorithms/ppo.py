@@ -1,0 +1,94 @@
+"""Proximal policy optimization with the clipped objective (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
+
+Several epochs of shuffled minibatches over each rollout. Acting, rewards and advantages are A2C's; what differs is
+here. With a core a minibatch is a set of whole env columns, so that each sequence starts at its `core_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.a2c import A2C, Batch, Loss
+from coterie.config import Config
+from coterie.models.build import ActorCritic
+from coterie.ops.optim import schedule_value
+from coterie.ops.policy import masked_mean, normalize, ppo_clip, ppo_stats, value_loss, value_loss_clipped
+from coterie.types import Rollout, Spec
+
+
+def horizon(config: Config) -> int:
+    """Steps of each env in a rollout: with `ppo.batch_size` set it shrinks as envs are added (Accelerated Methods 4.2)."""
+    if config.algorithm == "ppo" and config.ppo.batch_size:
+        return max(1, config.ppo.batch_size // config.env.num_envs)
+    return config.algo.unroll_length
+
+
+class PPO:
+    """A2C's parts with another `batches` and `loss`."""
+
+    def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
+        self.base = A2C(config, spec, chunk)
+        self.act, self.after_rollout = self.base.act, self.base.after_rollout
+        self.config, self.ppo = config, config.ppo
+        self.rng = torch.Generator().manual_seed(seed)
+        self.kl = 0.0
+
+    @property
+    def env_steps(self) -> int:
+        return self.base.env_steps
+
+    @env_steps.setter
+    def env_steps(self, value: int) -> None:
+        self.base.env_steps = value
+
+    def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]:
+        whole = self.base.prepare(model, rollout)
+        t, b = rollout.mask.shape
+        columns = b if model.recurrent else t * b
+        size = max(1, self.ppo.minibatch_size // t) if model.recurrent else self.ppo.minibatch_size
+        pieces = max(1, columns // size)  # equal sizes: a ragged last minibatch would weigh its samples more
+        for _ in range(self.ppo.epochs):
+            order = torch.randperm(columns, generator=self.rng).to(whole.mask.device)
+            for index in order.tensor_split(pieces):
+                batch = whole.take(index)
+                if self.base.algo.normalize_advantage:
+                    batch.advantage = normalize(batch.advantage, batch.mask)
+                self.kl = 0.0
+                yield batch
+                if self.ppo.target_kl and self.kl > 1.5 * self.ppo.target_kl:
+                    return
+
+    def loss(self, model: ActorCritic, batch: Batch) -> Loss:
+        params, value, _ = model(batch.inputs, batch.core_state)
+        log_prob, entropy = self.base.dist.evaluate(params, batch.action)
+        clip = self.ppo.clip * schedule_value(self.ppo.clip_schedule, self.env_steps, self.config.steps)
+
+        def mean(x: Tensor) -> Tensor:
+            return masked_mean(x, batch.mask, batch.count)
+
+        policy = mean(ppo_clip(log_prob, batch.behavior_log_prob, batch.advantage, clip))
+        if self.ppo.clip_value:
+            values = mean(value_loss_clipped(value, batch.behavior_value, batch.value_target, self.ppo.clip_value))
+        else:
+            values = mean(value_loss(value, batch.value_target))
+        bonus = mean(entropy)
+        total = policy + self.base.algo.value_coef * values - self.base.entropy_coef() * bonus
+        with torch.no_grad():
+            kl, clipped = map(mean, ppo_stats(log_prob, batch.behavior_log_prob, clip))
+        if self.ppo.target_kl:
+            self.kl += float(kl)
+        metrics = {"policy_loss": policy, "value_loss": values, "entropy": bonus, "kl": kl, "clip_fraction": clipped}
+        return Loss(total, {k: v.detach() for k, v in metrics.items()})
+
+    def after_step(self, model: ActorCritic, batch: Batch) -> None:
+        """Nothing: no target copies, no priorities."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {**self.base.state_dict(), "minibatch_rng": self.rng.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.base.load_state_dict(state)
+        self.rng.set_state(state["minibatch_rng"])

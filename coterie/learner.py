@@ -1,0 +1,136 @@
+"""The learner: the one loop that trains, whatever the algorithm, the acting and the exchange."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from coterie.actor import Stages
+from coterie.algorithms.a2c import Batch, Loss
+from coterie.models.build import ActorCritic
+from coterie.parallel.params import FlatParams
+from coterie.types import CoterieError, Rollout
+
+
+class Algorithm(Protocol):
+    """What is learned. Everything that it owns is in its `state_dict`."""
+
+    env_steps: int  # of the whole run, set by the learner before each rollout's batches; schedules read it
+
+    def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]: ...
+    def loss(self, model: ActorCritic, batch: Batch) -> Loss: ...
+    def after_step(self, model: ActorCritic, batch: Batch) -> None: ...
+    def after_rollout(self, model: ActorCritic, rollout: Rollout) -> None: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+class Exchange(Protocol):
+    """How learners agree. A context manager: entering gets the first weights, leaving tells the others."""
+
+    skipped: int
+
+    def pull(self, params: FlatParams) -> None: ...
+    def step(self, params: FlatParams, lr: float) -> float: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+class Acting(Protocol):
+    """Where actions are chosen: a source of rollouts that takes published weights."""
+
+    def publish(self, version: int) -> None: ...
+    def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]: ...
+
+
+@dataclass
+class Progress:
+    """What a learner has done; saved in checkpoints, and the base of `summary.json`."""
+
+    env_steps: int = 0  # rows learned once, masked rows apart
+    learner_steps: int = 0
+    samples_trained: int = 0  # with reuse
+    masked: int = 0  # rows that had no meaning: fake autoreset steps, replaced envs, waiting envs
+    policy_lag_max: int = 0
+    metrics: dict[str, Tensor | float] = field(default_factory=dict)  # sums over the batches since the last `read`
+    batches: int = 0  # since the last `read`
+
+    def add(self, name: str, value: Tensor | float) -> None:
+        self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    def read(self) -> dict[str, float]:
+        """Means over the batches since the last call."""
+        means = {k: float(v) / max(1, self.batches) for k, v in self.metrics.items()}
+        self.metrics, self.batches = {}, 0
+        return means
+
+
+def learn(
+    model: ActorCritic,
+    params: FlatParams,
+    algorithm: Algorithm,
+    acting: Acting,
+    exchange: Exchange,
+    progress: Progress,
+    stages: Stages,
+    settings: LearnSettings,
+) -> None:
+    """Train until `settings.on_rollout` says stop (it is asked after every rollout)."""
+
+    def refresh() -> None:
+        exchange.pull(params)
+        acting.publish(progress.learner_steps)
+
+    for rollout in acting.rollouts(refresh):
+        begin = time.perf_counter()
+        lr = settings.lr(progress.env_steps)
+        algorithm.env_steps = progress.env_steps
+        progress.policy_lag_max = max(progress.policy_lag_max, progress.learner_steps - int(rollout.policy_version.min()))
+        for batch in algorithm.batches(model, rollout):
+            totals: dict[str, Tensor | float] = {}
+            for part in batch.parts():
+                with settings.autocast():
+                    loss = algorithm.loss(model, part)
+                loss.total.backward()  # type: ignore[no-untyped-call]
+                for name, value in loss.metrics.items():
+                    totals[name] = totals.get(name, 0.0) + value
+            begin = stages.add("train", begin)
+            try:
+                totals["grad_norm"] = exchange.step(params, lr)
+            except CoterieError as error:
+                shown = ", ".join(f"{k} {float(v):.4g}" for k, v in totals.items())
+                raise CoterieError(f"{error} at learner step {progress.learner_steps} ({shown})") from None
+            algorithm.after_step(model, batch)
+            begin = stages.add("exchange", begin)
+            progress.learner_steps += 1
+            progress.samples_trained += batch.count
+            progress.batches += 1
+            for name, value in totals.items():
+                progress.add(name, value)
+        algorithm.after_rollout(model, rollout)
+        valid = int(rollout.mask.sum())
+        progress.env_steps += valid
+        progress.masked += rollout.mask.numel() - valid
+        stages.add("train", begin)
+        if settings.on_rollout(rollout):
+            return
+
+
+@dataclass
+class LearnSettings:
+    """What the loop needs besides its parts."""
+
+    lr: Callable[[int], float]  # env steps so far -> learning rate
+    autocast: Callable[[], AbstractContextManager[Any]]
+    on_rollout: Callable[[Rollout], bool]  # True: stop
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
+    """Mixed precision for the loss's forward pass; float32 where `dtype` is."""
+    return lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)

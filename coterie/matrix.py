@@ -1,0 +1,74 @@
+"""Which combinations work. ONE list of (predicate, field, reason): the README's table and the tests are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, get_args, get_type_hints
+
+from coterie.config import Config
+from coterie.types import ConfigError, Spec
+
+ALGORITHMS: tuple[str, ...] = get_args(get_type_hints(Config)["algorithm"])
+ACTING: tuple[str, ...] = get_args(get_type_hints(Config)["acting"])
+EXCHANGES: tuple[str, ...] = get_args(get_type_hints(Config)["exchange"])
+LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
+
+
+class Refusal(NamedTuple):
+    """A cell or setting that makes no sense: refused when `applies`, with one line that names `field`."""
+
+    applies: Callable[[Config, Spec], bool]
+    field: str
+    reason: str
+
+
+def _image(spec: Spec) -> bool:
+    return any(s.is_image for s in spec.obs.values())
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(lambda c, s: c.exchange == "solo" and c.learners != 1, "learners", "exchange solo is one learner"),
+    Refusal(
+        lambda c, s: c.model.last_action_reward and c.model.core == "none",
+        "model.last_action_reward",
+        "is fed to a core: set model.core lstm",
+    ),
+    Refusal(
+        lambda c, s: c.model.share == "no" and c.model.core != "none",
+        "model.share",
+        "a core is shared by policy and value: use yes or auto",
+    ),
+    Refusal(
+        lambda c, s: c.env.groups == 2 and c.env.num_envs % 2 == 1, "env.groups", "2 groups need an even env.num_envs"
+    ),
+    Refusal(
+        lambda c, s: c.algorithm == "ppo" and c.model.core == "none" and c.ppo.minibatch_size > _rows(c),
+        "ppo.minibatch_size",
+        "is larger than a rollout (algo.unroll_length x env.num_envs, or ppo.batch_size)",
+    ),
+    Refusal(
+        lambda c, s: c.model.normalize_obs and all(o.dtype == "uint8" for o in s.obs.values()),
+        "model.normalize_obs",
+        "has nothing to do: the env has byte observations only",
+    ),
+)
+
+
+def _rows(config: Config) -> int:
+    from coterie.algorithms.ppo import horizon
+
+    return horizon(config) * config.env.num_envs
+
+
+def check(config: Config, spec: Spec) -> None:
+    """Raise a one-line `ConfigError` for a combination that cannot work."""
+    for refusal in REFUSALS:
+        if refusal.applies(config, spec):
+            raise ConfigError(f"{refusal.field}: {refusal.reason}")
+
+
+def table() -> str:
+    """The combinations that work today, as a Markdown table."""
+    rows = ["| algorithm | acting | exchange | launch |", "|---|---|---|---|"]
+    rows += [f"| {a} | {b} | {c} | {d} |" for a in ALGORITHMS for b in ACTING for c in EXCHANGES for d in LAUNCHES]
+    return "\n".join(rows)

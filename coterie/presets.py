@@ -1,0 +1,112 @@
+"""Presets: functions named after the paper's system that return a `Config` for an environment.
+
+A preset has one setting for each kind of environment (Atari-like images, continuous control, small vectors); every
+field can be overridden: `ppo(env="Pong-v5", **{"optim.lr": 1e-3})`, or `--optim.lr 1e-3`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from coterie.config import PPO, Algo, Atari, Config, Env, Model, Optim, Reward, Schedule
+from coterie.envs.make import make_spec
+from coterie.runs.config_io import replace as override
+from coterie.types import ConfigError, Spec
+
+_LINEAR = Schedule("linear")
+
+
+def _kind(spec: Spec) -> str:
+    if any(s.is_image for s in spec.obs.values()):
+        return "image"
+    return "continuous" if spec.action.kind == "continuous" else "vector"
+
+
+def _start(preset: str, env: str) -> tuple[Config, str]:
+    config = Config(preset=preset, env=Env(id=env), atari=Atari(episodic_life=True))
+    return config, _kind(make_spec(config.env, config.atari))
+
+
+def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """Synchronous A2C. Images: Accelerated Methods 4.3 (n = 5, RMSProp 7e-4 at 16 simulators times the root of their
+    number, decay 0.9, eps 1e-6 inside the root, value coefficient 0.25), on 84x84 frames instead of 104x80.
+    """
+    config, kind = _start("a2c", env)
+    config = replace(config, algorithm="a2c")
+    if kind == "image":
+        config = replace(
+            config,
+            steps=10_000_000,
+            env=replace(config.env, num_envs=64, decorrelate=200),
+            reward=Reward(clip="sign"),
+            model=Model(torso="a3c"),
+            algo=Algo(unroll_length=5, value_coef=0.25),
+            optim=Optim("rmsprop_tf", lr=7e-4, alpha=0.9, eps=1e-6, sqrt_scaling_from=16),
+        )
+    else:
+        config = replace(
+            config,
+            steps=1_000_000,
+            env=replace(config.env, num_envs=32),
+            reward=Reward(normalize=kind == "continuous"),
+            model=Model(normalize_obs=True),
+            algo=Algo(unroll_length=16, gae_lambda=0.95, entropy_coef=0.0 if kind == "continuous" else 0.01),
+            optim=Optim("rmsprop", lr=7e-4, schedule=_LINEAR),
+        )
+    return override(config, overrides)
+
+
+def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """PPO. Images: Accelerated Methods 4.3 (Adam 1e-3, 4 epochs over 2048 samples in minibatches of 512, clip 0.2,
+    lambda 0.95, value coefficient 1, no gradient clipping), on 84x84 frames. Vectors and continuous control: our own.
+    """
+    config, kind = _start("ppo", env)
+    config = replace(config, algorithm="ppo")
+    if kind == "image":
+        config = replace(
+            config,
+            steps=3_000_000,
+            env=replace(config.env, num_envs=32, decorrelate=200),
+            reward=Reward(clip="sign"),
+            model=Model(torso="a3c"),
+            algo=Algo(gae_lambda=0.95, value_coef=1.0, normalize_advantage=True),
+            ppo=PPO(epochs=4, minibatch_size=512, clip=0.2, clip_schedule=_LINEAR, batch_size=2048),
+            optim=Optim("adam", lr=1e-3, eps=1e-5, max_grad_norm=0.0, schedule=_LINEAR),
+        )
+    elif kind == "continuous":
+        config = replace(
+            config,
+            steps=1_000_000,
+            env=replace(config.env, num_envs=16),
+            reward=Reward(normalize=True),
+            model=Model(normalize_obs=True),
+            algo=Algo(128, gae_lambda=0.95, entropy_coef=0.0, normalize_advantage=True),
+            ppo=PPO(epochs=10, minibatch_size=128),
+            optim=Optim("adam", lr=3e-4, eps=1e-5, schedule=_LINEAR),
+        )
+    else:
+        config = replace(
+            config,
+            steps=1_000_000,
+            env=replace(config.env, num_envs=16),
+            model=Model(normalize_obs=True),
+            algo=Algo(128, gamma=0.999, gae_lambda=0.98, entropy_coef=0.01, normalize_advantage=True),
+            ppo=PPO(epochs=4, minibatch_size=128),
+            optim=Optim("adam", lr=1e-3, eps=1e-5, schedule=_LINEAR),
+        )
+    return override(config, overrides)
+
+
+PRESETS: dict[str, Callable[..., Config]] = {"a2c": a2c, "ppo": ppo}
+
+
+def make(name: str, env: str | None = None, **overrides: Any) -> Config:
+    """The preset called `name` for `env`."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"preset: {name!r} is unknown; {hint}presets are {', '.join(PRESETS)}")
+    return PRESETS[name](**({"env": env} if env else {}), **overrides)

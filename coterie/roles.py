@@ -1,0 +1,163 @@
+"""Roles: what one process of a run is made of. Here the learner that acts inline.
+
+A role is built from a config alone, so that a bench, a test and every launch place the same parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.acting.inline import Inline
+from coterie.actor import Recorder, Stages
+from coterie.algorithms.a2c import A2C
+from coterie.algorithms.ppo import PPO, horizon
+from coterie.config import Config
+from coterie.envs.make import make_envs, make_spec
+from coterie.exchange.solo import Solo
+from coterie.learner import LearnSettings, Progress, autocast, learn
+from coterie.matrix import check
+from coterie.models.build import ActorCritic, acting_copy
+from coterie.ops.optim import make_rule, scaled_lr, schedule_value
+from coterie.parallel.affinity import available_cores, bf16_is_fast
+from coterie.parallel.params import FlatParams
+from coterie.types import AgentOutput, ConfigError, Inputs, Rollout, Spec
+
+_CPU_CHUNK = 160  # samples of images whose activations still fit the cache (docs/benchmarks.md)
+
+
+def seed_for(seed: int, *key: int) -> int:
+    """An independent seed for one purpose: seeds of different keys never share a stream."""
+    return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What `auto` came to on this machine."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the torsos
+    env_threads: int
+    torch_threads: int
+    groups: int
+    chunk: int
+
+
+def resolve(config: Config, spec: Spec) -> Layout:
+    """Turn every `auto` and 0 into a choice, by rules that depend on the machine and the env, never on timing."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda is not available here; use cpu or auto")
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda" if cuda else "cpu")
+    image = any(s.is_image for s in spec.obs.values())
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_is_fast(device.type))
+    cores = len(available_cores())
+    # Alternating pays where a step of the envs is long beside the calls that it takes to run two half-sized groups.
+    slow_env = image or config.env.backend == "workers"
+    groups = config.env.groups or (2 if slow_env and config.env.num_envs % 2 == 0 else 1)
+    return Layout(
+        device=device,
+        dtype=torch.bfloat16 if bf16 else torch.float32,
+        env_threads=config.env.threads or cores,
+        torch_threads=config.torch_threads or cores,
+        groups=groups,
+        chunk=config.optim.chunk or (_CPU_CHUNK if image and not cuda else 0),
+    )
+
+
+def make_algorithm(config: Config, spec: Spec, chunk: int = 0, rank: int = 0) -> A2C | PPO:
+    if config.algorithm == "ppo":
+        return PPO(config, spec, chunk, seed_for(config.seed, rank, BATCH_SEED))
+    return A2C(config, spec, chunk)
+
+
+def make_model(config: Config, spec: Spec) -> ActorCritic:
+    """The network with the run's initial weights: the same for every learner."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_for(config.seed))
+        return ActorCritic(spec, config.model)
+
+
+class InlineLearner:
+    """A learner that acts in its own process: builds the parts and runs the loop.
+
+    `life` counts the starts of this run (0, then one more at each resume), so that a resumed run does not see the
+    episodes of its first minutes again.
+    """
+
+    def __init__(self, config: Config, life: int = 0) -> None:
+        self.config = config
+        self.spec = make_spec(config.env, config.atari)
+        check(config, self.spec)
+        self.layout = layout = resolve(config, self.spec)
+        torch.set_num_threads(layout.torch_threads)
+        self.model = make_model(config, self.spec).to(layout.device)
+        self.params = FlatParams(self.model)
+        self.algorithm = make_algorithm(config, self.spec, layout.chunk)
+        self.progress, self.stages = Progress(), Stages()
+        self.exchange = Solo(
+            self.params, make_rule(config.optim), config.optim.max_grad_norm, config.optim.on_nonfinite == "skip"
+        )
+        self.rng = torch.Generator(layout.device).manual_seed(seed_for(config.seed, 0, POLICY_SEED))
+        self.actor, self.refresh_actor = acting_copy(self.model, layout.dtype)
+        if config.model.compile != "none":
+            self.model.compile(mode=config.model.compile, dynamic=False)
+        self.envs = make_envs(
+            config.env,
+            config.atari,
+            seed=seed_for(config.seed, ENV_SEED, life),
+            threads=layout.env_threads,
+            groups=layout.groups,
+        )
+        everyone = torch.ones(config.env.num_envs, device=layout.device)
+        recorder = Recorder(self.spec, config.env.num_envs, self.envs.groups, horizon(config), layout.device)
+
+        def policy(inputs: Inputs, core_state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
+            return self.algorithm.act(self.actor, inputs, core_state, everyone, self.rng)
+
+        self.acting = Inline(self.envs, policy, recorder, self.model.initial_state, self.refresh_actor, self.stages)
+
+    def lr(self, env_steps: int) -> float:
+        optim = self.config.optim
+        envs = self.config.env.num_envs * self.config.learners
+        return scaled_lr(optim, envs) * schedule_value(optim.schedule, env_steps, self.config.steps)
+
+    def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
+        """Train until `on_rollout` returns True."""
+        settings = LearnSettings(self.lr, autocast(self.layout.device, self.layout.dtype), on_rollout)
+        with self.exchange, self.acting:
+            learn(
+                self.model,
+                self.params,
+                self.algorithm,
+                self.acting,
+                self.exchange,
+                self.progress,
+                self.stages,
+                settings,
+            )
+
+    def close(self) -> None:
+        self.envs.close()
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Everything that a checkpoint must hold besides counters."""
+        return {
+            "model": dict(self.model.state_dict()),
+            "exchange": self.exchange.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+            "rng": {"policy": self.rng.get_state()},
+        }
+
+    def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        self.model.load_state_dict(tensors["model"])  # copies into the flat views
+        self.exchange.load_state_dict(tensors["exchange"])
+        self.algorithm.load_state_dict(tensors["algorithm"])
+        self.rng.set_state(tensors["rng"]["policy"])
