@@ -1,0 +1,200 @@
+"""Action distributions as pure functions of a parameter tensor `[.., param_size]`, made from an `ActionSpec`.
+
+Actions are `[..]` int64 (categorical), `[.., A]` int64 (multi) or `[.., A]` float32 (continuous, not squashed or
+clipped: the env edge does that). Log-probs, entropies and KLs are `[..]` float32, in nats, joint over components.
+Logits must be finite. Left out: torch.distributions and torch.multinomial, several times slower on acting's batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from coterie.types import ActionSpec
+
+_PAD = -1e30  # logit of no action: probability 0, and 0 times its log-probability is still 0
+_LOG_2PI = math.log(2 * math.pi)
+
+
+def _race(log_probs: Tensor, rng: Generator | None) -> Tensor:
+    """An index of the last axis (kept, size 1): the first of exponential clocks with rates `exp(log_probs)` to ring."""
+    arrival = torch.empty_like(log_probs).exponential_(generator=rng)
+    return arrival.log_().sub_(log_probs).argmin(-1, True)
+
+
+def _entropy(log_probs: Tensor) -> Tensor:
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1)
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """One choice of `size`; the parameters are logits `[.., size]`."""
+
+    size: int
+
+    @property
+    def param_size(self) -> int:
+        return self.size
+
+    @property
+    def head_size(self) -> int:
+        return self.size
+
+    def _log_probs(self, params: Tensor) -> Tensor:
+        assert params.shape[-1] == self.size, (params.shape, self.size)
+        return params.float().log_softmax(-1)
+
+    def sample_with_log_prob(self, params: Tensor, rng: Generator | None = None) -> tuple[Tensor, Tensor]:
+        log_probs = self._log_probs(params)
+        index = _race(log_probs.detach(), rng)
+        return index.squeeze(-1), log_probs.gather(-1, index).squeeze(-1)
+
+    def sample(self, params: Tensor, rng: Generator | None = None) -> Tensor:
+        return _race(params.detach().float(), rng).squeeze(-1)
+
+    def mode(self, params: Tensor) -> Tensor:
+        return params.argmax(-1)
+
+    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """(log_prob, entropy) from one log-softmax."""
+        log_probs = self._log_probs(params)
+        return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), _entropy(log_probs)
+
+    def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
+        return self._log_probs(params).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self, params: Tensor) -> Tensor:
+        return _entropy(self._log_probs(params))
+
+    def kl(self, params_p: Tensor, params_q: Tensor) -> Tensor:
+        return _kl(self._log_probs(params_p), self._log_probs(params_q))
+
+
+@functools.cache
+def _padding(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where each logit of a padded `[A, max(sizes)]` table stands in the flat vector; one past its end is the pad."""
+    widest, total = max(sizes), sum(sizes)
+    index, start = [], 0
+    for n in sizes:
+        index += [*range(start, start + n), *[total] * (widest - n)]
+        start += n
+    return torch.tensor(index, device=device)
+
+
+@dataclass(frozen=True)
+class MultiCategorical:
+    """Independent choices of `sizes`; the parameters are their logits side by side, `[.., sum(sizes)]`."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def param_size(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def head_size(self) -> int:
+        return sum(self.sizes)
+
+    def _log_probs(self, params: Tensor) -> Tensor:
+        """`[.., A, max(sizes)]`."""
+        assert params.shape[-1] == self.param_size, (params.shape, self.sizes)
+        logits = params.float()
+        if len(set(self.sizes)) > 1:
+            padded = torch.nn.functional.pad(logits, (0, 1), value=_PAD)
+            logits = padded.index_select(-1, _padding(self.sizes, params.device))
+        return logits.reshape(*logits.shape[:-1], len(self.sizes), -1).log_softmax(-1)
+
+    def sample_with_log_prob(self, params: Tensor, rng: Generator | None = None) -> tuple[Tensor, Tensor]:
+        log_probs = self._log_probs(params)
+        index = _race(log_probs.detach(), rng)
+        return index.squeeze(-1), log_probs.gather(-1, index).sum((-2, -1))
+
+    def sample(self, params: Tensor, rng: Generator | None = None) -> Tensor:
+        return _race(self._log_probs(params.detach()), rng).squeeze(-1)
+
+    def mode(self, params: Tensor) -> Tensor:
+        return self._log_probs(params).argmax(-1)
+
+    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """(log_prob, entropy) from one log-softmax."""
+        log_probs = self._log_probs(params)
+        return log_probs.gather(-1, action.unsqueeze(-1)).sum((-2, -1)), _entropy(log_probs).sum(-1)
+
+    def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
+        return self._log_probs(params).gather(-1, action.unsqueeze(-1)).sum((-2, -1))
+
+    def entropy(self, params: Tensor) -> Tensor:
+        return _entropy(self._log_probs(params)).sum(-1)
+
+    def kl(self, params_p: Tensor, params_q: Tensor) -> Tensor:
+        return _kl(self._log_probs(params_p), self._log_probs(params_q)).sum(-1)
+
+
+@dataclass(frozen=True)
+class DiagGaussian:
+    """`size` independent normals; the parameters are means, then log standard deviations, `[.., 2 * size]`.
+
+    The head gives the means (`head_size`); the model appends its state-independent log deviations.
+    """
+
+    size: int
+
+    @property
+    def param_size(self) -> int:
+        return 2 * self.size
+
+    @property
+    def head_size(self) -> int:
+        return self.size
+
+    def _split(self, params: Tensor) -> tuple[Tensor, Tensor]:
+        assert params.shape[-1] == 2 * self.size, (params.shape, self.size)
+        params = params.float()
+        return params[..., : self.size], params[..., self.size :]
+
+    def sample_with_log_prob(self, params: Tensor, rng: Generator | None = None) -> tuple[Tensor, Tensor]:
+        action = self.sample(params, rng)
+        return action, self.log_prob(params, action)  # of the action as rounded, as training will see it
+
+    def sample(self, params: Tensor, rng: Generator | None = None) -> Tensor:
+        mean, log_std = self._split(params.detach())
+        noise = torch.empty_like(mean).normal_(generator=rng)
+        return noise.mul_(log_std.exp()).add_(mean)
+
+    def mode(self, params: Tensor) -> Tensor:
+        return self._split(params)[0]
+
+    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        return self.log_prob(params, action), self.entropy(params)
+
+    def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
+        mean, log_std = self._split(params)
+        z = (action.float() - mean) * (-log_std).exp()
+        return -torch.addcmul(log_std, z, z, value=0.5).sum(-1) - 0.5 * _LOG_2PI * self.size
+
+    def entropy(self, params: Tensor) -> Tensor:
+        return self._split(params)[1].sum(-1) + 0.5 * (1 + _LOG_2PI) * self.size
+
+    def kl(self, params_p: Tensor, params_q: Tensor) -> Tensor:
+        (mean_p, log_p), (mean_q, log_q) = self._split(params_p), self._split(params_q)
+        gap = log_p - log_q
+        z = (mean_p - mean_q) * (-log_q).exp()
+        return 0.5 * ((2 * gap).exp() + z * z - 1 - 2 * gap).sum(-1)
+
+
+Distribution = Categorical | MultiCategorical | DiagGaussian
+
+
+def make_distribution(action: ActionSpec) -> Distribution:
+    """The distribution over the actions that `action` describes."""
+    if action.kind == "categorical":
+        return Categorical(action.sizes[0])
+    return MultiCategorical(action.sizes) if action.kind == "multi" else DiagGaussian(len(action.low))

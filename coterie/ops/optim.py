@@ -1,0 +1,151 @@
+"""Update rules on flat tensors, learning-rate schedules, and the clip of a flat gradient.
+
+A rule works on any slice: what `state(param[at])` made belongs to that slice. The dialects, with ms, m and v the
+moving averages: `rmsprop` g / (sqrt(ms) + eps) and `adam` (eps added after bias correction,
+https://arxiv.org/abs/1412.6980) are PyTorch's; `rmsprop_tf` g / sqrt(ms + eps) and `adam_eps_hat` (eps added to the
+uncorrected sqrt(v), the "epsilon hat" of that paper's section 2) are TensorFlow's and Lasagne's. With the large
+eps of IMPALA or the value methods they differ much. Left out: momentum, weight decay, centred RMSProp: no paper here
+uses them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from coterie.config import Optim, Schedule
+
+State = dict[str, Tensor]
+
+
+class _Scratch:
+    """Memory for one flat temporary, kept between updates: a large allocation costs page faults every time."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def like(self, x: Tensor) -> Tensor:
+        if self._buffer.numel() < x.numel() or self._buffer.device != x.device:
+            self._buffer = torch.empty_like(x)
+        return self._buffer[: x.numel()]
+
+
+def _descend(param: Tensor, numerator: Tensor, denominator: Tensor, rate: float | Tensor) -> None:
+    """param -= rate * numerator / denominator; `denominator` is overwritten where the rate is a tensor."""
+    if isinstance(rate, Tensor):
+        torch.div(numerator, denominator, out=denominator)
+        param.sub_(denominator.mul_(rate))
+    else:
+        param.addcdiv_(numerator, denominator, value=-rate)
+
+
+@dataclass(frozen=True)
+class RMSProp:
+    """Gradients divided by the root of their moving mean square; `inside`: eps is added under the root."""
+
+    alpha: float
+    eps: float
+    inside: bool = False
+    initial: float = 0.0  # the mean square before the first update: TF1 starts at 1, PyTorch and Lasagne at 0
+    _scratch: _Scratch = field(default_factory=_Scratch, repr=False, compare=False)
+
+    def state(self, param: Tensor) -> State:
+        return {"square": torch.full_like(param, self.initial)}
+
+    @torch.no_grad()
+    def update(self, param: Tensor, grad: Tensor, state: State, lr: float | Tensor) -> None:
+        """One step in place on `param` and `state`; all `[n]`."""
+        assert param.dim() == 1, param.shape
+        assert param.shape == grad.shape == state["square"].shape
+        square, root = state["square"], self._scratch.like(param)
+        square.mul_(self.alpha).addcmul_(grad, grad, value=1 - self.alpha)
+        if self.inside:
+            torch.add(square, self.eps, out=root).sqrt_()
+        else:
+            torch.sqrt(square, out=root).add_(self.eps)
+        _descend(param, grad, root, lr)
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam. `state["count"]`, a float64 scalar, is the number of updates; a slice with its own state counts its own."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    eps_hat: bool = False
+    _scratch: _Scratch = field(default_factory=_Scratch, repr=False, compare=False)
+
+    def state(self, param: Tensor) -> State:
+        count = torch.zeros((), dtype=torch.float64, device=param.device)  # float32 is too coarse for 1 - beta2
+        return {"mean": torch.zeros_like(param), "square": torch.zeros_like(param), "count": count}
+
+    @torch.no_grad()
+    def update(self, param: Tensor, grad: Tensor, state: State, lr: float | Tensor) -> None:
+        """One step in place on `param` and `state`; all `[n]`. Reads nothing back from a GPU.
+
+        With c = sqrt(1 - beta2^t): lr c / (1 - beta1^t) * m / (sqrt(v) + eps), where PyTorch's eps is multiplied by c.
+        """
+        assert param.dim() == 1, param.shape
+        assert param.shape == grad.shape == state["mean"].shape == state["square"].shape
+        mean, square, root = state["mean"], state["square"], self._scratch.like(param)
+        count = state["count"].add_(1)
+        t = count if count.is_cuda else count.item()
+        correction = (1 - self.beta2**t) ** 0.5
+        mean.lerp_(grad, 1 - self.beta1)
+        square.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+        torch.sqrt(square, out=root).add_(self.eps if self.eps_hat else self.eps * correction)
+        _descend(param, mean, root, lr * correction / (1 - self.beta1**t))
+
+
+Rule = RMSProp | Adam
+
+
+def make_rule(config: Optim, initial: float | None = None) -> Rule:
+    """The rule that `config` names. `initial` replaces the starting mean square of RMSProp (rmsprop_tf: 1, as TF1)."""
+    if config.rule in ("adam", "adam_eps_hat"):
+        return Adam(config.beta1, config.beta2, config.eps, config.rule == "adam_eps_hat")
+    tf = config.rule == "rmsprop_tf"
+    return RMSProp(config.alpha, config.eps, tf, (1.0 if tf else 0.0) if initial is None else initial)
+
+
+@torch.no_grad()
+def flat_norm_clip(grad: Tensor, max_norm: float) -> Tensor:
+    """Scale `grad` `[n]` in place to at most `max_norm` (0: no clipping) in l2; returns the norm before, a scalar.
+
+    A norm that is not finite (a NaN, or an overflow) leaves `grad` as it is: whoever calls must look at the norm.
+    """
+    assert grad.dim() == 1, grad.shape
+    norm: Tensor = torch.linalg.vector_norm(grad)
+    if max_norm <= 0:
+        return norm
+    if norm.is_cuda:  # no read-back
+        grad.mul_(torch.where(norm.isfinite(), max_norm / norm.clamp(min=max_norm), 1.0))
+    elif max_norm < (size := norm.item()) < math.inf:
+        grad.mul_(max_norm / size)
+    return norm
+
+
+def schedule_value(schedule: Schedule, env_steps: int, total: int) -> float:
+    """The factor at `env_steps` of a run of `total` env steps.
+
+    Warm-up multiplies by env_steps / warmup, and by 1 / warmup at env step 0, so that no update is exactly nothing.
+    """
+    factor = 1.0
+    if schedule.kind == "linear":
+        factor += (schedule.end - 1) * min(env_steps / max(total, 1), 1.0)
+    elif schedule.kind == "steps":
+        for at, value in zip(schedule.at, schedule.factors, strict=True):
+            factor = value if env_steps >= at else factor
+    if schedule.warmup > 0:
+        factor *= min(max(env_steps, 1) / schedule.warmup, 1.0)
+    return factor
+
+
+def scaled_lr(config: Optim, total_envs: int) -> float:
+    """lr sqrt(n / n0) for `total_envs` simulators of all learners (https://arxiv.org/abs/1803.02811); n0 0 is off."""
+    base = config.sqrt_scaling_from
+    return config.lr * math.sqrt(total_envs / base) if base > 0 else config.lr

@@ -1,0 +1,91 @@
+"""Returns and advantages. `[T, B]` float32 unless noted, masks and flags bool; nothing here builds a graph.
+
+`mask[t]` False marks a step that has no meaning (the fake step of an autoreset, the step of a replaced env): its delta
+and its trace are 0, so what came before it bootstraps from `value[t]`, the value of the last true observation.
+Units: rewards, values and returns are in (scaled) reward; `gamma` is per env step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _check(reward: Tensor, longer: Tensor, *flags: Tensor) -> None:
+    assert reward.dim() == 2, reward.shape
+    assert longer.shape == (reward.shape[0] + 1, reward.shape[1]), (reward.shape, longer.shape)
+    assert all(f.shape == reward.shape and f.dtype == torch.bool for f in flags), "flags are [T, B] bool"
+
+
+@torch.no_grad()
+def gae(
+    reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16) and its value target, A + V.
+
+    delta_t = r_t + gamma (1 - terminated_t) V_{t+1} - V_t;  A_t = delta_t + gamma lam (1 - terminated_t) A_{t+1}.
+    `value` is `[T+1, B]`, row T the bootstrap. `lam` 1 gives the n-step returns of A3C, n to the rollout's end.
+    Masked rows: advantage 0, target `value[t]`.
+    """
+    _check(reward, value, terminated, mask)
+    before = value[:-1]
+    discount = torch.gt(mask, terminated) * gamma  # bools: mask > terminated is mask and not terminated
+    delta = torch.addcmul(reward, discount, value[1:]).sub_(before)
+    advantage = torch.where(mask, delta, 0.0)
+    rows, trace = advantage.unbind(), discount.mul_(lam).unbind()
+    for t in range(len(rows) - 2, -1, -1):
+        rows[t].addcmul_(trace[t], rows[t + 1])
+    return advantage, advantage + before
+
+
+@torch.no_grad()
+def n_step_return(reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor, gamma: float, n: int) -> Tensor:
+    """Fixed n-step targets, G_t = sum_{i<n} gamma^i r_{t+i} + gamma^n V_{t+n} (https://arxiv.org/abs/1602.01783).
+
+    `value` is `[T+1, B]`. The sum stops early, and bootstraps from the value there, at a masked row or the rollout's
+    end; it stops without a bootstrap at a termination. Masked rows return 0.
+    """
+    _check(reward, value, terminated, mask)
+    assert n >= 1, n
+    # G^0 = V; G^k_t = r_t + discount_t G^{k-1}_{t+1}, and V_t where masked. Row T stays V_T.
+    discount = torch.gt(mask, terminated) * gamma
+    gain = torch.where(mask, reward, value[:-1])
+    target, spare = value.clone(), value.clone()
+    for _ in range(min(n, len(reward))):
+        torch.addcmul(gain, discount, target[1:], out=spare[:-1])
+        target, spare = spare, target
+    return torch.where(mask, target[:-1], 0.0)
+
+
+@torch.no_grad()
+def running_return(reward: Tensor, is_first: Tensor, carry: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Discounted return so far, R_t = r_t + gamma R_{t-1}, whose deviation return normalisation divides rewards by.
+
+    `is_first` `[T+1, B]` as in `Rollout`, `carry` `[B]` from the rollout before (zeros at first). Returns R `[T, B]`
+    and the new carry. R starts anew with an episode; rows masked by `is_first[1:]` are 0 and are none of the
+    statistic's samples.
+    """
+    assert is_first.dtype == torch.bool
+    _check(reward, is_first)
+    assert carry.shape == reward.shape[1:], carry.shape
+    masked, first = is_first[1:], is_first[:-1]
+    out = reward.masked_fill(masked, 0.0)
+    rows, trace = out.unbind(), (torch.logical_or(masked, first).logical_not_() * gamma).unbind()
+    for t, row in enumerate(rows):
+        row.addcmul_(trace[t], rows[t - 1] if t else carry)
+    return out, rows[-1].clone()
+
+
+@torch.no_grad()
+def explained_variance(value: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    """1 - Var[target - value] / Var[target] over the valid rows, a scalar; 0 where the targets do not vary."""
+    assert value.shape == target.shape == mask.shape, (value.shape, target.shape, mask.shape)
+    count = mask.sum().clamp_(min=1)
+
+    def variance(x: Tensor) -> Tensor:
+        x = torch.where(mask, x, 0.0)
+        centred = torch.where(mask, x - x.sum() / count, 0.0)
+        return centred.square().sum() / count
+
+    spread = variance(target)
+    return torch.where(spread > 0, 1 - variance(target - value) / spread.clamp(min=1e-30), 0.0)
