@@ -22,7 +22,8 @@ _LOG_2PI = math.log(2 * math.pi)
 
 def _race(log_probs: Tensor, rng: Generator | None) -> Tensor:
     """An index of the last axis (kept, size 1): the first of exponential clocks with rates `exp(log_probs)` to ring."""
-    arrival = torch.empty_like(log_probs).exponential_(generator=rng)
+    # -log(uniform) rather than exponential_: twice as fast on the CPU, and never 0
+    arrival = torch.empty_like(log_probs).uniform_(generator=rng).log_().neg_()
     return arrival.log_().sub_(log_probs).argmin(-1, True)
 
 

@@ -71,7 +71,7 @@ class RMSProp:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam. `state["count"]`, a float64 scalar, is the number of updates; a slice with its own state counts its own."""
+    """Adam. `state["count"]`, a float32 scalar, is the number of updates; a slice with its own state counts its own."""
 
     beta1: float
     beta2: float
@@ -80,25 +80,27 @@ class Adam:
     _scratch: _Scratch = field(default_factory=_Scratch, repr=False, compare=False)
 
     def state(self, param: Tensor) -> State:
-        count = torch.zeros((), dtype=torch.float64, device=param.device)  # float32 is too coarse for 1 - beta2
-        return {"mean": torch.zeros_like(param), "square": torch.zeros_like(param), "count": count}
+        zeros = torch.zeros_like
+        return {"mean": zeros(param), "square": zeros(param), "count": torch.zeros((), device=param.device)}
 
     @torch.no_grad()
     def update(self, param: Tensor, grad: Tensor, state: State, lr: float | Tensor) -> None:
-        """One step in place on `param` and `state`; all `[n]`. Reads nothing back from a GPU.
-
-        With c = sqrt(1 - beta2^t): lr c / (1 - beta1^t) * m / (sqrt(v) + eps), where PyTorch's eps is multiplied by c.
-        """
+        """One step in place on `param` and `state`; all `[n]`. Reads nothing back from a GPU."""
         assert param.dim() == 1, param.shape
         assert param.shape == grad.shape == state["mean"].shape == state["square"].shape
-        mean, square, root = state["mean"], state["square"], self._scratch.like(param)
-        count = state["count"].add_(1)
-        t = count if count.is_cuda else count.item()
-        correction = (1 - self.beta2**t) ** 0.5
-        mean.lerp_(grad, 1 - self.beta1)
-        square.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
-        torch.sqrt(square, out=root).add_(self.eps if self.eps_hat else self.eps * correction)
-        _descend(param, mean, root, lr * correction / (1 - self.beta1**t))
+        mean, square, count = state["mean"], state["square"], state["count"].add_(1)
+        b1, b2 = self.beta1, self.beta2
+        if not self.eps_hat:  # the kernel of torch.optim.Adam(fused=True): 2 to 5 times faster than public calls
+            torch._fused_adam_(
+                [param], [grad], [mean], [square], [], [count],
+                lr=lr, beta1=b1, beta2=b2, eps=self.eps, weight_decay=0.0, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
+        t = count.double() if count.is_cuda else count.item()  # float32 is too coarse for 1 - beta2^t
+        mean.lerp_(grad, 1 - b1)
+        square.mul_(b2).addcmul_(grad, grad, value=1 - b2)
+        root = torch.sqrt(square, out=self._scratch.like(param)).add_(self.eps)
+        _descend(param, mean, root, lr * (1 - b2**t) ** 0.5 / (1 - b1**t))
 
 
 Rule = RMSProp | Adam
