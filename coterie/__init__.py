@@ -1,3 +1,47 @@
-"""Coterie: distributed deep reinforcement learning from one code path."""
+"""Coterie: distributed deep reinforcement learning from one code path.
+
+    import coterie
+    summary = coterie.train(coterie.presets.ppo(env="CartPole-v1", steps=100_000))
+    policy = coterie.load(summary["folder"])
+
+Names are imported when first used: env worker processes load this package without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coterie import presets
+    from coterie.config import Config
+    from coterie.evaluate import Policy, evaluate_run, load
+    from coterie.session import resume, train
+    from coterie.types import ConfigError, CoterieError
 
 __version__ = "0.1.0"
+__all__ = ["Config", "ConfigError", "CoterieError", "Policy", "evaluate_run", "load", "presets", "resume", "train"]
+
+# Must be set before torch loads its OpenMP: by default idle torch threads spin for milliseconds on the very cores that
+# the env threads need. Measured on 2 cores, Breakout, two torch threads: 1,620 acted env steps/s spinning, 3,230 passive.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+_HOME = {
+    "Config": "coterie.config",
+    "ConfigError": "coterie.types",
+    "CoterieError": "coterie.types",
+    "Policy": "coterie.evaluate",
+    "evaluate_run": "coterie.evaluate",
+    "load": "coterie.evaluate",
+    "resume": "coterie.session",
+    "train": "coterie.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "presets":
+        return importlib.import_module("coterie.presets")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'coterie' has no attribute {name!r}")

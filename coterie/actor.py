@@ -122,6 +122,11 @@ class Recorder:
                 self.episodes += zip(ts.episode_return[ended].tolist(), ts.episode_length[ended].astype(int).tolist(), strict=True)
         else:
             self.env_id[cols] = ts.env_id
+        return self.inputs(g, row)
+
+    def inputs(self, g: int, row: int) -> Inputs:
+        """What the model saw, or is to see, at `row`."""
+        cols = self.groups[g]
         return Inputs(
             self._obs(row, cols),
             self._up(self.is_first[row, cols]),

@@ -77,7 +77,7 @@ class PPO:
         bonus = mean(entropy)
         total = policy + self.base.algo.value_coef * values - self.base.entropy_coef() * bonus
         with torch.no_grad():
-            kl, clipped = map(mean, ppo_stats(log_prob, batch.behavior_log_prob, clip))
+            clipped, kl = map(mean, ppo_stats(log_prob, batch.behavior_log_prob, clip))
         if self.ppo.target_kl:
             self.kl += float(kl)
         metrics = {"policy_loss": policy, "value_loss": values, "entropy": bonus, "kl": kl, "clip_fraction": clipped}

@@ -1,0 +1,248 @@
+"""The command line. Exit codes: 0 finished, 1 failed, 2 bad usage or config, 75 checkpointed on a signal."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from coterie.types import ConfigError, CoterieError
+
+HELP = """coterie: distributed deep reinforcement learning
+
+  coterie train PRESET [--env ID] [--steps N] [--seed S] [--out DIR] [--SECTION.FIELD VALUE ...]
+  coterie resume RUN [--steps N]     go on from the last checkpoint
+  coterie eval RUN [--episodes N] [--sampled] [--json]
+  coterie watch RUN [--out FILE.mp4] record an episode
+  coterie bench PRESET [--seconds N] [--json] [--SECTION.FIELD VALUE ...]
+  coterie list envs|presets|matrix [PATTERN]
+  coterie doctor                     what this machine can do
+
+Often used with train:
+  --env Pong-v5                 an EnvPool id, a gymnasium id, or package.module:callable
+  --env.num-envs 64             simulators
+  --model.torso a3c             a3c, gala, nature, impala, mlp
+  --model.core lstm
+  --optim.lr 1e-3
+  --eval.every 100000           evaluate every N env steps; decides the best checkpoint
+  --device auto|cpu|cuda  --precision auto|fp32|bf16
+  --seeds 0..2 --jobs 2         one run for each seed, two at a time
+
+`coterie train PRESET --help` lists every option with its default and unit.
+Exit codes: 0 finished, 1 failed, 2 bad usage or config, 75 checkpointed on a signal (run `coterie resume RUN`).
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}")
+
+
+def _train_config(args: list[str]) -> Any:
+    """The preset for the env that was named, with every other option applied."""
+    from coterie import presets
+    from coterie.runs.config_io import cli_help, parse_cli, validate
+
+    if not args or args[0].startswith("-"):
+        raise ConfigError(f"PRESET: give one of {', '.join(presets.PRESETS)}; see `coterie list presets`")
+    name, options = args[0], args[1:]
+    env = None
+    for i, option in enumerate(options):
+        key, _, value = option.partition("=")
+        if key in ("--env", "--env.id"):
+            env = value or (options[i + 1] if i + 1 < len(options) else None)
+    default = presets.make(name, env)
+    if "--help" in options or "-h" in options:
+        print(cli_help(default))
+        raise SystemExit(0)
+    config = parse_cli(default, options)
+    validate(config)
+    return config
+
+
+def _take(args: list[str], option: str) -> tuple[str | None, list[str]]:
+    """Take `--option VALUE` or `--option=VALUE` out of `args`."""
+    for i, arg in enumerate(args):
+        if arg == option:
+            if i + 1 == len(args):
+                raise ConfigError(f"{option} needs a value")
+            return args[i + 1], args[:i] + args[i + 2 :]
+        if arg.startswith(option + "="):
+            return arg.partition("=")[2], args[:i] + args[i + 1 :]
+    return None, args
+
+
+def train(args: list[str]) -> int:
+    seeds, args = _take(args, "--seeds")
+    jobs, args = _take(args, "--jobs")
+    config = _train_config(args)
+    if seeds is not None:
+        from coterie.sweep import run_seeds
+
+        return run_seeds(args, config, seeds, jobs)
+    from coterie.session import train as run
+
+    return _report(run(config))
+
+
+def resume(args: list[str]) -> int:
+    parser = _Parser("coterie resume")
+    parser.add_argument("run")
+    parser.add_argument("--steps", type=int, default=0, help="a new total of env steps")
+    options = parser.parse_args(args)
+    from coterie.session import resume as run
+
+    return _report(run(options.run, steps=options.steps))
+
+
+def _report(summary: dict[str, Any]) -> int:
+    from coterie.session import EXIT_INTERRUPTED
+
+    folder = summary["folder"]
+    mean = summary["mean_return"]
+    print(
+        f"{summary['status']}: {summary['env_steps']:,} env steps in {summary['seconds']:.0f} s, "
+        f"mean return {'-' if mean is None or mean != mean else f'{mean:.1f}'} over the last games"
+    )
+    if summary["status"] == "interrupted":
+        print(f"{summary['reason']}: checkpoint written")
+    print(f"evaluate: coterie eval {folder}")
+    print(f"resume:   coterie resume {folder}" + ("" if summary["status"] == "interrupted" else " --steps N"))
+    print(f"watch:    coterie watch {folder}")
+    return EXIT_INTERRUPTED if summary["status"] == "interrupted" else 0
+
+
+def evaluate(args: list[str]) -> int:
+    parser = _Parser("coterie eval")
+    parser.add_argument("run")
+    parser.add_argument("--episodes", type=int, default=100)
+    parser.add_argument("--sampled", action="store_true", help="sample actions instead of taking the likeliest")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(args)
+    if options.episodes < 1:
+        raise ConfigError("--episodes: must be at least 1")
+    from coterie.evaluate import evaluate_run
+
+    result = evaluate_run(options.run, episodes=options.episodes, sampled=options.sampled, seed=options.seed)
+    if options.json:
+        print(json.dumps(result))
+        return 0
+    how = "sampled" if options.sampled else "greedy"
+    line = f"{result['env']}: {result['mean_return']:.2f} +- {result['stderr']:.2f} ({result['episodes']} games, {how}"
+    if result["human_normalized"] is not None:
+        line += f", human-normalised {100 * result['human_normalized']:.0f}%"
+    print(line + f", checkpoint at {result['checkpoint_env_steps']:,} env steps)")
+    return 0
+
+
+def watch(args: list[str]) -> int:
+    parser = _Parser("coterie watch")
+    parser.add_argument("run")
+    parser.add_argument("--out", default="", help="FILE.mp4; default: RUN/watch.mp4")
+    parser.add_argument("--sampled", action="store_true")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(args)
+    from coterie.watch import watch as run
+
+    path, score, frames = run(options.run, options.out, sampled=options.sampled, seed=options.seed)
+    print(f"{path}: {frames} frames, return {score:.1f}")
+    return 0
+
+
+def bench(args: list[str]) -> int:
+    seconds, args = _take(args, "--seconds")
+    as_json = "--json" in args
+    config = _train_config([a for a in args if a != "--json"])
+    from coterie.bench import bench as run
+    from coterie.bench import show
+
+    try:
+        result = run(config, float(seconds or 60))
+    except ValueError:
+        raise ConfigError(f"--seconds: {seconds!r} is not a number") from None
+    print(json.dumps(result) if as_json else show(result))
+    return 0
+
+
+def listing(args: list[str]) -> int:
+    parser = _Parser("coterie list")
+    parser.add_argument("what", choices=("envs", "presets", "matrix"))
+    parser.add_argument("pattern", nargs="?", default="", help="only names that contain this")
+    options = parser.parse_args(args)
+    if options.what == "matrix":
+        from coterie.matrix import table
+
+        print(table())
+        return 0
+    if options.what == "presets":
+        from coterie.presets import PRESETS
+
+        rows = [f"{name:10} {' '.join((f.__doc__ or '').split('.')[0].split())}" for name, f in PRESETS.items()]
+    else:
+        import envpool
+        import gymnasium
+
+        pooled = set(envpool.list_all_envs())
+        rows = sorted(pooled) + sorted(f"{i}  (gymnasium)" for i in set(gymnasium.registry) - pooled)
+    print("\n".join(r for r in rows if options.pattern.lower() in r.lower()))
+    return 0
+
+
+def doctor(args: list[str]) -> int:
+    _Parser("coterie doctor").parse_args(args)
+    from coterie.doctor import report
+
+    lines, healthy = report()
+    print("\n".join(lines))
+    return 0 if healthy else 1
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "resume": resume,
+    "eval": evaluate,
+    "watch": watch,
+    "bench": bench,
+    "list": listing,
+    "doctor": doctor,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    if args[0] == "--version":
+        from coterie import __version__
+
+        print(__version__)
+        return 0
+    try:
+        if args[0] not in COMMANDS:
+            near = difflib.get_close_matches(args[0], COMMANDS, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"command: {args[0]!r} is unknown; {hint}commands are {', '.join(COMMANDS)}")
+        return COMMANDS[args[0]](args[1:])
+    except ConfigError as error:
+        print(f"coterie: {error}", file=sys.stderr)
+        return 2
+    except CoterieError as error:
+        print(f"coterie: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("coterie: stopped at once; the last checkpoint stands", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `coterie list envs | head`
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Judging a policy: episodes on envs of its own, with a mean, a standard error and, for Atari, human-normalised."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.actor import Envs, Recorder
+from coterie.algorithms.a2c import A2C
+from coterie.algorithms.ppo import PPO
+from coterie.atari57 import human_normalized
+from coterie.config import Config
+from coterie.envs.make import make_envs
+from coterie.models.build import ActorCritic
+from coterie.roles import make_algorithm, make_model
+from coterie.runs import checkpoint
+from coterie.runs.config_io import load_config
+from coterie.types import Array, ConfigError, Inputs, Obs, Spec, TimeStep
+
+_MOST_ENVS = 16
+
+
+@dataclass
+class Scores:
+    """Returns of whole games (raw reward), in the order in which the envs and their games came."""
+
+    env_id: str
+    returns: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    unfinished: int = 0  # games that the step budget cut off; not in `returns`
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.returns)) if self.returns else math.nan
+
+    @property
+    def stderr(self) -> float:
+        n = len(self.returns)
+        return float(np.std(self.returns, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        normalized = human_normalized(self.env_id, self.mean) if self.returns else None
+        return {
+            "env": self.env_id,
+            "episodes": len(self.returns),
+            "mean_return": self.mean,
+            "stderr": self.stderr,
+            "min": min(self.returns, default=math.nan),
+            "max": max(self.returns, default=math.nan),
+            "mean_length": float(np.mean(self.lengths)) if self.lengths else math.nan,
+            "human_normalized": normalized,
+            "unfinished": self.unfinished,
+            "returns": self.returns,
+        }
+
+
+def evaluate(
+    algorithm: A2C | PPO,
+    model: ActorCritic,
+    config: Config,
+    *,
+    episodes: int,
+    sampled: bool,
+    seed: int,
+    max_steps: int | None = None,
+) -> Scores:
+    """Play `episodes` whole games and score them.
+
+    Every env plays a number of games that is fixed beforehand, so that short games are not counted more often than
+    long ones. Stops at `max_steps` env steps in all (default: `eval.max_steps`).
+    """
+    n = min(episodes, _MOST_ENVS)
+    env = replace(
+        config.env,
+        num_envs=n,
+        reset="in_place",
+        decorrelate=0,
+        max_episode_steps=config.eval.max_episode_steps or config.env.max_episode_steps,
+    )
+    budget = config.eval.max_steps if max_steps is None else max_steps
+    quota = np.full(n, episodes // n)
+    quota[: episodes % n] += 1
+    scores = Scores(config.env.id)
+    with make_envs(env, config.atari, seed=seed, threads=config.env.threads or 2, groups=1, training=False) as envs:
+        player = Player(algorithm, model, envs, sampled, seed)
+        ts, steps = envs.recv(0), 0
+        while quota.any():
+            if steps >= budget:
+                scores.unfinished = int(quota.sum())
+                break
+            envs.send(0, player.act(ts))
+            ts = envs.recv(0)
+            steps += int(((quota > 0) & ~ts.is_first).sum())
+            for i in np.flatnonzero(~np.isnan(ts.episode_return) & (quota > 0)):
+                quota[i] -= 1
+                scores.returns.append(float(ts.episode_return[i]))
+                scores.lengths.append(int(ts.episode_length[i]))
+    return scores
+
+
+class Player:
+    """A policy in front of one group of envs: keeps the core state and the last action."""
+
+    def __init__(self, algorithm: A2C | PPO, model: ActorCritic, envs: Envs, sampled: bool, seed: int) -> None:
+        self.algorithm, self.model, self.envs = algorithm, model, envs
+        device = next(model.parameters()).device
+        self.recorder = Recorder(envs.spec, envs.num_envs, [slice(0, envs.num_envs)], 1, device)
+        self.rng = torch.Generator(device).manual_seed(seed)
+        self.explore = torch.ones(envs.num_envs, device=device) if sampled else None
+        self.state = model.initial_state(envs.num_envs)
+        self.last: Tensor | None = None
+
+    @torch.inference_mode()
+    def act(self, ts: TimeStep) -> Array:
+        seen = self.recorder.see(0, 1, ts)
+        inputs = Inputs(seen.obs, seen.is_first, self.recorder.action[1], seen.prev_reward)
+        out, self.state = self.algorithm.act(self.model, inputs, self.state, self.explore, self.rng)
+        self.recorder.action[1] = out.action
+        return out.action.cpu().numpy()
+
+
+class Policy:
+    """A trained policy for use outside of training: `policy(obs)` -> actions.
+
+    `obs` is a batch `[B, *obs]` (or a dict of such), as the env gives it. With an LSTM the state is kept between
+    calls for a fixed B; `reset(done)` clears it for the envs that begin anew.
+    """
+
+    def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: ActorCritic) -> None:
+        self.folder, self.config, self.spec, self.step, self.model = folder, config, spec, step, model
+        self.algorithm = make_algorithm(config, spec)
+        self._state: Tensor | None = None
+        self._first: Tensor | None = None
+        self._last: Tensor | None = None
+        self._rng = torch.Generator().manual_seed(config.seed)
+
+    def reset(self, done: Array | None = None) -> None:
+        """Begin new episodes: in every env, or where `done` `[B]`."""
+        if done is None or self._first is None:
+            self._first = None
+        else:
+            self._first |= torch.as_tensor(done)
+
+    @torch.inference_mode()
+    def __call__(self, obs: Obs, *, sampled: bool = False) -> Array:
+        tensors = {k: torch.as_tensor(x) for k, x in obs.items()} if isinstance(obs, dict) else torch.as_tensor(obs)
+        batch = len(next(iter(tensors.values()))) if isinstance(tensors, dict) else len(tensors)
+        if self._first is None or len(self._first) != batch:
+            self._first = torch.ones(batch, dtype=torch.bool)
+            self._state = self.model.initial_state(batch)
+            self._last = torch.zeros((batch, *self.spec.action.shape), dtype=getattr(torch, self.spec.action.dtype))
+        assert self._last is not None
+        inputs = Inputs(tensors, self._first, self._last, torch.zeros(batch))
+        explore = torch.ones(batch) if sampled else None
+        out, self._state = self.algorithm.act(self.model, inputs, self._state, explore, self._rng)
+        self._last, self._first = out.action, torch.zeros(batch, dtype=torch.bool)
+        return out.action.numpy()
+
+
+def load(folder: str | Path, learner: str = "best") -> Policy:
+    """The policy of a run: its best checkpoint, or its last where none was marked best."""
+    from coterie.envs.make import make_spec
+
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")
+    config, root = load_config(folder / "config.json"), folder / "checkpoints"
+    path = (checkpoint.best(root) if learner == "best" else None) or checkpoint.latest(root)
+    if path is None:
+        raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")
+    tensors, state = checkpoint.load(path)
+    spec = make_spec(config.env, config.atari)
+    model = make_model(config, spec)
+    model.load_state_dict(tensors["model"])
+    return Policy(folder, config, spec, int(state["env_steps"]), model.eval().requires_grad_(False))
+
+
+def evaluate_run(folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1) -> dict[str, Any]:
+    """Score a run's policy: the mean over whole games +- standard error, human-normalised where a reference exists."""
+    policy = load(folder)
+    scores = evaluate(
+        policy.algorithm,
+        policy.model,
+        policy.config,
+        episodes=episodes,
+        sampled=sampled,
+        seed=seed,
+        max_steps=10**9,
+    )
+    return {"run": str(folder), "checkpoint_env_steps": policy.step, "sampled": sampled, **scores.to_json()}

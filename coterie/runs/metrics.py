@@ -1,0 +1,146 @@
+"""What a run writes while it goes: metrics.jsonl, TensorBoard events, log.txt, summary.json; and the last 100 games."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from coterie.types import ConfigError, CoterieError
+
+
+def _clean(value: Any) -> Any:
+    """JSON has no NaN: null instead."""
+    if isinstance(value, dict):
+        return {k: _clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Episodes:
+    """Returns and lengths of the last 100 whole games, and how many there were in all."""
+
+    def __init__(self) -> None:
+        self.window: deque[tuple[float, int]] = deque(maxlen=100)
+        self.count = 0
+
+    def extend(self, games: Iterable[tuple[float, int]]) -> None:
+        for score, length in games:
+            self.window.append((float(score), int(length)))
+            self.count += 1
+
+    @property
+    def mean_return(self) -> float:
+        return sum(r for r, _ in self.window) / len(self.window) if self.window else math.nan
+
+    @property
+    def mean_length(self) -> float:
+        return sum(n for _, n in self.window) / len(self.window) if self.window else math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": [list(game) for game in self.window], "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.window.clear()
+        self.window.extend((float(r), int(n)) for r, n in state["window"])
+        self.count = int(state["count"])
+
+
+class RunWriter:
+    """Writes into a run's folder. `resume_env_steps`: go on there; later lines of metrics.jsonl, which the checkpoint
+    does not know, are dropped so that curves do not double back.
+    """
+
+    def __init__(
+        self, folder: Path, tensorboard: bool = True, wandb_project: str = "", resume_env_steps: int | None = None
+    ) -> None:
+        self.folder = folder
+        self._wandb = _wandb(folder, wandb_project) if wandb_project else None
+        with _Reason(folder):
+            if resume_env_steps is not None:
+                kept = [line for line in read_metrics(folder) if line["env_steps"] <= resume_env_steps]
+                draft = folder / ".metrics.jsonl"
+                draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+                draft.rename(folder / "metrics.jsonl")
+            self._file = (folder / "metrics.jsonl").open("a")
+            self._log = (folder / "log.txt").open("a")
+            self._events = None
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+                self._events = SummaryWriter(str(folder), purge_step=resume_env_steps)  # type: ignore[no-untyped-call]
+
+    def write(self, line: dict[str, Any]) -> None:
+        """One line of metrics; needs `env_steps` and `seconds`."""
+        clean = _clean(line)
+        with _Reason(self.folder):
+            self._file.write(json.dumps(clean) + "\n")
+            self._file.flush()
+            if self._events is not None:
+                for name, value in clean.items():
+                    if isinstance(value, int | float) and name != "env_steps":
+                        self._events.add_scalar(name, value, clean["env_steps"])  # type: ignore[no-untyped-call]
+        if self._wandb is not None:
+            self._wandb.log(clean, step=clean["env_steps"])
+
+    def log(self, text: str) -> None:
+        with _Reason(self.folder):
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self._log.flush()
+
+    def summary(self, data: dict[str, Any]) -> None:
+        with _Reason(self.folder):
+            draft = self.folder / ".summary.json"
+            draft.write_text(json.dumps(_clean(data), indent=1) + "\n")
+            draft.rename(self.folder / "summary.json")
+
+    def close(self) -> None:
+        with _Reason(self.folder):
+            self._file.close()
+            self._log.close()
+            if self._events is not None:
+                self._events.close()  # type: ignore[no-untyped-call]
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+class _Reason:
+    """Turns an OSError (a full disk, a folder that is gone) into one line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError):
+            raise CoterieError(f"cannot write to {self.folder}: {error.strerror or error}") from None
+
+
+def _wandb(folder: Path, project: str) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError("log.wandb: needs `pip install 'coterie[wandb]'`") from None
+    return wandb.init(project=project, dir=str(folder), name=folder.name, resume="allow")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last line that a crash cut short is left out."""
+    lines = []
+    try:
+        text = (folder / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return []
+    for row in text.splitlines():
+        try:
+            lines.append(json.loads(row))
+        except ValueError:
+            break
+    return lines
