@@ -1,0 +1,29 @@
+# `make train` and `make test` work on a fresh clone with only Python >= 3.11 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test test-all lint clean
+
+$(VENV)/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "coterie needs Python 3.11 or newer; set PYTHON="; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[video,gym,dev,plots]'
+	@touch $@
+
+train: $(VENV)/installed
+	$(BIN)/coterie train ppo --env Pong-v5 $(ARGS)
+
+test: $(VENV)/installed lint
+	$(BIN)/python -m pytest -m "not slow" -n 2 $(ARGS)
+
+test-all: $(VENV)/installed lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info
