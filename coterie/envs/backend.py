@@ -1,0 +1,51 @@
+"""The contract between the owner of a set of envs and what runs them (EnvPool, or worker processes).
+
+A backend holds instances, numbered from 0. It takes one request at a time: `step` or `reset` of some instances returns
+at once, and the `recv` that follows waits for the answer. It restarts a finished instance by itself when that is next
+stepped (next-step autoreset: the action is ignored, reward 0, flags False). It knows nothing of slots, groups or
+rollouts: that is the owner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from coterie.envs.spaces import ActionMap
+from coterie.types import Array, Obs, Spec
+
+
+class Batch(NamedTuple):
+    """The answer to a request, one row for each instance asked, in that order. The arrays are the receiver's own."""
+
+    obs: Obs
+    reward: Array  # float32, as the env gave it
+    terminated: Array  # bool
+    truncated: Array  # bool
+    game_over: Array  # bool: the game ended, not only a life of it (or it was truncated)
+    # Instances, asked or not, that must be replaced before they are used again, and why; their rows mean nothing.
+    failed: Mapping[int, str] = {}
+
+
+class Backend(Protocol):
+    """What runs the instances."""
+
+    spec: Spec
+    action_map: ActionMap
+    num_instances: int
+
+    def step(self, ids: Array, actions: Array) -> None:
+        """Start a step of instances `ids` (int32) with the env's own actions."""
+
+    def reset(self, ids: Array) -> None:
+        """Start a reset of instances `ids` (int32)."""
+
+    def recv(self) -> Batch:
+        """Wait for the answer to the last request."""
+        raise NotImplementedError
+
+    def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
+        """Make these instances anew. Each must be reset before it is stepped."""
+
+    def close(self) -> None:
+        """End every thread and process; free all memory."""

@@ -1,0 +1,82 @@
+"""`make_envs` and `make_spec`: from the config to environments, on EnvPool or in worker processes."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+
+import gymnasium
+
+from coterie import config
+from coterie.envs.backend import Backend
+from coterie.envs.owner import Envs
+from coterie.envs.pool import PoolBackend, all_ids, has_env, pool_spec
+from coterie.types import ConfigError, Spec
+
+
+def _in_pool(env: config.Env) -> bool:
+    """Whether EnvPool runs this env; refuses what nobody has."""
+    try:
+        kwargs = json.loads(env.kwargs)
+    except ValueError as error:
+        raise ConfigError(f"env.kwargs is not a JSON object: {error}") from error
+    if not isinstance(kwargs, dict):
+        raise ConfigError(f"env.kwargs must be a JSON object, not {env.kwargs!r}")
+    pool = has_env(env.id)
+    if env.backend == "pool" and not pool:
+        raise _unknown(env.id, all_ids(), "EnvPool has no such environment")
+    if not pool and ":" not in env.id and env.id not in gymnasium.registry:
+        raise _unknown(env.id, [*all_ids(), *gymnasium.registry], "neither EnvPool nor gymnasium has it")
+    return pool and env.backend != "workers"
+
+
+def _unknown(env_id: str, known: Sequence[str], why: str) -> ConfigError:
+    lower = {k.lower(): k for k in known}
+    near = [lower[k] for k in difflib.get_close_matches(env_id.lower(), lower, n=4, cutoff=0.6)]
+    hint = f"nearest: {', '.join(near)}" if near else "try `coterie list envs`, or give package.module:callable"
+    return ConfigError(f"env.id {env_id!r}: {why}; {hint}")
+
+
+def make_spec(env: config.Env, atari: config.Atari) -> Spec:
+    """What the environment takes and gives. EnvPool's are only declared; a gymnasium env is made once and closed."""
+    if _in_pool(env):
+        return pool_spec(env, atari)
+    from coterie.envs.workers import workers_spec
+
+    return workers_spec(env)
+
+
+def make_envs(
+    env: config.Env,
+    atari: config.Atari,
+    *,
+    seed: int,
+    first_env_id: int = 0,
+    threads: int = 1,
+    groups: int = 1,
+    training: bool = True,
+) -> Envs:
+    """`env.num_envs` environments in `groups` groups, on `threads` threads or worker processes in all.
+
+    `training=False` switches episodic life off: an evaluated game has all its lives.
+    """
+    if env.num_envs < 1:
+        raise ConfigError(f"env.num_envs must be at least 1, not {env.num_envs}")
+    if groups not in (1, 2):
+        raise ConfigError(f"env.groups must be 1 or 2, not {groups}")
+    if env.num_envs % groups:
+        raise ConfigError(f"env.num_envs must be even for env.groups 2, not {env.num_envs}")
+    each = max(1, -(-threads // groups))
+    if _in_pool(env):
+
+        def make(seeds: Sequence[int]) -> Backend:
+            return PoolBackend(env, atari, seeds, each, training)
+
+    else:
+        from coterie.envs.workers import WorkerBackend
+
+        def make(seeds: Sequence[int]) -> Backend:
+            return WorkerBackend(env, seeds, each)
+
+    return Envs(make, env, seed=seed, first_env_id=first_env_id, groups=groups)

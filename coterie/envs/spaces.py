@@ -1,0 +1,159 @@
+"""From gymnasium spaces to our `ObsSpec` and `ActionSpec`, and the conversions at the env's edge.
+
+Observations: Box, Discrete and MultiDiscrete (one-hot float32), MultiBinary, and Dict of those (flat, nested keys
+joined by "."). Actions: Discrete, MultiDiscrete, MultiBinary, Box of floats. Left out: Tuple, Text, Graph, Sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from coterie.types import ActionSpec, Array, ConfigError, Obs, ObsSpec
+
+Convert = Callable[[Array], Array]
+
+# Kept as the env gives them, because torch has them too; anything else becomes float32.
+_KEPT = {"uint8", "int8", "int16", "int32", "int64", "float32", "bool"}
+_LARGEST_ONE_HOT = 65536
+
+
+@dataclass(frozen=True)
+class ObsField:
+    """One array of an observation: where it is in the env's (nested) observation, and how a batch of it converts."""
+
+    name: str
+    path: tuple[str, ...]
+    spec: ObsSpec
+    convert: Convert | None  # None: as it is
+
+
+def _one_hot(sizes: Array, start: Array) -> Convert:
+    """Each of K integers as a one-hot vector, concatenated: `[n, K]` or `[n]` to `[n, sum(sizes)]` float32."""
+    offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]) - start
+    width = int(sizes.sum())
+
+    def convert(x: Array) -> Array:
+        out = np.zeros((len(x), width), np.float32)
+        columns = x.reshape(len(x), -1).astype(np.int64) + offsets
+        out[np.arange(len(x))[:, None], columns] = 1
+        return out
+
+    return convert
+
+
+def _field(env_id: str, name: str, path: tuple[str, ...], space: spaces.Space[Any]) -> ObsField:
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        counts = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        sizes = np.asarray(counts, np.int64).reshape(-1)
+        start = np.broadcast_to(np.asarray(space.start, np.int64).reshape(-1), sizes.shape)
+        if sizes.sum() > _LARGEST_ONE_HOT:
+            raise ConfigError(f"env.id {env_id!r}: observation {name!r} has {sizes.sum()} values, too many to one-hot")
+        return ObsField(name, path, ObsSpec((int(sizes.sum()),), "float32", 0.0, 1.0), _one_hot(sizes, start))
+    if isinstance(space, spaces.MultiBinary):
+        return ObsField(name, path, ObsSpec(tuple(space.shape), "int8", 0.0, 1.0), _plain((), "int8"))
+    if isinstance(space, spaces.Box):
+        shape = tuple(space.shape) or (1,)
+        dtype = space.dtype.name if space.dtype is not None and space.dtype.name in _KEPT else "float32"
+        low, high = (float(np.min(space.low)), float(np.max(space.high))) if dtype == "uint8" else (-np.inf, np.inf)
+        same = space.dtype is not None and space.dtype.name == dtype and space.shape != ()
+        return ObsField(name, path, ObsSpec(shape, dtype, low, high), None if same else _plain(space.shape, dtype))
+    raise ConfigError(
+        f"env.id {env_id!r}: observation {name or 'space'!r} is {type(space).__name__}; "
+        "it may be Box, Discrete, MultiDiscrete, MultiBinary or a Dict of those"
+    )
+
+
+def _plain(shape: tuple[int, ...], dtype: str) -> Convert:
+    scalar = shape == ()
+    return lambda x: (x.reshape(len(x), 1) if scalar and x.ndim == 1 else x).astype(dtype)
+
+
+def obs_fields(env_id: str, space: spaces.Space[Any]) -> list[ObsField]:
+    """The arrays of an observation space; a space that is not a Dict has one, named ""."""
+    if not isinstance(space, spaces.Dict):
+        return [_field(env_id, "", (), space)]
+    fields: list[ObsField] = []
+
+    def walk(node: spaces.Dict, path: tuple[str, ...]) -> None:
+        for key, child in node.spaces.items():
+            here = (*path, key)
+            if isinstance(child, spaces.Dict):
+                walk(child, here)
+            else:
+                fields.append(_field(env_id, ".".join(here), here, child))
+
+    walk(space, ())
+    if not fields:
+        raise ConfigError(f"env.id {env_id!r}: the observation space is an empty Dict")
+    return fields
+
+
+@dataclass(frozen=True)
+class ActionMap:
+    """What a policy may choose, and how a batch of its choices becomes what the env takes."""
+
+    spec: ActionSpec
+    to_env: Convert
+
+
+def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
+    """A policy's `[n]`, `[n, A]` actions to the env's: starts added, [-1, 1] stretched to finite bounds."""
+    if isinstance(space, spaces.Discrete):
+        start = int(space.start)
+        return ActionMap(ActionSpec("categorical", (int(space.n),)), (lambda a: a + start) if start else _same)
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+        shape = tuple(space.shape)
+        sizes = np.full(shape, 2) if isinstance(space, spaces.MultiBinary) else np.asarray(space.nvec)
+        first = np.zeros(shape, np.int64) if isinstance(space, spaces.MultiBinary) else np.asarray(space.start)
+        spec = ActionSpec("multi", tuple(int(n) for n in sizes.reshape(-1)))
+        return ActionMap(spec, lambda a: a.reshape(len(a), *shape) + first)
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        return _box_action(space)
+    raise ConfigError(
+        f"env.id {env_id!r}: the action space is {space}; it may be Discrete, MultiDiscrete, MultiBinary "
+        "or a Box of floats"
+    )
+
+
+def _same(a: Array) -> Array:
+    return a
+
+
+def _box_action(space: spaces.Box) -> ActionMap:
+    shape = tuple(space.shape)
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    spec = ActionSpec("continuous", low=tuple(low.reshape(-1).tolist()), high=tuple(high.reshape(-1).tolist()))
+    bounded = np.isfinite(low) & np.isfinite(high)
+    centre = np.where(bounded, (np.where(bounded, high, 0) + np.where(bounded, low, 0)) / 2, 0).astype(np.float32)
+    half = np.where(bounded, (np.where(bounded, high, 0) - np.where(bounded, low, 0)) / 2, 1).astype(np.float32)
+    limit = np.where(bounded, 1, np.inf).astype(np.float32)  # what has no bounds is passed as it is
+    unit = bool((centre == 0).all() and (half == 1).all())
+
+    def to_env(a: Array) -> Array:
+        clipped = np.clip(a.reshape(len(a), *shape), -limit, limit)
+        return clipped if unit else centre + half * clipped
+
+    return ActionMap(spec, to_env)
+
+
+def flatten(obs: Any, fields: list[ObsField]) -> Obs:
+    """A (nested) batched observation as our flat one, converted."""
+    out = {}
+    for f in fields:
+        x = obs
+        for key in f.path:
+            x = x[key]
+        out[f.name] = x if f.convert is None else f.convert(x)
+    return out.get("", out)
+
+
+def random_actions(spec: ActionSpec, rng: np.random.Generator, n: int) -> Array:
+    """n uniform-random policy actions (continuous: in [-1, 1])."""
+    if spec.kind == "continuous":
+        return rng.uniform(-1, 1, (n, *spec.shape)).astype(np.float32)
+    return rng.integers(0, spec.sizes if spec.kind == "multi" else spec.sizes[0], (n, *spec.shape))

@@ -1,0 +1,71 @@
+"""Anonymous shared memory: numpy arrays over one memory file that has no name, so nothing is left behind.
+
+The file descriptor is inherited by (or sent to) the processes that share it; the memory is freed when the last of them
+is gone, however it died. This file imports without torch: env workers load it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from coterie.types import Array
+
+Layout = Mapping[str, tuple[tuple[int, ...], DTypeLike]]  # name -> (shape, dtype)
+_ALIGN = 64  # a cache line: no two arrays share one
+
+
+def _place(layout: Layout) -> tuple[dict[str, int], int]:
+    """Offset of each array, and the bytes of all."""
+    offsets, end = {}, 0
+    for name, (shape, dtype) in layout.items():
+        offsets[name] = end
+        end += -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGN) * _ALIGN
+    return offsets, max(end, _ALIGN)
+
+
+def _memory_file(name: str, size: int) -> int:
+    """A descriptor of zeroed memory (an unlinked file where the system has no memfd)."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    else:  # pragma: no cover
+        with tempfile.TemporaryFile(prefix=name) as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+class SharedArrays:
+    """Named arrays in one anonymous shared memory. `arrays[name]` is writable in every process that maps it.
+
+    Without `fd` the memory is made, zeroed, and `fd` is this object's to close; with `fd` an existing one of the same
+    layout is mapped and the descriptor is taken over.
+    """
+
+    def __init__(self, layout: Layout, fd: int | None = None, name: str = "coterie") -> None:
+        offsets, size = _place(layout)
+        self.fd = _memory_file(name, size) if fd is None else fd
+        if os.fstat(self.fd).st_size < size:
+            raise ValueError(f"shared memory holds {os.fstat(self.fd).st_size} bytes, the layout needs {size}")
+        self._map = mmap.mmap(self.fd, size)
+        self.arrays: dict[str, Array] = {
+            key: np.ndarray(shape, dtype, self._map, offsets[key]) for key, (shape, dtype) in layout.items()
+        }
+
+    def close(self) -> None:
+        """Let go of the memory. Arrays that somebody still holds stay readable; the memory goes with the last one."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.arrays = {}
+        try:
+            self._map.close()
+        except BufferError:  # somebody holds a view: the map closes when that view dies
+            del self._map
