@@ -76,7 +76,9 @@ class Recorder:
     Floats that were never written are -42.42: a misread shows.
     """
 
-    def __init__(self, spec: Spec, num_envs: int, groups: list[slice], unroll_length: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: Spec, num_envs: int, groups: list[slice], unroll_length: int, device: torch.device
+    ) -> None:
         t, b = unroll_length, num_envs
         self.unroll_length, self.groups, self.device = t, groups, device
         self.obs: dict[str, Tensor] = {
@@ -119,7 +121,9 @@ class Recorder:
             self.truncated[row - 1, cols] = ts.truncated
             ended = ~np.isnan(ts.episode_return)
             if ended.any():
-                self.episodes += zip(ts.episode_return[ended].tolist(), ts.episode_length[ended].astype(int).tolist(), strict=True)
+                self.episodes += zip(
+                    ts.episode_return[ended].tolist(), ts.episode_length[ended].astype(int).tolist(), strict=True
+                )
         else:
             self.env_id[cols] = ts.env_id
         return self.inputs(g, row)

@@ -136,8 +136,9 @@ class _Training:
         """`learn` asks for it; `source` publishes before each rollout itself."""
 
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
-        for self.last in self.source:
-            yield self.last
+        for rollout in self.source:
+            self.last = rollout
+            yield rollout
 
     def close(self) -> None:
         self.learner.close()
@@ -187,7 +188,8 @@ def show(result: dict[str, Any]) -> str:
             f"{r['preset']} on {r['env']}, {r['cores']} cores; env steps/s, median of {_ROUNDS} alternating turns",
             f"env only   {r['env_only']:>10,.0f}",
             f"acting     {r['acting']:>10,.0f}   {r['acting_over_env_only']:.2f} of env only",
-            f"training   {r['training']:>10,.0f}   {r['training_over_env_only']:.2f} of env only, {r['frames_per_s']:,.0f} frames/s",
+            f"training   {r['training']:>10,.0f}   {r['training_over_env_only']:.2f} of env only, "
+            f"{r['frames_per_s']:,.0f} frames/s",
             f"ceiling    {r['ceiling']:>10,.0f}   training reaches {r['training_over_ceiling']:.2f} of it",
             f"one step costs (core microseconds): {parts}",
             f"bottleneck: {r['bottleneck']}",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from coterie.config import Config
 from coterie.types import ConfigError, CoterieError
 
 HELP = """coterie: distributed deep reinforcement learning
@@ -43,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}")
 
 
-def _train_config(args: list[str]) -> Any:
+def _train_config(args: list[str]) -> Config:
     """The preset for the env that was named, with every other option applied."""
     from coterie import presets
     from coterie.runs.config_io import cli_help, parse_cli, validate

@@ -111,7 +111,9 @@ class PPO:
 class Optim:
     """The update rule."""
 
-    rule: Literal["rmsprop", "rmsprop_tf", "adam", "adam_eps_hat"] = "rmsprop"  # _tf: eps inside the root; eps_hat: eps added before bias correction
+    rule: Literal["rmsprop", "rmsprop_tf", "adam", "adam_eps_hat"] = (
+        "rmsprop"  # _tf: eps inside the root; eps_hat: eps added before bias correction
+    )
     lr: float = 7e-4
     eps: float = 1e-5
     alpha: float = 0.99  # rmsprop: decay of the squared gradient
@@ -119,7 +121,9 @@ class Optim:
     beta2: float = 0.999
     max_grad_norm: float = 0.5  # 0: no clipping
     schedule: Schedule = Schedule()
-    sqrt_scaling_from: int = 0  # simulators at which lr holds; lr grows with the root of all learners' simulators. 0: off
+    sqrt_scaling_from: int = (
+        0  # simulators at which lr holds; lr grows with the root of all learners' simulators. 0: off
+    )
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a non-finite gradient: end the run, or skip that batch (counted)
     chunk: int = 0  # samples per backward pass; 0: what suits the device, whole batch on a GPU
 

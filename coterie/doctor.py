@@ -32,9 +32,12 @@ def report() -> tuple[list[str], bool]:
             healthy = False
     for module, extra, what in _EXTRAS:
         found = importlib.util.find_spec(module) is not None
-        lines.append(f"{'ok      ' if found else 'optional'} {module} ({what})" + ("" if found else f": pip install 'coterie[{extra}]'"))
+        lines.append(
+            f"{'ok      ' if found else 'optional'} {module} ({what})"
+            + ("" if found else f": pip install 'coterie[{extra}]'")
+        )
     lines.append(f"cores    {len(available_cores())} of {os.cpu_count()} may be used")
-    lines.append(f"bf16     {'in hardware' if bf16_is_fast('cpu') else 'not in hardware: --precision auto means fp32 on the CPU'}")
+    lines.append(f"bf16     {'in hardware' if bf16_is_fast('cpu') else 'not in hardware: auto means fp32 on the CPU'}")
     if torch.cuda.is_available():
         lines += [f"gpu      {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
     else:
@@ -43,7 +46,9 @@ def report() -> tuple[list[str], bool]:
     lines.append(f"{'ok      ' if free > 1 else 'LOW     '} disk: {free:.1f} GiB free here")
     policy = os.environ.get("OMP_WAIT_POLICY", "")
     if policy.lower() != "passive":
-        lines.append(f"SLOW     OMP_WAIT_POLICY is {policy!r}: idle torch threads will take the env threads' cores; unset it")
+        lines.append(
+            f"SLOW     OMP_WAIT_POLICY is {policy!r}: idle torch threads will take the env threads' cores; unset it"
+        )
     lines.append(_step_an_env())
     healthy &= not lines[-1].startswith("BROKEN")
     return lines, healthy

@@ -91,15 +91,17 @@ def learn(
         begin = time.perf_counter()
         lr = settings.lr(progress.env_steps)
         algorithm.env_steps = progress.env_steps
-        progress.policy_lag_max = max(progress.policy_lag_max, progress.learner_steps - int(rollout.policy_version.min()))
+        progress.policy_lag_max = max(
+            progress.policy_lag_max, progress.learner_steps - int(rollout.policy_version.min())
+        )
         for batch in algorithm.batches(model, rollout):
             totals: dict[str, Tensor | float] = {}
             for part in batch.parts():
                 with settings.autocast():
                     loss = algorithm.loss(model, part)
                 loss.total.backward()  # type: ignore[no-untyped-call]
-                for name, value in loss.metrics.items():
-                    totals[name] = totals.get(name, 0.0) + value
+                for name, term in loss.metrics.items():
+                    totals[name] = totals.get(name, 0.0) + term
             begin = stages.add("train", begin)
             try:
                 totals["grad_norm"] = exchange.step(params, lr)

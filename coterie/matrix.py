@@ -1,4 +1,4 @@
-"""Which combinations work. ONE list of (predicate, field, reason): the README's table and the tests are made from it."""
+"""Which combinations work. ONE list of (predicate, field, reason): README and tests are made from it."""
 
 from __future__ import annotations
 

@@ -59,14 +59,14 @@ def resolve(config: Config, spec: Spec) -> Layout:
     image = any(s.is_image for s in spec.obs.values())
     bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_is_fast(device.type))
     cores = len(available_cores())
-    # Alternating pays where a step of the envs is long beside the calls that it takes to run two half-sized groups.
+    # Alternating pays where a step of the envs is long beside the calls that two half-sized groups cost.
     slow_env = image or config.env.backend == "workers"
     groups = config.env.groups or (2 if slow_env and config.env.num_envs % 2 == 0 else 1)
     return Layout(
         device=device,
         dtype=torch.bfloat16 if bf16 else torch.float32,
         env_threads=config.env.threads or cores,
-        # A second thread costs a small net more than it brings: PPO on CartPole fell from 16,100 steps/s to 700 with two.
+        # A second thread costs a small net more than it brings (PPO on CartPole: 16,100 steps/s with one, 700 with two).
         torch_threads=config.torch_threads or (cores if image else 1),
         groups=groups,
         chunk=config.optim.chunk or (_CPU_CHUNK if image and not cuda else 0),

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-
 from coterie.config import Config
 from coterie.evaluate import evaluate
 from coterie.roles import EVAL_SEED, InlineLearner, seed_for
@@ -311,5 +310,3 @@ def _check_spec(folder: Path, learner: InlineLearner) -> None:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, CoterieError) else f"{type(error).__name__}: {text}"
-
-

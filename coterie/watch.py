@@ -53,5 +53,3 @@ def _imageio() -> Any:
     except ImportError:
         raise ConfigError("watch needs: pip install 'coterie[video]'") from None
     return imageio
-
-

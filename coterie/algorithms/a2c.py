@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,8 +58,8 @@ class Batch:
             return
         pieces = math.ceil(length / size)
         bounds = [length * i // pieces for i in range(pieces + 1)]
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
-            yield self._map(lambda x, at=slice(begin, end): x[:, at] if axis else x[at], slice(begin, end))
+        for begin, end in pairwise(bounds):
+            yield self._map(partial(_cut, axis, slice(begin, end)), slice(begin, end))
 
     def take(self, index: Tensor) -> Batch:
         """The rows `[n]` of a flat batch, or the columns of one with time, at `index`; copied."""
@@ -83,6 +85,18 @@ class Batch:
         )
 
 
+def _cut(axis: int, at: slice, x: Tensor) -> Tensor:
+    return x[:, at] if axis else x[at]
+
+
+def _keep(x: Tensor) -> Tensor:
+    return x
+
+
+def _fold_time(x: Tensor) -> Tensor:
+    return x.flatten(0, 1)
+
+
 class A2C:
     """The algorithm's pure parts, and what it must remember: the progress that its schedules read."""
 
@@ -93,7 +107,12 @@ class A2C:
         self.running: Tensor | None = None  # discounted return of each env, for the reward's deviation
 
     def act(
-        self, model: ActorCritic, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
+        self,
+        model: ActorCritic,
+        inputs: Inputs,
+        core_state: Tensor | None,
+        explore: Tensor | None,
+        rng: torch.Generator,
     ) -> tuple[AgentOutput, Tensor | None]:
         """Sample, or take the likeliest action where `explore` is None. Builds no graph."""
         with torch.inference_mode():
@@ -137,12 +156,10 @@ class A2C:
         reward = self.rewards(rollout)
         if self.config.reward.normalize:
             reward = (reward / model.return_norm.deviation()).clamp(-10, 10)
-        advantage, target = gae(
-            reward, rollout.behavior_value, terminated, mask, self.algo.gamma, self.algo.gae_lambda
-        )
+        advantage, target = gae(reward, rollout.behavior_value, terminated, mask, self.algo.gamma, self.algo.gae_lambda)
         t, b = mask.shape
         # Without a core rows are free of one another: fold time away, so that a part is a contiguous slice.
-        flat = (lambda x: x) if model.recurrent else (lambda x: x.flatten(0, 1))
+        flat = _keep if model.recurrent else _fold_time
         obs = rollout.obs
         rows = {k: flat(x[:t]) for k, x in obs.items()} if isinstance(obs, dict) else flat(obs[:t])
         return Batch(
@@ -187,6 +204,4 @@ class A2C:
         return {} if self.running is None else {"running": self.running}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.running = cast("Tensor | None", state.get("running"))
-
-
+        self.running = state.get("running")

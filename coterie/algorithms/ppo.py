@@ -20,7 +20,7 @@ from coterie.types import Rollout, Spec
 
 
 def horizon(config: Config) -> int:
-    """Steps of each env in a rollout: with `ppo.batch_size` set it shrinks as envs are added (Accelerated Methods 4.2)."""
+    """Steps of each env in a rollout; with `ppo.batch_size` it shrinks as envs are added (Accelerated Methods)."""
     if config.algorithm == "ppo" and config.ppo.batch_size:
         return max(1, config.ppo.batch_size // config.env.num_envs)
     return config.algo.unroll_length

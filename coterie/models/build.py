@@ -94,7 +94,9 @@ class ActorCritic(nn.Module):
         elif action.kind == "categorical":
             last = F.one_hot(inputs.prev_action, action.sizes[0])
         else:
-            last = torch.cat([F.one_hot(a, n) for a, n in zip(inputs.prev_action.unbind(-1), action.sizes, strict=True)], -1)
+            last = torch.cat(
+                [F.one_hot(a, n) for a, n in zip(inputs.prev_action.unbind(-1), action.sizes, strict=True)], -1
+            )
         both = torch.cat((last.float(), inputs.prev_reward.clamp(-1, 1)[..., None]), -1)
         return both * (~inputs.is_first)[..., None]
 

@@ -1,6 +1,8 @@
-"""Recurrent cores. State is one tensor `[B, 2, size]` (hidden and cell), batch first, whatever a kernel wants inside."""
+"""Recurrent cores. State is one tensor `[B, 2, size]` (hidden, cell), batch first, whatever a kernel wants."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +26,18 @@ class LSTMCore(nn.Module):
         self.size = size
 
     def initial_state(self, batch: int) -> Tensor:
-        return self.lstm.weight_hh_l0.new_zeros(batch, 2, self.size)
+        return next(self.lstm.parameters()).new_zeros(batch, 2, self.size)
 
     def forward(self, x: Tensor, is_first: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """`x` `[T, B, F]`, `is_first` `[T, B]`, `state` `[B, 2, H]` -> `[T, B, H]` and the state after row T-1."""
         with torch.autocast(x.device.type, enabled=False):
-            x = x.to(self.lstm.weight_ih_l0.dtype)
+            x = x.to(state.dtype)
             h, c = state[None, :, 0].contiguous(), state[None, :, 1].contiguous()
             starts = is_first.any(1).tolist()
             cuts = [t for t, start in enumerate(starts) if start]
             bounds = sorted({0, *cuts, len(starts)})
             out = []
-            for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            for begin, end in pairwise(bounds):
                 if starts[begin]:
                     keep = (~is_first[begin])[None, :, None]
                     h, c = h * keep, c * keep

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -55,9 +56,7 @@ class Frames(nn.Module):
         # oneDNN's float32 convolutions are 1.5x faster on channels-last; bf16 hardly differs.
         layout = torch.channels_last if dtype == torch.float32 else torch.contiguous_format
         weight = self.conv.weight * (1 / 255)
-        return F.conv2d(
-            x.to(dtype, memory_format=layout), weight, self.conv.bias, self.conv.stride, self.conv.padding
-        )
+        return F.conv2d(x.to(dtype, memory_format=layout), weight, self.conv.bias, self.conv.stride, self.conv.padding)
 
 
 class ConvTorso(nn.Module):
@@ -144,7 +143,7 @@ class MLPTorso(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)
-        x = x.to(compute_dtype(self.layers[0].weight) if len(self.layers) else torch.float32)
+        x = x.to(compute_dtype(next(self.layers.parameters())) if len(self.layers) else torch.float32)
         return self.layers(x if self.scale == 1 else x * self.scale)  # type: ignore[no-any-return]
 
 
@@ -155,10 +154,10 @@ class DictTorso(nn.Module):
         super().__init__()
         self.keys = list(torsos)
         self.torsos = nn.ModuleList(torsos.values())
-        self.size = sum(int(t.size) for t in self.torsos)  # type: ignore[arg-type]
+        self.size = sum(cast(int, t.size) for t in torsos.values())
 
     def forward(self, x: dict[str, Tensor]) -> Tensor:
-        return torch.cat([torso(x[key]).float() for key, torso in zip(self.keys, self.torsos, strict=True)], -1)
+        return torch.cat([torso(x[key]).float() for key, torso in zip(self.keys, self.torsos, strict=True)], dim=-1)
 
 
 def layout(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], bool]:

@@ -36,7 +36,9 @@ def save(root: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path
         draft.mkdir()
         for name, group in tensors.items():
             # Flat views share one storage, which safetensors refuses to write: it gets copies.
-            save_file({k: x.detach().cpu().clone().contiguous() for k, x in group.items()}, draft / f"{name}.safetensors")
+            save_file(
+                {k: x.detach().cpu().clone().contiguous() for k, x in group.items()}, draft / f"{name}.safetensors"
+            )
         (draft / "state.json").write_text(json.dumps(state))
         files = {}
         for file in sorted(draft.iterdir()):

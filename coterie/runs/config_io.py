@@ -76,7 +76,9 @@ def _build(cls: type, data: Any, prefix: str) -> Any:
         kind = hints[name]
         dotted = prefix + name
         values[name] = (
-            _build(kind, value, dotted + ".") if dataclasses.is_dataclass(kind) else _coerce(dotted, kind, value)
+            _build(cast(type, kind), value, dotted + ".")
+            if dataclasses.is_dataclass(kind)
+            else _coerce(dotted, kind, value)
         )
     return cls(**values)
 
@@ -172,34 +174,30 @@ def cli_help(default: Config) -> str:
 
 
 # What a number must be: (fields, predicate, what it says).
-_RULES: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+_RULES: tuple[tuple[str, Any, str], ...] = (
     (
-        (
-            "learners env.num_envs algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip atari.height "
-            "atari.width atari.stack model.core_size eval.episodes eval.max_steps log.keep"
-        ).split(),  # type: ignore[assignment]
+        "learners env.num_envs algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip atari.height "
+        "atari.width atari.stack model.core_size eval.episodes eval.max_steps log.keep",
         lambda x: x >= 1,
         "must be at least 1",
     ),
     (
-        (
-            "seed env.threads env.max_episode_steps env.reserve env.decorrelate env.replace_budget atari.noop_max "
-            "algo.poll ppo.clip_value ppo.target_kl ppo.batch_size optim.max_grad_norm optim.sqrt_scaling_from "
-            "optim.chunk eval.every eval.max_episode_steps torch_threads algo.value_coef algo.entropy_coef "
-            "log.checkpoint_every log.every"
-        ).split(),  # type: ignore[assignment]
+        "seed env.threads env.max_episode_steps env.reserve env.decorrelate env.replace_budget atari.noop_max "
+        "algo.poll ppo.clip_value ppo.target_kl ppo.batch_size optim.max_grad_norm optim.sqrt_scaling_from "
+        "optim.chunk eval.every eval.max_episode_steps torch_threads algo.value_coef algo.entropy_coef "
+        "log.checkpoint_every log.every",
         lambda x: x >= 0,
         "must not be negative",
     ),
     (
-        ("atari.sticky_actions", "algo.gamma", "algo.gae_lambda"),
+        "atari.sticky_actions algo.gamma algo.gae_lambda",
         lambda x: 0 <= x <= 1,
         "must be between 0 and 1",
     ),
-    (("optim.alpha", "optim.beta1", "optim.beta2"), lambda x: 0 <= x < 1, "must be at least 0 and below 1"),
-    (("optim.lr", "optim.eps", "ppo.clip", "env.timeout", "reward.scale"), lambda x: x > 0, "must be above 0"),
-    (("env.groups",), lambda x: x in (0, 1, 2), "must be 0 (auto), 1 or 2"),
-    (("model.hidden",), lambda x: all(n >= 1 for n in x), "sizes must be at least 1"),
+    ("optim.alpha optim.beta1 optim.beta2", lambda x: 0 <= x < 1, "must be at least 0 and below 1"),
+    ("optim.lr optim.eps ppo.clip env.timeout reward.scale", lambda x: x > 0, "must be above 0"),
+    ("env.groups", lambda x: x in (0, 1, 2), "must be 0 (auto), 1 or 2"),
+    ("model.hidden", lambda x: all(n >= 1 for n in x), "sizes must be at least 1"),
 )
 
 
@@ -218,7 +216,7 @@ def validate(config: Config) -> None:
         if kind is float and not math.isfinite(value):
             raise ConfigError(f"{name}: {value} is not a finite number")
     for names, holds, text in _RULES:
-        for name in names:
+        for name in names.split():
             if not holds(get(config, name)):
                 raise ConfigError(f"{name}: {get(config, name)} {text}")
     for name in ("algo.entropy_schedule", "ppo.clip_schedule", "optim.schedule"):

@@ -56,7 +56,9 @@ class Display:
                 self.console.print(self.title, markup=False)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.live is not None:
             self.live.update(self._render(), refresh=True)
             self.live.__exit__(kind, error, trace)
@@ -100,7 +102,9 @@ class Display:
 
     def _plain(self) -> None:
         remaining = max(0, self.total - self.status["env_steps"]) / max(self.status["env_steps_per_s"], 1e-9)
-        eta = time.strftime("%H:%M:%S", time.gmtime(remaining)) if remaining < 86400 else f"{remaining / 86400:.1f} days"
+        eta = (
+            time.strftime("%H:%M:%S", time.gmtime(remaining)) if remaining < 86400 else f"{remaining / 86400:.1f} days"
+        )
         self.console.print(" | ".join([*self.lines()[:3], f"ETA {eta}"]), markup=False, soft_wrap=True)
 
     def _render(self) -> Group:

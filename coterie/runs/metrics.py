@@ -73,7 +73,7 @@ class RunWriter:
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-                self._events = SummaryWriter(str(folder), purge_step=resume_env_steps)  # type: ignore[no-untyped-call]
+                self._events = SummaryWriter(str(folder), purge_step=resume_env_steps)
 
     def write(self, line: dict[str, Any]) -> None:
         """One line of metrics; needs `env_steps` and `seconds`."""
@@ -84,7 +84,7 @@ class RunWriter:
             if self._events is not None:
                 for name, value in clean.items():
                     if isinstance(value, int | float) and name != "env_steps":
-                        self._events.add_scalar(name, value, clean["env_steps"])  # type: ignore[no-untyped-call]
+                        self._events.add_scalar(name, value, clean["env_steps"])
         if self._wandb is not None:
             self._wandb.log(clean, step=clean["env_steps"])
 
@@ -104,7 +104,7 @@ class RunWriter:
             self._file.close()
             self._log.close()
             if self._events is not None:
-                self._events.close()  # type: ignore[no-untyped-call]
+                self._events.close()
         if self._wandb is not None:
             self._wandb.finish()
 
