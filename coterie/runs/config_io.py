@@ -11,7 +11,9 @@ import difflib
 import io
 import json
 import math
+import numbers
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -33,27 +35,48 @@ _TYPES: dict[str, Any] = dict(fields())
 
 
 def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, _TYPES, 3, 0.5)
+    inside = [f for f in _TYPES if f.startswith(name + ".")]
+    if inside:
+        return f"; the fields of {name} are {', '.join(inside)}"
     tail = [f for f in _TYPES if f.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
-    found = list(dict.fromkeys([*tail, *near]))[:3]
+    near = [f for f in difflib.get_close_matches(name, _TYPES, 3, 0.6) if f not in tail]
+    found = (tail + near)[:3]
     return f"; the nearest are {', '.join(found)}" if found else "; `coterie train PRESET --help` lists them"
 
 
-def _coerce(name: str, kind: Any, value: Any) -> Any:
-    """`value` as `kind`, or a ConfigError."""
+def _name(name: str) -> str:
+    return name if name.isprintable() else repr(name)
+
+
+def _shown(value: Any) -> str:
+    """A bad value, fit for a message of one line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _expected(kind: Any) -> str:
+    """What a field takes, in words."""
     if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, get_args(kind)))}")
-        return value
+        return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is tuple:
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name}: {value!r} is not a list")
+        return f"a list of {'integers' if get_args(kind)[0] is int else 'numbers'}"
+    return {int: "an integer", float: "a number", bool: "True or False", str: "a text"}[kind]
+
+
+def _coerce(name: str, kind: Any, value: Any) -> Any:
+    """`value` as `kind`, or a ConfigError. A number that loses nothing may change its type: 1e6 is an integer."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if get_origin(kind) is Literal and isinstance(value, str) and value in get_args(kind):
+        return value
+    if get_origin(kind) is tuple and isinstance(value, list | tuple):
         return tuple(_coerce(name, get_args(kind)[0], v) for v in value)
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+    if kind is int and real and math.isfinite(value) and value == int(value):
+        return int(value)
+    if kind is float and (isinstance(value, float) or (real and abs(value) <= sys.float_info.max)):
         return float(value)
-    if type(value) is not kind:
-        raise ConfigError(f"{name}: {value!r} is not of type {kind.__name__}")
-    return value
+    if kind in (str, bool) and type(value) is kind:
+        return value
+    raise ConfigError(f"{name}: {_shown(value)} is not {_expected(kind)}")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -67,12 +90,12 @@ def from_dict(data: dict[str, Any]) -> Config:
 
 def _build(cls: type, data: Any, prefix: str) -> Any:
     if not isinstance(data, dict):
-        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {data!r} is not an object")
+        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {_shown(data)} is not an object of fields")
     hints = get_type_hints(cls)
     values = {}
     for name, value in data.items():
         if name not in hints:
-            raise ConfigError(f"{prefix}{name}: no such field{_nearest(prefix + name)}")
+            raise ConfigError(f"{_name(prefix + name)}: no such field{_nearest(prefix + name)}")
         kind = hints[name]
         dotted = prefix + name
         values[name] = (
@@ -90,71 +113,91 @@ def save_config(path: Path, config: Config) -> None:
 def load_config(path: Path) -> Config:
     try:
         return from_dict(json.loads(path.read_text()))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (in {path})") from None
     except (OSError, ValueError) as error:
-        raise CoterieError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise CoterieError(f"{path}: cannot be read: {reason}") from None
 
 
 def replace(config: Config, overrides: dict[str, Any]) -> Config:
-    """`config` with dotted fields replaced: `{"env.id": "Pong-v5", "learners": 2}`. `env` alone means `env.id`."""
+    """`config` with fields replaced, types checked: `{"env.id": "Pong-v5", "optim": Optim(), "learners": 2}`.
+
+    `env` with a text means `env.id`. Values that contradict each other are `validate`'s.
+    """
     data = to_dict(config)
     for given, value in overrides.items():
         name = "env.id" if given == "env" and isinstance(value, str) else given.replace("-", "_")
-        if name not in _TYPES:
-            if name in data and dataclasses.is_dataclass(value) and not isinstance(value, type):
-                data[name] = dataclasses.asdict(value)  # a whole section
-                continue
-            raise ConfigError(f"{given}: no such field{_nearest(name)}")
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)  # a whole section
+        elif name not in _TYPES:
+            raise ConfigError(f"{_name(given)}: no such field{_nearest(name)}")
         *sections, last = name.split(".")
         at = data
         for section in sections:
+            if not isinstance(at.get(section), dict):
+                raise ConfigError(f"{_name(given)}: no such field{_nearest(name)}")
             at = at[section]
         at[last] = value
     return from_dict(data)
 
 
 def parse_cli(default: Config, args: list[str]) -> Config:
-    """Apply command-line options (`--a.b-c V`, `--a.b_c V`, `--a.b=V`; booleans take True or False) to `default`."""
+    """Apply command-line options to `default`: `--a.b-c V`, `--a.b_c V`, `--a.b=V`, lists as `--a.b V V V`.
+
+    Booleans take True or False; `--env ID` is `--env.id ID`; integers may be written 1e6.
+    """
     import tyro
 
-    args = [re.sub(r"^--env(?==|$)", "--env.id", arg) for arg in args]
-    for arg in args:
-        if arg.startswith("--"):
-            name = arg[2:].partition("=")[0].replace("-", "_")
-            if name not in _TYPES:
-                raise ConfigError(f"--{arg[2:].partition('=')[0]}: no such option{_nearest(name)}")
+    options = _options(args)
     caught = io.StringIO()
     try:
         with contextlib.redirect_stderr(caught), contextlib.redirect_stdout(caught):
-            return tyro.cli(Config, default=default, args=args, config=(tyro.conf.FlagConversionOff,))
+            # `--a=b` is the one spelling that lets a value begin with a dash.
+            flat = [
+                t for name, v in options.items() for t in ([f"--{name}={v[0]}"] if len(v) == 1 else [f"--{name}", *v])
+            ]
+            return tyro.cli(Config, default=default, args=flat, config=(tyro.conf.FlagConversionOff,))
     except SystemExit:
-        raise ConfigError(_condense(caught.getvalue())) from None
+        text = " ".join(re.sub(r"[│╭╰╮╯─]", " ", caught.getvalue()).split())
+    # tyro frames and wraps its complaint: take from it only whom it is about.
+    for name in (found.replace("-", "_") for found in re.findall(r"--([\w.-]+)", text)):
+        if name in options:
+            raise ConfigError(f"--{name}: {_shown(' '.join(options[name]))} is not {_expected(_TYPES[name])}")
+    raise ConfigError(text or "the options cannot be read")
 
 
-def _condense(box: str) -> str:
-    """The first paragraph of tyro's framed complaint, on one line."""
-    text: list[str] = []
-    for row in box.splitlines()[1:]:  # the first is the frame's title
-        inner = row.strip("│╭╰╮╯ ")
-        if re.match(r"[─-]{3}", inner):
-            if text:
-                break
-        elif inner:
-            text.append(inner)
-    line = " ".join(text)
-    found = re.search(r"--[\w.-]+", line)
-    name = found.group(0) if found else ""
-    if match := re.match(r"invalid choice (.+?) for argument .*Expected one of \((.*)\)", line):
-        return f"{name}: {match[1]} is not one of {match[2].replace(chr(39), '').rstrip(',')}"
-    if match := re.match(r"Error parsing (--[\w.-]+)[^:]*: (.*)", line):
-        kind = _TYPES.get(match[1][2:].replace("-", "_"))
-        value = re.search(r"'[^']*'", match[2])
-        shown = value.group(0) if value else match[2]
-        return f"{match[1]}: {shown} is not of type {kind.__name__ if isinstance(kind, type) else kind}"
-    if line.startswith("Missing value"):
-        return f"{name}: needs a value"
-    if line.startswith("Unrecognized options"):
-        return f"{line.partition(': ')[2]}: is not an option; options start with --"
-    return line or "bad usage"
+def _options(args: list[str]) -> dict[str, list[str]]:
+    """The values of each option by dotted field, names and numbers of values checked; the last of its kind counts."""
+    options: dict[str, list[str]] = {}
+    values: list[str] | None = None
+    for arg in args:
+        if arg.startswith("--"):
+            given, equals, value = arg[2:].partition("=")
+            name = "env.id" if given == "env" else given.replace("-", "_")
+            if name not in _TYPES:
+                raise ConfigError(f"--{_name(given)}: no such option{_nearest(name)}")
+            values = options[name] = [value] if equals else []
+        elif values is None or (re.match(r"-[A-Za-z]", arg) and arg not in ("-inf", "-nan")):
+            raise ConfigError(f"{_shown(arg)}: is not an option; options are --SECTION.FIELD VALUE")
+        else:
+            values.append(arg)
+    for name, values in options.items():
+        kind = _TYPES[name]
+        listed = get_origin(kind) is tuple
+        if not listed and len(values) != 1:
+            wrong = f"takes one value, not {_shown(' '.join(values))}" if values else "needs a value"
+            raise ConfigError(f"--{name}: {wrong}; it takes {_expected(kind)}")
+        if kind is int or (listed and get_args(kind)[0] is int):
+            values[:] = [_whole(v) for v in values]
+    return options
+
+
+def _whole(text: str) -> str:
+    """1e6 as 1000000; everything else as it is."""
+    if re.fullmatch(r"\d+(\.\d*)?e\+?\d{1,2}", text) and float(text).is_integer():
+        return str(int(float(text)))
+    return text
 
 
 def cli_help(default: Config) -> str:
@@ -198,6 +241,7 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
     ("optim.lr optim.eps ppo.clip env.timeout reward.scale", lambda x: x > 0, "must be above 0"),
     ("env.groups", lambda x: x in (0, 1, 2), "must be 0 (auto), 1 or 2"),
     ("model.hidden", lambda x: all(n >= 1 for n in x), "sizes must be at least 1"),
+    ("env.id", lambda x: x.strip() != "", "must not be empty"),
 )
 
 
@@ -218,7 +262,9 @@ def validate(config: Config) -> None:
     for names, holds, text in _RULES:
         for name in names.split():
             if not holds(get(config, name)):
-                raise ConfigError(f"{name}: {get(config, name)} {text}")
+                raise ConfigError(f"{name}: {_shown(get(config, name))} {text}")
+    if config.env.groups == 2 and config.env.num_envs % 2:
+        raise ConfigError(f"env.num_envs: {config.env.num_envs} must be even where env.groups is 2")
     for name in ("algo.entropy_schedule", "ppo.clip_schedule", "optim.schedule"):
         _check_schedule(name, get(config, name))
     try:
@@ -226,15 +272,19 @@ def validate(config: Config) -> None:
     except ValueError:
         kwargs = None
     if not isinstance(kwargs, dict):
-        raise ConfigError(f"env.kwargs: {config.env.kwargs!r} is not a JSON object")
+        raise ConfigError(f"env.kwargs: {_shown(config.env.kwargs)} is not a JSON object")
 
 
 def _check_schedule(name: str, schedule: Schedule) -> None:
-    if len(schedule.at) != len(schedule.factors):
-        raise ConfigError(f"{name}.at: needs as many entries as {name}.factors")
-    if list(schedule.at) != sorted(set(schedule.at)):
-        raise ConfigError(f"{name}.at: {list(schedule.at)} is not increasing")
-    if schedule.kind == "steps" and not schedule.at:
-        raise ConfigError(f"{name}.at: a schedule of steps needs at least one")
-    if schedule.warmup < 0:
-        raise ConfigError(f"{name}.warmup: {schedule.warmup} must not be negative")
+    at, factors = list(schedule.at), list(schedule.factors)
+    if len(at) != len(factors):
+        raise ConfigError(f"{name}.at: has {len(at)} entries, {name}.factors {len(factors)}; they must be as many")
+    if at != sorted(set(at)) or any(step < 0 for step in at):
+        raise ConfigError(f"{name}.at: {_shown(at)} must be increasing env steps")
+    if not all(math.isfinite(x) and x >= 0 for x in factors):
+        raise ConfigError(f"{name}.factors: {_shown(factors)} must be finite and not negative")
+    if (schedule.kind == "steps") != bool(at):
+        raise ConfigError(f"{name}.at: {_shown(at)} but {name}.kind is {schedule.kind}; `steps` and only it needs them")
+    for part in ("end", "warmup"):
+        if getattr(schedule, part) < 0:
+            raise ConfigError(f"{name}.{part}: {getattr(schedule, part)} must not be negative")
