@@ -121,7 +121,7 @@ def flat_norm_clip(grad: Tensor, max_norm: float) -> Tensor:
     A norm that is not finite (a NaN, or an overflow) leaves `grad` as it is: whoever calls must look at the norm.
     """
     assert grad.dim() == 1, grad.shape
-    norm: Tensor = torch.linalg.vector_norm(grad)
+    norm = grad.dot(grad).sqrt()  # on the CPU faster than vector_norm, and several times more exact
     if max_norm <= 0:
         return norm
     if norm.is_cuda:  # no read-back
