@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 from collections.abc import Sequence
 
@@ -76,7 +77,9 @@ def make_envs(
     else:
         from coterie.envs.workers import WorkerBackend
 
+        numbers = itertools.count()
+
         def make(seeds: Sequence[int]) -> Backend:
-            return WorkerBackend(env, seeds, each)
+            return WorkerBackend(env, seeds, each, f"coterie-env-{next(numbers)}")
 
     return Envs(make, env, seed=seed, first_env_id=first_env_id, groups=groups)

@@ -1,0 +1,153 @@
+"""Small gymnasium environments for tests: one whose rewards tell what must line up, one to learn, one that breaks.
+
+Name them as `coterie.envs.testing:CountingEnv` and so on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from coterie.types import Array
+
+Reset = tuple[Any, dict[str, Any]]
+Step = tuple[Any, float, bool, bool, dict[str, Any]]
+
+
+class CountingEnv(gymnasium.Env[Any, Any]):
+    """The observation counts up from a seeded start; the reward is `16 * count + action`, of the count before the step.
+
+    The vector observation is `[count, episode]`, the image is filled with count modulo 256 but for its corner, the
+    episode; `dict` has both. Even episodes end terminated, odd ones truncated, each after `length` steps. A continuous
+    action (2 numbers) adds its sum. `slow_reset`: seconds that every reset but the first takes.
+    """
+
+    def __init__(
+        self,
+        length: int = 5,
+        slow_reset: float = 0.0,
+        obs: Literal["vector", "image", "dict"] = "vector",
+        continuous: bool = False,
+        actions: int = 4,
+    ) -> None:
+        self.length, self.slow_reset, self.kind, self.continuous = length, slow_reset, obs, continuous
+        vector = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        image = spaces.Box(0, 255, (1, 6, 6), np.uint8)
+        both = spaces.Dict({"inner": spaces.Dict({"vector": vector}), "image": image})
+        choices: dict[str, spaces.Space[Any]] = {"vector": vector, "image": image, "dict": both}
+        self.observation_space = choices[obs]
+        self.action_space = spaces.Box(-2, 6, (2,), np.float32) if continuous else spaces.Discrete(actions)
+        self.episode, self.count, self.steps = -1, 0, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        super().reset(seed=seed)
+        if self.episode >= 0:
+            time.sleep(self.slow_reset)
+        self.episode += 1
+        self.count, self.steps = int(self.np_random.integers(1000)), 0
+        return self._see(), {}
+
+    def step(self, action: Any) -> Step:
+        reward = 16.0 * self.count + float(np.sum(action))
+        self.count += 1
+        self.steps += 1
+        done = self.steps >= self.length
+        odd = self.episode % 2 == 1
+        return self._see(), reward, done and not odd, done and odd, {}
+
+    def _see(self) -> Any:
+        vector = np.array([self.count, self.episode], np.float32)
+        image = np.full((1, 6, 6), self.count % 256, np.uint8)
+        image[0, 0, 0] = self.episode % 256
+        return {"vector": vector, "image": image, "dict": {"inner": {"vector": vector}, "image": image}}[self.kind]
+
+
+class Catch(gymnasium.Env[Any, Any]):
+    """A ball falls through 10 rows of 5 columns; move the paddle under it. Reward 1 or -1 at the end of 9 steps.
+
+    `blank`: after the first row the frame is all zeros. Without memory only the three columns that one informed step
+    reaches can be caught (mean return 0.2 at best); with memory all of them (1.0).
+    """
+
+    rows, columns = 10, 5
+
+    def __init__(self, image: bool = False, blank: bool = False) -> None:
+        self.image, self.blank = image, blank
+        shape = (1, self.rows, self.columns)
+        vector = spaces.Box(0, 1, (self.rows * self.columns,), np.float32)
+        self.observation_space: spaces.Space[Any] = spaces.Box(0, 255, shape, np.uint8) if image else vector
+        self.action_space = spaces.Discrete(3)  # left, stay, right
+        self.ball, self.row, self.paddle = 0, 0, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        super().reset(seed=seed)
+        self.ball, self.row, self.paddle = int(self.np_random.integers(self.columns)), 0, self.columns // 2
+        return self._see(), {}
+
+    def step(self, action: Any) -> Step:
+        self.paddle = min(max(self.paddle + int(action) - 1, 0), self.columns - 1)
+        self.row += 1
+        done = self.row == self.rows - 1
+        reward = (1.0 if self.paddle == self.ball else -1.0) if done else 0.0
+        return self._see(), reward, done, False, {}
+
+    def _see(self) -> Array:
+        frame = np.zeros((self.rows, self.columns), np.uint8)
+        if not (self.blank and self.row > 0):
+            frame[self.row, self.ball] = 255
+            frame[self.rows - 1, self.paddle] = 255
+        return frame[None] if self.image else (frame.reshape(-1) / 255).astype(np.float32)
+
+
+class FlakyEnv(gymnasium.Env[Any, Any]):
+    """A CountingEnv that breaks at its `at`-th step (counted over episodes), or at any step with `probability`.
+
+    `how`: raise, nan_reward, nan_obs, exit (the process ends), kill (SIGKILL), hang, or construct (the constructor
+    raises). `marker`: a file; who breaks creates it, and nobody breaks once it is there, so that one failure happens.
+    """
+
+    def __init__(self, how: str, at: int = 0, probability: float = 0.0, marker: str = "", length: int = 5) -> None:
+        self.how, self.at, self.probability, self.marker = how, at, probability, marker
+        self.inner = CountingEnv(length)
+        self.observation_space, self.action_space = self.inner.observation_space, self.inner.action_space
+        self.total = 0
+        if how == "construct":
+            raise RuntimeError("this env cannot be made")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        super().reset(seed=seed)
+        return self.inner.reset(seed=seed)
+
+    def step(self, action: Any) -> Step:
+        self.total += 1
+        obs, reward, terminated, truncated, info = self.inner.step(action)
+        if self._breaks():
+            if self.how == "raise":
+                raise ValueError("flaky by design")
+            if self.how == "exit":
+                os._exit(3)
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "hang":
+                time.sleep(3600)
+            reward = float("nan") if self.how == "nan_reward" else reward
+            obs = np.full_like(obs, np.nan) if self.how == "nan_obs" else obs
+        return obs, reward, terminated, truncated, info
+
+    def _breaks(self) -> bool:
+        if self.total != self.at and self.np_random.random() >= self.probability:
+            return False
+        if not self.marker:
+            return True
+        try:
+            Path(self.marker).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
