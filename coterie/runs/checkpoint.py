@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,67 +24,65 @@ from torch import Tensor
 from coterie.types import CoterieError
 
 Tensors = dict[str, dict[str, Tensor]]
-_MANIFEST = "manifest.json"
+_MANIFEST, _OLD = "manifest.json", ".old"
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading a garbled file can raise
 
 
 def save(root: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
-    """Write one checkpoint; returns its folder. On an error nothing that was there before is touched."""
+    """Write one checkpoint; returns its folder. On an error nothing that was there before is touched.
+
+    `state`: nested dicts with text keys, lists, numbers (NaN and infinities, too), text, None.
+    """
     final = root / f"step_{step:012d}"
     draft = root / f".draft-{final.name}-{os.getpid()}"
+    text = json.dumps(_checked(state))
     try:
         root.mkdir(parents=True, exist_ok=True)
         _sweep(root)
         draft.mkdir()
         for name, group in tensors.items():
             # Flat views share one storage, which safetensors refuses to write: it gets copies.
-            save_file(
-                {k: x.detach().cpu().clone().contiguous() for k, x in group.items()}, draft / f"{name}.safetensors"
-            )
-        (draft / "state.json").write_text(json.dumps(state))
+            copies = {k: x.detach().to("cpu", copy=True).contiguous() for k, x in group.items()}
+            save_file(copies, draft / f"{name}.safetensors")
+        (draft / "state.json").write_text(text)
         files = {}
         for file in sorted(draft.iterdir()):
             _sync(file)
             files[file.name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
-        (draft / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1) + "\n")
+        body: dict[str, Any] = {"step": step, "files": files}
+        (draft / _MANIFEST).write_text(json.dumps({**body, "sha256": _seal(body)}, indent=1) + "\n")
         _sync(draft / _MANIFEST)
         _sync(draft)
-        if final.exists():  # the same step again, after a resume or at the end of a run
-            old = root / f".draft-old-{final.name}-{os.getpid()}"
-            final.rename(old)
-            draft.rename(final)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            draft.rename(final)
+        old = root / f"{final.name}{_OLD}"
+        if final.exists():  # the same step again: after a resume, or at the end of a run
+            final.rename(old)  # still a checkpoint, until the new one has the name
+        draft.rename(final)
         _sync(root)
+        _discard(old)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
-        raise CoterieError(f"checkpoint {final} cannot be written: {reason}") from None
+        with suppress(OSError):
+            _sweep(root)
+        raise CoterieError(f"checkpoint {final} cannot be written: {_reason(error)}") from None
     return final
 
 
 def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
     """Read a checkpoint whose every file matches its checksum; otherwise refuse, and offer the one before."""
     try:
-        files = json.loads((path / _MANIFEST).read_text())["files"]
-        for name, entry in files.items():
-            file = path / name
-            if file.stat().st_size != entry["bytes"]:
-                raise ValueError(f"{name} has {file.stat().st_size} bytes instead of {entry['bytes']}")
-            if _sha256(file) != entry["sha256"]:
-                raise ValueError(f"{name} does not match its checksum")
+        files = _verify(path)
         tensors = {Path(n).stem: load_file(path / n) for n in files if n.endswith(".safetensors")}
         return tensors, json.loads((path / "state.json").read_text())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (*_DAMAGE, SafetensorError) as error:
         before = latest(path.parent, before=path)
-        offer = f"; the one before can be used: remove {path} and resume from {before.name}" if before else ""
-        raise CoterieError(f"checkpoint {path} is damaged: {' '.join(str(error).split())}{offer}") from None
+        while before and not _intact(before):
+            before = latest(path.parent, before=before)
+        offer = f"; {before.name} is intact: remove {path} to go on from there" if before else ""
+        raise CoterieError(f"checkpoint {path} is damaged: {_reason(error)}{offer}") from None
 
 
 def latest(root: Path, before: Path | None = None) -> Path | None:
-    """The newest complete checkpoint, or the newest complete one older than `before`."""
-    found = [p for p in root.glob("step_*") if (p / _MANIFEST).is_file() and (before is None or p.name < before.name)]
-    return max(found, key=lambda p: p.name, default=None)
+    """The newest complete checkpoint, or the newest complete one older than `before`. Checksums are `load`'s."""
+    return max((p for p in _complete(root) if before is None or _age(p) < _age(before)), key=_age, default=None)
 
 
 def mark_best(root: Path, path: Path, score: float) -> None:
@@ -94,7 +93,8 @@ def mark_best(root: Path, path: Path, score: float) -> None:
         _sync(draft)
         draft.rename(root / "best.json")
     except OSError as error:
-        raise CoterieError(f"{root}/best.json cannot be written: {error.strerror}") from None
+        draft.unlink(missing_ok=True)
+        raise CoterieError(f"{root}/best.json cannot be written: {_reason(error)}") from None
 
 
 def _best(root: Path) -> dict[str, Any] | None:
@@ -119,9 +119,9 @@ def best_score(root: Path) -> float | None:
 def prune(root: Path, keep: int) -> None:
     """Delete all but the last `keep` and the best."""
     marked = best(root)
-    for path in sorted(root.glob("step_*"))[:-keep]:
+    for path in sorted(_complete(root), key=_age, reverse=True)[max(keep, 1) :]:
         if path != marked:
-            shutil.rmtree(path, ignore_errors=True)
+            _discard(path)
 
 
 def digest(tensors: Tensors) -> str:
@@ -131,7 +131,7 @@ def digest(tensors: Tensors) -> str:
         for name, x in sorted(tensors[group].items()):
             x = x.detach().cpu().contiguous()
             total.update(f"{group}/{name}:{x.dtype}:{tuple(x.shape)}:".encode())
-            total.update(x.reshape(-1).view(torch.uint8).numpy().tobytes())
+            total.update(x.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
@@ -148,7 +148,70 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+def _checked(value: Any) -> Any:
+    """JSON would silently turn other keys into text: refuse them."""
+    if isinstance(value, dict):
+        if bad := [k for k in value if not isinstance(k, str)]:
+            raise TypeError(f"a checkpoint's state has the key {bad[0]!r}, which is not text")
+        return {k: _checked(v) for k, v in value.items()}
+    return [_checked(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _seal(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _verify(path: Path) -> list[str]:
+    """The names of a checkpoint's files; raises one of `_DAMAGE` where anything differs from what was written."""
+    manifest = json.loads((path / _MANIFEST).read_text())
+    if manifest.pop("sha256") != _seal(manifest):
+        raise ValueError(f"{_MANIFEST} does not match its checksum")
+    for name, entry in manifest["files"].items():
+        size = (path / name).stat().st_size
+        if size != entry["bytes"]:
+            raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")
+        if _sha256(path / name) != entry["sha256"]:
+            raise ValueError(f"{name} does not match its checksum")
+    return list(manifest["files"])
+
+
+def _intact(path: Path) -> bool:
+    try:
+        return bool(_verify(path))
+    except _DAMAGE:
+        return False
+
+
+def _complete(root: Path) -> list[Path]:
+    return [p for p in root.glob("step_*") if (p / _MANIFEST).is_file()]
+
+
+def _age(path: Path) -> tuple[str, bool]:
+    """Sorts checkpoints from old to new."""
+    return path.name.removesuffix(_OLD), not path.name.endswith(_OLD)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}" + (f" ({Path(str(error.filename)).name})" if error.filename else "")
+    if isinstance(error, KeyError | TypeError | AttributeError | UnicodeDecodeError | json.JSONDecodeError):
+        return f"{_MANIFEST} is garbled ({type(error).__name__})"
+    return " ".join(str(error).split())
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint. Renamed first: a crash half-way must not leave a manifest over missing files."""
+    if path.exists():
+        shutil.rmtree(path.rename(path.with_name(f".draft-gone-{path.name}")), ignore_errors=True)
+
+
 def _sweep(root: Path) -> None:
-    """Remove the drafts that a crash left; a run folder has one writer."""
+    """Clear up after a crash; a run folder has one writer."""
     for path in root.glob(".draft-*"):
         shutil.rmtree(path, ignore_errors=True)
+    for old in root.glob(f"step_*{_OLD}"):
+        final = old.with_name(old.name.removesuffix(_OLD))
+        if final.exists():
+            _discard(old)
+        else:
+            old.rename(final)

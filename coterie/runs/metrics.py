@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -14,11 +16,13 @@ from coterie.types import ConfigError, CoterieError
 
 
 def _clean(value: Any) -> Any:
-    """JSON has no NaN: null instead."""
+    """Plain JSON: null for NaN and infinities, which JSON has not; numpy's and torch's single numbers as Python's."""
     if isinstance(value, dict):
         return {k: _clean(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_clean(v) for v in value]
+    if hasattr(value, "item"):
+        value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -64,22 +68,24 @@ class RunWriter:
         with _Reason(folder):
             if resume_env_steps is not None:
                 kept = [line for line in read_metrics(folder) if line["env_steps"] <= resume_env_steps]
-                draft = folder / ".metrics.jsonl"
-                draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
-                draft.rename(folder / "metrics.jsonl")
+                _write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
             self._file = (folder / "metrics.jsonl").open("a")
             self._log = (folder / "log.txt").open("a")
             self._events = None
             if tensorboard:
-                from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+                from torch.utils.tensorboard import SummaryWriter  # 0.35 s to import
 
-                self._events = SummaryWriter(str(folder), purge_step=resume_env_steps)
+                # TensorBoard forgets what older event files have from the purge step on.
+                purge = None if resume_env_steps is None else resume_env_steps + 1
+                self._events = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
 
     def write(self, line: dict[str, Any]) -> None:
         """One line of metrics; needs `env_steps` and `seconds`."""
+        if not {"env_steps", "seconds"} <= line.keys():
+            raise ValueError(f"a line of metrics needs env_steps and seconds, and has {sorted(line)}")
         clean = _clean(line)
         with _Reason(self.folder):
-            self._file.write(json.dumps(clean) + "\n")
+            self._file.write(json.dumps(clean, allow_nan=False) + "\n")
             self._file.flush()
             if self._events is not None:
                 for name, value in clean.items():
@@ -94,10 +100,9 @@ class RunWriter:
             self._log.flush()
 
     def summary(self, data: dict[str, Any]) -> None:
+        """Replace summary.json in one go."""
         with _Reason(self.folder):
-            draft = self.folder / ".summary.json"
-            draft.write_text(json.dumps(_clean(data), indent=1) + "\n")
-            draft.rename(self.folder / "summary.json")
+            _write_whole(self.folder / "summary.json", json.dumps(_clean(data), indent=1, allow_nan=False) + "\n")
 
     def close(self) -> None:
         with _Reason(self.folder):
@@ -123,24 +128,46 @@ class _Reason:
             raise CoterieError(f"cannot write to {self.folder}: {error.strerror or error}") from None
 
 
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves the old one or the new one."""
+    draft = path.with_name(f".{path.name}")
+    try:
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def _wandb(folder: Path, project: str) -> Any:
     try:
         import wandb
     except ImportError:
         raise ConfigError("log.wandb: needs `pip install 'coterie[wandb]'`") from None
-    return wandb.init(project=project, dir=str(folder), name=folder.name, resume="allow")
+    # The id is the folder's, so that a resumed run goes on in its own page.
+    key = f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
+    try:
+        return wandb.init(project=project, dir=str(folder), name=folder.name, id=key, resume="allow")
+    except Exception as error:  # no key, no network: wandb has a dozen classes for it
+        raise CoterieError(f"log.wandb: {' '.join(str(error).split())}") from None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line that a crash cut short is left out."""
-    lines = []
+    """The lines of metrics.jsonl; a last line that a crash cut short is left out, any other damage is an error."""
     try:
-        text = (folder / "metrics.jsonl").read_text()
+        rows = (folder / "metrics.jsonl").read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    for row in text.splitlines():
+    lines = []
+    for number, row in enumerate(rows, 1):
         try:
-            lines.append(json.loads(row))
-        except ValueError:
-            break
+            line = json.loads(row)
+            line["env_steps"]
+        except (ValueError, KeyError, TypeError):
+            if number < len(rows):
+                raise CoterieError(f"{folder / 'metrics.jsonl'}: line {number} is damaged; remove it") from None
+        else:
+            lines.append(line)
     return lines
