@@ -85,7 +85,7 @@ class Adam:
 
     @torch.no_grad()
     def update(self, param: Tensor, grad: Tensor, state: State, lr: float | Tensor) -> None:
-        """One step in place on `param` and `state`; all `[n]`. A tensor `lr` is on their device; nothing is read back."""
+        """One step in place on `param` and `state`, `[n]`. A tensor `lr` is on their device; nothing is read back."""
         assert param.dim() == 1, param.shape
         assert param.shape == grad.shape == state["mean"].shape == state["square"].shape
         mean, square, count = state["mean"], state["square"], state["count"].add_(1)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_rules(name: str, as_tensor: bool) -> None:
     g = torch.Generator().manual_seed(0)
     here, config = torch.randn(1000, generator=g), Optim(rule=name)  # type: ignore[arg-type]
-    there, rules = here.to(DEVICE), (make_rule(config), make_rule(config))
+    there, rules = here.to(DEVICE, copy=True), (make_rule(config), make_rule(config))
     states = rules[0].state(here), rules[1].state(there)
     for _ in range(30):
         grad = torch.randn(1000, generator=g)
@@ -34,7 +34,7 @@ def test_rules(name: str, as_tensor: bool) -> None:
 def test_clip(bad: float, bound: float) -> None:
     here = torch.ones(1000)
     here[7] = bad
-    there = here.to(DEVICE)
+    there = here.to(DEVICE, copy=True)
     norms = flat_norm_clip(here, bound), flat_norm_clip(there, bound)
     torch.testing.assert_close(norms[1].cpu(), norms[0], equal_nan=True)
     torch.testing.assert_close(there.cpu(), here, equal_nan=True)
