@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,37 +33,34 @@ class Envs(Protocol):
 
 
 class Stages:
-    """Seconds spent in each stage. `with stages("env"):` adds to one."""
+    """Seconds spent in each stage, by one thread."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def add(self, stage: str, begin: float) -> float:
+        """Book the time since `begin`; returns now."""
         now = time.perf_counter()
         self.seconds[stage] += now - begin
         return now
 
+    def merge(self, others: Sequence[Stages]) -> None:
+        """Take over what threads that ran side by side have booked: their mean."""
+        for other in others:
+            for stage, seconds in other.seconds.items():
+                self.seconds[stage] += seconds / len(others)
+            other.seconds.clear()
 
-def env_loop(envs: Envs, act: Act, steps: int, first: list[TimeStep], stages: Stages) -> list[TimeStep]:
-    """Take `steps` steps in every group, starting from what `first` shows; returns what is seen after the last.
 
-    With two groups one steps while the other is acted on: a group's observations are asked for only when its turn
-    comes again.
-    """
-    seen = list(first)
-    groups = range(len(envs.groups))
-    for row in range(steps):
-        for g in groups:
-            if row:
-                begin = time.perf_counter()
-                seen[g] = envs.recv(g)
-                stages.add("env", begin)
-            begin = time.perf_counter()
-            envs.send(g, act(g, row, seen[g]))
-            stages.add("act", begin)
+def env_loop(envs: Envs, g: int, act: Act, steps: int, seen: TimeStep, stages: Stages) -> TimeStep:
+    """Take `steps` steps in group `g`, starting from what it shows; returns what is seen after the last."""
     begin = time.perf_counter()
-    seen = [envs.recv(g) for g in groups]
-    stages.add("env", begin)
+    for row in range(steps):
+        action = act(g, row, seen)
+        begin = stages.add("act", begin)
+        envs.send(g, action)
+        seen = envs.recv(g)
+        begin = stages.add("env", begin)
     return seen
 
 

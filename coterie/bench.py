@@ -15,9 +15,10 @@ import torch
 from coterie.actor import Stages
 from coterie.config import Config
 from coterie.envs.make import make_envs
-from coterie.learner import LearnSettings, autocast
+from coterie.learner import Gradients, LearnSettings, autocast
 from coterie.learner import learn as train
 from coterie.parallel.affinity import available_cores
+from coterie.parallel.threads import Team
 from coterie.roles import InlineLearner
 from coterie.types import ActionSpec, Array, Rollout
 
@@ -108,9 +109,7 @@ class _Training:
         self.learner = learner
         self.last: Rollout | None = None
         self.source = learner.acting.rollouts(lambda: learner.acting.publish(learner.progress.learner_steps))
-        self.settings = LearnSettings(
-            learner.lr, autocast(learner.layout.device, learner.layout.dtype), lambda rollout: True
-        )
+        self.settings = LearnSettings(learner.lr, learner.stages, lambda rollout: True)
 
     def turn(self, seconds: float, learn: bool = True) -> float:
         begin, steps = time.perf_counter(), 0
@@ -122,8 +121,8 @@ class _Training:
                     self.learner.algorithm,
                     self,
                     self.learner.exchange,
+                    self.learner.gradients,
                     self.learner.progress,
-                    self.learner.stages,
                     self.settings,
                 )
             else:
@@ -147,24 +146,18 @@ class _Training:
 def _costs(learner: InlineLearner, rollout: Rollout | None) -> dict[str, float]:
     """Core-seconds for one env step of the acting forward and of training, each alone on one torch thread."""
     assert rollout is not None
-    torch.set_num_threads(1)
-    try:
-        inputs = learner.acting.recorder.inputs(0, 0)
-        with torch.inference_mode():
-            forward = _best(lambda: learner.acting.policy(inputs, learner.acting.states[0]))
-        cast = autocast(learner.layout.device, learner.layout.dtype)
+    inputs = learner.acting.recorder.inputs(0, 0)
+    with torch.inference_mode():
+        forward = _best(lambda: learner.acting.policy(0, inputs, learner.acting.states[0]))
+    cast = autocast(learner.layout.device, learner.layout.dtype)
+    alone = Gradients(learner.model, learner.params, Team(1), cast)
 
-        def train_once() -> None:
-            for batch in learner.algorithm.batches(learner.model, rollout):
-                for part in batch.parts():
-                    with cast():
-                        loss = learner.algorithm.loss(learner.model, part)
-                    loss.total.backward()  # type: ignore[no-untyped-call]
-                learner.params.grad.zero_()
+    def train_once() -> None:
+        for batch in learner.algorithm.batches(learner.model, rollout):
+            batch.metrics = alone.compute(learner.algorithm, batch)
+            learner.params.grad.zero_()
 
-        once = _best(train_once)
-    finally:
-        torch.set_num_threads(learner.layout.torch_threads)
+    once = _best(train_once)
     return {"act": forward / len(inputs.is_first), "train": once / rollout.mask.numel()}
 
 

@@ -164,7 +164,7 @@ class Config:
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 where the device has it, for image torsos
-    torch_threads: int = 0  # torch threads of each learner; 0: one per core that it has
+    torch_threads: int = 0  # threads that train parts of a batch side by side; 0: one per core for images, else 1
     out: str = ""  # run folder; empty: runs/PRESET-ENV-TIME
     env: Env = field(default_factory=Env)
     atari: Atari = field(default_factory=Atari)

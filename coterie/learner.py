@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from coterie.actor import Stages
 from coterie.algorithms.a2c import Batch, Loss
 from coterie.models.build import ActorCritic
 from coterie.parallel.params import FlatParams
+from coterie.parallel.threads import Team
 from coterie.types import CoterieError, Rollout
 
 
@@ -58,17 +60,50 @@ class Progress:
     samples_trained: int = 0  # with reuse
     masked: int = 0  # rows that had no meaning: fake autoreset steps, replaced envs, waiting envs
     policy_lag_max: int = 0
-    metrics: dict[str, Tensor | float] = field(default_factory=dict)  # sums over the batches since the last `read`
+    metrics: dict[str, float] = field(default_factory=dict)  # sums over the batches since the last `read`
     batches: int = 0  # since the last `read`
 
-    def add(self, name: str, value: Tensor | float) -> None:
+    def add(self, name: str, value: float) -> None:
         self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def read(self) -> dict[str, float]:
         """Means over the batches since the last call."""
-        means = {k: float(v) / max(1, self.batches) for k, v in self.metrics.items()}
+        means = {k: v / max(1, self.batches) for k, v in self.metrics.items()}
         self.metrics, self.batches = {}, 0
         return means
+
+
+class Gradients:
+    """Backward passes over the parts of a batch, by a team: each member has the weights and a gradient of its own."""
+
+    def __init__(
+        self, model: ActorCritic, params: FlatParams, team: Team, autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self.params, self.team, self.autocast = params, team, autocast
+        twins = [params.replica(model) for _ in range(team.size - 1)]
+        self.models = [model, *(cast(ActorCritic, twin) for twin, _ in twins)]
+        self.grads = [grad for _, grad in twins]
+
+    def compute(self, algorithm: Algorithm, batch: Batch) -> dict[str, float]:
+        """Add the batch's gradient to `params.grad`; returns the loss's metrics."""
+        ways = len(self.models)
+        parts = list(batch.parts(ways))
+
+        def work(k: int) -> dict[str, Tensor]:
+            sums: dict[str, Tensor] = {}
+            for part in parts[k::ways]:  # a fixed share in a fixed order: the same sums at every run
+                with self.autocast():
+                    loss = algorithm.loss(self.models[k], part)
+                loss.total.backward()  # type: ignore[no-untyped-call]
+                for name, term in loss.metrics.items():
+                    sums[name] = sums[name] + term if name in sums else term
+            return sums
+
+        done = self.team.run([partial(work, k) for k in range(min(ways, len(parts)))])
+        for grad in self.grads:
+            self.params.grad.add_(grad)
+            grad.zero_()
+        return {name: sum(float(sums[name]) for sums in done) for name in done[0]}
 
 
 def learn(
@@ -77,8 +112,8 @@ def learn(
     algorithm: Algorithm,
     acting: Acting,
     exchange: Exchange,
+    gradients: Gradients,
     progress: Progress,
-    stages: Stages,
     settings: LearnSettings,
 ) -> None:
     """Train until `settings.on_rollout` says stop (it is asked after every rollout)."""
@@ -87,6 +122,7 @@ def learn(
         exchange.pull(params)
         acting.publish(progress.learner_steps)
 
+    stages = settings.stages
     for rollout in acting.rollouts(refresh):
         begin = time.perf_counter()
         lr = settings.lr(progress.env_steps)
@@ -95,19 +131,14 @@ def learn(
             progress.policy_lag_max, progress.learner_steps - int(rollout.policy_version.min())
         )
         for batch in algorithm.batches(model, rollout):
-            totals: dict[str, Tensor | float] = {}
-            for part in batch.parts():
-                with settings.autocast():
-                    loss = algorithm.loss(model, part)
-                loss.total.backward()  # type: ignore[no-untyped-call]
-                for name, term in loss.metrics.items():
-                    totals[name] = totals.get(name, 0.0) + term
+            totals = gradients.compute(algorithm, batch)
             begin = stages.add("train", begin)
             try:
                 totals["grad_norm"] = exchange.step(params, lr)
             except CoterieError as error:
-                shown = ", ".join(f"{k} {float(v):.4g}" for k, v in totals.items())
+                shown = ", ".join(f"{k} {v:.4g}" for k, v in totals.items())
                 raise CoterieError(f"{error} at learner step {progress.learner_steps} ({shown})") from None
+            batch.metrics = totals
             algorithm.after_step(model, batch)
             begin = stages.add("exchange", begin)
             progress.learner_steps += 1
@@ -129,7 +160,7 @@ class LearnSettings:
     """What the loop needs besides its parts."""
 
     lr: Callable[[int], float]  # env steps so far -> learning rate
-    autocast: Callable[[], AbstractContextManager[Any]]
+    stages: Stages
     on_rollout: Callable[[Rollout], bool]  # True: stop
 
 

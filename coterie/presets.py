@@ -60,21 +60,22 @@ def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 
 def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """PPO. Images: Accelerated Methods 4.3 (Adam 1e-3, 4 epochs over 2048 samples in minibatches of 512, clip 0.2,
-    lambda 0.95, value coefficient 1, no gradient clipping), on 84x84 frames. Vectors and continuous control: our own.
+    """PPO. Images: after Accelerated Methods 4.3 (4 epochs, clip 0.2, lambda 0.95, entropy 0.01), on 84x84 frames, with
+    batches half as large (1024 in minibatches of 256) and Adam at 7e-4, which learn faster from few samples; vectors and
+    continuous control: our own settings.
     """
     config, kind = _start("ppo", env)
     config = replace(config, algorithm="ppo")
     if kind == "image":
         config = replace(
             config,
-            steps=3_000_000,
+            steps=2_000_000,
             env=replace(config.env, num_envs=32, decorrelate=200),
             reward=Reward(clip="sign"),
             model=Model(torso="a3c"),
-            algo=Algo(gae_lambda=0.95, value_coef=1.0, normalize_advantage=True),
-            ppo=PPO(epochs=4, minibatch_size=512, clip=0.2, clip_schedule=_LINEAR, batch_size=2048),
-            optim=Optim("adam", lr=1e-3, eps=1e-5, max_grad_norm=0.0, schedule=_LINEAR),
+            algo=Algo(gae_lambda=0.95, normalize_advantage=True),
+            ppo=PPO(epochs=4, minibatch_size=256, clip=0.2, batch_size=1024),
+            optim=Optim("adam", lr=7e-4, eps=1e-5, schedule=_LINEAR),
         )
     elif kind == "continuous":
         config = replace(

@@ -19,12 +19,13 @@ from coterie.algorithms.ppo import PPO, horizon
 from coterie.config import Config
 from coterie.envs.make import make_envs, make_spec
 from coterie.exchange.solo import Solo
-from coterie.learner import LearnSettings, Progress, autocast, learn
+from coterie.learner import Gradients, LearnSettings, Progress, autocast, learn
 from coterie.matrix import check
 from coterie.models.build import ActorCritic, acting_copy
 from coterie.ops.optim import make_rule, scaled_lr, schedule_value
 from coterie.parallel.affinity import available_cores, bf16_is_fast
 from coterie.parallel.params import FlatParams
+from coterie.parallel.threads import Team
 from coterie.types import AgentOutput, ConfigError, Inputs, Rollout, Spec
 
 _CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks.md)
@@ -45,7 +46,7 @@ class Layout:
     device: torch.device
     dtype: torch.dtype  # of the torsos
     env_threads: int
-    torch_threads: int
+    torch_threads: int  # threads that train parts of a batch side by side, torch on one core in each
     groups: int
     chunk: int
 
@@ -59,15 +60,16 @@ def resolve(config: Config, spec: Spec) -> Layout:
     image = any(s.is_image for s in spec.obs.values())
     bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_is_fast(device.type))
     cores = len(available_cores())
-    # Alternating pays where a step of the envs is long beside the calls that two half-sized groups cost.
-    slow_env = image or config.env.backend == "workers"
-    groups = config.env.groups or (2 if slow_env and config.env.num_envs % 2 == 0 else 1)
+    # A second thread pays where a forward pass takes long; a small net's calls would only wait for the interpreter.
+    threads = config.torch_threads or (cores if image and not cuda else 1)
+    # So does a second group of envs, with a thread of its own; and where envs step while a GPU chooses actions.
+    apart = image or cuda or config.env.backend == "workers"
+    groups = config.env.groups or (2 if apart and config.env.num_envs % 2 == 0 else 1)
     return Layout(
         device=device,
         dtype=torch.bfloat16 if bf16 else torch.float32,
         env_threads=config.env.threads or cores,
-        # A second thread costs a small net more than it brings (PPO on CartPole: 16,100 steps/s with one, 700 with two).
-        torch_threads=config.torch_threads or (cores if image else 1),
+        torch_threads=threads,
         groups=groups,
         chunk=config.optim.chunk or (_CPU_CHUNK if image and not cuda else 0),
     )
@@ -98,7 +100,7 @@ class InlineLearner:
         self.spec = make_spec(config.env, config.atari)
         check(config, self.spec)
         self.layout = layout = resolve(config, self.spec)
-        torch.set_num_threads(layout.torch_threads)
+        torch.set_num_threads(1)
         self.model = make_model(config, self.spec).to(layout.device)
         self.params = FlatParams(self.model)
         self.algorithm = make_algorithm(config, self.spec, layout.chunk)
@@ -106,7 +108,10 @@ class InlineLearner:
         self.exchange = Solo(
             self.params, make_rule(config.optim), config.optim.max_grad_norm, config.optim.on_nonfinite == "skip"
         )
-        self.rng = torch.Generator(layout.device).manual_seed(seed_for(config.seed, 0, POLICY_SEED))
+        self.rngs = [  # one for each group: their threads must not race for random numbers
+            torch.Generator(layout.device).manual_seed(seed_for(config.seed, 0, POLICY_SEED, g))
+            for g in range(layout.groups)
+        ]
         self.actor, self.refresh_actor = acting_copy(self.model, layout.dtype)
         if config.model.compile != "none":
             self.model.compile(mode=config.model.compile, dynamic=False)
@@ -120,10 +125,15 @@ class InlineLearner:
         everyone = torch.ones(config.env.num_envs, device=layout.device)
         recorder = Recorder(self.spec, config.env.num_envs, self.envs.groups, horizon(config), layout.device)
 
-        def policy(inputs: Inputs, core_state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
-            return self.algorithm.act(self.actor, inputs, core_state, everyone, self.rng)
+        def policy(g: int, inputs: Inputs, core_state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
+            return self.algorithm.act(self.actor, inputs, core_state, everyone, self.rngs[g])
 
-        self.acting = Inline(self.envs, policy, recorder, self.model.initial_state, self.refresh_actor, self.stages)
+        self.actors = Team(layout.groups)
+        self.acting = Inline(
+            self.envs, policy, recorder, self.model.initial_state, self.refresh_actor, self.stages, self.actors
+        )
+        self.trainers = Team(layout.torch_threads if config.model.compile == "none" else 1)
+        self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
 
     def lr(self, env_steps: int) -> float:
         optim = self.config.optim
@@ -136,12 +146,12 @@ class InlineLearner:
         kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[lay.dtype]
         return [
             f"{self.config.env.num_envs} envs in {lay.groups} group(s) on {lay.env_threads} thread(s), "
-            f"{lay.torch_threads} torch thread(s), {lay.device}, {kind}; {count:,} weights"
+            f"{lay.torch_threads} training thread(s), {lay.device}, {kind}; {count:,} weights"
         ]
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
-        settings = LearnSettings(self.lr, autocast(self.layout.device, self.layout.dtype), on_rollout)
+        settings = LearnSettings(self.lr, self.stages, on_rollout)
         with self.exchange, self.acting:
             learn(
                 self.model,
@@ -149,12 +159,14 @@ class InlineLearner:
                 self.algorithm,
                 self.acting,
                 self.exchange,
+                self.gradients,
                 self.progress,
-                self.stages,
                 settings,
             )
 
     def close(self) -> None:
+        self.actors.close()
+        self.trainers.close()
         self.envs.close()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -163,11 +175,13 @@ class InlineLearner:
             "model": dict(self.model.state_dict()),
             "exchange": self.exchange.state_dict(),
             "algorithm": self.algorithm.state_dict(),
-            "rng": {"policy": self.rng.get_state()},
+            "rng": {f"policy_{g}": rng.get_state() for g, rng in enumerate(self.rngs)},
         }
 
     def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         self.model.load_state_dict(tensors["model"])  # copies into the flat views
         self.exchange.load_state_dict(tensors["exchange"])
         self.algorithm.load_state_dict(tensors["algorithm"])
-        self.rng.set_state(tensors["rng"]["policy"])
+        for g, rng in enumerate(self.rngs):
+            if (saved := tensors["rng"].get(f"policy_{g}")) is not None:  # another machine may have fewer groups
+                rng.set_state(saved)

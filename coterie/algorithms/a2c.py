@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -47,16 +47,17 @@ class Batch:
     core_state: Tensor | None
     count: int  # T x B of the whole batch, masked or not: the one divisor of every sum
     chunk: int  # most samples that go through the network at once; 0: all
+    metrics: dict[str, float] = field(default_factory=dict)  # the whole batch's, once it was trained on
 
-    def parts(self) -> Iterator[Batch]:
-        """Pieces that fit the cache; their losses and gradients add up to the batch's."""
+    def parts(self, ways: int = 1) -> Iterator[Batch]:
+        """Pieces that fit the cache, a multiple of `ways`; their losses and gradients add up to the batch's."""
         axis = self.mask.dim() - 1
         length = self.mask.shape[axis]
         size = max(1, self.chunk // (self.mask.shape[0] if axis else 1)) if self.chunk else length
-        if size >= length:
+        pieces = min(length, math.ceil(math.ceil(length / size) / ways) * ways)
+        if pieces <= 1:
             yield self
             return
-        pieces = math.ceil(length / size)
         bounds = [length * i // pieces for i in range(pieces + 1)]
         for begin, end in pairwise(bounds):
             yield self._map(partial(_cut, axis, slice(begin, end)), slice(begin, end))
@@ -150,13 +151,13 @@ class A2C:
 
     def prepare(self, model: ActorCritic, rollout: Rollout) -> Batch:
         """The whole rollout as one batch, advantages and value targets from the values of the acting weights."""
-        mask, terminated = rollout.mask, rollout.terminated
-        if self.config.env.time_limit == "terminate":
-            terminated = terminated | rollout.truncated
+        mask = rollout.mask
         reward = self.rewards(rollout)
         if self.config.reward.normalize:
             reward = (reward / model.return_norm.deviation()).clamp(-10, 10)
-        advantage, target = gae(reward, rollout.behavior_value, terminated, mask, self.algo.gamma, self.algo.gae_lambda)
+        advantage, target = gae(
+            reward, rollout.behavior_value, rollout.terminated, mask, self.algo.gamma, self.algo.gae_lambda
+        )
         t, b = mask.shape
         # Without a core rows are free of one another: fold time away, so that a part is a contiguous slice.
         flat = _keep if model.recurrent else _fold_time

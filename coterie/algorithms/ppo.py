@@ -34,7 +34,6 @@ class PPO:
         self.act, self.after_rollout = self.base.act, self.base.after_rollout
         self.config, self.ppo = config, config.ppo
         self.rng = torch.Generator().manual_seed(seed)
-        self.kl = 0.0
 
     @property
     def env_steps(self) -> int:
@@ -56,9 +55,8 @@ class PPO:
                 batch = whole.take(index)
                 if self.base.algo.normalize_advantage:
                     batch.advantage = normalize(batch.advantage, batch.mask)
-                self.kl = 0.0
                 yield batch
-                if self.ppo.target_kl and self.kl > 1.5 * self.ppo.target_kl:
+                if self.ppo.target_kl and batch.metrics["kl"] > 1.5 * self.ppo.target_kl:
                     return
 
     def loss(self, model: ActorCritic, batch: Batch) -> Loss:
@@ -78,8 +76,6 @@ class PPO:
         total = policy + self.base.algo.value_coef * values - self.base.entropy_coef() * bonus
         with torch.no_grad():
             clipped, kl = map(mean, ppo_stats(log_prob, batch.behavior_log_prob, clip))
-        if self.ppo.target_kl:
-            self.kl += float(kl)
         metrics = {"policy_loss": policy, "value_loss": values, "entropy": bonus, "kl": kl, "clip_fraction": clipped}
         return Loss(total, {k: v.detach() for k, v in metrics.items()})
 

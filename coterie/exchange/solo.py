@@ -35,7 +35,9 @@ class Solo:
     def __enter__(self) -> Solo:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         pass
 
     def pull(self, params: FlatParams) -> None:

@@ -5,6 +5,8 @@ An update rule, a clip, a published copy or a gossip mix is then a handful of ca
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +36,21 @@ class FlatParams:
             self.data[at].view_as(p).copy_(p.detach())
             p.data = self.data[at].view_as(p)
             p.grad = self.grad[at].view_as(p)
+
+    def replica(self, model: nn.Module) -> tuple[nn.Module, Tensor]:
+        """A second module on the very same weights and buffers, with a flat gradient of its own.
+
+        Two threads can then run backward passes at once; the gradients add up.
+        """
+        twin, grad = copy.deepcopy(model), torch.zeros_like(self.grad)
+        for ours, theirs in zip(model.modules(), twin.modules(), strict=True):
+            theirs._buffers.update(ours._buffers)
+            for name, p in ours._parameters.items():
+                theirs._parameters[name] = None if p is None else nn.Parameter(p.detach(), p.requires_grad)
+        named = dict(twin.named_parameters())
+        for name, at in self.slices.items():
+            named[name].grad = grad[at].view_as(named[name])
+        return twin, grad
 
     def nonfinite(self, flat: Tensor) -> str | None:
         """The name of the first parameter whose part of `flat` (data or grad) holds a NaN or infinity."""

@@ -1,0 +1,68 @@
+"""What several tests share: small specs, models, rollouts made up from a seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coterie.config import Config, Env, Model
+from coterie.models.build import ActorCritic
+from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
+
+torch.set_num_threads(1)
+
+VECTOR = Spec("made-up", {"": ObsSpec((3,), "float32")}, ActionSpec("categorical", (4,)))
+IMAGE = Spec("made-up", {"": ObsSpec((2, 36, 36), "uint8")}, ActionSpec("categorical", (4,)))
+
+
+def make_rollout(spec: Spec, t: int, b: int, seed: int = 0, core_size: int = 0) -> Rollout:
+    """T steps of B envs with episodes that end (and restart one masked step later) at random."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=rng)
+
+    obs = {}
+    for key, s in spec.obs.items():
+        x = rand(t + 1, b, *s.shape)
+        obs[key] = (x * 255).to(torch.uint8) if s.dtype == "uint8" else x * 2 - 1
+    terminated, truncated = torch.zeros(t, b, dtype=torch.bool), torch.zeros(t, b, dtype=torch.bool)
+    is_first = torch.zeros(t + 1, b, dtype=torch.bool)
+    for i in range(t):
+        going = ~is_first[i + 1]
+        ends = rand(b)
+        terminated[i], truncated[i] = (ends < 0.1) & going, (ends > 0.9) & going
+        if i + 2 <= t:
+            is_first[i + 2] = terminated[i] | truncated[i]
+    mask = ~is_first[1:]
+    action = (rand(t + 1, b) * spec.action.sizes[0]).long()
+    reward = torch.zeros(t + 1, b)
+    reward[1:] = (rand(t, b) * 2 - 1) * mask
+    return Rollout(
+        obs=obs[""] if list(obs) == [""] else obs,
+        is_first=is_first,
+        prev_action=action,
+        prev_reward=reward,
+        action=action[1:],
+        reward=reward[1:],
+        terminated=terminated & mask,
+        truncated=truncated & mask,
+        behavior_log_prob=-rand(t, b) - 0.5,
+        behavior_value=rand(t + 1, b),
+        policy_version=torch.zeros(t, b, dtype=torch.long),
+        env_id=torch.arange(b),
+        core_state=rand(b, 2, core_size) if core_size else None,
+    )
+
+
+def make_config(**changes: object) -> Config:
+    config = Config(env=Env(id="CartPole-v1", num_envs=4), model=Model(hidden=(16,)))
+    from coterie.runs.config_io import replace
+
+    return replace(config, changes)
+
+
+@pytest.fixture
+def small_model() -> ActorCritic:
+    torch.manual_seed(0)
+    return ActorCritic(VECTOR, Model(hidden=(16,)))

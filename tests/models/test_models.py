@@ -1,0 +1,183 @@
+"""The nets: folding, resets, copies that act, normalizers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.config import Model
+from coterie.models.build import ActorCritic, acting_copy
+from coterie.models.cores import LSTMCore
+from coterie.models.heads import Normalizer
+from coterie.models.torsos import build_torso
+from coterie.parallel.params import FlatParams
+from coterie.types import ActionSpec, ConfigError, Inputs, ObsSpec, Spec
+from tests.conftest import IMAGE, VECTOR, make_rollout
+
+
+def inputs_of(rollout, t):
+    obs = {k: x[:t] for k, x in rollout.obs.items()} if isinstance(rollout.obs, dict) else rollout.obs[:t]
+    return Inputs(obs, rollout.is_first[:t], rollout.prev_action[:t], rollout.prev_reward[:t])
+
+
+def test_lstm_between_resets_equals_one_step_at_a_time_by_hand():
+    torch.manual_seed(1)
+    core, (t, b, f, h) = LSTMCore(5, 7), (9, 4, 5, 7)
+    x, state = torch.randn(t, b, f), torch.randn(b, 2, h)
+    is_first = torch.rand(t, b) < 0.3
+    got, last = core(x, is_first, state)
+    w_ih, w_hh, b_ih, b_hh = (p.detach() for p in core.lstm.parameters())
+    for env in range(b):
+        hidden, cell = state[env, 0], state[env, 1]
+        for step in range(t):
+            if is_first[step, env]:
+                hidden, cell = torch.zeros(h), torch.zeros(h)
+            i, g, c, o = (w_ih @ x[step, env] + b_ih + w_hh @ hidden + b_hh).chunk(4)
+            cell = torch.sigmoid(g) * cell + torch.sigmoid(i) * torch.tanh(c)
+            hidden = torch.sigmoid(o) * torch.tanh(cell)
+            torch.testing.assert_close(got[step, env], hidden)
+        torch.testing.assert_close(last[env], torch.stack((hidden, cell)))
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+@pytest.mark.parametrize("spec", [VECTOR, IMAGE], ids=["vector", "image"])
+def test_folded_time_equals_step_by_step(spec, core):
+    torch.manual_seed(0)
+    model = ActorCritic(spec, Model(torso="auto", core=core, core_size=8, last_action_reward=core == "lstm"))
+    rollout = make_rollout(spec, 6, 3, core_size=8 if core == "lstm" else 0)
+    whole = inputs_of(rollout, 6)
+    params, value, last = model(whole, rollout.core_state)
+    state = rollout.core_state
+    for t in range(6):
+        one = Inputs(*(x[t] for x in whole))
+        p, v, state = model(one, state)
+        torch.testing.assert_close(p, params[t], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(v, value[t], atol=1e-5, rtol=1e-4)
+    if core == "lstm":
+        torch.testing.assert_close(state, last, atol=1e-5, rtol=1e-4)
+
+
+def test_last_action_and_reward_are_zeroed_where_an_episode_begins():
+    model = ActorCritic(VECTOR, Model(core="lstm", core_size=8, last_action_reward=True))
+    first = torch.tensor([True, False])
+    seen = Inputs(torch.zeros(2, 3), first, torch.tensor([2, 2]), torch.tensor([5.0, 0.5]))
+    assert model._last(seen).tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 0, 0.5]]
+
+
+@pytest.mark.parametrize("torso", ["a3c", "gala", "nature", "impala"])
+def test_image_torsos_read_bytes_as_fractions_of_one(torso):
+    torch.manual_seed(0)
+    net = build_torso({"": ObsSpec((4, 84, 84), "uint8")}, Model(torso=torso))
+    x = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
+    first = next(m for m in net.modules() if isinstance(m, torch.nn.Conv2d))
+    got = net(x)
+    with torch.no_grad():
+        first.weight.mul_(1 / 255)
+    scaled = {"a3c": 256, "gala": 512, "nature": 512, "impala": 256}[torso]
+    assert got.shape == (2, scaled)
+    # Divided weights on 255 times the input, which only a linear first layer over x / 255 can undo.
+    with torch.no_grad():
+        first.weight.mul_(255)
+    torch.testing.assert_close(net(x), got)
+    captured = {}
+    layer = next(m for m in net.modules() if type(m).__name__ == "Frames")
+    layer.register_forward_hook(lambda m, i, o: captured.update(out=o.clone()))
+    net(x)
+    expected = torch.nn.functional.conv2d(x.float() / 255, first.weight, first.bias, first.stride, first.padding)
+    torch.testing.assert_close(captured["out"], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_accelerated_methods_frames_give_12_by_9_maps():
+    net = build_torso({"": ObsSpec((4, 104, 80), "uint8")}, Model(torso="a3c"))
+    linear = next(m for m in net.modules() if isinstance(m, torch.nn.Linear))
+    assert linear.in_features == 32 * 12 * 9
+
+
+def test_channels_last_images_give_what_channels_first_do():
+    torch.manual_seed(0)
+    first = build_torso({"": ObsSpec((3, 64, 64), "uint8")}, Model(torso="nature"))
+    last = build_torso({"": ObsSpec((64, 64, 3), "uint8")}, Model(torso="nature"))
+    last.load_state_dict(first.state_dict())
+    x = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    torch.testing.assert_close(first(x), last(x.permute(0, 2, 3, 1)), atol=1e-4, rtol=1e-4)
+
+
+def test_dict_observations_each_have_their_torso():
+    spec = Spec(
+        "d", {"image": ObsSpec((3, 48, 48), "uint8"), "speed": ObsSpec((2,), "float32")}, ActionSpec("categorical", (3,))
+    )
+    model = ActorCritic(spec, Model())
+    obs = {"image": torch.zeros(5, 3, 48, 48, dtype=torch.uint8), "speed": torch.randn(5, 2, requires_grad=True)}
+    params, value, _ = model(Inputs(obs, torch.zeros(5, dtype=torch.bool), torch.zeros(5).long(), torch.zeros(5)))
+    assert params.shape == (5, 3)
+    value.sum().backward()
+    assert obs["speed"].grad.abs().sum() > 0
+
+
+def test_unknown_and_unfit_torsos_are_refused_in_one_line():
+    with pytest.raises(ConfigError, match=r"^model\.torso: 'resnet' is not one of a3c"):
+        build_torso({"": ObsSpec((3,), "float32")}, Model(torso="resnet"))
+    with pytest.raises(ConfigError, match=r"^model\.torso: nature needs images of 36 pixels"):
+        build_torso({"": ObsSpec((3, 8, 8), "uint8")}, Model(torso="nature"))
+    with pytest.raises(ConfigError, match=r"^model\.torso: cannot import"):
+        build_torso({"": ObsSpec((3,), "float32")}, Model(torso="nowhere:torso"))
+
+
+def custom_torso(obs, config):
+    net = torch.nn.Linear(3, 6)
+    net.size = 6
+    return net
+
+
+def test_a_custom_torso_is_named_by_module_and_callable():
+    model = ActorCritic(VECTOR, Model(torso="tests.models.test_models:custom_torso", share="yes"))
+    assert model.policy.in_features == 6
+
+
+def test_acting_copy_follows_the_weights_only_when_refreshed():
+    torch.manual_seed(0)
+    model = ActorCritic(IMAGE, Model(torso="auto"))
+    params = FlatParams(model)
+    twin, refresh = acting_copy(model, torch.bfloat16)
+    rollout = make_rollout(IMAGE, 1, 5)
+    seen = Inputs(*(x[0] for x in inputs_of(rollout, 1)))
+    with torch.inference_mode():
+        before, value, _ = twin(seen)
+        torch.testing.assert_close(before, model(seen)[0], atol=0.02, rtol=0.05)
+        assert before.dtype == value.dtype == torch.float32
+    params.data[params.slices["policy.bias"]] += torch.arange(4.0)
+    with torch.inference_mode():
+        torch.testing.assert_close(twin(seen)[0], before)
+        refresh()
+        torch.testing.assert_close(twin(seen)[0], before + torch.arange(4.0), atol=1e-3, rtol=1e-3)
+
+
+def test_flat_params_are_the_models_weights_and_gradients(small_model):
+    params = FlatParams(small_model)
+    seen = Inputs(torch.randn(6, 3), torch.zeros(6, dtype=torch.bool), torch.zeros(6).long(), torch.zeros(6))
+    for _ in range(2):  # the second pass adds to the first
+        out, value, _ = small_model(seen)
+        (out.sum() + value.sum()).backward()
+    for name, p in small_model.named_parameters():
+        assert torch.equal(params.grad[params.slices[name]].view_as(p), p.grad)
+        assert p.grad.data_ptr() == params.grad[params.slices[name]].data_ptr()
+    assert params.nonfinite(params.grad) is None
+    params.grad[params.slices["value.weight"].start] = float("nan")
+    assert params.nonfinite(params.grad) == "value.weight"
+    params.data.zero_()
+    assert all(float(p.abs().sum()) == 0 for p in small_model.parameters())
+
+
+def test_normalizer_agrees_with_numpy_whatever_the_batches():
+    rng = np.random.default_rng(0)
+    x = rng.normal(3, 5, (1000, 4)).astype(np.float32)
+    norm = Normalizer((4,))
+    assert torch.equal(norm(torch.ones(1, 4)), torch.ones(1, 4))  # knows nothing yet: leaves as is
+    for part in np.split(x, [1, 10, 400]):
+        norm.update(torch.from_numpy(part))
+    norm.update(torch.zeros(0, 4))
+    np.testing.assert_allclose(norm.mean.numpy(), x.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(norm.deviation().numpy(), x.std(0), rtol=1e-5)
+    got = norm(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(got, np.clip((x - x.mean(0)) / x.std(0), -10, 10), atol=1e-4)
