@@ -26,7 +26,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
     The vector observation is `[count, episode]`, the image is filled with count modulo 256 but for its corner, the
     episode; `dict` has both. Even episodes end terminated, odd ones truncated, each after `length` steps. A continuous
-    action (2 numbers) adds its sum. `slow_reset`: seconds that every reset but the first takes.
+    action (2 numbers) adds its sum. `slow_reset`: seconds that a reset without a seed takes.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         choices: dict[str, spaces.Space[Any]] = {"vector": vector, "image": image, "dict": both}
         self.observation_space = choices[obs]
         self.action_space = spaces.Box(-2, 6, (2,), np.float32) if continuous else spaces.Discrete(actions)
-        self.episode, self.count, self.steps = -1, 0, 0
+        self.episode, self.count, self.steps = 0, 0, 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
         super().reset(seed=seed)
-        if self.episode >= 0:
+        if seed is None:
             time.sleep(self.slow_reset)
-        self.episode += 1
+        self.episode = 0 if seed is not None else self.episode + 1
         self.count, self.steps = int(self.np_random.integers(1000)), 0
         return self._see(), {}
 

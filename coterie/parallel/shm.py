@@ -53,19 +53,15 @@ class SharedArrays:
         self.fd = _memory_file(name, size) if fd is None else fd
         if os.fstat(self.fd).st_size < size:
             raise ValueError(f"shared memory holds {os.fstat(self.fd).st_size} bytes, the layout needs {size}")
-        self._map = mmap.mmap(self.fd, size)
+        memory = mmap.mmap(self.fd, size)  # unmapped when the last array over it dies
         self.arrays: dict[str, Array] = {
-            key: np.ndarray(shape, dtype, self._map, offsets[key]) for key, (shape, dtype) in layout.items()
+            key: np.ndarray(shape, dtype, memory, offsets[key]) for key, (shape, dtype) in layout.items()
         }
 
     def close(self) -> None:
         """Let go of the memory. Arrays that somebody still holds stay readable; the memory goes with the last one."""
-        if self.fd < 0:
-            return
-        os.close(self.fd)
-        self.fd = -1
-        self.arrays = {}
-        try:
-            self._map.close()
-        except BufferError:  # somebody holds a view: the map closes when that view dies
-            del self._map
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            # Never `mmap.close()`: numpy does not keep the map open for its arrays, and reading one would crash.
+            self.arrays = {}

@@ -1,0 +1,132 @@
+"""Runs envs for whole rollouts and keeps what was seen, for tests that check by arithmetic."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from coterie import config
+from coterie.envs.make import make_envs
+from coterie.envs.owner import Envs
+from coterie.envs.spaces import random_actions
+from coterie.types import Array, Obs, TimeStep
+
+COUNTING, FLAKY, CATCH = (f"coterie.envs.testing:{name}" for name in ("CountingEnv", "FlakyEnv", "Catch"))
+
+
+def make(
+    env_id: str, num_envs: int = 4, *, atari: config.Atari | None = None, kwargs: Any = None, **options: Any
+) -> Envs:
+    made = {k: options.pop(k) for k in ("first_env_id", "threads", "groups", "training") if k in options}
+    seed = options.pop("seed", 1)
+    env = config.Env(id=env_id, num_envs=num_envs, kwargs=json.dumps(kwargs or {}), **options)
+    return make_envs(env, atari or config.Atari(), seed=seed, **made)
+
+
+class Seen(NamedTuple):
+    """Time first: rows 0..T of everything in a TimeStep, and the T actions between."""
+
+    obs: Obs
+    reward: Array
+    terminated: Array
+    truncated: Array
+    is_first: Array
+    episode_return: Array
+    episode_length: Array
+    env_id: Array
+    action: Array
+
+    @property
+    def done(self) -> Array:
+        return self.terminated | self.truncated
+
+
+def merge(parts: list[TimeStep]) -> TimeStep:
+    """The groups' TimeSteps side by side, copied."""
+    obs = (
+        {k: np.concatenate([p.obs[k] for p in parts]) for k in parts[0].obs}
+        if isinstance(parts[0].obs, dict)
+        else np.concatenate([p.obs for p in parts])
+    )
+    return TimeStep(obs, *(np.concatenate(x) for x in list(zip(*parts, strict=True))[1:]))
+
+
+def leaves(ts: TimeStep) -> list[Array]:
+    return [*(ts.obs.values() if isinstance(ts.obs, dict) else [ts.obs]), *ts[1:]]
+
+
+def stack(rows: list[TimeStep], actions: list[Array]) -> Seen:
+    obs = (
+        {k: np.stack([r.obs[k] for r in rows]) for k in rows[0].obs}
+        if isinstance(rows[0].obs, dict)
+        else np.stack([r.obs for r in rows])
+    )
+    return Seen(obs, *(np.stack(x) for x in list(zip(*rows, strict=True))[1:]), np.stack(actions))
+
+
+class Player:
+    """Takes random actions; `rollout(T)` returns rows 0..T, row 0 from `begin_rollout` (at first from `recv`)."""
+
+    def __init__(self, envs: Envs) -> None:
+        self.envs, self.rng = envs, np.random.default_rng(7)
+        self.groups = range(len(envs.groups))
+        self.now = [envs.recv(g) for g in self.groups]
+
+    def step(self) -> Array:
+        action = random_actions(self.envs.spec.action, self.rng, self.envs.num_envs)
+        for g in self.groups:
+            self.envs.send(g, action[self.envs.groups[g]])
+        self.now = [self.envs.recv(g) for g in self.groups]
+        return action
+
+    def rollout(self, steps: int) -> Seen:
+        rows, actions, kept = [merge(self.now)], [], []
+        for _ in range(steps):
+            actions.append(self.step())
+            rows.append(merge(self.now))
+            kept.append(self.now)
+        self.envs.end_rollout()
+        # What a TimeStep holds was not written over since.
+        for before, row in zip(kept, rows[1:], strict=True):
+            for x, y in zip(leaves(merge(before)), leaves(row), strict=True):
+                np.testing.assert_array_equal(x, y)
+        self.now = [self.envs.begin_rollout(g) for g in self.groups]
+        return stack(rows, actions)
+
+
+def play(envs: Envs, steps: int) -> Seen:
+    return Player(envs).rollout(steps)
+
+
+def pattern(seen: Seen, env: int) -> str:
+    """One letter for each row: F is_first, D terminated, T truncated, . otherwise."""
+    rows = zip(seen.is_first[:, env], seen.terminated[:, env], seen.truncated[:, env], strict=True)
+    return "".join("F" if f else "D" if d else "T" if t else "." for f, d, t in rows)
+
+
+def check_counting(seen: Seen, vector: Array, effect: Array, length: int) -> None:
+    """Everything that CountingEnv's numbers say about alignment, in in_place mode without failures."""
+    count, episode = vector[..., 0], vector[..., 1]
+    before, after = seen.is_first[:-1], seen.is_first[1:]
+    # is_first is the done of the row before, and nothing else.
+    np.testing.assert_array_equal(after, seen.done[:-1])
+    real = ~after
+    np.testing.assert_allclose(seen.reward[1:][real], (16 * count[:-1] + effect)[real], rtol=1e-6)
+    np.testing.assert_array_equal(count[1:][real], count[:-1][real] + 1)
+    np.testing.assert_array_equal(episode[1:], episode[:-1] + after)
+    for field in (seen.reward, seen.terminated, seen.truncated):
+        assert not field[1:][after].any()
+    assert not (before & after).any()
+    even = episode % 2 == 0
+    assert (seen.terminated <= even).all()
+    assert (seen.truncated <= ~even).all()
+    assert seen.terminated.any()
+    assert seen.truncated.any()
+    np.testing.assert_array_equal(~np.isnan(seen.episode_return), seen.done)
+    assert (seen.episode_length[seen.done] == length).all()
+    for env in range(seen.reward.shape[1]):
+        for t in np.flatnonzero(seen.done[:, env]):
+            total = seen.reward[t - length + 1 : t + 1, env].astype(np.float64).sum()
+            np.testing.assert_allclose(seen.episode_return[t, env], total, rtol=1e-6)
