@@ -170,8 +170,8 @@ class PoolBackend:
         self._late: tuple[Array, Array] | None = None  # (ids to reset, where they stand among those asked)
         self._early = True  # something was sent
 
-    # EnvPool's `_send`, `_recv` and `_reset` are what its public methods call after converting nested dicts; without
-    # the conversion a step of 64 envs costs 15 us of Python instead of 60 (measured, EnvPool 1.2.5).
+    # EnvPool's `_send`, `_recv` and `_reset` are what its public methods call around conversions of nested dicts;
+    # without those a step of 64 CartPoles takes 78 us instead of 105 (EnvPool 1.2.5, one thread).
     def step(self, ids: Array, actions: Array) -> None:
         actions = np.ascontiguousarray(actions, self._action_dtype).reshape(len(ids), *self._action_shape)
         if self._limit and self._expired[ids].any():
