@@ -50,7 +50,7 @@ def save(root: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path
             _sync(file)
             files[file.name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
         body: dict[str, Any] = {"step": step, "files": files}
-        (draft / _MANIFEST).write_text(json.dumps({**body, "sha256": _seal(body)}, indent=1) + "\n")
+        (draft / _MANIFEST).write_text(json.dumps({**body, "sha256": _seal(body)}, indent=1))
         _sync(draft / _MANIFEST)
         _sync(draft)
         old = root / f"{final.name}{_OLD}"

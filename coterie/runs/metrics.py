@@ -9,6 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,16 @@ class RunWriter:
         self, folder: Path, tensorboard: bool = True, wandb_project: str = "", resume_env_steps: int | None = None
     ) -> None:
         self.folder = folder
+        self._open = ExitStack()  # closes the rest where closing one fails
         self._wandb = _wandb(folder, wandb_project) if wandb_project else None
+        if self._wandb is not None:
+            self._open.callback(self._wandb.finish)
         with _Reason(folder):
             if resume_env_steps is not None:
                 kept = [line for line in read_metrics(folder) if line["env_steps"] <= resume_env_steps]
                 _write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
-            self._file = (folder / "metrics.jsonl").open("a")
-            self._log = (folder / "log.txt").open("a")
+            self._file = self._open.enter_context((folder / "metrics.jsonl").open("a"))
+            self._log = self._open.enter_context((folder / "log.txt").open("a"))
             self._events = None
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # 0.35 s to import
@@ -78,6 +82,7 @@ class RunWriter:
                 # TensorBoard forgets what older event files have from the purge step on.
                 purge = None if resume_env_steps is None else resume_env_steps + 1
                 self._events = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
+                self._open.callback(self._events.close)
 
     def write(self, line: dict[str, Any]) -> None:
         """One line of metrics; needs `env_steps` and `seconds`."""
@@ -106,12 +111,7 @@ class RunWriter:
 
     def close(self) -> None:
         with _Reason(self.folder):
-            self._file.close()
-            self._log.close()
-            if self._events is not None:
-                self._events.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+            self._open.close()
 
 
 class _Reason:

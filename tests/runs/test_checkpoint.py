@@ -1,0 +1,261 @@
+"""Checkpoints: exact, refused when damaged, and whole after a crash at any moment."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.runs import checkpoint
+from coterie.types import CoterieError
+
+FILES = ["exchange.safetensors", "manifest.json", "model.safetensors", "state.json"]
+
+
+def tensors(seed: int = 0) -> checkpoint.Tensors:
+    rng = torch.Generator().manual_seed(seed)
+    flat = torch.randn(12, generator=rng)  # as in a model whose parameters are views of one tensor
+    return {
+        "model": {"w": flat[:8].view(2, 4), "b": flat[8:], "turned": flat[:8].view(2, 4).t()},
+        "exchange": {"count": torch.tensor(seed + 1), "rng": rng.get_state()},
+    }
+
+
+def save(root: Path, step: int, seed: int | None = None) -> Path:
+    return checkpoint.save(root, step, tensors(step if seed is None else seed), {"step": step, "seed": seed})
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(CoterieError) as caught:
+        checkpoint.load(path)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def test_layout(tmp_path: Path) -> None:
+    path = save(tmp_path, 123456)
+    assert path == tmp_path / "step_000000123456"
+    assert sorted(p.name for p in path.iterdir()) == FILES
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.tensor(2.5),
+        torch.empty(0, 3),
+        torch.tensor([True, False]),
+        torch.tensor([math.nan, math.inf, -0.0]),
+        torch.arange(6, dtype=torch.uint8).view(2, 3).t(),
+        torch.arange(4, dtype=torch.int64)[::2],
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(5).to(torch.bfloat16),
+        torch.randn(3, requires_grad=True),
+    ],
+    ids=lambda x: f"{x.dtype}{list(x.shape)}",
+)
+def test_a_tensor_comes_back_bit_for_bit(tmp_path: Path, x: torch.Tensor) -> None:
+    found = checkpoint.load(checkpoint.save(tmp_path, 1, {"g": {"x": x}, "none": {}}, {}))[0]
+    assert checkpoint.digest(found) == checkpoint.digest({"g": {"x": x}, "none": {}})
+    y = found["g"]["x"]
+    assert (y.dtype, y.shape) == (x.dtype, x.shape)
+    y.zero_()  # what was loaded can be trained on
+    assert not y.any()
+
+
+def test_a_torch_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+    rng = torch.Generator().manual_seed(3)
+    torch.rand(7, generator=rng)
+    path = checkpoint.save(tmp_path, 1, {"rng": {"policy": rng.get_state()}}, {})
+    expected = torch.rand(5, generator=rng)
+    again = torch.Generator()
+    again.set_state(checkpoint.load(path)[0]["rng"]["policy"])
+    assert torch.equal(torch.rand(5, generator=again), expected)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(state=st.dictionaries(st.text(), json_values, max_size=4))
+@settings(max_examples=25, deadline=None, database=None)
+def test_state_survives_nan_and_all(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = checkpoint.load(checkpoint.save(tmp_path_factory.mktemp("c"), 1, {}, state))[1]
+    assert repr(found) == repr(state)  # NaN differs from itself
+
+
+def test_numpy_generator_state_survives(tmp_path: Path) -> None:
+    import numpy as np
+
+    rng = np.random.default_rng(2**127)
+    state = rng.bit_generator.state
+    expected = rng.random(4).tolist()
+    rng.bit_generator.state = checkpoint.load(checkpoint.save(tmp_path, 1, {}, {"rng": state}))[1]["rng"]
+    assert rng.random(4).tolist() == expected
+
+
+def test_a_state_that_json_would_change_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="key 1"):
+        checkpoint.save(tmp_path, 1, {}, {"a": [{1: "x"}]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def damages(path: Path) -> Iterator[tuple[str, bytes]]:
+    """(which, bytes) of a file damaged in many ways."""
+    whole = path.read_bytes()
+    for at in sorted({0, 1, 7, 8, 9, len(whole) // 2, len(whole) - 1}):
+        yield f"bit {at}", whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :]
+    for size in (0, 1, len(whole) // 2, len(whole) - 1):
+        yield f"cut {size}", whole[:size]
+    yield "longer", whole + b"\0"
+    yield "zeros", bytes(len(whole))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_to_any_file_is_refused_and_the_older_is_offered(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 1)
+    good, bad = save(tmp_path, 2), save(tmp_path, 3)
+    intact = (bad / name).read_bytes()
+    for what, damaged in damages(bad / name):
+        (bad / name).write_bytes(damaged)
+        text = refused(bad)
+        assert name in text, what
+        assert f"{good.name} is intact" in text, what
+        assert str(bad) in text
+    (bad / name).unlink()
+    assert name in refused(bad)
+    (bad / name).write_bytes(intact)
+    assert checkpoint.load(bad)[1] == {"step": 3, "seed": None}
+
+
+def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    whole = (path / "manifest.json").read_bytes()
+    for at in range(len(whole)):
+        (path / "manifest.json").write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        assert "manifest.json" in refused(path)
+
+
+def test_only_an_intact_older_one_is_offered(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step) for step in (1, 2, 3)]
+    for path in paths[1:]:
+        (path / "model.safetensors").write_bytes(b"")
+    assert f"{paths[0].name} is intact" in refused(paths[2])
+    (paths[0] / "state.json").unlink()
+    assert " is intact" not in refused(paths[2])
+
+
+def test_latest_is_the_newest_complete_one(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    assert checkpoint.latest(tmp_path) is None
+    old, new = save(tmp_path, 999), save(tmp_path, 12_000)
+    unfinished = tmp_path / "step_000000020000"
+    unfinished.mkdir()
+    (unfinished / "state.json").write_text("{}")
+    assert checkpoint.latest(tmp_path) == new
+    assert checkpoint.latest(tmp_path, before=new) == old
+    assert checkpoint.latest(tmp_path, before=old) is None
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 1, seed=1)
+    path = save(tmp_path, 1, seed=2)
+    assert checkpoint.load(path)[1]["seed"] == 2
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_prune_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step) for step in range(6)]
+    assert checkpoint.best(tmp_path) is None
+    checkpoint.mark_best(tmp_path, paths[1], 7.5)
+    checkpoint.prune(tmp_path, 2)
+    assert sorted(tmp_path.glob("step_*")) == [paths[1], paths[4], paths[5]]
+    assert (checkpoint.best(tmp_path), checkpoint.best_score(tmp_path)) == (paths[1], 7.5)
+    checkpoint.mark_best(tmp_path, paths[5], 8.0)
+    checkpoint.prune(tmp_path, 1)
+    assert sorted(tmp_path.glob("step_*")) == [paths[5]]
+    checkpoint.prune(tmp_path, 0)
+    assert checkpoint.latest(tmp_path) == paths[5], "the last one is never deleted"
+
+
+def test_best_is_none_once_its_checkpoint_or_mark_is_gone(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    checkpoint.mark_best(tmp_path, path, 1.0)
+    (tmp_path / "best.json").write_text('{"checkpoint": "step_00')
+    assert (checkpoint.best(tmp_path), checkpoint.best_score(tmp_path)) == (None, None)
+    checkpoint.mark_best(tmp_path, path, 1.0)
+    (path / "manifest.json").unlink()
+    assert checkpoint.best(tmp_path) is None
+
+
+def test_digest_sees_names_dtypes_shapes_and_bytes_but_no_order() -> None:
+    a, b = torch.arange(4.0), torch.ones(2)
+    digest = checkpoint.digest({"m": {"a": a, "b": b}, "n": {}})
+    assert digest == checkpoint.digest({"n": {}, "m": {"b": b.clone(), "a": a[:]}})
+    changed = [
+        {"a": a, "c": b},
+        {"a": a.view(2, 2), "b": b},
+        {"a": a.view(torch.int32), "b": b},
+        {"a": a, "b": b + 1e-7},
+        {"a": a},
+    ]
+    assert len({digest, *(checkpoint.digest({"m": m}) for m in changed)}) == 6
+
+
+@pytest.mark.parametrize("call", ["fsync", "mkdir", "rename"])
+def test_a_full_disk_says_so_and_spares_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    before = save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(os, call, full)
+        for step in (1, 2):
+            with pytest.raises(CoterieError, match=f"step_{step:012d} cannot be written: No space left on device"):
+                save(tmp_path, step)
+    assert checkpoint.load(before)[1] == {"step": 1, "seed": None}
+    assert checkpoint.load(save(tmp_path, 2))[1]["step"] == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000000000001", "step_000000000002"]
+
+
+def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CoterieError, match="cannot be written: Not a directory"):
+        save(tmp_path / "file" / "checkpoints", 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if not sys.platform.startswith("linux") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a small disk here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_truly_full(small_disk: Path) -> None:
+    before = save(small_disk, 1)
+    for size in (200_000, 50_000):  # the second leaves room for the tensors, and the space of the first is free again
+        with pytest.raises(CoterieError, match="No space left on device"):
+            checkpoint.save(small_disk, 2, {"g": {"x": torch.zeros(size)}}, {"filler": "x" * 100_000})
+        assert [p.name for p in small_disk.iterdir()] == [before.name]
+    assert checkpoint.load(before)[1]["step"] == 1
+    assert checkpoint.load(save(small_disk, 2))[1]["step"] == 2

@@ -1,0 +1,291 @@
+"""The config: to JSON and back, overrides, the command line, and one line for whatever is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.config import Algo, Config, Env, Schedule
+from coterie.runs import config_io
+from coterie.runs.config_io import fields, from_dict, get, load_config, parse_cli, replace, save_config, validate
+from coterie.types import ConfigError, CoterieError
+
+FIELDS = dict(fields())
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    if get_origin(kind) is tuple:
+        return st.lists(values(get_args(kind)[0]), max_size=3).map(tuple)
+    simple: dict[Any, st.SearchStrategy[Any]] = {
+        int: st.integers(-(2**70), 2**70),
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        str: st.text(),
+    }
+    return simple[kind]
+
+
+def other(kind: Any, value: Any) -> Any:
+    """A value of the kind that differs from `value`, if there is one."""
+    if get_origin(kind) is Literal:
+        return next((v for v in get_args(kind) if v != value), value)
+    if get_origin(kind) is tuple:
+        return tuple(get_args(kind)[0](v) for v in (3, 5, 8))
+    return {int: 7919, float: 0.4375, bool: not value, str: "Some-Text_1"}[kind]
+
+
+def everything_changed() -> dict[str, Any]:
+    return {name: other(kind, get(Config(), name)) for name, kind in FIELDS.items()}
+
+
+def refused(call: Any, *args: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    text = str(caught.value)
+    assert text.isprintable(), f"not one line: {text!r}"
+    return text
+
+
+def test_fields_are_all_of_the_config() -> None:
+    def leaves(data: dict[str, Any]) -> int:
+        return sum(leaves(v) if isinstance(v, dict) else 1 for v in data.values())
+
+    assert len(FIELDS) == leaves(dataclasses.asdict(Config()))
+    assert {"env.id", "optim.schedule.at", "learners"} <= FIELDS.keys()
+
+
+@given(st.fixed_dictionaries({name: values(kind) for name, kind in FIELDS.items()}))
+@settings(max_examples=30, deadline=None, database=None)
+def test_every_value_survives_json(data: dict[str, Any]) -> None:
+    config = replace(Config(), data)
+    assert {name: get(config, name) for name in data} == data
+    again = from_dict(json.loads(json.dumps(config_io.to_dict(config))))
+    assert again == config
+    assert all(type(get(again, name)) is type(get(config, name)) for name in data)
+
+
+def test_a_file_gives_back_the_config(tmp_path: Path) -> None:
+    config = replace(Config(), everything_changed())
+    save_config(tmp_path / "config.json", config)
+    assert load_config(tmp_path / "config.json") == config != Config()
+
+
+def test_missing_fields_keep_their_defaults() -> None:
+    assert from_dict({"learners": 3, "env": {"id": "Pong-v5"}}) == Config(learners=3, env=Env(id="Pong-v5"))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"lerners": 2}, ["lerners", "learners"]),
+        ({"env": {"num_env": 2}}, ["env.num_env:", "env.num_envs"]),
+        ({"optim": {"schedule": {"warmpu": 2}}}, ["optim.schedule.warmpu", "optim.schedule.warmup"]),
+        ({"env": {"num_envs": "16"}}, ["env.num_envs", "'16'", "an integer"]),
+        ({"env": {"num_envs": 1.5}}, ["env.num_envs", "1.5", "an integer"]),
+        ({"env": {"num_envs": True}}, ["env.num_envs", "True", "an integer"]),
+        ({"env": {"num_envs": float("nan")}}, ["env.num_envs", "nan", "an integer"]),
+        ({"optim": {"lr": "fast"}}, ["optim.lr", "'fast'", "a number"]),
+        ({"optim": {"lr": 10**400}}, ["optim.lr", "a number"]),
+        ({"log": {"tensorboard": 1}}, ["log.tensorboard", "1", "True or False"]),
+        ({"env": {"id": None}}, ["env.id", "None", "a text"]),
+        ({"env": {"backend": "pol"}}, ["env.backend", "'pol'", "auto, pool, workers"]),
+        ({"env": {"backend": ["pool"]}}, ["env.backend", "auto, pool, workers"]),
+        ({"model": {"hidden": 64}}, ["model.hidden", "64", "a list of integers"]),
+        ({"model": {"hidden": [64, "x"]}}, ["model.hidden", "'x'", "an integer"]),
+        ({"optim": {"schedule": {"factors": "12"}}}, ["optim.schedule.factors", "a list of numbers"]),
+        ({"env": "Pong-v5"}, ["env", "'Pong-v5'", "an object"]),
+        ({"env": {"a\nb": 1}}, ["env.a", "no such field"]),
+        ({"env": {"kwargs": {"a": "long " * 1000}}}, ["env.kwargs", "..."]),
+        ([], ["config", "an object"]),
+    ],
+)
+def test_bad_data_is_one_line_that_names_the_field(data: Any, says: list[str]) -> None:
+    text = refused(from_dict, data)
+    assert all(s in text for s in says), text
+    assert len(text) < 200
+
+
+def test_a_bad_file_names_field_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"env": {"num_envs": "x"}}')
+    text = refused(load_config, path)
+    assert "env.num_envs" in text
+    assert str(path) in text
+    path.write_text('{"env": ')
+    with pytest.raises(CoterieError, match=r"config\.json: cannot be read"):
+        load_config(path)
+    with pytest.raises(CoterieError, match=r"gone\.json: cannot be read: No such file"):
+        load_config(tmp_path / "gone.json")
+
+
+def test_replace_takes_dotted_names_sections_and_env() -> None:
+    config = replace(
+        Config(),
+        {
+            "env": "Pong-v5",
+            "env.num-envs": 1e2,
+            "algo": Algo(gamma=0.5),
+            "optim.schedule": Schedule("linear"),
+            "optim.lr": 1,
+        },
+    )
+    assert (config.env.id, config.env.num_envs, config.algo) == ("Pong-v5", 100, Algo(gamma=0.5))
+    assert type(config.env.num_envs) is int
+    assert config.optim.schedule == Schedule("linear")
+    assert type(config.optim.lr) is float
+    assert replace(Config(), {}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("num_envs", 4, "env.num_envs"),
+        ("optim.rate", 4, "optim.rate"),
+        ("optim", 4, "optim.lr"),
+        ("nothing.like.it", 4, "nothing.like.it"),
+        ("env.id.x", 4, "env.id.x"),
+        ("optm", Schedule(), "optm"),
+        ("env.num_envs.x", Schedule(), "env.num_envs.x"),
+        ("optim.schedule", Env(), "optim.schedule.id"),
+    ],
+)
+def test_replace_refuses_unknown_fields(name: str, value: Any, says: str) -> None:
+    assert says in refused(replace, Config(), {name: value})
+
+
+@pytest.mark.parametrize("spell", [lambda n: n, lambda n: n.replace("_", "-")])
+@pytest.mark.parametrize("equals", [False, True])
+def test_every_field_is_an_option(spell: Any, equals: bool) -> None:
+    args = []
+    for name, value in everything_changed().items():
+        if isinstance(value, tuple):
+            args += [f"--{spell(name)}", *map(str, value)]
+        else:
+            args += [f"--{spell(name)}={value}"] if equals else [f"--{spell(name)}", str(value)]
+    assert parse_cli(Config(), args) == replace(Config(), everything_changed())
+
+
+def test_options_change_only_what_they_name() -> None:
+    default = Config(learners=3, algo=Algo(gamma=0.5))
+    line = "--env Pong-v5 --steps 2.5e6 --optim.lr -1e-3 --model.hidden 1e1 20 --seed 1 --seed 2"
+    expected = {"env": "Pong-v5", "steps": 2_500_000, "optim.lr": -1e-3, "model.hidden": (10, 20), "seed": 2}
+    assert parse_cli(default, line.split()) == replace(default, expected)
+    assert parse_cli(default, []) == default
+    assert parse_cli(default, ["--env=Pong-v5"]).env.id == "Pong-v5"
+    assert parse_cli(default, ["--env.kwargs=--x"]).env.kwargs == "--x"
+    assert parse_cli(default, ["--model.hidden"]).model.hidden == ()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("--env.num_envz 4", ["--env.num_envz", "env.num_envs"]),
+        ("--num-envs 4", ["--num-envs", "env.num_envs"]),
+        ("--lr=4", ["--lr", "optim.lr"]),
+        ("--ppo 4", ["--ppo", "ppo.epochs", "ppo.clip"]),
+        ("--qqqq 1", ["--qqqq", "--help"]),
+        ("--log.no-tensorboard", ["--log.no-tensorboard", "log.tensorboard"]),
+        ("--env.backend 4", ["--env.backend", "'4'", "auto, pool, workers"]),
+        (f"--env.backend {'a' * 200}", ["--env.backend", "aaa...", "auto, pool, workers"]),
+        ("--env.backend x'y", ["--env.backend", "x'y", "auto, pool, workers"]),
+        ("--env.num_envs abc", ["--env.num_envs", "'abc'", "an integer"]),
+        ("--env.num_envs 1.5", ["--env.num_envs", "'1.5'", "an integer"]),
+        ("--env.num_envs 1e-3", ["--env.num_envs", "'1e-3'", "an integer"]),
+        ("--env.num-envs", ["--env.num_envs", "needs a value", "an integer"]),
+        ("--env.num-envs 3 4", ["--env.num_envs", "one value", "'3 4'"]),
+        ("--env", ["--env.id", "needs a value"]),
+        ("--optim.lr 1e-3 --optim.eps fast", ["--optim.eps", "'fast'", "a number"]),
+        ("--ppo.clip 0.1 --ppo.clip-value x", ["--ppo.clip_value", "'x'", "a number"]),
+        ("--model.hidden 64,64", ["--model.hidden", "'64,64'", "a list of integers"]),
+        ("--log.tensorboard", ["--log.tensorboard", "True or False"]),
+        ("--log.tensorboard=maybe", ["--log.tensorboard", "'maybe'", "True or False"]),
+        ("--algo.entropy-schedule.kind bad", ["--algo.entropy_schedule.kind", "'bad'", "constant, linear, steps"]),
+        ("Pong-v5", ["'Pong-v5'", "--SECTION.FIELD"]),
+        ("--seed 1 -x", ["'-x'", "--SECTION.FIELD"]),
+    ],
+)
+def test_bad_usage_is_one_line_that_names_the_option(
+    args: str, says: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(parse_cli, Config(), args.split())
+    assert all(s in text for s in says), text
+    assert capfd.readouterr() == ("", "")
+
+
+def test_help_lists_every_option_with_its_comment() -> None:
+    text = config_io.cli_help(Config(preset="ppo", learners=41))
+    missing = [name for name in FIELDS if f"--{name.replace('_', '-')} " not in text]
+    assert missing == []
+    assert "env steps of the whole run" in text
+    assert "41" in text
+    assert "\x1b" not in text
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    *(({name: 0}, name) for name in ("learners", "steps", "env.num_envs", "algo.unroll_length", "ppo.epochs")),
+    *(({name: 0}, name) for name in ("ppo.minibatch_size", "log.keep", "eval.episodes", "model.core_size")),
+    *(({name: 0}, name) for name in ("atari.frame_skip", "atari.stack", "atari.height", "atari.width")),
+    *(({name: -1}, name) for name in ("seed", "atari.noop_max", "optim.chunk", "torch_threads", "eval.every")),
+    *(({name: -0.1}, name) for name in ("algo.value_coef", "algo.entropy_coef", "optim.max_grad_norm", "log.every")),
+    *(({name: -0.1}, name) for name in ("algo.gamma", "algo.gae_lambda", "atari.sticky_actions", "optim.alpha")),
+    *(({name: 1.01}, name) for name in ("algo.gamma", "algo.gae_lambda", "atari.sticky_actions")),
+    *(({name: 1.0}, name) for name in ("optim.alpha", "optim.beta1", "optim.beta2")),
+    *(({name: 0.0}, name) for name in ("optim.lr", "optim.eps", "ppo.clip", "env.timeout", "reward.scale")),
+    *(({name: x}, name) for name in ("optim.lr", "algo.gamma") for x in (float("nan"), float("inf"))),
+    ({"env.groups": 3}, "env.groups"),
+    ({"env.groups": 2, "env.num_envs": 3}, "env.num_envs"),
+    ({"env.id": " "}, "env.id"),
+    ({"env.kwargs": "[1]"}, "env.kwargs"),
+    ({"env.kwargs": "{a: 1}"}, "env.kwargs"),
+    ({"model.hidden": (64, 0)}, "model.hidden"),
+    ({"optim.schedule.kind": "steps"}, "optim.schedule.at"),
+    ({"optim.schedule": Schedule("steps", at=(1, 2), factors=(1.0,))}, "optim.schedule.at"),
+    ({"optim.schedule": Schedule("steps", at=(2, 1), factors=(1.0, 0.5))}, "optim.schedule.at"),
+    ({"optim.schedule": Schedule("steps", at=(2, 2), factors=(1.0, 0.5))}, "optim.schedule.at"),
+    ({"optim.schedule": Schedule("steps", at=(-1,), factors=(1.0,))}, "optim.schedule.at"),
+    ({"optim.schedule": Schedule("linear", at=(1,), factors=(1.0,))}, "optim.schedule.at"),
+    ({"algo.entropy_schedule": Schedule("steps", at=(1,), factors=(-1.0,))}, "algo.entropy_schedule.factors"),
+    ({"algo.entropy_schedule": Schedule("steps", at=(1,), factors=(float("nan"),))}, "algo.entropy_schedule.factors"),
+    ({"ppo.clip_schedule": Schedule("linear", end=-0.5)}, "ppo.clip_schedule.end"),
+    ({"ppo.clip_schedule": Schedule(warmup=-1)}, "ppo.clip_schedule.warmup"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "name"), BAD, ids=[f"{n}-{list(o.values())}" for o, n in BAD])
+def test_impossible_values_are_refused_by_name(overrides: dict[str, Any], name: str) -> None:
+    assert refused(validate, replace(Config(), overrides)).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"algo.gamma": 1.0, "algo.gae_lambda": 0.0, "atari.sticky_actions": 1.0, "atari.noop_max": 0},
+        {"env.groups": 2, "env.num_envs": 2, "env.kwargs": ' {"continuous": true} '},
+        {"model.hidden": (), "optim.max_grad_norm": 0.0, "algo.entropy_coef": 0.0, "seed": 2**40},
+        {"optim.schedule": Schedule("steps", at=(0, 10), factors=(1.0, 0.0), warmup=5)},
+    ],
+)
+def test_values_at_the_edge_pass(overrides: dict[str, Any]) -> None:
+    config = replace(Config(), overrides)
+    assert validate(config) is None
+    assert validate(from_dict(config_io.to_dict(config))) is None
+
+
+def test_the_command_line_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys, coterie.runs.config_io as c; "
+        "c.parse_cli(c.Config(), ['--seed', '1']); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

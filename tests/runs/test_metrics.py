@@ -1,0 +1,222 @@
+"""What a run writes: metrics that never double back, standard JSON, reasons for a full disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.runs.metrics import Episodes, RunWriter, read_metrics
+from coterie.types import ConfigError, CoterieError
+
+
+def strict(text: str) -> Any:
+    """JSON as other programs read it: without NaN and Infinity."""
+
+    def no(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=no)
+
+
+def write(folder: Path, steps: range, resume: int | None = None, tensorboard: bool = False, **more: Any) -> None:
+    writer = RunWriter(folder, tensorboard, resume_env_steps=resume)
+    for step in steps:
+        writer.write({"env_steps": step, "seconds": step / 10, **more})
+    writer.close()
+
+
+def test_lines_are_standard_json_and_there_at_once(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, tensorboard=False)
+    line = {
+        "env_steps": np.int64(8),
+        "seconds": 0.5,
+        "nan": math.nan,
+        "inf": -math.inf,
+        "tensor": torch.tensor(0.25),
+        "half": torch.tensor(math.nan, dtype=torch.bfloat16),
+        "numpy": np.float32(2.0),
+        "list": [1.0, math.nan],
+    }
+    writer.write(line)
+    text = (tmp_path / "metrics.jsonl").read_text()  # before it is closed
+    assert strict(text) == {
+        "env_steps": 8,
+        "seconds": 0.5,
+        "nan": None,
+        "inf": None,
+        "tensor": 0.25,
+        "half": None,
+        "numpy": 2.0,
+        "list": [1.0, None],
+    }
+    writer.close()
+
+
+@pytest.mark.parametrize("missing", ["env_steps", "seconds"])
+def test_a_line_without_its_place_is_refused(tmp_path: Path, missing: str) -> None:
+    writer = RunWriter(tmp_path, tensorboard=False)
+    with pytest.raises(ValueError, match="needs env_steps and seconds"):
+        writer.write({k: 1 for k in ("env_steps", "seconds", "loss") if k != missing})
+    writer.close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_resume_drops_what_the_checkpoint_does_not_know(tmp_path: Path) -> None:
+    write(tmp_path, range(0, 100, 10), a=1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"env_steps": 100, "sec')  # the crash
+    write(tmp_path, range(60, 80, 10), resume=55, a=2)
+    lines = read_metrics(tmp_path)
+    assert [(x["env_steps"], x["a"]) for x in lines] == [*((s, 1) for s in range(0, 60, 10)), (60, 2), (70, 2)]
+    write(tmp_path, range(80, 90, 10), resume=70, a=3)
+    assert [x["env_steps"] for x in read_metrics(tmp_path)] == list(range(0, 90, 10)), "the checkpoint's own line stays"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_tensorboard_has_the_same_curve(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, range(0, 50, 10), tensorboard=True, loss=1.0, bad=math.nan, what="text")
+    write(tmp_path, range(30, 50, 10), resume=20, tensorboard=True, loss=2.0)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 1), (10, 1), (20, 1), (30, 2), (40, 2)]
+    assert [e.value for e in events.Scalars("seconds")] == pytest.approx([0, 1, 2, 3, 4])
+    assert set(events.Tags()["scalars"]) == {"loss", "seconds"}
+
+
+def test_tensorboard_can_be_off(tmp_path: Path) -> None:
+    write(tmp_path, range(1))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.txt", "metrics.jsonl"]
+
+
+def test_reading_forgives_only_a_torn_last_line(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+    path = tmp_path / "metrics.jsonl"
+    rows = [b'{"env_steps": 1}', b'{"env_steps": 2}']
+    for torn in (b'{"env_st', b"{", b'{"other": 1}', b"\0\0\0", b"12", b'{"a": "\xc3'):
+        path.write_bytes(b"\n".join([*rows, torn]))
+        assert [line["env_steps"] for line in read_metrics(tmp_path)] == [1, 2], torn
+        path.write_bytes(b"\n".join([rows[0], torn, rows[1]]))
+        with pytest.raises(CoterieError, match=r"metrics\.jsonl: line 2 is damaged"):
+            read_metrics(tmp_path)
+    path.write_bytes(b"\n".join(rows))
+    assert len(read_metrics(tmp_path)) == 2, "whole but for its line end"
+
+
+def test_summary_replaces_the_one_before_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RunWriter(tmp_path, tensorboard=False)
+    writer.summary({"status": "failed", "reason": "x", "mean_return": math.nan, "rows": {"learned": np.int64(3)}})
+    text = (tmp_path / "summary.json").read_text()
+    assert strict(text) == {"status": "failed", "reason": "x", "mean_return": None, "rows": {"learned": 3}}
+    with monkeypatch.context() as patch:
+
+        def full(handle: int) -> None:
+            raise OSError(28, os.strerror(28))
+
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CoterieError, match=f"cannot write to {tmp_path}: No space left on device"):
+            writer.summary({"status": "finished"})
+    assert (tmp_path / "summary.json").read_text() == text
+    assert not list(tmp_path.glob(".*"))
+    writer.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "log.txt"):
+        (tmp_path / name).symlink_to("/dev/full")
+    writer = RunWriter(tmp_path, tensorboard=False)
+    for call in (lambda: writer.write({"env_steps": 1, "seconds": 1}), lambda: writer.log("x"), writer.close):
+        with pytest.raises(CoterieError) as caught:
+            call()
+        assert str(caught.value) == f"cannot write to {tmp_path}: No space left on device"
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CoterieError, match="gone: No such file or directory"):
+        RunWriter(tmp_path / "gone", tensorboard=False)
+
+
+def test_the_log_is_kept_over_a_resume_with_times(tmp_path: Path) -> None:
+    for resume, text in ((None, "began"), (5, "resumed")):
+        writer = RunWriter(tmp_path, tensorboard=False, resume_env_steps=resume)
+        writer.log(text)
+        writer.close()
+    first, second = (tmp_path / "log.txt").read_text().splitlines()
+    assert first.endswith(" began")
+    assert second.endswith(" resumed")
+    assert first[:4].isdigit()
+    assert first[:19] <= second[:19]
+
+
+def test_wandb_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"^log\.wandb: needs `pip install 'coterie\[wandb\]'`$"):
+        RunWriter(tmp_path, tensorboard=False, wandb_project="p")
+    assert list(tmp_path.iterdir()) == []
+
+
+class FakeWandb(types.ModuleType):
+    """Takes what the real one is given."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__("wandb")
+        self.error, self.begun, self.logged, self.finished = error, [], [], 0  # type: ignore[var-annotated]
+
+    def init(self, **options: Any) -> FakeWandb:
+        if self.error is not None:
+            raise self.error
+        self.begun.append(options)
+        return self
+
+    def log(self, line: dict[str, Any], step: int) -> None:
+        self.logged.append((step, line))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_wandb_gets_every_line_and_a_resumed_run_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for resume in (None, 1):
+        writer = RunWriter(tmp_path, tensorboard=False, wandb_project="p", resume_env_steps=resume)
+        writer.write({"env_steps": 2, "seconds": 1.0, "loss": math.nan})
+        writer.close()
+    first, second = fake.begun
+    assert first == second
+    assert (first["project"], first["resume"]) == ("p", "allow")
+    assert fake.logged == [(2, {"env_steps": 2, "seconds": 1.0, "loss": None})] * 2
+    assert fake.finished == 2
+
+
+def test_wandb_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(RuntimeError("no\nAPI key")))
+    with pytest.raises(CoterieError, match=r"^log\.wandb: no API key$"):
+        RunWriter(tmp_path, tensorboard=False, wandb_project="p")
+
+
+def test_episodes_are_the_last_100_and_survive_json() -> None:
+    episodes = Episodes()
+    assert math.isnan(episodes.mean_return)
+    assert math.isnan(episodes.mean_length)
+    episodes.extend((float(i), i) for i in range(250))
+    assert (episodes.count, episodes.mean_return, episodes.mean_length) == (250, 199.5, 199.5)
+    again = Episodes()
+    again.extend([(1.0, 1)])
+    again.load_state_dict(json.loads(json.dumps(episodes.state_dict())))
+    for one in (episodes, again):
+        one.extend([(1000.0, 300)])
+    assert (
+        (again.count, again.mean_return) == (episodes.count, episodes.mean_return) == (251, (199.5 * 100 + 850) / 100)
+    )
