@@ -61,8 +61,8 @@ def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
     """PPO. Images: after Accelerated Methods 4.3 (4 epochs, clip 0.2, lambda 0.95, entropy 0.01), on 84x84 frames, with
-    batches half as large (1024 in minibatches of 256) and Adam at 7e-4, which learn faster from few samples; vectors and
-    continuous control: our own settings.
+    batches half as large (1024 in minibatches of 256) and Adam at 7e-4, which learn faster from few samples. Vectors
+    and continuous control: our own settings.
     """
     config, kind = _start("ppo", env)
     config = replace(config, algorithm="ppo")

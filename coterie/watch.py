@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.envs.make import make_envs
+from coterie.envs.make import make_rendered
 from coterie.evaluate import Player, load
 from coterie.types import ConfigError, CoterieError
 
@@ -23,14 +23,15 @@ def watch(folder: str | Path, out: str = "", *, sampled: bool = False, seed: int
     path = Path(out) if out else Path(folder) / "watch.mp4"
     env = replace(policy.config.env, num_envs=1, reset="in_place", decorrelate=0)
     frames, score = 0, 0.0
-    with make_envs(env, policy.config.atari, seed=seed, groups=1, training=False, render=True) as envs:
+    envs, render = make_rendered(env, policy.config.atari, seed=seed)
+    with envs:
         player = Player(policy.algorithm, policy.model, envs, sampled, seed)
         ts = envs.recv(0)
         try:
             fps = max(1, round(60 / envs.spec.action_repeat)) if envs.spec.action_repeat > 1 else _FPS
             with imageio.get_writer(path, fps=fps, macro_block_size=2) as video:
                 while frames < _MOST_FRAMES:
-                    video.append_data(_even(envs.render()))
+                    video.append_data(_even(render()))
                     frames += 1
                     if not np.isnan(ts.episode_return[0]):
                         score = float(ts.episode_return[0])

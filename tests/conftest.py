@@ -7,6 +7,7 @@ import torch
 
 from coterie.config import Config, Env, Model
 from coterie.models.build import ActorCritic
+from coterie.runs.config_io import replace
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 
 torch.set_num_threads(1)
@@ -57,8 +58,6 @@ def make_rollout(spec: Spec, t: int, b: int, seed: int = 0, core_size: int = 0) 
 
 def make_config(**changes: object) -> Config:
     config = Config(env=Env(id="CartPole-v1", num_envs=4), model=Model(hidden=(16,)))
-    from coterie.runs.config_io import replace
-
     return replace(config, changes)
 
 

@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[1] / "coterie"
 LEVELS: list[list[str]] = [
     ["types", "config", "atari57"],
     ["ops.returns", "ops.policy", "ops.dist", "ops.optim"],
-    ["parallel.affinity", "parallel.shm", "parallel.params"],
+    ["parallel.affinity", "parallel.shm", "parallel.params", "parallel.threads"],
     ["runs.config_io", "runs.checkpoint", "runs.metrics", "runs.display"],
-    ["envs.testing", "envs.spaces", "envs.backend", "envs.group", "envs.owner", "envs.pool", "envs.worker", "envs.workers"],
-    ["envs.make"],
+    ["envs.testing", "envs.spaces", "envs.backend", "envs.group", "envs.owner", "envs.pool", "envs.gym", "envs.local"],
+    ["envs.worker_main", "envs.workers", "envs.make"],
     ["models.torsos", "models.cores", "models.heads", "models.build"],
     ["actor"],
     ["algorithms.a2c", "algorithms.ppo"],

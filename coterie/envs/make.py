@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import gymnasium
 
 from coterie import config
 from coterie.envs.backend import Backend
+from coterie.envs.local import LocalBackend
 from coterie.envs.owner import Envs
 from coterie.envs.pool import PoolBackend, all_ids, has_env, pool_spec
-from coterie.types import ConfigError, Spec
+from coterie.types import Array, ConfigError, Spec
 
 
 def _in_pool(env: config.Env) -> bool:
@@ -83,3 +84,15 @@ def make_envs(
             return WorkerBackend(env, seeds, each, f"coterie-env-{next(numbers)}")
 
     return Envs(make, env, seed=seed, first_env_id=first_env_id, groups=groups)
+
+
+def make_rendered(env: config.Env, atari: config.Atari, *, seed: int) -> tuple[Envs, Callable[[], Array]]:
+    """One environment with all its lives, and a call that draws what it showed last: `[H, W, 3]` uint8."""
+    made: list[PoolBackend | LocalBackend] = []
+
+    def make(seeds: Sequence[int]) -> Backend:
+        pool = _in_pool(env)
+        made.append(PoolBackend(env, atari, seeds, 1, False, True) if pool else LocalBackend(env, seeds))
+        return made[0]
+
+    return Envs(make, env, seed=seed), made[0].render

@@ -147,7 +147,13 @@ class PoolBackend:
     """`len(seeds)` instances of one EnvPool environment."""
 
     def __init__(
-        self, env: config.Env, atari: config.Atari, seeds: Sequence[int], threads: int, training: bool = True
+        self,
+        env: config.Env,
+        atari: config.Atari,
+        seeds: Sequence[int],
+        threads: int,
+        training: bool = True,
+        render: bool = False,
     ) -> None:
         self.num_instances = n = len(seeds)
         self.spec = pool_spec(env, atari)
@@ -155,6 +161,8 @@ class PoolBackend:
         self.action_map, self._fields = declared.actions, declared.fields
         counts = {"num_envs": n, "batch_size": n, "num_threads": min(threads, n), "env_seed": list(seeds)}
         options = {**_options(env, atari, training), **counts}
+        if render:
+            options["render_mode"] = "rgb_array"
         self._pool = _guarded(env.id, functools.partial(envpool.make, env_type="gymnasium"), options)
         action = list(self._pool.spec.action_array_spec.values())[-1]
         self._action_dtype, self._action_shape = action.dtype, tuple(s for s in action.shape if s != -1)
@@ -217,6 +225,13 @@ class PoolBackend:
             return truncated
         self._expired[ids] = late & ~done
         return truncated | (late & ~done)
+
+    def render(self) -> Array:
+        """The frame `[H, W, 3]` uint8 of what instance 0 showed last; needs `render=True`."""
+        try:
+            return np.asarray(self._pool.render()[0])
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            raise ConfigError(f"env.id: EnvPool cannot draw {self.spec.env_id!r}: {error}") from error
 
     def _obs(self, values: list[Array]) -> Any:
         if len(self._obs_at) == 1:

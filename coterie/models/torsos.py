@@ -99,7 +99,8 @@ class Residual(nn.Module):
         _init(self.b, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(F.relu(self.a(F.relu(x))))
+        y: Tensor = self.b(F.relu(self.a(F.relu(x))))
+        return x + y
 
 
 class ImpalaTorso(nn.Module):

@@ -22,7 +22,7 @@ class Team:
         self._pool = ThreadPoolExecutor(self.size - 1, "coterie-team") if self.size > 1 else None
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Make all calls, in parallel as far as there are members; the first exception is raised when all have ended."""
+        """Make all calls, in parallel as far as there are members; raises the first exception once all have ended."""
         if self._pool is None or len(calls) == 1:
             return [call() for call in calls]
         others = [self._pool.submit(call) for call in calls[1:]]

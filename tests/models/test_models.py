@@ -71,15 +71,7 @@ def test_image_torsos_read_bytes_as_fractions_of_one(torso):
     net = build_torso({"": ObsSpec((4, 84, 84), "uint8")}, Model(torso=torso))
     x = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
     first = next(m for m in net.modules() if isinstance(m, torch.nn.Conv2d))
-    got = net(x)
-    with torch.no_grad():
-        first.weight.mul_(1 / 255)
-    scaled = {"a3c": 256, "gala": 512, "nature": 512, "impala": 256}[torso]
-    assert got.shape == (2, scaled)
-    # Divided weights on 255 times the input, which only a linear first layer over x / 255 can undo.
-    with torch.no_grad():
-        first.weight.mul_(255)
-    torch.testing.assert_close(net(x), got)
+    assert net(x).shape == (2, {"a3c": 256, "gala": 512, "nature": 512, "impala": 256}[torso])
     captured = {}
     layer = next(m for m in net.modules() if type(m).__name__ == "Frames")
     layer.register_forward_hook(lambda m, i, o: captured.update(out=o.clone()))
@@ -105,7 +97,9 @@ def test_channels_last_images_give_what_channels_first_do():
 
 def test_dict_observations_each_have_their_torso():
     spec = Spec(
-        "d", {"image": ObsSpec((3, 48, 48), "uint8"), "speed": ObsSpec((2,), "float32")}, ActionSpec("categorical", (3,))
+        "d",
+        {"image": ObsSpec((3, 48, 48), "uint8"), "speed": ObsSpec((2,), "float32")},
+        ActionSpec("categorical", (3,)),
     )
     model = ActorCritic(spec, Model())
     obs = {"image": torch.zeros(5, 3, 48, 48, dtype=torch.uint8), "speed": torch.randn(5, 2, requires_grad=True)}
@@ -166,7 +160,7 @@ def test_flat_params_are_the_models_weights_and_gradients(small_model):
     params.grad[params.slices["value.weight"].start] = float("nan")
     assert params.nonfinite(params.grad) == "value.weight"
     params.data.zero_()
-    assert all(float(p.abs().sum()) == 0 for p in small_model.parameters())
+    assert not any(bool(p.detach().any()) for p in small_model.parameters())
 
 
 def test_normalizer_agrees_with_numpy_whatever_the_batches():

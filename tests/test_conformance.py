@@ -1,0 +1,192 @@
+"""ONE test that every cell of acting x exchange passes, on both env backends: what reaches the learner is checked by
+arithmetic, and rows produced = learned (+ in flight + dropped + rolled back, which inline acting has none of).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from coterie import matrix
+from coterie.roles import InlineLearner
+from coterie.types import Rollout
+from tests.conftest import make_config
+
+CELLS = [
+    (algorithm, acting, exchange)
+    for algorithm in matrix.ALGORITHMS
+    for acting in matrix.ACTING
+    for exchange in matrix.EXCHANGES
+]
+
+
+def rollouts(learner: InlineLearner, count: int) -> Iterator[Rollout]:
+    """What the learner sees, copied, `count` times."""
+    seen: list[Rollout] = []
+
+    def keep(rollout: Rollout) -> bool:
+        copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in vars(rollout).items()}
+        if isinstance(rollout.obs, dict):
+            copies["obs"] = {k: v.clone() for k, v in rollout.obs.items()}
+        seen.append(Rollout(**copies))
+        return len(seen) == count
+
+    learner.run(keep)
+    yield from seen
+
+
+def check_alignment(learner: InlineLearner, seen: list[Rollout]) -> None:
+    """What holds for any env: previous rows, masks, the seam between rollouts, the count of rows."""
+    for before, after in pairwise(seen):
+        for key in ("is_first", "prev_action", "prev_reward"):
+            assert torch.equal(getattr(before, key)[-1], getattr(after, key)[0])
+    for r in seen:
+        assert torch.equal(r.prev_action[1:], r.action)
+        assert torch.equal(r.prev_reward[1:], r.reward)
+        ended = r.terminated | r.truncated
+        assert torch.equal(r.is_first[2:], ended[:-1])  # the fake step follows each end, and only there
+        masked = ~r.mask
+        assert not (ended & masked).any()
+        assert not r.reward[masked].any()
+        assert not ((r.behavior_log_prob == -42.42) | (r.behavior_value[:-1] == -42.42)).any()
+        assert (r.behavior_log_prob <= 0).all()
+    produced = sum(int(r.mask.sum()) for r in seen)
+    assert learner.progress.env_steps == produced
+    assert learner.progress.masked == sum(int((~r.mask).sum()) for r in seen)
+    assert learner.progress.policy_lag_max == 0
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("algorithm", "acting", "exchange"), CELLS)
+def test_counting_env_through_worker_processes(algorithm, acting, exchange, groups):
+    config = make_config(
+        algorithm=algorithm,
+        acting=acting,
+        exchange=exchange,
+        env="coterie.envs.testing:CountingEnv",
+        **{
+            "env.num_envs": 4,
+            "env.groups": groups,
+            "env.threads": 2,
+            "algo.unroll_length": 7,
+            "ppo.minibatch_size": 14,
+        },
+    )
+    learner = InlineLearner(config)
+    seen = list(rollouts(learner, 5))
+    check_alignment(learner, seen)
+    games = [game for r in seen for game in r.episodes]
+    expected = []
+    for env in range(4):
+        obs = torch.cat([r.obs[:-1, env] for r in seen] + [seen[-1].obs[-1:, env]])
+        action = torch.cat([r.action[:, env] for r in seen])
+        reward = torch.cat([r.reward[:, env] for r in seen])
+        mask = torch.cat([r.mask[:, env] for r in seen])
+        terminated = torch.cat([r.terminated[:, env] for r in seen])
+        truncated = torch.cat([r.truncated[:, env] for r in seen])
+        count, episode, score, length = obs[:, 0], obs[:, 1], 0.0, 0
+        for t in range(len(action)):
+            if not mask[t]:  # the fake step: a new episode, a new start
+                assert episode[t + 1] == episode[t] + 1
+                score, length = 0.0, 0
+                continue
+            assert episode[t + 1] == episode[t]
+            assert count[t + 1] == count[t] + 1
+            assert reward[t] == 16 * count[t] + action[t]
+            score, length = score + float(reward[t]), length + 1
+            odd = bool(episode[t] % 2)
+            assert bool(terminated[t]) == (length == 5 and not odd)
+            assert bool(truncated[t]) == (length == 5 and odd)
+            if length == 5:
+                expected.append((score, 5))
+    assert sorted(games) == sorted(expected)
+    assert len(games) >= 20
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("algorithm", "acting", "exchange"), CELLS)
+def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
+    """CartPole's own equations are the arithmetic: position and angle follow from the velocities of the row before."""
+    config = make_config(
+        algorithm=algorithm,
+        acting=acting,
+        exchange=exchange,
+        **{
+            "env.num_envs": 4,
+            "env.groups": groups,
+            "env.max_episode_steps": 12,
+            "algo.unroll_length": 9,
+            "ppo.minibatch_size": 18,
+        },
+    )
+    learner = InlineLearner(config)
+    seen = list(rollouts(learner, 6))
+    check_alignment(learner, seen)
+    tau = 0.02
+    for r in seen:
+        x, speed, angle, spin = r.obs.unbind(-1)
+        ok = r.mask
+        torch.testing.assert_close(x[1:][ok], (x + tau * speed)[:-1][ok], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(angle[1:][ok], (angle + tau * spin)[:-1][ok], atol=1e-5, rtol=1e-4)
+        pushed = (speed[1:] - speed[:-1])[ok]
+        assert torch.equal(pushed > 0, r.action[ok] == 1)  # the force of this row's action moves this row's cart
+        assert (r.reward[ok] == 1).all()
+    truncated = sum(int(r.truncated.sum()) for r in seen)
+    lengths = [n for r in seen for _, n in r.episodes]
+    assert truncated == sum(n == 12 for n in lengths) > 0
+    assert all(score == n for r in seen for score, n in r.episodes)
+
+
+def test_lstm_state_replayed_from_core_state_is_the_acting_state():
+    """The learner's pass from `core_state` gives the acting values and log-probs, over resets and rollouts."""
+    config = make_config(
+        env="coterie.envs.testing:CountingEnv",
+        **{
+            "env.num_envs": 4,
+            "env.threads": 1,
+            "env.groups": 2,
+            "algo.unroll_length": 7,
+            "model.core": "lstm",
+            "model.core_size": 8,
+            "model.last_action_reward": True,
+            "optim.lr": 1e-12,  # the weights that judge are those that acted
+            "optim.eps": 1.0,
+        },
+    )
+    learner = InlineLearner(config)
+    seen = list(rollouts(learner, 4))
+    assert any(r.is_first[1:].any() for r in seen)
+    assert all(r.core_state.abs().sum() > 0 for r in seen[1:])
+    for r in seen:
+        inputs = learner.acting.recorder.inputs(0, 0)._replace(
+            obs=r.obs, is_first=r.is_first, prev_action=r.prev_action, prev_reward=r.prev_reward
+        )
+        params, value, _ = learner.model(inputs, r.core_state)
+        torch.testing.assert_close(value, r.behavior_value, atol=1e-5, rtol=1e-5)
+        log_prob = learner.algorithm.dist.log_prob(params[:-1], r.action)
+        torch.testing.assert_close(log_prob, r.behavior_log_prob, atol=1e-5, rtol=1e-5)
+
+
+def test_an_env_that_breaks_costs_one_masked_row_and_is_counted(tmp_path):
+    config = make_config(
+        env="coterie.envs.testing:FlakyEnv",
+        **{
+            "env.num_envs": 2,
+            "env.threads": 1,
+            "env.groups": 1,
+            "algo.unroll_length": 6,
+            "env.kwargs": f'{{"how": "nan_reward", "at": 3, "marker": "{tmp_path / "once"}", "length": 100}}',
+        },
+    )
+    learner = InlineLearner(config)
+    seen = list(rollouts(learner, 3))
+    assert learner.envs.replaced == 1
+    masked = [(i, *map(int, at)) for i, r in enumerate(seen) for at in (~r.mask).nonzero()]
+    assert len(masked) == 1
+    assert masked[0][:2] == (0, 2)
+    assert learner.progress.env_steps == 2 * 6 * 3 - 1
+    assert np.isfinite(learner.params.data.numpy()).all()
