@@ -135,6 +135,8 @@ def test_damage_to_any_file_is_refused_and_the_older_is_offered(tmp_path: Path, 
         assert name in text, what
         assert f"{good.name} is intact" in text, what
         assert str(bad) in text
+        if name != "manifest.json":
+            assert ("bytes instead of" in text) == (len(damaged) != len(intact)), "says which of the two it is"
     (bad / name).unlink()
     assert name in refused(bad)
     (bad / name).write_bytes(intact)

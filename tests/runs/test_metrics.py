@@ -195,9 +195,13 @@ def test_wandb_gets_every_line_and_a_resumed_run_its_page(tmp_path: Path, monkey
         writer.close()
     first, second = fake.begun
     assert first == second
+    (tmp_path / "other").mkdir()
+    RunWriter(tmp_path / "other", tensorboard=False, wandb_project="p").close()
+    assert first["id"] != fake.begun[2]["id"]
+    assert first["id"]
     assert (first["project"], first["resume"]) == ("p", "allow")
     assert fake.logged == [(2, {"env_steps": 2, "seconds": 1.0, "loss": None})] * 2
-    assert fake.finished == 2
+    assert fake.finished == 3
 
 
 def test_wandb_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
