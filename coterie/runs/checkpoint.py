@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save_file
 from torch import Tensor
 
 from coterie.types import CoterieError
@@ -70,7 +71,8 @@ def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
     """Read a checkpoint whose every file matches its checksum; otherwise refuse, and offer the one before."""
     try:
         files = _verify(path)
-        tensors = {Path(n).stem: load_file(path / n) for n in files if n.endswith(".safetensors")}
+        # From bytes, not mapped: the tensors are used while this very checkpoint may be pruned or replaced.
+        tensors = {Path(n).stem: from_bytes((path / n).read_bytes()) for n in files if n.endswith(".safetensors")}
         return tensors, json.loads((path / "state.json").read_text())
     except (*_DAMAGE, SafetensorError) as error:
         before = latest(path.parent, before=path)
