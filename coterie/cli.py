@@ -33,7 +33,7 @@ Often used with train:
   --seeds 0..2 --jobs 2         one run for each seed, two at a time
 
 `coterie train PRESET --help` lists every option with its default and unit.
-Exit codes: 0 finished, 1 failed, 2 bad usage or config, 75 checkpointed on a signal (run `coterie resume RUN`).
+Exit codes: 0 finished, 1 failed, 2 bad usage or config, 75 checkpointed on a signal (then: resume).
 """
 
 

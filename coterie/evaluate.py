@@ -145,7 +145,7 @@ class Policy:
         if done is None or self._first is None:
             self._first = None
         else:
-            self._first |= torch.as_tensor(done)
+            self._first = self._first | torch.as_tensor(done)
 
     @torch.inference_mode()
     def __call__(self, obs: Obs, *, sampled: bool = False) -> Array:

@@ -117,10 +117,13 @@ class Run:
             self.learner.close()
             restore()
         summary = self._summary(status, reason)
-        with suppress(CoterieError):  # a full disk has a reason already
-            self.writer.summary(summary)
-            self.writer.log(f"{status} {reason}".strip())
-            self.writer.close()
+        for write in (
+            lambda: self.writer.summary(summary),
+            lambda: self.writer.log(f"{status} {reason}".strip()),
+            self.writer.close,
+        ):
+            with suppress(CoterieError):  # what could not be written has its reason already
+                write()
         if failure is not None:
             kept = checkpoint.latest(self.folder / "checkpoints")
             raise CoterieError(reason + (f"; last good checkpoint: {kept}" if kept else "")) from failure

@@ -1,0 +1,148 @@
+"""The command line: exit codes, one line for bad input, what the commands print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from coterie import cli, matrix, presets
+
+
+def run(capsys, *args: str) -> tuple[int, str, str]:
+    code = cli.main(list(args))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+TRAIN = ("train", "ppo", "--env", "CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("trian",), "command: 'trian' is unknown; did you mean 'train'?"),
+        (("train",), "PRESET: give one of a2c, ppo"),
+        (("train", "poo"), "preset: 'poo' is unknown; did you mean 'ppo'?"),
+        (("train", "ppo", "--env", "CartPol-v1"), "CartPole-v1"),
+        (("train", "ppo", "--env", "Pongg-v5"), "Pong-v5"),
+        ((*TRAIN, "--env.num-env", "3"), "env.num"),
+        ((*TRAIN, "--lr", "3"), "optim.lr"),
+        ((*TRAIN, "--learners", "many"), "learners"),
+        ((*TRAIN, "--learners", "2"), "learners: exchange solo is one learner"),
+        ((*TRAIN, "--model.core", "gru"), "lstm"),
+        ((*TRAIN, "--algo.gamma", "1.5"), "gamma"),
+        ((*TRAIN, "--env.num-envs", "0"), "env.num"),
+        ((*TRAIN, "--model.last-action-reward", "True"), "model.last_action_reward: is fed to a core"),
+        ((*TRAIN, "--env.groups", "2", "--env.num-envs", "3"), "even"),
+        ((*TRAIN, "--ppo.minibatch-size", "100000"), "ppo.minibatch_size: is larger than a rollout"),
+        ((*TRAIN, "--seeds", "3..1"), "--seeds: '3..1'"),
+        ((*TRAIN, "--seeds", "0..1", "--jobs", "0"), "--jobs: '0'"),
+        (("resume", "/nowhere"), "RUN: /nowhere is not a run folder"),
+        (("eval", "/nowhere"), "RUN: /nowhere is not a run folder"),
+        (("eval", "/nowhere", "--episodes", "x"), "--episodes"),
+        (("watch", "/nowhere"), "RUN: /nowhere is not a run folder"),
+        (("list", "games"), "envs"),
+        (("bench", "ppo", "--seconds", "long"), "--seconds"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2(capsys, args, says):
+    code, out, err = run(capsys, *args)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("coterie: ")
+    assert says in err
+    assert len(err) < 400
+
+
+@pytest.mark.parametrize("refusal", matrix.REFUSALS, ids=lambda r: r.field)
+def test_each_refusal_has_a_config_that_meets_it(refusal):
+    from coterie.envs.make import make_spec
+
+    meets = {
+        "learners": {"learners": 2},
+        "model.last_action_reward": {"model.last_action_reward": True},
+        "model.share": {"model.share": "no", "model.core": "lstm"},
+        "env.groups": {"env.groups": 2, "env.num_envs": 3},
+        "ppo.minibatch_size": {"ppo.minibatch_size": 10**6},
+        "model.normalize_obs": {"model.normalize_obs": True},
+    }
+    env = "Pong-v5" if refusal.field == "model.normalize_obs" else "CartPole-v1"
+    good = presets.ppo(env=env)
+    bad = presets.ppo(env=env, **meets[refusal.field])
+    assert not refusal.applies(good, make_spec(good.env, good.atari))
+    assert refusal.applies(bad, make_spec(bad.env, bad.atari))
+
+
+def test_help_fits_one_screen_and_lists_every_command(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert len(out.splitlines()) <= 40
+    assert max(map(len, out.splitlines())) <= 110
+    assert all(f"coterie {name}" in out for name in cli.COMMANDS)
+
+
+def test_a_presets_help_has_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(capsys, *TRAIN, "--help")
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    for option in ("--env.num-envs", "--optim.schedule.warmup", "--ppo.clip-value", "--eval.every"):
+        assert option in out
+
+
+def test_lists(capsys):
+    code, out, _ = run(capsys, "list", "envs", "breakout")
+    assert code == 0
+    assert "Breakout-v5" in out.splitlines()
+    assert all("breakout" in line.lower() for line in out.splitlines())
+    code, out, _ = run(capsys, "list", "presets")
+    assert [line.split()[0] for line in out.splitlines()] == list(presets.PRESETS)
+    code, out, _ = run(capsys, "list", "matrix")
+    assert "| ppo | inline | solo | local |" in out
+
+
+def test_train_eval_and_bench_print_what_follows(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    code, text, _ = run(capsys, *TRAIN, "--steps", "3000", "--out", out, "--log.tensorboard", "False")
+    assert code == 0
+    assert f"evaluate: coterie eval {out}" in text
+    assert f"resume:   coterie resume {out}" in text
+    assert f"watch:    coterie watch {out}" in text
+    code, text, _ = run(capsys, "eval", out, "--episodes", "4", "--json")
+    result = json.loads(text)
+    assert code == 0
+    assert result["episodes"] == 4
+    assert result["mean_return"] == pytest.approx(sum(result["returns"]) / 4)
+    code, text, _ = run(capsys, "eval", out, "--episodes", "4")
+    assert f"{result['mean_return']:.2f} +- {result['stderr']:.2f} (4 games, greedy" in text
+    code, text, _ = run(capsys, "bench", "ppo", "--env", "CartPole-v1", "--seconds", "3", "--json")
+    result = json.loads(text)
+    assert code == 0
+    assert result["training_over_env_only"] == pytest.approx(result["training"] / result["env_only"], rel=0.5)
+    assert 0 < result["training"] < result["acting"] < result["env_only"]
+    assert set(result["stages"]) >= {"env", "act", "train", "exchange"}
+    assert result["bottleneck"] in result["core_us_per_step"]
+    assert result["frames_per_s"] == result["training"]  # CartPole repeats no action
+
+
+def test_seeds_run_side_by_side(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    options = ("--steps", "2000", "--log.tensorboard", "False", "--out", out, "--seeds", "4..5", "--jobs", "2")
+    code, text, _ = run(capsys, *TRAIN, *options)
+    assert code == 0, text
+    assert sorted(line.split(":")[0] for line in text.splitlines()) == ["seed 4", "seed 5"]
+    summaries = [json.loads((tmp_path / f"run-seed{s}" / "summary.json").read_text()) for s in (4, 5)]
+    assert summaries[0]["digest"] != summaries[1]["digest"]
+
+
+def test_doctor_finds_this_machine_fit():
+    done = subprocess.run([sys.executable, "-m", "coterie.cli", "doctor"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "ok       torch" in done.stdout
+    assert "Pong-v5 steps" in done.stdout
+    assert "MISSING" not in done.stdout
+    assert "SLOW" not in done.stdout
