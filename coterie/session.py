@@ -117,13 +117,12 @@ class Run:
             self.learner.close()
             restore()
         summary = self._summary(status, reason)
-        for write in (
-            lambda: self.writer.summary(summary),
-            lambda: self.writer.log(f"{status} {reason}".strip()),
-            self.writer.close,
-        ):
-            with suppress(CoterieError):  # what could not be written has its reason already
-                write()
+        with suppress(CoterieError):  # what could not be written has its reason already
+            self.writer.summary(summary)
+        with suppress(CoterieError):
+            self.writer.log(f"{status} {reason}".strip())
+        with suppress(CoterieError):
+            self.writer.close()
         if failure is not None:
             kept = checkpoint.latest(self.folder / "checkpoints")
             raise CoterieError(reason + (f"; last good checkpoint: {kept}" if kept else "")) from failure
