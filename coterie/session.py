@@ -13,6 +13,7 @@ from typing import Any
 
 from coterie.config import Config
 from coterie.evaluate import evaluate
+from coterie.parallel.affinity import rss_mb
 from coterie.roles import EVAL_SEED, InlineLearner, seed_for
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, save_config, validate
@@ -173,6 +174,7 @@ class Run:
             "masked_steps": progress.masked,
             "envs_replaced": learner.envs.replaced,
             "skipped_batches": learner.exchange.skipped,
+            "rss_mb": rss_mb(),
             **progress.read(),
         }
         for stage, seconds in learner.stages.seconds.items():

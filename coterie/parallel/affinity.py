@@ -18,6 +18,15 @@ def available_cores() -> list[int]:
     return cores[: max(1, round(int(quota) / int(period)))]
 
 
+def rss_mb() -> float | None:
+    """Resident memory of this process in MiB; None where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def bf16_is_fast(device: str) -> bool:
     """Whether bfloat16 matrix work runs in hardware (AVX-512 BF16 or AMX on x86, BF16 on Arm, Ampere or newer GPU)."""
     if device == "cuda":

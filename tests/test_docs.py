@@ -1,0 +1,86 @@
+"""Every command in README and docs is run, with small budgets; what is generated is up to date; links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coterie import matrix
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SMALL = [
+    *("--steps", "64", "--env.num-envs", "4", "--env.decorrelate", "0", "--algo.unroll-length", "8"),
+    *("--ppo.batch-size", "0", "--ppo.minibatch-size", "8", "--ppo.epochs", "1", "--eval.every", "0"),
+]
+
+
+def commands(page: Path) -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.S)
+    return [line for block in blocks for line in block.splitlines() if line and not line.startswith("#")]
+
+
+def shrink(command: list[str]) -> list[str]:
+    """The same command with a small budget."""
+    command = [sys.executable, "-m", "coterie.cli", *command[1:]]
+    if "train" in command and "--help" not in command:
+        return [*command, *SMALL]
+    if "bench" in command:
+        return [*command, "--env.num-envs", "4", "--env.decorrelate", "0", "--seconds", "1"]
+    if "eval" in command:
+        return [*command, "--episodes", "2"]
+    return command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_commands_run(page, tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for line in commands(page):
+        words = shlex.split(line)
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), line
+        elif words[0] == "pip":
+            extras = re.search(r"\[(.*)\]", words[-1])[1].split(",")
+            text = (ROOT / "pyproject.toml").read_text()
+            assert all(re.search(rf"^{extra} = ", text, re.M) for extra in extras), line
+        elif words[0] == "python":
+            assert (ROOT / words[1]).is_file(), line
+            done = subprocess.run([sys.executable, ROOT / words[1], "--help"], capture_output=True, text=True, env=env)
+            assert done.returncode == 0, done.stderr
+        else:
+            assert words[0] == "coterie", line
+            if words[1] in ("eval", "watch", "resume") and not (tmp_path / words[2]).exists():
+                start = ["coterie", "train", "ppo", "--env", "CartPole-v1", "--out", words[2]]
+                subprocess.run(shrink(start), check=True, cwd=tmp_path, env=env, capture_output=True)
+            done = subprocess.run(shrink(words), cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{line}\n{done.stdout[-500:]}\n{done.stderr[-2000:]}"
+    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def test_python_in_the_readme_runs(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    code = code.replace("20_000", "100") + "\nassert policy.step >= 100 and summary['status'] == 'finished'\n"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_matrix_in_the_readme_is_the_code_s():
+    (text,) = re.findall(r"<!-- matrix -->\n(.*?)\n<!-- end of matrix -->", (ROOT / "README.md").read_text(), re.S)
+    assert text == matrix.table(), "paste the output of `coterie list matrix`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target

@@ -1,0 +1,62 @@
+"""Losses can pass every unit test and not learn. Each supported cell learns something here, within a minute."""
+
+from __future__ import annotations
+
+import pytest
+
+import coterie
+from coterie import presets
+from coterie.evaluate import evaluate_run
+
+
+def train(tmp_path, preset, env, **changes):
+    out = tmp_path / "run"
+    config = presets.make(preset, env, out=str(out), **{"log.tensorboard": False, **changes})
+    return coterie.train(config, quiet=True), out
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_ppo_solves_cartpole(tmp_path, seed):
+    summary, out = train(tmp_path, "ppo", "CartPole-v1", steps=150_000, seed=seed)
+    assert summary["mean_return"] >= 475
+    assert evaluate_run(out, episodes=20)["mean_return"] >= 475
+
+
+def test_a2c_learns_cartpole(tmp_path):
+    _, out = train(tmp_path, "a2c", "CartPole-v1", steps=300_000)
+    assert evaluate_run(out, episodes=20)["mean_return"] >= 400
+
+
+CATCH = {"env.threads": 1, "env.num_envs": 32, "env.groups": 2, "algo.unroll_length": 18, "ppo.minibatch_size": 288}
+
+
+def test_an_lstm_solves_what_needs_memory(tmp_path):
+    """Catch whose frame goes blank after the first row: 0.2 is the most without memory (envs/testing.py)."""
+    blank = {"env.kwargs": '{"blank": true}', "algo.gamma": 0.99}
+    lstm = {"model.core": "lstm", "model.core_size": 64}
+    summary, _ = train(tmp_path, "ppo", "coterie.envs.testing:Catch", steps=250_000, **CATCH, **blank, **lstm)
+    assert summary["mean_return"] >= 0.9
+
+
+def test_without_memory_it_cannot_be_solved(tmp_path):
+    blank = {"env.kwargs": '{"blank": true}', "algo.gamma": 0.99}
+    summary, _ = train(tmp_path, "ppo", "coterie.envs.testing:Catch", steps=60_000, **CATCH, **blank)
+    assert summary["mean_return"] <= 0.45  # 0.2 and three standard errors of 100 games
+
+
+def test_a2c_learns_catch_from_worker_processes(tmp_path):
+    summary, _ = train(tmp_path, "a2c", "coterie.envs.testing:Catch", steps=120_000, **{**CATCH, "optim.lr": 2e-3})
+    assert summary["mean_return"] >= 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_ppo_lands_on_the_moon_with_the_presets_defaults(tmp_path, seed):
+    _, out = train(tmp_path, "ppo", "LunarLander-v3", seed=seed)
+    assert evaluate_run(out, episodes=100)["mean_return"] >= 200
+
+
+@pytest.mark.slow
+def test_ppo_hops(tmp_path):
+    _, out = train(tmp_path, "ppo", "Hopper-v5")
+    assert evaluate_run(out, episodes=20)["mean_return"] >= 1500
