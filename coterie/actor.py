@@ -52,15 +52,23 @@ class Stages:
             other.seconds.clear()
 
 
-def env_loop(envs: Envs, g: int, act: Act, steps: int, seen: TimeStep, stages: Stages) -> TimeStep:
-    """Take `steps` steps in group `g`, starting from what it shows; returns what is seen after the last."""
+def env_loop(envs: Envs, act: Act, steps: int, seen: dict[int, TimeStep], stages: Stages) -> dict[int, TimeStep]:
+    """Take `steps` steps in each group of `seen`, starting from what it shows; returns what is seen after the last.
+
+    With two groups one steps while the other is acted on: a group is waited for only when its turn comes again.
+    """
+    seen = dict(seen)
     begin = time.perf_counter()
     for row in range(steps):
-        action = act(g, row, seen)
-        begin = stages.add("act", begin)
-        envs.send(g, action)
-        seen = envs.recv(g)
-        begin = stages.add("env", begin)
+        for g in seen:
+            if row:
+                seen[g] = envs.recv(g)
+                begin = stages.add("env", begin)
+            envs.send(g, act(g, row, seen[g]))
+            begin = stages.add("act", begin)
+    for g in seen:
+        seen[g] = envs.recv(g)
+    stages.add("env", begin)
     return seen
 
 

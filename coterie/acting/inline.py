@@ -1,8 +1,8 @@
 """Inline acting: the learner's own process steps the envs, chooses the actions and records them.
 
 A2C, PPO and the learners of A3C, APPO and GALA: act for T steps with the weights of the last update, hand the rollout
-over, repeat. Accelerated Methods' alternating sampling (section 3.1) is two groups, each with a thread that acts for
-it: one group's envs step while the other's actions are chosen.
+over, repeat. Accelerated Methods' alternating sampling (section 3.1) is two groups: one group's envs step while the
+other's actions are chosen, by one thread in turns or by one for each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Inline:
     ) -> None:
         self.envs, self.policy, self.recorder, self.stages, self.team = envs, policy, recorder, stages, team
         self.on_publish, self.version = on_publish, 0
-        self.clocks = [Stages() for _ in envs.groups]
+        self.clocks = [Stages() for _ in range(team.size)]
         self.states = [initial_state(len(range(*cols.indices(envs.num_envs)))) for cols in envs.groups]
 
     def __enter__(self) -> Inline:
@@ -60,21 +60,24 @@ class Inline:
         while True:
             refresh()
             self.recorder.begin(self.states)
-            seen = self.team.run([partial(self._collect, g, ts) for g, ts in enumerate(seen)])
+            shares = [dict(list(enumerate(seen))[k :: self.team.size]) for k in range(self.team.size)]
+            parts = self.team.run([partial(self._collect, *x) for x in zip(shares, self.clocks, strict=True)])
+            seen = [ts for _, ts in sorted({g: ts for part in parts for g, ts in part.items()}.items())]
             self.envs.end_rollout()
             self.stages.merge(self.clocks)
             yield self.recorder.rollout()
             seen = [self.envs.begin_rollout(g) for g in range(len(seen))]
 
     @torch.inference_mode()
-    def _collect(self, g: int, seen: TimeStep) -> TimeStep:
-        """T steps of one group, and row T. That row's value is judged by the weights that acted; its action waits for
-        the next ones.
+    def _collect(self, seen: dict[int, TimeStep], clock: Stages) -> dict[int, TimeStep]:
+        """T steps of one member's groups, and row T. That row's value is judged by the weights that acted; its action
+        waits for the next ones.
         """
         steps = self.recorder.unroll_length
-        seen = env_loop(self.envs, g, self._act, steps, seen, self.clocks[g])
-        out, _ = self.policy(g, self.recorder.see(g, steps, seen), self.states[g])
-        self.recorder.bootstrap(g, out.value)
+        seen = env_loop(self.envs, self._act, steps, seen, clock)
+        for g, ts in seen.items():
+            out, _ = self.policy(g, self.recorder.see(g, steps, ts), self.states[g])
+            self.recorder.bootstrap(g, out.value)
         return seen
 
     def _act(self, g: int, row: int, ts: TimeStep) -> Array:
