@@ -33,6 +33,20 @@ class Loss:
     metrics: dict[str, Tensor]
 
 
+def combine(terms: dict[str, tuple[float, Tensor]], watched: dict[str, Tensor], mask: Tensor, count: int) -> Loss:
+    """The weighted terms, summed per element and averaged once; the means of all of them, and of `watched`, as metrics.
+
+    One reduction instead of one for each term: for a small net the calls are what takes the time.
+    """
+    total = sum(weight * x for weight, x in terms.values())
+    assert isinstance(total, Tensor)
+    names = [*terms, *watched]
+    with torch.no_grad():
+        columns = torch.stack([*(x for _, x in terms.values()), *watched.values()])
+        means = torch.where(mask, columns, 0).flatten(1).sum(1) / count
+    return Loss(masked_mean(total, mask, count), dict(zip(names, means.unbind(), strict=True)))
+
+
 @dataclass
 class Batch:
     """What one optimizer step learns from: rows `[N]`, or columns `[T, b]` with `core_state` when there is a core."""
@@ -191,12 +205,12 @@ class A2C:
         """Policy gradient, squared value error, entropy bonus."""
         params, value, _ = model(batch.inputs, batch.core_state)
         log_prob, entropy = self.dist.evaluate(params, batch.action)
-        policy = masked_mean(policy_gradient(log_prob, batch.advantage), batch.mask, batch.count)
-        values = masked_mean(value_loss(value, batch.value_target), batch.mask, batch.count)
-        bonus = masked_mean(entropy, batch.mask, batch.count)
-        total = policy + self.algo.value_coef * values - self.entropy_coef() * bonus
-        metrics = {"policy_loss": policy, "value_loss": values, "entropy": bonus}
-        return Loss(total, {k: v.detach() for k, v in metrics.items()})
+        terms = {
+            "policy_loss": (1.0, policy_gradient(log_prob, batch.advantage)),
+            "value_loss": (self.algo.value_coef, value_loss(value, batch.value_target)),
+            "entropy": (-self.entropy_coef(), entropy),
+        }
+        return combine(terms, {}, batch.mask, batch.count)
 
     def after_step(self, model: ActorCritic, batch: Batch) -> None:
         """Nothing: no target copies, no priorities."""

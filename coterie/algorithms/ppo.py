@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from coterie.algorithms.a2c import A2C, Batch, Loss
+from coterie.algorithms.a2c import A2C, Batch, Loss, combine
 from coterie.config import Config
 from coterie.models.build import ActorCritic
 from coterie.ops.optim import schedule_value
-from coterie.ops.policy import masked_mean, normalize, ppo_clip, ppo_stats, value_loss, value_loss_clipped
+from coterie.ops.policy import normalize, ppo_clip, ppo_stats, value_loss, value_loss_clipped
 from coterie.types import Rollout, Spec
 
 
@@ -64,20 +64,17 @@ class PPO:
         log_prob, entropy = self.base.dist.evaluate(params, batch.action)
         clip = self.ppo.clip * schedule_value(self.ppo.clip_schedule, self.env_steps, self.config.steps)
 
-        def mean(x: Tensor) -> Tensor:
-            return masked_mean(x, batch.mask, batch.count)
-
-        policy = mean(ppo_clip(log_prob, batch.behavior_log_prob, batch.advantage, clip))
         if self.ppo.clip_value:
-            values = mean(value_loss_clipped(value, batch.behavior_value, batch.value_target, self.ppo.clip_value))
+            values = value_loss_clipped(value, batch.behavior_value, batch.value_target, self.ppo.clip_value)
         else:
-            values = mean(value_loss(value, batch.value_target))
-        bonus = mean(entropy)
-        total = policy + self.base.algo.value_coef * values - self.base.entropy_coef() * bonus
-        with torch.no_grad():
-            clipped, kl = map(mean, ppo_stats(log_prob, batch.behavior_log_prob, clip))
-        metrics = {"policy_loss": policy, "value_loss": values, "entropy": bonus, "kl": kl, "clip_fraction": clipped}
-        return Loss(total, {k: v.detach() for k, v in metrics.items()})
+            values = value_loss(value, batch.value_target)
+        terms = {
+            "policy_loss": (1.0, ppo_clip(log_prob, batch.behavior_log_prob, batch.advantage, clip)),
+            "value_loss": (self.base.algo.value_coef, values),
+            "entropy": (-self.base.entropy_coef(), entropy),
+        }
+        clipped, kl = ppo_stats(log_prob, batch.behavior_log_prob, clip)
+        return combine(terms, {"kl": kl, "clip_fraction": clipped}, batch.mask, batch.count)
 
     def after_step(self, model: ActorCritic, batch: Batch) -> None:
         """Nothing: no target copies, no priorities."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from coterie.config import Model as ModelConfig
 from coterie.models.cores import LSTMCore
 from coterie.models.heads import Normalizer, linear
-from coterie.models.torsos import build_torso
+from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import make_distribution
 from coterie.types import Inputs, Obs, Spec
 
@@ -32,8 +32,10 @@ class ActorCritic(nn.Module):
         image = any(s.is_image for s in spec.obs.values())
         share = config.share == "yes" or (config.share == "auto" and (image or self.recurrent))
         dist = make_distribution(spec.action)
-        self.torso = build_torso(spec.obs, config)
-        self.value_torso = None if share else build_torso(spec.obs, config)
+        pair = None if share else build_pair(spec.obs, config)
+        self.paired = pair is not None
+        self.torso = pair or build_torso(spec.obs, config)
+        self.value_torso = None if share or self.paired else build_torso(spec.obs, config)
         size = cast(int, self.torso.size)
         self.core = None
         if self.recurrent:
@@ -70,7 +72,10 @@ class ActorCritic(nn.Module):
             time = axes if len(axes) == 2 else (1, *axes)
             x, core_state = self.core(x.unflatten(0, time), inputs.is_first.reshape(time), core_state)
             x = x.flatten(0, 1)
-        v = x if self.value_torso is None else self.value_torso(obs)
+        if self.paired:
+            x, v = x.unbind(0)
+        else:
+            v = x if self.value_torso is None else self.value_torso(obs)
         with torch.autocast(x.device.type, enabled=False):  # heads in float32: a log-prob has no digits to spare
             params, value = self.policy(x.float()), self.value(v.float())
             if self.log_std is not None:
