@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,22 +16,15 @@ import torch
 from coterie.actor import Stages
 from coterie.config import Config
 from coterie.envs.make import make_envs
+from coterie.envs.spaces import random_actions
 from coterie.learner import Gradients, LearnSettings, autocast
 from coterie.learner import learn as train
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.threads import Team
 from coterie.roles import InlineLearner
-from coterie.types import ActionSpec, Array, Rollout
+from coterie.types import Rollout
 
 _ROUNDS = 3
-
-
-def _random_actions(spec: ActionSpec, rng: np.random.Generator, n: int) -> Array:
-    if spec.kind == "continuous":
-        return rng.uniform(-1, 1, (n, *spec.shape)).astype(np.float32)
-    if spec.kind == "categorical":
-        return rng.integers(0, spec.sizes[0], n)
-    return np.stack([rng.integers(0, k, n) for k in spec.sizes], -1)
 
 
 class _EnvOnly:
@@ -39,9 +33,10 @@ class _EnvOnly:
     def __init__(self, learner: InlineLearner) -> None:
         config = learner.config
         threads = learner.layout.env_threads
-        self.envs = make_envs(config.env, config.atari, seed=config.seed, threads=threads, groups=1)
+        env = replace(config.env, reset="in_place")
+        self.envs = make_envs(env, config.atari, seed=config.seed, threads=threads, groups=1)
         rng = np.random.default_rng(config.seed)
-        self.actions = [_random_actions(learner.spec.action, rng, config.env.num_envs) for _ in range(64)]
+        self.actions = [random_actions(learner.spec.action, rng, config.env.num_envs) for _ in range(64)]
         self.envs.recv(0)
         self.n = 0
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from coterie.config import Config
+from coterie.config import Atari, Config
 from coterie.types import ConfigError, CoterieError
 
 HELP = """coterie: distributed deep reinforcement learning
@@ -49,21 +49,39 @@ def _train_config(args: list[str]) -> Config:
     from coterie import presets
     from coterie.runs.config_io import cli_help, parse_cli, validate
 
+    if args and args[0] in ("-h", "--help"):
+        args = ["ppo", "--help"]
     if not args or args[0].startswith("-"):
         raise ConfigError(f"PRESET: give one of {', '.join(presets.PRESETS)}; see `coterie list presets`")
     name, options = args[0], args[1:]
-    env = None
-    for i, option in enumerate(options):
-        key, _, value = option.partition("=")
-        if key in ("--env", "--env.id"):
-            env = value or (options[i + 1] if i + 1 < len(options) else None)
-    default = presets.make(name, env)
+    # The env decides which of the preset's settings apply, so its own options are read first.
+    early = parse_cli(Config(atari=Atari(episodic_life=True)), _only(options, ("--env", "--atari")))
+    named = any(option.partition("=")[0] in ("--env", "--env.id") for option in options)
+    sections = {"env": early.env, "atari": early.atari}
+    own = {
+        f"{section}.{key}": value
+        for section, values in sections.items()
+        for key, value in vars(values).items()
+        if key != "id" and value != getattr(getattr(Config(atari=Atari(episodic_life=True)), section), key)
+    }
+    default = presets.make(name, early.env.id if named else None, **own)
     if "--help" in options or "-h" in options:
         print(cli_help(default))
         raise SystemExit(0)
     config = parse_cli(default, options)
     validate(config)
     return config
+
+
+def _only(options: list[str], sections: tuple[str, ...]) -> list[str]:
+    """The options of some sections, each with the values that follow it."""
+    kept, take = [], False
+    for option in options:
+        if option.startswith("--"):
+            take = option.partition("=")[0].partition(".")[0] in sections
+        if take:
+            kept.append(option)
+    return kept
 
 
 def _take(args: list[str], option: str) -> tuple[str | None, list[str]]:
@@ -94,11 +112,13 @@ def train(args: list[str]) -> int:
 def resume(args: list[str]) -> int:
     parser = _Parser("coterie resume")
     parser.add_argument("run")
-    parser.add_argument("--steps", type=int, default=0, help="a new total of env steps")
+    parser.add_argument("--steps", type=float, default=0, help="a new total of env steps")
     options = parser.parse_args(args)
+    if options.steps != int(options.steps) or options.steps < 0:
+        raise ConfigError(f"--steps: {options.steps} is not a whole number of env steps")
     from coterie.session import resume as run
 
-    return _report(run(options.run, steps=options.steps))
+    return _report(run(options.run, steps=int(options.steps)))
 
 
 def _report(summary: dict[str, Any]) -> int:
@@ -128,11 +148,14 @@ def evaluate(args: list[str]) -> int:
     options = parser.parse_args(args)
     if options.episodes < 1:
         raise ConfigError("--episodes: must be at least 1")
+    if options.seed < 0:
+        raise ConfigError("--seed: must not be negative")
     from coterie.evaluate import evaluate_run
+    from coterie.runs.metrics import clean
 
     result = evaluate_run(options.run, episodes=options.episodes, sampled=options.sampled, seed=options.seed)
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps(clean(result)))
         return 0
     how = "sampled" if options.sampled else "greedy"
     line = f"{result['env']}: {result['mean_return']:.2f} +- {result['stderr']:.2f} ({result['episodes']} games, {how}"
@@ -149,6 +172,8 @@ def watch(args: list[str]) -> int:
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(args)
+    if options.seed < 0:
+        raise ConfigError("--seed: must not be negative")
     from coterie.watch import watch as run
 
     path, score, frames = run(options.run, options.out, sampled=options.sampled, seed=options.seed)
@@ -164,9 +189,12 @@ def bench(args: list[str]) -> int:
     from coterie.bench import show
 
     try:
-        result = run(config, float(seconds or 60))
+        duration = float(60 if seconds is None else seconds)
     except ValueError:
-        raise ConfigError(f"--seconds: {seconds!r} is not a number") from None
+        duration = 0.0
+    if not 0.1 <= duration <= 86400:
+        raise ConfigError(f"--seconds: {seconds!r} is not a number of seconds from 0.1 to 86400")
+    result = run(config, duration)
     print(json.dumps(result) if as_json else show(result))
     return 0
 
@@ -243,6 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `coterie list envs | head`
         sys.stderr.close()
         return 0
+    except OSError as error:
+        print(f"coterie: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -91,7 +91,6 @@ class Algo:
     entropy_coef: float = 0.01
     entropy_schedule: Schedule = Schedule()
     normalize_advantage: bool = False  # per batch
-    poll: int = 0  # env steps per env between pulls of new weights inside a rollout; 0: only at its start
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Eval:
     every: int = 0  # env steps between evaluations; 0: none
     episodes: int = 10
     sampled: bool = False  # sample actions instead of taking the likeliest
-    max_steps: int = 200_000  # env steps that one evaluation may take
+    max_steps: int = 500_000  # env steps that one evaluation may take; one that is cut short marks no checkpoint best
     max_episode_steps: int = 0  # env steps; 0: the env's own limit
 
 
@@ -144,6 +143,7 @@ class Log:
     """What a run writes."""
 
     every: float = 5.0  # seconds between metrics lines
+    stall: float = 900.0  # seconds without a rollout or an evaluated step after which the run ends with a diagnosis
     checkpoint_every: float = 120.0  # seconds between checkpoints
     keep: int = 3  # checkpoints kept besides the best
     tensorboard: bool = True

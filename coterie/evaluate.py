@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from coterie.algorithms.a2c import A2C
 from coterie.algorithms.ppo import PPO
 from coterie.atari57 import human_normalized
 from coterie.config import Config
-from coterie.envs.make import make_envs
+from coterie.envs.make import env_edges, make_envs, make_spec
+from coterie.envs.spaces import flatten
 from coterie.models.build import ActorCritic
 from coterie.roles import make_algorithm, make_model
 from coterie.runs import checkpoint
@@ -24,6 +27,7 @@ from coterie.runs.config_io import load_config
 from coterie.types import Array, ConfigError, Inputs, Obs, Spec, TimeStep
 
 _MOST_ENVS = 16
+_LONGEST_GAME = 200_000  # env steps on average, past which `coterie eval` counts games as unfinished
 
 
 @dataclass
@@ -69,11 +73,12 @@ def evaluate(
     sampled: bool,
     seed: int,
     max_steps: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Scores:
     """Play `episodes` whole games and score them.
 
     Every env plays a number of games that is fixed beforehand, so that short games are not counted more often than
-    long ones. Stops at `max_steps` env steps in all (default: `eval.max_steps`).
+    long ones. Stops at `max_steps` env steps in all (default: `eval.max_steps`), or when `stop` says so.
     """
     n = min(episodes, _MOST_ENVS)
     env = replace(
@@ -91,7 +96,7 @@ def evaluate(
         player = Player(algorithm, model, envs, sampled, seed)
         ts, steps = envs.recv(0), 0
         while quota.any():
-            if steps >= budget:
+            if steps >= budget or stop():
                 scores.unfinished = int(quota.sum())
                 break
             envs.send(0, player.act(ts))
@@ -114,7 +119,6 @@ class Player:
         self.rng = torch.Generator(device).manual_seed(seed)
         self.explore = torch.ones(envs.num_envs, device=device) if sampled else None
         self.state = model.initial_state(envs.num_envs)
-        self.last: Tensor | None = None
 
     @torch.inference_mode()
     def act(self, ts: TimeStep) -> Array:
@@ -126,15 +130,17 @@ class Player:
 
 
 class Policy:
-    """A trained policy for use outside of training: `policy(obs)` -> actions.
+    """A trained policy for use outside of training: `policy(obs)` -> actions that the env takes.
 
-    `obs` is a batch `[B, *obs]` (or a dict of such), as the env gives it. With an LSTM the state is kept between
-    calls for a fixed B; `reset(done)` clears it for the envs that begin anew.
+    `obs` is a batch `[B, ...]` (or a nested dict of such), as the env gives it; actions are clipped and stretched to
+    its bounds. With an LSTM the state is kept between calls for a fixed B; `reset(done)` clears it for the envs that
+    begin anew, and `reward` `[B]` is wanted where the net was trained with `model.last_action_reward`.
     """
 
     def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: ActorCritic) -> None:
         self.folder, self.config, self.spec, self.step, self.model = folder, config, spec, step, model
         self.algorithm = make_algorithm(config, spec)
+        self._fields, self._actions = env_edges(config.env, config.atari)
         self._state: Tensor | None = None
         self._first: Tensor | None = None
         self._last: Tensor | None = None
@@ -148,7 +154,8 @@ class Policy:
             self._first = self._first | torch.as_tensor(done)
 
     @torch.inference_mode()
-    def __call__(self, obs: Obs, *, sampled: bool = False) -> Array:
+    def __call__(self, obs: Obs, *, reward: Array | None = None, sampled: bool = False) -> Array:
+        obs = flatten(obs, self._fields)
         tensors = {k: torch.as_tensor(x) for k, x in obs.items()} if isinstance(obs, dict) else torch.as_tensor(obs)
         batch = len(next(iter(tensors.values()))) if isinstance(tensors, dict) else len(tensors)
         if self._first is None or len(self._first) != batch:
@@ -156,26 +163,39 @@ class Policy:
             self._state = self.model.initial_state(batch)
             self._last = torch.zeros((batch, *self.spec.action.shape), dtype=getattr(torch, self.spec.action.dtype))
         assert self._last is not None
-        inputs = Inputs(tensors, self._first, self._last, torch.zeros(batch))
+        last_reward = torch.zeros(batch) if reward is None else torch.as_tensor(reward, dtype=torch.float32)
+        inputs = Inputs(tensors, self._first, self._last, last_reward)
         explore = torch.ones(batch) if sampled else None
         out, self._state = self.algorithm.act(self.model, inputs, self._state, explore, self._rng)
         self._last, self._first = out.action, torch.zeros(batch, dtype=torch.bool)
-        return out.action.numpy()
+        return self._actions.to_env(out.action.numpy())
+
+
+def open_run(folder: Path) -> Config:
+    """The config of a run's folder, or one clear line."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")
+    return load_config(folder / "config.json")
+
+
+def check_spec(folder: Path, config: Config) -> Spec:
+    """The env's spec; refuses a run whose env gives or takes something else than it did."""
+    spec, path = make_spec(config.env, config.atari), folder / "spec.json"
+    saved, now = json.loads(path.read_text()), json.loads(json.dumps(spec.to_json()))
+    if saved != now:
+        raise ConfigError(f"env.id: the spaces differ from the run's; saved {json.dumps(saved)}; now {json.dumps(now)}")
+    return spec
 
 
 def load(folder: str | Path, learner: str = "best") -> Policy:
     """The policy of a run: its best checkpoint, or its last where none was marked best."""
-    from coterie.envs.make import make_spec
-
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")
-    config, root = load_config(folder / "config.json"), folder / "checkpoints"
+    config, root = open_run(folder), folder / "checkpoints"
     path = (checkpoint.best(root) if learner == "best" else None) or checkpoint.latest(root)
     if path is None:
         raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")
     tensors, state = checkpoint.load(path)
-    spec = make_spec(config.env, config.atari)
+    spec = check_spec(folder, config)
     model = make_model(config, spec)
     model.load_state_dict(tensors["model"])
     return Policy(folder, config, spec, int(state["env_steps"]), model.eval().requires_grad_(False))
@@ -191,6 +211,6 @@ def evaluate_run(folder: str | Path, *, episodes: int = 100, sampled: bool = Fal
         episodes=episodes,
         sampled=sampled,
         seed=seed,
-        max_steps=10**9,
+        max_steps=episodes * _LONGEST_GAME,
     )
     return {"run": str(folder), "checkpoint_env_steps": policy.step, "sampled": sampled, **scores.to_json()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -133,6 +134,8 @@ def learn(
         for batch in algorithm.batches(model, rollout):
             totals = gradients.compute(algorithm, batch)
             begin = stages.add("train", begin)
+            if any(not math.isfinite(v) for v in totals.values()):
+                params.grad.fill_(math.nan)  # a loss that is not finite must not pass because its gradient is
             try:
                 totals["grad_norm"] = exchange.step(params, lr)
             except CoterieError as error:
@@ -145,7 +148,8 @@ def learn(
             progress.samples_trained += batch.count
             progress.batches += 1
             for name, value in totals.items():
-                progress.add(name, value)
+                if math.isfinite(value):  # a skipped batch leaves no NaN in the means
+                    progress.add(name, value)
         algorithm.after_rollout(model, rollout)
         valid = int(rollout.mask.sum())
         progress.env_steps += valid

@@ -25,8 +25,11 @@ def _kind(spec: Spec) -> str:
     return "continuous" if spec.action.kind == "continuous" else "vector"
 
 
-def _start(preset: str, env: str) -> tuple[Config, str]:
+def _start(preset: str, env: str, overrides: dict[str, Any]) -> tuple[Config, str]:
+    """The common beginning, and the kind of environment, which its own options may decide."""
     config = Config(preset=preset, env=Env(id=env), atari=Atari(episodic_life=True))
+    own = {k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))}
+    config = override(config, own)
     return config, _kind(make_spec(config.env, config.atari))
 
 
@@ -34,7 +37,7 @@ def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Synchronous A2C. Images: Accelerated Methods 4.3 (n = 5, RMSProp 7e-4 at 16 simulators times the root of their
     number, decay 0.9, eps 1e-6 inside the root, value coefficient 0.25), on 84x84 frames instead of 104x80.
     """
-    config, kind = _start("a2c", env)
+    config, kind = _start("a2c", env, overrides)
     config = replace(config, algorithm="a2c")
     if kind == "image":
         config = replace(
@@ -64,7 +67,7 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
     batches half as large (1024 in minibatches of 256) and Adam at 7e-4, which learn faster from few samples. Vectors
     and continuous control: our own settings.
     """
-    config, kind = _start("ppo", env)
+    config, kind = _start("ppo", env, overrides)
     config = replace(config, algorithm="ppo")
     if kind == "image":
         config = replace(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from coterie.algorithms.a2c import A2C
 from coterie.algorithms.ppo import PPO, horizon
 from coterie.config import Config
 from coterie.envs.make import make_envs, make_spec
+from coterie.envs.pool import has_env
 from coterie.exchange.solo import Solo
 from coterie.learner import Gradients, LearnSettings, Progress, autocast, learn
 from coterie.matrix import check
@@ -66,7 +68,8 @@ def resolve(config: Config, spec: Spec) -> Layout:
     # step is short beside the threads' wake-ups (LunarLander, acting: 32 envs 51,200 steps/s with two groups and 38,700
     # with one; 256 envs 86,700 and 93,700).
     n = config.env.num_envs
-    apart = image or cuda or config.env.backend == "workers" or 32 <= n <= 128
+    workers = config.env.backend == "workers" or not has_env(config.env.id)
+    apart = image or cuda or workers or 32 <= n <= 128
     groups = config.env.groups or (2 if apart and n % 2 == 0 else 1)
     return Layout(
         device=device,
@@ -80,7 +83,7 @@ def resolve(config: Config, spec: Spec) -> Layout:
 
 def make_algorithm(config: Config, spec: Spec, chunk: int = 0, rank: int = 0) -> A2C | PPO:
     if config.algorithm == "ppo":
-        return PPO(config, spec, chunk, seed_for(config.seed, rank, BATCH_SEED))
+        return PPO(config, spec, chunk, seed_for(config.seed, BATCH_SEED, rank))
     return A2C(config, spec, chunk)
 
 
@@ -103,6 +106,7 @@ class InlineLearner:
         self.spec = make_spec(config.env, config.atari)
         check(config, self.spec)
         self.layout = layout = resolve(config, self.spec)
+        self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self.model = make_model(config, self.spec).to(layout.device)
         self.params = FlatParams(self.model)
@@ -112,12 +116,10 @@ class InlineLearner:
             self.params, make_rule(config.optim), config.optim.max_grad_norm, config.optim.on_nonfinite == "skip"
         )
         self.rngs = [  # one for each group: their threads must not race for random numbers
-            torch.Generator(layout.device).manual_seed(seed_for(config.seed, 0, POLICY_SEED, g))
+            torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, 0, g))
             for g in range(layout.groups)
         ]
         self.actor, self.refresh_actor = acting_copy(self.model, layout.dtype)
-        if config.model.compile != "none":
-            self.model.compile(mode=config.model.compile, dynamic=False)
         self.envs = make_envs(
             config.env,
             config.atari,
@@ -137,6 +139,9 @@ class InlineLearner:
         )
         self.trainers = Team(layout.torch_threads if config.model.compile == "none" else 1)
         self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
+        if config.model.compile != "none":  # acting has other shapes, and stays as it is
+            compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
+            self.gradients.models[0] = cast(ActorCritic, compiled)
 
     def lr(self, env_steps: int) -> float:
         optim = self.config.optim
@@ -171,6 +176,7 @@ class InlineLearner:
         self.actors.close()
         self.trainers.close()
         self.envs.close()
+        torch.set_num_threads(self._torch_threads)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything that a checkpoint must hold besides counters."""

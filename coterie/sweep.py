@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 
 from coterie.config import Config
 from coterie.parallel.affinity import available_cores
@@ -38,6 +40,7 @@ def run_seeds(args: list[str], config: Config, seeds: str, jobs: str | None) -> 
     stamp = "" if config.out else time.strftime("-%m%d-%H%M%S")
     running: dict[int, tuple[subprocess.Popen[bytes], int, Path]] = {}
     worst = 0
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         while todo or running:
             for slot in range(slots):
@@ -49,13 +52,33 @@ def run_seeds(args: list[str], config: Config, seeds: str, jobs: str | None) -> 
             for slot, (process, seed, folder) in list(running.items()):
                 if process.poll() is not None:
                     del running[slot]
-                    worst = max(worst, abs(process.returncode))
+                    worst = max(worst, _severity(process.returncode), key=_RANK.index)
                     print(f"seed {seed}: {_result(folder)} (exit {process.returncode}) {folder}", flush=True)
     except KeyboardInterrupt:
-        for process, _, _ in running.values():  # the terminal has sent them the same signal: they checkpoint
-            process.wait()
+        for process, _, _ in running.values():
+            process.terminate()  # they checkpoint; a terminal's Ctrl-C has reached them, too
+        for process, _, folder in running.values():
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                print(f"{folder}: did not end within {_GRACE_S} s and was killed; its last checkpoint stands")
         return 75
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return worst
+
+
+_RANK = (0, 75, 2, 1)  # exit codes, the worst last
+_GRACE_S = 120
+
+
+def _severity(code: int) -> int:
+    return code if code in _RANK else 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _start(args: list[str], seed: int, folder: Path, cores: list[int]) -> subprocess.Popen[bytes]:

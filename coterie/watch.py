@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def watch(folder: str | Path, out: str = "", *, sampled: bool = False, seed: int
     policy = load(folder)
     path = Path(out) if out else Path(folder) / "watch.mp4"
     env = replace(policy.config.env, num_envs=1, reset="in_place", decorrelate=0)
-    frames, score = 0, 0.0
+    frames, score = 0, math.nan
     envs, render = make_rendered(env, policy.config.atari, seed=seed)
     with envs:
         player = Player(policy.algorithm, policy.model, envs, sampled, seed)
@@ -38,8 +39,10 @@ def watch(folder: str | Path, out: str = "", *, sampled: bool = False, seed: int
                         break
                     envs.send(0, player.act(ts))
                     ts = envs.recv(0)
-        except OSError as error:
-            raise CoterieError(f"--out: cannot write {path}: {error.strerror or error}") from None
+        except (OSError, ValueError) as error:
+            raise CoterieError(f"--out: cannot write {path}: {' '.join(str(error).split())}") from None
+    if math.isnan(score):
+        raise CoterieError(f"the game did not end within {_MOST_FRAMES} frames; {path} holds its beginning")
     return path, score, frames
 
 

@@ -190,3 +190,48 @@ def test_an_env_that_breaks_costs_one_masked_row_and_is_counted(tmp_path):
     assert masked[0][:2] == (0, 2)
     assert learner.progress.env_steps == 2 * 6 * 3 - 1
     assert np.isfinite(learner.params.data.numpy()).all()
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+@pytest.mark.parametrize("reset", ["wait", "swap"])
+def test_held_back_resets_keep_every_row_true(reset, core):
+    """Waiting envs are masked to the rollout's end, swapped ones go on at once; no valid row spans two episodes."""
+    config = make_config(
+        env="coterie.envs.testing:CountingEnv",
+        **{
+            "env.num_envs": 4,
+            "env.threads": 1,
+            "env.groups": 1,
+            "env.reset": reset,
+            "env.reserve": 4,
+            "algo.unroll_length": 8,
+            "model.core": core,
+            "model.core_size": 8,
+            "optim.lr": 1e-12,
+            "optim.eps": 1.0,
+        },
+    )
+    learner = InlineLearner(config)
+    seen = list(rollouts(learner, 6))
+    valid = masked = 0
+    for r in seen:
+        ok, count, episode = r.mask, r.obs[..., 0], r.obs[..., 1]
+        assert (count[1:] == count[:-1] + 1)[ok].all()
+        assert (episode[1:] == episode[:-1])[ok].all()
+        assert (r.reward == 16 * count[:-1] + r.action)[ok].all()
+        assert not r.reward[~ok].any()
+        assert not (r.terminated | r.truncated)[~ok].any()
+        valid, masked = valid + int(ok.sum()), masked + int((~ok).sum())
+        inputs = learner.acting.recorder.inputs(0, 0)._replace(
+            obs=r.obs, is_first=r.is_first, prev_action=r.prev_action, prev_reward=r.prev_reward
+        )
+        _, value, _ = learner.model(inputs, r.core_state)
+        torch.testing.assert_close(value, r.behavior_value, atol=1e-4, rtol=1e-4)
+    assert learner.progress.env_steps == learner.acting.produced == valid
+    games = sum(len(r.episodes) for r in seen)
+    assert games == valid // 5
+    if reset == "wait":  # five steps of eight, then nothing
+        assert valid == 6 * 4 * 5
+        assert all(r.is_first[0].all() for r in seen)
+    else:  # one masked step for each swap
+        assert masked == games

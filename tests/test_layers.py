@@ -26,7 +26,7 @@ LEVELS: list[list[str]] = [
     ["acting.inline"],
     ["matrix"],
     ["roles"],
-    ["evaluate", "watch", "bench", "presets", "session"],
+    ["evaluate", "watch", "bench", "presets", "run", "session"],
     ["sweep", "doctor"],
     ["cli"],
 ]

@@ -37,6 +37,7 @@ class Inline:
     ) -> None:
         self.envs, self.policy, self.recorder, self.stages, self.team = envs, policy, recorder, stages, team
         self.on_publish, self.version = on_publish, 0
+        self.produced = 0  # valid rows recorded, whoever learns from them
         self.clocks = [Stages() for _ in range(team.size)]
         self.states = [initial_state(len(range(*cols.indices(envs.num_envs)))) for cols in envs.groups]
 
@@ -65,6 +66,7 @@ class Inline:
             seen = [ts for _, ts in sorted({g: ts for part in parts for g, ts in part.items()}.items())]
             self.envs.end_rollout()
             self.stages.merge(self.clocks)
+            self.produced += int((~self.recorder.is_first[1:]).sum())
             yield self.recorder.rollout()
             seen = [self.envs.begin_rollout(g) for g in range(len(seen))]
 

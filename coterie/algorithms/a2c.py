@@ -160,7 +160,7 @@ class A2C:
             r = self.rewards(rollout)
             if self.running is None or len(self.running) != r.shape[1]:
                 self.running = torch.zeros_like(r[0])
-            returns, self.running = running_return(r, rollout.is_first, self.running, self.algo.gamma)
+            returns, self.running = running_return(r, rollout.is_first, self.running.to(r.device), self.algo.gamma)
             model.return_norm.update(returns[mask])
 
     def prepare(self, model: ActorCritic, rollout: Rollout) -> Batch:

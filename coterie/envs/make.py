@@ -13,7 +13,8 @@ from coterie import config
 from coterie.envs.backend import Backend
 from coterie.envs.local import LocalBackend
 from coterie.envs.owner import Envs
-from coterie.envs.pool import PoolBackend, all_ids, has_env, pool_spec
+from coterie.envs.pool import PoolBackend, all_ids, has_env, pool_edges, pool_spec
+from coterie.envs.spaces import ActionMap, ObsField
 from coterie.types import Array, ConfigError, Spec
 
 
@@ -47,6 +48,15 @@ def make_spec(env: config.Env, atari: config.Atari) -> Spec:
     from coterie.envs.workers import workers_spec
 
     return workers_spec(env)
+
+
+def env_edges(env: config.Env, atari: config.Atari) -> tuple[list[ObsField], ActionMap]:
+    """How the env's observations become arrays, and a policy's actions the env's."""
+    if _in_pool(env):
+        return pool_edges(env, atari)
+    from coterie.envs.workers import workers_edges
+
+    return workers_edges(env)
 
 
 def make_envs(

@@ -5,6 +5,7 @@ Accelerated Methods 3.1 (two groups), 4.1 (start decorrelation; resets in place,
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -31,6 +32,7 @@ class Envs:
         size = env.num_envs // groups
         self.groups = [slice(g * size, (g + 1) * size) for g in range(groups)]
         self.replaced = 0
+        self._lock = threading.Lock()
         self._budget, self._reasons = env.replace_budget, deque[str](maxlen=_REASONS_KEPT)
         self._group: list[Group] = []
         self._backends: list[Backend] = []
@@ -85,8 +87,9 @@ class Envs:
         self.close()
 
     def _count(self, reasons: Sequence[str]) -> None:
-        self.replaced += len(reasons)
-        self._reasons.extend(reasons)
+        with self._lock:  # groups may run in threads of their own
+            self.replaced += len(reasons)
+            self._reasons.extend(reasons)
         if self.replaced > self._budget:
             raise CoterieError(
                 f"{self.replaced} envs had to be replaced, more than env.replace_budget {self._budget}; "

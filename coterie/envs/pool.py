@@ -143,6 +143,11 @@ def pool_spec(env: config.Env, atari: config.Atari) -> Spec:
     return Spec(env.id, obs, declared.actions.spec, declared.action_repeat, declared.max_episode_steps)
 
 
+def pool_edges(env: config.Env, atari: config.Atari) -> tuple[list[ObsField], ActionMap]:
+    declared = _declared(env, atari)
+    return declared.fields, declared.actions
+
+
 class PoolBackend:
     """`len(seeds)` instances of one EnvPool environment."""
 

@@ -73,14 +73,15 @@ class Catch(gymnasium.Env[Any, Any]):
     """A ball falls through 10 rows of 5 columns; move the paddle under it. Reward 1 or -1 at the end of 9 steps.
 
     `blank`: after the first row the frame is all zeros. Without memory only the three columns that one informed step
-    reaches can be caught (mean return 0.2 at best); with memory all of them (1.0).
+    reaches can be caught (mean return 0.2 at best); with memory all of them (1.0). `scale`: pixels of an image's side
+    for each cell.
     """
 
     rows, columns = 10, 5
 
-    def __init__(self, image: bool = False, blank: bool = False) -> None:
-        self.image, self.blank = image, blank
-        shape = (1, self.rows, self.columns)
+    def __init__(self, image: bool = False, blank: bool = False, scale: int = 1) -> None:
+        self.image, self.blank, self.scale = image, blank, scale
+        shape = (1, self.rows * scale, self.columns * scale)
         vector = spaces.Box(0, 1, (self.rows * self.columns,), np.float32)
         self.observation_space: spaces.Space[Any] = spaces.Box(0, 255, shape, np.uint8) if image else vector
         self.action_space = spaces.Discrete(3)  # left, stay, right
@@ -103,7 +104,9 @@ class Catch(gymnasium.Env[Any, Any]):
         if not (self.blank and self.row > 0):
             frame[self.row, self.ball] = 255
             frame[self.rows - 1, self.paddle] = 255
-        return frame[None] if self.image else (frame.reshape(-1) / 255).astype(np.float32)
+        if self.image:
+            return frame.repeat(self.scale, 0).repeat(self.scale, 1)[None]
+        return (frame.reshape(-1) / 255).astype(np.float32)
 
 
 class FlakyEnv(gymnasium.Env[Any, Any]):

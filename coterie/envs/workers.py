@@ -57,6 +57,11 @@ def workers_spec(env: config.Env) -> Spec:
     return Spec(env.id, {f.name: f.spec for f in fields}, actions.spec, max_episode_steps=limit)
 
 
+def workers_edges(env: config.Env) -> tuple[list[ObsField], ActionMap]:
+    fields, actions, _ = _declared(env.id, env.kwargs, env.max_episode_steps)
+    return fields, actions
+
+
 class Process:
     """One worker process: started at once, `answers` still owed by it."""
 

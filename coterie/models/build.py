@@ -51,7 +51,7 @@ class ActorCritic(nn.Module):
         if config.normalize_obs:
             for key, s in spec.obs.items():
                 if s.dtype != "uint8":
-                    self.obs_norm[key or "obs"] = Normalizer(s.shape)
+                    self.obs_norm[_module_name(key)] = Normalizer(s.shape)
         self.return_norm = Normalizer(())
 
     def _action_width(self) -> int:
@@ -88,8 +88,9 @@ class ActorCritic(nn.Module):
         if not self.obs_norm:
             return obs
         if isinstance(obs, dict):
-            return {k: self.obs_norm[k](x) if k in self.obs_norm else x for k, x in obs.items()}
-        return self.obs_norm["obs"](obs)
+            names = {k: _module_name(k) for k in obs}
+            return {k: self.obs_norm[names[k]](x) if names[k] in self.obs_norm else x for k, x in obs.items()}
+        return self.obs_norm[_module_name("")](obs)
 
     def _last(self, inputs: Inputs) -> Tensor:
         """Last action (one-hot, or as it is) and reward clipped to [-1, 1], both zero where an episode begins."""
@@ -108,9 +109,14 @@ class ActorCritic(nn.Module):
     @torch.no_grad()
     def observe(self, obs: Obs, valid: Tensor) -> None:
         """Update the observation normalizers with the rows where `valid` (same leading axes)."""
-        for key, norm in self.obs_norm.items():
-            x = obs[key] if isinstance(obs, dict) else obs
-            norm.update(x[valid])  # type: ignore[operator]
+        for key, x in obs.items() if isinstance(obs, dict) else [("", obs)]:
+            if (name := _module_name(key)) in self.obs_norm:
+                self.obs_norm[name].update(x[valid])  # type: ignore[operator]
+
+
+def _module_name(key: str) -> str:
+    """An observation's name as a module's, which may hold no dot and be no attribute."""
+    return "obs_" + key.replace(".", "/")
 
 
 def _fold(obs: Obs, axes: int) -> Obs:
@@ -125,9 +131,9 @@ def acting_copy(model: ActorCritic, dtype: torch.dtype) -> tuple[ActorCritic, Ca
     """A copy that only acts, with torsos in `dtype`, and a call that brings it up to date.
 
     Converting the weights once for each publication is cheaper than autocast's conversion at every call. In float32
-    the model acts itself.
+    the model acts itself, and so does one whose torso is the user's own, which may take no other dtype.
     """
-    if dtype == torch.float32:
+    if dtype == torch.float32 or ":" in model.config.torso:
         return model, lambda: None
     twin = copy.deepcopy(model).requires_grad_(False)
     twin.torso.to(dtype)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coterie.config import Model as ModelConfig
-from coterie.types import ConfigError, Obs, ObsSpec
+from coterie.types import ConfigError, ObsSpec
 
 # (channels, kernel, stride) of each convolution, and the width of the layer after them.
 _CONVS: dict[str, tuple[tuple[tuple[int, int, int], ...], int]] = {
@@ -252,8 +252,3 @@ def custom(path: str) -> Callable[[dict[str, ObsSpec], ModelConfig], nn.Module]:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"model.torso: cannot import {path!r}: {error}") from None
     return found
-
-
-def lead(obs: Obs) -> int:
-    """Number of rows of a flat observation batch."""
-    return len(next(iter(obs.values()))) if isinstance(obs, dict) else len(obs)

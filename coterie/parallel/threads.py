@@ -37,4 +37,4 @@ class Team:
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown()
+            self._pool.shutdown(wait=False)  # one that hangs must not keep the rest from ending

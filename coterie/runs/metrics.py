@@ -16,12 +16,12 @@ from typing import Any
 from coterie.types import ConfigError, CoterieError
 
 
-def _clean(value: Any) -> Any:
+def clean(value: Any) -> Any:
     """Plain JSON: null for NaN and infinities, which JSON has not; numpy's and torch's single numbers as Python's."""
     if isinstance(value, dict):
-        return {k: _clean(v) for k, v in value.items()}
+        return {k: clean(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(v) for v in value]
+        return [clean(v) for v in value]
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -88,16 +88,16 @@ class RunWriter:
         """One line of metrics; needs `env_steps` and `seconds`."""
         if not {"env_steps", "seconds"} <= line.keys():
             raise ValueError(f"a line of metrics needs env_steps and seconds, and has {sorted(line)}")
-        clean = _clean(line)
+        plain = clean(line)
         with _Reason(self.folder):
-            self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
             self._file.flush()
             if self._events is not None:
-                for name, value in clean.items():
+                for name, value in plain.items():
                     if isinstance(value, int | float) and name != "env_steps":
-                        self._events.add_scalar(name, value, clean["env_steps"])
+                        self._events.add_scalar(name, value, plain["env_steps"])
         if self._wandb is not None:
-            self._wandb.log(clean, step=clean["env_steps"])
+            self._wandb.log(plain, step=plain["env_steps"])
 
     def log(self, text: str) -> None:
         with _Reason(self.folder):
@@ -107,7 +107,7 @@ class RunWriter:
     def summary(self, data: dict[str, Any]) -> None:
         """Replace summary.json in one go."""
         with _Reason(self.folder):
-            _write_whole(self.folder / "summary.json", json.dumps(_clean(data), indent=1, allow_nan=False) + "\n")
+            _write_whole(self.folder / "summary.json", json.dumps(clean(data), indent=1, allow_nan=False) + "\n")
 
     def close(self) -> None:
         with _Reason(self.folder):

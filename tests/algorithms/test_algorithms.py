@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace as swap
 
 import pytest
@@ -177,11 +178,11 @@ def test_normalizers_change_only_after_a_rollout():
     model = ActorCritic(VECTOR, config.model)
     algorithm, rollout = A2C(config, VECTOR), make_rollout(VECTOR, 20, 8)
     list(algorithm.batches(model, rollout))
-    assert float(model.obs_norm["obs"].count) == float(model.return_norm.count) == 0
+    assert float(model.obs_norm["obs_"].count) == float(model.return_norm.count) == 0
     algorithm.after_rollout(model, rollout)
     valid = int(rollout.mask.sum())
-    assert float(model.obs_norm["obs"].count) == float(model.return_norm.count) == valid
-    torch.testing.assert_close(model.obs_norm["obs"].mean.float(), rollout.obs[:20][rollout.mask].mean(0))
+    assert float(model.obs_norm["obs_"].count) == float(model.return_norm.count) == valid
+    torch.testing.assert_close(model.obs_norm["obs_"].mean.float(), rollout.obs[:20][rollout.mask].mean(0))
     scaled = algorithm.prepare(model, rollout)
     plain = A2C(make_config(), VECTOR).prepare(model, rollout)
     assert not torch.allclose(scaled.value_target, plain.value_target)
@@ -208,3 +209,33 @@ def test_greedy_takes_the_likeliest_and_sampling_follows_the_seed():
     ]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # inductor's own
+def test_a_compiled_forward_gives_the_same_gradient():
+    config, rollout = make_config(), make_rollout(VECTOR, 6, 8)
+    eager, _ = gradient(config, VECTOR, rollout)
+    torch.manual_seed(0)
+    model = ActorCritic(VECTOR, config.model)
+    params = FlatParams(model)
+    model.compile(mode="default", dynamic=False)
+    algorithm, gradients = A2C(config, VECTOR), Gradients(model, params, Team(1), FP32)
+    for batch in algorithm.batches(model, rollout):
+        gradients.compute(algorithm, batch)
+    torch.testing.assert_close(params.grad, eager, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_gradient_on_a_gpu_is_the_cpu_s():
+    config, rollout = make_config(), make_rollout(VECTOR, 6, 8)
+    eager, _ = gradient(config, VECTOR, rollout)
+    torch.manual_seed(0)
+    model = ActorCritic(VECTOR, config.model).cuda()
+    params = FlatParams(model)
+    moved = swap(rollout, **{k: v.cuda() for k, v in vars(rollout).items() if isinstance(v, torch.Tensor)})
+    algorithm, gradients = A2C(config, VECTOR), Gradients(model, params, Team(1), FP32)
+    for batch in algorithm.batches(model, moved):
+        gradients.compute(algorithm, batch)
+    torch.testing.assert_close(params.grad.cpu(), eager, atol=1e-5, rtol=1e-3)

@@ -18,7 +18,7 @@ def test_a_replica_shares_weights_and_buffers_but_not_gradients():
     seen = inputs_of(make_rollout(VECTOR, 4, 3), 4)
     params.data.add_(0.5)
     model.observe(seen.obs, torch.ones(4, 3, dtype=torch.bool))
-    assert float(twin.obs_norm["obs"].count) == 12
+    assert float(twin.obs_norm["obs_"].count) == 12
     out, value, _ = twin(seen)
     torch.testing.assert_close(out, model(seen)[0])
     (out.sum() + value.sum()).backward()
