@@ -24,7 +24,7 @@ from coterie.models.build import ActorCritic
 from coterie.roles import make_algorithm, make_model
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
-from coterie.types import Array, ConfigError, Inputs, Obs, Spec, TimeStep
+from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, TimeStep
 
 _MOST_ENVS = 16
 _LONGEST_GAME = 200_000  # env steps on average, past which `coterie eval` counts games as unfinished
@@ -197,7 +197,10 @@ def load(folder: str | Path, learner: str = "best") -> Policy:
     tensors, state = checkpoint.load(path)
     spec = check_spec(folder, config)
     model = make_model(config, spec)
-    model.load_state_dict(tensors["model"])
+    try:
+        model.load_state_dict(tensors["model"])
+    except RuntimeError as error:
+        raise CoterieError(f"{path} does not fit the run's model: {' '.join(str(error).split())[:200]}") from None
     return Policy(folder, config, spec, int(state["env_steps"]), model.eval().requires_grad_(False))
 
 

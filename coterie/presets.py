@@ -72,7 +72,7 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
     if kind == "image":
         config = replace(
             config,
-            steps=2_000_000,
+            steps=4_000_000,
             env=replace(config.env, num_envs=32, decorrelate=200),
             reward=Reward(clip="sign"),
             model=Model(torso="a3c"),

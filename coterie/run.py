@@ -40,9 +40,9 @@ class Run:
         progress = learner.progress
         if state is not None:
             for name in _COUNTERS:
-                setattr(progress, name, state[name])
-            learner.stages.seconds.update(state["stages"])
-            self.replaced_before, self.last_eval = state["envs_replaced"], state["last_eval"]
+                setattr(progress, name, state.get(name, 0))
+            learner.stages.seconds.update(state.get("stages", {}))
+            self.replaced_before, self.last_eval = state.get("envs_replaced", 0), state.get("last_eval", {})
             self.life, self.seconds_before, self.next_eval = state["life"] + 1, state["seconds"], state["next_eval"]
             learner.exchange.skipped = state["skipped"]
             self.episodes.load_state_dict(state["episodes"])
