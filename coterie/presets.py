@@ -43,7 +43,7 @@ def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
         config = replace(
             config,
             steps=10_000_000,
-            env=replace(config.env, num_envs=64, decorrelate=200),
+            env=replace(config.env, num_envs=128, decorrelate=200),
             reward=Reward(clip="sign"),
             model=Model(torso="a3c"),
             algo=Algo(unroll_length=5, value_coef=0.25),
@@ -53,11 +53,10 @@ def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
         config = replace(
             config,
             steps=1_000_000,
-            env=replace(config.env, num_envs=32),
             reward=Reward(normalize=kind == "continuous"),
             model=Model(normalize_obs=True),
-            algo=Algo(unroll_length=16, gae_lambda=0.95, entropy_coef=0.0 if kind == "continuous" else 0.01),
-            optim=Optim("rmsprop", lr=7e-4, schedule=_LINEAR),
+            algo=Algo(unroll_length=8, gae_lambda=0.95, entropy_coef=0.0 if kind == "continuous" else 0.01),
+            optim=Optim("rmsprop", lr=2e-3, schedule=_LINEAR),
         )
     return override(config, overrides)
 
