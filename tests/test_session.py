@@ -302,3 +302,17 @@ def test_the_session_keeps_signal_handlers_as_they_were(tmp_path):
     coterie.train(tiny(tmp_path / "run", steps=100), quiet=True)
     assert signal.getsignal(signal.SIGTERM) is before
     assert session.EXIT_INTERRUPTED == 75
+
+
+def test_a_run_in_which_nothing_moves_ends_with_a_line(tmp_path):
+    """Nobody else would notice: the envs' own time-out is longer than the run's patience."""
+    out = tmp_path / "run"
+    options = ("--env.kwargs", '{"how": "hang", "at": 3}', "--env.timeout", "600", "--log.stall", "2")
+    process = start("train", "ppo", "--env", "coterie.envs.testing:FlakyEnv", *options, "--out", str(out), *TRAIN)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "log.stall" in stderr.splitlines()[-1]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "no rollout for" in summary["reason"]
+    assert checkpoint.latest(out / "checkpoints") is not None  # the one at step 0

@@ -42,7 +42,7 @@ class Backend(Protocol):
 
     def recv(self) -> Batch:
         """Wait for the answer to the last request."""
-        raise NotImplementedError
+        ...
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         """Make these instances anew. Each must be reset before it is stepped."""
