@@ -52,16 +52,16 @@ class Stages:
             other.seconds.clear()
 
 
-def env_loop(envs: Envs, act: Act, steps: int, seen: dict[int, TimeStep], stages: Stages) -> dict[int, TimeStep]:
-    """Take `steps` steps in each group of `seen`, starting from what it shows; returns what is seen after the last.
+def env_loop(envs: Envs, act: Act, rows: range, seen: dict[int, TimeStep], stages: Stages) -> dict[int, TimeStep]:
+    """Take a step for each of `rows` in each group of `seen`, starting from what it shows; returns what is seen last.
 
     With two groups one steps while the other is acted on: a group is waited for only when its turn comes again.
     """
     seen = dict(seen)
     begin = time.perf_counter()
-    for row in range(steps):
+    for row in rows:
         for g in seen:
-            if row:
+            if row > rows.start:
                 seen[g] = envs.recv(g)
                 begin = stages.add("env", begin)
             envs.send(g, act(g, row, seen[g]))

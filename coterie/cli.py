@@ -144,6 +144,7 @@ def evaluate(args: list[str]) -> int:
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--sampled", action="store_true", help="sample actions instead of taking the likeliest")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--learner", default="best", help="best, mean, or a learner's number")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(args)
     if options.episodes < 1:
@@ -153,7 +154,9 @@ def evaluate(args: list[str]) -> int:
     from coterie.evaluate import evaluate_run
     from coterie.runs.metrics import clean
 
-    result = evaluate_run(options.run, episodes=options.episodes, sampled=options.sampled, seed=options.seed)
+    result = evaluate_run(
+        options.run, episodes=options.episodes, sampled=options.sampled, seed=options.seed, learner=options.learner
+    )
     if options.json:
         print(json.dumps(clean(result)))
         return 0
@@ -171,12 +174,15 @@ def watch(args: list[str]) -> int:
     parser.add_argument("--out", default="", help="FILE.mp4; default: RUN/watch.mp4")
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--learner", default="best", help="best, mean, or a learner's number")
     options = parser.parse_args(args)
     if options.seed < 0:
         raise ConfigError("--seed: must not be negative")
     from coterie.watch import watch as run
 
-    path, score, frames = run(options.run, options.out, sampled=options.sampled, seed=options.seed)
+    path, score, frames = run(
+        options.run, options.out, sampled=options.sampled, seed=options.seed, learner=options.learner
+    )
     print(f"{path}: {frames} frames, return {score:.1f}")
     return 0
 

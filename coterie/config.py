@@ -91,6 +91,7 @@ class Algo:
     entropy_coef: float = 0.01
     entropy_schedule: Schedule = Schedule()
     normalize_advantage: bool = False  # per batch
+    poll: int = 0  # env steps of each env after which acting takes the newest weights; 0: once for each rollout
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,32 @@ class Optim:
 
 
 @dataclass(frozen=True)
+class Hogwild:
+    """Lock-free shared weights."""
+
+    statistics: Literal["shared", "own"] = "shared"  # the update rule's moments: of all workers, or each its own
+
+
+@dataclass(frozen=True)
+class Store:
+    """The central store."""
+
+    chunks: int = 3  # parts of the weights, each under a lock of its own
+    local_steps: int = 1  # learner steps between two meetings with the store; more than 1: Adam only
+    fixed_turns: bool = False  # learners meet the store in a fixed order: the same run twice, at the slowest's pace
+
+
+@dataclass(frozen=True)
+class Gossip:
+    """Learners that average with their peers."""
+
+    topology: str = "ring"  # ring, exponential, static-exponential, bipartite, complete, or a JSON file of matrices
+    peers: int = 1  # ring: in-peers of each learner; exponential: peers at a time
+    tau: int = -1  # mixes that a learner may miss before it waits for its peers; 0: lockstep; -1: any
+    mix_every: int = 0  # learner steps between mixes; 0: once for each rollout
+
+
+@dataclass(frozen=True)
 class Eval:
     """Evaluation while training, on envs of its own. It decides which checkpoint is best."""
 
@@ -157,9 +184,10 @@ class Config:
     preset: str = ""
     algorithm: Literal["a2c", "ppo"] = "a2c"
     acting: Literal["inline"] = "inline"
-    exchange: Literal["solo"] = "solo"
+    exchange: Literal["solo", "allreduce", "hogwild", "store", "gossip"] = "solo"
     launch: Literal["local"] = "local"
-    learners: int = 1
+    learners: int | Literal["auto"] = 1  # auto: one for each core, or for each GPU where there are any
+    restarts: int = 3  # learners that may be killed, and are started again, before the run fails
     steps: int = 1_000_000  # env steps of the whole run
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -173,5 +201,8 @@ class Config:
     algo: Algo = field(default_factory=Algo)
     ppo: PPO = field(default_factory=PPO)
     optim: Optim = field(default_factory=Optim)
+    hogwild: Hogwild = field(default_factory=Hogwild)
+    store: Store = field(default_factory=Store)
+    gossip: Gossip = field(default_factory=Gossip)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)

@@ -188,25 +188,42 @@ def check_spec(folder: Path, config: Config) -> Spec:
 
 
 def load(folder: str | Path, learner: str = "best") -> Policy:
-    """The policy of a run: its best checkpoint, or its last where none was marked best."""
+    """The policy of a run's best checkpoint, or of its last where none was marked best.
+
+    `learner`: "best" (the one that is evaluated while training), a number, or "mean" for the mean of all weights.
+    """
     folder = Path(folder)
     config, root = open_run(folder), folder / "checkpoints"
-    path = (checkpoint.best(root) if learner == "best" else None) or checkpoint.latest(root)
+    path = checkpoint.best(root) or checkpoint.latest(root)
     if path is None:
         raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")
     tensors, state = checkpoint.load(path)
     spec = check_spec(folder, config)
     model = make_model(config, spec)
     try:
-        model.load_state_dict(tensors["model"])
+        model.load_state_dict(_weights(tensors, learner))
     except RuntimeError as error:
         raise CoterieError(f"{path} does not fit the run's model: {' '.join(str(error).split())[:200]}") from None
     return Policy(folder, config, spec, int(state["env_steps"]), model.eval().requires_grad_(False))
 
 
-def evaluate_run(folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1) -> dict[str, Any]:
+def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
+    """The weights of one learner of a checkpoint, or the mean of all learners'."""
+    models = {int(k.split("/")[0].removeprefix("learner_")): x for k, x in tensors.items() if k.endswith("/model")}
+    if learner == "mean":
+        return {k: sum(m[k].double() for m in models.values()).div(len(models)).to(x.dtype)  # type: ignore[union-attr]
+                for k, x in next(iter(models.values())).items()}  # fmt: skip
+    rank = 0 if learner == "best" else int(learner) if learner.isdecimal() else -1
+    if rank not in models:
+        raise ConfigError(f"learner: {learner!r} is not best, mean or one of {', '.join(map(str, sorted(models)))}")
+    return models[rank]
+
+
+def evaluate_run(
+    folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str = "best"
+) -> dict[str, Any]:
     """Score a run's policy: the mean over whole games +- standard error, human-normalised where a reference exists."""
-    policy = load(folder)
+    policy = load(folder, learner)
     scores = evaluate(
         policy.algorithm,
         policy.model,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from types import TracebackType
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from coterie.actor import Stages
 from coterie.algorithms.a2c import Batch, Loss
+from coterie.exchange.solo import Guard, Steps
 from coterie.models.build import ActorCritic
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
@@ -37,10 +39,18 @@ class Algorithm(Protocol):
 class Exchange(Protocol):
     """How learners agree. A context manager: entering gets the first weights, leaving tells the others."""
 
-    skipped: int
+    guard: Guard
 
-    def pull(self, params: FlatParams) -> None: ...
-    def step(self, params: FlatParams, lr: float) -> float: ...
+    @property
+    def steps(self) -> Steps: ...  # the whole run's, as far as this learner knows
+    def __enter__(self) -> Exchange: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def pull(self, params: FlatParams) -> None: ...  # make the local weights current
+    def step(self, params: FlatParams, lr: float) -> float: ...  # agree, clip, check, update, clear the gradient
+    def after_rollout(self, params: FlatParams) -> None: ...
+    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]: ...
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
@@ -126,8 +136,10 @@ def learn(
     stages = settings.stages
     for rollout in acting.rollouts(refresh):
         begin = time.perf_counter()
-        lr = settings.lr(progress.env_steps)
-        algorithm.env_steps = progress.env_steps
+        total = exchange.steps.total
+        lr, algorithm.env_steps = settings.lr(total), total
+        valid = int(rollout.mask.sum())
+        exchange.steps.add(valid)
         progress.policy_lag_max = max(
             progress.policy_lag_max, progress.learner_steps - int(rollout.policy_version.min())
         )
@@ -140,7 +152,7 @@ def learn(
                 totals["grad_norm"] = exchange.step(params, lr)
             except CoterieError as error:
                 shown = ", ".join(f"{k} {v:.4g}" for k, v in totals.items())
-                raise CoterieError(f"{error} at learner step {progress.learner_steps} ({shown})") from None
+                raise type(error)(f"{error} at learner step {progress.learner_steps} ({shown})") from None
             batch.metrics = totals
             algorithm.after_step(model, batch)
             begin = stages.add("exchange", begin)
@@ -151,7 +163,7 @@ def learn(
                 if math.isfinite(value):  # a skipped batch leaves no NaN in the means
                     progress.add(name, value)
         algorithm.after_rollout(model, rollout)
-        valid = int(rollout.mask.sum())
+        exchange.after_rollout(params)
         progress.env_steps += valid
         progress.masked += rollout.mask.numel() - valid
         stages.add("train", begin)

@@ -27,7 +27,26 @@ def _image(spec: Spec) -> bool:
 
 
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal(lambda c, s: c.exchange == "solo" and c.learners != 1, "learners", "exchange solo is one learner"),
+    Refusal(
+        lambda c, s: c.exchange == "solo" and c.learners != 1,
+        "learners",
+        "exchange solo is one learner; with several use allreduce, hogwild, store or gossip",
+    ),
+    Refusal(
+        lambda c, s: c.exchange == "allreduce" and c.ppo.target_kl > 0 and c.algorithm == "ppo",
+        "ppo.target_kl",
+        "learners under allreduce must make as many steps: set it to 0",
+    ),
+    Refusal(
+        lambda c, s: c.exchange == "store" and c.store.local_steps > 1 and not c.optim.rule.startswith("adam"),
+        "store.local_steps",
+        "several local steps are worked out for Adam only: set optim.rule adam or adam_eps_hat",
+    ),
+    Refusal(
+        lambda c, s: c.exchange == "hogwild" and c.device == "cuda",
+        "device",
+        "hogwild writes into shared memory of the host: use cpu or auto",
+    ),
     Refusal(
         lambda c, s: c.model.last_action_reward and c.model.core == "none",
         "model.last_action_reward",

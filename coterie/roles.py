@@ -1,12 +1,15 @@
 """Roles: what one process of a run is made of. Here the learner that acts inline.
 
-A role is built from a config alone, so that a bench, a test and every launch place the same parts.
+A role is built from a config and its links to the other learners, so that a bench, a test and every launch place the
+same parts.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -20,13 +23,22 @@ from coterie.algorithms.ppo import PPO, horizon
 from coterie.config import Config
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.pool import has_env
-from coterie.exchange.solo import Solo
-from coterie.learner import Gradients, LearnSettings, Progress, autocast, learn
+from coterie.exchange.allreduce import AllReduce
+from coterie.exchange.central import Central, central_memory
+from coterie.exchange.gossip import Gossip, gossip_memory
+from coterie.exchange.hogwild import Hogwild
+from coterie.exchange.solo import Guard, Solo
+from coterie.exchange.store import Store, Turns
+from coterie.exchange.topology import matrices
+from coterie.learner import Exchange, Gradients, LearnSettings, Progress, autocast, learn
 from coterie.matrix import check
 from coterie.models.build import ActorCritic, acting_copy
+from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule, scaled_lr, schedule_value
 from coterie.parallel.affinity import available_cores, bf16_is_fast
+from coterie.parallel.board import Board, BoardSteps, OwnSteps
 from coterie.parallel.params import FlatParams
+from coterie.parallel.shm import SharedArrays
 from coterie.parallel.threads import Team
 from coterie.types import AgentOutput, ConfigError, Inputs, Rollout, Spec
 
@@ -53,12 +65,14 @@ class Layout:
     chunk: int
 
 
-def resolve(config: Config, spec: Spec) -> Layout:
+def resolve(config: Config, spec: Spec, gpu: int = 0) -> Layout:
     """Turn every `auto` and 0 into a choice, by rules that depend on the machine and the env, never on timing."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is not available here; use cpu or auto")
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda" if cuda else "cpu")
+    cuda = config.device == "cuda" or (
+        config.device == "auto" and torch.cuda.is_available() and config.exchange != "hogwild"
+    )
+    device = torch.device(f"cuda:{gpu}" if cuda else "cpu")
     image = any(s.is_image for s in spec.obs.values())
     bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_is_fast(device.type))
     cores = len(available_cores())
@@ -94,6 +108,73 @@ def make_model(config: Config, spec: Spec) -> ActorCritic:
         return ActorCritic(spec, config.model)
 
 
+def learner_count(config: Config) -> int:
+    if config.learners != "auto":
+        return config.learners
+    return 1 if config.exchange == "solo" else len(available_cores())
+
+
+@dataclass(frozen=True)
+class Links:
+    """What ties a learner to the others: its place among them, the board, and the memory that its exchange needs."""
+
+    rank: int = 0
+    board: Board = field(default_factory=lambda: Board(1))
+    memory: SharedArrays | None = None
+    rendezvous: Path | None = None  # allreduce: the file where they meet
+    rejoin: bool = False  # gossip: the others are at work already
+    gpu: int = 0
+
+    @property
+    def learners(self) -> int:
+        return len(self.board.here)
+
+
+def normalizers(config: Config, model: ActorCritic) -> Moments:
+    """The running normalizers that learners must agree on."""
+    used = [*model.obs_norm.values(), *([model.return_norm] if config.reward.normalize else [])]
+    return Moments(cast(list[Normalizer], used))
+
+
+def exchange_memory(config: Config, params: FlatParams, moments: Moments, learners: int) -> SharedArrays | None:
+    """The memory that the learners' exchange needs, with these weights where it holds any."""
+    if config.exchange == "gossip":
+        return gossip_memory(learners, len(params.data), moments.size)
+    if config.exchange in ("hogwild", "store"):
+        chunks = config.store.chunks if config.exchange == "store" else 1
+        return central_memory(params.data.cpu(), make_rule(config.optim), chunks, moments.read())
+    return None
+
+
+def make_exchange(config: Config, params: FlatParams, moments: Moments, links: Links) -> Exchange:
+    rule, timeout = make_rule(config.optim), config.log.stall
+    guard = Guard(config.optim.max_grad_norm, config.optim.on_nonfinite == "skip")
+    if config.exchange == "solo":
+        return Solo(params, rule, guard)
+    rank, learners, board = links.rank, links.learners, links.board
+    if config.exchange == "allreduce":
+        meeting = links.rendezvous or Path(tempfile.mkdtemp(prefix="coterie-")) / "meeting"
+        return AllReduce(params, rule, guard, moments, rank, learners, meeting, timeout)
+    memory = links.memory or exchange_memory(config, params, moments, learners)
+    assert memory is not None
+    if config.exchange == "gossip":
+        lockstep = config.gossip.tau == 0
+        return Gossip(
+            params, rule, guard, moments, memory, board,
+            OwnSteps(learners) if lockstep else BoardSteps(board, rank), rank,
+            matrices(config.gossip.topology, learners, config.gossip.peers),
+            tau=config.gossip.tau, mix_every=config.gossip.mix_every, timeout=timeout, rejoin=links.rejoin,
+        )  # fmt: skip
+    if config.exchange == "hogwild":
+        central = Central(memory, moments, 1, timeout)
+        return Hogwild(params, rule, guard, central, BoardSteps(board, rank), config.hogwild.statistics == "own")
+    central = Central(memory, moments, config.store.chunks, timeout)
+    turns = Turns(board, rank, timeout) if config.store.fixed_turns else None
+    steps = OwnSteps(learners) if turns else BoardSteps(board, rank)
+    betas = (config.optim.beta1, config.optim.beta2)
+    return Store(params, rule, guard, central, steps, config.store.local_steps, betas, turns)
+
+
 class InlineLearner:
     """A learner that acts in its own process: builds the parts and runs the loop.
 
@@ -101,32 +182,34 @@ class InlineLearner:
     episodes of its first minutes again.
     """
 
-    def __init__(self, config: Config, life: int = 0) -> None:
-        self.config = config
+    def __init__(self, config: Config, life: int = 0, links: Links | None = None) -> None:
+        self.links = links = links or Links()
+        self.config = config = replace(config, learners=links.learners)
         self.spec = make_spec(config.env, config.atari)
         check(config, self.spec)
-        self.layout = layout = resolve(config, self.spec)
+        self.layout = layout = resolve(config, self.spec, links.gpu)
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self.model = make_model(config, self.spec).to(layout.device)
         self.params = FlatParams(self.model)
-        self.algorithm = make_algorithm(config, self.spec, layout.chunk)
+        self.algorithm = make_algorithm(config, self.spec, layout.chunk, links.rank)
         self.progress, self.stages = Progress(), Stages()
-        self.exchange = Solo(
-            self.params, make_rule(config.optim), config.optim.max_grad_norm, config.optim.on_nonfinite == "skip"
-        )
-        self.rngs = [  # one for each group: their threads must not race for random numbers
-            torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, 0, g))
-            for g in range(layout.groups)
-        ]
+        self.before: dict[str, int] = {}  # this learner's counts when it was started
+        self.exchange = make_exchange(config, self.params, normalizers(config, self.model), links)
         self.actor, self.refresh_actor = acting_copy(self.model, layout.dtype)
+        first = links.rank * config.env.num_envs
         self.envs = make_envs(
             config.env,
             config.atari,
             seed=seed_for(config.seed, ENV_SEED, life),
+            first_env_id=first,
             threads=layout.env_threads,
             groups=layout.groups,
         )
+        self.rngs = [  # one for each group: their threads must not race for random numbers
+            torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, life, first + cols.start))
+            for cols in self.envs.groups
+        ]
         everyone = torch.ones(config.env.num_envs, device=layout.device)
         recorder = Recorder(self.spec, config.env.num_envs, self.envs.groups, horizon(config), layout.device)
 
@@ -135,8 +218,9 @@ class InlineLearner:
 
         self.actors = Team(min(layout.groups, layout.torch_threads))
         self.acting = Inline(
-            self.envs, policy, recorder, self.model.initial_state, self.refresh_actor, self.stages, self.actors
-        )
+            self.envs, policy, recorder, self.model.initial_state, self.refresh_actor, self.stages, self.actors,
+            config.algo.poll,
+        )  # fmt: skip
         self.trainers = Team(layout.torch_threads if config.model.compile == "none" else 1)
         self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
@@ -144,18 +228,46 @@ class InlineLearner:
             self.gradients.models[0] = cast(ActorCritic, compiled)
 
     def lr(self, env_steps: int) -> float:
-        optim = self.config.optim
-        envs = self.config.env.num_envs * self.config.learners
+        optim, alone = self.config.optim, self.config.exchange in ("hogwild", "store")
+        envs = self.config.env.num_envs * (1 if alone else self.links.learners)
         return scaled_lr(optim, envs) * schedule_value(optim.schedule, env_steps, self.config.steps)
 
-    def describe(self) -> list[str]:
+    def describe(self) -> str:
         """What `auto` came to, for the person who started the run."""
         lay, count = self.layout, sum(p.numel() for p in self.model.parameters())
         kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[lay.dtype]
-        return [
+        return (
             f"{self.config.env.num_envs} envs in {lay.groups} group(s) on {lay.env_threads} thread(s), "
             f"{lay.torch_threads} training thread(s), {lay.device}, {kind}; {count:,} weights"
-        ]
+        )
+
+    def start(self, counts: dict[str, int], total: int) -> None:
+        """Go on from what this learner had counted before, and from the env steps of the whole run."""
+        for name in ("learner_steps", "samples_trained", "masked", "policy_lag_max"):
+            setattr(self.progress, name, counts.get(name, 0))
+        self.progress.env_steps = counts.get("learned", 0)
+        self.before = counts
+        self.exchange.guard.skipped = counts.get("skipped", 0)
+        self.exchange.steps.start(self.progress.env_steps, total)
+
+    def counts(self) -> dict[str, int]:
+        """What the board tells of this learner."""
+        p = self.progress
+        return {
+            "produced": self.before.get("learned", 0) + self.acting.produced,
+            "learned": p.env_steps,
+            "masked": p.masked,
+            "learner_steps": p.learner_steps,
+            "samples_trained": p.samples_trained,
+            "policy_lag_max": p.policy_lag_max,
+            "skipped": self.exchange.guard.skipped,
+            "replaced": self.before.get("replaced", 0) + self.envs.replaced,
+        }
+
+    def gauges(self) -> dict[str, float]:
+        """What the exchange can tell about itself, for the metrics."""
+        tell = getattr(self.exchange, "gauges", None)
+        return tell() if tell is not None else {}
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""

@@ -1,7 +1,11 @@
-"""One process's life of a run: counters, metrics, evaluations, checkpoints, signals, the watchdog, the summary."""
+"""A run's folder and its book-keeping: metrics, evaluations, checkpoints, signals, the summary.
+
+Learners report and save; a `Run` decides what is due, puts the parts together and writes them down.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sys
@@ -15,72 +19,72 @@ from types import FrameType
 from typing import Any
 
 from coterie.config import Config
-from coterie.evaluate import evaluate
-from coterie.parallel.affinity import rss_mb
-from coterie.roles import EVAL_SEED, InlineLearner, seed_for
+from coterie.evaluate import Scores
+from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
 from coterie.runs.metrics import Episodes, RunWriter, read_metrics
-from coterie.types import CoterieError, Rollout
+from coterie.types import CoterieError, Spec
 
-_COUNTERS = ("env_steps", "learner_steps", "samples_trained", "masked", "policy_lag_max")
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: checkpointed on a signal, run `resume`
 
 
 class Run:
-    """One process's life of a run: counters, metrics, evaluations, checkpoints, signals."""
+    """The life of a run in one process. `state`: of the checkpoint that it goes on from."""
 
     def __init__(
-        self, config: Config, folder: Path, learner: InlineLearner, *, state: dict[str, Any] | None = None, quiet: bool
+        self, config: Config, folder: Path, spec: Spec, board: Board, *, state: dict[str, Any] | None, quiet: bool
     ) -> None:
-        self.config, self.folder, self.learner = config, folder, learner
+        self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
+        self.board, self.learners = board, len(board.here)
         self.episodes = Episodes()
-        self.life, self.seconds_before, self.next_eval, self.rolled_back = 0, 0.0, config.eval.every, 0
-        self.replaced_before, self.last_eval = 0, dict[str, float]()
-        progress = learner.progress
+        self.life, self.seconds_before, self.next_eval = 0, 0.0, config.eval.every
+        self.rolled_back = self.dropped = self.restarts = 0
+        self.last_eval: dict[str, float] = {}
         if state is not None:
-            for name in _COUNTERS:
-                setattr(progress, name, state.get(name, 0))
-            learner.stages.seconds.update(state.get("stages", {}))
-            self.replaced_before, self.last_eval = state.get("envs_replaced", 0), state.get("last_eval", {})
             self.life, self.seconds_before, self.next_eval = state["life"] + 1, state["seconds"], state["next_eval"]
-            learner.exchange.skipped = state["skipped"]
+            self.last_eval, self.dropped = state["last_eval"], state["dropped"]
             self.episodes.load_state_dict(state["episodes"])
-            lost = max((line["env_steps"] for line in read_metrics(folder)), default=0) - progress.env_steps
+            lost = max((line["env_steps"] for line in read_metrics(folder)), default=0) - state["env_steps"]
             self.rolled_back = state["rolled_back"] + max(0, lost)
-        at = progress.env_steps
+        at = self.begin_steps = self.line_steps = 0 if state is None else state["env_steps"]
         self.writer = RunWriter(
             folder, config.log.tensorboard, config.log.wandb, resume_env_steps=at if state is not None else None
         )
         self.display = Display(config.steps, title(config), start_steps=at, quiet=quiet)
         self.begin = self.last_line = self.last_checkpoint = time.monotonic()
-        self.begin_steps = self.line_steps = at
-        self.line_stages = dict(learner.stages.seconds)
-        self.begin_stages = dict(learner.stages.seconds)
+        self.reports: dict[int, dict[str, Any]] = {}
+        self.stages: dict[str, float] = {}
+        self.begin_stages: dict[str, float] = {} if state is None else dict(state["stages"])
+        self.line_stages: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        self.batches = 0
+        self.members = set(range(self.learners))  # who is to take part in a checkpoint
+        self.idle: set[int] = set()
+        self.order: int | None = None  # the order that is being carried out
+        self.saved: dict[int, dict[str, Any]] = {}
+        self.scores: Scores | None = None
+        self.digests: dict[int, str] = {}
+        self.over = False
         self.signal: signal.Signals | None = None
         self.noted = False
-        self.alive = time.monotonic()  # when something last came forward
 
     @property
     def seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.begin
 
-    def go(self) -> dict[str, Any]:
-        """Run to the end, to a signal, or to an error, and write the summary whichever it is."""
+    @property
+    def env_steps(self) -> int:
+        return self.board.sum("learned")
+
+    def go(self, work: Callable[[], None], close: Callable[[], None]) -> dict[str, Any]:
+        """Do `work` to the end, to a signal, or to an error, and write the summary whichever it is."""
         restore = self._catch_signals()
         status, reason = "finished", ""
         failure: BaseException | None = None
-        ended = threading.Event()
-        threading.Thread(target=self._watch, args=(ended,), name="coterie-watchdog", daemon=True).start()
         try:
             with self.display:
-                for line in self.learner.describe():
-                    self.display.note(line)
-                if self.life == 0:
-                    self._checkpoint()  # from here on there is something to resume from
-                self.learner.run(self.on_rollout)
-                self._line()
-                self._checkpoint()
+                work()
             if self.signal is not None:
                 status, reason = "interrupted", self.signal.name
         except KeyboardInterrupt as error:
@@ -91,10 +95,9 @@ class Run:
                 with suppress(CoterieError):
                     self.writer.log(traceback.format_exc())
         finally:
-            ended.set()
-            self.learner.close()
+            close()
             restore()
-        summary = self._summary(status, reason)
+        summary = self.summary(status, reason)
         with suppress(CoterieError):  # what could not be written has its reason already
             self.writer.summary(summary)
         with suppress(CoterieError):
@@ -104,89 +107,149 @@ class Run:
         if isinstance(failure, KeyboardInterrupt):
             raise failure
         if failure is not None:
-            kept = checkpoint.latest(self.folder / "checkpoints")
-            raise CoterieError(reason + (f"; last good checkpoint: {kept}" if kept else "")) from failure
+            kept = checkpoint.latest(self.root)
+            kind = type(failure) if isinstance(failure, CoterieError) else CoterieError
+            raise kind(reason + (f"; last good checkpoint: {kept}" if kept else "")) from failure
         return summary
 
-    def on_rollout(self, rollout: Rollout) -> bool:
-        """After each rollout: book-keeping that is due by now. True ends the run."""
-        self.episodes.extend(rollout.episodes)
-        self.alive = time.monotonic()
+    def receive(self, rank: int, kind: str, content: Any) -> None:
+        """A learner's message; then see what is due."""
+        if kind == "note":
+            if rank == 0 or self.learners == 1:
+                self.display.note(f"{self.learners} learners, each: {content}" if self.learners > 1 else content)
+        elif kind == "report":
+            self._take_report(rank, content)
+        elif kind == "scores":
+            self._take_scores(content)
+        elif kind == "saved":
+            if content["order"] == self.order:
+                self.saved[rank] = content
+        elif kind == "idle":
+            self.idle.add(rank)
+        self.poll()
+
+    def poll(self) -> None:
+        """Do what is due by now. Called after every message, and in between where there are several learners."""
+        now = time.monotonic()
         if self.signal is not None and not self.noted:
             self.noted = True
             self.display.note(f"{self.signal.name}: a checkpoint, then the end (again: stop at once)")
-        now, progress = time.monotonic(), self.learner.progress
-        if now - self.last_line >= self.config.log.every:
+            self.board.stop()
+        if self.order is not None and self.members <= self.saved.keys():
+            self._seal()
+        if self.over:
+            return
+        if self.reports and now - self.last_line >= self.config.log.every:
             self._line()
-        if self.config.eval.every and progress.env_steps >= self.next_eval and self.signal is None:
-            self._evaluate()
-        if now - self.last_checkpoint >= self.config.log.checkpoint_every:
-            self._checkpoint()
-        self.display.update(self._status())
-        return progress.env_steps >= self.config.steps or self.signal is not None
+        if self.order is None:
+            steps = self.env_steps
+            if self.members <= self.idle:
+                self._line()
+                self._order(SAVE | LAST)
+            elif self.idle:
+                pass  # the end is near
+            elif self.life == 0 and checkpoint.latest(self.root) is None:
+                self._order(SAVE)  # from here on there is something to resume from
+            elif self.config.eval.every and steps >= self.next_eval and self.signal is None:
+                every = self.config.eval.every
+                self.next_eval += -(-(steps - self.next_eval + 1) // every) * every
+                self._order(SAVE | EVALUATE)
+            elif now - self.last_checkpoint >= self.config.log.checkpoint_every:
+                self._order(SAVE)
+        if self.reports:
+            self.display.update(self._status())
+
+    def lose(self, rank: int) -> None:
+        """A learner has died: what it had acted and not learned is lost."""
+        row = self.board.read(rank)
+        self.dropped += row["produced"] - row["learned"]
+        self.board.write(rank, {"produced": row["learned"]})
+        self.board.here[rank] = 0
+        self.reports.pop(rank, None)
+
+    def roll_back(self, state: dict[str, Any], board: Board) -> None:
+        """All learners go back to a checkpoint, on a new board."""
+        learned = self.board.sum("learned")
+        self.rolled_back += learned - state["env_steps"]
+        self.dropped += self.board.sum("produced") - learned
+        self.board, self.order, self.saved, self.scores = board, None, {}, None
+        self.members, self.idle, self.reports = set(range(self.learners)), set(), {}
+        self.line_steps = state["env_steps"]
+
+    def give_up_order(self) -> None:
+        """The order cannot be completed as it was given: somebody who was to take part is gone."""
+        self.order, self.saved = None, {}
+        self.last_checkpoint = -1e9
+
+    def _take_report(self, rank: int, content: dict[str, Any]) -> None:
+        self.episodes.extend(content["games"])
+        self.batches += content["batches"]
+        for name, value in content["metrics"].items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.reports[rank] = content
+        names = {name for report in self.reports.values() for name in report["stages"]}
+        self.stages = {
+            name: self.begin_stages.get(name, 0.0)
+            + sum(report["stages"].get(name, 0.0) for report in self.reports.values()) / len(self.reports)
+            for name in names
+        }
 
     def _status(self) -> dict[str, Any]:
         elapsed = max(time.monotonic() - self.begin, 1e-9)
-        rate = (self.learner.progress.env_steps - self.begin_steps) / elapsed
+        steps = self.env_steps
+        rate = (steps - self.begin_steps) / elapsed
         return {
-            "env_steps": self.learner.progress.env_steps,
+            "env_steps": steps,
             "env_steps_per_s": rate,
-            "frames_per_s": rate * self.learner.spec.action_repeat,
+            "frames_per_s": rate * self.spec.action_repeat,
             "mean_return": self.episodes.mean_return,
             "episodes": self.episodes.count,
-            "stages": {
-                k: (v - self.begin_stages.get(k, 0.0)) / elapsed for k, v in self.learner.stages.seconds.items()
-            },
+            "stages": {k: (v - self.begin_stages.get(k, 0.0)) / elapsed for k, v in self.stages.items()},
             **self.last_eval,
         }
 
     def _line(self) -> None:
         """One line of metrics: rates and stages since the line before, losses as means over its batches."""
-        learner, now = self.learner, time.monotonic()
-        progress, elapsed = learner.progress, max(now - self.last_line, 1e-9)
-        rate = (progress.env_steps - self.line_steps) / elapsed
+        now, steps, board = time.monotonic(), self.env_steps, self.board
+        elapsed = max(now - self.last_line, 1e-9)
+        rate = (steps - self.line_steps) / elapsed
+        reports = list(self.reports.values())
+        rss = [r["rss_mb"] for r in reports if r["rss_mb"] is not None]
         line: dict[str, Any] = {
-            "env_steps": progress.env_steps,
+            "env_steps": steps,
             "seconds": round(self.seconds, 3),
-            "learner_steps": progress.learner_steps,
+            "learner_steps": board.sum("learner_steps"),
             "env_steps_per_s": rate,
-            "frames_per_s": rate * learner.spec.action_repeat,
+            "frames_per_s": rate * self.spec.action_repeat,
             "mean_return": self.episodes.mean_return,
             "mean_length": self.episodes.mean_length,
             "episodes": self.episodes.count,
-            "lr": learner.lr(progress.env_steps),
-            "policy_lag_max": progress.policy_lag_max,
-            "masked_steps": progress.masked,
-            "envs_replaced": self.replaced_before + learner.envs.replaced,
-            "skipped_batches": learner.exchange.skipped,
-            "rss_mb": rss_mb(),
-            **progress.read(),
+            "lr": reports[0]["lr"] if reports else None,
+            "policy_lag_max": int(board.counts[:, COUNTS.index("policy_lag_max")].max()),
+            "masked_steps": board.sum("masked"),
+            "envs_replaced": board.sum("replaced"),
+            "skipped_batches": board.sum("skipped"),
+            "rss_mb": sum(rss) if rss else None,
+            **{k: v / max(1, self.batches) for k, v in self.metrics.items()},
         }
-        for stage, seconds in learner.stages.seconds.items():
-            line[f"stage/{stage}"] = (seconds - self.line_stages.get(stage, 0.0)) / elapsed
-        self.line_stages, self.last_line, self.line_steps = dict(learner.stages.seconds), now, progress.env_steps
+        for name in sorted({name for r in reports for name in r["gauges"]}):
+            values = [r["gauges"][name] for r in reports if name in r["gauges"]]
+            line[name] = sum(values) / len(values)
+        for stage, seconds in self.stages.items():
+            line[f"stage/{stage}"] = (
+                seconds - self.line_stages.get(stage, self.begin_stages.get(stage, 0.0))
+            ) / elapsed
+        self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps
+        self.metrics, self.batches = {}, 0
         self.writer.write(line)
         self.display.update({**self._status(), "losses": line})
 
-    def _evaluate(self) -> None:
-        every, progress = self.config.eval.every, self.learner.progress
-        self.next_eval += -(-(progress.env_steps - self.next_eval + 1) // every) * every
-        self.learner.refresh_actor()  # judge the weights that the checkpoint will hold
-        scores = evaluate(
-            self.learner.algorithm,
-            self.learner.actor,
-            self.config,
-            episodes=self.config.eval.episodes,
-            sampled=self.config.eval.sampled,
-            seed=seed_for(self.config.seed, EVAL_SEED, progress.env_steps),
-            stop=self._stop_evaluating,
-        )
-        if self.signal is not None:
-            return
+    def _take_scores(self, scores: Scores) -> None:
+        self.scores = scores
         self.last_eval = {"eval_return": scores.mean, "eval_stderr": scores.stderr}
         self.writer.write(
             {
-                "env_steps": progress.env_steps,
+                "env_steps": self.env_steps,
                 "seconds": round(self.seconds, 3),
                 "eval/return": scores.mean,
                 "eval/stderr": scores.stderr,
@@ -194,81 +257,103 @@ class Run:
                 "eval/unfinished": scores.unfinished,
             }
         )
-        if scores.returns and not scores.unfinished:  # the games that end early are not a fair sample
-            path = self._checkpoint()
-            root = self.folder / "checkpoints"
-            best = checkpoint.best_score(root)
-            if best is None or scores.mean >= best:
-                checkpoint.mark_best(root, path, scores.mean)
 
-    def _stop_evaluating(self) -> bool:
-        self.alive = time.monotonic()
-        return self.signal is not None
+    def _order(self, what: int) -> None:
+        self.saved, self.scores = {}, None
+        self.order = self.board.order[0] + 1
+        checkpoint.open_draft(self.root, f"order_{self.order}")
+        self.board.give(what)
 
-    def _watch(self, ended: threading.Event) -> None:
-        """End the process with a reason when nothing comes forward: a hung simulator cannot be interrupted."""
-        while not ended.wait(min(5.0, self.config.log.stall / 4)):
-            idle = time.monotonic() - self.alive
-            if idle > self.config.log.stall:
-                reason = f"no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
-                with suppress(Exception):
-                    self.writer.summary(self._summary("failed", reason))
-                sys.stderr.write(f"coterie: {reason}\n")
-                sys.stderr.flush()
-                os._exit(1)
-
-    def _checkpoint(self) -> Path:
-        progress = self.learner.progress
-        if name := self.learner.params.nonfinite(self.learner.params.data):
-            raise CoterieError(f"the weights of {name} are not finite at learner step {progress.learner_steps}")
+    def _seal(self) -> None:
+        """All parts of a checkpoint are there."""
+        last = bool(self.board.order[1] & LAST)
+        counts = [  # a learner that is gone keeps what it had learned
+            self.saved[rank]["counts"] if rank in self.saved else self.board.read(rank) for rank in range(self.learners)
+        ]
+        steps = sum(row["learned"] for row in counts)
         state = {
-            **{k: getattr(progress, k) for k in _COUNTERS},
-            "stages": dict(self.learner.stages.seconds),
-            "envs_replaced": self.replaced_before + self.learner.envs.replaced,
+            "env_steps": steps,
+            "learners": counts,
+            "present": sorted(self.saved),
+            "stages": self.stages,
             "last_eval": self.last_eval,
             "seconds": self.seconds,
             "life": self.life,
             "next_eval": self.next_eval,
             "rolled_back": self.rolled_back,
-            "skipped": self.learner.exchange.skipped,
+            "dropped": self.dropped,
             "episodes": self.episodes.state_dict(),
         }
-        root = self.folder / "checkpoints"
-        path = checkpoint.save(root, progress.env_steps, self.learner.tensors(), state)
-        checkpoint.prune(root, self.config.log.keep)
+        path = checkpoint.seal(self.root, checkpoint.draft_path(self.root, f"order_{self.order}"), steps, state)
+        # The games that end early are not a fair sample: a score that was cut short marks nothing.
+        if self.scores is not None and self.scores.returns and not self.scores.unfinished:
+            best = checkpoint.best_score(self.root)
+            if best is None or self.scores.mean >= best:
+                checkpoint.mark_best(self.root, path, self.scores.mean)
+        checkpoint.prune(self.root, self.config.log.keep)
+        if last:
+            self.digests = {rank: part["digest"] for rank, part in self.saved.items()}
+            self.over = True
+        self.order, self.saved, self.scores = None, {}, None
         self.last_checkpoint = time.monotonic()
-        return path
 
-    def _summary(self, status: str, reason: str) -> dict[str, Any]:
-        progress, seconds = self.learner.progress, self.seconds
-        learned = progress.env_steps
-        # Counted where rows are made; what was made before this process started was learned or rolled back.
-        produced = self.begin_steps + self.learner.acting.produced
+    def stalled(self) -> str | None:
+        """Who has not come forward for `log.stall` seconds, if anybody."""
+        now = time.monotonic()
+        for rank in sorted(self.members):
+            idle = now - max(float(self.board.beat[rank]), self.begin)
+            if idle > self.config.log.stall:
+                who = f"learner {rank}: " if self.learners > 1 else ""
+                return f"{who}no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
+        return None
+
+    def exit_when_stalled(self) -> Callable[[], None]:
+        """Watch this very process from a thread: a hung simulator cannot be interrupted. Returns a call to end that."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(min(5.0, self.config.log.stall / 4)):
+                if reason := self.stalled():
+                    with suppress(Exception):
+                        self.writer.summary(self.summary("failed", reason))
+                    sys.stderr.write(f"coterie: {reason}\n")
+                    sys.stderr.flush()
+                    os._exit(1)
+
+        threading.Thread(target=watch, name="coterie-watchdog", daemon=True).start()
+        return ended.set
+
+    def summary(self, status: str, reason: str) -> dict[str, Any]:
+        seconds, board = self.seconds, self.board
+        learned, produced = board.sum("learned"), board.sum("produced")
+        digests = [self.digests.get(rank, "") for rank in range(self.learners)]
+        whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
         return {
             "status": status,
             "reason": reason,
             "folder": str(self.folder),
             "env_steps": learned,
-            "env_frames": learned * self.learner.spec.action_repeat,
-            "learner_steps": progress.learner_steps,
-            "samples_trained": progress.samples_trained,
+            "env_frames": learned * self.spec.action_repeat,
+            "learner_steps": board.sum("learner_steps"),
+            "samples_trained": board.sum("samples_trained"),
             "seconds": round(seconds, 3),
             "env_steps_per_s": learned / seconds,
             "episodes": self.episodes.count,
             "mean_return": self.episodes.mean_return,
             "rows": {
-                "produced": produced + self.rolled_back,
+                "produced": produced + self.rolled_back + self.dropped,
                 "learned": learned,
-                "in_flight": produced - learned,  # a rollout that an error or a second signal kept from being learned
-                "dropped": 0,
+                "in_flight": produced - learned,  # what an error or a second signal kept from being learned
+                "dropped": self.dropped,
                 "rolled_back": self.rolled_back,
             },
-            "masked_steps": progress.masked,
-            "envs_replaced": self.replaced_before + self.learner.envs.replaced,
-            "skipped_batches": self.learner.exchange.skipped,
-            "policy_lag_max": progress.policy_lag_max,
-            "stages": {k: round(v, 3) for k, v in self.learner.stages.seconds.items()},
-            "digest": checkpoint.digest({"model": dict(self.learner.model.state_dict())}),
+            "masked_steps": board.sum("masked"),
+            "envs_replaced": board.sum("replaced"),
+            "skipped_batches": board.sum("skipped"),
+            "policy_lag_max": int(board.counts[:, COUNTS.index("policy_lag_max")].max()),
+            "stages": {k: round(v, 3) for k, v in self.stages.items()},
+            "digest": whole if self.digests else "",
+            **({"digests": digests, "restarts": self.restarts} if self.learners > 1 else {}),
             **self.last_eval,
         }
 

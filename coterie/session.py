@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from coterie.config import Config
+from coterie.envs.make import make_spec
 from coterie.evaluate import check_spec, open_run
-from coterie.roles import InlineLearner
+from coterie.exchange.topology import matrices
+from coterie.launch.local import run_children, run_here
+from coterie.matrix import check
+from coterie.parallel.board import Board
+from coterie.roles import InlineLearner, Links, learner_count, resolve
 from coterie.run import EXIT_INTERRUPTED, Run
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
@@ -32,21 +37,9 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
             raise ConfigError(
                 f"out: {folder} already holds a run; go on with `coterie resume {folder}` or name another"
             )
-        learner = InlineLearner(config)  # before the folder: a config that cannot work leaves nothing behind
     except OSError as error:
         raise CoterieError(f"out: cannot read {folder}: {error.strerror or error}") from None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_config(folder / "config.json", config)
-        (folder / "spec.json").write_text(_spec_text(learner.spec))
-        run = Run(config, folder, learner, quiet=quiet)
-    except OSError as error:
-        learner.close()
-        raise CoterieError(f"out: cannot write to {folder}: {error.strerror or error}") from None
-    except BaseException:
-        learner.close()
-        raise
-    return run.go()
+    return _go(config, folder, None, None, quiet)
 
 
 def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[str, Any]:
@@ -59,19 +52,43 @@ def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[s
     path = checkpoint.latest(folder / "checkpoints")
     if path is None:
         raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
-    tensors, state = checkpoint.load(path)
+    state = checkpoint.load(path)[1]
     if state["env_steps"] >= config.steps:
         raise ConfigError(f"--steps: the run has its {state['env_steps']:,} env steps already; give a larger total")
     check_spec(folder, config)
-    learner = InlineLearner(config, life=state["life"] + 1)
+    return _go(config, folder, path, state, quiet)
+
+
+def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
+    """From the config to the summary, in this process or with children. What cannot work leaves nothing behind."""
+    config = replace(config, learners=learner_count(config))
+    spec = make_spec(config.env, config.atari)
+    check(config, spec)
+    resolve(config, spec)
+    board = Board(learner_count(config))
+    here = config.exchange == "solo"
+    life = 0 if state is None else state["life"] + 1
+    learner = InlineLearner(config, life, Links(board=board)) if here else None
+    if not here and config.exchange == "gossip":
+        matrices(config.gossip.topology, learner_count(config), config.gossip.peers)
     try:
-        learner.load(tensors)
-        save_config(folder / "config.json", config)  # a later resume goes on towards the same total
-        run = Run(config, folder, learner, state=state, quiet=quiet)
+        if learner is not None and saved is not None and state is not None:
+            learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
+            learner.start(state["learners"][0], state["env_steps"])
+            board.write(0, learner.counts())
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_config(folder / "config.json", config)  # a later resume goes on towards the same total
+            if state is None:
+                (folder / "spec.json").write_text(_spec_text(spec))
+        except OSError as error:
+            raise CoterieError(f"out: cannot write to {folder}: {error.strerror or error}") from None
+        run = Run(config, folder, spec, board, state=state, quiet=quiet)
     except BaseException:
-        learner.close()
+        if learner is not None:
+            learner.close()
         raise
-    return run.go()
+    return run_here(run, learner) if learner is not None else run_children(run, config, saved, state)
 
 
 def _new_folder(config: Config) -> Path:

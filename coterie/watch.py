@@ -17,10 +17,12 @@ _FPS = 30
 _MOST_FRAMES = 27_000
 
 
-def watch(folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1) -> tuple[Path, float, int]:
+def watch(
+    folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "best"
+) -> tuple[Path, float, int]:
     """Play one game and write its frames; returns the file, the game's return and the number of frames."""
     imageio = _imageio()
-    policy = load(folder)
+    policy = load(folder, learner)
     path = Path(out) if out else Path(folder) / "watch.mp4"
     env = replace(policy.config.env, num_envs=1, reset="in_place", decorrelate=0)
     frames, score = 0, math.nan

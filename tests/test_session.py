@@ -99,21 +99,21 @@ def test_kill_9_then_resume_goes_on_with_everything(tmp_path):
     lines = read_metrics(out)
     rolled_back = max(line["env_steps"] for line in lines) - state["env_steps"]
     learner = InlineLearner(load_config(out / "config.json"), life=1)
-    learner.load(tensors)
+    learner.load(checkpoint.learner(tensors, 0))
     try:
-        for name, tensor in tensors["model"].items():
+        for name, tensor in tensors["learner_0/model"].items():
             assert torch.equal(learner.model.state_dict()[name], tensor)
-        for name, tensor in tensors["exchange"].items():
+        for name, tensor in tensors["learner_0/exchange"].items():
             assert torch.equal(learner.exchange.state_dict()[name], tensor)
-        assert torch.equal(learner.rngs[0].get_state(), tensors["rng"]["policy_0"])
-        assert torch.equal(learner.algorithm.rng.get_state(), tensors["algorithm"]["minibatch_rng"])
+        assert torch.equal(learner.rngs[0].get_state(), tensors["learner_0/rng"]["policy_0"])
+        assert torch.equal(learner.algorithm.rng.get_state(), tensors["learner_0/algorithm"]["minibatch_rng"])
     finally:
         learner.close()
     total = state["env_steps"] + 5000
     config = load_config(out / "config.json")
     summary = coterie.resume(out, steps=total, quiet=True)
     assert summary["env_steps"] >= total
-    assert summary["learner_steps"] > state["learner_steps"]
+    assert summary["learner_steps"] > state["learners"][0]["learner_steps"]
     assert summary["episodes"] >= state["episodes"]["count"]
     assert summary["seconds"] > state["seconds"]
     assert summary["rows"]["rolled_back"] == max(0, rolled_back)
@@ -164,7 +164,7 @@ def test_a_nan_stops_the_run_names_the_tensor_and_keeps_the_last_checkpoint(tmp_
     assert summary["status"] == "failed"
     assert "policy_loss nan" in summary["reason"]
     tensors, _ = checkpoint.load(checkpoint.latest(out / "checkpoints"))
-    assert all(torch.isfinite(x).all() for x in tensors["model"].values())
+    assert all(torch.isfinite(x).all() for x in tensors["learner_0/model"].values())
 
 
 def test_a_nan_can_be_skipped_and_is_counted(tmp_path, monkeypatch):
@@ -194,9 +194,9 @@ def test_resume_offers_the_checkpoint_before_a_damaged_one(tmp_path):
     out = tmp_path / "run"
     coterie.train(tiny(out, **{"log.checkpoint_every": 0.0}), quiet=True)
     path = checkpoint.latest(out / "checkpoints")
-    data = bytearray((path / "model.safetensors").read_bytes())
+    data = bytearray((path / "learner_0" / "model.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
-    (path / "model.safetensors").write_bytes(data)
+    (path / "learner_0" / "model.safetensors").write_bytes(data)
     with pytest.raises(CoterieError) as caught:
         coterie.resume(out, steps=9000, quiet=True)
     assert "model.safetensors" in str(caught.value)
@@ -223,7 +223,7 @@ def test_a_full_disk_ends_the_run_with_the_reason_and_the_last_checkpoint_intact
         with pytest.raises(CoterieError, match=r"No space left on device"):
             coterie.train(config, quiet=True)
         tensors, _ = checkpoint.load(checkpoint.latest(out / "checkpoints"))
-        assert all(torch.isfinite(x).all() for x in tensors["model"].values())
+        assert all(torch.isfinite(x).all() for x in tensors["learner_0/model"].values())
         del tensors  # maps the file
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -34,9 +34,11 @@ class Inline:
         on_publish: Callable[[], None],
         stages: Stages,
         team: Team,
+        poll: int = 0,
     ) -> None:
         self.envs, self.policy, self.recorder, self.stages, self.team = envs, policy, recorder, stages, team
         self.on_publish, self.version = on_publish, 0
+        self.poll = poll or recorder.unroll_length  # steps with the same weights
         self.produced = 0  # valid rows recorded, whoever learns from them
         self.clocks = [Stages() for _ in range(team.size)]
         self.states = [initial_state(len(range(*cols.indices(envs.num_envs)))) for cols in envs.groups]
@@ -59,11 +61,13 @@ class Inline:
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
         seen = [self.envs.recv(g) for g in range(len(self.envs.groups))]
         while True:
-            refresh()
             self.recorder.begin(self.states)
-            shares = [dict(list(enumerate(seen))[k :: self.team.size]) for k in range(self.team.size)]
-            parts = self.team.run([partial(self._collect, *x) for x in zip(shares, self.clocks, strict=True)])
-            seen = [ts for _, ts in sorted({g: ts for part in parts for g, ts in part.items()}.items())]
+            for begin in range(0, self.recorder.unroll_length, self.poll):
+                refresh()
+                rows = range(begin, min(begin + self.poll, self.recorder.unroll_length))
+                shares = [dict(list(enumerate(seen))[k :: self.team.size]) for k in range(self.team.size)]
+                parts = self.team.run([partial(self._collect, rows, *x) for x in zip(shares, self.clocks, strict=True)])
+                seen = [ts for _, ts in sorted({g: ts for part in parts for g, ts in part.items()}.items())]
             self.envs.end_rollout()
             self.stages.merge(self.clocks)
             self.produced += int((~self.recorder.is_first[1:]).sum())
@@ -71,15 +75,15 @@ class Inline:
             seen = [self.envs.begin_rollout(g) for g in range(len(seen))]
 
     @torch.inference_mode()
-    def _collect(self, seen: dict[int, TimeStep], clock: Stages) -> dict[int, TimeStep]:
-        """T steps of one member's groups, and row T. That row's value is judged by the weights that acted; its action
-        waits for the next ones.
+    def _collect(self, rows: range, seen: dict[int, TimeStep], clock: Stages) -> dict[int, TimeStep]:
+        """Some steps of one member's groups, and row T after the last. That row's value is judged by the weights that
+        acted; its action waits for the next ones.
         """
-        steps = self.recorder.unroll_length
-        seen = env_loop(self.envs, self._act, steps, seen, clock)
-        for g, ts in seen.items():
-            out, _ = self.policy(g, self.recorder.see(g, steps, ts), self.states[g])
-            self.recorder.bootstrap(g, out.value)
+        seen = env_loop(self.envs, self._act, rows, seen, clock)
+        if rows.stop == self.recorder.unroll_length:
+            for g, ts in seen.items():
+                out, _ = self.policy(g, self.recorder.see(g, rows.stop, ts), self.states[g])
+                self.recorder.bootstrap(g, out.value)
         return seen
 
     def _act(self, g: int, row: int, ts: TimeStep) -> Array:

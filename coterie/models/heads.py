@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -49,3 +51,30 @@ class Normalizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ((x.float() - self.mean.float()) / self.deviation()).clamp(-10, 10)
+
+
+class Moments:
+    """The rows that some normalizers have seen, as one vector of sums that learners can add up or average."""
+
+    def __init__(self, normalizers: Sequence[Normalizer]) -> None:
+        self.normalizers = list(normalizers)
+        self.size = sum(2 * x.mean.numel() + 1 for x in self.normalizers)
+
+    def read(self) -> Tensor:
+        """`[size]` float64 on the CPU: count, sums and sums of squares of each normalizer."""
+        parts = [torch.zeros(0, dtype=torch.float64)]
+        for x in self.normalizers:
+            total = x.mean * x.count
+            parts += [x.count.reshape(1), total.reshape(-1), (x.m2 + x.mean * total).reshape(-1)]
+        return torch.cat([p.cpu() for p in parts])
+
+    def write(self, sums: Tensor) -> None:
+        at = 0
+        for x in self.normalizers:
+            n = x.mean.numel()
+            count, total, squares = sums[at], sums[at + 1 : at + 1 + n], sums[at + 1 + n : at + 1 + 2 * n]
+            mean = total / count.clamp(min=1e-12)
+            x.count.copy_(count)
+            x.mean.copy_(mean.view_as(x.mean))
+            x.m2.copy_((squares - mean * total).clamp(min=0).view_as(x.m2))
+            at += 2 * n + 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -16,6 +18,39 @@ def available_cores() -> list[int]:
     if quota == "max":
         return cores
     return cores[: max(1, round(int(quota) / int(period)))]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a learner runs."""
+
+    cores: tuple[int, ...]
+    env_threads: int  # one core less than it has where it drives a GPU
+    gpu: int  # -1: none
+
+
+def place(learners: int, cores: Sequence[int], gpus: int) -> list[Place]:
+    """Disjoint cores for learners that act inline, round robin where there are more learners than cores.
+
+    With GPUs learners take them in turns, cores are split evenly among the GPUs, and the first core of each is kept
+    for the learners that drive it (Accelerated Methods 2.2).
+    """
+    if gpus == 0:
+        return [Place(tuple(own), len(own), -1) for own in _shares(learners, cores)]
+    places: list[Place | None] = [None] * learners
+    for gpu, own in enumerate(_shares(min(gpus, learners), cores)):
+        mine = range(gpu, learners, min(gpus, learners))
+        stepping = own[1:] or own
+        for rank, share in zip(mine, _shares(len(mine), stepping), strict=True):
+            places[rank] = Place(tuple(dict.fromkeys([own[0], *share])), len(share), gpu)
+    return [p for p in places if p is not None]
+
+
+def _shares(n: int, cores: Sequence[int]) -> list[list[int]]:
+    c = len(cores)
+    if n > c:
+        return [[cores[i % c]] for i in range(n)]
+    return [list(cores[c * i // n : c * (i + 1) // n]) for i in range(n)]
 
 
 def rss_mb() -> float | None:

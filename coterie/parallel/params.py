@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 _ALIGN = 16  # floats; every parameter starts on a 64-byte line
+_TAIL = 16  # floats behind the gradient, for what an exchange sends along with it
 
 
 class FlatParams:
     """`data` and `grad`, `[n]` float32, with the model's parameters and their gradients as views.
 
+    `bucket` is `grad` with a short `tail` behind it, zero unless an exchange uses it: both travel in one message.
     Padding between parameters stays zero in both, so norms and updates over the whole are exact.
     """
 
@@ -30,7 +32,8 @@ class FlatParams:
             self.slices[name] = slice(end, end + p.numel())
             end += -(-p.numel() // _ALIGN) * _ALIGN
         self.data = torch.zeros(end, device=device)
-        self.grad = torch.zeros(end, device=device)
+        self.bucket = torch.zeros(end + _TAIL, device=device)
+        self.grad, self.tail = self.bucket[:end], self.bucket[end:]
         for name, p in named:
             at = self.slices[name]
             self.data[at].view_as(p).copy_(p.detach())

@@ -11,6 +11,8 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping
+from multiprocessing import reduction
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -50,6 +52,7 @@ class SharedArrays:
 
     def __init__(self, layout: Layout, fd: int | None = None, name: str = "coterie") -> None:
         offsets, size = _place(layout)
+        self.layout, self.name = dict(layout), name
         self.fd = _memory_file(name, size) if fd is None else fd
         if os.fstat(self.fd).st_size < size:
             raise ValueError(f"shared memory holds {os.fstat(self.fd).st_size} bytes, the layout needs {size}")
@@ -58,6 +61,10 @@ class SharedArrays:
             key: np.ndarray(shape, dtype, memory, offsets[key]) for key, (shape, dtype) in layout.items()
         }
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As an argument of a process that is being started, it becomes the same memory there."""
+        return _attach, (self.layout, reduction.DupFd(self.fd), self.name)
+
     def close(self) -> None:
         """Let go of the memory. Arrays that somebody still holds stay readable; the memory goes with the last one."""
         if self.fd >= 0:
@@ -65,3 +72,7 @@ class SharedArrays:
             self.fd = -1
             # Never `mmap.close()`: numpy does not keep the map open for its arrays, and reading one would crash.
             self.arrays = {}
+
+
+def _attach(layout: Layout, fd: Any, name: str) -> SharedArrays:
+    return SharedArrays(layout, fd.detach(), name)

@@ -1,6 +1,6 @@
 """Checkpoints: safetensors and JSON, complete when the manifest with checksums is written, which is last.
 
-    checkpoints/step_000000123456/{model,exchange,algorithm,rng}.safetensors, state.json, manifest.json
+    checkpoints/step_000000123456/learner_0/{model,exchange,algorithm,rng}.safetensors ..., state.json, manifest.json
     checkpoints/best.json
 
 A crash at any moment leaves a complete checkpoint or rubbish with a name that nobody reads.
@@ -30,41 +30,81 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what rea
 
 
 def save(root: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
-    """Write one checkpoint; returns its folder. On an error nothing that was there before is touched.
+    """Write one checkpoint in one go: `open_draft`, `write`, `seal`."""
+    _checked(state)  # before anything is written
+    draft = open_draft(root, f"step_{step:012d}")
+    write(draft, tensors)
+    return seal(root, draft, step, state)
+
+
+def draft_path(root: Path, name: str) -> Path:
+    return root / f".draft-{name}"
+
+
+def open_draft(root: Path, name: str) -> Path:
+    """A folder that learners write their parts into, and that nobody reads until it is sealed."""
+    draft = draft_path(root, name)
+    with _Written(root, draft):
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        draft.mkdir()
+    return draft
+
+
+def write(draft: Path, tensors: Tensors) -> None:
+    """Write groups of tensors, each into a file of its name ("learner_0/model")."""
+    with _Written(draft.parent, draft):
+        for name, group in tensors.items():
+            file = draft / f"{name}.safetensors"
+            file.parent.mkdir(exist_ok=True)
+            # Flat views share one storage, which safetensors refuses to write: it gets copies.
+            copies = {k: x.detach().to("cpu", copy=True).contiguous() for k, x in group.items()}
+            save_file(copies, file)
+
+
+def seal(root: Path, draft: Path, step: int, state: dict[str, Any]) -> Path:
+    """Complete a draft with its state and manifest; returns its folder. On an error nothing that was there is touched.
 
     `state`: nested dicts with text keys, lists, numbers (NaN and infinities, too), text, None.
     """
     final = root / f"step_{step:012d}"
-    draft = root / f".draft-{final.name}-{os.getpid()}"
     text = json.dumps(_checked(state))
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
-        draft.mkdir()
-        for name, group in tensors.items():
-            # Flat views share one storage, which safetensors refuses to write: it gets copies.
-            copies = {k: x.detach().to("cpu", copy=True).contiguous() for k, x in group.items()}
-            save_file(copies, draft / f"{name}.safetensors")
+    with _Written(root, draft):
         (draft / "state.json").write_text(text)
         files = {}
-        for file in sorted(draft.iterdir()):
+        for file in sorted(p for p in draft.rglob("*") if p.is_file()):
             _sync(file)
-            files[file.name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
+            name = file.relative_to(draft).as_posix()
+            files[name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
         body: dict[str, Any] = {"step": step, "files": files}
         (draft / _MANIFEST).write_text(json.dumps({**body, "sha256": _seal(body)}, indent=1))
         _sync(draft / _MANIFEST)
-        _sync(draft)
+        for folder in {draft, *(p.parent for p in draft.rglob("*"))}:
+            _sync(folder)
         old = root / f"{final.name}{_OLD}"
         if final.exists():  # the same step again: after a resume, or at the end of a run
             final.rename(old)  # still a checkpoint, until the new one has the name
         draft.rename(final)
         _sync(root)
         _discard(old)
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            _sweep(root)
-        raise CoterieError(f"checkpoint {final} cannot be written: {_reason(error)}") from None
     return final
+
+
+class _Written:
+    """Turns what goes wrong with a draft into one line, and clears up."""
+
+    def __init__(self, root: Path, draft: Path) -> None:
+        self.root, self.draft = root, draft
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError | SafetensorError):
+            with suppress(OSError):
+                _sweep(self.root)
+            path = self.root / self.draft.name.removeprefix(".draft-")
+            raise CoterieError(f"checkpoint {path} cannot be written: {_reason(error)}") from None
 
 
 def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
@@ -72,7 +112,8 @@ def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
     try:
         files = _verify(path)
         # From bytes, not mapped: the tensors are used while this very checkpoint may be pruned or replaced.
-        tensors = {Path(n).stem: from_bytes((path / n).read_bytes()) for n in files if n.endswith(".safetensors")}
+        names = [n.removesuffix(".safetensors") for n in files if n.endswith(".safetensors")]
+        tensors = {n: from_bytes((path / f"{n}.safetensors").read_bytes()) for n in names}
         return tensors, json.loads((path / "state.json").read_text())
     except (*_DAMAGE, SafetensorError) as error:
         before = latest(path.parent, before=path)
@@ -124,6 +165,12 @@ def prune(root: Path, keep: int) -> None:
     for path in sorted(_complete(root), key=_age, reverse=True)[max(keep, 1) :]:
         if path != marked:
             _discard(path)
+
+
+def learner(tensors: Tensors, rank: int) -> Tensors:
+    """The part of one learner; empty where the checkpoint has none."""
+    prefix = f"learner_{rank}/"
+    return {k.removeprefix(prefix): x for k, x in tensors.items() if k.startswith(prefix)}
 
 
 def digest(tensors: Tensors) -> str:

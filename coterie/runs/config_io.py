@@ -16,7 +16,8 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from coterie.config import Config, Schedule
 from coterie.types import ConfigError, CoterieError
@@ -57,7 +58,9 @@ def _shown(value: Any) -> str:
 def _expected(kind: Any) -> str:
     """What a field takes, in words."""
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
+        return f"{'one of ' * (len(get_args(kind)) > 1)}{', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_expected(k) for k in get_args(kind))
     if get_origin(kind) is tuple:
         return f"a list of {'integers' if get_args(kind)[0] is int else 'numbers'}"
     return {int: "an integer", float: "a number", bool: "True or False", str: "a text"}[kind]
@@ -66,6 +69,10 @@ def _expected(kind: Any) -> str:
 def _coerce(name: str, kind: Any, value: Any) -> Any:
     """`value` as `kind`, or a ConfigError. A number that loses nothing may change its type: 1e6 is an integer."""
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if get_origin(kind) in (Union, UnionType):
+        for one in get_args(kind):
+            with contextlib.suppress(ConfigError):
+                return _coerce(name, one, value)
     if get_origin(kind) is Literal and isinstance(value, str) and value in get_args(kind):
         return value
     if get_origin(kind) is tuple and isinstance(value, list | tuple):
@@ -219,8 +226,9 @@ def cli_help(default: Config) -> str:
 # What a number must be: (fields, predicate, what it says).
 _RULES: tuple[tuple[str, Any, str], ...] = (
     (
-        "learners env.num_envs algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip atari.height "
-        "atari.width atari.stack model.core_size eval.episodes eval.max_steps log.keep",
+        "env.num_envs algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip atari.height "
+        "atari.width atari.stack model.core_size eval.episodes eval.max_steps log.keep "
+        "store.chunks store.local_steps gossip.peers",
         lambda x: x >= 1,
         "must be at least 1",
     ),
@@ -228,7 +236,7 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "seed env.threads env.max_episode_steps env.reserve env.decorrelate env.replace_budget atari.noop_max "
         "ppo.clip_value ppo.target_kl ppo.batch_size optim.max_grad_norm optim.sqrt_scaling_from "
         "optim.chunk eval.every eval.max_episode_steps torch_threads algo.value_coef algo.entropy_coef "
-        "log.checkpoint_every log.every",
+        "log.checkpoint_every log.every restarts algo.poll gossip.mix_every",
         lambda x: x >= 0,
         "must not be negative",
     ),
@@ -239,6 +247,8 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
     ),
     ("optim.alpha optim.beta1 optim.beta2", lambda x: 0 <= x < 1, "must be at least 0 and below 1"),
     ("optim.lr optim.eps ppo.clip log.stall env.timeout reward.scale", lambda x: x > 0, "must be above 0"),
+    ("learners", lambda x: x == "auto" or x >= 1, "must be at least 1, or auto"),
+    ("gossip.tau", lambda x: x >= -1, "must not be below -1"),
     ("env.groups", lambda x: x in (0, 1, 2), "must be 0 (auto), 1 or 2"),
     ("model.hidden", lambda x: all(n >= 1 for n in x), "sizes must be at least 1"),
     ("env.id", lambda x: x.strip() != "", "must not be empty"),

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 from hypothesis import given, settings
@@ -32,6 +32,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         str: st.text(),
     }
+    if get_origin(kind) is Union:
+        return st.one_of(*(values(k) for k in get_args(kind)))
     return simple[kind]
 
 
@@ -39,6 +41,8 @@ def other(kind: Any, value: Any) -> Any:
     """A value of the kind that differs from `value`, if there is one."""
     if get_origin(kind) is Literal:
         return next((v for v in get_args(kind) if v != value), value)
+    if get_origin(kind) is Union:
+        return other(get_args(kind)[0], value)
     if get_origin(kind) is tuple:
         return tuple(get_args(kind)[0](v) for v in (3, 5, 8))
     return {int: 7919, float: 0.4375, bool: not value, str: "Some-Text_1"}[kind]

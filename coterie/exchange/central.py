@@ -1,0 +1,127 @@
+"""Weights, rule state and normalizer sums that all learners of a machine share: `hogwild` and `store` stand on it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from coterie.exchange.solo import Rule
+from coterie.models.heads import Moments
+from coterie.parallel.shm import SharedArrays
+from coterie.types import CoterieError
+
+
+def central_memory(data: Tensor, rule: Rule, chunks: int, moments: Tensor) -> SharedArrays:
+    """Shared memory that holds `data` and the fresh state of `rule` for it, whole (`chunks` 1) or chunk by chunk."""
+    state = rule.state(data)
+    layout = {
+        "data": (tuple(data.shape), "float32"),
+        "moments": ((max(1, len(moments)),), "float64"),
+        **{
+            f"state/{k}": (tuple(x.shape) if x.dim() else (chunks,), str(x.dtype).removeprefix("torch."))
+            for k, x in state.items()
+        },
+    }
+    shared = SharedArrays(layout, name="coterie-central")
+    shared.arrays["data"][:] = data.cpu().numpy()
+    shared.arrays["moments"][: len(moments)] = moments.cpu().numpy()
+    for k, x in state.items():
+        shared.arrays[f"state/{k}"][...] = x.cpu().numpy()
+    return shared
+
+
+class Locks:
+    """Locks that the kernel frees when their holder dies: byte ranges of one file, one byte for each."""
+
+    def __init__(self, fd: int, timeout: float) -> None:
+        self.fd, self.timeout = fd, timeout
+
+    def take(self, k: int, wait: bool = True) -> bool:
+        """Lock number `k`; False where somebody else has it and `wait` is False."""
+        end = time.monotonic() + self.timeout
+        while True:
+            try:
+                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, k)
+                return True
+            except OSError:
+                if not wait:
+                    return False
+            if time.monotonic() > end:
+                raise CoterieError(
+                    f"a lock on the shared weights was not free for {self.timeout:g} s: who has it hangs"
+                )
+            time.sleep(5e-5)
+
+    def free(self, k: int) -> None:
+        fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, k)
+
+    @contextmanager
+    def held(self, k: int) -> Iterator[None]:
+        self.take(k)
+        try:
+            yield
+        finally:
+            self.free(k)
+
+
+class Central:
+    """One process's view of the shared memory. `chunks` slices `data`; `states[k]` is the rule's state of chunk k."""
+
+    def __init__(self, shared: SharedArrays, moments: Moments, chunks: int, timeout: float) -> None:
+        arrays = {k: torch.from_numpy(x) for k, x in shared.arrays.items()}
+        self.data = arrays["data"]
+        self.fd = os.dup(shared.fd)  # the kernel drops a process's locks when it closes any descriptor of the file
+        self.locks = Locks(self.fd, timeout)
+        self.slices = split(len(self.data), chunks)
+        state = {k.removeprefix("state/"): x for k, x in arrays.items() if k.startswith("state/")}
+        n = len(self.data)
+        self.states = [
+            {name: x[at] if len(x) == n else x[k] for name, x in state.items()} for k, at in enumerate(self.slices)
+        ]
+        self.moments, self._sums = moments, arrays["moments"][: moments.size]
+        self._base = moments.read()
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The rule's state of all weights, where there is one chunk."""
+        (only,) = self.states
+        return only
+
+    def share_moments(self) -> None:
+        """Add this learner's new rows to the normalizers of all, and take over theirs."""
+        if not self.moments.size:
+            return
+        new = self.moments.read() - self._base
+        with self.locks.held(len(self.slices)):
+            self._sums += new
+            self._base = self._sums.clone()
+        self.moments.write(self._base)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def split(n: int, chunks: int) -> list[slice]:
+    """`n` weights in `chunks` slices that begin on a cache line."""
+    bounds = [n * k // chunks // 16 * 16 for k in range(chunks)] + [n]
+    return [slice(a, b) for a, b in pairwise(bounds)]
+
+
+def fill(shared: SharedArrays, state: dict[str, Tensor], moments: Tensor) -> None:
+    """Put a checkpoint's rule state and normalizers into the shared memory, before any learner is started."""
+    shared.arrays["moments"][: len(moments)] = moments.cpu().numpy()
+    for name, x in state.items():
+        target = shared.arrays.get(f"state/{name}")
+        if target is not None:
+            # A count for each chunk; the number of chunks may have changed.
+            values = x.cpu().numpy().reshape(-1)
+            target[...] = values.reshape(target.shape) if values.size == target.size else values.max()

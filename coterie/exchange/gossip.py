@@ -1,0 +1,213 @@
+"""Learners that gossip (GALA, Algorithm 1): update alone, tell the out-peers, average with what the in-peers said.
+
+    x_i <- update(x_i);   tell x_i unless the last message is still unread;
+    once there is a message from every in-peer:   x_i <- p_ii x_i + sum_j p_ij m_j
+
+Nobody waits for anybody, unless a learner's last mix is more than `tau` updates old (0: all go in lockstep). Messages
+are numbered: learner i's k-th goes to those who hear it in the k-th matrix, and its m-th mix takes its in-peers' m-th
+messages. A learner that has left, or died, is no longer waited for; one that comes back starts at a number that nobody
+has reached, with a peer's weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.exchange.solo import Guard, NonFinite, Rule, Steps
+from coterie.models.heads import Moments
+from coterie.parallel.board import Board
+from coterie.parallel.params import FlatParams
+from coterie.parallel.shm import SharedArrays
+from coterie.types import Array, CoterieError
+
+RECENT = 4096  # steps whose lengths are kept for the bound of Proposition 1
+
+
+def gossip_memory(learners: int, weights: int, moments: int) -> SharedArrays:
+    """A message of every learner, and how far each has come."""
+    return SharedArrays(
+        {
+            "message": ((learners, weights), "float32"),
+            "moments": ((learners, max(1, moments)), "float64"),
+            "begun": ((learners,), "int64"),  # messages that a learner has begun to write
+            "told": ((learners,), "int64"),  # and those that are complete: the last has the number told - 1
+            "mixed": ((learners,), "int64"),
+            "joined": ((learners,), "int64"),  # the number of its first message
+            "moved": ((learners, RECENT), "float64"),  # squared length of each update, by its number
+            "updates": ((learners,), "int64"),
+        },
+        name="coterie-gossip",
+    )
+
+
+class Gossip:
+    """The exchange of learner `rank`. `mix_every` updates between mixes, or one mix for each rollout (0)."""
+
+    def __init__(
+        self, params: FlatParams, rule: Rule, guard: Guard, moments: Moments, shared: SharedArrays, board: Board,
+        steps: Steps, rank: int, sequence: Sequence[Array], *, tau: int, mix_every: int, timeout: float,
+        rejoin: bool = False,
+    ) -> None:  # fmt: skip
+        self.params, self.rule, self.guard, self.moments, self.board, self.steps = (
+            params, rule, guard, moments, board, steps,
+        )  # fmt: skip
+        self.rank, self.sequence, self.timeout, self.rejoin = rank, list(sequence), timeout, rejoin
+        self.tau, self.mix_every = tau, mix_every
+        self.state = rule.state(params.data)
+        self.message = torch.from_numpy(shared.arrays["message"])
+        self.sums = torch.from_numpy(shared.arrays["moments"])
+        self.begun, self.told, self.mixed, self.joined = (
+            shared.arrays[k] for k in ("begun", "told", "mixed", "joined")
+        )
+        self.moved, self.updates = shared.arrays["moved"], shared.arrays["updates"]
+        self.hears = [[np.flatnonzero(m[i]) for i in range(len(m))] for m in self.sequence]
+        self.heard_by = [[np.flatnonzero(m[:, i]) for i in range(len(m))] for m in self.sequence]
+        self.due = 0  # times that a mix was due since the last one
+        self.made, self.skipped_messages, self.waited = 0, 0, 0.0
+        self.scratch = torch.empty_like(params.data)
+
+    def __enter__(self) -> Gossip:
+        if self.rejoin:
+            self._rejoin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.board.here[self.rank] = 0  # what it said stays; nobody waits for more
+
+    def pull(self, params: FlatParams) -> None:
+        """Peers push; there is nothing to fetch."""
+
+    @torch.no_grad()
+    def step(self, params: FlatParams, lr: float) -> float:
+        """Update alone; mix when it is time."""
+        norm, fine = self.guard.clip(params)
+        self.scratch.copy_(params.data)
+        if fine:
+            self.rule.update(params.data, params.grad, self.state, lr)
+            params.grad.zero_()
+        self._note(self.scratch.sub_(params.data))
+        self.made += 1
+        if self.mix_every and self.made % self.mix_every == 0:
+            self.mix(params)
+        return norm
+
+    def after_rollout(self, params: FlatParams) -> None:
+        if not self.mix_every:
+            self.mix(params)
+
+    @torch.no_grad()
+    def mix(self, params: FlatParams) -> None:
+        """Algorithm 1, lines 5 to 8. Past the bound `tau`, wait for what would otherwise be skipped."""
+        self.due += 1
+        begin = time.monotonic()
+        if self.tau == 0:  # lockstep: tell what has not been mixed yet, then mix
+            self._wait(lambda: self._tell(params), "an out-peer has not read", begin)
+            self._wait(lambda: self._hear(params), "no message from an in-peer", begin)
+        else:
+            self.skipped_messages += not self._tell(params)
+            if not self._hear(params) and 0 < self.tau < self.due:
+                self._wait(lambda: self._tell_and_hear(params), "no message from an in-peer", begin)
+        self.waited += time.monotonic() - begin
+
+    def _tell_and_hear(self, params: FlatParams) -> bool:
+        self._tell(params)  # a peer may be waiting for this very message
+        return self._hear(params)
+
+    def _wait(self, done: Callable[[], bool], what: str, begin: float) -> None:
+        while not done() and not self.board.stopping:
+            if time.monotonic() - begin > self.timeout:
+                raise CoterieError(f"gossip: {what} for {self.timeout:g} s: it hangs")
+            time.sleep(5e-5)
+
+    def _tell(self, params: FlatParams) -> bool:
+        """Leave a message where the out-peers find it, if all of them have read the last one."""
+        i, number = self.rank, int(self.told[self.rank])
+        if number > self.joined[i]:
+            for j in self.heard_by[(number - 1) % len(self.sequence)][i]:
+                if j != i and self.board.here[j] and self.joined[j] < number and self.mixed[j] < number:
+                    return False
+        norm = float(params.data.dot(params.data))
+        if norm - norm != 0:
+            raise NonFinite(f"the weights of {params.nonfinite(params.data) or 'the whole net'} are not finite")
+        self.begun[i] = number + 1
+        self.message[i].copy_(params.data)
+        if self.moments.size:
+            self.sums[i].copy_(self.moments.read())
+        self.told[i] = number + 1
+        return True
+
+    def _hear(self, params: FlatParams) -> bool:
+        """Average with the in-peers' messages of this mix's number, if all are there."""
+        i, number = self.rank, int(self.mixed[self.rank])
+        expected = []
+        for j in self.hears[number % len(self.sequence)][i]:
+            if j == i or self.joined[j] > number:
+                continue
+            if self.told[j] <= number:
+                if self.board.here[j]:
+                    return False
+                if self.told[j] <= number:  # it may have spoken just before it left
+                    continue
+            expected.append(j)
+        if expected:
+            row = self.sequence[number % len(self.sequence)][i]
+            total = float(row[i] + row[expected].sum())
+            own = self.moments.read().mul_(row[i] / total)
+            params.data.mul_(row[i] / total)
+            for j in expected:
+                params.data.add_(self.message[j].to(params.data.device), alpha=row[j] / total)
+                if self.moments.size:
+                    own.add_(self.sums[j], alpha=row[j] / total)
+            if self.moments.size:
+                self.moments.write(own)
+        self.mixed[i] = number + 1
+        self.due = 0
+        return True
+
+    def _note(self, moved: Tensor) -> None:
+        """Write down how far this update went, for the bound of Proposition 1."""
+        at = int(self.updates[self.rank])
+        self.moved[self.rank, at % RECENT] = float(moved.dot(moved))
+        self.updates[self.rank] = at + 1
+
+    def _rejoin(self) -> None:
+        """Come back with the weights of a peer that is there, and a number that nobody has reached."""
+        others = [j for j in np.flatnonzero(self.board.here) if j != self.rank]
+        any(self._copy(int(j)) for j in sorted(others, key=lambda j: -self.told[j]))
+        first = 1 + int(max([*self.told[others], *self.mixed[others], self.told[self.rank]], default=0))
+        for numbers in (self.begun, self.told, self.mixed, self.joined):
+            numbers[self.rank] = first
+        self.updates[self.rank] = max([int(self.updates[j]) for j in others], default=0)
+        self.board.here[self.rank] = 1
+
+    def _copy(self, j: int) -> bool:
+        """Take over the last message of learner `j`, unless it has said nothing or overwrites it all the time."""
+        for _ in range(1000):
+            seen = int(self.told[j])
+            if seen == self.joined[j]:
+                return False
+            weights, sums = self.message[j].clone(), self.sums[j].clone()
+            if int(self.begun[j]) == seen == int(self.told[j]):
+                self.params.data.copy_(weights)
+                self.moments.write(sums)
+                return True
+            time.sleep(1e-3)
+        return False
+
+    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
+        return order, stop
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in state.items():
+            self.state[name].copy_(tensor)

@@ -1,0 +1,124 @@
+"""The board: plain numbers in shared memory that the processes of a run tell each other.
+
+Every number has one writer, so nothing is locked and no increment is lost, whoever dies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from coterie.parallel.shm import SharedArrays
+from coterie.types import Array
+
+#: What each learner counts. `started`: rows that it has begun to learn from (budgets and schedules read their sum);
+#: `learned`: rows that it has learned from.
+COUNTS = (
+    "produced", "started", "learned", "masked", "learner_steps", "samples_trained",
+    "policy_lag_max", "skipped", "replaced",
+)  # fmt: skip
+SAVE, EVALUATE, LAST = 1, 2, 4  # what an order asks for: a checkpoint, before it an evaluation, after it the end
+
+
+class Board:
+    """One row of counts for each learner, and the orders of whoever runs them."""
+
+    def __init__(self, learners: int) -> None:
+        self._shared = SharedArrays(
+            {
+                "counts": ((learners, len(COUNTS)), "int64"),
+                "here": ((learners,), "int64"),
+                "beat": ((learners,), "float64"),
+                "order": ((3,), "int64"),
+                "turns": ((learners,), "int64"),
+            },
+            name="coterie-board",
+        )
+        self._bind()
+
+    def _bind(self) -> None:
+        arrays = self._shared.arrays
+        self.counts: Array = arrays["counts"]
+        self.here: Array = arrays["here"]  # 1 while a learner takes part
+        self.beat: Array = arrays["beat"]  # monotonic time of its last sign of life
+        self.turns: Array = arrays["turns"]  # turns that each learner has had, where they go one after the other
+        self._order: Array = arrays["order"]  # number, what, stop
+
+    def __getstate__(self) -> dict[str, SharedArrays]:
+        return {"_shared": self._shared}
+
+    def __setstate__(self, state: dict[str, SharedArrays]) -> None:
+        self._shared = state["_shared"]
+        self._bind()
+
+    def write(self, rank: int, counts: Mapping[str, int]) -> None:
+        for name, value in counts.items():
+            self.counts[rank, COUNTS.index(name)] = value
+        self.beat[rank] = time.monotonic()
+
+    def read(self, rank: int) -> dict[str, int]:
+        return dict(zip(COUNTS, self.counts[rank].tolist(), strict=True))
+
+    def sum(self, name: str) -> int:
+        return int(self.counts[:, COUNTS.index(name)].sum())
+
+    def give(self, what: int) -> int:
+        """Order all learners to save, or to save and evaluate; returns the order's number. One order at a time."""
+        self._order[1] = what
+        self._order[0] += 1  # written last: who sees the number sees what it asks for
+        return int(self._order[0])
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Number of the latest order, and what it asks for."""
+        return int(self._order[0]), int(self._order[1])
+
+    def my_turn(self, rank: int) -> bool:
+        """Learners before `rank` have had one turn more, those after it as many; who has left is passed over."""
+        mine = self.turns[rank]
+        ahead = self.turns > mine
+        ahead[rank + 1 :] = self.turns[rank + 1 :] >= mine
+        ahead[rank] = True
+        return bool((ahead | (self.here == 0)).all())
+
+    def stop(self) -> None:
+        self._order[2] = 1
+
+    @property
+    def stopping(self) -> bool:
+        return bool(self._order[2])
+
+
+class OwnSteps:
+    """Counts a run's env steps from what one learner knows: its own rows times the number of learners."""
+
+    def __init__(self, learners: int = 1) -> None:
+        self.learners, self.own = learners, 0
+
+    def add(self, rows: int) -> None:
+        self.own += rows
+
+    def start(self, own: int, total: int) -> None:
+        self.own = own
+
+    @property
+    def total(self) -> int:
+        return self.own * self.learners
+
+
+class BoardSteps:
+    """Counts a run's env steps on the board: everybody's rows, the moment that somebody begins to learn from them."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self._column = board.counts[:, COUNTS.index("started")]
+        self._rank = rank
+
+    def add(self, rows: int) -> None:
+        self._column[self._rank] += rows
+
+    def start(self, own: int, total: int) -> None:
+        self._column[self._rank] = own
+
+    @property
+    def total(self) -> int:
+        return int(self._column.sum())

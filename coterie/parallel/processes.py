@@ -1,0 +1,121 @@
+"""Processes that a run starts: on their own cores, never outliving their parent, and never silent about their end.
+
+Children are forked from a server that has torch loaded already (multiprocessing's forkserver), so that sixty of them
+start in seconds and share its memory; never from the caller, whose threads and locks a fork would copy half-way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
+
+from coterie.types import ConfigError, CoterieError
+
+Post = Callable[[str, Any], None]  # (kind, content) to the parent
+_END_S = 5.0  # for a child whose pipe has closed to be gone
+
+
+class PeerLost(CoterieError):
+    """A learner cannot go on because another one is gone: the other's end is the reason to show."""
+
+
+class Child:
+    """A started process that runs `target(post, *args)`; its messages and its end come from `listen`."""
+
+    def __init__(self, name: str, cores: Sequence[int], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["coterie.roles"])
+        self.name = name
+        self.conn, theirs = context.Pipe()
+        self.process = context.Process(target=_enter, args=(theirs, list(cores), target, args), name=name, daemon=True)
+        with _no_main():
+            self.process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ValueError, OSError):
+            self.process.kill()
+        self.end()
+
+    def end(self) -> str:
+        """After its pipe has closed, or a kill: how it ended."""
+        self.conn.close()
+        self.process.join(_END_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        code = self.process.exitcode or 0
+        if code == -signal.SIGKILL:
+            return "was killed by SIGKILL (the kernel does so when memory runs out)"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def listen(children: Iterable[Child], seconds: float) -> Iterator[tuple[Child, str, Any]]:
+    """Messages that arrive within `seconds`; kind "end" with the manner of it is a child's last."""
+    by_conn = {child.conn: child for child in children}
+    for conn in wait(list(by_conn), seconds):
+        child = by_conn[cast(Connection, conn)]
+        try:
+            while True:
+                kind, content = child.conn.recv()
+                yield child, kind, content
+                if not child.conn.poll():
+                    break
+        except (EOFError, OSError):
+            yield child, "end", child.end()
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """A child must not run the caller's script again: it would start a run of its own where there is no main guard."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _enter(conn: Connection, cores: list[int], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """A child's life: signals are the parent's to handle, and with the parent the child is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    lock = threading.Lock()
+
+    def post(kind: str, content: Any) -> None:
+        with lock:
+            conn.send((kind, content))
+
+    threading.Thread(target=_die_with_parent, args=(conn,), name="coterie-parent-watch", daemon=True).start()
+    code = 0
+    try:
+        target(post, *args)
+    except BaseException as error:  # whatever it is, the parent says it
+        code = 1
+        kind = "config" if isinstance(error, ConfigError) else "peer" if isinstance(error, PeerLost) else "error"
+        text = " ".join(str(error).split())
+        line = text if isinstance(error, CoterieError) else f"{type(error).__name__}: {text}"
+        with contextlib.suppress(OSError):
+            post(kind, (line, "" if isinstance(error, CoterieError) else traceback.format_exc()))
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # threads of simulators must not keep it
+
+
+def _die_with_parent(conn: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        conn.recv()
+    os._exit(1)

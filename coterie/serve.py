@@ -1,0 +1,112 @@
+"""A learner at work within a run: after each rollout it counts, reports, and carries out orders.
+
+Whoever runs it (the same process, or the parent of several) gives orders on the board and takes messages by `post`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from coterie.evaluate import evaluate
+from coterie.parallel.affinity import rss_mb
+from coterie.parallel.board import EVALUATE, LAST
+from coterie.parallel.processes import Post
+from coterie.roles import EVAL_SEED, InlineLearner, seed_for
+from coterie.runs import checkpoint
+from coterie.types import CoterieError, Rollout
+
+
+class Service:
+    """Runs a learner. `every`: least seconds between two reports."""
+
+    def __init__(self, learner: InlineLearner, folder: Path, post: Post, every: float = 0.0) -> None:
+        self.learner, self.post, self.every = learner, post, every
+        self.root = folder / "checkpoints"
+        self.board, self.rank = learner.links.board, learner.links.rank
+        self.games: list[tuple[float, int]] = []
+        self.reported = 0.0
+        self.done = self.board.order[0] if learner.links.rejoin else 0  # the last order that was carried out
+        self.over = False
+
+    def run(self) -> None:
+        """Train to the end of the run, then go on carrying out orders until the last."""
+        self.board.write(self.rank, self.learner.counts())
+        self.post("note", self.learner.describe())
+        if self.board.order[0] > self.done:  # given before anybody began: the checkpoint at step 0
+            self.obey()
+        self.learner.run(self.after_rollout)
+        self.report()
+        self.post("idle", None)
+        while not self.over:
+            self.board.beat[self.rank] = time.monotonic()
+            if self.board.order[0] > self.done:
+                self.obey()
+            else:
+                time.sleep(0.005)
+
+    def after_rollout(self, rollout: Rollout) -> bool:
+        """True ends the training: by budget, or because whoever runs the learners says so."""
+        learner = self.learner
+        self.games += rollout.episodes
+        self.board.write(self.rank, learner.counts())
+        if time.monotonic() - self.reported >= self.every:
+            self.report()
+        order, stop = learner.exchange.agree(self.board.order[0] > self.done, self.board.stopping)
+        if order:
+            self.obey()
+        return stop or learner.exchange.steps.total >= learner.config.steps
+
+    def report(self) -> None:
+        progress, self.reported = self.learner.progress, time.monotonic()
+        content: dict[str, Any] = {
+            "games": self.games,
+            "metrics": progress.metrics,
+            "batches": progress.batches,
+            "stages": dict(self.learner.stages.seconds),
+            "lr": self.learner.lr(self.learner.exchange.steps.total),
+            "rss_mb": rss_mb(),
+            "gauges": self.learner.gauges(),
+        }
+        self.games, progress.metrics, progress.batches = [], {}, 0
+        self.post("report", content)
+
+    def obey(self) -> None:
+        """Evaluate where that is asked for and this is the first learner; then write this learner's part."""
+        number, what = self.board.order
+        self.done = number
+        if what & EVALUATE and self.rank == 0 and not self._evaluate():
+            return
+        learner = self.learner
+        if name := learner.params.nonfinite(learner.params.data):
+            raise CoterieError(f"the weights of {name} are not finite at learner step {learner.progress.learner_steps}")
+        groups = learner.tensors()
+        checkpoint.write(
+            checkpoint.draft_path(self.root, f"order_{number}"),
+            {f"learner_{self.rank}/{name}": group for name, group in groups.items()},
+        )
+        digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
+        self.post("saved", {"order": number, "counts": learner.counts(), "digest": digest})
+        self.over = bool(what & LAST)
+
+    def _evaluate(self) -> bool:
+        """Score the weights that the checkpoint will hold; False where a signal came in between."""
+        learner = self.learner
+        learner.refresh_actor()
+        scores = evaluate(
+            learner.algorithm,
+            learner.actor,
+            learner.config,
+            episodes=learner.config.eval.episodes,
+            sampled=learner.config.eval.sampled,
+            seed=seed_for(learner.config.seed, EVAL_SEED, learner.exchange.steps.total),
+            stop=self._alive,
+        )
+        if not self.board.stopping:
+            self.post("scores", scores)
+        return True
+
+    def _alive(self) -> bool:
+        self.board.beat[self.rank] = time.monotonic()
+        return self.board.stopping
