@@ -15,14 +15,17 @@ import torch
 
 from coterie.actor import Stages
 from coterie.config import Config
-from coterie.envs.make import make_envs
+from coterie.envs.make import make_envs, make_spec
 from coterie.envs.spaces import random_actions
+from coterie.launch.local import Placement
 from coterie.learner import Gradients, LearnSettings, autocast
 from coterie.learner import learn as train
+from coterie.matrix import check
 from coterie.parallel.affinity import available_cores
+from coterie.parallel.processes import Child, Post, listen
 from coterie.parallel.threads import Team
-from coterie.roles import InlineLearner
-from coterie.types import Rollout
+from coterie.roles import InlineLearner, Links, settle
+from coterie.types import CoterieError, Rollout
 
 _ROUNDS = 3
 
@@ -33,7 +36,7 @@ class _EnvOnly:
     def __init__(self, learner: InlineLearner) -> None:
         config = learner.config
         threads = learner.layout.env_threads
-        env = replace(config.env, reset="in_place")
+        env = replace(config.env, reset="in_place", delay=0.0)
         self.envs = make_envs(env, config.atari, seed=config.seed, threads=threads, groups=1)
         rng = np.random.default_rng(config.seed)
         self.actions = [random_actions(learner.spec.action, rng, config.env.num_envs) for _ in range(64)]
@@ -50,51 +53,125 @@ class _EnvOnly:
         return steps / elapsed
 
 
+Sync = Callable[[], None]  # returns once all learners have come as far
+
+
 def bench(config: Config, seconds: float) -> dict[str, Any]:
-    """Rates in env steps/s (see DESIGN names): env_only, acting, training, their ratios, and the parts of a step."""
-    learner = InlineLearner(config)
-    turn = seconds / (3 * _ROUNDS + 1)
-    rates: dict[str, list[float]] = {"env_only": [], "acting": [], "training": []}
-    env_only = _EnvOnly(learner)
-    training = _Training(learner)
-    try:
-        env_only.turn(turn / 4)
-        training.turn(turn / 2)
-        stages = Stages()
-        for _ in range(_ROUNDS):
-            rates["env_only"].append(env_only.turn(turn))
-            rates["acting"].append(training.turn(turn, learn=False))
-            before = dict(learner.stages.seconds)
-            rates["training"].append(training.turn(turn))
-            for name, value in learner.stages.seconds.items():
-                stages.seconds[name] += value - before.get(name, 0.0)
-        costs = _costs(learner, training.last)
-    finally:
-        env_only.envs.close()
-        training.close()
+    """Rates in env steps/s (see DESIGN names): env_only, acting, training, their ratios, and the parts of a step.
+
+    Several learners are measured at once, each on its own cores, turn by turn together; rates are sums over them.
+    """
+    config = settle(config)
+    check(config, make_spec(config.env, config.atari))
+    if config.learners == 1:
+        found = [_measure(InlineLearner(config), seconds, lambda: None)]
+    else:
+        found = _measure_children(config, seconds)
+    rates = {k: np.sum([one["rates"][k] for one in found], 0) for k in found[0]["rates"]}
     env, acting, train = (float(np.median(rates[k])) for k in ("env_only", "acting", "training"))
     cores = len(available_cores())
-    env_cost = min(cores, learner.layout.env_threads) / env
-    parts = {"env": env_cost, **costs}
+    # One step of the env costs what it takes the cores that step it, whatever the number of learners.
+    parts = {"env": found[0]["env_cores"] * len(found) / env, **found[0]["costs"]}
     ceiling = cores / sum(parts.values())
+    stages = {k: float(np.mean([one["stages"].get(k, 0.0) for one in found])) for k in found[0]["stages"]}
     return {
         "preset": config.preset,
         "env": config.env.id,
         "torso": config.model.torso,
+        "exchange": config.exchange,
+        "learners": config.learners,
         "cores": cores,
         "env_only": env,
         "acting": acting,
         "training": train,
-        "acting_over_env_only": float(np.median(np.divide(rates["acting"], rates["env_only"]))),
-        "training_over_env_only": float(np.median(np.divide(rates["training"], rates["env_only"]))),
+        "acting_over_env_only": float(np.median(rates["acting"] / rates["env_only"])),
+        "training_over_env_only": float(np.median(rates["training"] / rates["env_only"])),
         "ceiling": ceiling,
         "training_over_ceiling": train / ceiling,
-        "frames_per_s": train * learner.spec.action_repeat,
+        "frames_per_s": train * found[0]["action_repeat"],
         "core_us_per_step": {k: 1e6 * v for k, v in parts.items()},
-        "stages": {k: round(v, 3) for k, v in stages.seconds.items()},
+        "stages": {k: round(v, 3) for k, v in stages.items()},
+        "exchange_share": stages.get("exchange", 0.0) / max(sum(stages.values()), 1e-9),
+        "gauges": found[0]["gauges"],
         "bottleneck": max(parts, key=lambda k: parts[k]),
-        "rates": rates,
+        "rates": {k: v.tolist() for k, v in rates.items()},
     }
+
+
+def _measure(learner: InlineLearner, seconds: float, sync: Sync) -> dict[str, Any]:
+    """One learner's rates in alternating turns; all learners begin each turn together."""
+    turn = seconds / (3 * _ROUNDS + 1)
+    rates: dict[str, list[float]] = {"env_only": [], "acting": [], "training": []}
+    env_only = _EnvOnly(learner)
+    training = _Training(learner)
+    stages = Stages()
+    try:
+        with learner.exchange:
+            sync()
+            env_only.turn(turn / 4)
+            sync()
+            training.turn(turn / 2)
+            for _ in range(_ROUNDS):
+                sync()
+                rates["env_only"].append(env_only.turn(turn))
+                sync()
+                rates["acting"].append(training.turn(turn, learn=False))
+                before = dict(learner.stages.seconds)
+                sync()
+                rates["training"].append(training.turn(turn))
+                for name, value in learner.stages.seconds.items():
+                    stages.seconds[name] += value - before.get(name, 0.0)
+            sync()
+            costs = _costs(learner, training.last) if learner.links.rank == 0 else {}
+            sync()
+    finally:
+        env_only.envs.close()
+        training.close()
+    return {
+        "rates": rates,
+        "costs": costs,
+        "stages": dict(stages.seconds),
+        "gauges": learner.gauges(),
+        "env_cores": min(len(available_cores()), learner.layout.env_threads),
+        "action_repeat": learner.spec.action_repeat,
+    }
+
+
+def bench_process(post: Post, config: Config, links: Links, seconds: float) -> None:
+    """A child: one learner of several that are measured together."""
+    board, rank = links.board, links.rank
+
+    def sync() -> None:
+        board.turns[rank] += 1
+        end = time.monotonic() + config.log.stall
+        while int(board.turns.min()) < int(board.turns[rank]):
+            if time.monotonic() > end:
+                raise CoterieError("bench: another learner hangs")
+            time.sleep(1e-4)
+
+    post("found", _measure(InlineLearner(config, 0, links), seconds, sync))
+
+
+def _measure_children(config: Config, seconds: float) -> list[dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    crew = Placement(config, make_spec(config.env, config.atari))
+    try:
+        children = [
+            Child(f"coterie-bench-{rank}", crew.places[rank].cores, bench_process, (config, crew.links(rank), seconds))
+            for rank in range(crew.learners)
+        ]
+        try:
+            while len(found) < len(children):
+                for child, kind, content in listen([c for i, c in enumerate(children) if i not in found], 0.5):
+                    if kind != "found":
+                        raise CoterieError(f"{child.name}: {content if kind == 'end' else content[0]}")
+                    found[children.index(child)] = content
+        finally:
+            for child in children:
+                child.kill()
+    finally:
+        crew.close()
+    return [found[rank] for rank in sorted(found)]
 
 
 class _Training:
@@ -103,28 +180,39 @@ class _Training:
     def __init__(self, learner: InlineLearner) -> None:
         self.learner = learner
         self.last: Rollout | None = None
-        self.source = learner.acting.rollouts(lambda: learner.acting.publish(learner.progress.learner_steps))
-        self.settings = LearnSettings(learner.lr, learner.stages, lambda rollout: True)
+        self.source = learner.acting.rollouts(self._refresh)
+        self.steps, self.end = 0, 0.0
+
+    def _refresh(self) -> None:
+        self.learner.exchange.pull(self.learner.params)
+        self.learner.acting.publish(self.learner.progress.learner_steps)
 
     def turn(self, seconds: float, learn: bool = True) -> float:
-        begin, steps = time.perf_counter(), 0
-        while (elapsed := time.perf_counter() - begin) < seconds:
-            if learn:
-                train(
-                    self.learner.model,
-                    self.learner.params,
-                    self.learner.algorithm,
-                    self,
-                    self.learner.exchange,
-                    self.learner.gradients,
-                    self.learner.progress,
-                    self.settings,
-                )
-            else:
+        begin, self.steps = time.perf_counter(), 0
+        self.end = begin + seconds
+        learner = self.learner
+        if learn:
+            learner.exchange.agree(False, False)
+            settings = LearnSettings(learner.lr, learner.stages, self._over)
+            train(
+                learner.model,
+                learner.params,
+                learner.algorithm,
+                self,
+                learner.exchange,
+                learner.gradients,
+                learner.progress,
+                settings,
+            )
+        else:
+            while time.perf_counter() < self.end:
                 self.last = next(self.source)
-            assert self.last is not None
-            steps += int(self.last.mask.sum())
-        return steps / elapsed
+                self.steps += int(self.last.mask.sum())
+        return self.steps / (time.perf_counter() - begin)
+
+    def _over(self, rollout: Rollout) -> bool:
+        self.steps += int(rollout.mask.sum())
+        return self.learner.exchange.agree(False, time.perf_counter() >= self.end)[1]
 
     def publish(self, version: int) -> None:
         """`learn` asks for it; `source` publishes before each rollout itself."""
@@ -173,12 +261,14 @@ def show(result: dict[str, Any]) -> str:
     parts = ", ".join(f"{k} {v:.0f}" for k, v in r["core_us_per_step"].items())
     return "\n".join(
         [
-            f"{r['preset']} on {r['env']}, {r['cores']} cores; env steps/s, median of {_ROUNDS} alternating turns",
+            f"{r['preset']} on {r['env']}, {r['learners']} learner(s), {r['exchange']}, {r['cores']} cores; "
+            f"env steps/s, median of {_ROUNDS} alternating turns",
             f"env only   {r['env_only']:>10,.0f}",
             f"acting     {r['acting']:>10,.0f}   {r['acting_over_env_only']:.2f} of env only",
             f"training   {r['training']:>10,.0f}   {r['training_over_env_only']:.2f} of env only, "
             f"{r['frames_per_s']:,.0f} frames/s",
             f"ceiling    {r['ceiling']:>10,.0f}   training reaches {r['training_over_ceiling']:.2f} of it",
+            f"exchange   {100 * r['exchange_share']:.1f}% of a learner's time",
             f"one step costs (core microseconds): {parts}",
             f"bottleneck: {r['bottleneck']}",
         ]

@@ -26,6 +26,9 @@ class Env:
     decorrelate: int = 0  # most uniform-random env steps that each env takes before the run
     timeout: float = 60.0  # seconds after which a worker that does not answer is replaced
     replace_budget: int = 100  # envs that may be replaced (crash, NaN, hang) before the run fails
+    delay: float = 0.0  # seconds added to each step of a group of envs, to see what stragglers do
+    delay_kind: Literal["constant", "exponential"] = "constant"  # exponential: drawn anew each time, `delay` on average
+    delay_learner: int = -1  # the only learner that is delayed; -1: all
     kwargs: str = "{}"  # JSON object handed to the env's constructor
 
 
@@ -174,6 +177,7 @@ class Log:
     checkpoint_every: float = 120.0  # seconds between checkpoints
     keep: int = 3  # checkpoints kept besides the best
     tensorboard: bool = True
+    cosines: int = 0  # env steps of each learner between two comparisons of the learners' gradients; 0: none
     wandb: str = ""  # project name; needs the extra `wandb`
 
 
@@ -184,7 +188,7 @@ class Config:
     preset: str = ""
     algorithm: Literal["a2c", "ppo"] = "a2c"
     acting: Literal["inline"] = "inline"
-    exchange: Literal["solo", "allreduce", "hogwild", "store", "gossip"] = "solo"
+    exchange: Literal["auto", "solo", "allreduce", "hogwild", "store", "gossip"] = "auto"  # auto: solo, or allreduce
     launch: Literal["local"] = "local"
     learners: int | Literal["auto"] = 1  # auto: one for each core, or for each GPU where there are any
     restarts: int = 3  # learners that may be killed, and are started again, before the run fails

@@ -86,6 +86,7 @@ def evaluate(
         num_envs=n,
         reset="in_place",
         decorrelate=0,
+        delay=0.0,
         max_episode_steps=config.eval.max_episode_steps or config.env.max_episode_steps,
     )
     budget = config.eval.max_steps if max_steps is None else max_steps

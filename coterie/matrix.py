@@ -10,7 +10,7 @@ from coterie.types import ConfigError, Spec
 
 ALGORITHMS: tuple[str, ...] = get_args(get_type_hints(Config)["algorithm"])
 ACTING: tuple[str, ...] = get_args(get_type_hints(Config)["acting"])
-EXCHANGES: tuple[str, ...] = get_args(get_type_hints(Config)["exchange"])
+EXCHANGES: tuple[str, ...] = tuple(x for x in get_args(get_type_hints(Config)["exchange"]) if x != "auto")
 LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
 
 

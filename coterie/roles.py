@@ -25,6 +25,7 @@ from coterie.envs.make import make_envs, make_spec
 from coterie.envs.pool import has_env
 from coterie.exchange.allreduce import AllReduce
 from coterie.exchange.central import Central, central_memory
+from coterie.exchange.diagnostics import Sampled
 from coterie.exchange.gossip import Gossip, gossip_memory
 from coterie.exchange.hogwild import Hogwild
 from coterie.exchange.solo import Guard, Solo
@@ -108,10 +109,16 @@ def make_model(config: Config, spec: Spec) -> ActorCritic:
         return ActorCritic(spec, config.model)
 
 
-def learner_count(config: Config) -> int:
-    if config.learners != "auto":
-        return config.learners
-    return 1 if config.exchange == "solo" else len(available_cores())
+def settle(config: Config) -> Config:
+    """`auto` learners and exchange as what they are on this machine: one learner for each GPU, or else each core."""
+    learners = config.learners
+    if learners == "auto":
+        gpus = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
+        learners = 1 if config.exchange == "solo" else gpus or len(available_cores())
+    exchange = config.exchange
+    if exchange == "auto":
+        exchange = "solo" if learners == 1 else "allreduce"
+    return replace(config, learners=learners, exchange=exchange)
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,7 @@ class Links:
     board: Board = field(default_factory=lambda: Board(1))
     memory: SharedArrays | None = None
     rendezvous: Path | None = None  # allreduce: the file where they meet
+    gradients: SharedArrays | None = None  # where gradients are left to be compared
     rejoin: bool = False  # gossip: the others are at work already
     gpu: int = 0
 
@@ -184,7 +192,7 @@ class InlineLearner:
 
     def __init__(self, config: Config, life: int = 0, links: Links | None = None) -> None:
         self.links = links = links or Links()
-        self.config = config = replace(config, learners=links.learners)
+        self.config = config = settle(replace(config, learners=links.learners))
         self.spec = make_spec(config.env, config.atari)
         check(config, self.spec)
         self.layout = layout = resolve(config, self.spec, links.gpu)
@@ -196,6 +204,8 @@ class InlineLearner:
         self.progress, self.stages = Progress(), Stages()
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         self.exchange = make_exchange(config, self.params, normalizers(config, self.model), links)
+        if links.gradients is not None:
+            self.exchange = Sampled(self.exchange, links.gradients, links.rank, config.log.cosines)
         self.actor, self.refresh_actor = acting_copy(self.model, layout.dtype)
         first = links.rank * config.env.num_envs
         self.envs = make_envs(

@@ -21,6 +21,7 @@ from typing import Any
 from coterie.config import Config
 from coterie.evaluate import Scores
 from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board
+from coterie.parallel.energy import Energy
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
 from coterie.runs.metrics import Episodes, RunWriter, read_metrics
@@ -65,6 +66,8 @@ class Run:
         self.saved: dict[int, dict[str, Any]] = {}
         self.scores: Scores | None = None
         self.digests: dict[int, str] = {}
+        self.readers: list[Callable[[], dict[str, float]]] = []  # more for the lines of metrics
+        self.energy = Energy()
         self.over = False
         self.signal: signal.Signals | None = None
         self.noted = False
@@ -167,12 +170,12 @@ class Run:
         self.board.here[rank] = 0
         self.reports.pop(rank, None)
 
-    def roll_back(self, state: dict[str, Any], board: Board) -> None:
-        """All learners go back to a checkpoint, on a new board."""
+    def roll_back(self, state: dict[str, Any]) -> None:
+        """All learners go back to a checkpoint; what they had counted since is on the old board."""
         learned = self.board.sum("learned")
         self.rolled_back += learned - state["env_steps"]
         self.dropped += self.board.sum("produced") - learned
-        self.board, self.order, self.saved, self.scores = board, None, {}, None
+        self.order, self.saved, self.scores = None, {}, None
         self.members, self.idle, self.reports = set(range(self.learners)), set(), {}
         self.line_steps = state["env_steps"]
 
@@ -241,6 +244,8 @@ class Run:
             ) / elapsed
         self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps
         self.metrics, self.batches = {}, 0
+        for read in self.readers:
+            line |= read()
         self.writer.write(line)
         self.display.update({**self._status(), "losses": line})
 
@@ -352,10 +357,18 @@ class Run:
             "skipped_batches": board.sum("skipped"),
             "policy_lag_max": int(board.counts[:, COUNTS.index("policy_lag_max")].max()),
             "stages": {k: round(v, 3) for k, v in self.stages.items()},
+            "energy": self._energy(learned - self.begin_steps),
             "digest": whole if self.digests else "",
             **({"digests": digests, "restarts": self.restarts} if self.learners > 1 else {}),
             **self.last_eval,
         }
+
+    def _energy(self, env_steps: int) -> dict[str, Any]:
+        """Of this life of the run, and of the whole machine."""
+        joules = self.energy.joules()
+        if not joules:
+            return {"frames_per_kj": None, "joules": None, "reason": self.energy.reason}
+        return {"frames_per_kj": env_steps * self.spec.action_repeat / (joules / 1e3), "joules": joules, "reason": ""}
 
     def _catch_signals(self) -> Callable[[], None]:
         """SIGINT and SIGTERM ask for an end after this rollout; a second one ends it at once."""

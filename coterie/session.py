@@ -17,7 +17,7 @@ from coterie.exchange.topology import matrices
 from coterie.launch.local import run_children, run_here
 from coterie.matrix import check
 from coterie.parallel.board import Board
-from coterie.roles import InlineLearner, Links, learner_count, resolve
+from coterie.roles import InlineLearner, Links, resolve, settle
 from coterie.run import EXIT_INTERRUPTED, Run
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
@@ -61,16 +61,17 @@ def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[s
 
 def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
     """From the config to the summary, in this process or with children. What cannot work leaves nothing behind."""
-    config = replace(config, learners=learner_count(config))
+    config = settle(config)
     spec = make_spec(config.env, config.atari)
     check(config, spec)
     resolve(config, spec)
-    board = Board(learner_count(config))
+    assert isinstance(config.learners, int)
+    board = Board(config.learners)
     here = config.exchange == "solo"
     life = 0 if state is None else state["life"] + 1
     learner = InlineLearner(config, life, Links(board=board)) if here else None
     if not here and config.exchange == "gossip":
-        matrices(config.gossip.topology, learner_count(config), config.gossip.peers)
+        matrices(config.gossip.topology, config.learners, config.gossip.peers)
     try:
         if learner is not None and saved is not None and state is not None:
             learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))

@@ -30,11 +30,11 @@ LEVELS: list[list[str]] = [
     ["algorithms.a2c", "algorithms.ppo"],
     ["exchange.solo", "exchange.central", "exchange.allreduce", "exchange.hogwild", "exchange.store"],
     ["exchange.topology", "exchange.gossip"],
-    ["learner"],
+    ["learner", "exchange.diagnostics"],
     ["acting.inline"],
     ["matrix"],
     ["roles"],
-    ["evaluate", "watch", "bench", "presets", "serve", "run", "launch.local", "session"],
+    ["evaluate", "watch", "presets", "serve", "run", "launch.local", "bench", "session"],
     ["sweep", "doctor"],
     ["cli"],
 ]

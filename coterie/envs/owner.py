@@ -6,6 +6,7 @@ Accelerated Methods 3.1 (two groups), 4.1 (start decorrelation; resets in place,
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -51,6 +52,9 @@ class Envs:
             self.close()
             raise
         self.spec = self._backends[0].spec
+        delayed = env.delay_learner in (-1, first_env_id // env.num_envs)
+        self._delay, self._exponential = env.delay * delayed, env.delay_kind == "exponential"
+        self._delays = np.random.default_rng(env_seed(seed, first_env_id, 2))
 
     @property
     def failures(self) -> list[str]:
@@ -59,6 +63,8 @@ class Envs:
 
     def recv(self, group: int) -> TimeStep:
         """Wait for a group's TimeStep; the first one holds the first observations."""
+        if self._delay:
+            time.sleep(self._delays.exponential(self._delay) if self._exponential else self._delay)
         return self._group[group].recv()
 
     def send(self, group: int, action: Array) -> None:

@@ -26,7 +26,7 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array, CoterieError
 
-RECENT = 4096  # steps whose lengths are kept for the bound of Proposition 1
+RECENT = 4096  # mixes for which the lengths of the updates before them are kept, for the bound of Proposition 1
 
 
 def gossip_memory(learners: int, weights: int, moments: int) -> SharedArrays:
@@ -39,8 +39,7 @@ def gossip_memory(learners: int, weights: int, moments: int) -> SharedArrays:
             "told": ((learners,), "int64"),  # and those that are complete: the last has the number told - 1
             "mixed": ((learners,), "int64"),
             "joined": ((learners,), "int64"),  # the number of its first message
-            "moved": ((learners, RECENT), "float64"),  # squared length of each update, by its number
-            "updates": ((learners,), "int64"),
+            "moved": ((learners, RECENT), "float64"),  # squared length of the updates before each mix
         },
         name="coterie-gossip",
     )
@@ -65,11 +64,12 @@ class Gossip:
         self.begun, self.told, self.mixed, self.joined = (
             shared.arrays[k] for k in ("begun", "told", "mixed", "joined")
         )
-        self.moved, self.updates = shared.arrays["moved"], shared.arrays["updates"]
+        self.moved = shared.arrays["moved"]
         self.hears = [[np.flatnonzero(m[i]) for i in range(len(m))] for m in self.sequence]
         self.heard_by = [[np.flatnonzero(m[:, i]) for i in range(len(m))] for m in self.sequence]
         self.due = 0  # times that a mix was due since the last one
         self.made, self.skipped_messages, self.waited = 0, 0, 0.0
+        self.anchor = params.data.clone()  # the weights after the last mix
         self.scratch = torch.empty_like(params.data)
 
     def __enter__(self) -> Gossip:
@@ -89,11 +89,9 @@ class Gossip:
     def step(self, params: FlatParams, lr: float) -> float:
         """Update alone; mix when it is time."""
         norm, fine = self.guard.clip(params)
-        self.scratch.copy_(params.data)
         if fine:
             self.rule.update(params.data, params.grad, self.state, lr)
             params.grad.zero_()
-        self._note(self.scratch.sub_(params.data))
         self.made += 1
         if self.mix_every and self.made % self.mix_every == 0:
             self.mix(params)
@@ -137,6 +135,8 @@ class Gossip:
         norm = float(params.data.dot(params.data))
         if norm - norm != 0:
             raise NonFinite(f"the weights of {params.nonfinite(params.data) or 'the whole net'} are not finite")
+        torch.sub(params.data, self.anchor, out=self.scratch)
+        self.moved[i, number % RECENT] = float(self.scratch.dot(self.scratch))
         self.begun[i] = number + 1
         self.message[i].copy_(params.data)
         if self.moments.size:
@@ -168,15 +168,10 @@ class Gossip:
                     own.add_(self.sums[j], alpha=row[j] / total)
             if self.moments.size:
                 self.moments.write(own)
+        self.anchor.copy_(params.data)
         self.mixed[i] = number + 1
         self.due = 0
         return True
-
-    def _note(self, moved: Tensor) -> None:
-        """Write down how far this update went, for the bound of Proposition 1."""
-        at = int(self.updates[self.rank])
-        self.moved[self.rank, at % RECENT] = float(moved.dot(moved))
-        self.updates[self.rank] = at + 1
 
     def _rejoin(self) -> None:
         """Come back with the weights of a peer that is there, and a number that nobody has reached."""
@@ -185,7 +180,7 @@ class Gossip:
         first = 1 + int(max([*self.told[others], *self.mixed[others], self.told[self.rank]], default=0))
         for numbers in (self.begun, self.told, self.mixed, self.joined):
             numbers[self.rank] = first
-        self.updates[self.rank] = max([int(self.updates[j]) for j in others], default=0)
+        self.anchor.copy_(self.params.data)
         self.board.here[self.rank] = 1
 
     def _copy(self, j: int) -> bool:
@@ -201,6 +196,17 @@ class Gossip:
                 return True
             time.sleep(1e-3)
         return False
+
+    def gauges(self) -> dict[str, float]:
+        """How often peers were slow, and how far behind the in-peers this learner's mixes are."""
+        behind = max((int(n) for n in self.mixed), default=0) - int(self.mixed[self.rank])
+        return {
+            "gossip/mixes": int(self.mixed[self.rank]),
+            "gossip/messages_skipped": self.skipped_messages,
+            "gossip/waited_s": self.waited,
+            "gossip/mixes_behind": behind,
+            "gossip/updates_since_mix": self.due,
+        }
 
     def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
         return order, stop

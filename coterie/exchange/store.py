@@ -157,6 +157,9 @@ class Store:
             self.central.share_moments()
             self.turns.done()
 
+    def gauges(self) -> dict[str, float]:
+        return {"store/blocked_s": self.blocked, "store/updating_s": self.updating}
+
     def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
         return order, stop
 

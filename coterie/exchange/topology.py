@@ -87,6 +87,21 @@ def connected(sequence: list[Array]) -> bool:
     return bool((np.linalg.matrix_power(links, len(links)) > 0).all())
 
 
+def delayed(matrix: Array, tau: int) -> float:
+    """What one mix leaves of the distance to consensus, in the long run, when every message is `tau` mixes late.
+
+    The second largest modulus of an eigenvalue of the matrix on the weights and their last `tau` versions
+    (Hadjicostis and Charalambous 2014).
+    """
+    n = len(matrix)
+    own = np.diag(np.diag(matrix))
+    whole = np.zeros((n * (tau + 1), n * (tau + 1)))
+    whole[:n, :n] += own
+    whole[:n, n * tau :] += matrix - own
+    whole[n:, : n * tau] = np.eye(n * tau)
+    return float(np.sort(np.abs(np.linalg.eigvals(whole)))[-2])
+
+
 def contraction(sequence: list[Array]) -> float:
     """beta of GALA's Proposition 1: the most that one mix leaves of the distance to the mean (1: nothing is gained).
 

@@ -9,23 +9,26 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from coterie.config import Config
 from coterie.exchange.central import fill
+from coterie.exchange.diagnostics import Consensus, Cosines, cosine_memory
+from coterie.exchange.topology import matrices
 from coterie.parallel.affinity import available_cores, place
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import Child, Post, listen
-from coterie.parallel.shm import SharedArrays
 from coterie.roles import InlineLearner, Links, exchange_memory, make_model, normalizers
 from coterie.run import Run
 from coterie.runs import checkpoint
 from coterie.serve import Service
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError, Spec
 
 _REPORT_S = 0.25  # between two reports of a child
 _GRACE_S = 1.0  # for the learner whose end made the others fail to be found
@@ -60,25 +63,80 @@ def learner_process(
         learner.close()
 
 
+class Placement:
+    """Where the learners of a run sit and what they share; made anew when all of them start again."""
+
+    def __init__(self, config: Config, spec: Spec, tensors: checkpoint.Tensors | None = None) -> None:
+        assert isinstance(config.learners, int)
+        self.config, self.learners = config, config.learners
+        gpus = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
+        self.places = place(self.learners, available_cores(), gpus)
+        self.board = Board(self.learners)
+        self.board.here[:] = 1
+        self.meeting = Path(tempfile.mkdtemp(prefix="coterie-"))
+        model = make_model(config, spec)
+        if tensors:
+            model.load_state_dict(tensors["model"])
+        params, moments = FlatParams(model), normalizers(config, model)
+        self.memory = exchange_memory(config, params, moments, self.learners)
+        if tensors and self.memory is not None and config.exchange in ("hogwild", "store"):
+            fill(self.memory, tensors["exchange"], moments.read())
+        self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
+
+    def links(self, rank: int, rejoin: bool = False) -> Links:
+        return Links(
+            rank=rank,
+            board=self.board,
+            memory=self.memory,
+            rendezvous=self.meeting / "allreduce",
+            gradients=self.gradients,
+            rejoin=rejoin,
+            gpu=max(self.places[rank].gpu, 0),
+        )
+
+    def readers(self) -> list[Callable[[], dict[str, float]]]:
+        """What the lines of metrics tell of the learners' agreement."""
+        config, found = self.config, list[Callable[[], dict[str, float]]]()
+        gossip = config.exchange == "gossip"
+        sequence = matrices(config.gossip.topology, self.learners, config.gossip.peers) if gossip else []
+        if gossip and self.memory is not None:
+            found.append(Consensus(self.memory, sequence, config.gossip.tau).read)
+        if self.gradients is not None:
+            peers = np.sum(sequence, 0) if gossip else np.ones((self.learners, self.learners))
+            found.append(Cosines(self.gradients, peers).read)
+        return found
+
+    def close(self) -> None:
+        shutil.rmtree(self.meeting, ignore_errors=True)
+        for memory in (self.memory, self.gradients):
+            if memory is not None:
+                memory.close()
+
+
 class Crew:
     """The learners of a run as processes."""
 
     def __init__(self, run: Run, config: Config, saved: Path | None, state: dict[str, Any] | None) -> None:
-        self.run, self.config = run, config
+        self.run, self.config, self.saved, self.state = run, config, saved, state
         self.children: dict[int, Child] = {}
-        gpus = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
-        self.places = place(run.learners, available_cores(), gpus)
-        self.memory: SharedArrays | None = None
-        self.meeting = Path(tempfile.mkdtemp(prefix="coterie-"))
-        self.epoch = 0
         self.lost: tuple[float, str] | None = None  # when a learner missed another, and what it said
-        self.saved, self.state = saved, state
+        self.group = self._group()
+
+    def _group(self) -> Placement:
+        """A new place for all learners, with the counts of the checkpoint that they go on from."""
+        tensors = checkpoint.learner(checkpoint.load(self.saved)[0], 0) if self.saved is not None else None
+        group = Placement(self.config, self.run.spec, tensors)
+        for rank in range(group.learners):
+            counts = {} if self.state is None else self.state["learners"][rank]
+            learned = counts.get("learned", 0)
+            group.board.write(rank, {**counts, "started": learned, "produced": learned})
+        return group
 
     def work(self) -> None:
         """Start everybody and see the run through."""
         run = self.run
         self._start_all()
-        where = sorted({place.cores for place in self.places})
+        where = sorted({place.cores for place in self.group.places})
         run.display.note("cores " + ", ".join("+".join(map(str, cores)) for cores in where))
         while not run.over:
             for child, kind, content in listen(self.children.values(), 0.1):
@@ -92,9 +150,7 @@ class Crew:
     def close(self) -> None:
         for child in self.children.values():
             child.kill()
-        shutil.rmtree(self.meeting, ignore_errors=True)
-        if self.memory is not None:
-            self.memory.close()
+        self.group.close()
 
     def _handle(self, rank: int, kind: str, content: Any) -> None:
         if kind == "end":
@@ -144,7 +200,9 @@ class Crew:
             raise CoterieError(f"{reason}, before there was a checkpoint")
         self._count_restart(reason, f"all learners go back to {self.saved.name}")
         self.state = checkpoint.load(self.saved)[1]
-        run.roll_back(self.state, Board(run.learners))
+        self.group.close()
+        self.group = self._group()
+        run.roll_back(self.state)
         self._start_all()
 
     def _count_restart(self, reason: str, what: str) -> None:
@@ -156,37 +214,17 @@ class Crew:
         run.display.note(f"{reason}; {what}")
 
     def _start_all(self) -> None:
-        """All learners, with new memory to share, from the checkpoint if there is one."""
-        run, spec, tensors = self.run, self.run.spec, None
-        if self.memory is not None:
-            self.memory.close()
-        model = make_model(self.config, spec)
-        if self.saved is not None:
-            tensors = checkpoint.learner(checkpoint.load(self.saved)[0], 0)
-            model.load_state_dict(tensors["model"])
-        params, moments = FlatParams(model), normalizers(self.config, model)
-        self.memory = exchange_memory(self.config, params, moments, run.learners)
-        if tensors is not None and self.config.exchange in ("hogwild", "store") and self.memory is not None:
-            fill(self.memory, tensors["exchange"], moments.read())
-        self.epoch += 1
-        run.board.here[:] = 1
-        for rank in range(run.learners):
-            counts = {} if self.state is None else self.state["learners"][rank]
-            run.board.write(rank, counts)
-            run.board.write(rank, {"started": counts.get("learned", 0), "produced": counts.get("learned", 0)})
-        run.poll()
-        for rank in range(run.learners):
-            self._start(rank, self.saved, run.board.read(rank))
+        self.run.board, self.run.readers = self.group.board, self.group.readers()
+        self.run.poll()
+        for rank in range(self.group.learners):
+            self._start(rank, self.saved, self.run.board.read(rank))
 
     def _start(self, rank: int, saved: Path | None, counts: dict[str, int], rejoin: bool = False) -> None:
-        run, place = self.run, self.places[rank]
-        links = Links(
-            rank, run.board, self.memory, self.meeting / f"epoch{self.epoch}", rejoin, max(place.gpu, 0),
-        )  # fmt: skip
+        run = self.run
         life = run.life + 1000 * run.restarts  # a learner that is started again sees other episodes
-        total = run.board.sum("learned")
+        links, total = self.group.links(rank, rejoin), run.board.sum("learned")
         args = (self.config, run.folder, life, links, counts, total, saved)
-        self.children[rank] = Child(f"coterie-learner-{rank}", place.cores, learner_process, args)
+        self.children[rank] = Child(f"coterie-learner-{rank}", self.group.places[rank].cores, learner_process, args)
 
 
 def run_children(run: Run, config: Config, saved: Path | None, state: dict[str, Any] | None) -> dict[str, Any]:

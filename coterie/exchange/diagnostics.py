@@ -1,0 +1,170 @@
+"""What GALA measured, while a run goes: distance to consensus beside its bounds, and how alike the gradients are.
+
+Learners leave what is needed in shared memory; the parent reads it when it writes a line of metrics. A learner never
+waits for that, so now and then there is nothing consistent to read, and the line goes without.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.exchange.gossip import RECENT
+from coterie.exchange.solo import Guard, Steps
+from coterie.exchange.topology import contraction, delayed
+from coterie.learner import Exchange
+from coterie.parallel.params import FlatParams
+from coterie.parallel.shm import SharedArrays
+from coterie.types import Array
+
+
+class Consensus:
+    """Distance of the learners' weights to their mean, |X - Xbar| in the Frobenius norm, as of one and the same mix.
+
+    At `tau` 0 beside it the bound of Proposition 1, b <- beta (b + |U|) with U what the updates since the last mix
+    changed; at a finite `tau` the radius of Proposition 2, with beta as if every message came tau mixes late.
+    """
+
+    def __init__(self, shared: SharedArrays, sequence: Sequence[Array], tau: int) -> None:
+        self.arrays, self.sequence, self.tau = shared.arrays, list(sequence), tau
+        self.betas = [contraction([p]) for p in self.sequence]
+        self.bound, self.mixes, self.longest = 0.0, 0, 0.0
+        self.lost = False  # the ring of update lengths went around faster than it was read
+
+    def read(self) -> dict[str, float]:
+        a = self.arrays
+        self._advance(int(a["mixed"].min()))
+        snapshot = self._snapshot()
+        if snapshot is None:
+            return {}
+        number, before = snapshot
+        mixed = self.sequence[number % len(self.sequence)] @ before if self.tau == 0 else before
+        found = {"consensus/distance": float(np.linalg.norm(mixed - mixed.mean(0)))}
+        self._advance(number + 1)
+        if self.tau == 0 and not self.lost and self.mixes == number + 1:
+            found["consensus/bound"] = self.bound
+        elif self.tau > 0:
+            period = len(self.sequence)
+            beta = max(delayed(p, self.tau) for p in self.sequence)
+            if beta < 1:
+                ahead = beta ** (-(self.tau + period) / (self.tau + period + 1))
+                found["consensus/radius"] = self.longest * ahead / (1 - beta)
+        return found
+
+    def _advance(self, until: int) -> None:
+        """Take in the lengths of the updates before mixes that all learners have told."""
+        moved = self.arrays["moved"]
+        if until - self.mixes > RECENT:
+            self.lost, self.mixes = True, until - RECENT // 2
+        while self.mixes < until:
+            length = math.sqrt(float(moved[:, self.mixes % RECENT].sum()))
+            self.longest = max(self.longest, length)
+            self.bound = self.betas[self.mixes % len(self.betas)] * (self.bound + length)
+            self.mixes += 1
+
+    def _snapshot(self) -> tuple[int, Array] | None:
+        """The messages of all learners, in lockstep of the same number; None where they do not stand still."""
+        a, end = self.arrays, time.monotonic() + 0.05
+        while time.monotonic() < end:
+            told = a["told"].copy()
+            if (told > a["joined"]).all() and (self.tau != 0 or (told == told[0]).all()):
+                copy = a["message"].astype(np.float64)
+                if (a["begun"] == told).all() and (a["told"] == told).all():
+                    return int(told[0]) - 1, copy
+            time.sleep(2e-4)
+        return None
+
+
+def cosine_memory(learners: int, weights: int) -> SharedArrays:
+    return SharedArrays(
+        {"grad": ((learners, weights), "float32"), "stamp": ((learners,), "int64"), "begun": ((learners,), "int64")},
+        name="coterie-cosines",
+    )
+
+
+class Sampled:
+    """An exchange that also leaves the gradient of every `every`-th env step of its learner, as it was before it."""
+
+    def __init__(self, inner: Exchange, shared: SharedArrays, rank: int, every: int) -> None:
+        self.inner, self.rank, self.every = inner, rank, every
+        self.grad = torch.from_numpy(shared.arrays["grad"])[rank]
+        self.stamp, self.begun = shared.arrays["stamp"], shared.arrays["begun"]
+        self.rows = self.taken = 0
+        self.guard: Guard = inner.guard
+        self.pull, self.after_rollout, self.agree = inner.pull, inner.after_rollout, inner.agree
+        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
+
+    def __enter__(self) -> Sampled:
+        self.inner.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.inner.__exit__(kind, error, trace)
+
+    @property
+    def steps(self) -> Steps:
+        return self
+
+    @property
+    def total(self) -> int:
+        return self.inner.steps.total
+
+    def start(self, own: int, total: int) -> None:
+        self.inner.steps.start(own, total)
+
+    def add(self, rows: int) -> None:
+        self.rows += rows
+        self.inner.steps.add(rows)
+
+    def step(self, params: FlatParams, lr: float) -> float:
+        number = self.rows // self.every
+        if number > self.taken:
+            self.taken = number
+            self.begun[self.rank] += 1
+            self.grad.copy_(params.grad)
+            self.stamp[self.rank] = self.begun[self.rank]
+        return self.inner.step(params, lr)
+
+    def gauges(self) -> dict[str, float]:
+        tell = getattr(self.inner, "gauges", None)
+        return tell() if tell is not None else {}
+
+
+class Cosines:
+    """Pairwise cosine similarities of the learners' latest sampled gradients; peers and others apart."""
+
+    def __init__(self, shared: SharedArrays, peers: Array) -> None:
+        self.arrays, self.peers = shared.arrays, (peers + peers.T) > 0
+        self.seen = 0
+
+    def read(self) -> dict[str, float]:
+        a = self.arrays
+        stamps = a["stamp"].copy()
+        if not (stamps > 0).all() or int(stamps.sum()) == self.seen:
+            return {}
+        grads = torch.from_numpy(a["grad"].copy()).double()
+        if (a["begun"] != stamps).any():
+            return {}
+        self.seen = int(stamps.sum())
+        unit = grads / grads.norm(dim=1, keepdim=True).clamp(min=1e-30)
+        return _pairs(unit @ unit.T, self.peers)
+
+
+def _pairs(cosines: Tensor, peers: Array) -> dict[str, float]:
+    found: dict[str, float] = {}
+    groups: dict[str, list[float]] = {"cosine/peers": [], "cosine/others": []}
+    for i, j in itertools.combinations(range(len(cosines)), 2):
+        value = float(cosines[i, j])
+        found[f"cosine/{i}-{j}"] = value
+        groups["cosine/peers" if peers[i, j] else "cosine/others"].append(value)
+    found |= {name: sum(values) / len(values) for name, values in groups.items() if values}
+    return found
