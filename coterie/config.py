@@ -19,7 +19,8 @@ class Env:
     num_envs: int = 16  # simulators of each learner
     groups: int = 0  # 2: alternate (one group steps while the other is acted on); 1: not; 0: whichever suits the env
     threads: int = 0  # env threads or worker processes of each learner; 0: one per core that it has
-    max_episode_steps: int = 0  # env steps before truncation; 0: the env's own limit
+    action_repeat: int = 1  # times that the env takes each action, rewards added up (Atari: besides frame_skip)
+    max_episode_steps: int = 0  # steps of the env before truncation; 0: the env's own limit
     time_limit: Literal["truncate", "terminate"] = "truncate"  # terminate: a time limit counts as the task's end
     reset: Literal["in_place", "wait", "swap"] = "in_place"  # what a finished env does until the rollout ends
     reserve: int = 0  # swap: fresh instances held ready; 0: a quarter of num_envs

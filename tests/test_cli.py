@@ -31,7 +31,7 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         ((*TRAIN, "--env.num-env", "3"), "env.num"),
         ((*TRAIN, "--lr", "3"), "optim.lr"),
         ((*TRAIN, "--learners", "many"), "learners"),
-        ((*TRAIN, "--learners", "2"), "learners: exchange solo is one learner"),
+        ((*TRAIN, "--learners", "2", "--exchange", "solo"), "learners: exchange solo is one learner"),
         ((*TRAIN, "--model.core", "gru"), "lstm"),
         ((*TRAIN, "--algo.gamma", "1.5"), "gamma"),
         ((*TRAIN, "--env.num-envs", "0"), "env.num"),
@@ -63,7 +63,10 @@ def test_each_refusal_has_a_config_that_meets_it(refusal):
     from coterie.envs.make import make_spec
 
     meets = {
-        "learners": {"learners": 2},
+        "learners": {"learners": 2, "exchange": "solo"},
+        "ppo.target_kl": {"learners": 2, "exchange": "allreduce", "ppo.target_kl": 0.1},
+        "store.local_steps": {"learners": 2, "exchange": "store", "store.local_steps": 2, "optim.rule": "rmsprop"},
+        "device": {"learners": 2, "exchange": "hogwild", "device": "cuda"},
         "model.last_action_reward": {"model.last_action_reward": True},
         "model.share": {"model.share": "no", "model.core": "lstm"},
         "env.groups": {"env.groups": 2, "env.num_envs": 3},

@@ -6,14 +6,16 @@ import difflib
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import gymnasium
 
 from coterie import config
 from coterie.envs.backend import Backend
 from coterie.envs.local import LocalBackend
-from coterie.envs.owner import Envs
+from coterie.envs.owner import Envs, MakeBackend
 from coterie.envs.pool import PoolBackend, all_ids, has_env, pool_edges, pool_spec
+from coterie.envs.repeat import Repeat
 from coterie.envs.spaces import ActionMap, ObsField
 from coterie.types import Array, ConfigError, Spec
 
@@ -44,10 +46,12 @@ def _unknown(env_id: str, known: Sequence[str], why: str) -> ConfigError:
 def make_spec(env: config.Env, atari: config.Atari) -> Spec:
     """What the environment takes and gives. EnvPool's are only declared; a gymnasium env is made once and closed."""
     if _in_pool(env):
-        return pool_spec(env, atari)
-    from coterie.envs.workers import workers_spec
+        spec = pool_spec(env, atari)
+    else:
+        from coterie.envs.workers import workers_spec
 
-    return workers_spec(env)
+        spec = workers_spec(env)
+    return replace(spec, action_repeat=spec.action_repeat * env.action_repeat)
 
 
 def env_edges(env: config.Env, atari: config.Atari) -> tuple[list[ObsField], ActionMap]:
@@ -93,7 +97,11 @@ def make_envs(
         def make(seeds: Sequence[int]) -> Backend:
             return WorkerBackend(env, seeds, each, f"coterie-env-{next(numbers)}")
 
-    return Envs(make, env, seed=seed, first_env_id=first_env_id, groups=groups)
+    return Envs(_repeated(make, env), env, seed=seed, first_env_id=first_env_id, groups=groups)
+
+
+def _repeated(make: MakeBackend, env: config.Env) -> MakeBackend:
+    return make if env.action_repeat == 1 else lambda seeds: Repeat(make(seeds), env.action_repeat)
 
 
 def make_rendered(env: config.Env, atari: config.Atari, *, seed: int) -> tuple[Envs, Callable[[], Array]]:
@@ -105,4 +113,5 @@ def make_rendered(env: config.Env, atari: config.Atari, *, seed: int) -> tuple[E
         made.append(PoolBackend(env, atari, seeds, 1, False, True) if pool else LocalBackend(env, seeds))
         return made[0]
 
-    return Envs(make, env, seed=seed), made[0].render
+    envs = Envs(_repeated(make, env), env, seed=seed)
+    return envs, made[0].render

@@ -226,7 +226,8 @@ def cli_help(default: Config) -> str:
 # What a number must be: (fields, predicate, what it says).
 _RULES: tuple[tuple[str, Any, str], ...] = (
     (
-        "env.num_envs algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip atari.height "
+        "env.num_envs env.action_repeat algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip "
+        "atari.height "
         "atari.width atari.stack model.core_size eval.episodes eval.max_steps log.keep "
         "store.chunks store.local_steps gossip.peers",
         lambda x: x >= 1,

@@ -1,0 +1,63 @@
+"""The same action several times over: a step of the run is `times` steps of the env, whose rewards add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from coterie.envs.backend import Backend, Batch
+from coterie.types import Array
+
+
+class Repeat:
+    """A backend around another. An episode's end cuts the repetition short; the fake step of a restart is made once."""
+
+    def __init__(self, inner: Backend, times: int) -> None:
+        self.inner, self.times = inner, times
+        self.spec = replace(inner.spec, action_repeat=inner.spec.action_repeat * times)
+        self.action_map, self.num_instances = inner.action_map, inner.num_instances
+        self._done = np.zeros(inner.num_instances, bool)
+        self._ids: Array | None = None
+        self._actions: Array = np.zeros(0)
+
+    def step(self, ids: Array, actions: Array) -> None:
+        self._ids, self._actions = ids.copy(), actions.copy()
+        self.inner.step(ids, actions)
+
+    def reset(self, ids: Array) -> None:
+        self._ids = None
+        self._done[ids] = False
+        self.inner.reset(ids)
+
+    def recv(self) -> Batch:
+        batch = self.inner.recv()
+        if self._ids is None:
+            return batch
+        ids, failed = self._ids, dict(batch.failed)
+        going = ~self._done[ids]
+        for _ in range(self.times - 1):
+            going &= ~(batch.terminated | batch.truncated) & ~np.isin(ids, list(failed))
+            run = np.flatnonzero(going)
+            if not len(run):
+                break
+            self.inner.step(ids[run], self._actions[run])
+            part = self.inner.recv()
+            failed |= part.failed
+            for whole, rows in zip(_arrays(batch), _arrays(part), strict=True):
+                whole[run] = rows + whole[run] if whole is batch.reward else rows
+        self._done[ids] = batch.terminated | batch.truncated
+        return batch._replace(failed=failed)
+
+    def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
+        self._done[list(ids)] = False
+        self.inner.replace(ids, seeds)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def _arrays(batch: Batch) -> list[Array]:
+    obs = batch.obs
+    return [*(obs.values() if isinstance(obs, dict) else [obs]), *batch[1:5]]

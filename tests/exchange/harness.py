@@ -1,0 +1,109 @@
+"""What the tests of the exchanges share: a rule whose sum can be done by hand, small flat weights, pairs of processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coterie.parallel.params import FlatParams
+from coterie.parallel.processes import Child, listen
+
+
+class Sgd:
+    """param -= lr grad: with gradients and rates of few bits, what was applied adds up exactly."""
+
+    def state(self, param: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: float) -> None:
+        param.sub_(grad, alpha=lr)
+
+
+class Weights(nn.Module):
+    """Parameters of these sizes, and nothing else."""
+
+    def __init__(self, *sizes: int, seed: int = 0) -> None:
+        super().__init__()
+        rng = torch.Generator().manual_seed(seed)
+        for k, size in enumerate(sizes):
+            self.register_parameter(f"w{k}", nn.Parameter(torch.randn(size, generator=rng)))
+
+
+def flat(*sizes: int, seed: int = 0) -> FlatParams:
+    return FlatParams(Weights(*sizes, seed=seed))
+
+
+def gradients(params: FlatParams, count: int, seed: int = 0) -> list[Tensor]:
+    """Random gradients, zero in the padding as a backward pass leaves it."""
+    rng = torch.Generator().manual_seed(seed)
+    used = torch.zeros_like(params.data)
+    for at in params.slices.values():
+        used[at] = 1
+    return [torch.randn(len(used), generator=rng) * used for _ in range(count)]
+
+
+def together(works: Sequence[Callable[[], object]], seconds: float = 30.0) -> None:
+    """Run all at once, each in a thread; what one of them raises is raised here, and none may hang."""
+    errors: list[BaseException] = []
+
+    def enter(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=enter, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+
+
+def until(true: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait for something that must come."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(1e-3)
+
+
+def start(target: Callable[..., None], *args: Any, name: str = "test") -> Child:
+    """A process on any core that runs `target(post, *args)`."""
+    return Child(name, sorted(os.sched_getaffinity(0)), target, args)
+
+
+def hear(children: Sequence[Child], seconds: float = 60.0) -> list[list[tuple[str, Any]]]:
+    """All that the children say until the last has ended; they are killed if that takes too long."""
+    said: list[list[tuple[str, Any]]] = [[] for _ in children]
+    going, end = list(children), time.monotonic() + seconds
+    try:
+        while going:
+            assert time.monotonic() < end, f"{[child.name for child in going]} hang; so far {said}"
+            for child, kind, content in listen(going, 0.1):
+                said[children.index(child)].append((kind, content))
+                if kind == "end":
+                    going.remove(child)
+    finally:
+        for child in going:
+            child.kill()
+    return said
+
+
+def expect(child: Child, kind: str, seconds: float = 60.0) -> Any:
+    """The content of the child's next message, which is of this kind."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _, got, content in listen([child], 0.1):
+            assert got == kind, (got, content)
+            return content
+    raise AssertionError(f"{child.name} said nothing")

@@ -1,0 +1,160 @@
+"""A normalizer's statistics as sums: there and back, added up, averaged, and shared between learners."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coterie.exchange.central import Central, central_memory, fill
+from coterie.models.heads import Moments, Normalizer
+from coterie.ops.optim import RMSProp
+from coterie.parallel.board import Board
+from coterie.parallel.params import FlatParams
+from coterie.roles import InlineLearner, Links, exchange_memory, make_model, normalizers
+from tests.conftest import make_config
+
+SHAPES = [(3,), (), (2, 4)]
+
+
+def normalizer_set() -> list[Normalizer]:
+    return [Normalizer(shape) for shape in SHAPES]
+
+
+def rows(count: int, seed: int) -> list[torch.Tensor]:
+    """Rows for each normalizer, far from zero and of several scales."""
+    rng = torch.Generator().manual_seed(seed)
+    scales = [10.0, 1e-3, 500.0]
+    return [torch.randn(count, *shape, generator=rng) * s + 3 * s for shape, s in zip(SHAPES, scales, strict=True)]
+
+
+def feed(norms: list[Normalizer], count: int, seed: int) -> None:
+    for norm, x in zip(norms, rows(count, seed), strict=True):
+        norm.update(x)
+
+
+def assert_same(a: list[Normalizer], b: list[Normalizer]) -> None:
+    for x, y in zip(a, b, strict=True):
+        for name in ("count", "mean", "m2"):
+            torch.testing.assert_close(getattr(x, name), getattr(y, name), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(x.deviation(), y.deviation(), rtol=1e-6, atol=0)
+
+
+def test_there_and_back():
+    norms, other = normalizer_set(), normalizer_set()
+    feed(norms, 50, 0)
+    moments = Moments(norms)
+    sums = moments.read()
+    assert sums.dtype == torch.float64
+    assert len(sums) == moments.size == (1 + 6) + (1 + 2) + (1 + 16)
+    Moments(other).write(sums)
+    assert_same(norms, other)
+    assert all(x.count == 50 for x in other)
+
+
+def test_what_read_gives_are_the_sums_of_the_rows():
+    norms = normalizer_set()
+    feed(norms, 30, 1)
+    sums, at = Moments(norms).read(), 0
+    for x in rows(30, 1):
+        x = x.double().reshape(30, -1)
+        expected = torch.cat([torch.tensor([30.0], dtype=torch.float64), x.sum(0), (x * x).sum(0)])
+        torch.testing.assert_close(sums[at : at + len(expected)], expected, rtol=1e-9, atol=1e-12)
+        at += len(expected)
+    assert at == len(sums)
+
+
+def test_reading_does_not_alias_and_does_not_change():
+    norms = normalizer_set()
+    feed(norms, 5, 0)
+    moments = Moments(norms)
+    sums = moments.read()
+    again = moments.read()
+    sums.mul_(0)
+    assert torch.equal(moments.read(), again)
+
+
+def test_two_sums_are_one_that_saw_all_rows():
+    a, b, both, out = (normalizer_set() for _ in range(4))
+    feed(a, 40, 1)
+    feed(b, 7, 2)
+    feed(both, 40, 1)
+    feed(both, 7, 2)
+    Moments(out).write(Moments(a).read() + Moments(b).read())
+    assert_same(out, both)
+
+
+def test_nothing_seen_and_one_row():
+    fresh, out = normalizer_set(), normalizer_set()
+    feed(out, 10, 0)
+    Moments(out).write(Moments(fresh).read())
+    assert_same(out, fresh)
+    assert all((x.deviation() - 1).abs().max() < 1e-6 for x in out)
+    one = normalizer_set()
+    feed(one, 1, 3)
+    Moments(out).write(Moments(one).read())
+    for x, y in zip(out, one, strict=True):
+        torch.testing.assert_close(x.mean, y.mean)
+        assert (x.m2 >= 0).all()
+
+
+def test_averages_keep_mean_and_deviation_when_all_saw_the_same():
+    a, out = normalizer_set(), normalizer_set()
+    feed(a, 20, 1)
+    Moments(out).write(0.25 * Moments(a).read() + 0.75 * Moments(a).read())
+    assert_same(a, out)
+
+
+def test_no_normalizer_is_no_sum():
+    moments = Moments([])
+    assert moments.size == 0
+    assert moments.read().shape == (0,)
+    moments.write(torch.zeros(0, dtype=torch.float64))
+
+
+def test_learners_share_rows_through_the_centre():
+    """Whatever the order in which they tell, everybody ends with the rows of all, each counted once."""
+    sets = [normalizer_set() for _ in range(3)]
+    shared = central_memory(torch.zeros(16), RMSProp(0.9, 1e-5), 1, Moments(sets[0]).read())
+    views = [Central(shared, Moments(s), 1, 5.0) for s in sets]
+    everything, seed = normalizer_set(), 0
+    for who in [0, 1, 1, 2, 0, 2, 2, 1, 0]:
+        feed(sets[who], 4 + seed, seed)
+        feed(everything, 4 + seed, seed)
+        views[who].share_moments()
+        assert_same(sets[who], everything)  # at once what all have told
+        seed += 1
+    for view in views:
+        view.share_moments()  # nothing new: nothing is counted twice
+    for s in sets:
+        assert_same(s, everything)
+    for view in views:
+        view.close()
+    shared.close()
+
+
+@pytest.mark.parametrize("exchange", ["hogwild", "store"])
+def test_a_resumed_run_counts_the_rows_of_before_once(exchange):
+    """Built in the order of launch/local.py: memory from the checkpoint, a fresh learner, then its part of it."""
+    config = make_config(exchange=exchange, **{"model.normalize_obs": True, "algo.unroll_length": 5})
+    learner = InlineLearner(config)
+    learner.run(lambda rollout: learner.progress.learner_steps == 2)
+    learner.close()
+    tensors = {part: {k: x.clone() for k, x in group.items()} for part, group in learner.tensors().items()}
+    model = make_model(config, learner.spec)
+    model.load_state_dict(tensors["model"])
+    params, moments = FlatParams(model), normalizers(config, model)
+    before = moments.read()
+    assert before[0] == learner.progress.env_steps > 0
+    memory = exchange_memory(config, params, moments, 2)
+    fill(memory, tensors["exchange"], before)
+    board = Board(2)
+    again = [InlineLearner(config, 1, Links(rank, board, memory)) for rank in range(2)]
+    for each in again:
+        each.load(tensors)
+        each.start({"learned": 20}, 40)
+    for each in again:
+        each.exchange.after_rollout(each.params)
+        each.close()
+    counts = [float(normalizers(config, each.model).read()[0]) for each in again]
+    assert counts == [float(before[0])] * 2
+    memory.close()

@@ -1,0 +1,172 @@
+"""Mixing matrices: what is row-stochastic, what contracts how much, which files are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from coterie.exchange.topology import NAMES, connected, contraction, matrices
+from coterie.types import ConfigError
+
+
+@pytest.mark.parametrize("peers", [1, 2, 3])
+@pytest.mark.parametrize("n", range(1, 10))
+@pytest.mark.parametrize("name", NAMES)
+def test_named_matrices_are_row_stochastic_weigh_oneself_and_connect(name, n, peers):
+    if name == "bipartite" and n % 2 and n > 1:
+        pytest.skip("refused")
+    sequence = matrices(name, n, peers)
+    assert sequence
+    for p in sequence:
+        assert p.shape == (n, n)
+        assert (p >= 0).all()
+        assert (np.diagonal(p) > 0).all()
+        np.testing.assert_allclose(p.sum(1), 1, atol=1e-12)
+        np.testing.assert_allclose(p.sum(0), 1, atol=1e-12)  # the named ones are doubly stochastic
+    assert connected(sequence)
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+def test_a_ring_contracts_by_the_cosine(n):
+    (p,) = matrices("ring", n)
+    assert contraction([p]) == pytest.approx(math.cos(math.pi / n), abs=1e-12)
+    for i in range(n):  # each hears the one before it
+        assert p[i, i] == p[i, (i - 1) % n] == (0.5 if n > 1 else 1)
+
+
+def test_contraction_of_all_and_of_nobody():
+    for n in range(2, 10):
+        assert contraction(matrices("complete", n)) == pytest.approx(0, abs=1e-12)
+        assert contraction([np.eye(n)]) == pytest.approx(1)
+    assert contraction([*matrices("complete", 4), np.eye(4)]) == pytest.approx(1)  # the worst of the sequence
+    assert contraction(matrices("complete", 1)) == 0
+
+
+def test_contraction_is_the_norm_on_what_sums_to_zero():
+    """Of a matrix that is not symmetric, nor doubly stochastic: reached by some difference, passed by none."""
+    rng = np.random.default_rng(0)
+    p = rng.random((5, 5)) + np.eye(5)
+    p /= p.sum(1, keepdims=True)
+    beta = contraction([p])
+    x = rng.standard_normal((5, 20_000))
+    x -= x.mean(0)
+    y = p @ x
+    ratio = np.linalg.norm(y - y.mean(0), axis=0) / np.linalg.norm(x, axis=0)
+    assert ratio.max() <= beta + 1e-9
+    assert ratio.max() > 0.98 * beta
+
+
+def test_ring_with_more_peers():
+    for n, peers in [(5, 2), (5, 3), (3, 7)]:
+        (p,) = matrices("ring", n, peers)
+        heard = min(peers, n - 1)
+        for i in range(n):
+            assert set(np.flatnonzero(p[i])) == {(i - d) % n for d in range(heard + 1)}
+            assert p[i, i] == pytest.approx(1 / (heard + 1))
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+def test_exponential_goes_through_the_powers_of_two(n):
+    sequence = matrices("exponential", n)
+    assert len(sequence) == math.ceil(math.log2(n))
+    for t, p in enumerate(sequence):
+        for i in range(n):
+            assert set(np.flatnonzero(p[i])) == {i, (i - 2**t) % n}
+    assert connected(sequence)
+    if n > 2 and n % 2 == 0:
+        assert not connected(sequence[1:])  # without the first, even learners never hear of odd ones
+    if n & (n - 1) == 0:  # one round of a power of two is an exact average
+        product = np.linalg.multi_dot([np.eye(n), *reversed(sequence)])
+        np.testing.assert_allclose(product, 1 / n, atol=1e-12)
+    (static,) = matrices("static-exponential", n)
+    assert ((static > 0) == (sum(sequence) > 0)).all()
+
+
+def test_exponential_with_two_peers_at_a_time():
+    sequence = matrices("exponential", 8, 2)
+    heard = [{int(j) for j in np.flatnonzero(p[0])} for p in sequence]
+    assert heard == [{0, 7, 6}, {0, 6, 4}, {0, 4, 7}]
+
+
+def test_bipartite_pairs_even_with_odd_and_refuses_odd_numbers():
+    for n in (2, 4, 6, 8):
+        sequence = matrices("bipartite", n)
+        met = set()
+        for p in sequence:
+            np.testing.assert_array_equal(p, p.T)
+            assert ((p > 0).sum(1) == 2).all()
+            met |= {(int(i), int(j)) for i, j in np.argwhere(p > 0) if i != j}
+        assert met == {(i, j) for i in range(n) for j in range(n) if (i + j) % 2}
+    for n in (3, 5, 7, 9):
+        with pytest.raises(ConfigError, match=rf"^gossip\.topology: bipartite needs an even .* not {n}$"):
+            matrices("bipartite", n)
+
+
+GOOD = [[0.5, 0.5, 0], [0, 0.75, 0.25], [0.1, 0, 0.9]]
+
+
+def test_a_file_holds_one_matrix_or_a_sequence(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(GOOD))
+    (p,) = matrices(str(path), 3)
+    np.testing.assert_allclose(p, GOOD)
+    one, two = [[0.5, 0.5, 0], [0, 1, 0], [0, 0, 1]], [[1, 0, 0], [0, 0.4, 0.6], [0.3, 0, 0.7]]
+    path.write_text(json.dumps([one, two]))  # neither connects all, both together do
+    np.testing.assert_allclose(matrices(str(path), 3), [one, two])
+
+
+def test_a_files_rounding_is_made_good(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps([[0.3333333, 0.3333333, 0.3333333]] * 3))
+    (p,) = matrices(str(path), 3)
+    np.testing.assert_allclose(p.sum(1), 1, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (json.dumps([[0.5, 0.5], [0.5, 0.5]]), r"holds \[1, 2, 2\]; 3 learners need \[3, 3\]"),
+        (json.dumps([1, 0, 0]), r"holds \[3\]"),
+        ("[]", r"holds \[0\]"),
+        ("0.5", r"holds \[\]"),
+        ("null", r"holds \[\]"),
+        (json.dumps([[[GOOD]]]), r"holds \[1, 1, 1, 3, 3\]"),
+        (json.dumps([[1.5, -0.5, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]), "is not row-stochastic"),
+        (json.dumps([[0.5, 0.4, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]), "is not row-stochastic"),
+        (json.dumps([GOOD, [[0.5, 0.6, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]]), "is not row-stochastic"),
+        ("[[NaN, 0.5, 0.5], [0, 0.5, 0.5], [0.5, 0, 0.5]]", "is not row-stochastic"),
+        ("[[Infinity, 0.5, 0.5], [0, 0.5, 0.5], [0.5, 0, 0.5]]", "is not row-stochastic"),
+        (json.dumps([[0, 1, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]), "must weigh itself"),
+        (json.dumps(np.eye(3).tolist()), "never connects all learners"),
+        (json.dumps([[0.5, 0.5, 0], [0, 0.5, 0.5], [0, 0, 1]]), "never connects all learners"),
+        (json.dumps([[[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]]] * 4), "never connects all learners"),
+        ("[[0.5, 0.5, 0], [0, 0.5, 0.5]\n", "nor a JSON file"),
+        ("", "nor a JSON file"),
+        ("[[0.5, 0.5], [1]]", "nor a JSON file"),
+        ('[["a", "b", "c"]]', "nor a JSON file"),
+        ('{"matrices": [[1]]}', "gossip"),
+        ("[{}, {}, {}]", "gossip"),
+        (b"\xff\xfe\x00[", "nor a JSON file"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(tmp_path, text, why):
+    path = tmp_path / "p.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=why) as caught:
+        matrices(str(path), 3)
+    assert str(caught.value).startswith("gossip.topology: ")
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rign", "nowhere/p.json", "."])
+def test_what_is_neither_a_name_nor_a_readable_file(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        matrices(name, 3)
+    message = str(caught.value)
+    assert message.startswith(f"gossip.topology: {name!r} is none of ring, exponential")
+    assert "\n" not in message

@@ -1,0 +1,333 @@
+"""Runs of several learners, as a user has them: what they leave behind, how they go on, what is the same twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import coterie
+from coterie import cli, presets
+from coterie.runs import checkpoint
+from coterie.runs.metrics import read_metrics
+
+EXCHANGES = ("allreduce", "hogwild", "store", "gossip")
+ROLLOUT = 16 * 8  # rows of one rollout of one learner
+
+# For `--model.torso odd:NAME`: learners that are unlike the others. Loaded in the parent, too.
+ODD = '''
+import multiprocessing
+import time
+
+import torch
+
+from coterie.models.torsos import MLPTorso
+from coterie.runs import checkpoint
+
+RANK = multiprocessing.current_process().name.removeprefix("coterie-learner-")
+write = checkpoint.write
+
+
+def slow_save(rank):
+    """Takes a while to write its part of a checkpoint."""
+
+    def slow(draft, tensors):
+        time.sleep(0.6)
+        write(draft, tensors)
+
+    def torso(obs, config):
+        if RANK == rank:
+            checkpoint.write = slow
+        return Odd(obs[""].shape, config.hidden, config.activation, False)
+
+    return torso
+
+
+slow_save_0, slow_save_1 = slow_save("0"), slow_save("1")
+
+
+class Odd(MLPTorso):
+    trained, broken = 0, None
+
+    def forward(self, x):
+        self.trained += torch.is_grad_enabled()
+        x = super().forward(x)
+        if self.broken and self.trained == 20 and torch.is_grad_enabled():
+            return self.broken(x)
+        return x
+
+
+def broken(how):
+    """Learner 1 breaks at its 20th training pass."""
+
+    def torso(obs, config):
+        made = Odd(obs[""].shape, config.hidden, config.activation, False)
+        if RANK == "1":
+            made.broken = how
+        return made
+
+    return torso
+
+
+def fail(x):
+    raise ValueError("odd by design")
+
+
+raises, not_a_number = broken(fail), broken(lambda x: x * float("nan"))
+'''
+
+
+@pytest.fixture
+def odd(tmp_path, monkeypatch) -> None:
+    """The module `odd` for this test."""
+    (tmp_path / "odd.py").write_text(ODD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "odd", raising=False)
+
+
+def options(out: Path, exchange: str, **changes: object) -> list[str]:
+    """The arguments of `coterie train` for two small learners."""
+    fields: dict[str, object] = {
+        "env.id": "CartPole-v1",
+        "steps": 3000,
+        "out": out,
+        "learners": 2,
+        "exchange": exchange,
+        "log.tensorboard": False,
+        "log.every": 0.1,
+        **changes,
+    }
+    return ["train", "a2c", *(text for k, v in fields.items() for text in (f"--{k}", str(v)))]
+
+
+def tiny(out: Path, exchange: str, **changes: object):
+    fields = {"steps": 3000, "learners": 2, "log.tensorboard": False, "log.every": 0.0}
+    return presets.a2c(env="CartPole-v1", **{**fields, "out": str(out), "exchange": exchange, **changes})
+
+
+def read_summary(out: Path) -> dict[str, Any]:
+    return json.loads((out / "summary.json").read_text())
+
+
+def last_checkpoint(out: Path) -> tuple[checkpoint.Tensors, dict[str, Any]]:
+    return checkpoint.load(checkpoint.latest(out / "checkpoints"))
+
+
+def check_accounts(out: Path, summary: dict[str, Any]) -> None:
+    """What holds at the end of any run that was not cut short: rows, the last checkpoint, rising metrics."""
+    rows = summary["rows"]
+    assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
+    assert rows["learned"] == summary["env_steps"] == summary["env_frames"]
+    assert rows["in_flight"] == 0
+    assert min(rows.values()) >= 0
+    tensors, state = last_checkpoint(out)
+    assert state["env_steps"] == summary["env_steps"] == sum(x["learned"] for x in state["learners"])
+    for name in ("learner_steps", "samples_trained"):
+        assert sum(x[name] for x in state["learners"]) == summary[name]
+    for rank in range(2):
+        assert {f"learner_{rank}/{part}" for part in ("model", "exchange", "rng")} <= set(tensors)
+        assert all(torch.isfinite(x).all() for x in tensors[f"learner_{rank}/model"].values())
+    lines = read_metrics(out)
+    assert lines
+    assert all({"env_steps", "seconds"} <= set(line) for line in lines)
+    for name in ("env_steps", "seconds"):
+        values = [line[name] for line in lines]
+        assert values == sorted(values), name
+    assert lines[-1]["env_steps"] <= summary["env_steps"]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_two_learners_finish_evaluate_and_resume(tmp_path, capsys, exchange):
+    out = tmp_path / "run"
+    assert cli.main(options(out, exchange, **{"eval.every": 1000, "eval.episodes": 3})) == 0
+    summary = read_summary(out)
+    assert summary["status"] == "finished"
+    assert 3000 <= summary["env_steps"] <= 3000 + 4 * ROLLOUT
+    assert summary["restarts"] == 0
+    assert summary["rows"]["dropped"] == summary["rows"]["rolled_back"] == 0
+    check_accounts(out, summary)
+    assert "finished" in (out / "log.txt").read_text()
+    tensors, state = last_checkpoint(out)
+    assert len(summary["digests"]) == 2
+    assert all(summary["digests"])
+    assert all(row["learner_steps"] > 0 for row in state["learners"])
+    if exchange == "allreduce":
+        assert len(set(summary["digests"])) == 1
+        first, second = (tensors[f"learner_{rank}/exchange"] for rank in range(2))
+        assert all(torch.equal(first[k], second[k]) for k in first)
+
+    scores = [line["eval/return"] for line in read_metrics(out) if "eval/return" in line]
+    assert len(scores) >= 2
+    root = out / "checkpoints"
+    assert checkpoint.best_score(root) == pytest.approx(max(scores))
+    best, _ = checkpoint.load(checkpoint.best(root))
+    capsys.readouterr()
+    wanted = {
+        "best": best["learner_0/model"],
+        "1": best["learner_1/model"],
+        "mean": {k: (x.double() + best["learner_1/model"][k]) / 2 for k, x in best["learner_0/model"].items()},
+    }
+    for which, weights in wanted.items():
+        loaded = coterie.load(out, which).model.state_dict()
+        assert all(torch.allclose(loaded[k].double(), x.double()) for k, x in weights.items())
+        assert cli.main(["eval", str(out), "--learner", which, "--episodes", "2", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["episodes"] == 2
+    for which in ("2", "worst", "-1"):
+        assert cli.main(["eval", str(out), f"--learner={which}"]) == 2
+        stdout, stderr = capsys.readouterr()
+        assert stdout == ""
+        assert stderr.count("\n") == 1
+        assert which in stderr
+        assert "best, mean or one of 0, 1" in stderr
+
+    # The learning rate falls to nothing towards the end: what was loaded is what is saved again.
+    assert cli.main(["resume", str(out), "--steps", str(summary["env_steps"] + 1)]) == 0
+    again = read_summary(out)
+    check_accounts(out, again)
+    assert again["rows"]["rolled_back"] == 0
+    gained = again["env_steps"] - summary["env_steps"]
+    assert 0 < gained <= 5 * ROLLOUT
+    for name in ("learner_steps", "samples_trained", "seconds"):
+        assert again[name] > summary[name]
+    for name in ("episodes", "masked_steps"):
+        assert again[name] >= summary[name]
+    new, counts = last_checkpoint(out)
+    assert counts["life"] == 1
+    for before, after in zip(state["learners"], counts["learners"], strict=True):
+        assert after["learned"] > before["learned"]
+        assert after["learner_steps"] > before["learner_steps"]
+    spread = max(
+        float((x - tensors["learner_1/model"][k]).abs().max()) for k, x in parameters(tensors, 0).items()
+    )  # gossiping learners go on to their mean
+    for rank in range(2):
+        source = 0 if exchange in ("hogwild", "store") else rank  # the central weights, as learner 0 saw them
+        near = 1e-3 + (spread if exchange == "gossip" else 0)
+        for k, x in parameters(tensors, source).items():
+            assert torch.allclose(new[f"learner_{rank}/model"][k], x, atol=near, rtol=0), k
+        square, was = (t[f"learner_{rank}/exchange"]["square"] for t in (new, tensors))
+        assert (square >= 0.8 * was).all()  # it decays by 0.99 at a step
+        assert was.max() > 0
+    rows = [t["learner_0/model"]["obs_norm..count"] for t in (tensors, new)]
+    assert rows[0] <= rows[1] <= rows[0] + gained + 6 * ROLLOUT
+
+
+def parameters(tensors: checkpoint.Tensors, rank: int) -> dict[str, torch.Tensor]:
+    """A learner's weights, without the normalizers."""
+    return {k: x for k, x in tensors[f"learner_{rank}/model"].items() if x.dtype == torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "changes"),
+    [("hogwild", {"optim.rule": "adam"}), ("store", {"optim.rule": "adam", "store.local_steps": 2})],
+)
+def test_adam_on_central_weights_goes_on_with_its_moments_and_count(tmp_path, exchange, changes):
+    out = tmp_path / "run"
+    before = coterie.train(tiny(out, exchange, **changes), quiet=True)
+    tensors, _ = last_checkpoint(out)
+    after = coterie.resume(out, steps=before["env_steps"] + 1, quiet=True)
+    check_accounts(out, after)
+    new, _ = last_checkpoint(out)
+    old, now = tensors["learner_0/exchange"], new["learner_0/exchange"]
+    steps = after["learner_steps"] - before["learner_steps"]
+    # Learners that write at once may lose a count; local steps that were not handed over are given up.
+    assert (old["count"] >= 0.7 * before["learner_steps"]).all()
+    assert (now["count"] >= old["count"]).all()
+    assert (now["count"] <= old["count"] + steps).all()
+    assert (now["square"] >= 0.9 * old["square"]).all()
+    for k, x in parameters(tensors, 0).items():
+        assert torch.allclose(new["learner_0/model"][k], x, atol=2e-3, rtol=0), k
+
+
+@pytest.mark.parametrize(
+    ("exchange", "changes"),
+    [("allreduce", {}), ("gossip", {"gossip.tau": 0}), ("store", {"store.fixed_turns": True})],
+)
+def test_deterministic_modes_give_the_same_weights_twice(tmp_path, exchange, changes):
+    """Whatever the timing: a slow learner, evaluations and checkpoints in between change nothing."""
+    disturbed = {"env.delay": 0.01, "env.delay_learner": 1, "eval.every": 900, "eval.episodes": 2}
+    disturbed |= {"log.checkpoint_every": 0.0}
+    digests = []
+    for i, more in enumerate(({}, disturbed, {"seed": 1})):
+        summary = coterie.train(tiny(tmp_path / str(i), exchange, **changes, **more), quiet=True)
+        assert summary["restarts"] == 0
+        assert all(summary["digests"])
+        digests.append(summary["digest"])
+    assert digests[0] == digests[1]
+    assert digests[2] != digests[0]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_learner_that_saves_slowly_is_waited_for(tmp_path, odd, exchange):
+    """The others have ended by then: their end is no death, and the last checkpoint holds everybody."""
+    out = tmp_path / "run"
+    summary = coterie.train(tiny(out, exchange, **{"model.torso": "odd:slow_save_1", "steps": 1000}), quiet=True)
+    assert summary["restarts"] == 0
+    assert summary["rows"]["rolled_back"] == 0
+    assert all(summary["digests"])
+    check_accounts(out, summary)
+
+
+def test_in_a_thread_of_a_notebook(tmp_path):
+    """Where no signals can be caught."""
+    found: list[dict[str, Any]] = []
+    handler = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=lambda: found.append(coterie.train(tiny(tmp_path / "run", "gossip"), quiet=True)))
+    thread.start()
+    thread.join(60)
+    assert found[0]["status"] == "finished"
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_plain_script_without_a_main_guard_runs_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import sys
+import coterie
+from coterie import presets
+print("begins as", __name__, flush=True)
+changes = {{"log.tensorboard": False, "learners": 2, "exchange": "allreduce"}}
+summary = coterie.train(presets.a2c(env="CartPole-v1", steps=1000, out={str(tmp_path / "run")!r}, **changes), quiet=True)
+print("ends", summary["status"], summary["env_steps"], sys.modules["__main__"].__file__)
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    begins, ends = done.stdout.splitlines()
+    assert begins == "begins as __main__"
+    assert ends == f"ends finished {read_summary(tmp_path / 'run')['env_steps']} {script}"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("exchange", "changes", "field"),
+    [
+        ("solo", {}, "learners"),
+        ("gossip", {"gossip.topology": "nonsense"}, "gossip.topology"),
+        ("gossip", {"gossip.topology": "bipartite", "learners": 3}, "gossip.topology"),
+        ("gossip", {"gossip.tau": -2}, "gossip.tau"),
+        ("store", {"store.local_steps": 2}, "store.local_steps"),
+        ("store", {"store.chunks": 0}, "store.chunks"),
+        ("hogwild", {"device": "cuda"}, "device"),
+        ("allreduce", {"algorithm": "ppo", "ppo.minibatch_size": 64, "ppo.target_kl": 0.1}, "ppo.target_kl"),
+        ("allreduce", {"learners": 0}, "learners"),
+        ("allreduce", {"restarts": -1}, "restarts"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_leaves_no_folder(tmp_path, capsys, exchange, changes, field):
+    out = tmp_path / "run"
+    assert cli.main(options(out, exchange, **changes)) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert stderr.count("\n") == 1
+    assert stderr.startswith(f"coterie: {field}: ")
+    assert not out.exists()
+    assert os.listdir(tmp_path) == []
