@@ -11,62 +11,62 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import statistics
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 
 # name: (arguments of ours: preset and options, (framework, script, its options), the ratio that is asked for)
 _MLP = ["--env", "LunarLander-v3", "--model.normalize-obs", "False", "--model.hidden", "64", "64"]
+_PPO = ["--algo.unroll-length", "128", "--ppo.batch-size", "0", "--ppo.minibatch-size", "256", "--ppo.epochs", "4"]
+_A2C = ["--algo.unroll-length", "5", "--algo.gae-lambda", "1.0"]
+_ONE_PASS = ["--model.share", "yes", "--algo.unroll-length", "16", "--ppo.minibatch-size", "4096", "--ppo.epochs", "1"]
+_TWO = ["--learners", "2", "--env.num-envs", "16"]  # 32 simulators in all
+_SB3_PPO_ATARI = ("sb3", "sb3_bench.py", ["algo=ppo", "env=breakout", "envs=32", "nsteps=128", "batch=256", "epochs=4"])
+_SB3_PPO = ("sb3", "sb3_bench.py", ["algo=ppo", "env=lunar", "envs=32", "nsteps=128", "batch=256", "epochs=4"])
+_SB3_A2C = ("sb3", "sb3_bench.py", ["algo=a2c", "env=lunar", "envs=32", "nsteps=5"])
+_SF = ("sf", "sample_factory_bench.py", ["env=lunar", "backend=envpool", "async=1", "epochs=1"])
+_BREAKOUT = ["--env", "Breakout-v5", "--model.torso", "nature"]
 CASES: dict[str, tuple[list[str], tuple[str, str, list[str]], float]] = {
-    "ppo-nature-breakout": (
-        [
-            *("ppo", "--env", "Breakout-v5", "--model.torso", "nature", "--env.num-envs", "32"),
-            *("--algo.unroll-length", "128", "--ppo.batch-size", "0", "--ppo.minibatch-size", "256"),
-        ],
-        ("sb3", "sb3_bench.py", ["algo=ppo", "env=breakout", "envs=32", "nsteps=128", "batch=256", "epochs=4"]),
-        1.8,
-    ),
-    "a2c-lunar": (
-        ["a2c", *_MLP, "--env.num-envs", "32", "--algo.unroll-length", "5", "--algo.gae-lambda", "1.0"],
-        ("sb3", "sb3_bench.py", ["algo=a2c", "env=lunar", "envs=32", "nsteps=5"]),
-        3.0,
-    ),
-    "ppo-lunar": (
-        [
-            *("ppo", *_MLP, "--env.num-envs", "32", "--algo.unroll-length", "128"),
-            *("--ppo.minibatch-size", "256", "--ppo.epochs", "4"),
-        ],
-        ("sb3", "sb3_bench.py", ["algo=ppo", "env=lunar", "envs=32", "nsteps=128", "batch=256", "epochs=4"]),
-        3.0,
-    ),
-    "one-pass-lunar": (
-        [
-            *("ppo", *_MLP, "--model.share", "yes", "--env.num-envs", "256", "--algo.unroll-length", "16"),
-            *("--ppo.minibatch-size", "4096", "--ppo.epochs", "1"),
-        ],
-        ("sf", "sample_factory_bench.py", ["env=lunar", "backend=envpool", "async=1", "epochs=1"]),
-        1.5,
+    "ppo-nature-breakout": (["ppo", *_BREAKOUT, *_PPO, "--env.num-envs", "32"], _SB3_PPO_ATARI, 1.8),
+    "a2c-lunar": (["a2c", *_MLP, *_A2C, "--env.num-envs", "32"], _SB3_A2C, 3.0),
+    "ppo-lunar": (["ppo", *_MLP, *_PPO, "--env.num-envs", "32"], _SB3_PPO, 3.0),
+    "one-pass-lunar": (["ppo", *_MLP, *_ONE_PASS, "--env.num-envs", "256"], _SF, 1.5),
+    # Two learners, one on each core.
+    "gala-ppo-nature-breakout": (["gala-ppo", *_BREAKOUT, *_PPO, *_TWO], _SB3_PPO_ATARI, 2.2),
+    "gala-ppo-lunar": (["gala-ppo", *_MLP, *_PPO, *_TWO], _SB3_PPO, 3.0),
+    "gala-a2c-lunar": (["gala-a2c", *_MLP, *_A2C, *_TWO], _SB3_A2C, 3.0),
+    "allreduce-ppo-lunar": (["ppo", *_MLP, *_PPO, *_TWO, "--ppo.minibatch-size", "128"], _SB3_PPO, 3.0),
+    "allreduce-a2c-lunar": (["a2c", *_MLP, *_A2C, *_TWO], _SB3_A2C, 3.0),
+    "one-pass-lunar-two": (
+        ["gala-ppo", *_MLP, *_ONE_PASS, "--learners", "2", "--env.num-envs", "128", "--ppo.minibatch-size", "2048"],
+        _SF,
+        2.0,
     ),
 }
 
 
-def ours(seconds: float, args: list[str], warm: float) -> float:
-    """Train in this process for `seconds` after a warm-up; env steps/s."""
-    from coterie.cli import _train_config
-    from coterie.roles import InlineLearner
-
-    learner = InlineLearner(_train_config(args))
-    begin, marks = time.perf_counter(), []
-
-    def on_rollout(rollout: object) -> bool:
-        now = time.perf_counter() - begin
-        if now >= warm:
-            marks.append((now, learner.progress.env_steps))
-        return now >= warm + seconds
-
-    learner.run(on_rollout)
+def ours(seconds: float, args: list[str], warm: float = 10) -> float:
+    """Train as a user does, for `seconds` after a warm-up; env steps/s from the run's own metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        options = ["--steps", "1000000000000", "--out", str(out), "--log.every", "0.5", "--log.tensorboard", "False"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "coterie.cli", "train", *args, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            process.communicate(timeout=warm + seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        text = process.communicate()[0].decode()
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        marks = [(x["seconds"], x["env_steps"]) for x in lines if warm <= x["seconds"] <= warm + seconds]
+        if len(marks) < 2:
+            raise SystemExit(f"coterie train {' '.join(args)} gave no rate:\n{text[-2000:]}")
     (t0, n0), (t1, n1) = marks[0], marks[-1]
     return (n1 - n0) / (t1 - t0)
 
@@ -88,18 +88,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--vec", default="", help="Stable-Baselines3's vectorisation: dummy or subproc")
-    parser.add_argument("--ours", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.ours:
-        print(f"sps={ours(options.seconds, CASES[options.ours][0], warm=8):.0f}")
-        return
     results = {}
     for case in options.cases or CASES:
         _, (peer, script, extra), asked = CASES[case]
         extra = [*extra, f"vec={options.vec}"] if options.vec and peer == "sb3" else extra
         rates: dict[str, list[float]] = {"coterie": [], peer: []}
         for _ in range(options.turns):
-            rates["coterie"].append(turn([sys.executable, __file__, "--ours", case, "--seconds", str(options.seconds)]))
+            rates["coterie"].append(round(ours(options.seconds, CASES[case][0])))
             python = str(options.peers / peer / "bin" / "python")
             rates[peer].append(turn([python, str(options.scripts / script), str(options.seconds), *extra]))
         ratio = statistics.median(a / b for a, b in zip(rates["coterie"], rates[peer], strict=True))

@@ -110,6 +110,8 @@ class Run:
         if isinstance(failure, KeyboardInterrupt):
             raise failure
         if failure is not None:
+            with suppress(OSError):
+                checkpoint.sweep(self.root)
             kept = checkpoint.latest(self.root)
             kind = type(failure) if isinstance(failure, CoterieError) else CoterieError
             raise kind(reason + (f"; last good checkpoint: {kept}" if kept else "")) from failure

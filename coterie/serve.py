@@ -81,11 +81,13 @@ class Service:
         learner = self.learner
         if name := learner.params.nonfinite(learner.params.data):
             raise CoterieError(f"the weights of {name} are not finite at learner step {learner.progress.learner_steps}")
-        groups = learner.tensors()
-        checkpoint.write(
-            checkpoint.draft_path(self.root, f"order_{number}"),
-            {f"learner_{self.rank}/{name}": group for name, group in groups.items()},
-        )
+        groups, draft = learner.tensors(), checkpoint.draft_path(self.root, f"order_{number}")
+        try:
+            checkpoint.write(draft, {f"learner_{self.rank}/{name}": group for name, group in groups.items()})
+        except CoterieError:
+            if draft.is_dir():
+                raise
+            return  # the order was given up meanwhile: somebody who was to take part is gone
         digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
         self.post("saved", {"order": number, "counts": learner.counts(), "digest": digest})
         self.over = bool(what & LAST)

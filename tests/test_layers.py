@@ -34,7 +34,7 @@ LEVELS: list[list[str]] = [
     ["learner", "exchange.diagnostics"],
     ["acting.inline"],
     ["matrix"],
-    ["roles"],
+    ["roles", "preload"],
     ["evaluate", "watch", "presets", "serve", "run", "launch.local", "bench", "session"],
     ["sweep", "doctor"],
     ["cli"],

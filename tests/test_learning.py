@@ -27,6 +27,16 @@ def test_a2c_learns_cartpole(tmp_path):
     assert evaluate_run(out, episodes=20)["mean_return"] >= 400
 
 
+@pytest.mark.parametrize("exchange", ["allreduce", "hogwild", "store", "gossip"])
+def test_two_learners_solve_cartpole_through_every_exchange(tmp_path, exchange):
+    small = {"env.num_envs": 8, "learners": 2, "exchange": exchange}
+    if exchange == "store":
+        small |= {"store.local_steps": 2, "algo.poll": 32}
+    summary, out = train(tmp_path, "ppo", "CartPole-v1", steps=200_000, **small)
+    assert summary["mean_return"] >= 400
+    assert evaluate_run(out, episodes=20, learner="mean" if exchange == "gossip" else "best")["mean_return"] >= 450
+
+
 CATCH = {"env.threads": 1, "env.num_envs": 32, "env.groups": 2, "algo.unroll_length": 18, "ppo.minibatch_size": 288}
 
 

@@ -180,6 +180,8 @@ class Crew:
         run.lose(rank)
         if run.board.stopping or run.idle:  # the end is near: the others finish without it
             run.members.discard(rank)
+            if not run.members:
+                raise CoterieError(f"learner {rank} {manner}, while the run was ending")
             run.give_up_order()
             return
         self._count_restart(f"learner {rank} {manner}", f"learner {rank} comes back with a peer's weights")

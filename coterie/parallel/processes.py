@@ -33,7 +33,7 @@ class Child:
 
     def __init__(self, name: str, cores: Sequence[int], target: Callable[..., None], args: tuple[Any, ...]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["coterie.roles"])
+        context.set_forkserver_preload(["coterie.preload"])
         self.name = name
         self.conn, theirs = context.Pipe()
         self.process = context.Process(target=_enter, args=(theirs, list(cores), target, args), name=name, daemon=True)

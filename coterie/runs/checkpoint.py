@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,12 @@ def save(root: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path
     """Write one checkpoint in one go: `open_draft`, `write`, `seal`."""
     _checked(state)  # before anything is written
     draft = open_draft(root, f"step_{step:012d}")
-    write(draft, tensors)
-    return seal(root, draft, step, state)
+    try:
+        write(draft, tensors)
+        return seal(root, draft, step, state)
+    except CoterieError:
+        sweep(root)
+        raise
 
 
 def draft_path(root: Path, name: str) -> Path:
@@ -46,7 +49,7 @@ def open_draft(root: Path, name: str) -> Path:
     draft = draft_path(root, name)
     with _Written(root, draft):
         root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
+        sweep(root)
         draft.mkdir()
     return draft
 
@@ -91,7 +94,7 @@ def seal(root: Path, draft: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 class _Written:
-    """Turns what goes wrong with a draft into one line, and clears up."""
+    """Turns what goes wrong with a draft into one line."""
 
     def __init__(self, root: Path, draft: Path) -> None:
         self.root, self.draft = root, draft
@@ -101,8 +104,6 @@ class _Written:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, OSError | SafetensorError):
-            with suppress(OSError):
-                _sweep(self.root)
             path = self.root / self.draft.name.removeprefix(".draft-")
             raise CoterieError(f"checkpoint {path} cannot be written: {_reason(error)}") from None
 
@@ -254,8 +255,8 @@ def _discard(path: Path) -> None:
         shutil.rmtree(path.rename(path.with_name(f".draft-gone-{path.name}")), ignore_errors=True)
 
 
-def _sweep(root: Path) -> None:
-    """Clear up after a crash; a run folder has one writer."""
+def sweep(root: Path) -> None:
+    """Clear up what was never completed; a run folder has one writer."""
     for path in root.glob(".draft-*"):
         shutil.rmtree(path, ignore_errors=True)
     for old in root.glob(f"step_*{_OLD}"):

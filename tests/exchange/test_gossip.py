@@ -48,8 +48,8 @@ class Crowd:
 
 def one(
     shared: SharedArrays, board: Board, sequence: Sequence[Array], rank: int, start: Array, *, tau: int = 0,
-    mix_every: int = 1, timeout: float = 30.0, rule: object = None, skip: bool = False, norms: Sequence[Normalizer] = (),
-    rejoin: bool = False,
+    mix_every: int = 1, timeout: float = 30.0, rule: object = None, skip: bool = False, rejoin: bool = False,
+    norms: Sequence[Normalizer] = (),
 ) -> Gossip:  # fmt: skip
     params = flat(len(start))
     params.data[: len(start)] = torch.as_tensor(start, dtype=torch.float32)
@@ -430,8 +430,10 @@ def test_who_comes_back_takes_a_peers_weights_trains_and_then_mixes(topology):
     back.__enter__()
     assert c.board.here[2] == 1
     messages, sums = c.shared.arrays["message"], c.shared.arrays["moments"]
-    (source,) = [j for j in (0, 1) if np.array_equal(back.params.data.numpy(), messages[j])]
-    np.testing.assert_allclose(Moments([fresh]).read().numpy(), sums[source], rtol=1e-9)
+    mine = Moments([fresh]).read().numpy()
+    assert any(
+        np.array_equal(back.params.data.numpy(), messages[j]) and np.allclose(mine, sums[j], rtol=1e-9) for j in (0, 1)
+    )
     for name in ("begun", "told", "mixed", "joined"):  # it has published nothing, at a number nobody has reached
         assert c.shared.arrays[name][2] == 11
     lockstep(c.learners[:2], 1)  # number 10: the others neither wait for it nor hear it
@@ -605,7 +607,7 @@ def test_proposition_1_bounds_the_distance_to_the_mean(topology, rule, steps, tm
         apart = distance(np.stack([h[k] for h in history]))
         assert apart <= bound * (1 + 1e-5)
         largest = max(largest, apart / bound)
-    assert 0.1 < largest  # no bound that anything would keep
+    assert largest > 0.1  # no bound that anything would keep
     alone = distance(goals) * (1 - 0.95 ** (count * steps))  # where they would be without mixing, but for the noise
     assert rule == "rmsprop" or alone > 3 * apart
 

@@ -116,13 +116,12 @@ def test_learners_share_rows_through_the_centre():
     sets = [normalizer_set() for _ in range(3)]
     shared = central_memory(torch.zeros(16), RMSProp(0.9, 1e-5), 1, Moments(sets[0]).read())
     views = [Central(shared, Moments(s), 1, 5.0) for s in sets]
-    everything, seed = normalizer_set(), 0
-    for who in [0, 1, 1, 2, 0, 2, 2, 1, 0]:
+    everything = normalizer_set()
+    for seed, who in enumerate([0, 1, 1, 2, 0, 2, 2, 1, 0]):
         feed(sets[who], 4 + seed, seed)
         feed(everything, 4 + seed, seed)
         views[who].share_moments()
         assert_same(sets[who], everything)  # at once what all have told
-        seed += 1
     for view in views:
         view.share_moments()  # nothing new: nothing is counted twice
     for s in sets:

@@ -1,0 +1,322 @@
+"""Synchronous learners: L of b envs are one of L x b, they skip and stop together, and miss one that is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from coterie import presets
+from coterie.config import Config
+from coterie.exchange.allreduce import AllReduce
+from coterie.exchange.solo import Guard, NonFinite
+from coterie.models.heads import Moments, Normalizer
+from coterie.ops.optim import RMSProp
+from coterie.parallel.board import Board
+from coterie.parallel.processes import Post
+from coterie.roles import InlineLearner, Links, normalizers
+from coterie.types import Rollout
+from tests.exchange.harness import Sgd, expect, flat, gradients, hear, start
+
+ROLLOUTS = 8
+
+
+def config(exchange: str, envs: int, groups: int, **changes: object) -> Config:
+    return presets.a2c(
+        "CartPole-v1",
+        **{
+            "exchange": exchange,
+            "env.num_envs": envs,
+            "env.groups": groups,
+            "env.threads": 1,
+            "env.max_episode_steps": 15,  # some episodes end
+            "precision": "fp32",
+            "device": "cpu",
+            "steps": 1000,  # the rate falls noticeably: all must know the steps of all
+            "log.stall": 60.0,
+            **changes,
+        },
+    )
+
+
+def train(learner: InlineLearner) -> dict[str, object]:
+    """A few rollouts; what the learner has afterwards, without tensors, which would be sent as shared memory."""
+    actions, masked = [], []
+
+    def note(rollout: Rollout) -> bool:
+        actions.append(rollout.action.numpy().copy())
+        masked.append(int((~rollout.mask).sum()))
+        return len(actions) == ROLLOUTS
+
+    learner.run(note)
+    result = {
+        "weights": learner.params.data.numpy().copy(),
+        "square": learner.exchange.state_dict()["square"].numpy().copy(),
+        "moments": normalizers(learner.config, learner.model).read().numpy(),
+        "actions": np.stack(actions),
+        "masked": sum(masked),
+        "total": learner.exchange.steps.total,
+        "lr": learner.lr(learner.exchange.steps.total),
+        "skipped": learner.exchange.guard.skipped,
+    }
+    learner.close()
+    return result
+
+
+def train_one_of_two(post: Post, rank: int, meeting: Path, board: Board, settings: Config) -> None:
+    torch.set_num_threads(1)
+    post("result", train(InlineLearner(settings, links=Links(rank, board, rendezvous=meeting))))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.normalize_obs": False},
+        {"model.normalize_obs": True},
+        {"model.normalize_obs": True, "reward.normalize": True, "optim.sqrt_scaling_from": 2},
+    ],
+    ids=["plain", "normalized", "scaled"],
+)
+def test_two_learners_of_four_envs_are_one_of_eight(tmp_path, changes):
+    meeting, board = tmp_path / "meeting", Board(2)
+    children = [
+        start(train_one_of_two, rank, meeting, board, config("allreduce", 4, 1, learners=2, **changes))
+        for rank in range(2)
+    ]
+    one = train(InlineLearner(config("solo", 8, 2, **changes)))
+    said = hear(children)
+    assert [kind for s in said for kind, _ in s] == ["result", "end"] * 2, said
+    two = [s[0][1] for s in said]
+    for name in ("weights", "square", "moments"):
+        assert np.array_equal(two[0][name], two[1][name]), name
+    both = np.concatenate([two[0]["actions"], two[1]["actions"]], axis=2)
+    assert np.array_equal(both, one["actions"])
+    assert np.abs(two[0]["weights"] - one["weights"]).max() < 1e-6
+    np.testing.assert_allclose(two[0]["square"], one["square"], rtol=1e-3, atol=1e-9)
+    np.testing.assert_allclose(two[0]["moments"], one["moments"], rtol=1e-6, atol=1e-9)
+    assert two[0]["total"] == two[1]["total"] == one["total"] < 8 * 8 * ROLLOUTS
+    assert two[0]["masked"] + two[1]["masked"] == one["masked"] == 8 * 8 * ROLLOUTS - one["total"] > 0
+    assert two[0]["lr"] == one["lr"]
+    if changes["model.normalize_obs"]:
+        assert one["moments"][0] == one["total"]  # every row of all envs, once
+    first = InlineLearner(config("solo", 8, 2, **changes))
+    assert np.abs(first.params.data.numpy() - one["weights"]).max() > 1e-3  # it has learned
+    first.close()
+
+
+# --- the exchange alone ---
+
+
+def exchange(
+    rank: int, meeting: Path, *, skip: bool = True, clip: float = 0.0, timeout: float = 60.0,
+    norms: tuple[Normalizer, ...] = (), rule: object = None,
+) -> AllReduce:  # fmt: skip
+    torch.set_num_threads(1)
+    params = flat(50, 20)
+    made = AllReduce(params, rule or Sgd(), Guard(clip, skip), Moments(norms), rank, 2, meeting, timeout)
+    made.params = params
+    return made
+
+
+def go(x: AllReduce, grad: torch.Tensor, lr: float = 1.0) -> float:
+    x.params.grad.copy_(grad)
+    return x.step(x.params, lr)
+
+
+def skip_and_stop(post: Post, rank: int, meeting: Path) -> None:
+    """Three steps; at the second learner 1's gradient is bad, in the end with the order to stop."""
+    with exchange(rank, meeting, rule=RMSProp(0.9, 1e-3)) as x:
+        grads = gradients(x.params, 4, seed=rank)
+        go(x, grads[0], 0.1)
+        before = [x.params.data.clone(), x.state["square"].clone()]
+        poisoned = grads[1].clone()
+        if rank == 1:
+            poisoned[x.params.slices["w1"].start] = math.nan
+        norm = go(x, poisoned, 0.1)
+        same = torch.equal(x.params.data, before[0]) and torch.equal(x.state["square"], before[1])
+        post("skipped", (x.guard.skipped, same, bool(x.params.grad.any()), math.isnan(norm)))
+        go(x, grads[2], 0.1)
+        moved = not torch.equal(x.params.data, before[0])
+        post("weights", (x.params.data.numpy().copy(), x.state["square"].numpy().copy(), moved, x.guard.skipped))
+        x.guard.skip = False
+        if rank == 0:
+            grads[3][0] = math.inf
+        try:
+            go(x, grads[3], 0.1)
+        except NonFinite as error:
+            post("stopped", str(error))
+
+
+def test_a_bad_gradient_of_one_is_skipped_or_stops_all(tmp_path):
+    said = hear([start(skip_and_stop, rank, tmp_path / "meeting") for rank in range(2)])
+    assert [[kind for kind, _ in s] for s in said] == [["skipped", "weights", "stopped", "end"]] * 2, said
+    for s in said:
+        assert s[0][1] == (1, True, False, True)
+        assert s[1][1][2:] == (True, 1)
+        assert np.isfinite(s[1][1][0]).all()
+        assert s[3][1] == "ended with exit code 0"
+    assert np.array_equal(said[0][1][1][0], said[1][1][1][0])
+    assert np.array_equal(said[0][1][1][1], said[1][1][1][1])
+    assert said[0][2][1] == "the gradient of w0 is not finite"
+    assert said[1][2][1] == "the gradient of another learner is not finite"
+
+
+def agree_on_everything(post: Post, rank: int, meeting: Path) -> None:
+    """Means, clipping after the mean, rows of all, normalizers of all, orders and the end."""
+    norm = Normalizer((2,))
+    with exchange(rank, meeting, clip=0.5, norms=(norm,)) as x:
+        begin = x.params.data.clone()
+        for k in range(3):
+            x.steps.add(10 * (rank + 1) + k)
+            norms = [go(x, gradients(x.params, 3, seed=rank)[k])]
+            norm.update(torch.full((2 + rank, 2), float(k + rank)))
+            x.after_rollout(x.params)
+            # Learner 0 is told of an order after rollout 0, learner 1 after rollout 1; 1 wants to stop after 1.
+            wish = (rank == 0, False) if k == 0 else (False, rank == 1) if k == 1 else (False, False)
+            post("agreed", x.agree(*wish))
+            post("sum", (norms[0], x.steps.total))
+        moved = (begin - x.params.data).numpy()
+        post("end of it", (moved, Moments([norm]).read().tolist()))
+
+
+def test_what_travels_with_the_gradients(tmp_path):
+    said = hear([start(agree_on_everything, rank, tmp_path / "meeting") for rank in range(2)])
+    assert [kind for kind, _ in said[0]] == ["agreed", "sum"] * 3 + ["end of it", "end"], said
+    assert [content for kind, content in said[0] if kind == "agreed"] == [
+        (False, False), (True, False), (False, True),
+    ]  # fmt: skip
+    assert said[0][:6] == said[1][:6]  # they decide alike, and know as much
+    params = flat(50, 20)
+    expected, total, rows = torch.zeros_like(params.data), 0, torch.zeros(0, 2)
+    both = [gradients(params, 3, seed=rank) for rank in range(2)]
+    for k in range(3):
+        mean = (both[0][k] + both[1][k]) / 2
+        norm = float(mean.norm())
+        total += 30 + 2 * k
+        got, steps = said[0][2 * k + 1][1]
+        assert got == pytest.approx(norm, rel=1e-5)
+        assert steps == total
+        assert norm > 0.5
+        expected += mean * (0.5 / norm)
+        rows = torch.cat([rows, torch.full((2, 2), float(k)), torch.full((3, 2), float(k + 1))])
+    moved, sums = said[0][6][1]
+    np.testing.assert_allclose(moved, expected, atol=1e-6)
+    seen = Normalizer((2,))
+    seen.update(rows)
+    np.testing.assert_allclose(sums, Moments([seen]).read().tolist(), rtol=1e-9)
+    assert said[1][6][1][1] == sums
+
+
+def step_until(post: Post, rank: int, meeting: Path, last: int) -> None:
+    with exchange(rank, meeting) as x:
+        grads = gradients(x.params, 3, seed=rank)
+        for k in range(100):
+            if rank == 1 and k == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            go(x, grads[k % 3])
+            post("made", k)
+
+
+def test_who_is_killed_is_missed_and_nobody_hangs(tmp_path):
+    said = hear([start(step_until, rank, tmp_path / "meeting", 3) for rank in range(2)], 30.0)
+    kind, (line, trace) = said[0][-2]
+    assert kind == "peer", said[0]
+    assert line.startswith("allreduce: another learner is gone or hangs: ")
+    assert trace == ""
+    assert said[0][-1] == ("end", "ended with exit code 1")
+    assert said[0][:3] == [("made", k) for k in range(3)]
+    assert "SIGKILL" in said[1][-1][1]
+
+
+def step_and_wait(post: Post, rank: int, meeting: Path, hostname: str) -> None:
+    if hostname:  # for this process alone: a name that is an address of the network is how many machines are set up
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.unshare(0x04000000):  # CLONE_NEWUTS
+                raise OSError(ctypes.get_errno(), "unshare")
+            socket.sethostname(hostname)
+        except OSError as error:
+            post("cannot", str(error))
+            return
+    with exchange(rank, meeting) as x:
+        go(x, gradients(x.params, 1)[0])
+        post("met", rank)
+        signal.pause()
+
+
+def own_address() -> str:
+    """An address of this machine that others may know; empty where there is none. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.1", 9))
+        except OSError:
+            return ""
+        address = probe.getsockname()[0]
+    return "" if address.startswith("127.") or address == "0.0.0.0" else address
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Address (in hex, as the kernel writes it) and port of every TCP socket on which a process listens."""
+    inodes = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[len("socket:[") : -1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{table}")
+        for line in path.read_text().splitlines()[1:] if path.exists() else []:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                found.append((address, int(port, 16)))
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """127.x.y.z, ::1, or the former written as IPv6; each 32-bit word is little-endian."""
+    raw = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
+    if len(raw) == 4:
+        return raw[0] == 127
+    return raw == b"\0" * 15 + b"\1" or (raw[:12] == b"\0" * 10 + b"\xff\xff" and raw[12] == 127)
+
+
+def test_loopback_is_told_from_the_rest():
+    assert is_loopback("0100007F")
+    assert is_loopback("00000000000000000000000001000000")
+    assert is_loopback("0000000000000000FFFF00000100007F")
+    assert not is_loopback("00000000")
+    assert not is_loopback("0200A8C0")
+    assert not is_loopback("0" * 32)
+    assert not is_loopback("0000000000000000FFFF00000200A8C0")
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="no /proc here")
+@pytest.mark.parametrize("named", [False, True], ids=["as it is", "hostname is a public address"])
+def test_only_loopback_listens(tmp_path, named):
+    hostname = own_address() if named else ""
+    if named and not hostname:
+        pytest.skip("this machine has no address but loopback")
+    children = [start(step_and_wait, rank, tmp_path / "meeting", hostname) for rank in range(2)]
+    try:
+        for rank, child in enumerate(children):
+            kind, content = expect(child, {"met", "cannot"})
+            if kind == "cannot":
+                pytest.skip(f"may not set a hostname here: {content}")
+            assert content == rank
+        sockets = [listening(child.process.pid) for child in children]
+        assert any(sockets)  # Gloo's processes connect to one another: somebody listens
+        assert all(is_loopback(address) for found in sockets for address, _ in found), sockets
+    finally:
+        for child in children:
+            child.kill()

@@ -1,0 +1,226 @@
+"""Lock-free shared weights: whose gradient is applied, whose statistics are used, and what is never written."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coterie.exchange.central import Central, central_memory, fill
+from coterie.exchange.hogwild import Hogwild
+from coterie.exchange.solo import Guard, NonFinite
+from coterie.models.heads import Moments, Normalizer
+from coterie.ops.optim import Adam, RMSProp, flat_norm_clip
+from coterie.parallel.board import Board, BoardSteps
+from coterie.parallel.params import FlatParams
+from coterie.parallel.processes import Post
+from coterie.parallel.shm import SharedArrays
+from tests.exchange.harness import Sgd, flat, gradients, hear, start
+
+NOTHING = torch.zeros(0, dtype=torch.float64)
+
+
+def worker(
+    shared: SharedArrays, params: FlatParams, rule: object, *, rank: int = 0, own: bool = False, clip: float = 0.0,
+    skip: bool = False, norms: tuple[Normalizer, ...] = (),
+) -> Hogwild:  # fmt: skip
+    central = Central(shared, Moments(norms), 1, 10.0)
+    return Hogwild(params, rule, Guard(clip, skip), central, BoardSteps(Board(4), rank), own)
+
+
+def apply(exchange: Hogwild, params: FlatParams, grad: Tensor, lr: float = 1e-2) -> float:
+    params.grad.copy_(grad)
+    norm = exchange.step(params, lr)
+    assert not params.grad.any()
+    return norm
+
+
+def test_each_step_applies_the_latest_gradient_of_its_own_worker_and_no_other():
+    """The trap of shared `.grad`: two models whose backward passes add to gradients that somebody forgot to clear.
+
+    All numbers have few bits, so every sum is exact: the centre is what it was minus every gradient, each once.
+    """
+    nets = [nn.Linear(8, 1, bias=False) for _ in range(2)]
+    both = [FlatParams(net) for net in nets]
+    both[1].data.copy_(both[0].data.zero_())
+    shared = central_memory(both[0].data, Sgd(), 1, NOTHING)
+    exchanges = [worker(shared, p, Sgd(), rank=r) for r, p in enumerate(both)]
+    rng, total = np.random.default_rng(0), torch.zeros(8)
+    for k in range(100):
+        who = int(rng.integers(2))
+        x = torch.as_tensor(rng.integers(-8, 9, 8), dtype=torch.float32)
+        exchanges[who].pull(both[who])
+        assert torch.equal(nets[who].weight[0], -total)
+        nets[who](x).sum().backward()  # its gradient is x
+        assert torch.equal(both[who].grad[:8], x), k
+        assert not both[1 - who].grad.any()
+        exchanges[who].step(both[who], 1.0)
+        total += x
+        assert torch.equal(exchanges[0].central.data[:8], -total)
+        assert nets[who].weight.grad.data_ptr() == both[who].grad.data_ptr()  # still a view, and a cleared one
+        assert not both[who].grad.any()
+    assert total.any()
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("make", [lambda: RMSProp(0.9, 1e-3), lambda: Adam(0.8, 0.95, 1e-3)])
+def test_statistics_are_of_all_or_each_workers_own(make, own):
+    both = [flat(40, 9), flat(40, 9)]
+    plain = both[0].data.clone()
+    shared = central_memory(plain, make(), 1, NOTHING)
+    exchanges = [worker(shared, p, make(), rank=r, own=own) for r, p in enumerate(both)]
+    rule = make()
+    states = [rule.state(plain), rule.state(plain)] if own else [rule.state(plain)] * 2
+    for k, grad in enumerate(gradients(both[0], 30)):
+        who = [0, 1, 1][k % 3]
+        rule.update(plain, grad * (who + 1), states[who], 1e-2)
+        apply(exchanges[who], both[who], grad * (who + 1))
+        torch.testing.assert_close(exchanges[0].central.data, plain, rtol=0, atol=1e-6)
+        assert torch.equal(both[who].data, exchanges[0].central.data)
+    for exchange, state in zip(exchanges, states, strict=True):
+        for name, x in exchange.state_dict().items():
+            torch.testing.assert_close(x.reshape(state[name].shape), state[name], rtol=1e-5, atol=1e-7)
+    square = [exchange.state_dict()["square"] for exchange in exchanges]
+    assert torch.equal(*square) != own
+    assert bool(shared.arrays["state/square"].any()) != own
+
+
+def test_shared_and_own_statistics_lead_elsewhere():
+    ends = []
+    for own in (False, True):
+        both = [flat(40), flat(40)]
+        shared = central_memory(both[0].data, RMSProp(0.9, 1e-3), 1, NOTHING)
+        exchanges = [worker(shared, p, RMSProp(0.9, 1e-3), own=own) for p in both]
+        for k, grad in enumerate(gradients(both[0], 10)):
+            apply(exchanges[k % 2], both[k % 2], grad)
+        ends.append(exchanges[0].central.data.clone())
+    assert (ends[0] - ends[1]).abs().max() > 1e-3
+
+
+def test_a_snapshot_stays_what_it_was_until_the_next():
+    both = [flat(40), flat(40)]
+    shared = central_memory(both[0].data, Sgd(), 1, NOTHING)
+    one, two = (worker(shared, p, Sgd(), rank=r) for r, p in enumerate(both))
+    one.pull(both[0])
+    snapshot = both[0].data.clone()
+    ones = torch.ones_like(snapshot)
+    for _ in range(3):
+        apply(two, both[1], ones, 1.0)
+    assert torch.equal(both[0].data, snapshot)
+    assert torch.equal(one.central.data, snapshot - 1 - 1 - 1)
+    apply(one, both[0], ones, 1.0)  # on the shared weights, not on the snapshot
+    assert torch.equal(one.central.data, snapshot - 1 - 1 - 1 - 1)
+    assert torch.equal(both[0].data, one.central.data)
+    apply(two, both[1], ones, 1.0)
+    one.pull(both[0])
+    assert torch.equal(both[0].data, two.central.data)
+    both[0].data.fill_(7.0)  # whatever is done to a snapshot stays local
+    assert not (two.central.data == 7).any()
+
+
+def test_clips_before_the_shared_weights_are_touched():
+    params = flat(40)
+    plain = params.data.clone()
+    shared = central_memory(plain, Sgd(), 1, NOTHING)
+    exchange = worker(shared, params, Sgd(), clip=0.5)
+    (grad,) = gradients(params, 1)
+    norm = apply(exchange, params, grad, 1.0)
+    assert norm == pytest.approx(float(grad.norm()), rel=1e-5)
+    assert norm > 0.5
+    flat_norm_clip(grad, 0.5)
+    torch.testing.assert_close(exchange.central.data, plain - grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_gradient_that_is_not_finite_never_reaches_the_shared_weights(own, bad):
+    both = [flat(40, 9), flat(40, 9)]
+    rule = Adam(0.8, 0.95, 1e-3)
+    shared = central_memory(both[0].data, rule, 1, NOTHING)
+    sick, well = (worker(shared, p, Adam(0.8, 0.95, 1e-3), own=own, skip=True) for p in both)
+    grads = gradients(both[0], 4)
+    apply(sick, both[0], grads[0])
+    apply(well, both[1], grads[1])
+    before = {name: x.copy() for name, x in shared.arrays.items()}
+    statistics = sick.state_dict()
+    poisoned = grads[2].clone()
+    poisoned[both[0].slices["w1"].start] = bad
+    apply(sick, both[0], poisoned)
+    assert sick.guard.skipped == 1
+    assert all(np.array_equal(x, before[name]) for name, x in shared.arrays.items())
+    assert all(torch.equal(x, statistics[name]) for name, x in sick.state_dict().items())
+    assert torch.equal(both[0].data, sick.central.data)
+    sick.guard.skip = False
+    both[0].grad[both[0].slices["w1"].start] = bad
+    with pytest.raises(NonFinite, match="the gradient of w1 is not finite"):
+        sick.step(both[0], 1e-2)
+    assert all(np.array_equal(x, before[name]) for name, x in shared.arrays.items())
+    apply(well, both[1], grads[3])
+    assert torch.isfinite(well.central.data).all()
+    assert not np.array_equal(well.central.data.numpy(), before["data"])
+
+
+def test_normalizers_count_the_rows_of_all():
+    norms = [Normalizer((3,)) for _ in range(2)]
+    both = [flat(20), flat(20)]
+    shared = central_memory(both[0].data, Sgd(), 1, Moments([norms[0]]).read())
+    one, two = (worker(shared, p, Sgd(), norms=(n,)) for p, n in zip(both, norms, strict=True))
+    norms[0].update(torch.full((4, 3), 1.0))
+    one.after_rollout(both[0])
+    norms[1].update(torch.full((4, 3), 3.0))
+    two.after_rollout(both[1])
+    assert norms[1].count == 8
+    assert norms[1].mean.tolist() == [2, 2, 2]
+    assert norms[0].count == 4
+    one.after_rollout(both[0])
+    one.after_rollout(both[0])
+    assert norms[0].count == 8
+    assert norms[0].mean.tolist() == [2, 2, 2]
+
+
+def halve(post: Post, shared: SharedArrays, steps: int) -> None:
+    params = flat(200)
+    with worker(shared, params, Sgd()) as exchange:
+        for _ in range(steps):
+            exchange.pull(params)
+            params.grad.copy_(params.data)
+            exchange.step(params, 0.5)
+    post("end of it", float(params.data.abs().max()))
+
+
+def test_processes_write_into_one_memory():
+    """Two processes halve the same weights: each sees what the other did, whatever is lost between."""
+    params = flat(200)
+    params.data.fill_(2.0**20)
+    shared = central_memory(params.data, Sgd(), 1, NOTHING)
+    here = torch.from_numpy(shared.arrays["data"])
+    said = hear([start(halve, shared, 6) for _ in range(2)])
+    assert [kind for s in said for kind, _ in s] == ["end of it", "end"] * 2, said
+    assert (here[:200] <= 2.0**14).all()  # at least one's six
+    assert (here[:200] >= 2.0**8).all()  # at most both's
+    shared.close()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(own):
+    rule, params = Adam(0.8, 0.95, 1e-3), flat(40)
+    grads = gradients(params, 8)
+    shared = central_memory(params.data, rule, 1, NOTHING)
+    exchange = worker(shared, params, rule, own=own)
+    for grad in grads[:4]:
+        apply(exchange, params, grad)
+    saved, weights = exchange.state_dict(), params.data.clone()
+    for grad in grads[4:]:
+        apply(exchange, params, grad)
+    again = flat(40, seed=3)
+    again.data.copy_(weights)
+    second = central_memory(again.data, rule, 1, NOTHING)
+    fill(second, saved, NOTHING)
+    resumed = worker(second, again, rule, own=own)
+    resumed.load_state_dict(saved)
+    for grad in grads[4:]:
+        apply(resumed, again, grad)
+    assert torch.equal(again.data, params.data)

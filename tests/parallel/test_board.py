@@ -1,0 +1,125 @@
+"""The board: counts that nobody loses, orders, turns, and the same numbers in every process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board, BoardSteps, OwnSteps
+from coterie.parallel.processes import Post
+from tests.exchange.harness import hear, start, together
+
+PROCESSES, EACH, ADDS = 4, 16, 300
+
+
+def count(post: Post, board: Board, process: int) -> None:
+    """Sixteen workers in threads, each with a row of its own, beside fifteen of each other process."""
+
+    def work(rank: int) -> None:
+        steps, seen = BoardSteps(board, rank), 0
+        for k in range(ADDS):
+            steps.add(k % 7 + 1)
+            total = steps.total
+            assert total >= seen  # it never goes back
+            seen = total
+
+    together([partial(work, process * EACH + k) for k in range(EACH)], 60.0)
+
+
+def test_sixty_four_workers_lose_no_increment():
+    board = Board(PROCESSES * EACH)
+    said = hear([start(count, board, process) for process in range(PROCESSES)])
+    assert said == [[("end", "ended with exit code 0")]] * PROCESSES
+    each = sum(k % 7 + 1 for k in range(ADDS))
+    assert board.counts[:, COUNTS.index("started")].tolist() == [each] * 64
+    assert BoardSteps(board, 0).total == board.sum("started") == 64 * each
+    assert board.sum("learned") == 0
+
+
+def test_counts_of_one_learner_and_of_all():
+    board = Board(3)
+    board.write(0, {"produced": 5, "learned": 3})
+    board.write(2, {"produced": 10, "skipped": 1})
+    board.write(0, {"learned": 4})  # what is not named stays
+    assert board.read(0) == dict.fromkeys(COUNTS, 0) | {"produced": 5, "learned": 4}
+    assert board.read(1) == dict.fromkeys(COUNTS, 0)
+    assert board.sum("produced") == 15
+    assert board.sum("skipped") == 1
+    assert board.beat[0] > 0
+    assert board.beat[1] == 0
+
+
+def test_steps_of_the_whole_run():
+    board = Board(3)
+    steps = [BoardSteps(board, rank) for rank in range(3)]
+    steps[0].start(100, 300)
+    steps[1].start(50, 300)
+    steps[2].start(150, 300)
+    steps[1].add(7)
+    assert [s.total for s in steps] == [307] * 3
+    own = OwnSteps(3)
+    own.start(100, 290)
+    own.add(7)
+    assert own.total == 321  # three that do as much
+    assert OwnSteps().total == 0
+
+
+def test_orders_have_numbers():
+    board = Board(2)
+    assert board.order == (0, 0)
+    assert board.give(SAVE) == 1
+    assert board.order == (1, SAVE)
+    assert board.give(SAVE | EVALUATE | LAST) == 2
+    assert board.order == (2, 7)
+    assert not board.stopping
+    board.stop()
+    assert board.stopping
+    assert board.order == (2, 7)
+
+
+def test_turns_go_round_and_pass_over_who_has_left():
+    board, order = Board(4), []
+    board.here[:] = 1
+
+    def one_turn() -> int:
+        (who,) = [rank for rank in range(4) if board.here[rank] and board.my_turn(rank)]
+        board.turns[who] += 1
+        return who
+
+    order = [one_turn() for _ in range(6)]
+    assert order == [0, 1, 2, 3, 0, 1]
+    board.here[2] = 0  # it would be next
+    assert [one_turn() for _ in range(5)] == [3, 0, 1, 3, 0]
+    board.here[0] = 0
+    assert [one_turn() for _ in range(3)] == [1, 3, 1]
+    board.here[[1, 2]] = 0
+    assert [one_turn() for _ in range(3)] == [3, 3, 3]
+
+
+def test_whose_turn_it_is_where_all_have_left_but_one_that_never_came():
+    board = Board(3)
+    board.here[1] = 1
+    assert board.my_turn(1)
+
+
+def write_on(post: Post, board: Board) -> None:
+    assert board.read(1)["learned"] == 11
+    board.write(1, {"learned": 12})
+    board.here[0] = 1
+    board.turns[1] = 3
+    post("order", board.order)
+    board.stop()
+
+
+def test_a_process_has_the_same_board():
+    board = Board(2)
+    board.write(1, {"learned": 11})
+    board.give(EVALUATE)
+    (said,) = hear([start(write_on, board)])
+    assert said == [("order", (1, EVALUATE)), ("end", "ended with exit code 0")]
+    assert board.read(1)["learned"] == 12
+    assert board.here.tolist() == [1, 0]
+    assert board.turns.tolist() == [0, 3]
+    assert board.stopping
+    assert board.counts.dtype == np.int64  # a run of 2^53 steps and more
