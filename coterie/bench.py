@@ -193,7 +193,7 @@ class _Training:
         learner = self.learner
         if learn:
             learner.exchange.agree(False, False)
-            settings = LearnSettings(learner.lr, learner.stages, self._over)
+            settings = LearnSettings(learner.lr, learner.stages, self._over, learner.links.learners)
             train(
                 learner.model,
                 learner.params,

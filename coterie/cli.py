@@ -25,7 +25,7 @@ HELP = """coterie: distributed deep reinforcement learning
 Often used with train:
   --env Pong-v5                 an EnvPool id, a gymnasium id, or package.module:callable
   --env.num-envs 64             simulators
-  --model.torso a3c             a3c, gala, nature, impala, mlp
+  --model.torso a3c             a3c, a3c-gae, gala, nature, impala, mlp
   --model.core lstm
   --optim.lr 1e-3
   --eval.every 100000           evaluate every N env steps; decides the best checkpoint

@@ -61,7 +61,7 @@ class Reward:
 class Model:
     """The network."""
 
-    torso: str = "auto"  # a3c, gala, nature, impala, mlp, auto, or package.module:callable
+    torso: str = "auto"  # a3c, a3c-gae, gala, nature, impala, mlp, auto, or package.module:callable
     hidden: tuple[int, ...] = (64, 64)  # mlp: layer sizes
     activation: Literal["tanh", "relu"] = "tanh"  # mlp
     share: Literal["auto", "yes", "no"] = "auto"  # one torso for policy and value; auto: yes for images and LSTM
@@ -79,7 +79,8 @@ class Schedule:
 
     kind: Literal["constant", "linear", "steps"] = "constant"
     end: float = 0.0  # linear: factor at the end of the run
-    at: tuple[int, ...] = ()  # steps: env steps
+    at: tuple[int, ...] = ()  # steps: env steps, or episodes
+    by: Literal["env_steps", "episodes"] = "env_steps"  # what `at` counts; episodes only for algo.entropy_schedule
     factors: tuple[float, ...] = ()  # steps: one for each `at`
     warmup: int = 0  # env steps over which the factor first grows from 0
 

@@ -26,7 +26,8 @@ from coterie.types import CoterieError, Rollout
 class Algorithm(Protocol):
     """What is learned. Everything that it owns is in its `state_dict`."""
 
-    env_steps: int  # of the whole run, set by the learner before each rollout's batches; schedules read it
+    env_steps: int  # of the whole run, set by the learner before each rollout's batches; schedules read them
+    episodes: int
 
     def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]: ...
     def loss(self, model: ActorCritic, batch: Batch) -> Loss: ...
@@ -71,6 +72,7 @@ class Progress:
     samples_trained: int = 0  # with reuse
     masked: int = 0  # rows that had no meaning: fake autoreset steps, replaced envs, waiting envs
     policy_lag_max: int = 0
+    episodes: int = 0  # games that have ended
     metrics: dict[str, float] = field(default_factory=dict)  # sums over the batches since the last `read`
     batches: int = 0  # since the last `read`
 
@@ -138,6 +140,8 @@ def learn(
         begin = time.perf_counter()
         total = exchange.steps.total
         lr, algorithm.env_steps = settings.lr(total), total
+        progress.episodes += len(rollout.episodes)
+        algorithm.episodes = progress.episodes * settings.learners  # nobody asks the others for theirs
         valid = int(rollout.mask.sum())
         exchange.steps.add(valid)
         progress.policy_lag_max = max(
@@ -178,6 +182,7 @@ class LearnSettings:
     lr: Callable[[int], float]  # env steps so far -> learning rate
     stages: Stages
     on_rollout: Callable[[Rollout], bool]  # True: stop
+    learners: int = 1
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:

@@ -143,7 +143,7 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
         algo=Algo(unroll_length=20, gae_lambda=1.0, value_coef=0.25, entropy_coef=0.01),
         optim=Optim("adam", lr=3e-4, eps=1e-8, max_grad_norm=0.5),
         reward=Reward(clip="sign") if kind == "image" else Reward(scale=0.01),
-        model=Model("a3c" if kind == "image" else "mlp", (256, 256), core="lstm", core_size=256, share="yes"),
+        model=Model("a3c-gae" if kind == "image" else "mlp", (256, 256), core="lstm", core_size=256, share="yes"),
     )
     return override(config, overrides)
 

@@ -253,7 +253,7 @@ class InlineLearner:
 
     def start(self, counts: dict[str, int], total: int) -> None:
         """Go on from what this learner had counted before, and from the env steps of the whole run."""
-        for name in ("learner_steps", "samples_trained", "masked", "policy_lag_max"):
+        for name in ("learner_steps", "samples_trained", "masked", "policy_lag_max", "episodes"):
             setattr(self.progress, name, counts.get(name, 0))
         self.progress.env_steps = counts.get("learned", 0)
         self.before = counts
@@ -270,6 +270,7 @@ class InlineLearner:
             "learner_steps": p.learner_steps,
             "samples_trained": p.samples_trained,
             "policy_lag_max": p.policy_lag_max,
+            "episodes": p.episodes,
             "skipped": self.exchange.guard.skipped,
             "replaced": self.before.get("replaced", 0) + self.envs.replaced,
         }
@@ -281,7 +282,7 @@ class InlineLearner:
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
-        settings = LearnSettings(self.lr, self.stages, on_rollout)
+        settings = LearnSettings(self.lr, self.stages, on_rollout, self.links.learners)
         with self.exchange, self.acting:
             learn(
                 self.model,

@@ -118,7 +118,7 @@ class A2C:
     def __init__(self, config: Config, spec: Spec, chunk: int = 0) -> None:
         self.config, self.algo, self.chunk = config, config.algo, chunk
         self.dist = make_distribution(spec.action)
-        self.env_steps = 0  # of the whole run: the learner sets it before each rollout
+        self.env_steps = self.episodes = 0  # of the whole run: the learner sets them before each rollout
         self.running: Tensor | None = None  # discounted return of each env, for the reward's deviation
 
     def act(
@@ -198,7 +198,7 @@ class A2C:
         yield batch
 
     def entropy_coef(self) -> float:
-        factor = schedule_value(self.algo.entropy_schedule, self.env_steps, self.config.steps)
+        factor = schedule_value(self.algo.entropy_schedule, self.env_steps, self.config.steps, self.episodes)
         return self.algo.entropy_coef * factor
 
     def loss(self, model: ActorCritic, batch: Batch) -> Loss:

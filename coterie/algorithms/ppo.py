@@ -43,6 +43,14 @@ class PPO:
     def env_steps(self, value: int) -> None:
         self.base.env_steps = value
 
+    @property
+    def episodes(self) -> int:
+        return self.base.episodes
+
+    @episodes.setter
+    def episodes(self, value: int) -> None:
+        self.base.episodes = value
+
     def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]:
         whole = self.base.prepare(model, rollout)
         t, b = rollout.mask.shape

@@ -1,6 +1,7 @@
 """Torsos: observations in, a feature vector out. The only place where uint8 becomes float.
 
-a3c (A3C, Accelerated Methods), gala (GALA), nature (DQN), impala (IMPALA's ResNet), mlp. Left out: IMPALA's language
+a3c (A3C, Accelerated Methods), a3c-gae (A3C with GAE; its FC-FC-LSTM is mlp and a core), gala (GALA), nature (DQN), impala
+(IMPALA's ResNet), mlp. Left out: IMPALA's language
 channel.
 """
 
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 from coterie.config import Model as ModelConfig
 from coterie.types import ConfigError, ObsSpec
 
-# (channels, kernel, stride) of each convolution, and the width of the layer after them.
+# (channels, kernel, stride) of each convolution, and the width of the layer after them (0: none, a core follows).
 _CONVS: dict[str, tuple[tuple[tuple[int, int, int], ...], int]] = {
     "a3c": (((16, 8, 4), (32, 4, 2)), 256),
+    "a3c-gae": (((16, 8, 4), (32, 4, 2), (16, 3, 1)), 0),
     "gala": (((32, 8, 4), (64, 4, 2), (32, 3, 1)), 512),
     "nature": (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512),
 }
@@ -61,7 +63,7 @@ class Frames(nn.Module):
 
 
 class ConvTorso(nn.Module):
-    """Convolutions, then one layer: a3c, gala and nature."""
+    """Convolutions, then one layer: a3c, gala and nature; a3c-gae has none, for the LSTM comes next."""
 
     def __init__(self, name: str, shape: tuple[int, int, int], hwc: bool) -> None:
         super().__init__()
@@ -80,10 +82,13 @@ class ConvTorso(nn.Module):
             p = 0 if i == 0 else pad
             height, wide, channels = (height + 2 * p - kernel) // stride + 1, (wide + 2 * p - kernel) // stride + 1, out
         modules.append(nn.Flatten())
-        linear = nn.Linear(channels * height * wide, width)
-        _init(linear)
-        self.layers = nn.Sequential(*modules, linear, nn.ReLU(inplace=True))
-        self.size = width
+        self.size = channels * height * wide
+        if width:
+            linear = nn.Linear(self.size, width)
+            _init(linear)
+            modules += [linear, nn.ReLU(inplace=True)]
+            self.size = width
+        self.layers = nn.Sequential(*modules)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)  # type: ignore[no-any-return]

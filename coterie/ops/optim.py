@@ -131,8 +131,8 @@ def flat_norm_clip(grad: Tensor, max_norm: float) -> Tensor:
     return norm
 
 
-def schedule_value(schedule: Schedule, env_steps: int, total: int) -> float:
-    """The factor at `env_steps` of a run of `total` env steps.
+def schedule_value(schedule: Schedule, env_steps: int, total: int, episodes: int = 0) -> float:
+    """The factor at `env_steps` of a run of `total` env steps; `steps` may go by `episodes` of the run instead.
 
     Warm-up multiplies by env_steps / warmup, and by 1 / warmup at env step 0, so that no update is exactly nothing.
     """
@@ -141,7 +141,7 @@ def schedule_value(schedule: Schedule, env_steps: int, total: int) -> float:
         factor += (schedule.end - 1) * min(env_steps / max(total, 1), 1.0)
     elif schedule.kind == "steps":
         for at, value in zip(schedule.at, schedule.factors, strict=True):
-            factor = value if env_steps >= at else factor
+            factor = value if (episodes if schedule.by == "episodes" else env_steps) >= at else factor
     if schedule.warmup > 0:
         factor *= min(max(env_steps, 1) / schedule.warmup, 1.0)
     return factor

@@ -15,7 +15,7 @@ from coterie.types import Array
 #: `learned`: rows that it has learned from.
 COUNTS = (
     "produced", "started", "learned", "masked", "learner_steps", "samples_trained",
-    "policy_lag_max", "skipped", "replaced",
+    "policy_lag_max", "skipped", "replaced", "episodes",
 )  # fmt: skip
 SAVE, EVALUATE, LAST = 1, 2, 4  # what an order asks for: a checkpoint, before it an evaluation, after it the end
 

@@ -295,6 +295,8 @@ def _check_schedule(name: str, schedule: Schedule) -> None:
         raise ConfigError(f"{name}.at: {_shown(at)} must be increasing env steps")
     if not all(math.isfinite(x) and x >= 0 for x in factors):
         raise ConfigError(f"{name}.factors: {_shown(factors)} must be finite and not negative")
+    if schedule.by == "episodes" and name != "algo.entropy_schedule":
+        raise ConfigError(f"{name}.by: only algo.entropy_schedule can go by episodes")
     if (schedule.kind == "steps") != bool(at):
         raise ConfigError(f"{name}.at: {_shown(at)} but {name}.kind is {schedule.kind}; `steps` and only it needs them")
     for part in ("end", "warmup"):

@@ -51,7 +51,10 @@ SLOW = {"env.delay": 0.005}  # a rollout takes 8 x 5 ms at least
 ENDLESS = {"steps": 10**9, "log.checkpoint_every": 0.3}
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 90) -> None:
+PATIENCE = 60.0  # seconds; a machine may be busy
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, what
@@ -87,6 +90,7 @@ class Meddler:
         def meddle() -> None:
             try:
                 action()
+                assert self.over.wait(PATIENCE), "the run does not end"
             except BaseException as error:
                 failed.append(error)
                 for _ in range(2):  # the run is to end, whatever it is at

@@ -295,8 +295,9 @@ import sys
 import coterie
 from coterie import presets
 print("begins as", __name__, flush=True)
-changes = {{"log.tensorboard": False, "learners": 2, "exchange": "allreduce"}}
-summary = coterie.train(presets.a2c(env="CartPole-v1", steps=1000, out={str(tmp_path / "run")!r}, **changes), quiet=True)
+changes = {{"steps": 1000, "log.tensorboard": False, "learners": 2, "exchange": "allreduce"}}
+changes["out"] = {str(tmp_path / "run")!r}
+summary = coterie.train(presets.a2c(env="CartPole-v1", **changes), quiet=True)
 print("ends", summary["status"], summary["env_steps"], sys.modules["__main__"].__file__)
 """
     )
