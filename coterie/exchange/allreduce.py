@@ -8,6 +8,8 @@ on one machine would save a part of a cost that is below a tenth already.
 
 from __future__ import annotations
 
+import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +42,9 @@ class AllReduce:
         self.base = moments.read()
 
     def __enter__(self) -> AllReduce:
+        # By itself Gloo listens on the address of the host's name, which may be a public one.
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
         backend = "gloo"
         if torch.cuda.is_available() and torch.cuda.device_count() >= self.learners:
             backend = "cpu:gloo,cuda:nccl"  # NCCL refuses two ranks on one GPU

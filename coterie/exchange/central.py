@@ -104,6 +104,10 @@ class Central:
             self._base = self._sums.clone()
         self.moments.write(self._base)
 
+    def rebase(self) -> None:
+        """The normalizers were set from a checkpoint, whose rows the others know."""
+        self._base = self.moments.read()
+
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)

@@ -59,6 +59,7 @@ class Hogwild:
         return {name: x.clone() for name, x in self.state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.central.rebase()
         if not self.shared:  # what is shared was filled in before any worker began
             for name, tensor in state.items():
                 self.state[name].copy_(tensor)

@@ -173,6 +173,7 @@ class Store:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """The centre was filled in before any learner began."""
+        self.central.rebase()
         if self.local_steps > 1:
             for k in range(len(self.central.slices)):
                 self._take_state(k)

@@ -63,7 +63,7 @@ def _from_file(path: str, n: int) -> list[Array]:
     """A JSON file with one matrix or a list of them."""
     try:
         data: Any = np.asarray(json.loads(Path(path).read_text()), float)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         text = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ConfigError(
             f"gossip.topology: {path!r} is none of {', '.join(NAMES)}, nor a JSON file of matrices ({text})"

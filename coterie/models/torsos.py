@@ -1,8 +1,7 @@
 """Torsos: observations in, a feature vector out. The only place where uint8 becomes float.
 
-a3c (A3C, Accelerated Methods), a3c-gae (A3C with GAE; its FC-FC-LSTM is mlp and a core), gala (GALA), nature (DQN), impala
-(IMPALA's ResNet), mlp. Left out: IMPALA's language
-channel.
+a3c (A3C, Accelerated Methods), a3c-gae (A3C with GAE; its FC-FC-LSTM is mlp and a core), gala (GALA), nature (DQN),
+impala (IMPALA's ResNet), mlp. Left out: IMPALA's language channel.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def test_learners_that_die_at_the_same_moment(meddler, exchange):
     assert len(meddler.started) == 4
     # The running normalizer tells how much of the run the weights have seen.
     tensors, _ = last_checkpoint(out)
-    seen = sum(float(tensors[f"learner_{rank}/model"]["obs_norm..count"]) for rank in range(2))
+    seen = sum(float(tensors[f"learner_{rank}/model"]["obs_norm.obs_.count"]) for rank in range(2))
     everything = summary["env_steps"] + summary["masked_steps"]
     assert seen >= 0.8 * everything * (1 if exchange == "gossip" else 2)
     meddler.check_nothing_left()
@@ -282,14 +282,14 @@ def test_gossip_finishes_without_a_learner_that_dies_at_the_end(meddler):
     assert summary["digests"][0]
     assert cli.main(["eval", str(out), "--learner", "mean", "--episodes", "2"]) == 0
     tensors, _ = last_checkpoint(out)
-    seen = float(tensors["learner_0/model"]["obs_norm..count"])
+    seen = float(tensors["learner_0/model"]["obs_norm.obs_.count"])
     # Learner 1 goes on with what was learned, not from the beginning.
     args = ["resume", str(out), "--steps", str(summary["env_steps"] + 1)]
     assert cli.main(args) == 0
     check_accounts(out, read_summary(out))
     tensors, _ = last_checkpoint(out)
     for rank in range(2):
-        assert float(tensors[f"learner_{rank}/model"]["obs_norm..count"]) >= 0.9 * seen
+        assert float(tensors[f"learner_{rank}/model"]["obs_norm.obs_.count"]) >= 0.9 * seen
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_two_learners_finish_evaluate_and_resume(tmp_path, capsys, exchange):
         square, was = (t[f"learner_{rank}/exchange"]["square"] for t in (new, tensors))
         assert (square >= 0.8 * was).all()  # it decays by 0.99 at a step
         assert was.max() > 0
-    rows = [t["learner_0/model"]["obs_norm..count"] for t in (tensors, new)]
+    rows = [t["learner_0/model"]["obs_norm.obs_.count"] for t in (tensors, new)]
     assert rows[0] <= rows[1] <= rows[0] + gained + 6 * ROLLOUT
 
 
