@@ -9,4 +9,6 @@ import signal
 import coterie.roles
 
 assert coterie.roles
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # blocked while the server was started

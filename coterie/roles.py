@@ -155,14 +155,15 @@ def exchange_memory(config: Config, params: FlatParams, moments: Moments, learne
 
 
 def make_exchange(config: Config, params: FlatParams, moments: Moments, links: Links) -> Exchange:
-    rule, timeout = make_rule(config.optim), config.log.stall
+    rule = make_rule(config.optim)
+    timeout = 10 + 2 * config.log.stall  # the parent, which sees everybody, is to say first who hangs
     guard = Guard(config.optim.max_grad_norm, config.optim.on_nonfinite == "skip")
     if config.exchange == "solo":
         return Solo(params, rule, guard)
     rank, learners, board = links.rank, links.learners, links.board
     if config.exchange == "allreduce":
         meeting = links.rendezvous or Path(tempfile.mkdtemp(prefix="coterie-")) / "meeting"
-        return AllReduce(params, rule, guard, moments, rank, learners, meeting, timeout)
+        return AllReduce(params, rule, guard, moments, board, rank, meeting, timeout)
     memory = links.memory or exchange_memory(config, params, moments, learners)
     assert memory is not None
     if config.exchange == "gossip":

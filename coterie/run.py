@@ -49,9 +49,7 @@ class Run:
             lost = max((line["env_steps"] for line in read_metrics(folder)), default=0) - state["env_steps"]
             self.rolled_back = state["rolled_back"] + max(0, lost)
         at = self.begin_steps = self.line_steps = 0 if state is None else state["env_steps"]
-        self.writer = RunWriter(
-            folder, config.log.tensorboard, config.log.wandb, resume_env_steps=at if state is not None else None
-        )
+        self.writer = self._writer(at if state is not None else None)
         self.display = Display(config.steps, title(config), start_steps=at, quiet=quiet)
         self.begin = self.last_line = self.last_checkpoint = time.monotonic()
         self.reports: dict[int, dict[str, Any]] = {}
@@ -72,6 +70,9 @@ class Run:
         self.signal: signal.Signals | None = None
         self.noted = False
 
+    def _writer(self, resume_env_steps: int | None) -> RunWriter:
+        return RunWriter(self.folder, self.config.log.tensorboard, self.config.log.wandb, resume_env_steps)
+
     @property
     def seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.begin
@@ -79,6 +80,11 @@ class Run:
     @property
     def env_steps(self) -> int:
         return self.board.sum("learned")
+
+    @property
+    def ending(self) -> bool:
+        """Whether the last order has been given."""
+        return self.order is not None and bool(self.board.order[1] & LAST)
 
     def go(self, work: Callable[[], None], close: Callable[[], None]) -> dict[str, Any]:
         """Do `work` to the end, to a signal, or to an error, and write the summary whichever it is."""
@@ -180,6 +186,8 @@ class Run:
         self.order, self.saved, self.scores = None, {}, None
         self.members, self.idle, self.reports = set(range(self.learners)), set(), {}
         self.line_steps = state["env_steps"]
+        self.writer.close()
+        self.writer = self._writer(state["env_steps"])  # curves do not double back
 
     def give_up_order(self) -> None:
         """The order cannot be completed as it was given: somebody who was to take part is gone."""
@@ -306,13 +314,13 @@ class Run:
 
     def stalled(self) -> str | None:
         """Who has not come forward for `log.stall` seconds, if anybody."""
-        now = time.monotonic()
-        for rank in sorted(self.members):
-            idle = now - max(float(self.board.beat[rank]), self.begin)
-            if idle > self.config.log.stall:
-                who = f"learner {rank}: " if self.learners > 1 else ""
-                return f"{who}no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
-        return None
+        stall, now = self.config.log.stall, time.monotonic()
+        stale = self.board.stale(sorted(self.members), now - stall) if now - self.begin > stall else []
+        if not stale:
+            return None
+        idle = now - max(float(self.board.beat[stale[0]]), self.begin)
+        who = f"learner {stale[0]}: " if self.learners > 1 else ""
+        return f"{who}no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
 
     def exit_when_stalled(self) -> Callable[[], None]:
         """Watch this very process from a thread: a hung simulator cannot be interrupted. Returns a call to end that."""

@@ -19,15 +19,15 @@ from coterie.types import CoterieError, Rollout
 
 
 class Service:
-    """Runs a learner. `every`: least seconds between two reports."""
+    """Runs a learner. `every`: least seconds between two reports; `done`: the last order that is not for it."""
 
-    def __init__(self, learner: InlineLearner, folder: Path, post: Post, every: float = 0.0) -> None:
+    def __init__(self, learner: InlineLearner, folder: Path, post: Post, every: float = 0.0, done: int = 0) -> None:
         self.learner, self.post, self.every = learner, post, every
         self.root = folder / "checkpoints"
         self.board, self.rank = learner.links.board, learner.links.rank
         self.games: list[tuple[float, int]] = []
         self.reported = 0.0
-        self.done = self.board.order[0] if learner.links.rejoin else 0  # the last order that was carried out
+        self.done = done  # the last order that was carried out
         self.over = False
 
     def run(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from coterie.exchange.solo import Guard, Rule, Steps
 from coterie.models.heads import Moments
+from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import PeerLost
 
@@ -30,11 +31,11 @@ class AllReduce:
     """The exchange of learner `rank` of `learners`; `store` is a file for their rendezvous."""
 
     def __init__(
-        self, params: FlatParams, rule: Rule, guard: Guard, moments: Moments, rank: int, learners: int, store: Path,
-        timeout: float,
+        self, params: FlatParams, rule: Rule, guard: Guard, moments: Moments, board: Board, rank: int,
+        store: Path, timeout: float,
     ) -> None:  # fmt: skip
-        self.rule, self.guard, self.moments = rule, guard, moments
-        self.rank, self.learners, self.store, self.timeout = rank, learners, store, timeout
+        self.rule, self.guard, self.moments, self.board = rule, guard, moments, board
+        self.rank, self.learners, self.store, self.timeout = rank, len(board.here), store, timeout
         self.state = rule.state(params.data)
         self._total, self.rows = 0, 0  # rows that the next message will tell the others of
         self.order = self.stop = False  # this learner's wishes; the group's are answered by `agree`
@@ -95,6 +96,8 @@ class AllReduce:
         self._total += int(rows)
         self.agreed = (order > 0, stop > 0)
         if several > 0:
+            if bad is None and not self.guard.skip:
+                raise PeerLost("allreduce: the gradient of another learner is not finite")
             self.guard.refuse(bad or "another learner", params)
             return float("nan")
         params.grad.div_(self.learners)
@@ -119,7 +122,8 @@ class AllReduce:
 
     def _sum(self, tensor: Tensor) -> None:
         try:
-            dist.all_reduce(tensor)
+            with self.board.waits(self.rank):
+                dist.all_reduce(tensor)
         except RuntimeError as error:
             raise PeerLost(f"allreduce: another learner is gone or hangs: {str(error).splitlines()[0]}") from error
 

@@ -120,10 +120,11 @@ class Gossip:
         return self._hear(params)
 
     def _wait(self, done: Callable[[], bool], what: str, begin: float) -> None:
-        while not done() and not self.board.stopping:
-            if time.monotonic() - begin > self.timeout:
-                raise CoterieError(f"gossip: {what} for {self.timeout:g} s: it hangs")
-            time.sleep(5e-5)
+        with self.board.waits(self.rank):
+            while not done() and not self.board.stopping:
+                if time.monotonic() - begin > self.timeout:
+                    raise CoterieError(f"gossip: {what} for {self.timeout:g} s: it hangs")
+                time.sleep(5e-5)
 
     def _tell(self, params: FlatParams) -> bool:
         """Leave a message where the out-peers find it, if all of them have read the last one."""
@@ -175,9 +176,10 @@ class Gossip:
 
     def _rejoin(self) -> None:
         """Come back with the weights of a peer that is there, and a number that nobody has reached."""
-        others = [j for j in np.flatnonzero(self.board.here) if j != self.rank]
-        any(self._copy(int(j)) for j in sorted(others, key=lambda j: -self.told[j]))
-        first = 1 + int(max([*self.told[others], *self.mixed[others], self.told[self.rank]], default=0))
+        # Where nobody is there, what they said last still is.
+        ranks = sorted(range(len(self.told)), key=lambda j: (-self.board.here[j], -self.told[j]))
+        any(self._copy(j) for j in ranks)
+        first = 1 + int(max(self.told.max(), self.mixed.max()))
         for numbers in (self.begun, self.told, self.mixed, self.joined):
             numbers[self.rank] = first
         self.anchor.copy_(self.params.data)
@@ -187,7 +189,7 @@ class Gossip:
         """Take over the last message of learner `j`, unless it has said nothing or overwrites it all the time."""
         for _ in range(1000):
             seen = int(self.told[j])
-            if seen == self.joined[j]:
+            if seen == 0:
                 return False
             weights, sums = self.message[j].clone(), self.sums[j].clone()
             if int(self.begun[j]) == seen == int(self.told[j]):

@@ -29,10 +29,11 @@ class Turns:
 
     def wait(self) -> None:
         end = time.monotonic() + self.timeout
-        while not self.board.my_turn(self.rank):
-            if time.monotonic() > end:
-                raise CoterieError(f"store: no turn for {self.timeout:g} s: another learner hangs")
-            time.sleep(5e-5)
+        with self.board.waits(self.rank):
+            while not self.board.my_turn(self.rank):
+                if time.monotonic() > end:
+                    raise CoterieError(f"store: no turn for {self.timeout:g} s: another learner hangs")
+                time.sleep(5e-5)
 
     def done(self) -> None:
         self.board.turns[self.rank] += 1

@@ -51,14 +51,19 @@ def run_here(run: Run, learner: InlineLearner) -> dict[str, Any]:
 def learner_process(
     post: Post, config: Config, folder: Path, life: int, links: Links, counts: dict[str, int], total: int,
     saved: Path | None,
+    done: int,
 ) -> None:  # fmt: skip
     """A child: one learner, from the beginning or from its part of a checkpoint."""
     learner = InlineLearner(config, life, links)
     try:
-        if saved is not None and (mine := checkpoint.learner(checkpoint.load(saved)[0], links.rank)):
-            learner.load(mine)
+        if saved is not None:
+            tensors, state = checkpoint.load(saved)
+            if links.rank in state["present"]:
+                learner.load(checkpoint.learner(tensors, links.rank))
+            else:  # it was gone at the end: it goes on from what another had learned
+                learner.model.load_state_dict(checkpoint.learner(tensors, state["present"][0])["model"])
         learner.start(counts, total)
-        Service(learner, folder, post, _REPORT_S).run()
+        Service(learner, folder, post, _REPORT_S, done).run()
     finally:
         learner.close()
 
@@ -124,7 +129,10 @@ class Crew:
 
     def _group(self) -> Placement:
         """A new place for all learners, with the counts of the checkpoint that they go on from."""
-        tensors = checkpoint.learner(checkpoint.load(self.saved)[0], 0) if self.saved is not None else None
+        tensors = None
+        if self.saved is not None:
+            everything, state = checkpoint.load(self.saved)
+            tensors = checkpoint.learner(everything, state["present"][0])
         group = Placement(self.config, self.run.spec, tensors)
         for rank in range(group.learners):
             counts = {} if self.state is None else self.state["learners"][rank]
@@ -140,7 +148,9 @@ class Crew:
         run.display.note("cores " + ", ".join("+".join(map(str, cores)) for cores in where))
         while not run.over:
             for child, kind, content in listen(self.children.values(), 0.1):
-                self._handle(int(child.name.rsplit("-", 1)[1]), kind, content)
+                rank = int(child.name.rsplit("-", 1)[1])
+                if self.children.get(rank) is child:  # and not one that was replaced a moment ago
+                    self._handle(rank, kind, content)
             if self.lost is not None and time.monotonic() - self.lost[0] > _GRACE_S:
                 self._restart_all(self.lost[1])
             run.poll()
@@ -170,8 +180,8 @@ class Crew:
     def _ended(self, rank: int, manner: str) -> None:
         run = self.run
         self.children.pop(rank)
-        if run.over:
-            return
+        if run.over or (run.ending and rank in run.saved):
+            return  # it has done all that it had to
         if manner.endswith("exit code 1") and self.lost is not None:
             return  # it missed another learner, whose end is about to be known
         if self.config.exchange != "gossip":
@@ -225,7 +235,9 @@ class Crew:
         run = self.run
         life = run.life + 1000 * run.restarts  # a learner that is started again sees other episodes
         links, total = self.group.links(rank, rejoin), run.board.sum("learned")
-        args = (self.config, run.folder, life, links, counts, total, saved)
+        # An order that is being carried out is for whoever starts meanwhile, too.
+        done = run.board.order[0] - (run.order is not None)
+        args = (self.config, run.folder, life, links, counts, total, saved, done)
         self.children[rank] = Child(f"coterie-learner-{rank}", self.group.places[rank].cores, learner_process, args)
 
 

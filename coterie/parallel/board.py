@@ -6,7 +6,8 @@ Every number has one writer, so nothing is locked and no increment is lost, whoe
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array
@@ -31,6 +32,7 @@ class Board:
                 "beat": ((learners,), "float64"),
                 "order": ((3,), "int64"),
                 "turns": ((learners,), "int64"),
+                "waiting": ((learners,), "int64"),
             },
             name="coterie-board",
         )
@@ -41,6 +43,7 @@ class Board:
         self.counts: Array = arrays["counts"]
         self.here: Array = arrays["here"]  # 1 while a learner takes part
         self.beat: Array = arrays["beat"]  # monotonic time of its last sign of life
+        self._waiting: Array = arrays["waiting"]
         self.turns: Array = arrays["turns"]  # turns that each learner has had, where they go one after the other
         self._order: Array = arrays["order"]  # number, what, stop
 
@@ -80,6 +83,20 @@ class Board:
         ahead[rank + 1 :] = self.turns[rank + 1 :] >= mine
         ahead[rank] = True
         return bool((ahead | (self.here == 0)).all())
+
+    @contextmanager
+    def waits(self, rank: int) -> Iterator[None]:
+        """While a learner waits for others it is not the one that hangs."""
+        self._waiting[rank] = 1
+        try:
+            yield
+        finally:
+            self._waiting[rank] = 0
+
+    def stale(self, ranks: Iterable[int], before: float) -> list[int]:
+        """Those of `ranks` without a sign of life since `before`; who merely waits for others only if all do."""
+        silent = [rank for rank in ranks if self.beat[rank] < before]
+        return [rank for rank in silent if not self._waiting[rank]] or silent
 
     def stop(self) -> None:
         self._order[2] = 1

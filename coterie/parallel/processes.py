@@ -37,8 +37,13 @@ class Child:
         self.name = name
         self.conn, theirs = context.Pipe()
         self.process = context.Process(target=_enter, args=(theirs, list(cores), target, args), name=name, daemon=True)
-        with _no_main():
-            self.process.start()
+        # A server that is only starting must not die of a signal to the whole group: coterie.preload unblocks them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            with _no_main():
+                self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def kill(self) -> None:

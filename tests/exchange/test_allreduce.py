@@ -20,7 +20,7 @@ from coterie.exchange.solo import Guard, NonFinite
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
-from coterie.parallel.processes import Post
+from coterie.parallel.processes import PeerLost, Post
 from coterie.roles import InlineLearner, Links, normalizers
 from coterie.types import Rollout
 from tests.exchange.harness import Sgd, expect, flat, gradients, hear, start
@@ -120,7 +120,7 @@ def exchange(
 ) -> AllReduce:  # fmt: skip
     torch.set_num_threads(1)
     params = flat(50, 20)
-    made = AllReduce(params, rule or Sgd(), Guard(clip, skip), Moments(norms), rank, 2, meeting, timeout)
+    made = AllReduce(params, rule or Sgd(), Guard(clip, skip), Moments(norms), Board(2), rank, meeting, timeout)
     made.params = params
     return made
 
@@ -150,7 +150,7 @@ def skip_and_stop(post: Post, rank: int, meeting: Path) -> None:
             grads[3][0] = math.inf
         try:
             go(x, grads[3], 0.1)
-        except NonFinite as error:
+        except (NonFinite, PeerLost) as error:
             post("stopped", str(error))
 
 
@@ -165,7 +165,7 @@ def test_a_bad_gradient_of_one_is_skipped_or_stops_all(tmp_path):
     assert np.array_equal(said[0][1][1][0], said[1][1][1][0])
     assert np.array_equal(said[0][1][1][1], said[1][1][1][1])
     assert said[0][2][1] == "the gradient of w0 is not finite"
-    assert said[1][2][1] == "the gradient of another learner is not finite"
+    assert said[1][2][1] == "allreduce: the gradient of another learner is not finite"
 
 
 def agree_on_everything(post: Post, rank: int, meeting: Path) -> None:
@@ -178,8 +178,8 @@ def agree_on_everything(post: Post, rank: int, meeting: Path) -> None:
             norms = [go(x, gradients(x.params, 3, seed=rank)[k])]
             norm.update(torch.full((2 + rank, 2), float(k + rank)))
             x.after_rollout(x.params)
-            # Learner 0 is told of an order after rollout 0, learner 1 after rollout 1; 1 wants to stop after 1.
-            wish = (rank == 0, False) if k == 0 else (False, rank == 1) if k == 1 else (False, False)
+            # Learner 0 has an order after rollout 0, and until all know of it; learner 1 wants to stop after rollout 1.
+            wish = (rank == 0 and k < 2, rank == 1 and k == 1)
             post("agreed", x.agree(*wish))
             post("sum", (norms[0], x.steps.total))
         moved = (begin - x.params.data).numpy()

@@ -372,6 +372,26 @@ def test_what_a_learner_said_before_it_left_is_heard_and_then_no_more():
     np.testing.assert_allclose(c.weights()[:2], np.tile([2 / 3, 1 / 6, 1 / 6], (2, 1)), atol=1e-6)
 
 
+def test_who_speaks_and_leaves_while_it_is_looked_at_is_heard():
+    """Its message was not there; then it told, left, and was seen to be gone: what it said counts."""
+    c = crowd(np.eye(2), matrices("ring", 2))
+    x, leaver = c.learners
+
+    class Here:
+        def __getitem__(self, j: int) -> int:
+            if c.board.here[j]:
+                assert leaver._tell(leaver.params)
+                leaver.__exit__(None, None, None)
+            return int(c.board.here[j])
+
+    class Watched:
+        here = Here()
+
+    x.board = Watched()
+    assert x._hear(x.params)
+    assert x.params.data[:2].tolist() == [0.5, 0.5]
+
+
 def test_alone_at_last_weights_stay_as_they_are():
     c = crowd(np.eye(3), matrices("ring", 3), tau=0, timeout=0.0)
     for gone in c.learners[1:]:
@@ -422,8 +442,8 @@ def test_who_comes_back_takes_a_peers_weights_trains_and_then_mixes(topology):
     lockstep(c.learners, 4)
     c.board.here[2] = 0
     lockstep(c.learners[:2], 6)
-    told = c.shared.arrays["told"].copy()
-    assert told.tolist() == [10, 10, 4]
+    assert c.shared.arrays["told"].tolist() == [10, 10, 4]
+    c.shared.arrays["message"][2] = 1e6  # what it said long ago counts no more
     fresh = Normalizer((2,))
     back = one(c.shared, c.board, c.learners[0].sequence, 2, np.full(5, 100.0), norms=[fresh], rejoin=True)
     assert c.board.here[2] == 0  # not before it is entered
@@ -449,6 +469,7 @@ def test_who_comes_back_takes_a_peers_weights_trains_and_then_mixes(topology):
     after = np.stack([x.params.data[:5].double().numpy() for x in everybody])
     np.testing.assert_allclose(after, p @ expected, atol=1e-5)
     assert c.shared.arrays["told"].tolist() == c.shared.arrays["mixed"].tolist() == [12, 12, 12]
+    assert c.shared.arrays["moved"][2, 11] == pytest.approx(5 * 7.0**2, rel=1e-5)  # from the peer's weights
     lockstep(everybody, 40)
     after = np.stack([x.params.data[:5].double().numpy() for x in everybody])
     assert distance(after) < 1e-4
@@ -456,34 +477,31 @@ def test_who_comes_back_takes_a_peers_weights_trains_and_then_mixes(topology):
 
 @pytest.mark.parametrize("tau", [-1, 2])
 def test_coming_back_while_nobody_is_in_step(tau):
-    """Free-running threads, one dies in the middle and comes back: all end, all agree."""
+    """Free-running threads, one dies in the middle and comes back: all go on until it has mixed, and all agree."""
     n = 3
     c = crowd(np.eye(n), matrices("ring", n), tau=tau, timeout=20.0)
-    again: list[Gossip] = []
+    mixed, joined, again = c.shared.arrays["mixed"], c.shared.arrays["joined"], []
 
-    def run(x: Gossip, count: int) -> None:
-        for _ in range(count):
-            step(x)
-            time.sleep(1e-4)
+    def run(x: Gossip) -> None:
+        with x:
+            while mixed[1] < joined[1] + 40 or not joined[1]:
+                step(x)
+                time.sleep(1e-4)
 
     def dies_and_returns() -> None:
-        run(c.learners[1], 20)
+        for _ in range(20):
+            step(c.learners[1])
+            time.sleep(1e-4)
         c.board.here[1] = 0  # as the supervisor does for one that was killed
         time.sleep(0.01)
         again.append(one(c.shared, c.board, c.learners[0].sequence, 1, np.zeros(n), tau=tau, rejoin=True))
-        with again[0] as x:
-            run(x, 150)
+        run(again[0])
 
-    def stays(x: Gossip) -> None:
-        with x:
-            run(x, 250)
-
-    together([partial(stays, c.learners[0]), partial(stays, c.learners[2]), dies_and_returns])
+    together([partial(run, c.learners[0]), partial(run, c.learners[2]), dies_and_returns])
     x = np.stack([y.params.data[:n].double().numpy() for y in (c.learners[0], again[0], c.learners[2])])
     np.testing.assert_allclose(x.sum(1), 1, atol=1e-4)
     assert (x >= 0).all()
     assert distance(x) < 0.01
-    assert c.shared.arrays["mixed"][1] > c.shared.arrays["joined"][1]  # it did mix after it came back
 
 
 def test_the_newest_complete_message_is_taken(monkeypatch):

@@ -13,11 +13,10 @@ from coterie.types import ConfigError
 
 
 @pytest.mark.parametrize("peers", [1, 2, 3])
-@pytest.mark.parametrize("n", range(1, 10))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "n"), [(name, n) for name in NAMES for n in range(1, 10) if name != "bipartite" or n % 2 == 0 or n == 1]
+)
 def test_named_matrices_are_row_stochastic_weigh_oneself_and_connect(name, n, peers):
-    if name == "bipartite" and n % 2 and n > 1:
-        pytest.skip("refused")
     sequence = matrices(name, n, peers)
     assert sequence
     for p in sequence:
@@ -147,8 +146,8 @@ def test_a_files_rounding_is_made_good(tmp_path):
         ("", "nor a JSON file"),
         ("[[0.5, 0.5], [1]]", "nor a JSON file"),
         ('[["a", "b", "c"]]', "nor a JSON file"),
-        ('{"matrices": [[1]]}', "gossip"),
-        ("[{}, {}, {}]", "gossip"),
+        ('{"matrices": [[1]]}', "nor a JSON file"),
+        ("[{}, {}, {}]", "nor a JSON file"),
         (b"\xff\xfe\x00[", "nor a JSON file"),
     ],
 )

@@ -123,3 +123,14 @@ def test_a_process_has_the_same_board():
     assert board.turns.tolist() == [0, 3]
     assert board.stopping
     assert board.counts.dtype == np.int64  # a run of 2^53 steps and more
+
+
+def test_who_waits_for_others_is_not_the_one_that_hangs():
+    board = Board(3)
+    board.beat[:] = [10.0, 20.0, 90.0]
+    assert board.stale([0, 1, 2], 50.0) == [0, 1]
+    with board.waits(0):
+        assert board.stale([0, 1, 2], 50.0) == [1]
+        assert board.stale([0, 2], 50.0) == [0]  # all that are silent wait: then they are to be named
+    assert board.stale([0, 1, 2], 50.0) == [0, 1]
+    assert board.stale([2], 50.0) == []
