@@ -49,13 +49,16 @@ class AllReduce:
         backend = "gloo"
         if torch.cuda.is_available() and torch.cuda.device_count() >= self.learners:
             backend = "cpu:gloo,cuda:nccl"  # NCCL refuses two ranks on one GPU
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{self.store}",
-            rank=self.rank,
-            world_size=self.learners,
-            timeout=timedelta(seconds=self.timeout),
-        )
+        try:
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{self.store}",
+                rank=self.rank,
+                world_size=self.learners,
+                timeout=timedelta(seconds=self.timeout),
+            )
+        except RuntimeError as error:
+            raise PeerLost(f"allreduce: the learners do not meet: {str(error).splitlines()[0]}") from error
         return self
 
     def __exit__(

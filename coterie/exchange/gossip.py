@@ -179,7 +179,7 @@ class Gossip:
         # Where nobody is there, what they said last still is.
         ranks = sorted(range(len(self.told)), key=lambda j: (-self.board.here[j], -self.told[j]))
         any(self._copy(j) for j in ranks)
-        first = 1 + int(max(self.told.max(), self.mixed.max()))
+        first = 3 + int(max(self.told.max(), self.mixed.max()))  # they go on meanwhile
         for numbers in (self.begun, self.told, self.mixed, self.joined):
             numbers[self.rank] = first
         self.anchor.copy_(self.params.data)

@@ -83,8 +83,10 @@ def _from_file(path: str, n: int) -> list[Array]:
 
 def connected(sequence: list[Array]) -> bool:
     """Whether the union of the graphs is strongly connected."""
-    links = (np.sum(sequence, 0) > 0).astype(float)
-    return bool((np.linalg.matrix_power(links, len(links)) > 0).all())
+    reached = np.sum(sequence, 0) > 0
+    for _ in range(len(reached).bit_length()):
+        reached = reached @ reached  # paths twice as long; every learner hears itself
+    return bool(reached.all())
 
 
 def delayed(matrix: Array, tau: int) -> float:

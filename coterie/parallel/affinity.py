@@ -13,11 +13,9 @@ def available_cores() -> list[int]:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
+        return cores if quota == "max" else cores[: max(1, round(int(quota) / int(period)))]
+    except (OSError, ValueError, ZeroDivisionError):
         return cores
-    if quota == "max":
-        return cores
-    return cores[: max(1, round(int(quota) / int(period)))]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
@@ -38,6 +39,7 @@ class Child:
         self.conn, theirs = context.Pipe()
         self.process = context.Process(target=_enter, args=(theirs, list(cores), target, args), name=name, daemon=True)
         # A server that is only starting must not die of a signal to the whole group: coterie.preload unblocks them.
+        resource_tracker.ensure_running()  # it would unblock them, if it were the server that started it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             with _no_main():

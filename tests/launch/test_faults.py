@@ -23,7 +23,6 @@ import pytest
 
 from coterie import cli
 from coterie.runs import checkpoint
-from coterie.runs.metrics import read_metrics
 from tests.launch.test_learners import EXCHANGES, check_accounts, last_checkpoint, odd, options, read_summary
 
 __all__ = ["odd"]  # the fixture
@@ -57,7 +56,7 @@ def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE)
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, what
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def gone(pid: int) -> bool:
@@ -119,8 +118,10 @@ class Meddler:
 
     def steps(self) -> int:
         """Env steps of the last line of metrics."""
-        lines = read_metrics(self.out) if self.out.exists() else []
-        return lines[-1]["env_steps"] if lines else 0
+        with suppress(OSError):
+            lines = (self.out / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
+            return json.loads(lines[-1])["env_steps"] if lines else 0
+        return 0
 
     def saved(self) -> int:
         """Env steps of the newest checkpoint; -1 where there is none."""
@@ -354,6 +355,8 @@ def test_a_signal_checkpoints_and_the_run_can_be_resumed(capsys, meddler, exchan
     assert summary["restarts"] == 0
     check_accounts(out, summary)
     meddler.check_nothing_left()
+    if number == signal.SIGINT:
+        return  # one resumed run for each exchange is enough
     total = summary["env_steps"] + 1000
     assert cli.main(["resume", str(out), "--steps", str(total)]) == 0
     again = read_summary(out)
@@ -389,7 +392,6 @@ def test_a_second_signal_ends_it_at_once(capsys, meddler):
         ("allreduce", 1, {}),
         ("hogwild", 0, {}),
         ("store", 0, {"store.fixed_turns": True}),
-        ("gossip", 1, {}),
         ("gossip", 1, {"gossip.tau": 0}),
     ],
 )
@@ -417,11 +419,11 @@ def test_a_learner_that_hangs_is_named(capsys, meddler, exchange, rank, changes)
     meddler.check_nothing_left()
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", ["allreduce", "gossip"])
 def test_a_learner_whose_envs_fail_ends_the_run_with_the_reason(capsys, meddler, exchange):
     out = meddler.out
     env = {"env.id": "coterie.envs.testing:FlakyEnv", "env.kwargs": '{"how": "raise", "at": 20}', "env.num_envs": 2}
-    assert cli.main(options(out, exchange, **ENDLESS, **env, **{"env.replace_budget": 0})) == 1
+    assert cli.main(options(out, exchange, steps=10**9, **env, **{"env.replace_budget": 0})) == 1
     line = last_line(capsys)
     assert re.match(r"coterie: learner [01]: .*env\.replace_budget 0; the last: .*flaky by design", line)
     assert "Traceback" not in (out / "log.txt").read_text()
@@ -434,7 +436,7 @@ def test_a_learner_whose_envs_fail_ends_the_run_with_the_reason(capsys, meddler,
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_exception_in_a_learner_leaves_its_traceback(capsys, meddler, odd, exchange):
     out = meddler.out
-    assert cli.main(options(out, exchange, **ENDLESS, **{"model.torso": "odd:raises"})) == 1
+    assert cli.main(options(out, exchange, steps=10**9, **{"model.torso": "odd:raises"})) == 1
     assert "learner 1: ValueError: odd by design" in last_line(capsys)
     log = (out / "log.txt").read_text()
     assert "learner 1:\nTraceback" in log
@@ -468,9 +470,9 @@ def tagged(tag: str) -> dict[int, str]:
 class Outside:
     """A run in a process group of its own."""
 
-    def __init__(self, tmp_path: Path, name: str, exchange: str, **changes: object) -> None:
-        self.out, self.tag = tmp_path / name, f"COTERIE_TEST={tmp_path.name}-{name}"
-        self.tmp = tmp_path / f"{name}-tmp"
+    def __init__(self, tmp_path: Path, exchange: str, **changes: object) -> None:
+        self.out, self.tmp = tmp_path / "run", tmp_path / "tmp"
+        self.tag = f"COTERIE_TEST={tmp_path}"
         self.tmp.mkdir()
         key, _, value = self.tag.partition("=")
         self.process = subprocess.Popen(
@@ -504,8 +506,8 @@ class Outside:
 def outside(tmp_path) -> Iterator[Callable[..., Outside]]:
     runs: list[Outside] = []
 
-    def start(name: str, exchange: str, **changes: object) -> Outside:
-        runs.append(Outside(tmp_path, name, exchange, **changes))
+    def start(exchange: str, **changes: object) -> Outside:
+        runs.append(Outside(tmp_path, exchange, **changes))
         return runs[-1]
 
     yield start
@@ -517,26 +519,20 @@ COUNTING = {"env.id": "coterie.envs.testing:CountingEnv", "env.num_envs": 4}
 
 
 def test_everybody_goes_with_a_killed_parent(outside):
-    """Learners that wait for each other, and learners with env workers of their own."""
-    runs = [outside("a", "allreduce"), outside("b", "gossip", **COUNTING)]
-    for run in runs:
-        run.wait_for("metrics.jsonl")
-    counts = [len(tagged(run.tag)) for run in runs]
-    assert counts[0] >= 4  # parent, fork server, two learners
-    assert counts[1] >= 6
-    for run in runs:
-        run.process.kill()
-    for run in runs:
-        until(lambda run=run: not tagged(run.tag), "all are gone", 5)
+    """Learners that wait for each other, and their env workers."""
+    run = outside("allreduce", **COUNTING)
+    run.wait_for("metrics.jsonl")
+    assert len(tagged(run.tag)) >= 6  # parent, fork server, two learners with two workers at least
+    run.process.kill()
+    until(lambda: not tagged(run.tag), "all are gone", 5)
 
 
 @pytest.mark.parametrize(
     ("exchange", "number", "changes", "early"),
     [
         ("gossip", signal.SIGINT, COUNTING, False),
-        ("allreduce", signal.SIGTERM, {}, False),
         ("hogwild", signal.SIGINT, {}, True),
-        ("store", signal.SIGTERM, {}, True),
+        ("allreduce", signal.SIGTERM, COUNTING, False),
     ],
 )
 def test_a_signal_to_the_whole_process_group(outside, exchange, number, changes, early):
@@ -544,7 +540,7 @@ def test_a_signal_to_the_whole_process_group(outside, exchange, number, changes,
 
     `early`: while the server that the learners are forked from still loads torch.
     """
-    run = outside("run", exchange, **changes)
+    run = outside(exchange, **changes)
     if early:
         until(lambda: "forkserver" in " ".join(tagged(run.tag).values()), "the fork server starts")
     else:
