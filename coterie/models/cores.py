@@ -41,6 +41,13 @@ class LSTMCore(nn.Module):
                 if starts[begin]:
                     keep = (~is_first[begin])[None, :, None]
                     h, c = h * keep, c * keep
+                if end - begin == 1 and not torch.is_grad_enabled() and not x.is_cuda:
+                    # One acting step on the CPU: the fused kernel rearranges its weights at every call (217 against
+                    # 64 us for one env, 1118 against 272 for 16, 256 units).
+                    cell = torch.lstm_cell(x[begin], (h[0], c[0]), *self.lstm.parameters())
+                    h, c = cell[0][None], cell[1][None]
+                    out.append(h)
+                    continue
                 y, (h, c) = self.lstm(x[begin:end], (h, c))
                 out.append(y)
             y = out[0] if len(out) == 1 else torch.cat(out)
