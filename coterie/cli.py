@@ -16,7 +16,7 @@ HELP = """coterie: distributed deep reinforcement learning
 
   coterie train PRESET [--env ID] [--steps N] [--seed S] [--out DIR] [--SECTION.FIELD VALUE ...]
   coterie resume RUN [--steps N]     go on from the last checkpoint
-  coterie eval RUN [--episodes N] [--sampled] [--json]
+  coterie eval RUN [--episodes N] [--sampled] [--learner best|mean|INDEX] [--json]
   coterie watch RUN [--out FILE.mp4] record an episode
   coterie bench PRESET [--seconds N] [--json] [--SECTION.FIELD VALUE ...]
   coterie list envs|presets|matrix [PATTERN]
@@ -24,7 +24,9 @@ HELP = """coterie: distributed deep reinforcement learning
 
 Often used with train:
   --env Pong-v5                 an EnvPool id, a gymnasium id, or package.module:callable
-  --env.num-envs 64             simulators
+  --env.num-envs 64             simulators of each learner
+  --learners auto               one learner for each core or GPU, or a number
+  --exchange gossip             allreduce, hogwild, store, gossip: how several learners agree
   --model.torso a3c             a3c, a3c-gae, gala, nature, impala, mlp
   --model.core lstm
   --optim.lr 1e-3
