@@ -282,7 +282,7 @@ def test_in_a_thread_of_a_notebook(tmp_path):
     handler = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=lambda: found.append(coterie.train(tiny(tmp_path / "run", "gossip"), quiet=True)))
     thread.start()
-    thread.join(60)
+    thread.join(120)
     assert found[0]["status"] == "finished"
     assert signal.getsignal(signal.SIGTERM) is handler
 
@@ -301,7 +301,7 @@ summary = coterie.train(presets.a2c(env="CartPole-v1", **changes), quiet=True)
 print("ends", summary["status"], summary["env_steps"], sys.modules["__main__"].__file__)
 """
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     begins, ends = done.stdout.splitlines()
     assert begins == "begins as __main__"
