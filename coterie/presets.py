@@ -129,7 +129,7 @@ def gala_ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
 def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with GAE: lock-free workers of one simulator each (Christensen and Hansen; PAPERS 3.3): unroll 20, Adam with
     each worker's own moments, FC256-FC256-LSTM256 shared by policy and value, or a small convolutional net before the
-    LSTM. Rewards are scaled as the authors' code does; the learning rate is ours.
+    LSTM. Rewards are scaled as the authors' code does; the learning rate decays, which is ours.
     """
     config, kind = _start("a3c", env, overrides)
     config = replace(
@@ -140,8 +140,8 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
         steps=10_000_000 if kind == "image" else 2_000_000,
         env=replace(config.env, num_envs=1),
         hogwild=Hogwild("own"),
-        algo=Algo(unroll_length=20, gae_lambda=1.0, value_coef=0.25, entropy_coef=0.01),
-        optim=Optim("adam", lr=3e-4, eps=1e-8, max_grad_norm=0.5),
+        algo=Algo(unroll_length=20, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.01),
+        optim=Optim("adam", lr=1e-4, eps=1e-8, max_grad_norm=0.5, schedule=_LINEAR),
         reward=Reward(clip="sign") if kind == "image" else Reward(scale=0.01),
         model=Model("a3c-gae" if kind == "image" else "mlp", (256, 256), core="lstm", core_size=256, share="yes"),
     )

@@ -455,21 +455,21 @@ def test_who_comes_back_takes_a_peers_weights_trains_and_then_mixes(topology):
         np.array_equal(back.params.data.numpy(), messages[j]) and np.allclose(mine, sums[j], rtol=1e-9) for j in (0, 1)
     )
     for name in ("begun", "told", "mixed", "joined"):  # it has published nothing, at a number nobody has reached
-        assert c.shared.arrays[name][2] == 11
-    lockstep(c.learners[:2], 1)  # number 10: the others neither wait for it nor hear it
+        assert c.shared.arrays[name][2] == 13
+    lockstep(c.learners[:2], 3)  # numbers 10 to 12: the others neither wait for it nor hear it
     x = c.weights()[:2]
     assert abs(x).max() < 10
-    assert c.shared.arrays["told"].tolist() == [11, 11, 11]
+    assert c.shared.arrays["told"].tolist() == [13, 13, 13]
     back.params.grad[:5] = -7.0  # it trains: weights that nobody else has
     expected = c.weights()
     expected[2] = back.params.data[:5].double().numpy() + 7.0
     everybody = [*c.learners[:2], back]
     lockstep(everybody, 1)
-    p = c.learners[0].sequence[11 % len(c.learners[0].sequence)]
+    p = c.learners[0].sequence[13 % len(c.learners[0].sequence)]
     after = np.stack([x.params.data[:5].double().numpy() for x in everybody])
     np.testing.assert_allclose(after, p @ expected, atol=1e-5)
-    assert c.shared.arrays["told"].tolist() == c.shared.arrays["mixed"].tolist() == [12, 12, 12]
-    assert c.shared.arrays["moved"][2, 11] == pytest.approx(5 * 7.0**2, rel=1e-5)  # from the peer's weights
+    assert c.shared.arrays["told"].tolist() == c.shared.arrays["mixed"].tolist() == [14, 14, 14]
+    assert c.shared.arrays["moved"][2, 13] == pytest.approx(5 * 7.0**2, rel=1e-5)  # from the peer's weights
     lockstep(everybody, 40)
     after = np.stack([x.params.data[:5].double().numpy() for x in everybody])
     assert distance(after) < 1e-4
@@ -516,7 +516,7 @@ def test_the_newest_complete_message_is_taken(monkeypatch):
     back = one(c.shared, c.board, matrices("ring", 4), 3, np.zeros(4), tau=-1, rejoin=True)
     back.__enter__()
     assert back.params.data[:4].tolist() == [30.0] * 4  # learner 2's
-    assert arrays["joined"][3] == 10
+    assert arrays["joined"][3] == 12
 
 
 def test_coming_back_to_nobody_keeps_the_weights():

@@ -213,6 +213,7 @@ def test_killed_learners_come_back_and_every_row_is_accounted_for(tmp_path, monk
         assert rows["rolled_back"] >= sum(max(0, steps - at) for (steps, _), at in zip(known, back, strict=True))
     for (_, before), row in zip(known, last_checkpoint(out)[1]["learners"], strict=True):
         assert row["learned"] > before  # who came back learned on
+    assert 0 < summary["episodes"] * 5 <= rows["learned"]  # games of 5 steps; those of rows rolled back do not count
     # The envs' own count: only rows of rollouts that nobody finished are in nobody's books.
     kills = 2 if exchange == "gossip" else 4  # the others are killed with the one
     unfinished = tally.stat().st_size - rows["produced"]
