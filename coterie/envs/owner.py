@@ -63,9 +63,10 @@ class Envs:
 
     def recv(self, group: int) -> TimeStep:
         """Wait for a group's TimeStep; the first one holds the first observations."""
-        if self._delay:
+        seen = self._group[group].recv()
+        if self._delay:  # after the step: before it, the envs would step meanwhile
             time.sleep(self._delays.exponential(self._delay) if self._exponential else self._delay)
-        return self._group[group].recv()
+        return seen
 
     def send(self, group: int, action: Array) -> None:
         """Start a step of a group: int64 `[B]` or `[B, A]`, or float32 `[B, A]`."""

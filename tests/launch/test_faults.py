@@ -25,6 +25,7 @@ import pytest
 
 from coterie import cli
 from coterie.runs import checkpoint
+from coterie.runs.metrics import read_metrics
 from tests.launch.test_learners import EXCHANGES, check_accounts, last_checkpoint, odd, options, read_summary
 
 __all__ = ["odd"]  # the fixture
@@ -213,12 +214,29 @@ def test_killed_learners_come_back_and_every_row_is_accounted_for(tmp_path, monk
         assert rows["rolled_back"] >= sum(max(0, steps - at) for (steps, _), at in zip(known, back, strict=True))
     for (_, before), row in zip(known, last_checkpoint(out)[1]["learners"], strict=True):
         assert row["learned"] > before  # who came back learned on
-    assert 0 < summary["episodes"] * 5 <= rows["learned"]  # games of 5 steps; those of rows rolled back do not count
     # The envs' own count: only rows of rollouts that nobody finished are in nobody's books.
     kills = 2 if exchange == "gossip" else 4  # the others are killed with the one
     unfinished = tally.stat().st_size - rows["produced"]
     assert 0 <= unfinished <= kills * 4 * 8
     meddler.check_nothing_left()
+
+
+def test_games_of_rows_that_were_rolled_back_do_not_count(meddler):
+    """As after a resume. The only checkpoint is the one at step 0."""
+    out = meddler.out
+
+    def kill() -> None:
+        meddler.until(lambda: meddler.steps() > 1500, "most of the run")
+        meddler.kill(0)
+
+    changes = {"steps": 3500, "env.delay": 0.01, "log.checkpoint_every": 1000, "env.max_episode_steps": 10}
+    assert meddler.run(options(out, "hogwild", **changes), kill) == 0
+    summary = read_summary(out)
+    check_accounts(out, summary)
+    assert summary["rows"]["rolled_back"] > 1500
+    shortest = 8  # steps of a game, and the longest has 10
+    assert 0 < summary["episodes"] <= summary["env_steps"] / shortest
+    assert read_metrics(out)[-1]["episodes"] == summary["episodes"]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

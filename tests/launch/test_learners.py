@@ -309,6 +309,17 @@ print("ends", summary["status"], summary["env_steps"], sys.modules["__main__"]._
     assert done.stderr == ""
 
 
+def test_a_long_path_for_temporary_files(tmp_path):
+    """As batch systems set it for each job: longer than a socket's path may be."""
+    temporary = tmp_path / ("t" * 100)
+    temporary.mkdir()
+    command = [sys.executable, "-m", "coterie.cli", *options(tmp_path / "run", "gossip", steps=500)]
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(temporary.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("exchange", "changes", "field"),
     [
