@@ -186,6 +186,8 @@ class Run:
         self.order, self.saved, self.scores = None, {}, None
         self.members, self.idle, self.reports = set(range(self.learners)), set(), {}
         self.line_steps = state["env_steps"]
+        self.episodes.load_state_dict(state["episodes"])
+        self.next_eval, self.last_eval = state["next_eval"], state["last_eval"]
         self.writer.close()
         self.writer = self._writer(state["env_steps"])  # curves do not double back
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
@@ -39,6 +41,7 @@ class Child:
         self.conn, theirs = context.Pipe()
         self.process = context.Process(target=_enter, args=(theirs, list(cores), target, args), name=name, daemon=True)
         # A server that is only starting must not die of a signal to the whole group: coterie.preload unblocks them.
+        _short_paths()
         resource_tracker.ensure_running()  # it would unblock them, if it were the server that started it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
@@ -80,6 +83,14 @@ def listen(children: Iterable[Child], seconds: float) -> Iterator[tuple[Child, s
                     break
         except (EOFError, OSError):
             yield child, "end", child.end()
+
+
+def _short_paths() -> None:
+    """The fork server's socket is in the temporary folder, and a socket's path has 107 bytes at most."""
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if "tempdir" not in config and len(os.fsencode(tempfile.gettempdir())) > 70:
+        config["tempdir"] = folder = tempfile.mkdtemp(prefix="coterie-", dir="/tmp")
+        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
 
 
 @contextlib.contextmanager
