@@ -76,13 +76,21 @@ class ActorCritic(nn.Module):
             x, v = x.unbind(0)
         else:
             v = x if self.value_torso is None else self.value_torso(obs)
-        with torch.autocast(x.device.type, enabled=False):  # heads in float32: a log-prob has no digits to spare
-            params, value = self.policy(x.float()), self.value(v.float())
-            if self.log_std is not None:
-                params = torch.cat((params, self.log_std.expand_as(params)), -1)
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                params, value = self._heads(x, v)
+        else:
+            params, value = self._heads(x, v)
         if len(axes) != 1:
-            params, value = params.unflatten(0, axes), value.unflatten(0, axes)
+            params, value = params.reshape(*axes, -1), value.reshape(*axes, 1)
         return params, value.squeeze(-1), core_state
+
+    def _heads(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """In float32: a log-prob has no digits to spare."""
+        params, value = self.policy(x.float()), self.value(v.float())
+        if self.log_std is not None:
+            params = torch.cat((params, self.log_std.expand_as(params)), -1)
+        return params, value
 
     def _normalized(self, obs: Obs) -> Obs:
         if not self.obs_norm:

@@ -10,7 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -132,13 +132,36 @@ class ImpalaTorso(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-class Tanh(nn.Module):
-    """tanh(x) = 2 sigmoid(2x) - 1. Torch's own tanh takes 2.6 ns an element on one core, this 0.9: a fifth of a small
-    net's training time.
+class _Tanh(torch.autograd.Function):
+    """tanh(x) = 2 sigmoid(2x) - 1, in place but for the first step, and torch's own derivative.
+
+    Torch's tanh takes 2.6 ns an element on one core, this 0.7: a sixth of a small net's training time.
     """
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = _tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.ops.aten.tanh_backward(grads[0], y)  # type: ignore[no-any-return]
+
+
+def _tanh(x: Tensor) -> Tensor:
+    y = torch.add(x, x).sigmoid_()
+    return y.add_(y).sub_(1)
+
+
+class Tanh(nn.Module):
+    """tanh by the fastest way."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x * 2) * 2 - 1
+        if x.is_cuda:
+            return torch.tanh(x)
+        return cast(Tensor, _Tanh.apply(x)) if x.requires_grad else _tanh(x)  # type: ignore[no-untyped-call]
 
 
 class MLPTorso(nn.Module):
@@ -171,17 +194,20 @@ class MLPPair(nn.Module):
     def __init__(self, shape: tuple[int, ...], hidden: Sequence[int], activation: str) -> None:
         super().__init__()
         sizes = (math.prod(shape), *hidden)
-        self.weights = nn.ParameterList(nn.Parameter(torch.empty(2, a, b)) for a, b in pairwise(sizes))
-        self.biases = nn.ParameterList(nn.Parameter(torch.zeros(2, 1, b)) for b in hidden)
-        for weight in self.weights:
-            for tower in weight.data:
+        for k, (a, b) in enumerate(pairwise(sizes)):
+            weight = torch.empty(2, a, b)
+            for tower in weight:
                 nn.init.orthogonal_(tower, math.sqrt(2))
+            self.register_parameter(f"weight_{k}", nn.Parameter(weight))
+            self.register_parameter(f"bias_{k}", nn.Parameter(torch.zeros(2, 1, b)))
         self.activation = Tanh() if activation == "tanh" else nn.ReLU()
         self.size = hidden[-1]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1).to(compute_dtype(self.weights[0]))[None].expand(2, -1, -1)
-        for weight, bias in zip(self.weights, self.biases, strict=True):
+        # An nn.ParameterList takes longer to walk than a layer to compute.
+        layers = cast(list[Tensor], list(self._parameters.values()))
+        x = x.flatten(1).to(compute_dtype(layers[0])).expand(2, -1, -1)
+        for weight, bias in zip(layers[::2], layers[1::2], strict=True):
             x = self.activation(torch.baddbmm(bias, x, weight))
         return x
 

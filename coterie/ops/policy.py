@@ -68,7 +68,8 @@ def normalize(advantage: Tensor, mask: Tensor) -> Tensor:
 def masked_mean(x: Tensor, mask: Tensor, count: int) -> Tensor:
     """Sum of the valid elements over `count`, the T x B of the FULL batch: chunks and learners then add up exactly.
 
-    Whatever a masked row holds, NaN included, adds nothing to the sum or the gradient at `x`.
+    `x` may have axes before those of the mask, which stay. Whatever a masked row holds, NaN included, adds nothing to
+    the sum or the gradient at `x`.
     """
-    _same(x, mask)
-    return torch.where(mask, x, 0.0).sum() / count
+    assert x.shape[x.dim() - mask.dim() :] == mask.shape, (tuple(x.shape), tuple(mask.shape))
+    return torch.where(mask, x, 0.0).flatten(x.dim() - mask.dim()).sum(-1) / count

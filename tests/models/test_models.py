@@ -10,7 +10,7 @@ from coterie.config import Model
 from coterie.models.build import ActorCritic, acting_copy
 from coterie.models.cores import LSTMCore
 from coterie.models.heads import Normalizer
-from coterie.models.torsos import build_torso
+from coterie.models.torsos import Tanh, build_torso
 from coterie.parallel.params import FlatParams
 from coterie.types import ActionSpec, ConfigError, Inputs, ObsSpec, Spec
 from tests.conftest import IMAGE, VECTOR, make_rollout
@@ -175,3 +175,14 @@ def test_normalizer_agrees_with_numpy_whatever_the_batches():
     np.testing.assert_allclose(norm.deviation().numpy(), x.std(0), rtol=1e-5)
     got = norm(torch.from_numpy(x)).numpy()
     np.testing.assert_allclose(got, np.clip((x - x.mean(0)) / x.std(0), -10, 10), atol=1e-4)
+
+
+def test_tanh_is_torchs_own_in_value_and_gradient() -> None:
+    x = torch.linspace(-12, 12, 999).requires_grad_()
+    y = Tanh()(x)
+    torch.testing.assert_close(y, torch.tanh(x), atol=3e-7, rtol=0)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, 1 - torch.tanh(x.detach()) ** 2, atol=1e-6, rtol=0)
+    with torch.no_grad():
+        assert torch.equal(Tanh()(x), y)
+    assert float(x.detach()[0]) == -12  # the input stays as it is

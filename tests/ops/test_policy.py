@@ -137,8 +137,14 @@ def test_masked_rows_that_are_not_finite_add_nothing() -> None:
     assert x.grad.tolist() == [0.25, 0, 0, 0.25]  # type: ignore[union-attr]
 
 
+def test_masked_mean_keeps_axes_before_the_masks() -> None:
+    x, mask = torch.randn(5, 3, 2), torch.tensor([[True, False], [True, True], [False, True]])
+    expected = torch.stack([masked_mean(row, mask, 6) for row in x])
+    torch.testing.assert_close(masked_mean(x, mask, 6), expected)
+
+
 def test_shapes_must_agree() -> None:
     with pytest.raises(AssertionError):
         policy_gradient(torch.zeros(3, 2), torch.zeros(3, 1))
     with pytest.raises(AssertionError):
-        masked_mean(torch.zeros(3, 2), torch.ones(2, dtype=torch.bool), 6)
+        masked_mean(torch.zeros(3, 2), torch.ones(3, dtype=torch.bool), 6)
