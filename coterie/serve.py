@@ -76,8 +76,8 @@ class Service:
         """Evaluate where that is asked for and this is the first learner; then write this learner's part."""
         number, what = self.board.order
         self.done = number
-        if what & EVALUATE and self.rank == 0 and not self._evaluate():
-            return
+        if what & EVALUATE and self.rank == 0:
+            self._evaluate(number)
         learner = self.learner
         if name := learner.params.nonfinite(learner.params.data):
             raise CoterieError(f"the weights of {name} are not finite at learner step {learner.progress.learner_steps}")
@@ -92,8 +92,8 @@ class Service:
         self.post("saved", {"order": number, "counts": learner.counts(), "digest": digest})
         self.over = bool(what & LAST)
 
-    def _evaluate(self) -> bool:
-        """Score the weights that the checkpoint will hold; False where a signal came in between."""
+    def _evaluate(self, order: int) -> None:
+        """Score the weights that the checkpoint will hold, unless a signal comes in between."""
         learner = self.learner
         learner.refresh_actor()
         scores = evaluate(
@@ -106,8 +106,7 @@ class Service:
             stop=self._alive,
         )
         if not self.board.stopping:
-            self.post("scores", scores)
-        return True
+            self.post("scores", {"order": order, "scores": scores})
 
     def _alive(self) -> bool:
         self.board.beat[self.rank] = time.monotonic()

@@ -35,7 +35,7 @@ LEVELS: list[list[str]] = [
     ["acting.inline"],
     ["matrix"],
     ["roles", "preload"],
-    ["evaluate", "watch", "presets", "serve", "run", "launch.local", "bench", "session"],
+    ["evaluate", "watch", "presets", "serve", "account", "run", "launch.local", "bench", "session"],
     ["sweep", "doctor"],
     ["cli"],
 ]

@@ -26,33 +26,16 @@ def horizon(config: Config) -> int:
     return config.algo.unroll_length
 
 
-class PPO:
-    """A2C's parts with another `batches` and `loss`."""
+class PPO(A2C):
+    """A2C with other `batches` and another `loss`."""
 
     def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
-        self.base = A2C(config, spec, chunk)
-        self.act, self.after_rollout = self.base.act, self.base.after_rollout
-        self.config, self.ppo = config, config.ppo
+        super().__init__(config, spec, chunk)
+        self.ppo = config.ppo
         self.rng = torch.Generator().manual_seed(seed)
 
-    @property
-    def env_steps(self) -> int:
-        return self.base.env_steps
-
-    @env_steps.setter
-    def env_steps(self, value: int) -> None:
-        self.base.env_steps = value
-
-    @property
-    def episodes(self) -> int:
-        return self.base.episodes
-
-    @episodes.setter
-    def episodes(self, value: int) -> None:
-        self.base.episodes = value
-
     def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]:
-        whole = self.base.prepare(model, rollout)
+        whole = self.prepare(model, rollout)
         t, b = rollout.mask.shape
         columns = b if model.recurrent else t * b
         size = max(1, self.ppo.minibatch_size // t) if model.recurrent else self.ppo.minibatch_size
@@ -61,7 +44,7 @@ class PPO:
             order = torch.randperm(columns, generator=self.rng).to(whole.mask.device)
             for index in order.tensor_split(pieces):
                 batch = whole.take(index)
-                if self.base.algo.normalize_advantage:
+                if self.algo.normalize_advantage:
                     batch.advantage = normalize(batch.advantage, batch.mask)
                 yield batch
                 if self.ppo.target_kl and batch.metrics["kl"] > 1.5 * self.ppo.target_kl:
@@ -69,7 +52,7 @@ class PPO:
 
     def loss(self, model: ActorCritic, batch: Batch) -> Loss:
         params, value, _ = model(batch.inputs, batch.core_state)
-        log_prob, entropy = self.base.dist.evaluate(params, batch.action)
+        log_prob, entropy = self.dist.evaluate(params, batch.action)
         clip = self.ppo.clip * schedule_value(self.ppo.clip_schedule, self.env_steps, self.config.steps)
 
         if self.ppo.clip_value:
@@ -78,18 +61,15 @@ class PPO:
             values = value_loss(value, batch.value_target)
         terms = {
             "policy_loss": (1.0, ppo_clip(log_prob, batch.behavior_log_prob, batch.advantage, clip)),
-            "value_loss": (self.base.algo.value_coef, values),
-            "entropy": (-self.base.entropy_coef(), entropy),
+            "value_loss": (self.algo.value_coef, values),
+            "entropy": (-self.entropy_coef(), entropy),
         }
         clipped, kl = ppo_stats(log_prob, batch.behavior_log_prob, clip)
         return combine(terms, {"kl": kl, "clip_fraction": clipped}, batch.mask, batch.count)
 
-    def after_step(self, model: ActorCritic, batch: Batch) -> None:
-        """Nothing: no target copies, no priorities."""
-
     def state_dict(self) -> dict[str, Tensor]:
-        return {**self.base.state_dict(), "minibatch_rng": self.rng.get_state()}
+        return {**super().state_dict(), "minibatch_rng": self.rng.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.base.load_state_dict(state)
+        super().load_state_dict(state)
         self.rng.set_state(state["minibatch_rng"])

@@ -235,7 +235,7 @@ class PoolBackend:
         """The frame `[H, W, 3]` uint8 of what instance 0 showed last; needs `render=True`."""
         try:
             return np.asarray(self._pool.render()[0])
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"env.id: EnvPool cannot draw {self.spec.env_id!r}: {error}") from error
 
     def _obs(self, values: list[Array]) -> Any:

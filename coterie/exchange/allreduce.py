@@ -13,12 +13,13 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coterie.exchange.solo import Guard, Rule, Steps
+from coterie.exchange.solo import Guard, Rule, Solo, Steps
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
@@ -27,22 +28,22 @@ from coterie.parallel.processes import PeerLost
 _BAD, _ROWS, _ORDER, _STOP = range(4)  # places in the tail
 
 
-class AllReduce:
+class AllReduce(Solo):
     """The exchange of learner `rank` of `learners`; `store` is a file for their rendezvous."""
 
     def __init__(
         self, params: FlatParams, rule: Rule, guard: Guard, moments: Moments, board: Board, rank: int,
         store: Path, timeout: float,
     ) -> None:  # fmt: skip
-        self.rule, self.guard, self.moments, self.board = rule, guard, moments, board
+        super().__init__(params, rule, guard)
+        self.moments, self.board = moments, board
         self.rank, self.learners, self.store, self.timeout = rank, len(board.here), store, timeout
-        self.state = rule.state(params.data)
         self._total, self.rows = 0, 0  # rows that the next message will tell the others of
         self.order = self.stop = False  # this learner's wishes; the group's are answered by `agree`
         self.agreed = (False, False)
         self.base = moments.read()
 
-    def __enter__(self) -> AllReduce:
+    def __enter__(self) -> Self:
         # By itself Gloo listens on the address of the host's name, which may be a public one.
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
@@ -82,9 +83,6 @@ class AllReduce:
     def start(self, own: int, total: int) -> None:
         self._total = total
         self.base = self.moments.read()
-
-    def pull(self, params: FlatParams) -> None:
-        """Equal weights and equal updates: nothing to fetch."""
 
     @torch.no_grad()
     def step(self, params: FlatParams, lr: float) -> float:
@@ -129,10 +127,3 @@ class AllReduce:
                 dist.all_reduce(tensor)
         except RuntimeError as error:
             raise PeerLost(f"allreduce: another learner is gone or hangs: {str(error).splitlines()[0]}") from error
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in state.items():
-            self.state[name].copy_(tensor)

@@ -14,12 +14,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from coterie.exchange.solo import Guard, NonFinite, Rule, Steps
+from coterie.exchange.solo import Guard, NonFinite, Rule, Solo, Steps
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
@@ -45,7 +45,7 @@ def gossip_memory(learners: int, weights: int, moments: int) -> SharedArrays:
     )
 
 
-class Gossip:
+class Gossip(Solo):
     """The exchange of learner `rank`. `mix_every` updates between mixes, or one mix for each rollout (0)."""
 
     def __init__(
@@ -53,12 +53,10 @@ class Gossip:
         steps: Steps, rank: int, sequence: Sequence[Array], *, tau: int, mix_every: int, timeout: float,
         rejoin: bool = False,
     ) -> None:  # fmt: skip
-        self.params, self.rule, self.guard, self.moments, self.board, self.steps = (
-            params, rule, guard, moments, board, steps,
-        )  # fmt: skip
+        super().__init__(params, rule, guard, steps)
+        self.params, self.moments, self.board = params, moments, board
         self.rank, self.sequence, self.timeout, self.rejoin = rank, list(sequence), timeout, rejoin
         self.tau, self.mix_every = tau, mix_every
-        self.state = rule.state(params.data)
         self.message = torch.from_numpy(shared.arrays["message"])
         self.sums = torch.from_numpy(shared.arrays["moments"])
         self.begun, self.told, self.mixed, self.joined = (
@@ -72,7 +70,7 @@ class Gossip:
         self.anchor = params.data.clone()  # the weights after the last mix
         self.scratch = torch.empty_like(params.data)
 
-    def __enter__(self) -> Gossip:
+    def __enter__(self) -> Self:
         if self.rejoin:
             self._rejoin()
         return self
@@ -82,16 +80,10 @@ class Gossip:
     ) -> None:
         self.board.here[self.rank] = 0  # what it said stays; nobody waits for more
 
-    def pull(self, params: FlatParams) -> None:
-        """Peers push; there is nothing to fetch."""
-
     @torch.no_grad()
     def step(self, params: FlatParams, lr: float) -> float:
         """Update alone; mix when it is time."""
-        norm, fine = self.guard.clip(params)
-        if fine:
-            self.rule.update(params.data, params.grad, self.state, lr)
-            params.grad.zero_()
+        norm = super().step(params, lr)
         self.made += 1
         if self.mix_every and self.made % self.mix_every == 0:
             self.mix(params)
@@ -209,13 +201,3 @@ class Gossip:
             "gossip/mixes_behind": behind,
             "gossip/updates_since_mix": self.due,
         }
-
-    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
-        return order, stop
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in state.items():
-            self.state[name].copy_(tensor)

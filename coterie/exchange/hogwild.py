@@ -13,22 +13,23 @@ import torch
 from torch import Tensor
 
 from coterie.exchange.central import Central
-from coterie.exchange.solo import Guard, Rule, Steps
+from coterie.exchange.solo import Guard, Rule, Solo
+from coterie.parallel.board import BoardSteps, OwnSteps, Staleness
 from coterie.parallel.params import FlatParams
 
 
-class Hogwild:
+class Hogwild(Solo):
     """The exchange of one worker on the weights of all."""
 
     def __init__(
-        self, params: FlatParams, rule: Rule, guard: Guard, central: Central, steps: Steps, own_statistics: bool
-    ) -> None:
-        self.rule, self.guard, self.central, self.steps = rule, guard, central, steps
-        self.state = rule.state(params.data) if own_statistics else central.state
-        self.shared = not own_statistics
-
-    def __enter__(self) -> Hogwild:
-        return self
+        self, params: FlatParams, rule: Rule, guard: Guard, central: Central,
+        steps: OwnSteps | BoardSteps, own_statistics: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(params, rule, guard, steps)
+        self.central, self.shared = central, not own_statistics
+        self.staleness = Staleness(steps)
+        if self.shared:
+            self.state = central.state
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -38,11 +39,13 @@ class Hogwild:
     def pull(self, params: FlatParams) -> None:
         """A snapshot of the shared weights, in which others may be writing."""
         params.data.copy_(self.central.data)
+        self.staleness.snapshot()
 
     @torch.no_grad()
     def step(self, params: FlatParams, lr: float) -> float:
         """Update the shared weights without a lock from the local gradient."""
         norm, fine = self.guard.clip(params)
+        self.staleness.update()
         if fine:
             self.rule.update(self.central.data, params.grad, self.state, lr)
             params.grad.zero_()
@@ -52,8 +55,8 @@ class Hogwild:
     def after_rollout(self, params: FlatParams) -> None:
         self.central.share_moments()
 
-    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
-        return order, stop
+    def gauges(self) -> dict[str, float]:
+        return self.staleness.gauges()
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: x.clone() for name, x in self.state.items()}
@@ -61,5 +64,4 @@ class Hogwild:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.central.rebase()
         if not self.shared:  # what is shared was filled in before any worker began
-            for name, tensor in state.items():
-                self.state[name].copy_(tensor)
+            super().load_state_dict(state)

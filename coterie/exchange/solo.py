@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -57,13 +57,19 @@ class Guard:
 
 
 class Solo:
-    """The exchange of a lone learner."""
+    """The exchange of a lone learner; the others begin from it and change what agreeing changes."""
 
-    def __init__(self, params: FlatParams, rule: Rule, guard: Guard) -> None:
-        self.rule, self.guard, self.steps = rule, guard, OwnSteps()
+    def __init__(self, params: FlatParams, rule: Rule, guard: Guard, steps: Steps | None = None) -> None:
+        self.rule, self.guard = rule, guard
+        self._steps: Steps = steps or OwnSteps()
         self.state = rule.state(params.data)
 
-    def __enter__(self) -> Solo:
+    @property
+    def steps(self) -> Steps:
+        """The env steps of the whole run."""
+        return self._steps
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from coterie.exchange.central import Central
-from coterie.exchange.solo import Guard, Rule, Steps
-from coterie.parallel.board import Board
+from coterie.exchange.solo import Guard, Rule, Solo
+from coterie.parallel.board import Board, BoardSteps, OwnSteps, Staleness
 from coterie.parallel.params import FlatParams
 from coterie.types import CoterieError
 
@@ -39,14 +39,17 @@ class Turns:
         self.board.turns[self.rank] += 1
 
 
-class Store:
+class Store(Solo):
     """The exchange of one learner with the centre. `blocked` and `updating`: seconds at locks and under them."""
 
     def __init__(
-        self, params: FlatParams, rule: Rule, guard: Guard, central: Central, steps: Steps,
+        self, params: FlatParams, rule: Rule, guard: Guard, central: Central,
+        steps: OwnSteps | BoardSteps,
         local_steps: int = 1, betas: tuple[float, float] = (0.0, 0.0), turns: Turns | None = None,
     ) -> None:  # fmt: skip
-        self.rule, self.guard, self.central, self.steps, self.turns = rule, guard, central, steps, turns
+        super().__init__(params, rule, guard, steps)
+        self.central, self.turns, self.staleness = central, turns, Staleness(steps)
+        self.state = {}  # the centre has it
         self.local_steps, self.betas = local_steps, betas
         self.blocked = self.updating = 0.0
         self.made = 0  # local steps since the last meeting
@@ -56,9 +59,6 @@ class Store:
             self.before = [{k: x.clone() for k, x in state.items()} for state in self.local]
             for k in range(len(central.slices)):
                 self._take_state(k)
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -71,6 +71,7 @@ class Store:
         """The central weights, with what is pending here. Where turns are fixed, those of this learner's last turn."""
         if self.turns is not None:
             return
+        self.staleness.snapshot()
         params.data.copy_(self.central.data)
         if self.local_steps > 1:
             params.data.add_(self.pending)
@@ -98,6 +99,7 @@ class Store:
 
     def _meet(self, params: FlatParams, lr: float) -> None:
         """Every chunk once, in whatever order they are free."""
+        self.staleness.update()
         if self.turns is not None:
             self.turns.wait()
         todo, begin = list(range(len(self.central.slices))), time.perf_counter()
@@ -115,6 +117,7 @@ class Store:
                 self.central.locks.free(k)
             begin = time.perf_counter()
             self.updating += begin - taken
+        self.staleness.snapshot()
         if self.turns is not None:
             self.turns.done()
 
@@ -159,10 +162,7 @@ class Store:
             self.turns.done()
 
     def gauges(self) -> dict[str, float]:
-        return {"store/blocked_s": self.blocked, "store/updating_s": self.updating}
-
-    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
-        return order, stop
+        return {"store/blocked_s": self.blocked, "store/updating_s": self.updating, **self.staleness.gauges()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The centre's state, chunks joined; a learner's pending steps are given up when a run is resumed."""

@@ -187,7 +187,7 @@ class Crew:
         if self.config.exchange != "gossip":
             self._restart_all(f"learner {rank} {manner}")
             return
-        run.lose(rank)
+        run.account.lose(rank)
         if run.board.stopping or run.idle:  # the end is near: the others finish without it
             run.members.discard(rank)
             if not run.members:
@@ -214,26 +214,25 @@ class Crew:
         self.state = checkpoint.load(self.saved)[1]
         self.group.close()
         self.group = self._group()
-        run.roll_back(self.state)
-        self._start_all()
+        self._start_all(self.state)
 
     def _count_restart(self, reason: str, what: str) -> None:
         run = self.run
-        run.restarts += 1
-        if run.restarts > self.config.restarts:
+        run.account.restarts += 1
+        if run.account.restarts > self.config.restarts:
             raise CoterieError(f"{reason}; restarts ({self.config.restarts}) are used up")
         run.writer.log(f"{reason}; {what}")
         run.display.note(f"{reason}; {what}")
 
-    def _start_all(self) -> None:
-        self.run.board, self.run.readers = self.group.board, self.group.readers()
+    def _start_all(self, back: dict[str, Any] | None = None) -> None:
+        self.run.join(self.group.board, self.group.readers(), back)
         self.run.poll()
         for rank in range(self.group.learners):
             self._start(rank, self.saved, self.run.board.read(rank))
 
     def _start(self, rank: int, saved: Path | None, counts: dict[str, int], rejoin: bool = False) -> None:
         run = self.run
-        life = run.life + 1000 * run.restarts  # a learner that is started again sees other episodes
+        life = run.account.life + 1000 * run.account.restarts  # a learner that is started again sees other episodes
         links, total = self.group.links(rank, rejoin), run.board.sum("learned")
         # An order that is being carried out is for whoever starts meanwhile, too.
         done = run.board.order[0] - (run.order is not None)

@@ -122,6 +122,10 @@ class OwnSteps:
     def total(self) -> int:
         return self.own * self.learners
 
+    @property
+    def others(self) -> int:
+        return self.own * (self.learners - 1)
+
 
 class BoardSteps:
     """Counts a run's env steps on the board: everybody's rows, the moment that somebody begins to learn from them."""
@@ -139,3 +143,26 @@ class BoardSteps:
     @property
     def total(self) -> int:
         return int(self._column.sum())
+
+    @property
+    def others(self) -> int:
+        return self.total - int(self._column[self._rank])
+
+
+class Staleness:
+    """Env steps that others began to learn from between a snapshot of the weights and the update made with it."""
+
+    def __init__(self, steps: OwnSteps | BoardSteps) -> None:
+        self.steps = steps
+        self.mark = steps.others
+        self.sum = self.updates = self.most = 0
+
+    def snapshot(self) -> None:
+        self.mark = self.steps.others
+
+    def update(self) -> None:
+        behind = self.steps.others - self.mark
+        self.sum, self.updates, self.most = self.sum + behind, self.updates + 1, max(self.most, behind)
+
+    def gauges(self) -> dict[str, float]:
+        return {"staleness/mean": self.sum / max(1, self.updates), "staleness/max": self.most}

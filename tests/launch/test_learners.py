@@ -8,140 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import coterie
-from coterie import cli, presets
+from coterie import cli
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
-
-EXCHANGES = ("allreduce", "hogwild", "store", "gossip")
-ROLLOUT = 16 * 8  # rows of one rollout of one learner
-
-# For `--model.torso odd:NAME`: learners that are unlike the others. Loaded in the parent, too.
-ODD = '''
-import multiprocessing
-import time
-
-import torch
-
-from coterie.models.torsos import MLPTorso
-from coterie.runs import checkpoint
-
-RANK = multiprocessing.current_process().name.removeprefix("coterie-learner-")
-write = checkpoint.write
-
-
-def slow_save(rank):
-    """Takes a while to write its part of a checkpoint."""
-
-    def slow(draft, tensors):
-        time.sleep(0.6)
-        write(draft, tensors)
-
-    def torso(obs, config):
-        if RANK == rank:
-            checkpoint.write = slow
-        return Odd(obs[""].shape, config.hidden, config.activation, False)
-
-    return torso
-
-
-slow_save_0, slow_save_1 = slow_save("0"), slow_save("1")
-
-
-class Odd(MLPTorso):
-    trained, broken = 0, None
-
-    def forward(self, x):
-        self.trained += torch.is_grad_enabled()
-        x = super().forward(x)
-        if self.broken and self.trained == 20 and torch.is_grad_enabled():
-            return self.broken(x)
-        return x
-
-
-def broken(how):
-    """Learner 1 breaks at its 20th training pass."""
-
-    def torso(obs, config):
-        made = Odd(obs[""].shape, config.hidden, config.activation, False)
-        if RANK == "1":
-            made.broken = how
-        return made
-
-    return torso
-
-
-def fail(x):
-    raise ValueError("odd by design")
-
-
-raises, not_a_number = broken(fail), broken(lambda x: x * float("nan"))
-'''
-
-
-@pytest.fixture
-def odd(tmp_path, monkeypatch) -> None:
-    """The module `odd` for this test."""
-    (tmp_path / "odd.py").write_text(ODD)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "odd", raising=False)
-
-
-def options(out: Path, exchange: str, **changes: object) -> list[str]:
-    """The arguments of `coterie train` for two small learners."""
-    fields: dict[str, object] = {
-        "env.id": "CartPole-v1",
-        "steps": 3000,
-        "out": out,
-        "learners": 2,
-        "exchange": exchange,
-        "log.tensorboard": False,
-        "log.every": 0.1,
-        **changes,
-    }
-    return ["train", "a2c", *(text for k, v in fields.items() for text in (f"--{k}", str(v)))]
-
-
-def tiny(out: Path, exchange: str, **changes: object):
-    fields = {"steps": 3000, "learners": 2, "log.tensorboard": False, "log.every": 0.0}
-    return presets.a2c(env="CartPole-v1", **{**fields, "out": str(out), "exchange": exchange, **changes})
-
-
-def read_summary(out: Path) -> dict[str, Any]:
-    return json.loads((out / "summary.json").read_text())
-
-
-def last_checkpoint(out: Path) -> tuple[checkpoint.Tensors, dict[str, Any]]:
-    return checkpoint.load(checkpoint.latest(out / "checkpoints"))
-
-
-def check_accounts(out: Path, summary: dict[str, Any]) -> None:
-    """What holds at the end of any run that was not cut short: rows, the last checkpoint, rising metrics."""
-    rows = summary["rows"]
-    assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
-    assert rows["learned"] == summary["env_steps"] == summary["env_frames"]
-    assert rows["in_flight"] == 0
-    assert min(rows.values()) >= 0
-    tensors, state = last_checkpoint(out)
-    assert state["env_steps"] == summary["env_steps"] == sum(x["learned"] for x in state["learners"])
-    for name in ("learner_steps", "samples_trained"):
-        assert sum(x[name] for x in state["learners"]) == summary[name]
-    for rank in range(2):
-        assert {f"learner_{rank}/{part}" for part in ("model", "exchange", "rng")} <= set(tensors)
-        assert all(torch.isfinite(x).all() for x in tensors[f"learner_{rank}/model"].values())
-    lines = read_metrics(out)
-    assert lines
-    assert all({"env_steps", "seconds"} <= set(line) for line in lines)
-    for name in ("env_steps", "seconds"):
-        values = [line[name] for line in lines]
-        assert values == sorted(values), name
-    assert lines[-1]["env_steps"] <= summary["env_steps"]
+from tests.launch.harness import EXCHANGES, ROLLOUT, check_accounts, last_checkpoint, options, read_summary, tiny
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board, BoardSteps, OwnSteps
+from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board, BoardSteps, OwnSteps, Staleness
 from coterie.parallel.processes import Post
 from tests.exchange.harness import hear, start, together
 
@@ -134,3 +134,21 @@ def test_who_waits_for_others_is_not_the_one_that_hangs():
         assert board.stale([0, 2], 50.0) == [0]  # all that are silent wait: then they are to be named
     assert board.stale([0, 1, 2], 50.0) == [0, 1]
     assert board.stale([2], 50.0) == []
+
+
+def test_staleness_is_what_others_did_between_a_snapshot_and_its_update() -> None:
+    board = Board(3)
+    mine, theirs = BoardSteps(board, 0), BoardSteps(board, 2)
+    theirs.add(7)
+    staleness = Staleness(mine)
+    staleness.snapshot()
+    mine.add(5)  # its own rows make nobody's weights old
+    staleness.update()
+    assert staleness.gauges() == {"staleness/mean": 0, "staleness/max": 0}
+    theirs.add(20)
+    mine.add(5)
+    staleness.update()
+    staleness.snapshot()
+    theirs.add(4)
+    staleness.update()
+    assert staleness.gauges() == {"staleness/mean": 8, "staleness/max": 20}

@@ -1,0 +1,204 @@
+"""What a run has done so far: from the learners' reports and the board to lines of metrics, status and summary."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from coterie.config import Config
+from coterie.evaluate import Scores
+from coterie.parallel.board import COUNTS, Board
+from coterie.parallel.energy import Energy
+from coterie.runs.metrics import Episodes
+from coterie.types import Spec
+
+
+class Account:
+    """Counts are the board's; the rest is added up here. `state`: of the checkpoint that the run goes on from."""
+
+    def __init__(self, config: Config, spec: Spec, board: Board, state: dict[str, Any] | None, reached: int) -> None:
+        self.config, self.spec, self.board = config, spec, board
+        self.episodes = Episodes()
+        self.life, self.seconds_before, self.begin_steps = 0, 0.0, 0
+        self.rolled_back = self.dropped = self.restarts = 0
+        self.last_eval: dict[str, float] = {}
+        self.begin_stages: dict[str, float] = {}
+        if state is not None:
+            self.life, self.seconds_before, self.begin_steps = state["life"] + 1, state["seconds"], state["env_steps"]
+            self.last_eval, self.dropped = state["last_eval"], state["dropped"]
+            self.episodes.load_state_dict(state["episodes"])
+            self.begin_stages = dict(state["stages"])
+            # What was told to the world after the checkpoint (`reached` env steps) is learned again.
+            self.rolled_back = state["rolled_back"] + max(0, reached - self.begin_steps)
+        self.begin = self.last_line = time.monotonic()
+        self.reports: dict[int, dict[str, Any]] = {}
+        self.stages: dict[str, float] = {}
+        self.line_stages, self.line_steps = dict(self.begin_stages), self.begin_steps
+        self.metrics: dict[str, float] = {}
+        self.batches = 0
+        self.readers: list[Callable[[], dict[str, float]]] = []  # more for the lines of metrics
+        self.energy = Energy()
+
+    @property
+    def learners(self) -> int:
+        return len(self.board.here)
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.begin
+
+    @property
+    def env_steps(self) -> int:
+        return self.board.sum("learned")
+
+    def take(self, rank: int, report: dict[str, Any]) -> None:
+        """A learner's report."""
+        self.episodes.extend(report["games"])
+        self.batches += report["batches"]
+        for name, value in report["metrics"].items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.reports[rank] = report
+        names = {name for r in self.reports.values() for name in r["stages"]}
+        self.stages = {
+            name: self.begin_stages.get(name, 0.0)
+            + sum(r["stages"].get(name, 0.0) for r in self.reports.values()) / len(self.reports)
+            for name in names
+        }
+
+    def take_scores(self, scores: Scores) -> dict[str, Any]:
+        """An evaluation's outcome; returns its line of metrics."""
+        self.last_eval = {"eval_return": scores.mean, "eval_stderr": scores.stderr}
+        return {
+            "env_steps": self.env_steps,
+            "seconds": round(self.seconds, 3),
+            "eval/return": scores.mean,
+            "eval/stderr": scores.stderr,
+            "eval/episodes": len(scores.returns),
+            "eval/unfinished": scores.unfinished,
+        }
+
+    def lose(self, rank: int) -> None:
+        """A learner has died: what it had acted and not learned is lost."""
+        row = self.board.read(rank)
+        self.dropped += row["produced"] - row["learned"]
+        self.board.write(rank, {"produced": row["learned"]})
+        self.board.here[rank] = 0
+        self.reports.pop(rank, None)
+
+    def roll_back(self, state: dict[str, Any], board: Board) -> None:
+        """All learners go back to a checkpoint, on a new board; what they had counted since is on the old one."""
+        learned = self.board.sum("learned")
+        self.rolled_back += learned - state["env_steps"]
+        self.dropped += self.board.sum("produced") - learned
+        self.board, self.reports = board, {}
+        self.line_steps, self.last_eval = state["env_steps"], state["last_eval"]
+        self.episodes.load_state_dict(state["episodes"])
+
+    def state(self, counts: list[dict[str, int]]) -> dict[str, Any]:
+        """What a checkpoint keeps, with each learner's counts as of its part."""
+        return {
+            "env_steps": sum(row["learned"] for row in counts),
+            "learners": counts,
+            "stages": self.stages,
+            "last_eval": self.last_eval,
+            "seconds": self.seconds,
+            "life": self.life,
+            "rolled_back": self.rolled_back,
+            "dropped": self.dropped,
+            "episodes": self.episodes.state_dict(),
+        }
+
+    def status(self) -> dict[str, Any]:
+        """For the display: rates and stages since the run was started."""
+        elapsed = max(time.monotonic() - self.begin, 1e-9)
+        steps = self.env_steps
+        rate = (steps - self.begin_steps) / elapsed
+        return {
+            "env_steps": steps,
+            "env_steps_per_s": rate,
+            "frames_per_s": rate * self.spec.action_repeat,
+            "mean_return": self.episodes.mean_return,
+            "episodes": self.episodes.count,
+            "stages": {k: (v - self.begin_stages.get(k, 0.0)) / elapsed for k, v in self.stages.items()},
+            **self.last_eval,
+        }
+
+    def line(self) -> dict[str, Any]:
+        """One line of metrics: rates and stages since the line before, losses as means over its batches."""
+        now, steps, board = time.monotonic(), self.env_steps, self.board
+        elapsed = max(now - self.last_line, 1e-9)
+        rate = (steps - self.line_steps) / elapsed
+        reports = list(self.reports.values())
+        rss = [r["rss_mb"] for r in reports if r["rss_mb"] is not None]
+        line: dict[str, Any] = {
+            "env_steps": steps,
+            "seconds": round(self.seconds, 3),
+            "learner_steps": board.sum("learner_steps"),
+            "env_steps_per_s": rate,
+            "frames_per_s": rate * self.spec.action_repeat,
+            "mean_return": self.episodes.mean_return,
+            "mean_length": self.episodes.mean_length,
+            "episodes": self.episodes.count,
+            "lr": reports[0]["lr"] if reports else None,
+            "policy_lag_max": self._policy_lag_max(),
+            "masked_steps": board.sum("masked"),
+            "envs_replaced": board.sum("replaced"),
+            "skipped_batches": board.sum("skipped"),
+            "rss_mb": sum(rss) if rss else None,
+            **{k: v / max(1, self.batches) for k, v in self.metrics.items()},
+        }
+        for name in sorted({name for r in reports for name in r["gauges"]}):
+            values = [r["gauges"][name] for r in reports if name in r["gauges"]]
+            line[name] = sum(values) / len(values)
+        for stage, seconds in self.stages.items():
+            line[f"stage/{stage}"] = (seconds - self.line_stages.get(stage, 0.0)) / elapsed
+        self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps
+        self.metrics, self.batches = {}, 0
+        for read in self.readers:
+            line |= read()
+        return line
+
+    def _policy_lag_max(self) -> int:
+        return int(self.board.counts[:, COUNTS.index("policy_lag_max")].max())
+
+    def summary(self, digests: dict[int, str]) -> dict[str, Any]:
+        """The run's end in numbers; `digests`: of the learners' last weights, where all have told theirs."""
+        seconds, board = self.seconds, self.board
+        learned, produced = board.sum("learned"), board.sum("produced")
+        each = [digests.get(rank, "") for rank in range(self.learners)]
+        whole = each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
+        return {
+            "env_steps": learned,
+            "env_frames": learned * self.spec.action_repeat,
+            "learner_steps": board.sum("learner_steps"),
+            "samples_trained": board.sum("samples_trained"),
+            "seconds": round(seconds, 3),
+            "env_steps_per_s": learned / seconds,
+            "episodes": self.episodes.count,
+            "mean_return": self.episodes.mean_return,
+            "rows": {
+                "produced": produced + self.rolled_back + self.dropped,
+                "learned": learned,
+                "in_flight": produced - learned,  # what an error or a second signal kept from being learned
+                "dropped": self.dropped,
+                "rolled_back": self.rolled_back,
+            },
+            "masked_steps": board.sum("masked"),
+            "envs_replaced": board.sum("replaced"),
+            "skipped_batches": board.sum("skipped"),
+            "policy_lag_max": self._policy_lag_max(),
+            "stages": {k: round(v, 3) for k, v in self.stages.items()},
+            "energy": self._energy(learned - self.begin_steps),
+            "digest": whole if digests else "",
+            **({"digests": each, "restarts": self.restarts} if self.learners > 1 else {}),
+            **self.last_eval,
+        }
+
+    def _energy(self, env_steps: int) -> dict[str, Any]:
+        """Of this life of the run, and of the whole machine."""
+        joules = self.energy.joules()
+        if not joules:
+            return {"frames_per_kj": None, "joules": None, "reason": self.energy.reason}
+        return {"frames_per_kj": env_steps * self.spec.action_repeat / (joules / 1e3), "joules": joules, "reason": ""}

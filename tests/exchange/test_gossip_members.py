@@ -1,0 +1,205 @@
+"""Gossip: learners that leave are out of the average, and those that come back are in it again."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.exchange.gossip import Gossip
+from coterie.exchange.topology import matrices
+from coterie.models.heads import Moments, Normalizer
+from tests.exchange.gossip_harness import crowd, distance, lockstep, one, step
+from tests.exchange.harness import together
+
+# --- who leaves ---
+
+
+@pytest.mark.parametrize("tau", [0, -1, 3])
+def test_a_learner_that_left_is_out_of_the_average(tau, tmp_path):
+    """Its share goes to the others in proportion, and nobody waits for it (the time-out would say so)."""
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps([[0.5, 0.25, 0.25], [0.4, 0.2, 0.4], [0.3, 0.3, 0.4]]))
+    start = np.random.default_rng(8).standard_normal((3, 5))
+    c = crowd(start, matrices(str(path), 3), tau=tau, timeout=5.0)
+    c.board.here[2] = 0  # died before it said anything
+    two = c.learners[:2]
+    together([partial(step, x) for x in two])
+    if tau:  # in whatever order they came
+        together([partial(step, x) for x in two])
+        together([partial(step, x) for x in two])
+        x = c.weights()[:2]
+        hull = np.sort(start[:2], 0)
+        assert ((x >= hull[0] - 1e-6) & (x <= hull[1] + 1e-6)).all()
+        assert not np.allclose(x, start[:2])
+    else:
+        p = np.array([[2 / 3, 1 / 3], [2 / 3, 1 / 3]])
+        np.testing.assert_allclose(c.weights()[:2], p @ start[:2], atol=1e-6)
+    assert np.array_equal(c.weights()[2], start[2].astype(np.float32))
+
+
+def test_what_a_learner_said_before_it_left_is_heard_and_then_no_more():
+    c = crowd(np.eye(3), matrices("complete", 3))
+    x, y, left = c.learners
+    for each in c.learners:
+        assert each._tell(each.params)
+    left.__exit__(None, None, None)
+    assert c.board.here.tolist() == [1, 1, 0]
+    for each in (x, y):
+        assert each._hear(each.params)
+    np.testing.assert_allclose(c.weights()[:2], np.full((2, 3), 1 / 3), atol=1e-6)
+    x.params.data[:3] = torch.tensor([1.0, 0, 0])
+    together([partial(step, x), partial(step, y)])
+    np.testing.assert_allclose(c.weights()[:2], np.tile([2 / 3, 1 / 6, 1 / 6], (2, 1)), atol=1e-6)
+
+
+def test_who_speaks_and_leaves_while_it_is_looked_at_is_heard():
+    """Its message was not there; then it told, left, and was seen to be gone: what it said counts."""
+    c = crowd(np.eye(2), matrices("ring", 2))
+    x, leaver = c.learners
+
+    class Here:
+        def __getitem__(self, j: int) -> int:
+            if c.board.here[j]:
+                assert leaver._tell(leaver.params)
+                leaver.__exit__(None, None, None)
+            return int(c.board.here[j])
+
+    class Watched:
+        here = Here()
+
+    x.board = Watched()
+    assert x._hear(x.params)
+    assert x.params.data[:2].tolist() == [0.5, 0.5]
+
+
+def test_alone_at_last_weights_stay_as_they_are():
+    c = crowd(np.eye(3), matrices("ring", 3), tau=0, timeout=0.0)
+    for gone in c.learners[1:]:
+        gone.__exit__(None, None, None)
+    for _ in range(5):
+        step(c.learners[0])
+    assert c.learners[0].params.data[:3].tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("topology", ["ring", "exponential", "complete"])
+@pytest.mark.parametrize("tau", [0, 3])
+def test_unequal_numbers_of_steps_end(tau, topology):
+    """The original hangs here: a learner that is done tells nothing any more, and a slower one reaches its bound."""
+    n, counts = 4, [5, 40, 12, 23]
+    c = crowd(np.eye(n), matrices(topology, n), tau=tau, timeout=20.0)
+
+    def run(i: int) -> None:
+        with c.learners[i] as x:
+            for _ in range(counts[i]):
+                step(x)
+
+    together([partial(run, i) for i in range(n)])
+    assert [x.made for x in c.learners] == counts
+    assert c.board.here.tolist() == [0] * n
+    np.testing.assert_allclose(c.weights().sum(1), 1, atol=1e-5)
+    if tau == 0:
+        assert c.shared.arrays["mixed"].tolist() == counts
+
+
+# --- who comes back ---
+
+
+@pytest.mark.parametrize("topology", ["ring", "exponential", "complete"])
+def test_who_comes_back_takes_a_peers_weights_trains_and_then_mixes(topology):
+    rng = np.random.default_rng(9)
+    norms = [[Normalizer((2,))] for _ in range(3)]
+    for i, (norm,) in enumerate(norms):
+        norm.update(torch.full((4 + i, 2), float(i)))
+    c = crowd(rng.standard_normal((3, 5)), matrices(topology, 3), norms)
+    lockstep(c.learners, 4)
+    c.board.here[2] = 0
+    lockstep(c.learners[:2], 6)
+    assert c.shared.arrays["told"].tolist() == [10, 10, 4]
+    c.shared.arrays["message"][2] = 1e6  # what it said long ago counts no more
+    fresh = Normalizer((2,))
+    back = one(c.shared, c.board, c.learners[0].sequence, 2, np.full(5, 100.0), norms=[fresh], rejoin=True)
+    assert c.board.here[2] == 0  # not before it is entered
+    back.__enter__()
+    assert c.board.here[2] == 1
+    messages, sums = c.shared.arrays["message"], c.shared.arrays["moments"]
+    mine = Moments([fresh]).read().numpy()
+    assert any(
+        np.array_equal(back.params.data.numpy(), messages[j]) and np.allclose(mine, sums[j], rtol=1e-9) for j in (0, 1)
+    )
+    for name in ("begun", "told", "mixed", "joined"):  # it has published nothing, at a number nobody has reached
+        assert c.shared.arrays[name][2] == 13
+    lockstep(c.learners[:2], 3)  # numbers 10 to 12: the others neither wait for it nor hear it
+    x = c.weights()[:2]
+    assert abs(x).max() < 10
+    assert c.shared.arrays["told"].tolist() == [13, 13, 13]
+    back.params.grad[:5] = -7.0  # it trains: weights that nobody else has
+    expected = c.weights()
+    expected[2] = back.params.data[:5].double().numpy() + 7.0
+    everybody = [*c.learners[:2], back]
+    lockstep(everybody, 1)
+    p = c.learners[0].sequence[13 % len(c.learners[0].sequence)]
+    after = np.stack([x.params.data[:5].double().numpy() for x in everybody])
+    np.testing.assert_allclose(after, p @ expected, atol=1e-5)
+    assert c.shared.arrays["told"].tolist() == c.shared.arrays["mixed"].tolist() == [14, 14, 14]
+    assert c.shared.arrays["moved"][2, 13] == pytest.approx(5 * 7.0**2, rel=1e-5)  # from the peer's weights
+    lockstep(everybody, 40)
+    after = np.stack([x.params.data[:5].double().numpy() for x in everybody])
+    assert distance(after) < 1e-4
+
+
+@pytest.mark.parametrize("tau", [-1, 2])
+def test_coming_back_while_nobody_is_in_step(tau):
+    """Free-running threads, one dies in the middle and comes back: all go on until it has mixed, and all agree."""
+    n = 3
+    c = crowd(np.eye(n), matrices("ring", n), tau=tau, timeout=20.0)
+    mixed, joined, again = c.shared.arrays["mixed"], c.shared.arrays["joined"], []
+
+    def run(x: Gossip) -> None:
+        with x:
+            while mixed[1] < joined[1] + 40 or not joined[1]:
+                step(x)
+                time.sleep(1e-4)
+
+    def dies_and_returns() -> None:
+        for _ in range(20):
+            step(c.learners[1])
+            time.sleep(1e-4)
+        c.board.here[1] = 0  # as the supervisor does for one that was killed
+        time.sleep(0.01)
+        again.append(one(c.shared, c.board, c.learners[0].sequence, 1, np.zeros(n), tau=tau, rejoin=True))
+        run(again[0])
+
+    together([partial(run, c.learners[0]), partial(run, c.learners[2]), dies_and_returns])
+    x = np.stack([y.params.data[:n].double().numpy() for y in (c.learners[0], again[0], c.learners[2])])
+    np.testing.assert_allclose(x.sum(1), 1, atol=1e-4)
+    assert (x >= 0).all()
+    assert distance(x) < 0.01
+
+
+def test_the_newest_complete_message_is_taken(monkeypatch):
+    c = crowd(np.diag([1.0, 2, 3, 4]), matrices("ring", 4), tau=-1)
+    arrays = c.shared.arrays
+    for j, told in enumerate([5, 9, 7, 0]):
+        arrays["told"][j] = arrays["begun"][j] = told
+        arrays["message"][j, :4] = 10 * (j + 1)
+    c.board.here[3] = 0
+    arrays["begun"][1] += 1  # the newest is half written, and its writer died without anybody knowing
+    monkeypatch.setattr("coterie.exchange.gossip.time.sleep", lambda seconds: None)
+    back = one(c.shared, c.board, matrices("ring", 4), 3, np.zeros(4), tau=-1, rejoin=True)
+    back.__enter__()
+    assert back.params.data[:4].tolist() == [30.0] * 4  # learner 2's
+    assert arrays["joined"][3] == 12
+
+
+def test_coming_back_to_nobody_keeps_the_weights():
+    c = crowd(np.eye(2), matrices("ring", 2), timeout=0.0)
+    c.board.here[:] = 0
+    back = one(c.shared, c.board, matrices("ring", 2), 0, np.array([5.0, 6.0]), timeout=0.0, rejoin=True)
+    back.__enter__()
+    step(back)
+    assert back.params.data[:2].tolist() == [5, 6]

@@ -1,0 +1,206 @@
+"""The central store among processes and threads: nothing is lost, chunks are locked, turns are kept."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from coterie.exchange.central import Locks, central_memory
+from coterie.models.heads import Moments, Normalizer
+from coterie.ops.optim import RMSProp
+from coterie.parallel.board import Board
+from coterie.parallel.processes import Post
+from coterie.parallel.shm import SharedArrays
+from coterie.types import CoterieError
+from tests.exchange.harness import Sgd, expect, flat, hear, start, together, until
+from tests.exchange.store_harness import NOTHING, apply, store
+
+# --- processes that write at once ---
+
+
+def add_ones(post: Post, shared: SharedArrays, chunks: int, steps: int) -> None:
+    params = flat(1000)
+    exchange = store(shared, params, Sgd(), chunks, timeout=60.0)
+    with exchange:
+        for _ in range(steps):
+            exchange.pull(params)
+            params.grad.fill_(1.0)
+            exchange.step(params, 1.0)
+
+
+def test_processes_that_write_at_once_lose_nothing():
+    """Three processes subtract one, 300 times each, from every weight: read, changed and written under the lock."""
+    params, steps, chunks = flat(1000), 300, 4
+    params.data.zero_()
+    shared = central_memory(params.data, Sgd(), chunks, NOTHING)
+    said = hear([start(add_ones, shared, chunks, steps) for _ in range(3)])
+    assert [s[-1] for s in said] == [("end", "ended with exit code 0")] * 3, said
+    assert (torch.from_numpy(shared.arrays["data"]) == -3.0 * steps).all()
+    shared.close()
+
+
+# --- locks ---
+
+
+def hold(post: Post, shared: SharedArrays, k: int) -> None:
+    locks = Locks(shared.fd, 5.0)
+    assert locks.take(k)
+    post("taken", k)
+    time.sleep(600)
+
+
+def test_a_lock_is_one_processs_and_free_when_it_is_killed():
+    shared = central_memory(torch.zeros(64), Sgd(), 3, NOTHING)
+    locks = Locks(shared.fd, 0.02)
+    child = start(hold, shared, 1)
+    try:
+        assert expect(child, {"taken"}) == ("taken", 1)
+        assert not locks.take(1, wait=False)
+        with pytest.raises(CoterieError, match=r"^a lock on the shared weights was not free for 0\.02 s: .* hangs$"):
+            locks.take(1)
+        with pytest.raises(CoterieError, match="was not free"), locks.held(1):
+            raise AssertionError("it was not held")
+        for k in (0, 2, 3):  # the others are free
+            assert locks.take(k, wait=False)
+            locks.free(k)
+    finally:
+        child.kill()
+    assert Locks(shared.fd, 10.0).take(1)
+    shared.close()
+
+
+def test_free_chunks_come_first_and_the_killed_holders_chunk_last():
+    params = flat(1000)
+    shared = central_memory(params.data, Sgd(), 3, NOTHING)
+    begin = params.data.clone()
+    child = start(hold, shared, 0)
+    try:
+        assert expect(child, {"taken"}) == ("taken", 0)
+        with store(shared, params, Sgd(), 3, timeout=60.0) as exchange:
+            first, rest = exchange.central.slices[0], slice(exchange.central.slices[1].start, None)
+            params.grad.fill_(1.0)
+
+            def watch() -> None:
+                until(lambda: bool((exchange.central.data[rest] == begin[rest] - 1).all()))
+                assert torch.equal(exchange.central.data[first], begin[first])
+                child.kill()
+
+            together([partial(exchange.step, params, 1.0), watch])
+            assert torch.equal(exchange.central.data, begin - 1)
+            assert torch.equal(params.data, begin - 1)
+    finally:
+        child.kill()
+    shared.close()
+
+
+def test_a_learner_that_raises_under_a_lock_frees_it():
+    class Breaks(Sgd):
+        def update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: float) -> None:
+            raise RuntimeError("no")
+
+    params = flat(40)
+    shared = central_memory(params.data, Sgd(), 1, NOTHING)
+    exchange = store(shared, params, Breaks(), 1)
+    with pytest.raises(RuntimeError, match="no"):
+        exchange.step(params, 1.0)
+    child = start(hold, shared, 0)  # another process gets it: this one has let go
+    try:
+        assert expect(child, {"taken"}) == ("taken", 0)
+    finally:
+        child.kill()
+    exchange.__exit__(None, None, None)
+    shared.close()
+
+
+# --- turns ---
+
+
+class Noted(Sgd):
+    """Writes down who applied it."""
+
+    def __init__(self, rank: int, log: list[int]) -> None:
+        self.rank, self.log = rank, log
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: float) -> None:
+        self.log.append(self.rank)
+        super().update(param, grad, state, lr)
+
+
+def test_fixed_turns_keep_their_order_whoever_comes_first():
+    """Who leaves is passed over; normalizers take a turn of their own."""
+    board, log, n, steps = Board(3), [], 3, [6, 3, 6]
+    board.here[:] = 1
+    norms = [Normalizer((2,)) for _ in range(n)]
+    all_params = [flat(20) for _ in range(n)]
+    shared = central_memory(all_params[0].data, Sgd(), 1, Moments([norms[0]]).read())
+    exchanges = [
+        store(shared, p, Noted(r, log), 1, rank=r, board=board, turns=True, norms=(norms[r],))
+        for r, p in enumerate(all_params)
+    ]
+    jitter = random.Random(0)
+
+    def run(r: int) -> None:
+        with exchanges[r] as exchange:
+            for k in range(steps[r]):
+                time.sleep(jitter.random() * 2e-3)
+                exchange.pull(all_params[r])
+                apply(exchange, all_params[r], torch.full_like(all_params[r].data, float(r + 1)), 1.0)
+                norms[r].update(torch.full((1, 2), float(k)))
+                exchange.after_rollout(all_params[r])
+
+    together([partial(run, r) for r in reversed(range(n))])
+    assert log == [0, 1, 2] * 3 + [0, 2] * 3
+    assert board.turns.tolist() == [12, 6, 12]
+    assert board.here.tolist() == [0, 0, 0]
+    assert exchanges[2].central.moments.read()[0] == sum(steps)
+    shared.close()
+
+
+def test_with_fixed_turns_a_run_comes_out_the_same_twice():
+    """Weights between two turns are this learner's own: what others do meanwhile is not seen before the next turn."""
+
+    def once(seed: int) -> tuple[Tensor, list[list[float]]]:
+        board = Board(2)
+        board.here[:] = 1
+        both, seen = [flat(30), flat(30)], [[], []]
+        rule = RMSProp(0.9, 1e-3)
+        shared = central_memory(both[0].data, rule, 3, NOTHING)
+        exchanges = [
+            store(shared, p, RMSProp(0.9, 1e-3), 3, rank=r, board=board, turns=True) for r, p in enumerate(both)
+        ]
+        jitter = random.Random(seed)
+
+        def run(r: int) -> None:
+            for _ in range(8):
+                time.sleep(jitter.random() * 2e-3)
+                exchanges[r].pull(both[r])
+                seen[r].append(float(both[r].data.sum()))
+                time.sleep(jitter.random() * 2e-3)
+                exchanges[r].pull(both[r])
+                apply(exchanges[r], both[r], both[r].data * (r + 1))  # depends on what it saw
+
+        together([partial(run, r) for r in range(2)])
+        return exchanges[0].central.data.clone(), seen
+
+    (first, seen), (second, again) = once(1), once(2)
+    assert torch.equal(first, second)
+    assert seen == again
+
+
+def test_who_gets_no_turn_says_so():
+    board = Board(2)
+    board.here[:] = 1
+    params = flat(20)
+    shared = central_memory(params.data, Sgd(), 1, NOTHING)
+    exchange = store(shared, params, Sgd(), 1, rank=1, board=board, turns=True, timeout=0.02)
+    begin = exchange.central.data.clone()
+    params.grad.fill_(1.0)
+    with pytest.raises(CoterieError, match=r"^store: no turn for 0\.02 s: another learner hangs$"):
+        exchange.step(params, 1.0)
+    assert torch.equal(exchange.central.data, begin)
+    shared.close()

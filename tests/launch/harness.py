@@ -1,0 +1,186 @@
+"""What the tests of runs of several learners share: small runs, what holds at their end, a meddler beside them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.process
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coterie import cli, presets
+from coterie.runs import checkpoint
+from coterie.runs.metrics import read_metrics
+
+EXCHANGES = ("allreduce", "hogwild", "store", "gossip")
+ROLLOUT = 16 * 8  # rows of one rollout of one learner
+ENDLESS = {"steps": 10**9, "log.checkpoint_every": 0.3, "env.delay": 0.01}
+PATIENCE = 120.0  # seconds; a machine may be busy
+
+
+def options(out: Path, exchange: str, **changes: object) -> list[str]:
+    """The arguments of `coterie train` for two small learners."""
+    fields: dict[str, object] = {
+        "env.id": "CartPole-v1",
+        "steps": 3000,
+        "out": out,
+        "learners": 2,
+        "exchange": exchange,
+        "log.tensorboard": False,
+        "log.every": 0.1,
+        **changes,
+    }
+    return ["train", "a2c", *(text for k, v in fields.items() for text in (f"--{k}", str(v)))]
+
+
+def tiny(out: Path, exchange: str, **changes: object):
+    fields = {"steps": 3000, "learners": 2, "log.tensorboard": False, "log.every": 0.0}
+    return presets.a2c(env="CartPole-v1", **{**fields, "out": str(out), "exchange": exchange, **changes})
+
+
+def read_summary(out: Path) -> dict[str, Any]:
+    return json.loads((out / "summary.json").read_text())
+
+
+def last_checkpoint(out: Path) -> tuple[checkpoint.Tensors, dict[str, Any]]:
+    return checkpoint.load(checkpoint.latest(out / "checkpoints"))
+
+
+def check_accounts(out: Path, summary: dict[str, Any]) -> None:
+    """What holds at the end of any run that was not cut short: rows, the last checkpoint, rising metrics."""
+    rows = summary["rows"]
+    assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
+    assert rows["learned"] == summary["env_steps"] == summary["env_frames"]
+    assert rows["in_flight"] == 0
+    assert min(rows.values()) >= 0
+    tensors, state = last_checkpoint(out)
+    assert state["env_steps"] == summary["env_steps"] == sum(x["learned"] for x in state["learners"])
+    for name in ("learner_steps", "samples_trained"):
+        assert sum(x[name] for x in state["learners"]) == summary[name]
+    for rank in range(2):
+        assert {f"learner_{rank}/{part}" for part in ("model", "exchange", "rng")} <= set(tensors)
+        assert all(torch.isfinite(x).all() for x in tensors[f"learner_{rank}/model"].values())
+    lines = read_metrics(out)
+    assert lines
+    assert all({"env_steps", "seconds"} <= set(line) for line in lines)
+    for name in ("env_steps", "seconds"):
+        values = [line[name] for line in lines]
+        assert values == sorted(values), name
+    assert lines[-1]["env_steps"] <= summary["env_steps"]
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+class Meddler:
+    """Runs the command line in this process, with a thread beside it that knows the learners' process ids.
+
+    Most runs go this way: the fork server is warm.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+        self.out, self.over = out, threading.Event()
+        self.started: list[tuple[int, int]] = []  # rank and pid of every learner, in the order of their starts
+        start = multiprocessing.process.BaseProcess.start
+
+        def record(process: multiprocessing.process.BaseProcess) -> None:
+            start(process)
+            self.started.append((int(process.name.rpartition("-")[2]), process.pid))
+
+        monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", record)
+
+    def run(self, args: list[str], action: Callable[[], None]) -> int:
+        self.over.clear()
+        failed: list[BaseException] = []
+
+        def meddle() -> None:
+            try:
+                action()
+                assert self.over.wait(PATIENCE), "the run does not end"
+            except BaseException as error:
+                failed.append(error)
+                for _ in range(2):  # the run is to end, whatever it is at
+                    if not self.over.wait(0.2):
+                        os.kill(os.getpid(), signal.SIGTERM)
+
+        thread = threading.Thread(target=meddle)
+        thread.start()
+        try:
+            code = cli.main(args)
+        finally:
+            self.over.set()
+            thread.join()
+        if failed:
+            raise failed[0]
+        return code
+
+    def pid(self, rank: int) -> int:
+        return [pid for r, pid in self.started if r == rank][-1]
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        def met() -> object:
+            over = self.over.is_set()
+            found = condition()
+            assert found or not over, f"the run ended before: {what}"
+            return found
+
+        until(met, what)
+
+    def steps(self) -> int:
+        """Env steps of the last line of metrics."""
+        with suppress(OSError):
+            lines = (self.out / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
+            return json.loads(lines[-1])["env_steps"] if lines else 0
+        return 0
+
+    def saved(self) -> int:
+        """Env steps of the newest checkpoint; -1 where there is none."""
+        path = checkpoint.latest(self.out / "checkpoints")
+        return -1 if path is None else int(path.name.removeprefix("step_"))
+
+    def at_work(self) -> None:
+        """Wait until both learners have been started and have learned, and there is a checkpoint of that."""
+        self.until(lambda: self.saved() > 0 and self.steps() > 0, "a checkpoint and a line of metrics")
+
+    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> int:
+        """Kill a learner, and wait until it has been started again; returns the env steps known before.
+
+        They are more than the last checkpoint's, so that going back to it costs something.
+        """
+        self.until(lambda: self.steps() > self.saved(), "a line of metrics after the last checkpoint")
+        steps, starts = self.steps(), len(self.started)
+        os.kill(self.pid(rank), number)
+        self.until(lambda: rank in [r for r, _ in self.started[starts:]], f"learner {rank} is started again")
+        return steps
+
+    def check_nothing_left(self) -> None:
+        until(lambda: all(gone(pid) for _, pid in self.started), "every learner is gone", 5)
+        assert not list(Path(tempfile.gettempdir()).glob("coterie-*"))
+
+
+def last_line(capsys) -> str:
+    """The last line on stderr: one of the program's."""
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("coterie: ")
+    return line
