@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie.actor import Stages
-from coterie.algorithms.a2c import Batch, Loss
+from coterie.algorithms.a2c import Batch, Clock, Loss
 from coterie.exchange.solo import Guard, Steps
 from coterie.models.build import ActorCritic
 from coterie.parallel.params import FlatParams
@@ -26,8 +26,7 @@ from coterie.types import CoterieError, Rollout
 class Algorithm(Protocol):
     """What is learned. Everything that it owns is in its `state_dict`."""
 
-    env_steps: int  # of the whole run, set by the learner before each rollout's batches; schedules read them
-    episodes: int
+    clock: Clock
 
     def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]: ...
     def loss(self, model: ActorCritic, batch: Batch) -> Loss: ...
@@ -139,9 +138,9 @@ def learn(
     for rollout in acting.rollouts(refresh):
         begin = time.perf_counter()
         total = exchange.steps.total
-        lr, algorithm.env_steps = settings.lr(total), total
+        lr, algorithm.clock.env_steps = settings.lr(total), total
         progress.episodes += len(rollout.episodes)
-        algorithm.episodes = progress.episodes * settings.learners  # nobody asks the others for theirs
+        algorithm.clock.episodes = progress.episodes * settings.learners  # nobody asks the others for theirs
         valid = int(rollout.mask.sum())
         exchange.steps.add(valid)
         progress.policy_lag_max = max(

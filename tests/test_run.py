@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ REPORT = {"games": [], "metrics": {}, "batches": 0, "stages": {}, "lr": 0.1, "rs
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Iterator[Run]:
     """Two learners that have made their first checkpoint, and an evaluation due at 1000 env steps."""
     config = make_config(**{"eval.every": 1000, "log.tensorboard": False, "steps": 100_000, "log.every": 1e9})
     run = Run(config, tmp_path, VECTOR, Board(2), state=None, quiet=True)
@@ -26,7 +27,8 @@ def run(tmp_path: Path) -> Run:
     for rank in range(2):
         save(run, rank, 0)
     assert run.order is None
-    return run
+    yield run
+    run.writer.close()
 
 
 def save(run: Run, rank: int, learned: int) -> None:
@@ -63,7 +65,8 @@ def test_an_evaluation_is_due_once_for_each_stretch_of_steps(run: Run) -> None:
     assert evaluations(run) == [5.0]
     assert run.next_eval == 4000
     best = checkpoint.best(run.root)
-    assert best is not None and best.name == f"step_{3200:012d}"
+    assert best is not None
+    assert best.name == f"step_{3200:012d}"
     learn(run, 1900)
     assert run.order is None
 
@@ -75,7 +78,8 @@ def test_an_evaluation_whose_learner_dies_is_made_again_and_its_late_score_is_no
     run.poll()
     assert run.board.order == (first + 1, SAVE | EVALUATE)
     scores(run, 99.0, first)
-    assert evaluations(run) == [] and run.account.last_eval == {}
+    assert evaluations(run) == []
+    assert run.account.last_eval == {}
     scores(run, 7.0, first + 1)
     save(run, 0, 600)
     save(run, 1, 600)
@@ -101,7 +105,8 @@ def test_a_group_that_goes_back_takes_its_counts_and_games_back(run: Run) -> Non
         board.write(rank, {"learned": 400, "produced": 400})
     run.join(board, [], state)
     assert (run.account.rolled_back, run.account.dropped) == (100, 20)
-    assert run.account.episodes.count == 1 and run.account.env_steps == 800
+    assert run.account.episodes.count == 1
+    assert run.account.env_steps == 800
     rows = run.account.summary({})["rows"]
     assert rows == {"produced": 920, "learned": 800, "in_flight": 0, "dropped": 20, "rolled_back": 100}
 
@@ -115,7 +120,9 @@ def test_the_last_order_ends_the_run(run: Run) -> None:
     if run.board.order[1] != SAVE | LAST:  # the evaluation first
         save(run, 0, 500)
         save(run, 1, 500)
-    assert run.board.order[1] == SAVE | LAST and run.ending
+    assert run.board.order[1] == SAVE | LAST
+    assert run.ending
     save(run, 0, 500)
     save(run, 1, 500)
-    assert run.over and run.digests == {0: "x", 1: "x"}
+    assert run.over
+    assert run.digests == {0: "x", 1: "x"}

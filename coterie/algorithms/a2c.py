@@ -26,6 +26,14 @@ from coterie.types import AgentOutput, Inputs, Rollout, Spec
 
 
 @dataclass
+class Clock:
+    """How far the whole run is, for schedules: the learner sets it before each rollout's batches."""
+
+    env_steps: int = 0
+    episodes: int = 0
+
+
+@dataclass
 class Loss:
     """What to minimise, and named scalars (tensors, no graph). Both are sums over parts: divided by the whole batch."""
 
@@ -116,7 +124,7 @@ class A2C:
     def __init__(self, config: Config, spec: Spec, chunk: int = 0) -> None:
         self.config, self.algo, self.chunk = config, config.algo, chunk
         self.dist = make_distribution(spec.action)
-        self.env_steps = self.episodes = 0  # of the whole run: the learner sets them before each rollout
+        self.clock = Clock()
         self.running: Tensor | None = None  # discounted return of each env, for the reward's deviation
 
     def act(
@@ -196,7 +204,9 @@ class A2C:
         yield batch
 
     def entropy_coef(self) -> float:
-        factor = schedule_value(self.algo.entropy_schedule, self.env_steps, self.config.steps, self.episodes)
+        factor = schedule_value(
+            self.algo.entropy_schedule, self.clock.env_steps, self.config.steps, self.clock.episodes
+        )
         return self.algo.entropy_coef * factor
 
     def loss(self, model: ActorCritic, batch: Batch) -> Loss:

@@ -26,16 +26,19 @@ def horizon(config: Config) -> int:
     return config.algo.unroll_length
 
 
-class PPO(A2C):
-    """A2C with other `batches` and another `loss`."""
+class PPO:
+    """A2C's parts with another `batches` and `loss`."""
 
     def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
-        super().__init__(config, spec, chunk)
-        self.ppo = config.ppo
+        self.base = base = A2C(config, spec, chunk)
+        self.clock, self.act, self.after_rollout, self.after_step = (
+            base.clock, base.act, base.after_rollout, base.after_step,
+        )  # fmt: skip
+        self.config, self.ppo = config, config.ppo
         self.rng = torch.Generator().manual_seed(seed)
 
     def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]:
-        whole = self.prepare(model, rollout)
+        whole = self.base.prepare(model, rollout)
         t, b = rollout.mask.shape
         columns = b if model.recurrent else t * b
         size = max(1, self.ppo.minibatch_size // t) if model.recurrent else self.ppo.minibatch_size
@@ -44,7 +47,7 @@ class PPO(A2C):
             order = torch.randperm(columns, generator=self.rng).to(whole.mask.device)
             for index in order.tensor_split(pieces):
                 batch = whole.take(index)
-                if self.algo.normalize_advantage:
+                if self.base.algo.normalize_advantage:
                     batch.advantage = normalize(batch.advantage, batch.mask)
                 yield batch
                 if self.ppo.target_kl and batch.metrics["kl"] > 1.5 * self.ppo.target_kl:
@@ -52,8 +55,8 @@ class PPO(A2C):
 
     def loss(self, model: ActorCritic, batch: Batch) -> Loss:
         params, value, _ = model(batch.inputs, batch.core_state)
-        log_prob, entropy = self.dist.evaluate(params, batch.action)
-        clip = self.ppo.clip * schedule_value(self.ppo.clip_schedule, self.env_steps, self.config.steps)
+        log_prob, entropy = self.base.dist.evaluate(params, batch.action)
+        clip = self.ppo.clip * schedule_value(self.ppo.clip_schedule, self.clock.env_steps, self.config.steps)
 
         if self.ppo.clip_value:
             values = value_loss_clipped(value, batch.behavior_value, batch.value_target, self.ppo.clip_value)
@@ -61,15 +64,15 @@ class PPO(A2C):
             values = value_loss(value, batch.value_target)
         terms = {
             "policy_loss": (1.0, ppo_clip(log_prob, batch.behavior_log_prob, batch.advantage, clip)),
-            "value_loss": (self.algo.value_coef, values),
-            "entropy": (-self.entropy_coef(), entropy),
+            "value_loss": (self.base.algo.value_coef, values),
+            "entropy": (-self.base.entropy_coef(), entropy),
         }
         clipped, kl = ppo_stats(log_prob, batch.behavior_log_prob, clip)
         return combine(terms, {"kl": kl, "clip_fraction": clipped}, batch.mask, batch.count)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {**super().state_dict(), "minibatch_rng": self.rng.get_state()}
+        return {**self.base.state_dict(), "minibatch_rng": self.rng.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        super().load_state_dict(state)
+        self.base.load_state_dict(state)
         self.rng.set_state(state["minibatch_rng"])

@@ -13,7 +13,6 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -28,22 +27,23 @@ from coterie.parallel.processes import PeerLost
 _BAD, _ROWS, _ORDER, _STOP = range(4)  # places in the tail
 
 
-class AllReduce(Solo):
+class AllReduce:
     """The exchange of learner `rank` of `learners`; `store` is a file for their rendezvous."""
 
     def __init__(
         self, params: FlatParams, rule: Rule, guard: Guard, moments: Moments, board: Board, rank: int,
         store: Path, timeout: float,
     ) -> None:  # fmt: skip
-        super().__init__(params, rule, guard)
-        self.moments, self.board = moments, board
+        self.alone = alone = Solo(params, rule, guard)
+        self.state_dict, self.load_state_dict = alone.state_dict, alone.load_state_dict
+        self.guard, self.moments, self.board = guard, moments, board
         self.rank, self.learners, self.store, self.timeout = rank, len(board.here), store, timeout
         self._total, self.rows = 0, 0  # rows that the next message will tell the others of
         self.order = self.stop = False  # this learner's wishes; the group's are answered by `agree`
         self.agreed = (False, False)
         self.base = moments.read()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> AllReduce:
         # By itself Gloo listens on the address of the host's name, which may be a public one.
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
@@ -84,6 +84,9 @@ class AllReduce(Solo):
         self._total = total
         self.base = self.moments.read()
 
+    def pull(self, params: FlatParams) -> None:
+        """Equal weights and equal updates: nothing to fetch."""
+
     @torch.no_grad()
     def step(self, params: FlatParams, lr: float) -> float:
         """Average the gradients, clip, update. All learners take the step, or none does."""
@@ -102,11 +105,7 @@ class AllReduce(Solo):
             self.guard.refuse(bad or "another learner", params)
             return float("nan")
         params.grad.div_(self.learners)
-        norm, fine = self.guard.clip(params)  # after the mean, which all have: they decide alike
-        if fine:
-            self.rule.update(params.data, params.grad, self.state, lr)
-            params.grad.zero_()
-        return norm
+        return self.alone.step(params, lr)  # all have the same mean: they decide alike
 
     def after_rollout(self, params: FlatParams) -> None:
         """All learners' new rows count in everybody's normalizers."""

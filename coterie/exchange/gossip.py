@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
@@ -45,7 +44,7 @@ def gossip_memory(learners: int, weights: int, moments: int) -> SharedArrays:
     )
 
 
-class Gossip(Solo):
+class Gossip:
     """The exchange of learner `rank`. `mix_every` updates between mixes, or one mix for each rollout (0)."""
 
     def __init__(
@@ -53,8 +52,9 @@ class Gossip(Solo):
         steps: Steps, rank: int, sequence: Sequence[Array], *, tau: int, mix_every: int, timeout: float,
         rejoin: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(params, rule, guard, steps)
-        self.params, self.moments, self.board = params, moments, board
+        self.alone = alone = Solo(params, rule, guard)
+        self.agree, self.state_dict, self.load_state_dict = alone.agree, alone.state_dict, alone.load_state_dict
+        self.params, self.guard, self.moments, self.board, self.steps = params, guard, moments, board, steps
         self.rank, self.sequence, self.timeout, self.rejoin = rank, list(sequence), timeout, rejoin
         self.tau, self.mix_every = tau, mix_every
         self.message = torch.from_numpy(shared.arrays["message"])
@@ -70,7 +70,7 @@ class Gossip(Solo):
         self.anchor = params.data.clone()  # the weights after the last mix
         self.scratch = torch.empty_like(params.data)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Gossip:
         if self.rejoin:
             self._rejoin()
         return self
@@ -80,10 +80,12 @@ class Gossip(Solo):
     ) -> None:
         self.board.here[self.rank] = 0  # what it said stays; nobody waits for more
 
-    @torch.no_grad()
+    def pull(self, params: FlatParams) -> None:
+        """Peers push; there is nothing to fetch."""
+
     def step(self, params: FlatParams, lr: float) -> float:
         """Update alone; mix when it is time."""
-        norm = super().step(params, lr)
+        norm = self.alone.step(params, lr)
         self.made += 1
         if self.mix_every and self.made % self.mix_every == 0:
             self.mix(params)

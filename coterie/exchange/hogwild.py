@@ -13,23 +13,24 @@ import torch
 from torch import Tensor
 
 from coterie.exchange.central import Central
-from coterie.exchange.solo import Guard, Rule, Solo
+from coterie.exchange.solo import Guard, Rule
 from coterie.parallel.board import BoardSteps, OwnSteps, Staleness
 from coterie.parallel.params import FlatParams
 
 
-class Hogwild(Solo):
+class Hogwild:
     """The exchange of one worker on the weights of all."""
 
     def __init__(
         self, params: FlatParams, rule: Rule, guard: Guard, central: Central,
         steps: OwnSteps | BoardSteps, own_statistics: bool,
     ) -> None:  # fmt: skip
-        super().__init__(params, rule, guard, steps)
-        self.central, self.shared = central, not own_statistics
-        self.staleness = Staleness(steps)
-        if self.shared:
-            self.state = central.state
+        self.rule, self.guard, self.central, self.steps = rule, guard, central, steps
+        self.state = rule.state(params.data) if own_statistics else central.state
+        self.shared, self.staleness = not own_statistics, Staleness(steps)
+
+    def __enter__(self) -> Hogwild:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -55,6 +56,9 @@ class Hogwild(Solo):
     def after_rollout(self, params: FlatParams) -> None:
         self.central.share_moments()
 
+    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
+        return order, stop
+
     def gauges(self) -> dict[str, float]:
         return self.staleness.gauges()
 
@@ -64,4 +68,5 @@ class Hogwild(Solo):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.central.rebase()
         if not self.shared:  # what is shared was filled in before any worker began
-            super().load_state_dict(state)
+            for name, tensor in state.items():
+                self.state[name].copy_(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -57,19 +57,13 @@ class Guard:
 
 
 class Solo:
-    """The exchange of a lone learner; the others begin from it and change what agreeing changes."""
+    """The exchange of a lone learner, and what a learner of several does alone."""
 
-    def __init__(self, params: FlatParams, rule: Rule, guard: Guard, steps: Steps | None = None) -> None:
-        self.rule, self.guard = rule, guard
-        self._steps: Steps = steps or OwnSteps()
+    def __init__(self, params: FlatParams, rule: Rule, guard: Guard) -> None:
+        self.rule, self.guard, self.steps = rule, guard, OwnSteps()
         self.state = rule.state(params.data)
 
-    @property
-    def steps(self) -> Steps:
-        """The env steps of the whole run."""
-        return self._steps
-
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Solo:
         return self
 
     def __exit__(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie.exchange.central import Central
-from coterie.exchange.solo import Guard, Rule, Solo
+from coterie.exchange.solo import Guard, Rule
 from coterie.parallel.board import Board, BoardSteps, OwnSteps, Staleness
 from coterie.parallel.params import FlatParams
 from coterie.types import CoterieError
@@ -39,7 +39,7 @@ class Turns:
         self.board.turns[self.rank] += 1
 
 
-class Store(Solo):
+class Store:
     """The exchange of one learner with the centre. `blocked` and `updating`: seconds at locks and under them."""
 
     def __init__(
@@ -47,9 +47,8 @@ class Store(Solo):
         steps: OwnSteps | BoardSteps,
         local_steps: int = 1, betas: tuple[float, float] = (0.0, 0.0), turns: Turns | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(params, rule, guard, steps)
-        self.central, self.turns, self.staleness = central, turns, Staleness(steps)
-        self.state = {}  # the centre has it
+        self.rule, self.guard, self.central, self.steps = rule, guard, central, steps
+        self.turns, self.staleness = turns, Staleness(steps)
         self.local_steps, self.betas = local_steps, betas
         self.blocked = self.updating = 0.0
         self.made = 0  # local steps since the last meeting
@@ -59,6 +58,9 @@ class Store(Solo):
             self.before = [{k: x.clone() for k, x in state.items()} for state in self.local]
             for k in range(len(central.slices)):
                 self._take_state(k)
+
+    def __enter__(self) -> Store:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -160,6 +162,9 @@ class Store(Solo):
             self.turns.wait()
             self.central.share_moments()
             self.turns.done()
+
+    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
+        return order, stop
 
     def gauges(self) -> dict[str, float]:
         return {"store/blocked_s": self.blocked, "store/updating_s": self.updating, **self.staleness.gauges()}

@@ -193,7 +193,7 @@ def test_entropy_coefficient_follows_its_schedule():
     config = make_config(steps=100, **{"algo.entropy_coef": 0.5, "algo.entropy_schedule": schedule})
     algorithm = A2C(config, VECTOR)
     assert algorithm.entropy_coef() == 0.5
-    algorithm.env_steps = 50
+    algorithm.clock.env_steps = 50
     assert algorithm.entropy_coef() == 0
 
 

@@ -135,16 +135,16 @@ def skip_and_stop(post: Post, rank: int, meeting: Path) -> None:
     with exchange(rank, meeting, rule=RMSProp(0.9, 1e-3)) as x:
         grads = gradients(x.params, 4, seed=rank)
         go(x, grads[0], 0.1)
-        before = [x.params.data.clone(), x.state["square"].clone()]
+        before = [x.params.data.clone(), x.state_dict()["square"].clone()]
         poisoned = grads[1].clone()
         if rank == 1:
             poisoned[x.params.slices["w1"].start] = math.nan
         norm = go(x, poisoned, 0.1)
-        same = torch.equal(x.params.data, before[0]) and torch.equal(x.state["square"], before[1])
+        same = torch.equal(x.params.data, before[0]) and torch.equal(x.state_dict()["square"], before[1])
         post("skipped", (x.guard.skipped, same, bool(x.params.grad.any()), math.isnan(norm)))
         go(x, grads[2], 0.1)
         moved = not torch.equal(x.params.data, before[0])
-        post("weights", (x.params.data.numpy().copy(), x.state["square"].numpy().copy(), moved, x.guard.skipped))
+        post("weights", (x.params.data.numpy().copy(), x.state_dict()["square"].numpy().copy(), moved, x.guard.skipped))
         x.guard.skip = False
         if rank == 0:
             grads[3][0] = math.inf

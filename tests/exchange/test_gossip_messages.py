@@ -139,12 +139,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     c = crowd(np.eye(2), matrices("ring", 2), tau=-1, rule=RMSProp(0.9, 1e-5), skip=True)
     x = c.learners[0]
     step(x, gradients(x.params, 1)[0], 0.1)
-    weights, square = x.params.data.clone(), x.state["square"].clone()
+    weights, square = x.params.data.clone(), x.state_dict()["square"].clone()
     assert x.params.data[0] != 1  # a good one does
     x.params.grad[1] = bad
     x.step(x.params, 0.1)
     assert torch.equal(x.params.data, weights)
-    assert torch.equal(x.state["square"], square)
+    assert torch.equal(x.state_dict()["square"], square)
     assert not x.params.grad.any()
     assert x.guard.skipped == 1
 
