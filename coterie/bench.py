@@ -207,6 +207,7 @@ class _Training:
         else:
             while time.perf_counter() < self.end:
                 self.last = next(self.source)
+                learner.exchange.after_rollout(learner.params)
                 self.steps += int(self.last.mask.sum())
         return self.steps / (time.perf_counter() - begin)
 

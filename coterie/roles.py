@@ -24,7 +24,7 @@ from coterie.config import Config
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.pool import has_env
 from coterie.exchange.allreduce import AllReduce
-from coterie.exchange.central import Central, central_memory
+from coterie.exchange.central import Central, Shift, central_memory
 from coterie.exchange.diagnostics import Sampled
 from coterie.exchange.gossip import Gossip, gossip_memory
 from coterie.exchange.hogwild import Hogwild
@@ -132,6 +132,7 @@ class Links:
     gradients: SharedArrays | None = None  # where gradients are left to be compared
     rejoin: bool = False  # gossip: the others are at work already
     gpu: int = 0
+    core: int = -1  # the core that this learner shares with others; -1: it has cores of its own
 
     @property
     def learners(self) -> int:
@@ -176,7 +177,10 @@ def make_exchange(config: Config, params: FlatParams, moments: Moments, links: L
         )  # fmt: skip
     if config.exchange == "hogwild":
         central = Central(memory, moments, 1, timeout)
-        return Hogwild(params, rule, guard, central, BoardSteps(board, rank), config.hogwild.statistics == "own")
+        # Bytes 0 and 1 of the memory are the locks of the weights and of the normalizers.
+        shift = Shift(central.locks, 2 + links.core, board, rank) if links.core >= 0 else None
+        own = config.hogwild.statistics == "own"
+        return Hogwild(params, rule, guard, central, BoardSteps(board, rank), own, shift)
     central = Central(memory, moments, config.store.chunks, timeout)
     turns = Turns(board, rank, timeout) if config.store.fixed_turns else None
     steps = OwnSteps(learners) if turns else BoardSteps(board, rank)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coterie.exchange.solo import Rule
 from coterie.models.heads import Moments
+from coterie.parallel.board import Board
 from coterie.parallel.shm import SharedArrays
 from coterie.types import CoterieError
 
@@ -59,6 +60,10 @@ class Locks:
                 )
             time.sleep(5e-5)
 
+    def queue(self, k: int) -> None:
+        """Lock number `k`, asleep until it is this process's turn, for as long as that takes."""
+        fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, k)
+
     def free(self, k: int) -> None:
         fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, k)
 
@@ -69,6 +74,29 @@ class Locks:
             yield
         finally:
             self.free(k)
+
+
+class Shift:
+    """Learners that share a core take turns, a rollout each, from the snapshot to the update.
+
+    Without it the scheduler mixes them step by step: each finds its weights gone from the cache, and its snapshot is
+    as many updates old as there are learners. A hung one is found by whoever watches the board.
+    """
+
+    def __init__(self, locks: Locks, k: int, board: Board, rank: int) -> None:
+        self.locks, self.k, self.board, self.rank, self.mine = locks, k, board, rank, False
+
+    def begin(self) -> None:
+        if not self.mine:
+            with self.board.waits(self.rank):
+                self.locks.queue(self.k)
+            self.mine = True
+
+    def end(self) -> None:
+        if self.mine:
+            self.locks.free(self.k)
+            self.mine = False
+            time.sleep(1e-4)  # for whoever has waited: the scheduler picks the one that has run least
 
 
 class Central:

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from coterie.exchange.central import Central
+from coterie.exchange.central import Central, Shift
 from coterie.exchange.solo import Guard, Rule
 from coterie.parallel.board import BoardSteps, OwnSteps, Staleness
 from coterie.parallel.params import FlatParams
@@ -23,11 +23,11 @@ class Hogwild:
 
     def __init__(
         self, params: FlatParams, rule: Rule, guard: Guard, central: Central,
-        steps: OwnSteps | BoardSteps, own_statistics: bool,
+        steps: OwnSteps | BoardSteps, own_statistics: bool, shift: Shift | None = None,
     ) -> None:  # fmt: skip
         self.rule, self.guard, self.central, self.steps = rule, guard, central, steps
         self.state = rule.state(params.data) if own_statistics else central.state
-        self.shared, self.staleness = not own_statistics, Staleness(steps)
+        self.shared, self.staleness, self.shift = not own_statistics, Staleness(steps), shift
 
     def __enter__(self) -> Hogwild:
         return self
@@ -39,6 +39,8 @@ class Hogwild:
 
     def pull(self, params: FlatParams) -> None:
         """A snapshot of the shared weights, in which others may be writing."""
+        if self.shift is not None:
+            self.shift.begin()
         params.data.copy_(self.central.data)
         self.staleness.snapshot()
 
@@ -55,6 +57,8 @@ class Hogwild:
 
     def after_rollout(self, params: FlatParams) -> None:
         self.central.share_moments()
+        if self.shift is not None:
+            self.shift.end()
 
     def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
         return order, stop

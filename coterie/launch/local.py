@@ -89,6 +89,8 @@ class Placement:
         self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
 
     def links(self, rank: int, rejoin: bool = False) -> Links:
+        place = self.places[rank]
+        shared = place.gpu < 0 and self.places.count(place) > 1
         return Links(
             rank=rank,
             board=self.board,
@@ -96,7 +98,8 @@ class Placement:
             rendezvous=self.meeting / "allreduce",
             gradients=self.gradients,
             rejoin=rejoin,
-            gpu=max(self.places[rank].gpu, 0),
+            gpu=max(place.gpu, 0),
+            core=place.cores[0] if shared else -1,
         )
 
     def readers(self) -> list[Callable[[], dict[str, float]]]:
