@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.exchange.central import Locks, central_memory
+from coterie.exchange.central import Locks, Shift, central_memory
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
-from coterie.parallel.processes import Post
+from coterie.parallel.processes import Child, Post
 from coterie.parallel.shm import SharedArrays
 from coterie.types import CoterieError
 from tests.exchange.harness import Sgd, expect, flat, hear, start, together, until
@@ -204,3 +204,64 @@ def test_who_gets_no_turn_says_so():
         exchange.step(params, 1.0)
     assert torch.equal(exchange.central.data, begin)
     shared.close()
+
+
+# --- learners that share a core ---
+
+
+def take_shifts(post: Post, shared: SharedArrays, board: Board, rank: int, rollouts: int) -> None:
+    """`data[0]`: how many are inside; `data[1]`: the most that ever were; `data[2:]`: who was inside, one by one."""
+    data, shift = shared.arrays["data"], Shift(Locks(shared.fd, 5.0), 7, board, rank)
+    for _ in range(rollouts):
+        shift.begin()
+        shift.begin()  # polled in the middle of a rollout: it goes on
+        data[0] += 1
+        data[1] = max(data[1], data[0])
+        data[2 + int(data[2:].astype(bool).sum())] = 1 + rank
+        time.sleep(1e-3)
+        data[0] -= 1
+        shift.end()
+        shift.end()
+
+
+def test_learners_on_one_core_work_one_at_a_time_and_none_is_left_out():
+    learners, rollouts = 4, 40
+    shared = central_memory(torch.zeros(2 + learners * rollouts), Sgd(), 1, NOTHING)
+    board = Board(learners)
+    said = hear([start(take_shifts, shared, board, rank, rollouts) for rank in range(learners)])
+    assert [s[-1] for s in said] == [("end", "ended with exit code 0")] * learners, said
+    data = shared.arrays["data"]
+    assert (data[0], data[1]) == (0, 1)
+    inside = data[2:].astype(int).tolist()
+    assert sorted(inside) == [1 + rank for rank in range(learners) for _ in range(rollouts)]
+    busy = [i for i, who in enumerate(inside) if who == inside[-1]]
+    assert busy[0] < len(inside) * 3 // 4  # the last one to end did not wait for all the others to be done
+    shared.close()
+
+
+def begin_shift(post: Post, shared: SharedArrays, board: Board) -> None:
+    Shift(Locks(shared.fd, 5.0), 7, board, 0).begin()
+    post("inside", None)
+    time.sleep(600)
+
+
+def test_a_shift_ends_with_its_learner_and_who_waits_says_so():
+    shared, board = central_memory(torch.zeros(64), Sgd(), 1, NOTHING), Board(2)
+    child = start(begin_shift, shared, board)
+    assert expect(child, {"inside"})[0] == "inside"
+    board.beat[:] = 0
+    shift = Shift(Locks(shared.fd, 5.0), 7, board, 1)
+    done: list[bool] = []
+    together([partial(_wait_for_shift, shift, done), partial(_look_and_kill, board, child)])
+    assert done == [True]
+    shared.close()
+
+
+def _wait_for_shift(shift: Shift, done: list[bool]) -> None:
+    shift.begin()
+    done.append(True)
+
+
+def _look_and_kill(board: Board, child: Child) -> None:
+    until(lambda: board.stale([0, 1], 1.0) == [0])  # the holder is named, not who waits for it
+    child.kill()
