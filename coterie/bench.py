@@ -91,7 +91,7 @@ def bench(config: Config, seconds: float) -> dict[str, Any]:
         "frames_per_s": train * found[0]["action_repeat"],
         "core_us_per_step": {k: 1e6 * v for k, v in parts.items()},
         "stages": {k: round(v, 3) for k, v in stages.items()},
-        "exchange_share": stages.get("exchange", 0.0) / max(sum(stages.values()), 1e-9),
+        "exchange_share": (stages.get("exchange", 0.0) + stages.get("pull", 0.0)) / max(sum(stages.values()), 1e-9),
         "gauges": found[0]["gauges"],
         "bottleneck": max(parts, key=lambda k: parts[k]),
         "rates": {k: v.tolist() for k, v in rates.items()},
@@ -184,7 +184,9 @@ class _Training:
         self.steps, self.end = 0, 0.0
 
     def _refresh(self) -> None:
+        begin = time.perf_counter()
         self.learner.exchange.pull(self.learner.params)
+        self.learner.stages.add("pull", begin)
         self.learner.acting.publish(self.learner.progress.learner_steps)
 
     def turn(self, seconds: float, learn: bool = True) -> float:

@@ -130,11 +130,14 @@ def learn(
 ) -> None:
     """Train until `settings.on_rollout` says stop (it is asked after every rollout)."""
 
+    stages = settings.stages
+
     def refresh() -> None:
+        begin = time.perf_counter()
         exchange.pull(params)
+        stages.add("pull", begin)
         acting.publish(progress.learner_steps)
 
-    stages = settings.stages
     for rollout in acting.rollouts(refresh):
         begin = time.perf_counter()
         total = exchange.steps.total

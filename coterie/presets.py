@@ -127,9 +127,10 @@ def gala_ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 
 def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
-    """A3C with GAE: lock-free workers of one simulator each (Christensen and Hansen; PAPERS 3.3): unroll 20, Adam with
-    each worker's own moments, FC256-FC256-LSTM256 shared by policy and value, or a small convolutional net before the
-    LSTM. Rewards are scaled as the authors' code does; the learning rate decays, which is ours.
+    """A3C with GAE: lock-free workers of one simulator each (Christensen and Hansen): Adam with each worker's own
+    moments, FC256-FC256-LSTM256 shared by policy and value, or a small convolutional net before the LSTM (unroll 20,
+    Adam at 1e-4). Rewards are scaled as the authors' code does. Ours: unrolls of 100 and a faster, decaying learning
+    rate for vectors; normalized observations and rewards for continuous control.
     """
     config, kind = _start("a3c", env, overrides)
     config = replace(
