@@ -281,9 +281,9 @@ class InlineLearner:
         }
 
     def gauges(self) -> dict[str, float]:
-        """What the exchange can tell about itself, for the metrics."""
+        """What the algorithm and the exchange can tell about themselves, for the metrics."""
         tell = getattr(self.exchange, "gauges", None)
-        return tell() if tell is not None else {}
+        return self.algorithm.gauges() | (tell() if tell is not None else {})
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""

@@ -108,6 +108,8 @@ class Run:
                 self.display.note(f"{self.learners} learners, each: {content}" if self.learners > 1 else content)
         elif kind == "report":
             self.account.take(rank, content)
+            for reason in content["failures"]:
+                self.writer.log(f"replaced {reason}")
         elif kind == "scores":
             if content["order"] == self.order:
                 self.scores = content["scores"]

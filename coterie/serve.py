@@ -68,6 +68,7 @@ class Service:
             "lr": self.learner.lr(self.learner.exchange.steps.total),
             "rss_mb": rss_mb(),
             "gauges": self.learner.gauges(),
+            "failures": self.learner.envs.failures(),
         }
         self.games, progress.metrics, progress.batches = [], {}, 0
         self.post("report", content)

@@ -15,7 +15,16 @@ from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
 from tests.conftest import VECTOR, make_config
 
-REPORT = {"games": [], "metrics": {}, "batches": 0, "stages": {}, "lr": 0.1, "rss_mb": 1.0, "gauges": {}}
+REPORT = {
+    "games": [],
+    "metrics": {},
+    "batches": 0,
+    "stages": {},
+    "lr": 0.1,
+    "rss_mb": 1.0,
+    "gauges": {},
+    "failures": [],
+}
 
 
 @pytest.fixture

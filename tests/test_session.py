@@ -158,7 +158,7 @@ def test_a_nan_stops_the_run_names_the_tensor_and_keeps_the_last_checkpoint(tmp_
     out = tmp_path / "run"
     break_reward(monkeypatch, 2)
     config = tiny(out, **{"algo.normalize_advantage": False, "log.checkpoint_every": 0.0})
-    with pytest.raises(CoterieError, match=r"gradient of torso\.weights\.0 is not finite at learner step \d+"):
+    with pytest.raises(CoterieError, match=r"gradient of torso\.weight_0 is not finite at learner step \d+"):
         coterie.train(config, quiet=True)
     summary = json.loads((out / "summary.json").read_text())
     assert summary["status"] == "failed"
@@ -302,6 +302,23 @@ def test_the_session_keeps_signal_handlers_as_they_were(tmp_path):
     coterie.train(tiny(tmp_path / "run", steps=100), quiet=True)
     assert signal.getsignal(signal.SIGTERM) is before
     assert session.EXIT_INTERRUPTED == 75
+
+
+def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):
+    out = tmp_path / "run"
+    flaky = {"env.num_envs": 4, "env.threads": 2, "env.kwargs": '{"how": "raise", "at": 30}', "algo.unroll_length": 16}
+    config = presets.a2c(
+        env="coterie.envs.testing:FlakyEnv",
+        steps=400,
+        out=str(out),
+        **{"log.tensorboard": False, "log.every": 0.0, **flaky},
+    )
+    summary = coterie.train(config, quiet=True)
+    log = [line for line in (out / "log.txt").read_text().splitlines() if "replaced env" in line]
+    assert summary["status"] == "finished"
+    assert summary["envs_replaced"] == len(log) > 0
+    assert all("flaky by design" in line for line in log)
+    assert any("explained_variance" in line for line in read_metrics(out))
 
 
 def test_a_run_in_which_nothing_moves_ends_with_a_line(tmp_path):

@@ -21,7 +21,7 @@ from coterie.models.build import ActorCritic
 from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import masked_mean, normalize, policy_gradient, value_loss
-from coterie.ops.returns import gae, running_return
+from coterie.ops.returns import explained_variance, gae, running_return
 from coterie.types import AgentOutput, Inputs, Rollout, Spec
 
 
@@ -125,6 +125,7 @@ class A2C:
         self.config, self.algo, self.chunk = config, config.algo, chunk
         self.dist = make_distribution(spec.action)
         self.clock = Clock()
+        self.judged: tuple[Tensor, Tensor, Tensor] | None = None  # values, targets and mask of the last rollout
         self.running: Tensor | None = None  # discounted return of each env, for the reward's deviation
 
     def act(
@@ -179,6 +180,7 @@ class A2C:
             reward, rollout.behavior_value, rollout.terminated, mask, self.algo.gamma, self.algo.gae_lambda
         )
         t, b = mask.shape
+        self.judged = (rollout.behavior_value[:t], target, mask)
         # Without a core rows are free of one another: fold time away, so that a part is a contiguous slice.
         flat = _keep if model.recurrent else _fold_time
         obs = rollout.obs
@@ -222,6 +224,10 @@ class A2C:
 
     def after_step(self, model: ActorCritic, batch: Batch) -> None:
         """Nothing: no target copies, no priorities."""
+
+    def gauges(self) -> dict[str, float]:
+        """How much of the value targets' variance the values explained, in the last rollout."""
+        return {} if self.judged is None else {"explained_variance": float(explained_variance(*self.judged))}
 
     def state_dict(self) -> dict[str, Tensor]:
         return {} if self.running is None else {"running": self.running}

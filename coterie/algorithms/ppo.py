@@ -31,9 +31,8 @@ class PPO:
 
     def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
         self.base = base = A2C(config, spec, chunk)
-        self.clock, self.act, self.after_rollout, self.after_step = (
-            base.clock, base.act, base.after_rollout, base.after_step,
-        )  # fmt: skip
+        self.clock, self.act, self.gauges = base.clock, base.act, base.gauges
+        self.after_step, self.after_rollout = base.after_step, base.after_rollout
         self.config, self.ppo = config, config.ppo
         self.rng = torch.Generator().manual_seed(seed)
 

@@ -56,10 +56,12 @@ class Envs:
         self._delay, self._exponential = env.delay * delayed, env.delay_kind == "exponential"
         self._delays = np.random.default_rng(env_seed(seed, first_env_id, 2))
 
-    @property
     def failures(self) -> list[str]:
-        """Why envs were replaced, the newest last (the last 50)."""
-        return list(self._reasons)
+        """Why envs were replaced since this was last asked, the newest last (the last 50)."""
+        with self._lock:
+            reasons = list(self._reasons)
+            self._reasons.clear()
+        return reasons
 
     def recv(self, group: int) -> TimeStep:
         """Wait for a group's TimeStep; the first one holds the first observations."""

@@ -33,7 +33,7 @@ def test_a_failure_costs_one_masked_step(how, tmp_path):
     kwargs = {"how": how, "at": 7, "length": 5, "marker": str(tmp_path / "once")}
     with make(FLAKY, 4, threads=2, timeout=1.5, kwargs=kwargs) as envs:
         seen = play(envs, 20)
-        failures, replaced = envs.failures, envs.replaced
+        failures, replaced = envs.failures(), envs.replaced
     # A lost process takes its two envs along; the marker lets one fail only.
     assert replaced == len(failures) == (2 if how in ("exit", "kill", "hang") else 1)
     assert all(re.fullmatch(f"env [0-3]: .*{REASONS[how]}", reason) for reason in failures)
@@ -156,7 +156,7 @@ def test_numbers_that_are_not_finite_are_found_in_any_backend():
     np.testing.assert_array_equal(obs[first], 100)
     assert not any(r.terminated.any() for r in rows)
     assert backend.log == [("replace", [0]), ("reset", [0]), ("replace", [1, 2]), ("reset", [1, 2])]
-    assert envs.failures == [
+    assert envs.failures() == [
         "env 0: reward is not finite",
         "env 1: observation is not finite",
         "env 2: reward is not finite",
@@ -167,4 +167,4 @@ def test_no_failure_no_trace():
     with make(FLAKY, 4, groups=2, threads=2, kwargs={"how": "raise", "length": 4}) as envs:
         seen = play(envs, 14)
         check_counting(seen, seen.obs, seen.action, length=4)
-        assert (envs.replaced, envs.failures) == (0, [])
+        assert (envs.replaced, envs.failures()) == (0, [])
