@@ -129,23 +129,50 @@ def gala_ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
 def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with GAE: lock-free workers of one simulator each (Christensen and Hansen): Adam with each worker's own
     moments, FC256-FC256-LSTM256 shared by policy and value, or a small convolutional net before the LSTM (unroll 20,
-    Adam at 1e-4). Rewards are scaled as the authors' code does. Ours: unrolls of 100 and a faster, decaying learning
-    rate for vectors; normalized observations and rewards for continuous control.
+    Adam at 1e-4). Rewards are scaled and MountainCar's actions repeated as the authors' code does, its entropy bonus
+    ends after some episodes. Ours: longer unrolls and a faster, decaying learning rate for vectors, normalized inputs.
     """
     config, kind = _start("a3c", env, overrides)
-    config = replace(
-        config,
-        algorithm="a2c",
-        exchange="hogwild",
-        learners=24,
-        steps=10_000_000 if kind == "image" else 2_000_000,
-        env=replace(config.env, num_envs=1),
-        hogwild=Hogwild("own"),
-        algo=Algo(unroll_length=20, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.01),
-        optim=Optim("adam", lr=1e-4, eps=1e-8, max_grad_norm=0.5, schedule=_LINEAR),
-        reward=Reward(clip="sign") if kind == "image" else Reward(scale=0.01),
-        model=Model("a3c-gae" if kind == "image" else "mlp", (256, 256), core="lstm", core_size=256, share="yes"),
-    )
+    own = replace(config.env, num_envs=1)
+    config = replace(config, algorithm="a2c", exchange="hogwild", learners=24, env=own, hogwild=Hogwild("own"))
+    net = Model("a3c-gae" if kind == "image" else "mlp", (256, 256), core="lstm", core_size=256, share="yes")
+    if kind == "image":
+        config = replace(
+            config,
+            steps=10_000_000,
+            reward=Reward(clip="sign"),
+            model=net,
+            algo=Algo(20, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.01),
+            optim=Optim("adam", lr=1e-4, eps=1e-8, max_grad_norm=0.5, schedule=_LINEAR),
+        )
+    elif kind == "continuous":
+        config = replace(
+            config,
+            steps=1_200_000,
+            reward=Reward(normalize=True),
+            model=replace(net, normalize_obs=True),
+            algo=Algo(100, gae_lambda=0.95, value_coef=0.25, entropy_coef=0.0),
+            optim=Optim("adam", lr=5e-4, eps=1e-8, max_grad_norm=0.5, schedule=_LINEAR),
+        )
+    else:
+        config = replace(
+            config,
+            steps=1_200_000,
+            reward=Reward(scale=0.01),
+            model=replace(net, normalize_obs=True),
+            algo=Algo(100, gamma=0.995, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.001),
+            optim=Optim("adam", lr=7e-4, eps=1e-8, max_grad_norm=0.5, schedule=_LINEAR),
+        )
+    if env.startswith("MountainCar-"):
+        until = Schedule("steps", at=(12_000,), by="episodes", factors=(0.0,))
+        algo = Algo(50, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.01, entropy_schedule=until)
+        config = replace(
+            config,
+            steps=400_000,
+            env=replace(own, action_repeat=6),
+            algo=algo,
+            optim=replace(config.optim, lr=1e-3),
+        )
     return override(config, overrides)
 
 
