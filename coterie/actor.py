@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.types import AgentOutput, Array, Inputs, Obs, Rollout, Spec, TimeStep
+from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec, TimeStep
 
 Act = Callable[[int, int, TimeStep], Array]  # (group, row of the rollout, what is seen) -> actions
 
@@ -72,6 +73,18 @@ def env_loop(envs: Envs, act: Act, rows: range, seen: dict[int, TimeStep], stage
     return seen
 
 
+@dataclass
+class _Columns:
+    """What one group writes and reads: views `[T+1 or T, b, ...]` of the recorder's arrays."""
+
+    obs: dict[str, Tensor]
+    is_first: Tensor  # on the host
+    action: Tensor
+    reward: Tensor  # on the host
+    log_prob: Tensor
+    value: Tensor
+
+
 class Recorder:
     """Writes timesteps and agent outputs of all groups into one set of `[T+1, B]` arrays, in place.
 
@@ -105,6 +118,18 @@ class Recorder:
         self.env_id = np.zeros(b, np.int64)
         self.core_states: list[Tensor] = []
         self.episodes: list[tuple[float, int]] = []
+        # Each group's columns of all rows: a row of them is one call away.
+        self.columns = [
+            _Columns(
+                {k: x[:, cols] for k, x in self.obs.items()},
+                torch.from_numpy(self.is_first)[:, cols],
+                self.action[:, cols],
+                torch.from_numpy(self.reward)[:, cols],
+                self.log_prob[:, cols],
+                self.value[:, cols],
+            )
+            for cols in groups
+        ]
 
     def begin(self, core_states: list[Tensor | None]) -> None:
         """Start a rollout: the last row of the one before becomes the row before row 0."""
@@ -117,8 +142,8 @@ class Recorder:
         """Write `obs[row]` and the consequence of `action[row - 1]`; returns the row's columns as the model's input."""
         cols = self.groups[g]
         seen = {"": ts.obs} if self.plain else ts.obs
-        for key, storage in self.obs.items():
-            storage[row, cols].copy_(torch.from_numpy(seen[key]), non_blocking=True)
+        for key, storage in self.columns[g].obs.items():
+            storage[row].copy_(torch.from_numpy(seen[key]), non_blocking=True)
         self.is_first[row, cols] = ts.is_first
         if row:
             self.reward[row, cols] = ts.reward
@@ -135,50 +160,45 @@ class Recorder:
 
     def inputs(self, g: int, row: int) -> Inputs:
         """What the model saw, or is to see, at `row`."""
-        cols = self.groups[g]
-        return Inputs(
-            self._obs(row, cols),
-            self._up(self.is_first[row, cols]),
-            self.action[row, cols],
-            self._up(self.reward[row, cols]),
-        )
+        mine = self.columns[g]
+        obs = mine.obs[""][row] if self.plain else {k: x[row] for k, x in mine.obs.items()}
+        return Inputs(obs, self._up(mine.is_first[row]), mine.action[row], self._up(mine.reward[row]))
 
     def act(self, g: int, row: int, out: AgentOutput, version: int) -> None:
         """Write what the policy said at `row`."""
-        cols = self.groups[g]
-        self.action[row + 1, cols] = out.action
-        self.log_prob[row, cols] = out.log_prob
-        self.value[row, cols] = out.value
-        self.version[row, cols] = version
+        mine = self.columns[g]
+        mine.action[row + 1].copy_(out.action)
+        mine.log_prob[row].copy_(out.log_prob)
+        mine.value[row].copy_(out.value)
+        self.version[row, self.groups[g]] = version
 
     def bootstrap(self, g: int, value: Tensor) -> None:
         """Write the value of row T."""
-        self.value[-1, self.groups[g]] = value
+        self.columns[g].value[-1].copy_(value)
 
     def rollout(self) -> Rollout:
         """The rollout just recorded: views of this storage, valid until the next `begin`."""
-        reward = self._up(self.reward)
+        reward = self._host(self.reward)
         return Rollout(
-            obs=self._obs(slice(None), slice(None)),
-            is_first=self._up(self.is_first),
+            obs=self.obs[""] if self.plain else dict(self.obs),
+            is_first=self._host(self.is_first),
             prev_action=self.action,
             prev_reward=reward,
             action=self.action[1:],
             reward=reward[1:],
-            terminated=self._up(self.terminated),
-            truncated=self._up(self.truncated),
+            terminated=self._host(self.terminated),
+            truncated=self._host(self.truncated),
             behavior_log_prob=self.log_prob,
             behavior_value=self.value,
-            policy_version=self._up(self.version),
-            env_id=self._up(self.env_id),
+            policy_version=self._host(self.version),
+            env_id=self._host(self.env_id),
             # A clone made here is an ordinary tensor; the states themselves are inference tensors.
             core_state=torch.cat(self.core_states).clone() if self.core_states else None,
             episodes=self.episodes,
         )
 
-    def _obs(self, row: Any, cols: slice) -> Obs:
-        return self.obs[""][row, cols] if self.plain else {k: x[row, cols] for k, x in self.obs.items()}
+    def _host(self, array: Array) -> Tensor:
+        return self._up(torch.from_numpy(array))
 
-    def _up(self, array: Array) -> Tensor:
-        tensor = torch.from_numpy(array)
+    def _up(self, tensor: Tensor) -> Tensor:
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
