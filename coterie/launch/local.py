@@ -78,7 +78,7 @@ class Placement:
         self.places = place(self.learners, available_cores(), gpus)
         self.board = Board(self.learners)
         self.board.here[:] = 1
-        self.meeting = Path(tempfile.mkdtemp(prefix="coterie-"))
+        self.meeting = Path(tempfile.mkdtemp(prefix="coterie-")) if config.exchange == "allreduce" else None
         model = make_model(config, spec)
         if tensors:
             model.load_state_dict(tensors["model"])
@@ -95,7 +95,7 @@ class Placement:
             rank=rank,
             board=self.board,
             memory=self.memory,
-            rendezvous=self.meeting / "allreduce",
+            rendezvous=self.meeting / "allreduce" if self.meeting is not None else None,
             gradients=self.gradients,
             rejoin=rejoin,
             gpu=max(place.gpu, 0),
@@ -115,7 +115,8 @@ class Placement:
         return found
 
     def close(self) -> None:
-        shutil.rmtree(self.meeting, ignore_errors=True)
+        if self.meeting is not None:
+            shutil.rmtree(self.meeting, ignore_errors=True)
         for memory in (self.memory, self.gradients):
             if memory is not None:
                 memory.close()
