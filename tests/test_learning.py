@@ -70,3 +70,15 @@ def test_ppo_lands_on_the_moon_with_the_presets_defaults(tmp_path, seed):
 def test_ppo_hops(tmp_path):
     _, out = train(tmp_path, "ppo", "Hopper-v5")
     assert evaluate_run(out, episodes=20)["mean_return"] >= 1500
+
+
+@pytest.mark.slow
+def test_lock_free_workers_climb_the_mountain(tmp_path):
+    _, out = train(tmp_path, "a3c", "MountainCar-v0", **{"eval.every": 50_000, "eval.episodes": 50})
+    assert evaluate_run(out, episodes=100)["mean_return"] >= -105
+
+
+@pytest.mark.slow
+def test_lock_free_workers_land_on_the_moon(tmp_path):
+    _, out = train(tmp_path, "a3c", "LunarLander-v3", **{"eval.every": 100_000, "eval.episodes": 20})
+    assert evaluate_run(out, episodes=100)["mean_return"] >= 200

@@ -220,3 +220,16 @@ def test_what_cannot_work_is_one_line_and_leaves_no_folder(tmp_path, capsys, exc
     assert stderr.startswith(f"coterie: {field}: ")
     assert not out.exists()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_run_in_lockstep_stays_within_proposition_1(tmp_path):
+    """And its gradients are compared."""
+    out = tmp_path / "run"
+    changes = {"learners": 3, "gossip.tau": 0, "log.cosines": 64, "log.every": 0.05, "env.delay": 0.005}
+    coterie.train(tiny(out, "gossip", **changes), quiet=True)
+    lines = [line for line in read_metrics(out) if "consensus/bound" in line]
+    assert len(lines) >= 3
+    assert all(0 < line["consensus/distance"] <= line["consensus/bound"] for line in lines)
+    cosines = [line for line in read_metrics(out) if "cosine/peers" in line]
+    assert cosines
+    assert all(-1 <= line[f"cosine/{pair}"] <= 1 for line in cosines for pair in ("0-1", "0-2", "1-2"))
