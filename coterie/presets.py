@@ -159,7 +159,7 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
             config,
             steps=1_200_000,
             reward=Reward(scale=0.01),
-            model=replace(net, normalize_obs=True),
+            model=net,
             algo=Algo(100, gamma=0.995, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.001),
             optim=Optim("adam", lr=7e-4, eps=1e-8, max_grad_norm=0.5, schedule=_LINEAR),
         )
@@ -170,6 +170,7 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
             config,
             steps=400_000,
             env=replace(own, action_repeat=6),
+            model=replace(net, normalize_obs=True),  # its velocity is 20 times smaller than its position
             algo=algo,
             optim=replace(config.optim, lr=1e-3),
         )
