@@ -67,11 +67,16 @@ class Account:
             for name in names
         }
 
-    def take_scores(self, scores: Scores) -> dict[str, Any]:
-        """An evaluation's outcome; returns its line of metrics."""
+    @property
+    def news(self) -> bool:
+        """Whether anything was learned since the last line."""
+        return bool(self.batches) or self.env_steps != self.line_steps
+
+    def take_scores(self, scores: Scores, env_steps: int) -> dict[str, Any]:
+        """An evaluation's outcome after so many env steps; returns its line of metrics."""
         self.last_eval = {"eval_return": scores.mean, "eval_stderr": scores.stderr}
         return {
-            "env_steps": self.env_steps,
+            "env_steps": env_steps,
             "seconds": round(self.seconds, 3),
             "eval/return": scores.mean,
             "eval/stderr": scores.stderr,
@@ -92,8 +97,9 @@ class Account:
         learned = self.board.sum("learned")
         self.rolled_back += learned - state["env_steps"]
         self.dropped += self.board.sum("produced") - learned
-        self.board, self.reports = board, {}
+        self.board, self.reports, self.metrics, self.batches = board, {}, {}, 0
         self.line_steps, self.last_eval = state["env_steps"], state["last_eval"]
+        self.begin_stages, self.line_stages = dict(self.stages), dict(self.stages)  # new processes count from 0
         self.episodes.load_state_dict(state["episodes"])
 
     def state(self, counts: list[dict[str, int]]) -> dict[str, Any]:
@@ -151,7 +157,7 @@ class Account:
         }
         for name in sorted({name for r in reports for name in r["gauges"]}):
             values = [r["gauges"][name] for r in reports if name in r["gauges"]]
-            line[name] = sum(values) / len(values)
+            line[name] = max(values) if name.endswith("/max") else sum(values) / len(values)
         for stage, seconds in self.stages.items():
             line[f"stage/{stage}"] = (seconds - self.line_stages.get(stage, 0.0)) / elapsed
         self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps

@@ -74,6 +74,8 @@ def bench(config: Config, seconds: float) -> dict[str, Any]:
     parts = {"env": found[0]["env_cores"] * len(found) / env, **found[0]["costs"]}
     ceiling = cores / sum(parts.values())
     stages = {k: float(np.mean([one["stages"].get(k, 0.0) for one in found])) for k in found[0]["stages"]}
+    assert isinstance(config.learners, int)
+    pulled = stages.get("pull", 0.0) if config.learners <= cores else 0.0  # or else it is the wait for a shared core
     return {
         "preset": config.preset,
         "env": config.env.id,
@@ -91,7 +93,7 @@ def bench(config: Config, seconds: float) -> dict[str, Any]:
         "frames_per_s": train * found[0]["action_repeat"],
         "core_us_per_step": {k: 1e6 * v for k, v in parts.items()},
         "stages": {k: round(v, 3) for k, v in stages.items()},
-        "exchange_share": (stages.get("exchange", 0.0) + stages.get("pull", 0.0)) / max(sum(stages.values()), 1e-9),
+        "exchange_share": (stages.get("exchange", 0.0) + pulled) / max(sum(stages.values()), 1e-9),
         "gauges": found[0]["gauges"],
         "bottleneck": max(parts, key=lambda k: parts[k]),
         "rates": {k: v.tolist() for k, v in rates.items()},
@@ -209,7 +211,8 @@ class _Training:
         else:
             while time.perf_counter() < self.end:
                 self.last = next(self.source)
-                learner.exchange.after_rollout(learner.params)
+                if learner.config.exchange == "hogwild":  # others may wait for this learner's core
+                    learner.exchange.after_rollout(learner.params)
                 self.steps += int(self.last.mask.sum())
         return self.steps / (time.perf_counter() - begin)
 

@@ -130,7 +130,7 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with GAE: lock-free workers of one simulator each (Christensen and Hansen): Adam with each worker's own
     moments, FC256-FC256-LSTM256 shared by policy and value, or a small convolutional net before the LSTM (unroll 20,
     Adam at 1e-4). Rewards are scaled and MountainCar's actions repeated as the authors' code does, its entropy bonus
-    ends after some episodes. Ours: longer unrolls and a faster, decaying learning rate for vectors, normalized inputs.
+    ends after some episodes. Ours: longer unrolls and a faster, decaying learning rate for vectors.
     """
     config, kind = _start("a3c", env, overrides)
     own = replace(config.env, num_envs=1)

@@ -36,7 +36,6 @@ class Run:
         self, config: Config, folder: Path, spec: Spec, board: Board, *, state: dict[str, Any] | None, quiet: bool
     ) -> None:
         self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
-        self.board, self.learners = board, len(board.here)
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
         self.account = Account(config, spec, board, state, reached)
         self.next_eval = config.eval.every if state is None else state["next_eval"]
@@ -52,6 +51,14 @@ class Run:
         self.over = False
         self.signal: signal.Signals | None = None
         self.noted = False
+
+    @property
+    def board(self) -> Board:
+        return self.account.board
+
+    @property
+    def learners(self) -> int:
+        return self.account.learners
 
     def _writer(self, resume_env_steps: int | None) -> RunWriter:
         return RunWriter(self.folder, self.config.log.tensorboard, self.config.log.wandb, resume_env_steps)
@@ -113,7 +120,6 @@ class Run:
         elif kind == "scores":
             if content["order"] == self.order:
                 self.scores = content["scores"]
-                self.writer.write(self.account.take_scores(content["scores"]))
         elif kind == "saved":
             if content["order"] == self.order:
                 self.saved[rank] = content
@@ -136,7 +142,8 @@ class Run:
             self._line()
         if self.order is None:
             if self.members <= self.idle:
-                self._line()
+                if account.news:
+                    self._line()
                 self._order(SAVE | LAST)
             elif self.idle:
                 pass  # the end is near
@@ -173,7 +180,7 @@ class Run:
             self.members, self.idle, self.next_eval = set(range(self.learners)), set(), back["next_eval"]
             self.writer.close()
             self.writer = self._writer(back["env_steps"])  # curves do not double back
-        self.board = self.account.board = board
+        self.account.board = board
         self.account.readers = readers
 
     def _seal(self) -> None:
@@ -182,13 +189,14 @@ class Run:
         counts = [  # a learner that is gone keeps what it had learned
             self.saved[rank]["counts"] if rank in self.saved else self.board.read(rank) for rank in range(self.learners)
         ]
-        account = self.account.state(counts)
+        steps = sum(row["learned"] for row in counts)
         if self.scores is not None:
-            every, steps = self.config.eval.every, account["env_steps"]
+            self.writer.write(self.account.take_scores(self.scores, steps))
+            every = self.config.eval.every
             self.next_eval += -(-max(1, steps - self.next_eval + 1) // every) * every
-        state = {**account, "present": sorted(self.saved), "next_eval": self.next_eval}
+        state = {**self.account.state(counts), "present": sorted(self.saved), "next_eval": self.next_eval}
         draft = checkpoint.draft_path(self.root, f"order_{self.order}")
-        path = checkpoint.seal(self.root, draft, account["env_steps"], state)
+        path = checkpoint.seal(self.root, draft, steps, state)
         # The games that end early are not a fair sample: a score that was cut short marks nothing.
         if self.scores is not None and self.scores.returns and not self.scores.unfinished:
             best = checkpoint.best_score(self.root)

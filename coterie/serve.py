@@ -17,6 +17,8 @@ from coterie.roles import EVAL_SEED, InlineLearner, seed_for
 from coterie.runs import checkpoint
 from coterie.types import CoterieError, Rollout
 
+_GAUGES_S = 0.25  # least seconds between two readings of what takes a while to find out
+
 
 class Service:
     """Runs a learner. `every`: least seconds between two reports; `done`: the last order that is not for it."""
@@ -26,7 +28,8 @@ class Service:
         self.root = folder / "checkpoints"
         self.board, self.rank = learner.links.board, learner.links.rank
         self.games: list[tuple[float, int]] = []
-        self.reported = 0.0
+        self.reported = self.gauged = 0.0
+        self.gauges: dict[str, float] = {}
         self.done = done  # the last order that was carried out
         self.over = False
 
@@ -60,6 +63,8 @@ class Service:
 
     def report(self) -> None:
         progress, self.reported = self.learner.progress, time.monotonic()
+        if self.reported - self.gauged > _GAUGES_S:
+            self.gauged, self.gauges = self.reported, self.learner.gauges()
         content: dict[str, Any] = {
             "games": self.games,
             "metrics": progress.metrics,
@@ -67,7 +72,7 @@ class Service:
             "stages": dict(self.learner.stages.seconds),
             "lr": self.learner.lr(self.learner.exchange.steps.total),
             "rss_mb": rss_mb(),
-            "gauges": self.learner.gauges(),
+            "gauges": self.gauges,
             "failures": self.learner.envs.failures(),
         }
         self.games, progress.metrics, progress.batches = [], {}, 0

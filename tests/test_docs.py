@@ -31,7 +31,7 @@ def shrink(command: list[str]) -> list[str]:
     """The same command with a small budget."""
     command = [sys.executable, "-m", "coterie.cli", *command[1:]]
     if "train" in command and "--help" not in command:
-        return [*command, *SMALL]
+        return [*command, *SMALL, *(["--learners", "2"] if "a3c" in command else [])]
     if "bench" in command:
         if "--seconds" in command:
             command[command.index("--seconds") + 1] = "1"

@@ -60,6 +60,7 @@ class Store:
                 self._take_state(k)
 
     def __enter__(self) -> Store:
+        self.staleness.snapshot()  # a resumed learner's steps are known by now
         return self
 
     def __exit__(

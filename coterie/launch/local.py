@@ -90,7 +90,8 @@ class Placement:
 
     def links(self, rank: int, rejoin: bool = False) -> Links:
         place = self.places[rank]
-        shared = place.gpu < 0 and self.places.count(place) > 1
+        # A learner that sleeps on purpose leaves its core to the others.
+        shared = place.gpu < 0 and self.places.count(place) > 1 and not self.config.env.delay
         return Links(
             rank=rank,
             board=self.board,
