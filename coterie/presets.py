@@ -148,10 +148,10 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
     elif kind == "continuous":
         config = replace(
             config,
-            steps=1_200_000,
+            steps=1_500_000,
             reward=Reward(normalize=True),
-            model=replace(net, normalize_obs=True),
-            algo=Algo(100, gae_lambda=0.95, value_coef=0.25, entropy_coef=0.0),
+            model=replace(net, normalize_obs=True, init_log_std=-0.7),
+            algo=Algo(32, gae_lambda=0.95, value_coef=0.25, entropy_coef=0.0),
             optim=Optim("adam", lr=5e-4, eps=1e-8, max_grad_norm=0.5, schedule=_LINEAR),
         )
     else:
