@@ -85,7 +85,10 @@ class RunWriter:
                 self._open.callback(self._events.close)
 
     def write(self, line: dict[str, Any]) -> None:
-        """One line of metrics; needs `env_steps` and `seconds`."""
+        """One line of metrics; needs `env_steps` and `seconds`.
+
+        A score's line comes when its checkpoint is whole: other lines may be of more env steps by then.
+        """
         if not {"env_steps", "seconds"} <= line.keys():
             raise ValueError(f"a line of metrics needs env_steps and seconds, and has {sorted(line)}")
         plain = clean(line)
@@ -97,7 +100,7 @@ class RunWriter:
                     if isinstance(value, int | float) and name != "env_steps":
                         self._events.add_scalar(name, value, plain["env_steps"])
         if self._wandb is not None:
-            self._wandb.log(plain, step=plain["env_steps"])
+            self._wandb.log(plain)
 
     def log(self, text: str) -> None:
         with _Reason(self.folder):
@@ -149,7 +152,10 @@ def _wandb(folder: Path, project: str) -> Any:
     # The id is the folder's, so that a resumed run goes on in its own page.
     key = f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
     try:
-        return wandb.init(project=project, dir=str(folder), name=folder.name, id=key, resume="allow")
+        page = wandb.init(project=project, dir=str(folder), name=folder.name, id=key, resume="allow")
+        # Its own step count refuses to go back, as a score's line and a resumed run do.
+        page.define_metric("*", step_metric="env_steps")
+        return page
     except Exception as error:  # no key, no network: wandb has a dozen classes for it
         raise CoterieError(f"log.wandb: {' '.join(str(error).split())}") from None
 

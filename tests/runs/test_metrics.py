@@ -171,7 +171,7 @@ class FakeWandb(types.ModuleType):
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__("wandb")
-        self.error, self.begun, self.logged, self.finished = error, [], [], 0  # type: ignore[var-annotated]
+        self.error, self.begun, self.axes, self.logged, self.finished = error, [], [], [], 0  # type: ignore[var-annotated]
 
     def init(self, **options: Any) -> FakeWandb:
         if self.error is not None:
@@ -179,8 +179,11 @@ class FakeWandb(types.ModuleType):
         self.begun.append(options)
         return self
 
-    def log(self, line: dict[str, Any], step: int) -> None:
-        self.logged.append((step, line))
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes.append((name, step_metric))
+
+    def log(self, line: dict[str, Any]) -> None:
+        self.logged.append(line)
 
     def finish(self) -> None:
         self.finished += 1
@@ -200,7 +203,8 @@ def test_wandb_gets_every_line_and_a_resumed_run_its_page(tmp_path: Path, monkey
     assert first["id"] != fake.begun[2]["id"]
     assert first["id"]
     assert (first["project"], first["resume"]) == ("p", "allow")
-    assert fake.logged == [(2, {"env_steps": 2, "seconds": 1.0, "loss": None})] * 2
+    assert fake.logged == [{"env_steps": 2, "seconds": 1.0, "loss": None}] * 2
+    assert fake.axes == [("*", "env_steps")] * 3
     assert fake.finished == 3
 
 
