@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
 from coterie.config import Config
@@ -24,16 +26,20 @@ class Account:
         self.life, self.seconds_before, self.begin_steps = 0, 0.0, 0
         self.rolled_back = self.dropped = self.restarts = 0
         self.last_eval: dict[str, float] = {}
+        self.lags, self.line_lags = Counter[int](), Counter[int]()  # rows by policy_lag: of all, since the last line
         self.begin_stages: dict[str, float] = {}
         if state is not None:
             self.life, self.seconds_before, self.begin_steps = state["life"] + 1, state["seconds"], state["env_steps"]
-            self.last_eval, self.dropped = state["last_eval"], state["dropped"]
+            # What was acted and not learned at the end of the life before is lost.
+            self.last_eval, self.dropped = state["last_eval"], state["dropped"] + state.get("in_flight", 0)
+            self.lags = Counter({int(k): v for k, v in state.get("lags", {}).items()})
             self.episodes.load_state_dict(state["episodes"])
             self.begin_stages = dict(state["stages"])
             # What was told to the world after the checkpoint (`reached` env steps) is learned again.
             self.rolled_back = state["rolled_back"] + max(0, reached - self.begin_steps)
         self.begin = self.last_line = time.monotonic()
-        self.reports: dict[int, dict[str, Any]] = {}
+        self.reports: dict[int, dict[str, Any]] = {}  # the latest of each learner
+        self.acted: dict[int, dict[str, Any]] = {}  # and of each actor
         self.stages: dict[str, float] = {}
         self.line_stages, self.line_steps = dict(self.begin_stages), self.begin_steps
         self.metrics: dict[str, float] = {}
@@ -59,13 +65,22 @@ class Account:
         self.batches += report["batches"]
         for name, value in report["metrics"].items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.lags.update(report["lags"])
+        self.line_lags.update(report["lags"])
         self.reports[rank] = report
-        names = {name for r in self.reports.values() for name in r["stages"]}
-        self.stages = {
-            name: self.begin_stages.get(name, 0.0)
-            + sum(r["stages"].get(name, 0.0) for r in self.reports.values()) / len(self.reports)
-            for name in names
-        }
+        self._add_stages()
+
+    def take_acted(self, row: int, report: dict[str, Any]) -> None:
+        """An actor's report."""
+        self.acted[row] = report
+        self._add_stages()
+
+    def _add_stages(self) -> None:
+        """Seconds in each stage: means over the learners, and over the actors."""
+        for reports in (self.reports.values(), self.acted.values()):
+            for name in {name for r in reports for name in r["stages"]}:
+                mean = sum(r["stages"].get(name, 0.0) for r in reports) / len(reports)
+                self.stages[name] = self.begin_stages.get(name, 0.0) + mean
 
     @property
     def news(self) -> bool:
@@ -84,26 +99,36 @@ class Account:
             "eval/unfinished": scores.unfinished,
         }
 
-    def lose(self, rank: int) -> None:
-        """A learner has died: what it had acted and not learned is lost."""
-        row = self.board.read(rank)
-        self.dropped += row["produced"] - row["learned"]
-        self.board.write(rank, {"produced": row["learned"]})
+    def lose(self, rank: int, actors: Iterable[int] = ()) -> None:
+        """A learner has died, and its actors (rows of the board) with it: what nobody learned from is lost."""
+        learned = self.board.read(rank)["learned"]
+        self.dropped += sum(self.board.read(row)["produced"] for row in (rank, *actors)) - learned
+        self.board.write(rank, {"produced": learned})
+        for row in actors:
+            self.board.write(row, {"produced": 0, "delivered": 0})
+            self.acted.pop(row, None)
         self.board.here[rank] = 0
         self.reports.pop(rank, None)
+
+    def lose_actor(self, row: int) -> None:
+        """An actor has died in the midst of a rollout, of which nobody will learn."""
+        counts = self.board.read(row)
+        self.dropped += counts["produced"] - counts["delivered"]
+        self.board.write(row, {"produced": counts["delivered"]})
+        self.acted.pop(row, None)
 
     def roll_back(self, state: dict[str, Any], board: Board) -> None:
         """All learners go back to a checkpoint, on a new board; what they had counted since is on the old one."""
         learned = self.board.sum("learned")
         self.rolled_back += learned - state["env_steps"]
         self.dropped += self.board.sum("produced") - learned
-        self.board, self.reports, self.metrics, self.batches = board, {}, {}, 0
+        self.board, self.reports, self.acted, self.metrics, self.batches = board, {}, {}, {}, 0
         self.line_steps, self.last_eval = state["env_steps"], state["last_eval"]
         self.begin_stages, self.line_stages = dict(self.stages), dict(self.stages)  # new processes count from 0
         self.episodes.load_state_dict(state["episodes"])
 
-    def state(self, counts: list[dict[str, int]]) -> dict[str, Any]:
-        """What a checkpoint keeps, with each learner's counts as of its part."""
+    def state(self, counts: list[dict[str, int]], last: bool) -> dict[str, Any]:
+        """What a checkpoint keeps, with each learner's counts as of its part. `last`: nobody acts any more."""
         return {
             "env_steps": sum(row["learned"] for row in counts),
             "learners": counts,
@@ -113,6 +138,8 @@ class Account:
             "life": self.life,
             "rolled_back": self.rolled_back,
             "dropped": self.dropped,
+            "in_flight": self.board.sum("produced") - self.board.sum("learned") if last else 0,
+            "lags": {str(lag): rows for lag, rows in self.lags.items()},
             "episodes": self.episodes.state_dict(),
         }
 
@@ -137,7 +164,7 @@ class Account:
         elapsed = max(now - self.last_line, 1e-9)
         rate = (steps - self.line_steps) / elapsed
         reports = list(self.reports.values())
-        rss = [r["rss_mb"] for r in reports if r["rss_mb"] is not None]
+        rss = [r["rss_mb"] for r in [*reports, *self.acted.values()] if r["rss_mb"] is not None]
         line: dict[str, Any] = {
             "env_steps": steps,
             "seconds": round(self.seconds, 3),
@@ -149,6 +176,7 @@ class Account:
             "episodes": self.episodes.count,
             "lr": reports[0]["lr"] if reports else None,
             "policy_lag_max": self._policy_lag_max(),
+            **self._lags(),
             "masked_steps": board.sum("masked"),
             "envs_replaced": board.sum("replaced"),
             "skipped_batches": board.sum("skipped"),
@@ -162,9 +190,21 @@ class Account:
             line[f"stage/{stage}"] = (seconds - self.line_stages.get(stage, 0.0)) / elapsed
         self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps
         self.metrics, self.batches = {}, 0
+        self.line_lags.clear()
         for read in self.readers:
             line |= read()
         return line
+
+    def _lags(self) -> dict[str, float]:
+        """How old, in learner steps, the weights were that acted what was learned from since the last line."""
+        total = self.line_lags.total()
+        if not total:
+            return {}
+        lags = sorted(self.line_lags)
+        rows = list(accumulate(self.line_lags[lag] for lag in lags))
+        p95 = next(lag for lag, upto in zip(lags, rows, strict=True) if upto >= 0.95 * total)
+        mean = sum(lag * n for lag, n in self.line_lags.items()) / total
+        return {"policy_lag/mean": mean, "policy_lag/p95": p95}
 
     def _policy_lag_max(self) -> int:
         return int(self.board.counts[:, COUNTS.index("policy_lag_max")].max())
@@ -195,6 +235,7 @@ class Account:
             "envs_replaced": board.sum("replaced"),
             "skipped_batches": board.sum("skipped"),
             "policy_lag_max": self._policy_lag_max(),
+            "policy_lag": {str(lag): rows for lag, rows in sorted(self.lags.items())},
             "stages": {k: round(v, 3) for k, v in self.stages.items()},
             "energy": self._energy(learned - self.begin_steps),
             "digest": whole if digests else "",

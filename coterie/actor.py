@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,11 +26,14 @@ class Envs(Protocol):
     spec: Spec
     num_envs: int
     groups: list[slice]
+    replaced: int
 
     def recv(self, group: int) -> TimeStep: ...
     def send(self, group: int, action: Array) -> None: ...
     def end_rollout(self) -> None: ...
     def begin_rollout(self, group: int) -> TimeStep: ...
+    def failures(self) -> list[str]: ...
+    def close(self) -> None: ...
 
 
 class Stages:
@@ -73,6 +76,95 @@ def env_loop(envs: Envs, act: Act, rows: range, seen: dict[int, TimeStep], stage
     return seen
 
 
+_POISON = -42.42  # of floats that were never written: a misread shows
+_OBS = "obs/"
+ON_HOST = ("reward", "is_first", "terminated", "truncated", "version", "env_id", "episode_return", "episode_length")
+
+Fields = Mapping[str, Tensor]
+
+
+def rollout_layout(
+    spec: Spec, unroll_length: int, num_envs: int, core: tuple[int, ...] = ()
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each array of a rollout; `core` is the shape of one env's recurrent state.
+
+    Actions and rewards have a row before row 0, so that `prev_action` and `prev_reward` are views of the same storage.
+    """
+    t, b = unroll_length, num_envs
+    layout: dict[str, tuple[tuple[int, ...], str]] = {
+        _OBS + k: ((t + 1, b, *s.shape), s.dtype) for k, s in spec.obs.items()
+    }
+    layout |= {
+        "action": ((t + 1, b, *spec.action.shape), spec.action.dtype),
+        "log_prob": ((t, b), "float32"),
+        "value": ((t + 1, b), "float32"),
+        "reward": ((t + 1, b), "float32"),
+        "is_first": ((t + 1, b), "bool"),
+        "terminated": ((t, b), "bool"),
+        "truncated": ((t, b), "bool"),
+        "version": ((t, b), "int64"),
+        "env_id": ((b,), "int64"),
+        "episode_return": ((t, b), "float64"),
+        "episode_length": ((t, b), "float64"),
+    }
+    return layout | ({"core": ((b, *core), "float32")} if core else {})
+
+
+def poison(fields: Fields) -> Fields:
+    """Make fresh fields show a misread; returns them."""
+    for name in ("log_prob", "value", "reward"):
+        fields[name].fill_(_POISON)
+    fields["reward"][0] = 0
+    fields["is_first"].fill_(True)
+    return fields
+
+
+def local_fields(
+    spec: Spec, unroll_length: int, num_envs: int, device: torch.device, core: tuple[int, ...] = ()
+) -> Fields:
+    """A rollout's arrays in this process: what the env tells on the host, the rest on `device`."""
+    host = torch.device("cpu")
+    return poison(
+        {
+            name: torch.zeros(shape, dtype=getattr(torch, dtype), device=host if name in ON_HOST else device)
+            for name, (shape, dtype) in rollout_layout(spec, unroll_length, num_envs, core).items()
+        }
+    )
+
+
+def as_rollout(fields: Fields, device: torch.device, there: Fields | None = None) -> Rollout:
+    """The rollout in these fields: views, valid until somebody writes them again. What is not on `device` yet goes
+    there, but for fields whose copies `there` has.
+    """
+    copies = {} if there is None else there
+
+    def up(name: str) -> Tensor:
+        x = copies.get(name, fields[name])
+        return x if x.device == device else x.to(device, non_blocking=True)
+
+    obs = {k.removeprefix(_OBS): up(k) for k in fields if k.startswith(_OBS)}
+    reward, action = up("reward"), up("action")
+    ended = fields["episode_length"].numpy()
+    rows, columns = np.nonzero(ended)
+    returns = fields["episode_return"].numpy()
+    return Rollout(
+        obs=obs[""] if list(obs) == [""] else obs,
+        is_first=up("is_first"),
+        prev_action=action,
+        prev_reward=reward,
+        action=action[1:],
+        reward=reward[1:],
+        terminated=up("terminated"),
+        truncated=up("truncated"),
+        behavior_log_prob=up("log_prob"),
+        behavior_value=up("value"),
+        policy_version=up("version"),
+        env_id=up("env_id"),
+        core_state=up("core") if "core" in fields else None,
+        episodes=list(zip(returns[rows, columns].tolist(), ended[rows, columns].astype(int).tolist(), strict=True)),
+    )
+
+
 @dataclass
 class _Columns:
     """What one group writes and reads: views `[T+1 or T, b, ...]` of the recorder's arrays."""
@@ -86,57 +178,42 @@ class _Columns:
 
 
 class Recorder:
-    """Writes timesteps and agent outputs of all groups into one set of `[T+1, B]` arrays, in place.
+    """Writes timesteps and agent outputs of all groups into the arrays of one rollout, in place.
 
-    Observations and agent outputs live on `device`, written as they are acted on (one upload per observation, none
-    at training); the env's small fields are written on the host and follow when the rollout is done. Actions and
-    rewards have a row before row 0, so that `prev_action` and `prev_reward` are views of the same storage.
-    Floats that were never written are -42.42: a misread shows.
+    Observations and agent outputs may live on a device, written as they are acted on (one upload per observation, none
+    at training); the env's small fields are written on the host and follow when the rollout is done.
     """
 
-    def __init__(
-        self, spec: Spec, num_envs: int, groups: list[slice], unroll_length: int, device: torch.device
-    ) -> None:
-        t, b = unroll_length, num_envs
-        self.unroll_length, self.groups, self.device = t, groups, device
-        self.obs: dict[str, Tensor] = {
-            k: torch.zeros((t + 1, b, *s.shape), dtype=getattr(torch, s.dtype), device=device)
-            for k, s in spec.obs.items()
-        }
-        self.plain = list(spec.obs) == [""]
-        poison = -42.42
-        action_dtype = getattr(torch, spec.action.dtype)
-        self.action = torch.zeros((t + 1, b, *spec.action.shape), dtype=action_dtype, device=device)
-        self.log_prob = torch.full((t, b), poison, device=device)
-        self.value = torch.full((t + 1, b), poison, device=device)
-        self.version = np.zeros((t, b), np.int64)
-        self.reward = np.full((t + 1, b), poison, np.float32)
-        self.reward[0] = 0
-        self.is_first = np.ones((t + 1, b), bool)
-        self.terminated = np.zeros((t, b), bool)
-        self.truncated = np.zeros((t, b), bool)
-        self.env_id = np.zeros(b, np.int64)
-        self.core_states: list[Tensor] = []
-        self.episodes: list[tuple[float, int]] = []
+    def __init__(self, fields: Fields, groups: list[slice], device: torch.device) -> None:
+        self.fields, self.groups, self.device = fields, groups, device
+        self.unroll_length = len(fields["log_prob"])
+        self.obs = {k.removeprefix(_OBS): x for k, x in fields.items() if k.startswith(_OBS)}
+        self.plain = list(self.obs) == [""]
+        host = {name: fields[name].numpy() for name in ON_HOST}
+        self.version, self.reward, self.is_first = host["version"], host["reward"], host["is_first"]
+        self.terminated, self.truncated, self.env_id = host["terminated"], host["truncated"], host["env_id"]
+        self.episode_return, self.episode_length = host["episode_return"], host["episode_length"]
         # Each group's columns of all rows: a row of them is one call away.
         self.columns = [
             _Columns(
                 {k: x[:, cols] for k, x in self.obs.items()},
-                torch.from_numpy(self.is_first)[:, cols],
-                self.action[:, cols],
-                torch.from_numpy(self.reward)[:, cols],
-                self.log_prob[:, cols],
-                self.value[:, cols],
+                *(fields[name][:, cols] for name in ("is_first", "action", "reward", "log_prob", "value")),
             )
             for cols in groups
         ]
 
-    def begin(self, core_states: list[Tensor | None]) -> None:
-        """Start a rollout: the last row of the one before becomes the row before row 0."""
-        self.action[0].copy_(self.action[-1])
-        self.reward[0] = self.reward[-1]
-        self.episodes = []
-        self.core_states = [s for s in core_states if s is not None]
+    def last(self) -> tuple[Tensor, Tensor]:
+        """The last action and reward, copied: what the next rollout begins with, whoever writes here meanwhile."""
+        return self.fields["action"][-1].clone(), self.fields["reward"][-1].clone()
+
+    def begin(self, core_states: list[Tensor | None], last: tuple[Tensor, Tensor]) -> None:
+        """Start a rollout after one that ended with `last`."""
+        self.fields["action"][0].copy_(last[0])
+        self.fields["reward"][0].copy_(last[1])
+        self.episode_length[:] = 0
+        for cols, state in zip(self.groups, core_states, strict=True):
+            if state is not None:
+                self.fields["core"][cols].copy_(state)
 
     def see(self, g: int, row: int, ts: TimeStep) -> Inputs:
         """Write `obs[row]` and the consequence of `action[row - 1]`; returns the row's columns as the model's input."""
@@ -149,11 +226,10 @@ class Recorder:
             self.reward[row, cols] = ts.reward
             self.terminated[row - 1, cols] = ts.terminated
             self.truncated[row - 1, cols] = ts.truncated
-            ended = ~np.isnan(ts.episode_return)
+            ended = ~np.isnan(ts.episode_length)
             if ended.any():
-                self.episodes += zip(
-                    ts.episode_return[ended].tolist(), ts.episode_length[ended].astype(int).tolist(), strict=True
-                )
+                self.episode_return[row - 1, cols][ended] = ts.episode_return[ended]
+                self.episode_length[row - 1, cols][ended] = ts.episode_length[ended]
         else:
             self.env_id[cols] = ts.env_id
         return self.inputs(g, row)
@@ -178,27 +254,7 @@ class Recorder:
 
     def rollout(self) -> Rollout:
         """The rollout just recorded: views of this storage, valid until the next `begin`."""
-        reward = self._host(self.reward)
-        return Rollout(
-            obs=self.obs[""] if self.plain else dict(self.obs),
-            is_first=self._host(self.is_first),
-            prev_action=self.action,
-            prev_reward=reward,
-            action=self.action[1:],
-            reward=reward[1:],
-            terminated=self._host(self.terminated),
-            truncated=self._host(self.truncated),
-            behavior_log_prob=self.log_prob,
-            behavior_value=self.value,
-            policy_version=self._host(self.version),
-            env_id=self._host(self.env_id),
-            # A clone made here is an ordinary tensor; the states themselves are inference tensors.
-            core_state=torch.cat(self.core_states).clone() if self.core_states else None,
-            episodes=self.episodes,
-        )
-
-    def _host(self, array: Array) -> Tensor:
-        return self._up(torch.from_numpy(array))
+        return as_rollout(self.fields, self.device)
 
     def _up(self, tensor: Tensor) -> Tensor:
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)

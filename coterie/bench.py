@@ -13,19 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from coterie.acting.decoupled import Decoupled
 from coterie.actor import Stages
 from coterie.config import Config
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.spaces import random_actions
-from coterie.launch.local import Placement
+from coterie.launch.local import actor_process
+from coterie.launch.placement import Placement
 from coterie.learner import Gradients, LearnSettings, autocast
 from coterie.learner import learn as train
 from coterie.matrix import check
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, Post, listen
 from coterie.parallel.threads import Team
-from coterie.roles import InlineLearner, Links, settle
-from coterie.types import CoterieError, Rollout
+from coterie.parts import Links, settle
+from coterie.roles import Learner
+from coterie.types import CoterieError, Inputs, Rollout
 
 _ROUNDS = 3
 
@@ -33,7 +36,7 @@ _ROUNDS = 3
 class _EnvOnly:
     """The same envs in one group on the same threads, stepped with actions drawn beforehand."""
 
-    def __init__(self, learner: InlineLearner) -> None:
+    def __init__(self, learner: Learner) -> None:
         config = learner.config
         threads = learner.layout.env_threads
         env = replace(config.env, reset="in_place", delay=0.0)
@@ -63,8 +66,8 @@ def bench(config: Config, seconds: float) -> dict[str, Any]:
     """
     config = settle(config)
     check(config, make_spec(config.env, config.atari))
-    if config.learners == 1:
-        found = [_measure(InlineLearner(config), seconds, lambda: None)]
+    if config.learners == 1 and config.acting == "inline":
+        found = [_measure(Learner(config), seconds, lambda: None)]
     else:
         found = _measure_children(config, seconds)
     rates = {k: np.sum([one["rates"][k] for one in found], 0) for k in found[0]["rates"]}
@@ -100,7 +103,7 @@ def bench(config: Config, seconds: float) -> dict[str, Any]:
     }
 
 
-def _measure(learner: InlineLearner, seconds: float, sync: Sync) -> dict[str, Any]:
+def _measure(learner: Learner, seconds: float, sync: Sync) -> dict[str, Any]:
     """One learner's rates in alternating turns; all learners begin each turn together."""
     turn = seconds / (3 * _ROUNDS + 1)
     rates: dict[str, list[float]] = {"env_only": [], "acting": [], "training": []}
@@ -114,6 +117,7 @@ def _measure(learner: InlineLearner, seconds: float, sync: Sync) -> dict[str, An
             sync()
             training.turn(turn / 2)
             for _ in range(_ROUNDS):
+                training.rest()
                 sync()
                 rates["env_only"].append(env_only.turn(turn))
                 sync()
@@ -151,7 +155,7 @@ def bench_process(post: Post, config: Config, links: Links, seconds: float) -> N
                 raise CoterieError("bench: another learner hangs")
             time.sleep(1e-4)
 
-    post("found", _measure(InlineLearner(config, 0, links), seconds, sync))
+    post("found", _measure(Learner(config, 0, links), seconds, sync))
 
 
 def _measure_children(config: Config, seconds: float) -> list[dict[str, Any]]:
@@ -162,12 +166,16 @@ def _measure_children(config: Config, seconds: float) -> list[dict[str, Any]]:
             Child(f"coterie-bench-{rank}", crew.places[rank].cores, bench_process, (config, crew.links(rank), seconds))
             for rank in range(crew.learners)
         ]
+        for row in range(crew.learners, crew.learners + crew.actors):
+            links, number, cores = crew.actor(row)
+            children.append(Child(f"coterie-bench-{row}", cores, actor_process, (config, 0, links, number, row)))
         try:
-            while len(found) < len(children):
+            while len(found) < crew.learners:
                 for child, kind, content in listen([c for i, c in enumerate(children) if i not in found], 0.5):
-                    if kind != "found":
+                    if kind == "found":
+                        found[children.index(child)] = content
+                    elif kind != "acted":
                         raise CoterieError(f"{child.name}: {content if kind == 'end' else content[0]}")
-                    found[children.index(child)] = content
         finally:
             for child in children:
                 child.kill()
@@ -179,11 +187,17 @@ def _measure_children(config: Config, seconds: float) -> list[dict[str, Any]]:
 class _Training:
     """The learner's own loop, held after each turn; `learn=False` throws its rollouts away untrained."""
 
-    def __init__(self, learner: InlineLearner) -> None:
+    def __init__(self, learner: Learner) -> None:
         self.learner = learner
         self.last: Rollout | None = None
         self.source = learner.acting.rollouts(self._refresh)
-        self.steps, self.end = 0, 0.0
+        self.steps, self.begin, self.end = 0, 0.0, 0.0
+        self.made = 0  # rollouts to come that were acted before the turn
+
+    def rest(self) -> None:
+        """Wait until nobody acts: actors have filled all that they may."""
+        if isinstance(self.learner.acting, Decoupled):
+            self.made = self.learner.acting.rest()
 
     def _refresh(self) -> None:
         begin = time.perf_counter()
@@ -192,8 +206,8 @@ class _Training:
         self.learner.acting.publish(self.learner.progress.learner_steps)
 
     def turn(self, seconds: float, learn: bool = True) -> float:
-        begin, self.steps = time.perf_counter(), 0
-        self.end = begin + seconds
+        self.begin, self.steps = time.perf_counter(), 0
+        self.seconds, self.end = seconds, self.begin + seconds
         learner = self.learner
         if learn:
             learner.exchange.agree(False, False)
@@ -213,11 +227,19 @@ class _Training:
                 self.last = next(self.source)
                 if learner.config.exchange == "hogwild":  # others may wait for this learner's core
                     learner.exchange.after_rollout(learner.params)
-                self.steps += int(self.last.mask.sum())
-        return self.steps / (time.perf_counter() - begin)
+                self._count(self.last)
+        return self.steps / (time.perf_counter() - self.begin)
+
+    def _count(self, rollout: Rollout) -> None:
+        """The turn begins anew once what was acted before it is used up."""
+        self.steps += int(rollout.mask.sum())
+        if self.made:
+            self.made -= 1
+            self.begin, self.steps = time.perf_counter(), 0
+            self.end = self.begin + self.seconds
 
     def _over(self, rollout: Rollout) -> bool:
-        self.steps += int(rollout.mask.sum())
+        self._count(rollout)
         return self.learner.exchange.agree(False, time.perf_counter() >= self.end)[1]
 
     def publish(self, version: int) -> None:
@@ -232,12 +254,17 @@ class _Training:
         self.learner.close()
 
 
-def _costs(learner: InlineLearner, rollout: Rollout | None) -> dict[str, float]:
+def _costs(learner: Learner, rollout: Rollout | None) -> dict[str, float]:
     """Core-seconds for one env step of the acting forward and of training, each alone on one torch thread."""
     assert rollout is not None
-    inputs = learner.acting.recorder.inputs(0, 0)
-    with torch.inference_mode():
-        forward = _best(lambda: learner.acting.policy(0, inputs, learner.acting.states[0]))
+    width = learner.acting.slots.width if isinstance(learner.acting, Decoupled) else len(rollout.env_id)
+    width //= 1 if isinstance(learner.acting, Decoupled) else learner.layout.groups
+    seen = (
+        {k: x[0, :width] for k, x in rollout.obs.items()} if isinstance(rollout.obs, dict) else rollout.obs[0, :width]
+    )
+    inputs = Inputs(seen, *(x[0, :width] for x in (rollout.is_first, rollout.prev_action, rollout.prev_reward)))
+    rng, state = torch.Generator(learner.layout.device), learner.model.initial_state(width)
+    forward = _best(lambda: learner.algorithm.act(learner.actor, inputs, state, torch.ones(width), rng))
     cast = autocast(learner.layout.device, learner.layout.dtype)
     alone = Gradients(learner.model, learner.params, Team(1), cast)
 

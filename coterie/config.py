@@ -52,7 +52,9 @@ class Atari:
 class Reward:
     """What the loss sees of the reward. Logged returns are always raw."""
 
-    clip: Literal["none", "sign", "clamp"] = "none"  # clamp: to [-1, 1]
+    clip: Literal["none", "sign", "clamp", "tanh", "asymmetric"] = (
+        "none"  # clamp: to [-1, 1]; asymmetric: 0.3 min(tanh r, 0) + 5 max(tanh r, 0), IMPALA's for DMLab-30
+    )
     scale: float = 1.0
     normalize: bool = False  # divide by the running deviation of the discounted return
 
@@ -95,6 +97,7 @@ class Algo:
     value_coef: float = 0.5  # times (target - value)^2
     entropy_coef: float = 0.01
     entropy_schedule: Schedule = Schedule()
+    entropy_target: float = 0.0  # nats; entropy_coef is then adapted towards it (SEED RL). 0: it stays
     normalize_advantage: bool = False  # per batch
     poll: int = 0  # env steps of each env after which acting takes the newest weights; 0: once for each rollout
 
@@ -110,6 +113,32 @@ class PPO:
     clip_value: float = 0.0  # clip the value's move to +-this; 0: off
     target_kl: float = 0.0  # stop the epochs of a rollout when KL passes this; 0: off
     batch_size: int = 0  # samples per rollout: T shrinks to batch_size / num_envs as envs are added; 0: T stays
+
+
+@dataclass(frozen=True)
+class VTrace:
+    """V-trace's own."""
+
+    correction: Literal["vtrace", "one-step", "epsilon", "none"] = "vtrace"  # the comparison of IMPALA, Table 2
+    rho_bar: float = 1.0  # most that a temporal difference counts; not below c_bar. 0, as below: no limit
+    c_bar: float = 1.0  # most that a trace passes on
+    pg_rho_bar: float = 1.0  # most that a policy gradient counts
+    q_from: Literal["target", "value"] = "target"  # q_s = r + gamma v_{s+1}, or r + gamma V(x_{s+1})
+    loss: Literal["mean", "sum"] = "mean"  # over the batch and time; the papers' learning rates differ by it
+    replay_capacity: int = 0  # rollouts (of one env each) kept for replay, the oldest leave first; 0: none
+    replay_share: float = 0.5  # of each batch, on top of what is new: 0.5 trains on as many old rollouts as new ones
+
+
+@dataclass(frozen=True)
+class Decoupled:
+    """Actors with their own copy of the policy."""
+
+    batch_size: int = 0  # B, rollouts (of one env each) in a learner's batch; 0: as many as it has simulators
+    queue: int = 1  # batches that may wait for the learner, besides those being trained on and filled
+    publish_every: int = 1  # learner steps between two publications of the weights
+    lockstep: bool = False  # actors wait for the learner and it for them: no lag, and the same run twice
+    lag_alarm: int = 0  # learner steps of policy_lag from which the log says so; 0: never
+    restarts: int = 100  # actors that may die, and are started again, before the run fails
 
 
 @dataclass(frozen=True)
@@ -188,11 +217,12 @@ class Config:
     """A run: algorithm x acting x exchange x launch, and the sections."""
 
     preset: str = ""
-    algorithm: Literal["a2c", "ppo"] = "a2c"
-    acting: Literal["inline"] = "inline"
+    algorithm: Literal["a2c", "ppo", "vtrace"] = "a2c"
+    acting: Literal["inline", "decoupled"] = "inline"
     exchange: Literal["auto", "solo", "allreduce", "hogwild", "store", "gossip"] = "auto"  # auto: solo, or allreduce
     launch: Literal["local"] = "local"
     learners: int | Literal["auto"] = 1  # auto: one for each core, or for each GPU where there are any
+    actors: int | Literal["auto"] = "auto"  # decoupled: of all learners together; auto: one for each core
     restarts: int = 3  # learners that may be killed, and are started again, before the run fails
     steps: int = 1_000_000  # env steps of the whole run
     seed: int = 0
@@ -206,6 +236,8 @@ class Config:
     model: Model = field(default_factory=Model)
     algo: Algo = field(default_factory=Algo)
     ppo: PPO = field(default_factory=PPO)
+    vtrace: VTrace = field(default_factory=VTrace)
+    decoupled: Decoupled = field(default_factory=Decoupled)
     optim: Optim = field(default_factory=Optim)
     hogwild: Hogwild = field(default_factory=Hogwild)
     store: Store = field(default_factory=Store)

@@ -13,15 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.actor import Envs, Recorder
-from coterie.algorithms.a2c import A2C
-from coterie.algorithms.ppo import PPO
+from coterie.actor import Envs, Recorder, local_fields
 from coterie.atari57 import human_normalized
 from coterie.config import Config
 from coterie.envs.make import env_edges, make_envs, make_spec
 from coterie.envs.spaces import flatten
 from coterie.models.build import ActorCritic
-from coterie.roles import make_algorithm, make_model
+from coterie.parts import AnyAlgorithm, make_algorithm, make_model
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
 from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, TimeStep
@@ -65,7 +63,7 @@ class Scores:
 
 
 def evaluate(
-    algorithm: A2C | PPO,
+    algorithm: AnyAlgorithm,
     model: ActorCritic,
     config: Config,
     *,
@@ -113,10 +111,11 @@ def evaluate(
 class Player:
     """A policy in front of one group of envs: keeps the core state and the last action."""
 
-    def __init__(self, algorithm: A2C | PPO, model: ActorCritic, envs: Envs, sampled: bool, seed: int) -> None:
+    def __init__(self, algorithm: AnyAlgorithm, model: ActorCritic, envs: Envs, sampled: bool, seed: int) -> None:
         self.algorithm, self.model, self.envs = algorithm, model, envs
         device = next(model.parameters()).device
-        self.recorder = Recorder(envs.spec, envs.num_envs, [slice(0, envs.num_envs)], 1, device)
+        self.recorder = Recorder(local_fields(envs.spec, 1, envs.num_envs, device), [slice(0, envs.num_envs)], device)
+        self.action = self.recorder.fields["action"]
         self.rng = torch.Generator(device).manual_seed(seed)
         self.explore = torch.ones(envs.num_envs, device=device) if sampled else None
         self.state = model.initial_state(envs.num_envs)
@@ -124,9 +123,9 @@ class Player:
     @torch.inference_mode()
     def act(self, ts: TimeStep) -> Array:
         seen = self.recorder.see(0, 1, ts)
-        inputs = Inputs(seen.obs, seen.is_first, self.recorder.action[1], seen.prev_reward)
+        inputs = Inputs(seen.obs, seen.is_first, self.action[1], seen.prev_reward)
         out, self.state = self.algorithm.act(self.model, inputs, self.state, self.explore, self.rng)
-        self.recorder.action[1] = out.action
+        self.action[1] = out.action
         return out.action.cpu().numpy()
 
 

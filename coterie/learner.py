@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coterie.actor import Stages
-from coterie.algorithms.a2c import Batch, Clock, Loss
+from coterie.algorithms.a2c import Clock, Loss
 from coterie.exchange.solo import Guard, Steps
 from coterie.models.build import ActorCritic
 from coterie.parallel.params import FlatParams
@@ -23,14 +24,23 @@ from coterie.parallel.threads import Team
 from coterie.types import CoterieError, Rollout
 
 
+class Batch(Protocol):
+    """What one optimizer step learns from."""
+
+    count: int  # T x B of all of it, masked or not
+    metrics: dict[str, float]
+
+    def parts(self, ways: int = 1) -> Iterator[Any]: ...  # pieces whose losses and gradients add up to the batch's
+
+
 class Algorithm(Protocol):
     """What is learned. Everything that it owns is in its `state_dict`."""
 
     clock: Clock
 
-    def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]: ...
-    def loss(self, model: ActorCritic, batch: Batch) -> Loss: ...
-    def after_step(self, model: ActorCritic, batch: Batch) -> None: ...
+    def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Any]: ...
+    def loss(self, model: ActorCritic, batch: Any) -> Loss: ...  # of one part
+    def after_step(self, model: ActorCritic, batch: Any) -> None: ...
     def after_rollout(self, model: ActorCritic, rollout: Rollout) -> None: ...
     def gauges(self) -> dict[str, float]: ...  # for the metrics, beside what the loss tells
     def state_dict(self) -> dict[str, Tensor]: ...
@@ -73,8 +83,20 @@ class Progress:
     masked: int = 0  # rows that had no meaning: fake autoreset steps, replaced envs, waiting envs
     policy_lag_max: int = 0
     episodes: int = 0  # games that have ended
+    lags: Counter[int] = field(default_factory=Counter)  # rows that were acted with weights so many learner steps old
     metrics: dict[str, float] = field(default_factory=dict)  # sums over the batches since the last `read`
     batches: int = 0  # since the last `read`
+
+    def count_lag(self, version: Tensor) -> None:
+        """`version` `[T, B]`: learner step whose weights chose each action of what is about to be learned from."""
+        newest, oldest = (int(x) for x in version.aminmax()[::-1])
+        if newest == oldest:
+            self.lags[self.learner_steps - newest] += version.numel()
+        else:
+            found = torch.unique(version, return_counts=True)
+            for v, count in zip(*(x.tolist() for x in found), strict=True):
+                self.lags[self.learner_steps - v] += count
+        self.policy_lag_max = max(self.policy_lag_max, self.learner_steps - oldest)
 
     def add(self, name: str, value: float) -> None:
         self.metrics[name] = self.metrics.get(name, 0.0) + value
@@ -147,9 +169,7 @@ def learn(
         algorithm.clock.episodes = progress.episodes * settings.learners  # nobody asks the others for theirs
         valid = int(rollout.mask.sum())
         exchange.steps.add(valid)
-        progress.policy_lag_max = max(
-            progress.policy_lag_max, progress.learner_steps - int(rollout.policy_version.min())
-        )
+        progress.count_lag(rollout.policy_version)
         for batch in algorithm.batches(model, rollout):
             totals = gradients.compute(algorithm, batch)
             begin = stages.add("train", begin)

@@ -38,6 +38,36 @@ REFUSALS: tuple[Refusal, ...] = (
         "learners under allreduce must make as many steps: set it to 0",
     ),
     Refusal(
+        lambda c, s: c.acting == "decoupled" and c.algorithm in ("a2c", "ppo") and not c.decoupled.lockstep,
+        "decoupled.lockstep",
+        "a2c and ppo cannot correct for an older policy: set it to True, or use vtrace",
+    ),
+    Refusal(
+        lambda c, s: c.acting == "decoupled" and c.decoupled.lockstep and _batch(c) != c.env.num_envs,
+        "decoupled.batch_size",
+        "in lockstep a batch has one rollout of each env: leave it at 0",
+    ),
+    Refusal(
+        lambda c, s: c.acting == "decoupled" and (_actors(c) < 1 or _actors(c) % _learners(c) != 0),
+        "actors",
+        "must be a multiple of the learners",
+    ),
+    Refusal(
+        lambda c, s: c.acting == "decoupled" and c.env.num_envs * _learners(c) % max(1, _actors(c)) != 0,
+        "actors",
+        "the env.num_envs of a learner must be shared out evenly to its actors",
+    ),
+    Refusal(
+        lambda c, s: c.acting == "decoupled" and _batch(c) % max(1, c.env.num_envs * _learners(c) // _actors(c)) != 0,
+        "decoupled.batch_size",
+        "must be a multiple of the envs of an actor (env.num_envs x learners / actors)",
+    ),
+    Refusal(
+        lambda c, s: c.algorithm == "vtrace" and 0 < c.vtrace.rho_bar < (c.vtrace.c_bar or float("inf")),
+        "vtrace.rho_bar",
+        "must not be below vtrace.c_bar: V-trace would not converge",
+    ),
+    Refusal(
         lambda c, s: c.exchange == "store" and c.store.local_steps > 1 and not c.optim.rule.startswith("adam"),
         "store.local_steps",
         "several local steps are worked out for Adam only: set optim.rule adam or adam_eps_hat",
@@ -71,6 +101,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "has nothing to do: the env has byte observations only",
     ),
 )
+
+
+def _learners(config: Config) -> int:
+    return config.learners if isinstance(config.learners, int) else 1
+
+
+def _actors(config: Config) -> int:
+    return config.actors if isinstance(config.actors, int) else _learners(config)
+
+
+def _batch(config: Config) -> int:
+    return config.decoupled.batch_size or config.env.num_envs
 
 
 def _rows(config: Config) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from coterie.config import PPO, Algo, Atari, Config, Env, Gossip, Hogwild, Model, Optim, Reward, Schedule, Store
+from coterie.config import PPO, Algo, Atari, Config, Env, Gossip, Hogwild, Model, Optim, Reward, Schedule, Store, VTrace
 from coterie.envs.make import make_spec
 from coterie.runs.config_io import replace as override
 from coterie.types import ConfigError, Spec
@@ -177,6 +177,41 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
     return override(config, overrides)
 
 
+def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """IMPALA (Table G.1): decoupled actors, V-trace, losses summed over batches of 32 rollouts of 20 steps, RMSProp
+    with eps 0.01 inside the root, gradients clipped to 40; feed-forward on four frames, with GALA's net in the place of
+    the shallow one. Vectors and continuous control: our own settings.
+    """
+    config, kind = _start("impala", env, overrides)
+    config = replace(config, algorithm="vtrace", acting="decoupled", env=replace(config.env, num_envs=32))
+    if kind == "image":
+        config = replace(
+            config,
+            steps=10_000_000,
+            reward=Reward(clip="clamp"),
+            model=Model(torso="gala"),
+            algo=Algo(20, value_coef=0.25, entropy_coef=0.01),  # half of 0.5 times the squared error
+            vtrace=VTrace(loss="sum"),
+            optim=Optim("rmsprop_tf", lr=6e-4, eps=0.01, max_grad_norm=40.0, schedule=_LINEAR),
+        )
+    else:
+        config = replace(
+            config,
+            steps=1_000_000,
+            reward=Reward(normalize=kind == "continuous"),
+            model=Model(normalize_obs=True),
+            algo=Algo(20, gae_lambda=0.95, entropy_coef=0.0 if kind == "continuous" else 0.01),
+            optim=Optim("rmsprop", lr=2e-3, schedule=_LINEAR),
+        )
+    return override(config, overrides)
+
+
+def impala_deep(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """IMPALA with its ResNet of 15 convolutions (Figure 3, right)."""
+    config = replace(impala(env), preset="impala-deep")
+    return override(replace(config, model=replace(config.model, torso="impala")), overrides)
+
+
 def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:
     """A3C with large batches and a central store (Accelerated Methods 4.3): A2C learners of 16 simulators that meet a
     store of 3 chunks after every update; the learning rate does not grow with the learners.
@@ -212,6 +247,8 @@ PRESETS: dict[str, Callable[..., Config]] = {
     "ppo": ppo,
     "a3c": a3c,
     "a3c-store": a3c_store,
+    "impala": impala,
+    "impala-deep": impala_deep,
     "appo": appo,
     "gala-a2c": gala_a2c,
     "gala-ppo": gala_ppo,

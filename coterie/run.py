@@ -48,9 +48,11 @@ class Run:
         self.saved: dict[int, dict[str, Any]] = {}
         self.scores: Scores | None = None
         self.digests: dict[int, str] = {}
+        self.on_end: Callable[[], None] = lambda: None  # called before the last order: nobody acts after it
+        self.actors: set[int] = set()  # their rows of the board, where they are at work
         self.over = False
         self.signal: signal.Signals | None = None
-        self.noted = False
+        self.noted = self.alarmed = False
 
     @property
     def board(self) -> Board:
@@ -109,12 +111,16 @@ class Run:
         return {"status": status, "reason": reason, "folder": str(self.folder), **self.account.summary(self.digests)}
 
     def receive(self, rank: int, kind: str, content: Any) -> None:
-        """A learner's message; then see what is due."""
+        """The message of a learner, or of an actor (`rank`: its row of the board); then see what is due."""
         if kind == "note":
             if rank == 0 or self.learners == 1:
                 self.display.note(f"{self.learners} learners, each: {content}" if self.learners > 1 else content)
         elif kind == "report":
             self.account.take(rank, content)
+            for reason in content["failures"]:
+                self.writer.log(f"replaced {reason}")
+        elif kind == "acted":
+            self.account.take_acted(rank, content)
             for reason in content["failures"]:
                 self.writer.log(f"replaced {reason}")
         elif kind == "scores":
@@ -144,6 +150,7 @@ class Run:
             if self.members <= self.idle:
                 if account.news:
                     self._line()
+                self.on_end()
                 self._order(SAVE | LAST)
             elif self.idle:
                 pass  # the end is near
@@ -157,8 +164,13 @@ class Run:
             self.display.update(account.status())
 
     def _line(self) -> None:
-        line = self.account.line()
+        line, alarm = self.account.line(), self.config.decoupled.lag_alarm
         self.writer.write(line)
+        if alarm and line.get("policy_lag/p95", 0) >= alarm:
+            self.writer.log(f"policy_lag {line['policy_lag/p95']:g} learner steps (p95), decoupled.lag_alarm {alarm}")
+            if not self.alarmed:
+                self.display.note(f"the policy that acts is old: see policy_lag in {self.folder / 'metrics.jsonl'}")
+            self.alarmed = True
         self.display.update({**self.account.status(), "losses": line})
 
     def _order(self, what: int) -> None:
@@ -194,7 +206,8 @@ class Run:
             self.writer.write(self.account.take_scores(self.scores, steps))
             every = self.config.eval.every
             self.next_eval += -(-max(1, steps - self.next_eval + 1) // every) * every
-        state = {**self.account.state(counts), "present": sorted(self.saved), "next_eval": self.next_eval}
+        account = self.account.state(counts, bool(what & LAST))
+        state = {**account, "present": sorted(self.saved), "next_eval": self.next_eval}
         draft = checkpoint.draft_path(self.root, f"order_{self.order}")
         path = checkpoint.seal(self.root, draft, steps, state)
         # The games that end early are not a fair sample: a score that was cut short marks nothing.
@@ -212,11 +225,13 @@ class Run:
     def stalled(self) -> str | None:
         """Who has not come forward for `log.stall` seconds, if anybody."""
         stall, now = self.config.log.stall, time.monotonic()
-        stale = self.board.stale(sorted(self.members), now - stall) if now - self.account.begin > stall else []
+        watched = sorted(self.members | self.actors)
+        stale = self.board.stale(watched, now - stall) if now - self.account.begin > stall else []
         if not stale:
             return None
         idle = now - max(float(self.board.beat[stale[0]]), self.account.begin)
-        who = f"learner {stale[0]}: " if self.learners > 1 else ""
+        row = stale[0] - self.learners
+        who = f"actor {row}: " if row >= 0 else f"learner {stale[0]}: " if self.learners > 1 else ""
         return f"{who}no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
 
     def exit_when_stalled(self) -> Callable[[], None]:

@@ -13,7 +13,8 @@ from coterie.evaluate import evaluate
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST
 from coterie.parallel.processes import Post
-from coterie.roles import EVAL_SEED, InlineLearner, seed_for
+from coterie.parts import EVAL_SEED, seed_for
+from coterie.roles import Learner
 from coterie.runs import checkpoint
 from coterie.types import CoterieError, Rollout
 
@@ -23,7 +24,7 @@ _GAUGES_S = 0.25  # least seconds between two readings of what takes a while to 
 class Service:
     """Runs a learner. `every`: least seconds between two reports; `done`: the last order that is not for it."""
 
-    def __init__(self, learner: InlineLearner, folder: Path, post: Post, every: float = 0.0, done: int = 0) -> None:
+    def __init__(self, learner: Learner, folder: Path, post: Post, every: float = 0.0, done: int = 0) -> None:
         self.learner, self.post, self.every = learner, post, every
         self.root = folder / "checkpoints"
         self.board, self.rank = learner.links.board, learner.links.rank
@@ -73,9 +74,11 @@ class Service:
             "lr": self.learner.lr(self.learner.exchange.steps.total),
             "rss_mb": rss_mb(),
             "gauges": self.gauges,
-            "failures": self.learner.envs.failures(),
+            "failures": self.learner.acting.failures(),
+            "lags": dict(progress.lags),
         }
         self.games, progress.metrics, progress.batches = [], {}, 0
+        progress.lags.clear()
         self.post("report", content)
 
     def obey(self) -> None:

@@ -17,7 +17,8 @@ from coterie.exchange.topology import matrices
 from coterie.launch.local import run_children, run_here
 from coterie.matrix import check
 from coterie.parallel.board import Board
-from coterie.roles import InlineLearner, Links, resolve, settle
+from coterie.parts import Links, resolve, settle
+from coterie.roles import Learner
 from coterie.run import EXIT_INTERRUPTED, Run
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
@@ -66,10 +67,10 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
     check(config, spec)
     resolve(config, spec)
     assert isinstance(config.learners, int)
-    board = Board(config.learners)
-    here = config.exchange == "solo"
+    board = Board(config.learners)  # of the first moments: children get another
+    here = config.exchange == "solo" and config.acting == "inline"
     life = 0 if state is None else state["life"] + 1
-    learner = InlineLearner(config, life, Links(board=board)) if here else None
+    learner = Learner(config, life, Links(board=board)) if here else None
     if not here and config.exchange == "gossip":
         matrices(config.gossip.topology, config.learners, config.gossip.peers)
     try:

@@ -72,7 +72,13 @@ def test_each_refusal_has_a_config_that_meets_it(refusal):
         "env.groups": {"env.groups": 2, "env.num_envs": 3},
         "ppo.minibatch_size": {"ppo.minibatch_size": 10**6},
         "model.normalize_obs": {"model.normalize_obs": True},
-    }
+        "decoupled.lockstep": {"acting": "decoupled", "actors": 2},
+        "decoupled.batch_size": {
+            "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20, "decoupled.lockstep": True,
+        },
+        "actors": {"acting": "decoupled", "learners": 2, "actors": 3, "decoupled.lockstep": True},
+        "vtrace.rho_bar": {"algorithm": "vtrace", "vtrace.rho_bar": 0.5},
+    }  # fmt: skip
     env = "Pong-v5" if refusal.field == "model.normalize_obs" else "CartPole-v1"
     good = presets.ppo(env=env)
     bad = presets.ppo(env=env, **meets[refusal.field])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coterie import matrix
-from coterie.roles import InlineLearner
+from coterie.roles import Learner
 from coterie.types import Rollout
 from tests.conftest import make_config
 
@@ -24,7 +24,7 @@ CELLS = [
 ]
 
 
-def rollouts(learner: InlineLearner, count: int) -> Iterator[Rollout]:
+def rollouts(learner: Learner, count: int) -> Iterator[Rollout]:
     """What the learner sees, copied, `count` times."""
     seen: list[Rollout] = []
 
@@ -39,7 +39,7 @@ def rollouts(learner: InlineLearner, count: int) -> Iterator[Rollout]:
     yield from seen
 
 
-def check_alignment(learner: InlineLearner, seen: list[Rollout]) -> None:
+def check_alignment(learner: Learner, seen: list[Rollout]) -> None:
     """What holds for any env: previous rows, masks, the seam between rollouts, the count of rows."""
     for before, after in pairwise(seen):
         for key in ("is_first", "prev_action", "prev_reward"):
@@ -76,7 +76,7 @@ def test_counting_env_through_worker_processes(algorithm, acting, exchange, grou
             "ppo.minibatch_size": 14,
         },
     )
-    learner = InlineLearner(config)
+    learner = Learner(config)
     seen = list(rollouts(learner, 5))
     check_alignment(learner, seen)
     games = [game for r in seen for game in r.episodes]
@@ -123,7 +123,7 @@ def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
             "ppo.minibatch_size": 18,
         },
     )
-    learner = InlineLearner(config)
+    learner = Learner(config)
     seen = list(rollouts(learner, 6))
     check_alignment(learner, seen)
     tau = 0.02
@@ -157,7 +157,7 @@ def test_lstm_state_replayed_from_core_state_is_the_acting_state():
             "optim.eps": 1.0,
         },
     )
-    learner = InlineLearner(config)
+    learner = Learner(config)
     seen = list(rollouts(learner, 4))
     assert any(r.is_first[1:].any() for r in seen)
     assert all(r.core_state.abs().sum() > 0 for r in seen[1:])
@@ -182,7 +182,7 @@ def test_an_env_that_breaks_costs_one_masked_row_and_is_counted(tmp_path):
             "env.kwargs": f'{{"how": "nan_reward", "at": 3, "marker": "{tmp_path / "once"}", "length": 100}}',
         },
     )
-    learner = InlineLearner(config)
+    learner = Learner(config)
     seen = list(rollouts(learner, 3))
     assert learner.envs.replaced == 1
     masked = [(i, *map(int, at)) for i, r in enumerate(seen) for at in (~r.mask).nonzero()]
@@ -211,7 +211,7 @@ def test_held_back_resets_keep_every_row_true(reset, core):
             "optim.eps": 1.0,
         },
     )
-    learner = InlineLearner(config)
+    learner = Learner(config)
     seen = list(rollouts(learner, 6))
     valid = masked = 0
     for r in seen:

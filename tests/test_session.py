@@ -17,7 +17,7 @@ import torch
 import coterie
 from coterie import presets, session
 from coterie.evaluate import evaluate_run, load
-from coterie.roles import InlineLearner
+from coterie.roles import Learner
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace, save_config
 from coterie.runs.metrics import read_metrics
@@ -98,7 +98,7 @@ def test_kill_9_then_resume_goes_on_with_everything(tmp_path):
     tensors, state = checkpoint.load(path)
     lines = read_metrics(out)
     rolled_back = max(line["env_steps"] for line in lines) - state["env_steps"]
-    learner = InlineLearner(load_config(out / "config.json"), life=1)
+    learner = Learner(load_config(out / "config.json"), life=1)
     learner.load(checkpoint.learner(tensors, 0))
     try:
         for name, tensor in tensors["learner_0/model"].items():

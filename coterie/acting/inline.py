@@ -35,8 +35,10 @@ class Inline:
         stages: Stages,
         team: Team,
         poll: int = 0,
+        next_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
         self.envs, self.policy, self.recorder, self.stages, self.team = envs, policy, recorder, stages, team
+        self.next_recorder = next_recorder or (lambda: recorder)  # whose fields the next rollout goes into
         self.on_publish, self.version = on_publish, 0
         self.poll = poll or recorder.unroll_length  # steps with the same weights
         self.produced = 0  # valid rows recorded, whoever learns from them
@@ -49,9 +51,22 @@ class Inline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        close = getattr(self.envs, "close", None)
-        if close is not None:
-            close()
+        self.close()
+
+    def close(self) -> None:
+        self.team.close()
+        self.envs.close()
+
+    def counts(self) -> dict[str, int]:
+        """Since this acting began: valid rows, and envs that had to be replaced."""
+        return {"produced": self.produced, "replaced": self.envs.replaced}
+
+    def failures(self) -> list[str]:
+        """Why envs were replaced since this was last asked."""
+        return self.envs.failures()
+
+    def gauges(self) -> dict[str, float]:
+        return {}
 
     def publish(self, version: int) -> None:
         """The learner's weights changed: act with those of learner step `version` from now on."""
@@ -60,8 +75,10 @@ class Inline:
 
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
         seen = [self.envs.recv(g) for g in range(len(self.envs.groups))]
+        last = self.recorder.last()
         while True:
-            self.recorder.begin(self.states)
+            self.recorder = self.next_recorder()
+            self.recorder.begin(self.states, last)
             for begin in range(0, self.recorder.unroll_length, self.poll):
                 refresh()
                 rows = range(begin, min(begin + self.poll, self.recorder.unroll_length))
@@ -71,6 +88,7 @@ class Inline:
             self.envs.end_rollout()
             self.stages.merge(self.clocks)
             self.produced += int((~self.recorder.is_first[1:]).sum())
+            last = self.recorder.last()
             yield self.recorder.rollout()
             seen = [self.envs.begin_rollout(g) for g in range(len(seen))]
 

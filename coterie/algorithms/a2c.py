@@ -24,6 +24,8 @@ from coterie.ops.policy import masked_mean, normalize, policy_gradient, value_lo
 from coterie.ops.returns import explained_variance, gae, running_return
 from coterie.types import AgentOutput, Inputs, Rollout, Spec
 
+_ENTROPY_RATE = 0.01  # most that the log of the entropy coefficient moves in one learner step
+
 
 @dataclass
 class Clock:
@@ -125,6 +127,7 @@ class A2C:
         self.config, self.algo, self.chunk = config, config.algo, chunk
         self.dist = make_distribution(spec.action)
         self.clock = Clock()
+        self.entropy_adjustment = 0.0  # log of a factor of the entropy coefficient
         self.judged: tuple[Tensor, Tensor, Tensor] | None = None  # values, targets and mask of the last rollout
         self.running: Tensor | None = None  # discounted return of each env, for the reward's deviation
 
@@ -153,6 +156,11 @@ class A2C:
             r = r.sign()
         elif how.clip == "clamp":
             r = r.clamp(-1, 1)
+        elif how.clip == "tanh":
+            r = r.tanh()
+        elif how.clip == "asymmetric":  # IMPALA, Figure D.1 (its code: 5 tanh(r / 5), and 0.3 of that below 0)
+            r = r.tanh()
+            r = 0.3 * r.clamp(max=0) + 5 * r.clamp(min=0)
         if how.scale != 1:
             r = r * how.scale
         return r
@@ -165,9 +173,12 @@ class A2C:
         model.observe(rows, mask)
         if self.config.reward.normalize:
             r = self.rewards(rollout)
-            if self.running is None or len(self.running) != r.shape[1]:
-                self.running = torch.zeros_like(r[0])
-            returns, self.running = running_return(r, rollout.is_first, self.running.to(r.device), self.algo.gamma)
+            if self.running is None:
+                self.running = torch.zeros(self.config.env.num_envs, device=r.device)
+            mine = rollout.env_id % len(self.running)  # whichever columns they are in this time
+            running = self.running.to(r.device)
+            returns, running[mine] = running_return(r, rollout.is_first, running[mine], self.algo.gamma)
+            self.running = running
             model.return_norm.update(returns[mask])
 
     def prepare(self, model: ActorCritic, rollout: Rollout) -> Batch:
@@ -209,7 +220,7 @@ class A2C:
         factor = schedule_value(
             self.algo.entropy_schedule, self.clock.env_steps, self.config.steps, self.clock.episodes
         )
-        return self.algo.entropy_coef * factor
+        return self.algo.entropy_coef * factor * math.exp(self.entropy_adjustment)
 
     def loss(self, model: ActorCritic, batch: Batch) -> Loss:
         """Policy gradient, squared value error, entropy bonus."""
@@ -222,15 +233,21 @@ class A2C:
         }
         return combine(terms, {}, batch.mask, batch.count)
 
-    def after_step(self, model: ActorCritic, batch: Batch) -> None:
-        """Nothing: no target copies, no priorities."""
+    def after_step(self, model: ActorCritic, batch: Any) -> None:
+        """Adapt the entropy bonus towards the target entropy, where there is one (SEED RL)."""
+        if target := self.algo.entropy_target:
+            missing = (target - batch.metrics.get("entropy", target)) / abs(target)
+            self.entropy_adjustment += _ENTROPY_RATE * max(-1.0, min(1.0, missing))
 
     def gauges(self) -> dict[str, float]:
         """How much of the value targets' variance the values explained, in the last rollout."""
         return {} if self.judged is None else {"explained_variance": float(explained_variance(*self.judged))}
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {} if self.running is None else {"running": self.running}
+        adjustment = torch.tensor([self.entropy_adjustment], dtype=torch.float64)
+        return {"entropy_adjustment": adjustment, **({} if self.running is None else {"running": self.running})}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.running = state.get("running")
+        if "entropy_adjustment" in state:
+            self.entropy_adjustment = float(state["entropy_adjustment"])

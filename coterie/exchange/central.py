@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -15,8 +12,8 @@ from torch import Tensor
 from coterie.exchange.solo import Rule
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
+from coterie.parallel.locks import Locks
 from coterie.parallel.shm import SharedArrays
-from coterie.types import CoterieError
 
 
 def central_memory(data: Tensor, rule: Rule, chunks: int, moments: Tensor) -> SharedArrays:
@@ -36,44 +33,6 @@ def central_memory(data: Tensor, rule: Rule, chunks: int, moments: Tensor) -> Sh
     for k, x in state.items():
         shared.arrays[f"state/{k}"][...] = x.cpu().numpy()
     return shared
-
-
-class Locks:
-    """Locks that the kernel frees when their holder dies: byte ranges of one file, one byte for each."""
-
-    def __init__(self, fd: int, timeout: float) -> None:
-        self.fd, self.timeout = fd, timeout
-
-    def take(self, k: int, wait: bool = True) -> bool:
-        """Lock number `k`; False where somebody else has it and `wait` is False."""
-        end = time.monotonic() + self.timeout
-        while True:
-            try:
-                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, k)
-                return True
-            except OSError:
-                if not wait:
-                    return False
-            if time.monotonic() > end:
-                raise CoterieError(
-                    f"a lock on the shared weights was not free for {self.timeout:g} s: who has it hangs"
-                )
-            time.sleep(5e-5)
-
-    def queue(self, k: int) -> None:
-        """Lock number `k`, asleep until it is this process's turn, for as long as that takes."""
-        fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, k)
-
-    def free(self, k: int) -> None:
-        fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, k)
-
-    @contextmanager
-    def held(self, k: int) -> Iterator[None]:
-        self.take(k)
-        try:
-            yield
-        finally:
-            self.free(k)
 
 
 class Shift:

@@ -1,40 +1,33 @@
-"""Placing a run's learners on this machine: in the caller's own process, or as children that are watched over.
+"""Placing a run's learners and actors on this machine: in the caller's own process, or as children that are watched.
 
-A lone learner runs here, so that a debugger and a notebook work. Several are processes on cores of their own. One that
-dies is started again, alone where the others can go on without it (gossip), else all of them from the last checkpoint.
+A lone learner that acts itself runs here, so that a debugger and a notebook work. Several, and actors, are processes on
+cores of their own. A learner that dies is started again, alone where the others can go on without it (gossip), else all
+of them from the last checkpoint; an actor that dies is started again alone, and fills the slot that it left.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from coterie.config import Config
-from coterie.exchange.central import fill
-from coterie.exchange.diagnostics import Consensus, Cosines, cosine_memory
-from coterie.exchange.topology import matrices
-from coterie.parallel.affinity import available_cores, place
-from coterie.parallel.board import Board
-from coterie.parallel.params import FlatParams
+from coterie.launch.placement import Placement
 from coterie.parallel.processes import Child, Post, listen
-from coterie.roles import InlineLearner, Links, exchange_memory, make_model, normalizers
+from coterie.parts import Links, make_model
+from coterie.roles import Actor, Learner
 from coterie.run import Run
 from coterie.runs import checkpoint
 from coterie.serve import Service
-from coterie.types import ConfigError, CoterieError, Spec
+from coterie.types import ConfigError, CoterieError
 
 _REPORT_S = 0.25  # between two reports of a child
 _GRACE_S = 1.0  # for the learner whose end made the others fail to be found
+_LEAVE_S = 5.0  # for actors to leave at the end of a run
+_BACK_OFF_S = 60.0  # most that an actor waits before it is started again
 
 
-def run_here(run: Run, learner: InlineLearner) -> dict[str, Any]:
+def run_here(run: Run, learner: Learner) -> dict[str, Any]:
     """Train in this process."""
 
     def post(kind: str, content: Any) -> None:
@@ -54,7 +47,7 @@ def learner_process(
     done: int,
 ) -> None:  # fmt: skip
     """A child: one learner, from the beginning or from its part of a checkpoint."""
-    learner = InlineLearner(config, life, links)
+    learner = Learner(config, life, links)
     try:
         if saved is not None:
             tensors, state = checkpoint.load(saved)
@@ -68,69 +61,26 @@ def learner_process(
         learner.close()
 
 
-class Placement:
-    """Where the learners of a run sit and what they share; made anew when all of them start again."""
-
-    def __init__(self, config: Config, spec: Spec, tensors: checkpoint.Tensors | None = None) -> None:
-        assert isinstance(config.learners, int)
-        self.config, self.learners = config, config.learners
-        gpus = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
-        self.places = place(self.learners, available_cores(), gpus)
-        self.board = Board(self.learners)
-        self.board.here[:] = 1
-        self.meeting = Path(tempfile.mkdtemp(prefix="coterie-")) if config.exchange == "allreduce" else None
-        model = make_model(config, spec)
-        if tensors:
-            model.load_state_dict(tensors["model"])
-        params, moments = FlatParams(model), normalizers(config, model)
-        self.memory = exchange_memory(config, params, moments, self.learners)
-        if tensors and self.memory is not None and config.exchange in ("hogwild", "store"):
-            fill(self.memory, tensors["exchange"], moments.read())
-        self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
-
-    def links(self, rank: int, rejoin: bool = False) -> Links:
-        place = self.places[rank]
-        # A learner that sleeps on purpose leaves its core to the others.
-        shared = place.gpu < 0 and self.places.count(place) > 1 and not self.config.env.delay
-        return Links(
-            rank=rank,
-            board=self.board,
-            memory=self.memory,
-            rendezvous=self.meeting / "allreduce" if self.meeting is not None else None,
-            gradients=self.gradients,
-            rejoin=rejoin,
-            gpu=max(place.gpu, 0),
-            core=place.cores[0] if shared else -1,
-        )
-
-    def readers(self) -> list[Callable[[], dict[str, float]]]:
-        """What the lines of metrics tell of the learners' agreement."""
-        config, found = self.config, list[Callable[[], dict[str, float]]]()
-        gossip = config.exchange == "gossip"
-        sequence = matrices(config.gossip.topology, self.learners, config.gossip.peers) if gossip else []
-        if gossip and self.memory is not None:
-            found.append(Consensus(self.memory, sequence, config.gossip.tau).read)
-        if self.gradients is not None:
-            peers = np.sum(sequence, 0) if gossip else np.ones((self.learners, self.learners))
-            found.append(Cosines(self.gradients, peers).read)
-        return found
-
-    def close(self) -> None:
-        if self.meeting is not None:
-            shutil.rmtree(self.meeting, ignore_errors=True)
-        for memory in (self.memory, self.gradients):
-            if memory is not None:
-                memory.close()
+def actor_process(post: Post, config: Config, life: int, links: Links, number: int, row: int) -> None:
+    """A child: one actor."""
+    actor = Actor(config, life, links, number, row)
+    try:
+        actor.run(post)
+    finally:
+        actor.acting.close()
 
 
 class Crew:
-    """The learners of a run as processes."""
+    """The learners and actors of a run as processes, by their rows of the board."""
 
     def __init__(self, run: Run, config: Config, saved: Path | None, state: dict[str, Any] | None) -> None:
         self.run, self.config, self.saved, self.state = run, config, saved, state
         self.children: dict[int, Child] = {}
         self.lost: tuple[float, str] | None = None  # when a learner missed another, and what it said
         self.group = self._group()
+        self.due: dict[int, float] = {}  # when actors that died are started again
+        self.deaths = 0  # of actors
+        run.on_end = self._dismiss
 
     def _group(self) -> Placement:
         """A new place for all learners, with the counts of the checkpoint that they go on from."""
@@ -139,6 +89,7 @@ class Crew:
             everything, state = checkpoint.load(self.saved)
             tensors = checkpoint.learner(everything, state["present"][0])
         group = Placement(self.config, self.run.spec, tensors)
+        group.board.beat[:] = time.monotonic()
         for rank in range(group.learners):
             counts = {} if self.state is None else self.state["learners"][rank]
             learned = counts.get("learned", 0)
@@ -153,9 +104,11 @@ class Crew:
         run.display.note("cores " + ", ".join("+".join(map(str, cores)) for cores in where))
         while not run.over:
             for child, kind, content in listen(self.children.values(), 0.1):
-                rank = int(child.name.rsplit("-", 1)[1])
-                if self.children.get(rank) is child:  # and not one that was replaced a moment ago
-                    self._handle(rank, kind, content)
+                row = next((row for row, one in self.children.items() if one is child), None)
+                if row is not None:  # and not one that was replaced a moment ago
+                    self._handle(row, kind, content)
+            for row in [row for row, when in self.due.items() if time.monotonic() >= when]:
+                self._start_actor(row)
             if self.lost is not None and time.monotonic() - self.lost[0] > _GRACE_S:
                 self._restart_all(self.lost[1])
             run.poll()
@@ -167,9 +120,13 @@ class Crew:
             child.kill()
         self.group.close()
 
-    def _handle(self, rank: int, kind: str, content: Any) -> None:
+    def _name(self, row: int) -> str:
+        actor = row - self.group.learners
+        return f"learner {row}" if actor < 0 else f"actor {actor}"
+
+    def _handle(self, row: int, kind: str, content: Any) -> None:
         if kind == "end":
-            self._ended(rank, content)
+            (self._ended if row < self.group.learners else self._actor_ended)(row, content)
         elif kind == "config":
             raise ConfigError(content[0])
         elif kind == "peer":
@@ -177,10 +134,10 @@ class Crew:
         elif kind == "error":
             line, trace = content
             if trace:
-                self.run.writer.log(f"learner {rank}:\n{trace}")
-            raise CoterieError(f"learner {rank}: {line}")
+                self.run.writer.log(f"{self._name(row)}:\n{trace}")
+            raise CoterieError(f"{self._name(row)}: {line}")
         else:
-            self.run.receive(rank, kind, content)
+            self.run.receive(row, kind, content)
 
     def _ended(self, rank: int, manner: str) -> None:
         run = self.run
@@ -192,7 +149,10 @@ class Crew:
         if self.config.exchange != "gossip":
             self._restart_all(f"learner {rank} {manner}")
             return
-        run.account.lose(rank)
+        rows = self.group.rows(rank)
+        for row in rows:
+            self._drop_actor(row)
+        run.account.lose(rank, rows)
         if run.board.stopping or run.idle:  # the end is near: the others finish without it
             run.members.discard(rank)
             if not run.members:
@@ -202,13 +162,60 @@ class Crew:
         self._count_restart(f"learner {rank} {manner}", f"learner {rank} comes back with a peer's weights")
         run.give_up_order()
         run.board.beat[rank] = time.monotonic()
+        if rows:
+            self.group.renew(rank, run.spec, make_model(self.config, run.spec))
         self._start(rank, None, run.board.read(rank), rejoin=True)
+        for row in rows:
+            self._start_actor(row)
+
+    def _drop_actor(self, row: int) -> None:
+        self.due.pop(row, None)
+        self.run.actors.discard(row)
+        if (child := self.children.pop(row, None)) is not None:
+            child.kill()
+
+    def _actor_ended(self, row: int, manner: str) -> None:
+        """An actor is gone: it is started again after a while, the longer the more often that happened."""
+        run = self.run
+        self.children.pop(row)
+        run.actors.discard(row)
+        run.account.lose_actor(row)
+        if run.over or run.board.closed:
+            return
+        self.deaths += 1
+        if self.deaths > self.config.decoupled.restarts:
+            raise CoterieError(
+                f"{self._name(row)} {manner}; decoupled.restarts ({self.config.decoupled.restarts}) are used up"
+            )
+        run.writer.log(f"{self._name(row)} {manner}; it is started again")
+        self.due[row] = time.monotonic() + min(_BACK_OFF_S, 0.1 * 2 ** (self.deaths - 1))
+
+    def _start_actor(self, row: int) -> None:
+        self.due.pop(row, None)
+        links, number, cores = self.group.actor(row)
+        life = self.run.account.life + 1000 * (self.run.account.restarts + self.deaths)
+        self.run.board.beat[row] = time.monotonic()
+        args = (self.config, life, links, number, row)
+        self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, actor_process, args)
+        self.run.actors.add(row)
+
+    def _dismiss(self) -> None:
+        """No learner learns any more: the actors leave, and what they had counted stays."""
+        self.run.board.close()
+        end = time.monotonic() + _LEAVE_S
+        for row in [row for row in self.children if row >= self.group.learners]:
+            child = self.children.pop(row)
+            self.run.actors.discard(row)
+            child.process.join(max(0.0, end - time.monotonic()))
+            child.kill()
 
     def _restart_all(self, reason: str) -> None:
         run = self.run
         for child in self.children.values():
             child.kill()
         self.children.clear()
+        self.due.clear()
+        run.actors.clear()
         self.lost = None
         if run.board.stopping:
             raise CoterieError(f"{reason}, while the run was ending")
@@ -234,6 +241,8 @@ class Crew:
         self.run.poll()
         for rank in range(self.group.learners):
             self._start(rank, self.saved, self.run.board.read(rank))
+            for row in self.group.rows(rank):
+                self._start_actor(row)
 
     def _start(self, rank: int, saved: Path | None, counts: dict[str, int], rejoin: bool = False) -> None:
         run = self.run

@@ -12,27 +12,28 @@ from contextlib import contextmanager
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array
 
-#: What each learner counts. `started`: rows that it has begun to learn from (budgets and schedules read their sum);
-#: `learned`: rows that it has learned from.
+#: What each learner, and each actor, counts. `produced`: rows acted, whoever learns from them; `delivered`: those of
+#: them that an actor has handed over; `started`: rows that a learner has begun to learn from (budgets and schedules
+#: read their sum); `learned`: rows that it has learned from.
 COUNTS = (
-    "produced", "started", "learned", "masked", "learner_steps", "samples_trained",
+    "produced", "delivered", "started", "learned", "masked", "learner_steps", "samples_trained",
     "policy_lag_max", "skipped", "replaced", "episodes",
 )  # fmt: skip
 SAVE, EVALUATE, LAST = 1, 2, 4  # what an order asks for: a checkpoint, before it an evaluation, after it the end
 
 
 class Board:
-    """One row of counts for each learner, and the orders of whoever runs them."""
+    """One row of counts for each learner, then for each actor, and the orders of whoever runs them."""
 
-    def __init__(self, learners: int) -> None:
+    def __init__(self, learners: int, actors: int = 0) -> None:
         self._shared = SharedArrays(
             {
-                "counts": ((learners, len(COUNTS)), "int64"),
+                "counts": ((learners + actors, len(COUNTS)), "int64"),
                 "here": ((learners,), "int64"),
-                "beat": ((learners,), "float64"),
-                "order": ((3,), "int64"),
+                "beat": ((learners + actors,), "float64"),
+                "order": ((4,), "int64"),
                 "turns": ((learners,), "int64"),
-                "waiting": ((learners,), "int64"),
+                "waiting": ((learners + actors,), "int64"),
             },
             name="coterie-board",
         )
@@ -45,7 +46,7 @@ class Board:
         self.beat: Array = arrays["beat"]  # monotonic time of its last sign of life
         self._waiting: Array = arrays["waiting"]
         self.turns: Array = arrays["turns"]  # turns that each learner has had, where they go one after the other
-        self._order: Array = arrays["order"]  # number, what, stop
+        self._order: Array = arrays["order"]  # number, what, stop, closed
 
     def __getstate__(self) -> dict[str, SharedArrays]:
         return {"_shared": self._shared}
@@ -100,6 +101,14 @@ class Board:
 
     def stop(self) -> None:
         self._order[2] = 1
+
+    def close(self) -> None:
+        """Let the actors go: nobody will learn from what they do."""
+        self._order[3] = 1
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._order[3])
 
     @property
     def stopping(self) -> bool:

@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Mapping
 from multiprocessing import reduction
 from typing import Any
@@ -21,6 +22,18 @@ from coterie.types import Array
 
 Layout = Mapping[str, tuple[tuple[int, ...], DTypeLike]]  # name -> (shape, dtype)
 _ALIGN = 64  # a cache line: no two arrays share one
+
+
+_BARRIER = threading.Lock()
+
+
+def fence() -> None:
+    """What was written before this is seen before what is written after it, on processors that reorder writes (Arm).
+
+    A lock's atomic operations order the memory accesses around them.
+    """
+    with _BARRIER:
+        pass
 
 
 def _place(layout: Layout) -> tuple[dict[str, int], int]:
@@ -57,6 +70,7 @@ class SharedArrays:
         if os.fstat(self.fd).st_size < size:
             raise ValueError(f"shared memory holds {os.fstat(self.fd).st_size} bytes, the layout needs {size}")
         memory = mmap.mmap(self.fd, size)  # unmapped when the last array over it dies
+        self.memory: Array = np.frombuffer(memory, np.uint8)  # all of it
         self.arrays: dict[str, Array] = {
             key: np.ndarray(shape, dtype, memory, offsets[key]) for key, (shape, dtype) in layout.items()
         }
@@ -71,7 +85,7 @@ class SharedArrays:
             os.close(self.fd)
             self.fd = -1
             # Never `mmap.close()`: numpy does not keep the map open for its arrays, and reading one would crash.
-            self.arrays = {}
+            self.arrays, self.memory = {}, np.zeros(0, np.uint8)
 
 
 def _attach(layout: Layout, fd: Any, name: str) -> SharedArrays:

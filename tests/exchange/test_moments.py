@@ -10,7 +10,8 @@ from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
-from coterie.roles import InlineLearner, Links, exchange_memory, make_model, normalizers
+from coterie.parts import Links, exchange_memory, make_model, normalizers
+from coterie.roles import Learner
 from tests.conftest import make_config
 
 SHAPES = [(3,), (), (2, 4)]
@@ -135,7 +136,7 @@ def test_learners_share_rows_through_the_centre():
 def test_a_resumed_run_counts_the_rows_of_before_once(exchange):
     """Built in the order of launch/local.py: memory from the checkpoint, a fresh learner, then its part of it."""
     config = make_config(exchange=exchange, **{"model.normalize_obs": True, "algo.unroll_length": 5})
-    learner = InlineLearner(config)
+    learner = Learner(config)
     learner.run(lambda rollout: learner.progress.learner_steps == 2)
     learner.close()
     tensors = {part: {k: x.clone() for k, x in group.items()} for part, group in learner.tensors().items()}
@@ -147,7 +148,7 @@ def test_a_resumed_run_counts_the_rows_of_before_once(exchange):
     memory = exchange_memory(config, params, moments, 2)
     fill(memory, tensors["exchange"], before)
     board = Board(2)
-    again = [InlineLearner(config, 1, Links(rank, board, memory)) for rank in range(2)]
+    again = [Learner(config, 1, Links(rank, board, memory)) for rank in range(2)]
     for each in again:
         each.load(tensors)
         each.start({"learned": 20}, 40)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.exchange.central import Locks, Shift, central_memory
+from coterie.exchange.central import Shift, central_memory
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
+from coterie.parallel.locks import Locks
 from coterie.parallel.processes import Child, Post
 from coterie.parallel.shm import SharedArrays
 from coterie.types import CoterieError
@@ -61,7 +62,7 @@ def test_a_lock_is_one_processs_and_free_when_it_is_killed():
     try:
         assert expect(child, {"taken"}) == ("taken", 1)
         assert not locks.take(1, wait=False)
-        with pytest.raises(CoterieError, match=r"^a lock on the shared weights was not free for 0\.02 s: .* hangs$"):
+        with pytest.raises(CoterieError, match=r"^a lock on shared memory was not free for 0\.02 s: .* hangs$"):
             locks.take(1)
         with pytest.raises(CoterieError, match="was not free"), locks.held(1):
             raise AssertionError("it was not held")

@@ -1,0 +1,132 @@
+"""V-trace actor-critic: learning from rollouts of an older policy (IMPALA, arXiv 1802.01561, section 4).
+
+Log-probabilities and values are the learner's own, from one pass over the whole rollout; what the rollout tells of the
+policy that acted is `behavior_log_prob`. Acting, rewards and normalizers are A2C's. `correction` has the variants that
+the paper compares (section 5.2.2): `none`, `epsilon`, `one-step`. With replay a part of each batch are older rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from coterie.algorithms.a2c import A2C, Loss, combine
+from coterie.config import Config
+from coterie.models.build import ActorCritic
+from coterie.ops.policy import policy_gradient, value_loss
+from coterie.ops.returns import gae
+from coterie.ops.vtrace import vtrace
+from coterie.types import Inputs, Rollout, Spec
+
+_EPSILON = 1e-6  # what the variant `epsilon` adds to a probability before its logarithm
+
+
+@dataclass
+class Sequences:
+    """Whole rollouts of some envs, `[T+1, b]`: what V-trace looks at together."""
+
+    inputs: Inputs  # row T is there for its value only
+    action: Tensor
+    reward: Tensor
+    terminated: Tensor
+    behavior_log_prob: Tensor
+    mask: Tensor
+    core_state: Tensor | None
+    count: int  # T x B of the whole batch
+
+    def columns(self, at: slice | Tensor) -> Sequences:
+        obs = self.inputs.obs
+        picked = {k: x[:, at] for k, x in obs.items()} if isinstance(obs, dict) else obs[:, at]
+        return Sequences(
+            Inputs(picked, *(x[:, at] for x in self.inputs[1:])),
+            self.action[:, at],
+            self.reward[:, at],
+            self.terminated[:, at],
+            self.behavior_log_prob[:, at],
+            self.mask[:, at],
+            self.core_state[at] if self.core_state is not None else None,
+            self.count,
+        )
+
+
+@dataclass
+class Batch:
+    """New rollouts and replayed ones. A part holds at most `chunk` rows (0: all of either kind)."""
+
+    rollouts: list[Sequences]
+    chunk: int
+    count: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def parts(self, ways: int = 1) -> Iterator[Sequences]:
+        for whole in self.rollouts:
+            rows, width = whole.inputs.is_first.shape
+            size = max(1, self.chunk // rows) if self.chunk else width
+            pieces = min(width, math.ceil(math.ceil(width / size) / ways) * ways)
+            for i in range(pieces):
+                yield whole.columns(slice(width * i // pieces, width * (i + 1) // pieces))
+
+
+class VTrace:
+    """A2C's parts with targets that are corrected for the policy that acted."""
+
+    def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
+        self.base = base = A2C(config, spec)
+        self.clock, self.act, self.after_rollout = base.clock, base.act, base.after_rollout
+        self.config, self.algo, self.own, self.chunk = config, config.algo, config.vtrace, chunk
+        self.after_step, self.gauges = base.after_step, base.gauges
+
+    def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]:
+        """The rollout itself, once."""
+        reward = self.base.rewards(rollout)
+        if self.config.reward.normalize:
+            reward = (reward / model.return_norm.deviation()).clamp(-10, 10)
+        count = reward.numel()
+        new = Sequences(
+            Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward),
+            rollout.action, reward, rollout.terminated, rollout.behavior_log_prob, rollout.mask, rollout.core_state,
+            count,
+        )  # fmt: skip
+        yield Batch([new], self.chunk, count)
+
+    def loss(self, model: ActorCritic, part: Sequences) -> Loss:
+        """Policy gradient and squared value error towards the corrected targets, entropy bonus."""
+        params, value, _ = model(part.inputs, part.core_state)
+        log_prob, entropy = self.base.dist.evaluate(params[:-1], part.action)
+        log_ratio = (log_prob - part.behavior_log_prob).detach()
+        target, advantage = self._targets(log_ratio, value.detach(), part)
+        if self.own.correction == "epsilon":
+            log_prob = (log_prob.exp() + _EPSILON).log()
+        terms = {
+            "policy_loss": (1.0, policy_gradient(log_prob, advantage)),
+            "value_loss": (self.algo.value_coef, value_loss(value[:-1], target)),
+            "entropy": (-self.base.entropy_coef(), entropy),
+        }
+        loss = combine(terms, {"rho": log_ratio.clamp(max=math.log(1e3)).exp()}, part.mask, part.count)
+        if self.own.loss == "sum":
+            loss.total = loss.total * part.count
+        return loss
+
+    def _targets(self, log_ratio: Tensor, value: Tensor, part: Sequences) -> tuple[Tensor, Tensor]:
+        """Value targets and advantages `[T, b]`."""
+        how, gamma, lam = self.own, self.algo.gamma, self.algo.gae_lambda
+        if how.correction == "vtrace":
+            return vtrace(
+                log_ratio, part.reward, value, part.terminated, part.mask, gamma,
+                rho_bar=how.rho_bar or math.inf, c_bar=how.c_bar or math.inf, pg_rho_bar=how.pg_rho_bar or math.inf,
+                lam=lam, q_from=how.q_from,
+            )  # fmt: skip
+        # As if the policy that acted were the learner's, but for the weight of each policy gradient in `one-step`.
+        advantage, target = gae(part.reward, value, part.terminated, part.mask, gamma, lam)
+        if how.correction == "one-step":
+            advantage = advantage * log_ratio.clamp(max=math.log(how.pg_rho_bar or 1e3)).exp()
+        return target, advantage
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.base.load_state_dict(state)

@@ -1,0 +1,104 @@
+"""Where the processes of a run on one machine sit, and the memory that they share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from coterie.config import Config
+from coterie.exchange.central import fill
+from coterie.exchange.diagnostics import Consensus, Cosines, cosine_memory
+from coterie.exchange.topology import matrices
+from coterie.models.build import ActorCritic
+from coterie.parallel.affinity import available_cores, place
+from coterie.parallel.board import Board
+from coterie.parallel.params import FlatParams
+from coterie.parallel.slots import Slots
+from coterie.parallel.weights import Weights
+from coterie.parts import Links, acting_memory, exchange_memory, make_model, normalizers
+from coterie.runs import checkpoint
+from coterie.types import Spec
+
+
+class Placement:
+    """Where the learners and actors of a run sit and what they share; made anew when all of them start again."""
+
+    def __init__(self, config: Config, spec: Spec, tensors: checkpoint.Tensors | None = None) -> None:
+        assert isinstance(config.learners, int)
+        self.config, self.learners = config, config.learners
+        gpus = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
+        self.places = place(self.learners, available_cores(), gpus)
+        self.actors = config.actors if config.acting == "decoupled" and isinstance(config.actors, int) else 0
+        self.board = Board(self.learners, self.actors)
+        self.board.here[:] = 1
+        self.meeting = Path(tempfile.mkdtemp(prefix="coterie-")) if config.exchange == "allreduce" else None
+        model = make_model(config, spec)
+        if tensors:
+            model.load_state_dict(tensors["model"])
+        params, moments = FlatParams(model), normalizers(config, model)
+        self.memory = exchange_memory(config, params, moments, self.learners)
+        if tensors and self.memory is not None and config.exchange in ("hogwild", "store"):
+            fill(self.memory, tensors["exchange"], moments.read())
+        self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
+        self.acting: dict[int, tuple[Slots, Weights]] = {}
+        for rank in range(self.learners if self.actors else 0):
+            self.renew(rank, spec, model)
+
+    def renew(self, rank: int, spec: Spec, model: ActorCritic) -> None:
+        """New memory between a learner and its actors: nobody is at work on it."""
+        for memory in self.acting.pop(rank, ()):
+            memory.close()
+        self.acting[rank] = acting_memory(self.config, spec, model)
+
+    def rows(self, rank: int) -> list[int]:
+        """The board's rows of a learner's actors: actor i is learner i mod L's."""
+        return [self.learners + i for i in range(rank, self.actors, self.learners)]
+
+    def actor(self, row: int) -> tuple[Links, int, tuple[int, ...]]:
+        """An actor's links, its number among its learner's, and its core."""
+        number, rank = divmod(row - self.learners, self.learners)
+        cores = self.places[rank].cores
+        stepping = cores[1:] if self.places[rank].gpu >= 0 and len(cores) > 1 else cores
+        return self.links(rank), number, (stepping[number % len(stepping)],)
+
+    def links(self, rank: int, rejoin: bool = False) -> Links:
+        place = self.places[rank]
+        # A learner that sleeps on purpose leaves its core to the others.
+        shared = place.gpu < 0 and self.places.count(place) > 1 and not self.config.env.delay and not self.actors
+        slots, weights = self.acting.get(rank, (None, None))
+        return Links(
+            rank=rank,
+            board=self.board,
+            memory=self.memory,
+            rendezvous=self.meeting / "allreduce" if self.meeting is not None else None,
+            gradients=self.gradients,
+            rejoin=rejoin,
+            gpu=max(place.gpu, 0),
+            core=place.cores[0] if shared else -1,
+            slots=slots,
+            weights=weights,
+        )
+
+    def readers(self) -> list[Callable[[], dict[str, float]]]:
+        """What the lines of metrics tell of the learners' agreement."""
+        config, found = self.config, list[Callable[[], dict[str, float]]]()
+        gossip = config.exchange == "gossip"
+        sequence = matrices(config.gossip.topology, self.learners, config.gossip.peers) if gossip else []
+        if gossip and self.memory is not None:
+            found.append(Consensus(self.memory, sequence, config.gossip.tau).read)
+        if self.gradients is not None:
+            peers = np.sum(sequence, 0) if gossip else np.ones((self.learners, self.learners))
+            found.append(Cosines(self.gradients, peers).read)
+        return found
+
+    def close(self) -> None:
+        if self.meeting is not None:
+            shutil.rmtree(self.meeting, ignore_errors=True)
+        for memory in (self.memory, self.gradients, *(x for both in self.acting.values() for x in both)):
+            if memory is not None:
+                memory.close()

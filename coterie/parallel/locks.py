@@ -1,0 +1,46 @@
+"""Locks on shared memory that die with their holder."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from coterie.types import CoterieError
+
+
+class Locks:
+    """Locks that the kernel frees when their holder dies: byte ranges of one file, one byte for each."""
+
+    def __init__(self, fd: int, timeout: float) -> None:
+        self.fd, self.timeout = fd, timeout
+
+    def take(self, k: int, wait: bool = True) -> bool:
+        """Lock number `k`; False where somebody else has it and `wait` is False."""
+        end = time.monotonic() + self.timeout
+        while True:
+            try:
+                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, k)
+                return True
+            except OSError:
+                if not wait:
+                    return False
+            if time.monotonic() > end:
+                raise CoterieError(f"a lock on shared memory was not free for {self.timeout:g} s: who has it hangs")
+            time.sleep(5e-5)
+
+    def queue(self, k: int) -> None:
+        """Lock number `k`, asleep until it is this process's turn, for as long as that takes."""
+        fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, k)
+
+    def free(self, k: int) -> None:
+        fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, k)
+
+    @contextmanager
+    def held(self, k: int) -> Iterator[None]:
+        self.take(k)
+        try:
+            yield
+        finally:
+            self.free(k)

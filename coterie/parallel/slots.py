@@ -1,0 +1,96 @@
+"""Slots: columns of batches in shared memory that producers fill and one consumer learns from, without a copy.
+
+There are a few batches, each `[T, B]` arrays cut into slots of `width` columns. The consumer opens a batch by writing
+a ticket beside each of its slots; a producer takes the oldest open slot and writes the same number when it is full.
+A producer that is killed leaves its slot to whoever takes its place: nothing it held has to be freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.parallel.locks import Locks
+from coterie.parallel.shm import Layout, SharedArrays, fence
+
+ANYBODY = -1
+_PLAIN = ("env_id", "core")  # arrays without a time axis
+_LOCK_S = 30.0  # a lock that is held for as long belongs to a process that was stopped
+
+
+class Slots:
+    """`batches` times the arrays of `layout`, whose columns are axis 1 (axis 0 of those in `_PLAIN`)."""
+
+    def __init__(self, layout: Layout, batches: int, batch_size: int, width: int) -> None:
+        self.batches, self.width, self.per_batch = batches, width, batch_size // width
+        arrays = {f"field/{k}": ((batches, *shape), dtype) for k, (shape, dtype) in layout.items()}
+        control = dict.fromkeys(("ticket", "holder", "need", "full"), ((batches, self.per_batch), "int64"))
+        self._shared = SharedArrays({**arrays, **control}, name="coterie-slots")
+        self._bind()
+
+    def _bind(self) -> None:
+        arrays = self._shared.arrays
+        self.ticket, self.need = arrays["ticket"], arrays["need"]  # the consumer writes them
+        self.holder, self.full = arrays["holder"], arrays["full"]  # the producers do
+        self.fields = [
+            {k.removeprefix("field/"): torch.from_numpy(x[j]) for k, x in arrays.items() if k.startswith("field/")}
+            for j in range(self.batches)
+        ]
+        self.memory = self._shared.memory
+        self.locks = Locks(self._shared.fd, _LOCK_S)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {k: v for k, v in vars(self).items() if k in ("batches", "width", "per_batch", "_shared")}
+
+    def __setstate__(self, state: Mapping[str, object]) -> None:
+        vars(self).update(state)
+        self._bind()
+
+    def open(self, batch: int, need: int, holders: list[int] | None = None) -> None:
+        """Consumer: have a batch filled with weights of version `need` or newer; `holders` says by whom."""
+        self.holder[batch] = ANYBODY if holders is None else holders
+        self.need[batch] = need
+        fence()
+        self.ticket[batch] = self.ticket.max() + 1 + np.arange(self.per_batch)
+
+    def is_full(self, batch: int) -> bool:
+        """Consumer: whether all slots of an open batch have been filled."""
+        whole = bool((self.full[batch] == self.ticket[batch]).all())
+        fence()
+        return whole
+
+    def take(self, producer: int) -> tuple[int, int] | None:
+        """Producer: (batch, slot) to fill next, or None. The one it holds already, else the oldest that is open."""
+        empty = self.full != self.ticket
+        if (at := self._oldest(empty & (self.holder == producer))) is not None:
+            return at
+        if not (empty & (self.holder == ANYBODY)).any():
+            return None
+        with self.locks.held(0):
+            at = self._oldest((self.full != self.ticket) & (self.holder == ANYBODY))
+            if at is not None:
+                self.holder[at] = producer
+        return at
+
+    def _oldest(self, among: np.ndarray) -> tuple[int, int] | None:
+        if not among.any():
+            return None
+        fence()
+        flat = np.where(among, self.ticket, np.iinfo(np.int64).max).argmin()
+        return divmod(int(flat), self.per_batch)
+
+    def fill(self, at: tuple[int, int]) -> None:
+        """Producer: the slot is full."""
+        fence()
+        self.full[at] = self.ticket[at]
+
+    def columns(self, batch: int, slot: int) -> dict[str, Tensor]:
+        """A slot's arrays."""
+        at = slice(slot * self.width, (slot + 1) * self.width)
+        return {k: x[at] if k in _PLAIN else x[:, at] for k, x in self.fields[batch].items()}
+
+    def close(self) -> None:
+        self._shared.close()

@@ -1,0 +1,219 @@
+"""The parts of a run's processes, built from its config: what `auto` comes to, algorithm, model, exchange, memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from coterie.actor import rollout_layout
+from coterie.algorithms.a2c import A2C
+from coterie.algorithms.ppo import PPO, horizon
+from coterie.algorithms.vtrace import VTrace
+from coterie.config import Config
+from coterie.envs.pool import has_env
+from coterie.exchange.allreduce import AllReduce
+from coterie.exchange.central import Central, Shift, central_memory
+from coterie.exchange.gossip import Gossip, gossip_memory
+from coterie.exchange.hogwild import Hogwild
+from coterie.exchange.solo import Guard, Solo
+from coterie.exchange.store import Store, Turns
+from coterie.exchange.topology import matrices
+from coterie.learner import Exchange
+from coterie.models.build import ActorCritic
+from coterie.models.heads import Moments, Normalizer
+from coterie.ops.optim import make_rule
+from coterie.parallel.affinity import available_cores, bf16_is_fast
+from coterie.parallel.board import Board, BoardSteps, OwnSteps
+from coterie.parallel.params import FlatParams
+from coterie.parallel.shm import SharedArrays
+from coterie.parallel.slots import Slots
+from coterie.parallel.weights import Weights
+from coterie.types import ConfigError, Spec
+
+_CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks.md)
+
+
+def seed_for(seed: int, *key: int) -> int:
+    """An independent seed for one purpose: seeds of different keys never share a stream."""
+    return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What `auto` came to on this machine."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the torsos
+    env_threads: int
+    torch_threads: int  # threads that train parts of a batch side by side, torch on one core in each
+    groups: int
+    chunk: int
+
+
+def resolve(config: Config, spec: Spec, gpu: int = 0) -> Layout:
+    """Turn every `auto` and 0 into a choice, by rules that depend on the machine and the env, never on timing."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda is not available here; use cpu or auto")
+    cuda = config.device == "cuda" or (
+        config.device == "auto" and torch.cuda.is_available() and config.exchange != "hogwild"
+    )
+    device = torch.device(f"cuda:{gpu}" if cuda else "cpu")
+    image = any(s.is_image for s in spec.obs.values())
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_is_fast(device.type))
+    cores = len(available_cores())
+    # A second thread pays where a forward pass takes long; a small net's calls would only wait for the interpreter.
+    threads = config.torch_threads or (cores if image and not cuda else 1)
+    # Two groups: for images each has a thread; otherwise one thread acts for them in turns, which pays while a group's
+    # step is short beside the threads' wake-ups (LunarLander, acting: 32 envs 51,200 steps/s with two groups and 38,700
+    # with one; 256 envs 86,700 and 93,700).
+    n = config.env.num_envs
+    workers = config.env.backend == "workers" or not has_env(config.env.id)
+    apart = image or cuda or workers or 32 <= n <= 128
+    groups = config.env.groups or (2 if apart and n % 2 == 0 else 1)
+    return Layout(
+        device=device,
+        dtype=torch.bfloat16 if bf16 else torch.float32,
+        env_threads=config.env.threads or cores,
+        torch_threads=threads,
+        groups=groups,
+        chunk=config.optim.chunk or (_CPU_CHUNK if image and not cuda else 0),
+    )
+
+
+AnyAlgorithm = A2C | PPO | VTrace
+
+
+def make_algorithm(config: Config, spec: Spec, chunk: int = 0, rank: int = 0) -> AnyAlgorithm:
+    seed = seed_for(config.seed, BATCH_SEED, rank)
+    if config.algorithm == "ppo":
+        return PPO(config, spec, chunk, seed)
+    return VTrace(config, spec, chunk, seed) if config.algorithm == "vtrace" else A2C(config, spec, chunk)
+
+
+def make_model(config: Config, spec: Spec) -> ActorCritic:
+    """The network with the run's initial weights: the same for every learner."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_for(config.seed))
+        return ActorCritic(spec, config.model)
+
+
+def settle(config: Config) -> Config:
+    """`auto` learners, actors and exchange as what they are on this machine: one learner for each GPU, or else each
+    core; one actor for each core, as far as the simulators can be shared out evenly.
+    """
+    learners = config.learners
+    if learners == "auto":
+        gpus = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
+        learners = 1 if config.exchange == "solo" else gpus or len(available_cores())
+    exchange = config.exchange
+    if exchange == "auto":
+        exchange = "solo" if learners == 1 else "allreduce"
+    actors = config.actors
+    if actors == "auto" and config.acting == "decoupled":
+        most = max(1, len(available_cores()) // learners)
+        share = math.gcd(config.env.num_envs, batch_size(config))
+        actors = learners * max(k for k in range(1, most + 1) if share % k == 0)
+    return replace(config, learners=learners, exchange=exchange, actors=actors)
+
+
+def batch_size(config: Config) -> int:
+    """Rollouts of one env each that a learner trains on at once."""
+    return (config.acting == "decoupled" and config.decoupled.batch_size) or config.env.num_envs
+
+
+def actor_env(config: Config, number: int, rank: int) -> tuple[Config, int]:
+    """The config of actor `number` of learner `rank`, with its share of the simulators, and its first env's id."""
+    assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
+    width = config.env.num_envs * config.learners // config.actors
+    env = replace(config.env, num_envs=width)
+    return replace(config, env=env), rank * config.env.num_envs + number * width
+
+
+def acting_memory(config: Config, spec: Spec, model: ActorCritic) -> tuple[Slots, Weights]:
+    """Where a learner's actors get weights from and leave rollouts."""
+    state = model.initial_state(1)
+    layout = rollout_layout(spec, horizon(config), batch_size(config), () if state is None else state.shape[1:])
+    width = actor_env(config, 0, 0)[0].env.num_envs
+    batches = 1 if config.decoupled.lockstep else 2 + config.decoupled.queue
+    slots = Slots(layout, batches, batch_size(config), width)
+    size = len(FlatParams(copy.deepcopy(model)).data)
+    return slots, Weights(size, normalizers(config, model).size)
+
+
+@dataclass(frozen=True)
+class Links:
+    """What ties a learner to the others: its place among them, the board, and the memory that its exchange needs."""
+
+    rank: int = 0
+    board: Board = field(default_factory=lambda: Board(1))
+    memory: SharedArrays | None = None
+    rendezvous: Path | None = None  # allreduce: the file where they meet
+    gradients: SharedArrays | None = None  # where gradients are left to be compared
+    rejoin: bool = False  # gossip: the others are at work already
+    gpu: int = 0
+    core: int = -1  # the core that this learner shares with others; -1: it has cores of its own
+    slots: Slots | None = None  # decoupled: where this learner's actors leave rollouts
+    weights: Weights | None = None  # and take weights
+
+    @property
+    def learners(self) -> int:
+        return len(self.board.here)
+
+
+def normalizers(config: Config, model: ActorCritic) -> Moments:
+    """The running normalizers that learners must agree on."""
+    used = [*model.obs_norm.values(), *([model.return_norm] if config.reward.normalize else [])]
+    return Moments(cast(list[Normalizer], used))
+
+
+def exchange_memory(config: Config, params: FlatParams, moments: Moments, learners: int) -> SharedArrays | None:
+    """The memory that the learners' exchange needs, with these weights where it holds any."""
+    if config.exchange == "gossip":
+        return gossip_memory(learners, len(params.data), moments.size)
+    if config.exchange in ("hogwild", "store"):
+        chunks = config.store.chunks if config.exchange == "store" else 1
+        return central_memory(params.data.cpu(), make_rule(config.optim), chunks, moments.read())
+    return None
+
+
+def make_exchange(config: Config, params: FlatParams, moments: Moments, links: Links) -> Exchange:
+    rule = make_rule(config.optim)
+    timeout = 10 + 2 * config.log.stall  # the parent, which sees everybody, is to say first who hangs
+    guard = Guard(config.optim.max_grad_norm, config.optim.on_nonfinite == "skip")
+    if config.exchange == "solo":
+        return Solo(params, rule, guard)
+    rank, learners, board = links.rank, links.learners, links.board
+    if config.exchange == "allreduce":
+        meeting = links.rendezvous or Path(tempfile.mkdtemp(prefix="coterie-")) / "meeting"
+        return AllReduce(params, rule, guard, moments, board, rank, meeting, timeout)
+    memory = links.memory or exchange_memory(config, params, moments, learners)
+    assert memory is not None
+    if config.exchange == "gossip":
+        lockstep = config.gossip.tau == 0
+        return Gossip(
+            params, rule, guard, moments, memory, board,
+            OwnSteps(learners) if lockstep else BoardSteps(board, rank), rank,
+            matrices(config.gossip.topology, learners, config.gossip.peers),
+            tau=config.gossip.tau, mix_every=config.gossip.mix_every, timeout=timeout, rejoin=links.rejoin,
+        )  # fmt: skip
+    if config.exchange == "hogwild":
+        central = Central(memory, moments, 1, timeout)
+        # Bytes 0 and 1 of the memory are the locks of the weights and of the normalizers.
+        shift = Shift(central.locks, 2 + links.core, board, rank) if links.core >= 0 else None
+        own = config.hogwild.statistics == "own"
+        return Hogwild(params, rule, guard, central, BoardSteps(board, rank), own, shift)
+    central = Central(memory, moments, config.store.chunks, timeout)
+    turns = Turns(board, rank, timeout) if config.store.fixed_turns else None
+    steps = OwnSteps(learners) if turns else BoardSteps(board, rank)
+    betas = (config.optim.beta1, config.optim.beta2)
+    return Store(params, rule, guard, central, steps, config.store.local_steps, betas, turns)
