@@ -23,7 +23,7 @@ HELP = """coterie: distributed deep reinforcement learning
   coterie doctor                     what this machine can do
 
 Often used with train:
-  --env Pong-v5                 an EnvPool id, a gymnasium id, or package.module:callable
+  --env Pong-v5                 an EnvPool id, a gymnasium id, dmlab/LEVEL, or package.module:callable
   --env.num-envs 64             simulators of each learner
   --learners auto               one learner for each core or GPU, or a number
   --exchange gossip             allreduce, hogwild, store, gossip: how several learners agree

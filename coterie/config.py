@@ -14,7 +14,7 @@ from typing import Literal
 class Env:
     """Which environment, how many, and how they restart."""
 
-    id: str = "CartPole-v1"  # EnvPool id, gymnasium id, or package.module:callable
+    id: str = "CartPole-v1"  # EnvPool id, gymnasium id, dmlab/LEVEL, or package.module:callable
     backend: Literal["auto", "pool", "workers"] = "auto"  # pool: EnvPool; workers: gymnasium in worker processes
     num_envs: int = 16  # simulators of each learner
     groups: int = 0  # 2: alternate (one group steps while the other is acted on); 1: not; 0: whichever suits the env

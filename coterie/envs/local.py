@@ -6,12 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 
 from coterie import config
 from coterie.envs.backend import Batch
-from coterie.envs.gym import make_gym, one_line
+from coterie.envs.gym import frames_per_step, make_gym, one_line
 from coterie.envs.spaces import action_map, flatten, obs_fields
 from coterie.types import Array, ConfigError, CoterieError, Spec
 
@@ -24,7 +25,7 @@ class LocalBackend:
     def __init__(self, env: config.Env, seeds: Sequence[int]) -> None:
         kwargs = json.loads(env.kwargs)
         try:
-            if ":" not in env.id:
+            if env.id in gymnasium.registry:
                 kwargs["render_mode"] = "rgb_array"
             self.env = make_gym(env.id, kwargs, env.max_episode_steps)
         except CoterieError:
@@ -33,7 +34,8 @@ class LocalBackend:
             raise ConfigError(f"env.id {env.id!r}: {one_line(error)}") from error
         self.fields = obs_fields(env.id, self.env.observation_space)
         self.action_map = action_map(env.id, self.env.action_space)
-        self.spec = Spec(env.id, {f.name: f.spec for f in self.fields}, self.action_map.spec)
+        obs = {f.name: f.spec for f in self.fields}
+        self.spec = Spec(env.id, obs, self.action_map.spec, frames_per_step(self.env))
         self.seed: int | None = int(seeds[0])
         self.restart = True
         self.answer: Batch

@@ -12,6 +12,7 @@ import gymnasium
 
 from coterie import config
 from coterie.envs.backend import Backend
+from coterie.envs.dmlab import PREFIX
 from coterie.envs.local import LocalBackend
 from coterie.envs.owner import Envs, MakeBackend
 from coterie.envs.pool import PoolBackend, all_ids, has_env, pool_edges, pool_spec
@@ -31,7 +32,8 @@ def _in_pool(env: config.Env) -> bool:
     pool = has_env(env.id)
     if env.backend == "pool" and not pool:
         raise _unknown(env.id, all_ids(), "EnvPool has no such environment")
-    if not pool and ":" not in env.id and env.id not in gymnasium.registry:
+    named = ":" in env.id or env.id.startswith(PREFIX)  # whether it exists is known when it is made
+    if not pool and not named and env.id not in gymnasium.registry:
         raise _unknown(env.id, [*all_ids(), *gymnasium.registry], "neither EnvPool nor gymnasium has it")
     return pool and env.backend != "workers"
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from coterie import config
 from coterie.envs.backend import Batch
-from coterie.envs.gym import make_gym, one_line
+from coterie.envs.gym import frames_per_step, make_gym, one_line
 from coterie.envs.spaces import ActionMap, ObsField, action_map, obs_fields
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array, ConfigError, CoterieError, Spec
@@ -35,7 +35,7 @@ _CLOSE_S = 3.0  # for all workers to close their envs; then they are killed
 
 
 @functools.lru_cache(maxsize=32)
-def _declared(env_id: str, kwargs: str, max_episode_steps: int) -> tuple[list[ObsField], ActionMap, int]:
+def _declared(env_id: str, kwargs: str, max_episode_steps: int) -> tuple[Spec, list[ObsField], ActionMap]:
     """What an env takes and gives, found by making it once in this process."""
     try:
         made = make_gym(env_id, json.loads(kwargs), max_episode_steps)
@@ -48,17 +48,18 @@ def _declared(env_id: str, kwargs: str, max_episode_steps: int) -> tuple[list[Ob
         raise ConfigError(f"env.id {env_id!r} cannot be made: {one_line(error)}") from error
     with contextlib.closing(made):
         limit = max_episode_steps or getattr(made.spec, "max_episode_steps", None) or 0
-        return obs_fields(env_id, made.observation_space), action_map(env_id, made.action_space), limit
+        fields, actions = obs_fields(env_id, made.observation_space), action_map(env_id, made.action_space)
+        obs = {f.name: f.spec for f in fields}
+        return Spec(env_id, obs, actions.spec, frames_per_step(made), limit), fields, actions
 
 
 def workers_spec(env: config.Env) -> Spec:
     """What a gymnasium environment takes and gives."""
-    fields, actions, limit = _declared(env.id, env.kwargs, env.max_episode_steps)
-    return Spec(env.id, {f.name: f.spec for f in fields}, actions.spec, max_episode_steps=limit)
+    return _declared(env.id, env.kwargs, env.max_episode_steps)[0]
 
 
 def workers_edges(env: config.Env) -> tuple[list[ObsField], ActionMap]:
-    fields, actions, _ = _declared(env.id, env.kwargs, env.max_episode_steps)
+    _, fields, actions = _declared(env.id, env.kwargs, env.max_episode_steps)
     return fields, actions
 
 
@@ -106,8 +107,7 @@ class WorkerBackend:
 
     def __init__(self, env: config.Env, seeds: Sequence[int], processes: int, name: str = "env-worker") -> None:
         self.num_instances = n = len(seeds)
-        self.spec = workers_spec(env)
-        fields, self.action_map, _ = _declared(env.id, env.kwargs, env.max_episode_steps)
+        self.spec, fields, self.action_map = _declared(env.id, env.kwargs, env.max_episode_steps)
         self._env, self._name, self._count = env, name, min(processes, n)
         self._layout: dict[str, tuple[tuple[int, ...], str]] = {
             f"obs/{f.name}": ((n, *f.spec.shape), f.spec.dtype) for f in fields
