@@ -267,10 +267,10 @@ class Actor:
 
     def _act(self, policy: Policy, g: int, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
         """Every row after row 0 shows the consequence of a step: it is counted at once, whatever becomes of it."""
-        self.desk.check()
         if self.calls[g] % (self.acting.recorder.unroll_length + 1):
             self._counts[COUNTS.index("produced")] += int((~inputs.is_first).sum())
         self.calls[g] += 1
+        self.desk.check()
         return policy(g, inputs, state)
 
     def run(self, post: Callable[[str, Any], None]) -> None:

@@ -13,8 +13,9 @@ import torch
 
 from coterie import matrix
 from coterie.roles import Learner
-from coterie.types import Rollout
+from coterie.types import Inputs, Rollout
 from tests.conftest import make_config
+from tests.crew import crewed
 
 CELLS = [
     (algorithm, acting, exchange)
@@ -57,7 +58,9 @@ def check_alignment(learner: Learner, seen: list[Rollout]) -> None:
     produced = sum(int(r.mask.sum()) for r in seen)
     assert learner.progress.env_steps == produced
     assert learner.progress.masked == sum(int((~r.mask).sum()) for r in seen)
-    assert learner.progress.policy_lag_max == 0
+    if learner.config.algorithm != "vtrace":
+        assert learner.progress.policy_lag_max == 0
+    assert learner.progress.lags.total() == sum(r.mask.numel() for r in seen)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -71,14 +74,16 @@ def test_counting_env_through_worker_processes(algorithm, acting, exchange, grou
         **{
             "env.num_envs": 4,
             "env.groups": groups,
+            "actors": 1,
+            "decoupled.lockstep": algorithm != "vtrace",
             "env.threads": 2,
             "algo.unroll_length": 7,
             "ppo.minibatch_size": 14,
         },
     )
-    learner = Learner(config)
-    seen = list(rollouts(learner, 5))
-    check_alignment(learner, seen)
+    with crewed(config) as learner:
+        seen = list(rollouts(learner, 5))
+        check_alignment(learner, seen)
     games = [game for r in seen for game in r.episodes]
     expected = []
     for env in range(4):
@@ -118,14 +123,16 @@ def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
         **{
             "env.num_envs": 4,
             "env.groups": groups,
+            "actors": 1,
+            "decoupled.lockstep": algorithm != "vtrace",
             "env.max_episode_steps": 12,
             "algo.unroll_length": 9,
             "ppo.minibatch_size": 18,
         },
     )
-    learner = Learner(config)
-    seen = list(rollouts(learner, 6))
-    check_alignment(learner, seen)
+    with crewed(config) as learner:
+        seen = list(rollouts(learner, 6))
+        check_alignment(learner, seen)
     tau = 0.02
     for r in seen:
         x, speed, angle, spin = r.obs.unbind(-1)
@@ -141,12 +148,16 @@ def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
     assert all(score == n for r in seen for score, n in r.episodes)
 
 
-def test_lstm_state_replayed_from_core_state_is_the_acting_state():
+@pytest.mark.parametrize("acting", matrix.ACTING)
+def test_lstm_state_replayed_from_core_state_is_the_acting_state(acting):
     """The learner's pass from `core_state` gives the acting values and log-probs, over resets and rollouts."""
     config = make_config(
         env="coterie.envs.testing:CountingEnv",
+        algorithm="vtrace",
+        acting=acting,
         **{
             "env.num_envs": 4,
+            "actors": 2,
             "env.threads": 1,
             "env.groups": 2,
             "algo.unroll_length": 7,
@@ -157,17 +168,15 @@ def test_lstm_state_replayed_from_core_state_is_the_acting_state():
             "optim.eps": 1.0,
         },
     )
-    learner = Learner(config)
-    seen = list(rollouts(learner, 4))
+    with crewed(config) as learner:
+        seen = list(rollouts(learner, 4))
     assert any(r.is_first[1:].any() for r in seen)
     assert all(r.core_state.abs().sum() > 0 for r in seen[1:])
     for r in seen:
-        inputs = learner.acting.recorder.inputs(0, 0)._replace(
-            obs=r.obs, is_first=r.is_first, prev_action=r.prev_action, prev_reward=r.prev_reward
-        )
+        inputs = Inputs(r.obs, r.is_first, r.prev_action, r.prev_reward)
         params, value, _ = learner.model(inputs, r.core_state)
         torch.testing.assert_close(value, r.behavior_value, atol=1e-5, rtol=1e-5)
-        log_prob = learner.algorithm.dist.log_prob(params[:-1], r.action)
+        log_prob = learner.algorithm.base.dist.log_prob(params[:-1], r.action)
         torch.testing.assert_close(log_prob, r.behavior_log_prob, atol=1e-5, rtol=1e-5)
 
 
@@ -184,7 +193,7 @@ def test_an_env_that_breaks_costs_one_masked_row_and_is_counted(tmp_path):
     )
     learner = Learner(config)
     seen = list(rollouts(learner, 3))
-    assert learner.envs.replaced == 1
+    assert learner.acting.counts()["replaced"] == 1
     masked = [(i, *map(int, at)) for i, r in enumerate(seen) for at in (~r.mask).nonzero()]
     assert len(masked) == 1
     assert masked[0][:2] == (0, 2)
@@ -222,9 +231,7 @@ def test_held_back_resets_keep_every_row_true(reset, core):
         assert not r.reward[~ok].any()
         assert not (r.terminated | r.truncated)[~ok].any()
         valid, masked = valid + int(ok.sum()), masked + int((~ok).sum())
-        inputs = learner.acting.recorder.inputs(0, 0)._replace(
-            obs=r.obs, is_first=r.is_first, prev_action=r.prev_action, prev_reward=r.prev_reward
-        )
+        inputs = Inputs(r.obs, r.is_first, r.prev_action, r.prev_reward)
         _, value, _ = learner.model(inputs, r.core_state)
         torch.testing.assert_close(value, r.behavior_value, atol=1e-4, rtol=1e-4)
     assert learner.progress.env_steps == learner.acting.produced == valid

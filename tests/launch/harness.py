@@ -103,12 +103,14 @@ class Meddler:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
         self.out, self.over = out, threading.Event()
-        self.started: list[tuple[int, int]] = []  # rank and pid of every learner, in the order of their starts
+        # Rank (or "actor 1") and pid of every child, in the order of their starts.
+        self.started: list[tuple[int | str, int]] = []
         start = multiprocessing.process.BaseProcess.start
 
         def record(process: multiprocessing.process.BaseProcess) -> None:
             start(process)
-            self.started.append((int(process.name.rpartition("-")[2]), process.pid))
+            kind, _, number = process.name.removeprefix("coterie-").rpartition("-")
+            self.started.append((int(number) if kind == "learner" else f"{kind} {number}", process.pid))
 
         monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", record)
 
@@ -137,7 +139,7 @@ class Meddler:
             raise failed[0]
         return code
 
-    def pid(self, rank: int) -> int:
+    def pid(self, rank: int | str) -> int:
         return [pid for r, pid in self.started if r == rank][-1]
 
     def until(self, condition: Callable[[], object], what: str) -> None:
@@ -165,15 +167,15 @@ class Meddler:
         """Wait until both learners have been started and have learned, and there is a checkpoint of that."""
         self.until(lambda: self.saved() > 0 and self.steps() > 0, "a checkpoint and a line of metrics")
 
-    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> int:
-        """Kill a learner, and wait until it has been started again; returns the env steps known before.
+    def kill(self, rank: int | str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Kill a learner, or an actor, and wait until it has been started again; returns the env steps known before.
 
         They are more than the last checkpoint's, so that going back to it costs something.
         """
         self.until(lambda: self.steps() > self.saved(), "a line of metrics after the last checkpoint")
         steps, starts = self.steps(), len(self.started)
         os.kill(self.pid(rank), number)
-        self.until(lambda: rank in [r for r, _ in self.started[starts:]], f"learner {rank} is started again")
+        self.until(lambda: rank in [r for r, _ in self.started[starts:]], f"{rank} is started again")
         return steps
 
     def check_nothing_left(self) -> None:

@@ -1,0 +1,100 @@
+"""Slots: each is filled once by one producer, the oldest first, and one that was left is taken up again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import numpy as np
+
+from coterie.parallel.slots import Slots
+
+LAYOUT = {"x": ((3, 6), "int64"), "env_id": ((6,), "int64")}
+
+
+def make(batches: int = 2, width: int = 2) -> Slots:
+    return Slots(LAYOUT, batches, 6, width)
+
+
+def test_slots_are_columns_of_their_batch():
+    slots = make()
+    for s in range(3):
+        mine = slots.columns(1, s)
+        mine["x"][:], mine["env_id"][:] = s + 1, 10 * s
+    assert slots.fields[1]["x"][0].tolist() == [1, 1, 2, 2, 3, 3]
+    assert slots.fields[1]["env_id"].tolist() == [0, 0, 10, 10, 20, 20]
+    assert not slots.fields[0]["x"].any()
+
+
+def test_the_oldest_open_slot_is_taken_and_a_batch_is_full_when_all_are():
+    slots = make()
+    assert slots.take(0) is None
+    slots.open(1, 0)
+    slots.open(0, 7)
+    taken = [slots.take(p) for p in range(3)]
+    assert taken == [(1, 0), (1, 1), (1, 2)]
+    assert slots.take(4) == (0, 0)
+    assert slots.need[0, 0] == 7
+    for at in reversed(taken):
+        assert not slots.is_full(1)
+        slots.fill(at)
+    assert slots.is_full(1)
+    assert not slots.is_full(0)
+    slots.open(1, 0)
+    assert not slots.is_full(1)
+    assert [slots.take(5), slots.take(6), slots.take(7)] == [(0, 1), (0, 2), (1, 0)]
+
+
+def test_who_takes_a_dead_producers_place_gets_its_slot():
+    slots = make()
+    slots.open(0, 0)
+    assert slots.take(3) == (0, 0)
+    assert slots.take(1) == (0, 1)
+    assert slots.take(3) == (0, 0)  # not filled: it is still this producer's
+    slots.fill((0, 0))
+    assert slots.take(3) == (0, 2)
+
+
+def test_in_lockstep_each_slot_has_its_producer():
+    slots = make()
+    slots.open(0, 0, [1, 0, 1])
+    assert slots.take(0) == (0, 1)
+    slots.fill((0, 1))
+    assert slots.take(0) is None
+    assert slots.take(1) == (0, 0)
+
+
+def produce(slots: Slots, producer: int, stop: float) -> None:
+    while time.monotonic() < stop:
+        if (at := slots.take(producer)) is not None:
+            slots.columns(*at)["x"][:] = producer
+            slots.columns(*at)["env_id"][:] += 1
+            slots.fill(at)
+
+
+def test_many_producers_fill_each_slot_once():
+    slots, context = make(3, 1), multiprocessing.get_context("spawn")
+    stop = time.monotonic() + 8
+    producers = [context.Process(target=produce, args=(slots, p, stop), daemon=True) for p in range(3)]
+    for process in producers:
+        process.start()
+    rounds, seen = 0, set()
+    for j in range(3):
+        slots.open(j, 0)
+    while time.monotonic() < stop - 2:
+        j = rounds % 3
+        while not slots.is_full(j):
+            assert time.monotonic() < stop, "a slot is never filled"
+            time.sleep(1e-4)
+        fields = slots.fields[j]
+        assert (fields["env_id"] == rounds // 3 + 1).all(), "every slot was filled once"
+        x = fields["x"].numpy()
+        assert (x == x[0]).all(), "by one producer"
+        seen |= set(np.unique(x).tolist())
+        slots.open(j, 0)
+        rounds += 1
+    for process in producers:
+        process.join()
+    assert rounds > 50
+    assert len(seen) > 1
+    slots.close()
