@@ -16,8 +16,8 @@ import numpy as np
 
 from coterie.types import Array, ObsSpec
 
-# Longer instructions are cut. BabyAI's single tasks have at most 13 words; of its sequences of tasks (GoToSeq,
-# SynthSeq, BossLevel) a quarter has more than 16, up to 35, and their ends are lost.
+# Longer instructions are cut. Of 32 of each kind, BabyAI's single tasks had at most 13 words; of its sequences of tasks
+# (GoToSeq, SynthSeq, BossLevel) a quarter had more than 16, up to 35, and lose their ends.
 WORDS = 16
 BUCKETS = 1000
 _WORD = re.compile(r"[\w']+")
