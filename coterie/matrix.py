@@ -96,9 +96,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "is larger than a rollout (algo.unroll_length x env.num_envs, or ppo.batch_size)",
     ),
     Refusal(
-        lambda c, s: c.model.normalize_obs and all(o.dtype == "uint8" for o in s.obs.values()),
+        lambda c, s: c.model.normalize_obs and not any(o.is_numeric for o in s.obs.values()),
         "model.normalize_obs",
-        "has nothing to do: the env has byte observations only",
+        "has nothing to do: the env's observations are bytes or text",
     ),
 )
 

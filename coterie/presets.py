@@ -17,20 +17,26 @@ from coterie.runs.config_io import replace as override
 from coterie.types import ConfigError, Spec
 
 _LINEAR = Schedule("linear")
+_SMALLEST_IMAGE = 36  # pixels, what the presets' torsos need
 
 
 def _kind(spec: Spec) -> str:
-    if any(s.is_image for s in spec.obs.values()):
+    # An image that no stack of convolutions fits (MiniGrid's 7x7 cells) is a vector of bytes.
+    if any(s.is_image and sorted(s.shape)[1] >= _SMALLEST_IMAGE for s in spec.obs.values()):
         return "image"
     return "continuous" if spec.action.kind == "continuous" else "vector"
 
 
 def _start(preset: str, env: str, overrides: dict[str, Any]) -> tuple[Config, str]:
-    """The common beginning, and the kind of environment, which its own options may decide."""
+    """The common beginning, with the model of what is no image; and the kind of environment, which its own options may
+    decide.
+    """
     config = Config(preset=preset, env=Env(id=env), atari=Atari(episodic_life=True))
     own = {k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))}
     config = override(config, own)
-    return config, _kind(make_spec(config.env, config.atari))
+    spec = make_spec(config.env, config.atari)
+    config = replace(config, model=Model(normalize_obs=any(s.is_numeric for s in spec.obs.values())))
+    return config, _kind(spec)
 
 
 def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
@@ -54,7 +60,6 @@ def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
             config,
             steps=1_000_000,
             reward=Reward(normalize=kind == "continuous"),
-            model=Model(normalize_obs=True),
             algo=Algo(unroll_length=8, gae_lambda=0.95, entropy_coef=0.0 if kind == "continuous" else 0.01),
             optim=Optim("rmsprop", lr=2e-3, schedule=_LINEAR),
         )
@@ -85,7 +90,6 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
             steps=1_000_000,
             env=replace(config.env, num_envs=16),
             reward=Reward(normalize=True),
-            model=Model(normalize_obs=True),
             algo=Algo(128, gae_lambda=0.95, entropy_coef=0.0, normalize_advantage=True),
             ppo=PPO(epochs=10, minibatch_size=128),
             optim=Optim("adam", lr=3e-4, eps=1e-5, schedule=_LINEAR),
@@ -95,7 +99,6 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
             config,
             steps=1_000_000,
             env=replace(config.env, num_envs=16),
-            model=Model(normalize_obs=True),
             algo=Algo(128, gamma=0.999, gae_lambda=0.98, entropy_coef=0.01, normalize_advantage=True),
             ppo=PPO(epochs=4, minibatch_size=128),
             optim=Optim("adam", lr=1e-3, eps=1e-5, schedule=_LINEAR),

@@ -38,6 +38,12 @@ class ObsSpec:
     dtype: str
     low: float = -np.inf
     high: float = np.inf
+    text: bool = False  # words as integers, 0 behind the last (envs/text.py)
+
+    @property
+    def is_numeric(self) -> bool:
+        """Numbers with a mean and a deviation worth knowing: neither bytes nor words."""
+        return self.dtype != "uint8" and not self.text
 
     @property
     def is_image(self) -> bool:
@@ -82,7 +88,7 @@ class Spec:
     def to_json(self) -> dict[str, Any]:
         return {
             "env_id": self.env_id,
-            "obs": {k: [list(s.shape), s.dtype] for k, s in self.obs.items()},
+            "obs": {k: [list(s.shape), s.dtype, *(["text"] if s.text else [])] for k, s in self.obs.items()},
             "action": [self.action.kind, list(self.action.sizes), list(self.action.low), list(self.action.high)],
         }
 

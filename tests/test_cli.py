@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from coterie import cli, matrix, presets
+from coterie.envs.make import make_spec
 
 
 def run(capsys, *args: str) -> tuple[int, str, str]:
@@ -60,8 +61,6 @@ def test_bad_usage_is_one_line_and_exit_2(capsys, args, says):
 
 @pytest.mark.parametrize("refusal", matrix.REFUSALS, ids=lambda r: r.field)
 def test_each_refusal_has_a_config_that_meets_it(refusal):
-    from coterie.envs.make import make_spec
-
     meets = {
         "learners": {"learners": 2, "exchange": "solo"},
         "ppo.target_kl": {"learners": 2, "exchange": "allreduce", "ppo.target_kl": 0.1},
@@ -84,6 +83,16 @@ def test_each_refusal_has_a_config_that_meets_it(refusal):
     bad = presets.ppo(env=env, **meets[refusal.field])
     assert not refusal.applies(good, make_spec(good.env, good.atari))
     assert refusal.applies(bad, make_spec(bad.env, bad.atari))
+
+
+@pytest.mark.parametrize("name", ["a2c", "ppo"])
+def test_presets_take_images_too_small_for_convolutions_for_vectors(name):
+    env, kwargs = "coterie.envs.testing:Catch", {"env.kwargs": '{"image": true}'}
+    small = presets.make(name, env, **kwargs)
+    assert (small.model.torso, small.model.normalize_obs) == ("auto", False)  # bytes: nothing to normalize
+    matrix.check(small, make_spec(small.env, small.atari))
+    assert presets.make(name, env, **{"env.kwargs": '{"image": true, "scale": 8}'}).model.torso == "a3c"
+    assert presets.make(name, "BabyAI-GoToObj-v0").model.normalize_obs
 
 
 def test_help_fits_one_screen_and_lists_every_command(capsys):

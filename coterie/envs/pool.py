@@ -40,6 +40,8 @@ _PACKAGES = {
 }
 _RESERVED = {"num_envs", "batch_size", "num_threads", "env_seed", "seed", "max_episode_steps", "gym_reset_return_info"}
 _NO_LIMIT = 2**31 - 1
+# Observations that are text, as bytes that zeros end.
+_TEXT = {"envpool.minigrid": ("mission",)}
 
 
 def has_env(env_id: str) -> bool:
@@ -129,7 +131,7 @@ def _declared(env: config.Env, atari: config.Atari) -> _Declared:
             raise ConfigError(f"env.id {env.id!r}: EnvPool runs it for several players or actions; Coterie takes one")
         limit = int(spec.config.max_episode_steps)
         return _Declared(
-            obs_fields(env.id, spec.observation_space),
+            obs_fields(env.id, spec.observation_space, _TEXT.get(registry.specs[env.id][0], ())),
             action_map(env.id, spec.action_space),
             spec.config.frame_skip if is_atari(env.id) else 1,
             limit if 0 < limit < _NO_LIMIT else 0,

@@ -1,18 +1,20 @@
 """From gymnasium spaces to our `ObsSpec` and `ActionSpec`, and the conversions at the env's edge.
 
-Observations: Box, Discrete and MultiDiscrete (one-hot float32), MultiBinary, and Dict of those (flat, nested keys
-joined by "."). Actions: Discrete, MultiDiscrete, MultiBinary, Box of floats. Left out: Tuple, Text, Graph, Sequence.
+Observations: Box, Discrete and MultiDiscrete (one-hot float32), MultiBinary, Text (word hashes), and Dict of those
+(flat, nested keys joined by "."). Actions: Discrete, MultiDiscrete, MultiBinary, Box of floats. Left out: Tuple, Graph,
+Sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
+from coterie.envs.text import text_rows, text_spec
 from coterie.types import ActionSpec, Array, ConfigError, Obs, ObsSpec
 
 Convert = Callable[[Array], Array]
@@ -46,7 +48,9 @@ def _one_hot(sizes: Array, start: Array) -> Convert:
     return convert
 
 
-def _field(env_id: str, name: str, path: tuple[str, ...], space: spaces.Space[Any]) -> ObsField:
+def _field(env_id: str, name: str, path: tuple[str, ...], space: spaces.Space[Any], text: bool = False) -> ObsField:
+    if text or (space.dtype is not None and space.dtype.kind == "U"):  # gymnasium's Text, minigrid's MissionSpace
+        return ObsField(name, path, text_spec(), text_rows)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         counts = space.n if isinstance(space, spaces.Discrete) else space.nvec
         sizes = np.asarray(counts, np.int64).reshape(-1)
@@ -64,7 +68,7 @@ def _field(env_id: str, name: str, path: tuple[str, ...], space: spaces.Space[An
         return ObsField(name, path, ObsSpec(shape, dtype, low, high), None if same else _plain(space.shape, dtype))
     raise ConfigError(
         f"env.id {env_id!r}: observation {name or 'space'!r} is {type(space).__name__}; "
-        "it may be Box, Discrete, MultiDiscrete, MultiBinary or a Dict of those"
+        "it may be Box, Discrete, MultiDiscrete, MultiBinary, Text or a Dict of those"
     )
 
 
@@ -73,8 +77,11 @@ def _plain(shape: tuple[int, ...], dtype: str) -> Convert:
     return lambda x: (x.reshape(len(x), 1) if scalar and x.ndim == 1 else x).astype(dtype)
 
 
-def obs_fields(env_id: str, space: spaces.Space[Any]) -> list[ObsField]:
-    """The arrays of an observation space; a space that is not a Dict has one, named ""."""
+def obs_fields(env_id: str, space: spaces.Space[Any], text: Collection[str] = ()) -> list[ObsField]:
+    """The arrays of an observation space; a space that is not a Dict has one, named "".
+
+    `text` names the arrays of bytes that are text.
+    """
     if not isinstance(space, spaces.Dict):
         return [_field(env_id, "", (), space)]
     fields: list[ObsField] = []
@@ -85,7 +92,8 @@ def obs_fields(env_id: str, space: spaces.Space[Any]) -> list[ObsField]:
             if isinstance(child, spaces.Dict):
                 walk(child, here)
             else:
-                fields.append(_field(env_id, ".".join(here), here, child))
+                name = ".".join(here)
+                fields.append(_field(env_id, name, here, child, name in text))
 
     walk(space, ())
     if not fields:

@@ -1,4 +1,4 @@
-"""Small gymnasium environments for tests: one whose rewards tell what must line up, one to learn, one that breaks.
+"""Small gymnasium environments for tests: one whose rewards tell what must line up, two to learn, one that breaks.
 
 Name them as `coterie.envs.testing:CountingEnv` and so on.
 """
@@ -107,6 +107,39 @@ class Catch(gymnasium.Env[Any, Any]):
         if self.image:
             return frame.repeat(self.scale, 0).repeat(self.scale, 1)[None]
         return (frame.reshape(-1) / 255).astype(np.float32)
+
+
+class Told(gymnasium.Env[Any, Any]):
+    """Only the mission, a text, tells the right one of three actions: "please go left not right", for example.
+
+    An episode has one mission and 4 steps, each worth 0.25 if it is right; by chance the return is 1/3. Every mission
+    names two actions, so that the order of its words matters. `blank`: the mission is "", and chance is all there is.
+    """
+
+    actions, filler = ("left", "right", "stay"), ("please", "now", "then", "the", "agent")
+
+    def __init__(self, blank: bool = False) -> None:
+        self.blank = blank
+        vector = spaces.Box(0, 1, (1,), np.float32)  # the part of the episode that is over
+        text = spaces.Text(80, min_length=0, charset="abcdefghijklmnopqrstuvwxyz ")
+        self.observation_space = spaces.Dict({"vector": vector, "mission": text})
+        self.action_space = spaces.Discrete(3)
+        self.right, self.steps, self.mission = 0, 0, ""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        super().reset(seed=seed)
+        self.right, wrong = (int(a) for a in self.np_random.permutation(3)[:2])
+        before, after = (list(self.np_random.choice(self.filler, self.np_random.integers(3))) for _ in range(2))
+        words = [*before, "go", self.actions[self.right], "not", self.actions[wrong], *after]
+        self.mission, self.steps = "" if self.blank else " ".join(words), 0
+        return self._see(), {}
+
+    def step(self, action: Any) -> Step:
+        self.steps += 1
+        return self._see(), 0.25 * (int(action) == self.right), self.steps == 4, False, {}
+
+    def _see(self) -> Any:
+        return {"vector": np.array([self.steps / 4], np.float32), "mission": self.mission}
 
 
 class FlakyEnv(gymnasium.Env[Any, Any]):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from coterie.config import Model as ModelConfig
 from coterie.models.cores import LSTMCore
 from coterie.models.heads import Normalizer, linear
+from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import make_distribution
 from coterie.types import Inputs, Obs, Spec
@@ -50,7 +51,7 @@ class ActorCritic(nn.Module):
         self.obs_norm = nn.ModuleDict()
         if config.normalize_obs:
             for key, s in spec.obs.items():
-                if s.dtype != "uint8":
+                if s.is_numeric:
                     self.obs_norm[_module_name(key)] = Normalizer(s.shape)
         self.return_norm = Normalizer(())
 
@@ -144,9 +145,12 @@ def acting_copy(model: ActorCritic, dtype: torch.dtype) -> tuple[ActorCritic, Ca
     if dtype == torch.float32 or ":" in model.config.torso:
         return model, lambda: None
     twin = copy.deepcopy(model).requires_grad_(False)
-    twin.torso.to(dtype)
-    if twin.value_torso is not None:
-        twin.value_torso.to(dtype)
+    for torso in (twin.torso, twin.value_torso):
+        if torso is not None:
+            torso.to(dtype)
+            for module in torso.modules():
+                if isinstance(module, TextTorso):
+                    module.float()  # as it trains: an LSTM adds up what rounding leaves
     pairs = list(zip(_tensors(twin), _tensors(model), strict=True))
     into, source = [a for a, _ in pairs], [b.detach() for _, b in pairs]
 

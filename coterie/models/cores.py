@@ -9,6 +9,17 @@ import torch
 from torch import Tensor, nn
 
 
+def make_lstm(in_size: int, size: int) -> nn.LSTM:
+    """An LSTM with orthogonal weights and zero biases."""
+    lstm = nn.LSTM(in_size, size)
+    for name, p in lstm.named_parameters():
+        if "weight" in name:
+            nn.init.orthogonal_(p)
+        else:
+            nn.init.zeros_(p)
+    return lstm
+
+
 class LSTMCore(nn.Module):
     """An LSTM over `[T, B, features]` whose state is reset wherever `is_first` says that an episode begins.
 
@@ -18,12 +29,7 @@ class LSTMCore(nn.Module):
 
     def __init__(self, in_size: int, size: int) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(in_size, size)
-        for name, p in self.lstm.named_parameters():
-            if "weight" in name:
-                nn.init.orthogonal_(p)
-            else:
-                nn.init.zeros_(p)
+        self.lstm = make_lstm(in_size, size)
         self.size = size
 
     def initial_state(self, batch: int) -> Tensor:

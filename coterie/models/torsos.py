@@ -1,7 +1,7 @@
 """Torsos: observations in, a feature vector out. The only place where uint8 becomes float.
 
 a3c (A3C, Accelerated Methods), a3c-gae (A3C with GAE; its FC-FC-LSTM is mlp and a core), gala (GALA), nature (DQN),
-impala (IMPALA's ResNet), mlp. Left out: IMPALA's language channel.
+impala (IMPALA's ResNet), mlp. An entry that is text has the torso of models/text.py, whatever is named here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coterie.config import Model as ModelConfig
+from coterie.models.text import TextTorso
 from coterie.types import ConfigError, ObsSpec
 
 # (channels, kernel, stride) of each convolution, and the width of the layer after them (0: none, a core follows).
@@ -232,6 +233,8 @@ def layout(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], bool]:
 
 
 def _one(spec: ObsSpec, config: ModelConfig) -> nn.Module:
+    if spec.text:
+        return TextTorso(spec)
     name, image = config.torso, None
     if spec.is_image:
         image, hwc = layout(spec.shape)
@@ -253,7 +256,7 @@ def build_torso(obs: dict[str, ObsSpec], config: ModelConfig) -> nn.Module:
     """The torso that `model.torso` names; it has `size`, the width of its features.
 
     A custom one is `package.module:callable`, called with the observation specs and the model config, and takes the
-    observation as the env gives it (`[N, ...]`, or a dict of such).
+    observation as the env gives it (`[N, ...]`, or a dict of such; text as rows of word hashes).
     """
     if ":" in config.torso:
         return custom(config.torso)(obs, config)
@@ -266,8 +269,13 @@ def build_torso(obs: dict[str, ObsSpec], config: ModelConfig) -> nn.Module:
 
 def build_pair(obs: dict[str, ObsSpec], config: ModelConfig) -> MLPPair | None:
     """Both towers of a policy and a value that share nothing, where one module can hold them: vectors and an MLP."""
-    plain = list(obs) == [""] and not obs[""].is_image and obs[""].dtype != "uint8"
-    if not plain or ":" in config.torso or config.torso not in NAMES or not config.hidden:
+    if (
+        list(obs) != [""]
+        or not obs[""].is_numeric
+        or ":" in config.torso
+        or config.torso not in NAMES
+        or not config.hidden
+    ):
         return None
     return MLPPair(obs[""].shape, config.hidden, config.activation)
 

@@ -1,0 +1,53 @@
+"""The language channel: an instruction's words, embedded and read by an LSTM.
+
+IMPALA (https://arxiv.org/abs/1802.01561, section 5 and figure 3): embeddings of 20 (1000 of them, as in the authors'
+code), and an LSTM of 64 whose last state stands beside the image's features. It carries nothing from one step to the
+next: every step reads the whole instruction again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from coterie.models.cores import make_lstm
+from coterie.types import ObsSpec
+
+_EMBEDDING, _LSTM = 20, 64
+
+
+class TextTorso(nn.Module):
+    """`[N, L]` integers (a word's bucket, 0 behind the last word) -> `[N, 64]`, the LSTM's state after the last word.
+
+    No words give zeros. A rollout has few distinct instructions: each is read once, and its features copied to all its
+    rows (256 rows of 36 instructions, one core: forward 0.4 ms instead of 1.2, with backward 1.9 instead of 7.4; where
+    all rows differ it takes up to a fifth longer). Runs in the weights' own precision also under autocast.
+    """
+
+    mix: Tensor
+
+    def __init__(self, spec: ObsSpec) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(int(spec.high) + 1, _EMBEDDING, padding_idx=0)
+        self.lstm = make_lstm(_EMBEDDING, _LSTM)
+        self.size = _LSTM
+        # Rows are told apart by one number each, their product with these: sorting whole rows takes ten times as long,
+        # and two rows with the same one are to be expected in no run (2^-55 for a pair).
+        mix = torch.randint(-(2**63), 2**63 - 1, spec.shape, generator=torch.Generator().manual_seed(0))
+        self.register_buffer("mix", mix, persistent=False)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # the number of distinct rows changes from call to call
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.long()
+        keys, which = torch.unique((x * self.mix).sum(1), return_inverse=True)
+        some = which.new_empty(len(keys)).scatter_(0, which, torch.arange(len(x), device=x.device))
+        return self._read(x[some]).index_select(0, which)
+
+    def _read(self, x: Tensor) -> Tensor:
+        """`[K, L]` -> `[K, 64]`."""
+        count = (x != 0).sum(1)
+        longest = max(1, int(count.max()))
+        with torch.autocast(x.device.type, enabled=False):
+            y, _ = self.lstm(self.embedding(x[:, :longest].t()))
+        last = y[(count - 1).clamp(min=0), torch.arange(len(x), device=x.device)]
+        return last * (count > 0)[:, None]  # type: ignore[no-any-return]
