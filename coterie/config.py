@@ -126,7 +126,7 @@ class VTrace:
     q_from: Literal["target", "value"] = "target"  # q_s = r + gamma v_{s+1}, or r + gamma V(x_{s+1})
     loss: Literal["mean", "sum"] = "mean"  # over the batch and time; the papers' learning rates differ by it
     replay_capacity: int = 0  # rollouts (of one env each) kept for replay, the oldest leave first; 0: none
-    replay_share: float = 0.5  # of each batch, on top of what is new: 0.5 trains on as many old rollouts as new ones
+    replay_share: float = 0.5  # of each batch; 0.5: as many old rollouts as new ones, which is the paper's
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "must be a multiple of the envs of an actor (env.num_envs x learners / actors)",
     ),
     Refusal(
+        lambda c, s: c.algorithm == "vtrace" and not 0 <= c.vtrace.replay_share < 1,
+        "vtrace.replay_share",
+        "is a share of a batch: at least 0 and below 1",
+    ),
+    Refusal(
         lambda c, s: c.algorithm == "vtrace" and 0 < c.vtrace.rho_bar < (c.vtrace.c_bar or float("inf")),
         "vtrace.rho_bar",
         "must not be below vtrace.c_bar: V-trace would not converge",

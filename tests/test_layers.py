@@ -42,6 +42,7 @@ LEVELS: list[list[str]] = [
     ],
     ["envs.worker_main", "envs.workers", "envs.repeat", "envs.make"],
     ["models.cores", "models.text", "models.torsos", "models.heads", "models.build"],
+    ["replay.fifo"],
     ["actor"],
     ["algorithms.a2c", "algorithms.ppo", "algorithms.vtrace"],
     ["exchange.solo", "exchange.central", "exchange.allreduce", "exchange.hogwild", "exchange.store"],

@@ -19,6 +19,7 @@ from coterie.models.build import ActorCritic
 from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae
 from coterie.ops.vtrace import vtrace
+from coterie.replay.fifo import Fifo
 from coterie.types import Inputs, Rollout, Spec
 
 _EPSILON = 1e-6  # what the variant `epsilon` adds to a probability before its logarithm
@@ -78,19 +79,29 @@ class VTrace:
         self.clock, self.act, self.after_rollout = base.clock, base.act, base.after_rollout
         self.config, self.algo, self.own, self.chunk = config, config.algo, config.vtrace, chunk
         self.after_step, self.gauges = base.after_step, base.gauges
+        self.replay = Fifo(self.own.replay_capacity, seed) if self.own.replay_capacity else None
 
     def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]:
-        """The rollout itself, once."""
+        """The rollout once, with older ones beside it where there is replay."""
+        rollouts = [rollout]
+        if self.replay is not None:
+            share = self.own.replay_share
+            old = round(len(rollout.env_id) * share / (1 - share))
+            if old and self.replay.size >= old:
+                rollouts.append(self.replay.sample(old, rollout))
+            self.replay.add(rollout)
+        count = sum(r.reward.numel() for r in rollouts)
+        yield Batch([self._sequences(model, r, count) for r in rollouts], self.chunk, count)
+
+    def _sequences(self, model: ActorCritic, rollout: Rollout, count: int) -> Sequences:
         reward = self.base.rewards(rollout)
         if self.config.reward.normalize:
             reward = (reward / model.return_norm.deviation()).clamp(-10, 10)
-        count = reward.numel()
-        new = Sequences(
+        return Sequences(
             Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward),
             rollout.action, reward, rollout.terminated, rollout.behavior_log_prob, rollout.mask, rollout.core_state,
             count,
         )  # fmt: skip
-        yield Batch([new], self.chunk, count)
 
     def loss(self, model: ActorCritic, part: Sequences) -> Loss:
         """Policy gradient and squared value error towards the corrected targets, entropy bonus."""
@@ -126,7 +137,11 @@ class VTrace:
         return target, advantage
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.base.state_dict()
+        """The replayed rollouts are not in it: after a resume they are gathered anew."""
+        rng = {} if self.replay is None else {"replay_rng": self.replay.rng.get_state()}
+        return {**self.base.state_dict(), **rng}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.base.load_state_dict(state)
+        if self.replay is not None and "replay_rng" in state:
+            self.replay.rng.set_state(state["replay_rng"])
