@@ -13,7 +13,9 @@ from coterie.config import Config
 from coterie.evaluate import Scores
 from coterie.parallel.board import COUNTS, Board
 from coterie.parallel.energy import Energy
+from coterie.parts import task_of
 from coterie.runs.metrics import Episodes
+from coterie.tasks import overall, tasks
 from coterie.types import Spec
 
 
@@ -23,6 +25,8 @@ class Account:
     def __init__(self, config: Config, spec: Spec, board: Board, state: dict[str, Any] | None, reached: int) -> None:
         self.config, self.spec, self.board = config, spec, board
         self.episodes = Episodes()
+        several = tasks(config.env.id)
+        self.tasks = {task: Episodes() for task in several} if len(several) > 1 else {}
         self.life, self.seconds_before, self.begin_steps = 0, 0.0, 0
         self.rolled_back = self.dropped = self.restarts = 0
         self.last_eval: dict[str, float] = {}
@@ -33,7 +37,7 @@ class Account:
             # What was acted and not learned at the end of the life before is lost.
             self.last_eval, self.dropped = state["last_eval"], state["dropped"] + state.get("in_flight", 0)
             self.lags = Counter({int(k): v for k, v in state.get("lags", {}).items()})
-            self.episodes.load_state_dict(state["episodes"])
+            self._load_episodes(state)
             self.begin_stages = dict(state["stages"])
             # What was told to the world after the checkpoint (`reached` env steps) is learned again.
             self.rolled_back = state["rolled_back"] + max(0, reached - self.begin_steps)
@@ -61,7 +65,10 @@ class Account:
 
     def take(self, rank: int, report: dict[str, Any]) -> None:
         """A learner's report."""
-        self.episodes.extend(report["games"])
+        self.episodes.extend((score, length) for score, length, _ in report["games"])
+        if self.tasks:
+            for score, length, env_id in report["games"]:
+                self.tasks[task_of(self.config, env_id)].extend([(score, length)])
         self.batches += report["batches"]
         for name, value in report["metrics"].items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
@@ -125,7 +132,12 @@ class Account:
         self.board, self.reports, self.acted, self.metrics, self.batches = board, {}, {}, {}, 0
         self.line_steps, self.last_eval = state["env_steps"], state["last_eval"]
         self.begin_stages, self.line_stages = dict(self.stages), dict(self.stages)  # new processes count from 0
+        self._load_episodes(state)
+
+    def _load_episodes(self, state: dict[str, Any]) -> None:
         self.episodes.load_state_dict(state["episodes"])
+        for task, games in self.tasks.items():
+            games.load_state_dict(state["tasks"][task])
 
     def state(self, counts: list[dict[str, int]], last: bool) -> dict[str, Any]:
         """What a checkpoint keeps, with each learner's counts as of its part. `last`: nobody acts any more."""
@@ -141,6 +153,7 @@ class Account:
             "in_flight": self.board.sum("produced") - self.board.sum("learned") if last else 0,
             "lags": {str(lag): rows for lag, rows in self.lags.items()},
             "episodes": self.episodes.state_dict(),
+            "tasks": {task: games.state_dict() for task, games in self.tasks.items()},
         }
 
     def status(self) -> dict[str, Any]:
@@ -174,6 +187,7 @@ class Account:
             "mean_return": self.episodes.mean_return,
             "mean_length": self.episodes.mean_length,
             "episodes": self.episodes.count,
+            **self._task_returns(),
             "lr": reports[0]["lr"] if reports else None,
             "policy_lag_max": self._policy_lag_max(),
             **self._lags(),
@@ -194,6 +208,12 @@ class Account:
         for read in self.readers:
             line |= read()
         return line
+
+    def _task_returns(self) -> dict[str, float]:
+        """Of several tasks each mean return, and one number for all once each has ended a game."""
+        means = {task: games.mean_return for task, games in self.tasks.items() if games.count}
+        lines = {f"return/{task}": mean for task, mean in means.items()}
+        return lines | ({"score": overall(means)} if means and len(means) == len(self.tasks) else {})
 
     def _lags(self) -> dict[str, float]:
         """How old, in learner steps, the weights were that acted what was learned from since the last line."""
@@ -224,6 +244,7 @@ class Account:
             "env_steps_per_s": learned / seconds,
             "episodes": self.episodes.count,
             "mean_return": self.episodes.mean_return,
+            **({"tasks": self._task_returns()} if self.tasks else {}),
             "rows": {
                 "produced": produced + self.rolled_back + self.dropped,
                 "learned": learned,

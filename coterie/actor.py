@@ -162,6 +162,7 @@ def as_rollout(fields: Fields, device: torch.device, there: Fields | None = None
         env_id=up("env_id"),
         core_state=up("core") if "core" in fields else None,
         episodes=list(zip(returns[rows, columns].tolist(), ended[rows, columns].astype(int).tolist(), strict=True)),
+        episode_env=fields["env_id"].numpy()[columns].tolist(),
     )
 
 

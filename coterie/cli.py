@@ -162,6 +162,8 @@ def evaluate(args: list[str]) -> int:
     if options.json:
         print(json.dumps(clean(result)))
         return 0
+    for task in result.get("tasks", []):
+        print(f"{task['env']}: {task['mean_return']:.2f} +- {task['stderr']:.2f} ({task['episodes']} games)")
     how = "sampled" if options.sampled else "greedy"
     line = f"{result['env']}: {result['mean_return']:.2f} +- {result['stderr']:.2f} ({result['episodes']} games, {how}"
     if result["human_normalized"] is not None:

@@ -22,6 +22,7 @@ from coterie.models.build import ActorCritic
 from coterie.parts import AnyAlgorithm, make_algorithm, make_model
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
+from coterie.tasks import overall, task_config, tasks
 from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, TimeStep
 
 _MOST_ENVS = 16
@@ -36,14 +37,17 @@ class Scores:
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     unfinished: int = 0  # games that the step budget cut off; not in `returns`
+    tasks: list[Scores] = field(default_factory=list)  # of a run of several: each one's; the above are of all games
 
     @property
     def mean(self) -> float:
+        if self.tasks:
+            return overall({s.env_id: s.mean for s in self.tasks})
         return float(np.mean(self.returns)) if self.returns else math.nan
 
     @property
     def stderr(self) -> float:
-        n = len(self.returns)
+        n = 0 if self.tasks else len(self.returns)
         return float(np.std(self.returns, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
 
     def to_json(self) -> dict[str, Any]:
@@ -59,6 +63,7 @@ class Scores:
             "human_normalized": normalized,
             "unfinished": self.unfinished,
             "returns": self.returns,
+            **({"tasks": [s.to_json() for s in self.tasks]} if self.tasks else {}),
         }
 
 
@@ -72,12 +77,25 @@ def evaluate(
     seed: int,
     max_steps: int | None = None,
     stop: Callable[[], bool] = lambda: False,
+    union: bool = False,
 ) -> Scores:
-    """Play `episodes` whole games and score them.
+    """Play `episodes` whole games, of each task, and score them. `union`: the policy has actions of other tasks, too.
 
     Every env plays a number of games that is fixed beforehand, so that short games are not counted more often than
     long ones. Stops at `max_steps` env steps in all (default: `eval.max_steps`), or when `stop` says so.
     """
+    if len(several := tasks(config.env.id)) > 1:
+        whole = Scores(config.env.id)
+        for task in several:
+            one = evaluate(
+                algorithm, model, task_config(config, task), episodes=episodes, sampled=sampled, seed=seed,
+                max_steps=max_steps, stop=stop, union=True,
+            )  # fmt: skip
+            whole.tasks.append(one)
+            whole.returns += one.returns
+            whole.lengths += one.lengths
+            whole.unfinished += one.unfinished
+        return whole
     n = min(episodes, _MOST_ENVS)
     env = replace(
         config.env,
@@ -91,7 +109,9 @@ def evaluate(
     quota = np.full(n, episodes // n)
     quota[: episodes % n] += 1
     scores = Scores(config.env.id)
-    with make_envs(env, config.atari, seed=seed, threads=config.env.threads or 2, groups=1, training=False) as envs:
+    with make_envs(
+        env, config.atari, seed=seed, threads=config.env.threads or 2, groups=1, training=False, union=union
+    ) as envs:
         player = Player(algorithm, model, envs, sampled, seed)
         ts, steps = envs.recv(0), 0
         while quota.any():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, get_args, get_type_hints
 
 from coterie.config import Config
+from coterie.tasks import tasks
 from coterie.types import ConfigError, Spec
 
 ALGORITHMS: tuple[str, ...] = get_args(get_type_hints(Config)["algorithm"])
@@ -48,17 +49,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "in lockstep a batch has one rollout of each env: leave it at 0",
     ),
     Refusal(
-        lambda c, s: c.acting == "decoupled" and (_actors(c) < 1 or _actors(c) % _learners(c) != 0),
+        lambda c, s: c.acting == "decoupled" and not _even(c),
         "actors",
-        "must be a multiple of the learners",
+        "must be a multiple of the learners and of the tasks, and share out env.num_envs x learners evenly",
     ),
     Refusal(
-        lambda c, s: c.acting == "decoupled" and c.env.num_envs * _learners(c) % max(1, _actors(c)) != 0,
-        "actors",
-        "the env.num_envs of a learner must be shared out evenly to its actors",
+        lambda c, s: len(tasks(c.env.id)) > 1 and c.acting != "decoupled",
+        "env.id",
+        "several tasks need actors of their own: set acting decoupled",
     ),
     Refusal(
-        lambda c, s: c.acting == "decoupled" and _batch(c) % max(1, c.env.num_envs * _learners(c) // _actors(c)) != 0,
+        lambda c, s: (
+            c.acting == "decoupled" and _even(c) and _batch(c) % (c.env.num_envs * _learners(c) // _actors(c)) != 0
+        ),
         "decoupled.batch_size",
         "must be a multiple of the envs of an actor (env.num_envs x learners / actors)",
     ),
@@ -114,6 +117,15 @@ def _learners(config: Config) -> int:
 
 def _actors(config: Config) -> int:
     return config.actors if isinstance(config.actors, int) else _learners(config)
+
+
+def _even(config: Config) -> bool:
+    actors, learners = _actors(config), _learners(config)
+    return (
+        actors > 0
+        and actors % learners == actors % len(tasks(config.env.id)) == 0
+        and config.env.num_envs * learners % actors == 0
+    )
 
 
 def _batch(config: Config) -> int:

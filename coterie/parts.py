@@ -35,6 +35,7 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
+from coterie.tasks import task_config, tasks
 from coterie.types import ConfigError, Spec
 
 _CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks.md)
@@ -121,8 +122,10 @@ def settle(config: Config) -> Config:
     actors = config.actors
     if actors == "auto" and config.acting == "decoupled":
         most = max(1, len(available_cores()) // learners)
-        share = math.gcd(config.env.num_envs, batch_size(config))
-        actors = learners * max(k for k in range(1, most + 1) if share % k == 0)
+        share, several = math.gcd(config.env.num_envs, batch_size(config)), len(tasks(config.env.id))
+        # Each learner's, so that its simulators and the tasks are shared out evenly.
+        fitting = [k for k in range(1, share + 1) if share % k == 0 and k * learners % several == 0] or [1]
+        actors = learners * max([k for k in fitting if k <= most], default=fitting[0])
     return replace(config, learners=learners, exchange=exchange, actors=actors)
 
 
@@ -135,8 +138,17 @@ def actor_env(config: Config, number: int, rank: int) -> tuple[Config, int]:
     """The config of actor `number` of learner `rank`, with its share of the simulators, and its first env's id."""
     assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
     width = config.env.num_envs * config.learners // config.actors
-    env = replace(config.env, num_envs=width)
-    return replace(config, env=env), rank * config.env.num_envs + number * width
+    several = tasks(config.env.id)
+    mine = task_config(config, several[(number * config.learners + rank) % len(several)])
+    return replace(mine, env=replace(mine.env, num_envs=width)), rank * config.env.num_envs + number * width
+
+
+def task_of(config: Config, env_id: int) -> str:
+    """The task of an env by its id."""
+    assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
+    rank, place = divmod(env_id, config.env.num_envs)
+    number = place * config.actors // (config.env.num_envs * config.learners)
+    return actor_env(config, number, rank)[0].env.id
 
 
 def acting_memory(config: Config, spec: Spec, model: ActorCritic) -> tuple[Slots, Weights]:

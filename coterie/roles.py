@@ -50,7 +50,9 @@ from coterie.types import AgentOutput, Inputs, Rollout
 _REPORT_S = 0.5  # between two reports of an actor
 
 
-def _envs(config: Config, layout: Layout, life: int, first: int) -> tuple[Envs, list[torch.Generator]]:
+def _envs(
+    config: Config, layout: Layout, life: int, first: int, union: bool = False
+) -> tuple[Envs, list[torch.Generator]]:
     """Envs with global ids from `first` on, and random numbers for each group: their threads must not race for them."""
     envs = make_envs(
         config.env,
@@ -59,6 +61,7 @@ def _envs(config: Config, layout: Layout, life: int, first: int) -> tuple[Envs, 
         first_env_id=first,
         threads=layout.env_threads,
         groups=layout.groups,
+        union=union,
     )
     rngs = [
         torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, life, first + cols.start))
@@ -243,7 +246,7 @@ class Actor:
         self.model = make_model(config, self.spec)
         self.stages = Stages()
         acting, refresh = acting_copy(self.model, layout.dtype)
-        self.envs, rngs = _envs(mine, layout, life, first)
+        self.envs, rngs = _envs(mine, layout, life, first, union=mine.env.id != config.env.id)
         moments = normalizers(config, self.model)
         self.desk = Desk(
             links.slots, links.weights, FlatParams(self.model), moments, links.board, row, number, self.envs.groups,

@@ -28,7 +28,7 @@ class Service:
         self.learner, self.post, self.every = learner, post, every
         self.root = folder / "checkpoints"
         self.board, self.rank = learner.links.board, learner.links.rank
-        self.games: list[tuple[float, int]] = []
+        self.games: list[tuple[float, int, int]] = []  # return, length, env id
         self.reported = self.gauged = 0.0
         self.gauges: dict[str, float] = {}
         self.done = done  # the last order that was carried out
@@ -53,7 +53,7 @@ class Service:
     def after_rollout(self, rollout: Rollout) -> bool:
         """True ends the training: by budget, or because whoever runs the learners says so."""
         learner = self.learner
-        self.games += rollout.episodes
+        self.games += [(*game, i) for game, i in zip(rollout.episodes, rollout.episode_env, strict=True)]
         self.board.write(self.rank, learner.counts())
         if time.monotonic() - self.reported >= self.every:
             self.report()

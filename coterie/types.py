@@ -150,6 +150,7 @@ class Rollout:
     env_id: Tensor  # [B] int64
     core_state: CoreState = None  # [B, ...] before obs[0]; None without a core
     episodes: list[tuple[float, int]] = field(default_factory=list)  # (return, length) of games that ended in it
+    episode_env: list[int] = field(default_factory=list)  # and their envs' ids
 
     @property
     def mask(self) -> Tensor:

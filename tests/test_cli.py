@@ -76,6 +76,7 @@ def test_each_refusal_has_a_config_that_meets_it(refusal):
             "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20, "decoupled.lockstep": True,
         },
         "actors": {"acting": "decoupled", "learners": 2, "actors": 3, "decoupled.lockstep": True},
+        "env.id": {"env.id": "CartPole-v1,CartPole-v1"},
         "vtrace.replay_share": {"algorithm": "vtrace", "vtrace.replay_share": 1.0},
         "vtrace.rho_bar": {"algorithm": "vtrace", "vtrace.rho_bar": 0.5},
     }  # fmt: skip

@@ -18,6 +18,7 @@ from coterie.envs.owner import Envs, MakeBackend
 from coterie.envs.pool import PoolBackend, all_ids, has_env, pool_edges, pool_spec
 from coterie.envs.repeat import Repeat
 from coterie.envs.spaces import ActionMap, ObsField
+from coterie.tasks import tasks
 from coterie.types import Array, ConfigError, Spec
 
 
@@ -46,7 +47,12 @@ def _unknown(env_id: str, known: Sequence[str], why: str) -> ConfigError:
 
 
 def make_spec(env: config.Env, atari: config.Atari) -> Spec:
-    """What the environment takes and gives. EnvPool's are only declared; a gymnasium env is made once and closed."""
+    """What the environment takes and gives. EnvPool's are only declared; a gymnasium env is made once and closed. Of
+    several tasks: the same observations, and as many actions as the one with the most.
+    """
+    if len(several := tasks(env.id)) > 1:
+        full = replace(atari, full_action_set=True)
+        return _union(env.id, [make_spec(replace(env, id=task), full) for task in several])
     if _in_pool(env):
         spec = pool_spec(env, atari)
     else:
@@ -56,8 +62,22 @@ def make_spec(env: config.Env, atari: config.Atari) -> Spec:
     return replace(spec, action_repeat=spec.action_repeat * env.action_repeat)
 
 
+def _union(env_id: str, specs: list[Spec]) -> Spec:
+    first = specs[0]
+    for spec in specs[1:]:
+        if spec.obs != first.obs or spec.action_repeat != first.action_repeat:
+            raise ConfigError(f"env.id: {first.env_id} and {spec.env_id} show different things: one policy takes one")
+        if spec.action != first.action and {spec.action.kind, first.action.kind} != {"categorical"}:
+            raise ConfigError(f"env.id: {first.env_id} and {spec.env_id} take actions of different kinds")
+    largest = max(specs, key=lambda spec: spec.action.sizes)
+    return replace(
+        first, env_id=env_id, action=largest.action, max_episode_steps=max(s.max_episode_steps for s in specs)
+    )
+
+
 def env_edges(env: config.Env, atari: config.Atari) -> tuple[list[ObsField], ActionMap]:
-    """How the env's observations become arrays, and a policy's actions the env's."""
+    """How the env's observations become arrays, and a policy's actions the env's. Of several tasks: the first one's."""
+    env = replace(env, id=tasks(env.id)[0])
     if _in_pool(env):
         return pool_edges(env, atari)
     from coterie.envs.workers import workers_edges
@@ -74,9 +94,11 @@ def make_envs(
     threads: int = 1,
     groups: int = 1,
     training: bool = True,
+    union: bool = False,
 ) -> Envs:
     """`env.num_envs` environments in `groups` groups, on `threads` threads or worker processes in all.
 
+    `union`: the policy has the actions of several tasks; one that this env has not is taken as its first.
     `training=False` switches episodic life off: an evaluated game has all its lives.
     """
     if env.num_envs < 1:
@@ -99,7 +121,7 @@ def make_envs(
         def make(seeds: Sequence[int]) -> Backend:
             return WorkerBackend(env, seeds, each, f"coterie-env-{next(numbers)}")
 
-    return Envs(_repeated(make, env), env, seed=seed, first_env_id=first_env_id, groups=groups)
+    return Envs(_repeated(make, env), env, seed=seed, first_env_id=first_env_id, groups=groups, union=union)
 
 
 def _repeated(make: MakeBackend, env: config.Env) -> MakeBackend:
@@ -108,6 +130,7 @@ def _repeated(make: MakeBackend, env: config.Env) -> MakeBackend:
 
 def make_rendered(env: config.Env, atari: config.Atari, *, seed: int) -> tuple[Envs, Callable[[], Array]]:
     """One environment with all its lives, and a call that draws what it showed last: `[H, W, 3]` uint8."""
+    env = replace(env, id=tasks(env.id)[0])
     made: list[PoolBackend | LocalBackend] = []
 
     def make(seeds: Sequence[int]) -> Backend:

@@ -27,8 +27,9 @@ class Envs:
     """Environments with global ids `first_env_id` and up, seeded apart by (seed, id) whatever the groups."""
 
     def __init__(
-        self, make: MakeBackend, env: config.Env, *, seed: int, first_env_id: int = 0, groups: int = 1
-    ) -> None:
+        self, make: MakeBackend, env: config.Env, *, seed: int, first_env_id: int = 0, groups: int = 1,
+        union: bool = False,
+    ) -> None:  # fmt: skip
         self.num_envs = env.num_envs
         size = env.num_envs // groups
         self.groups = [slice(g * size, (g + 1) * size) for g in range(groups)]
@@ -52,6 +53,7 @@ class Envs:
             self.close()
             raise
         self.spec = self._backends[0].spec
+        self._legal = self.spec.action.sizes[0] if union and self.spec.action.kind == "categorical" else 0
         delayed = env.delay_learner in (-1, first_env_id // env.num_envs)
         self._delay, self._exponential = env.delay * delayed, env.delay_kind == "exponential"
         self._delays = np.random.default_rng(env_seed(seed, first_env_id, 2))
@@ -72,7 +74,7 @@ class Envs:
 
     def send(self, group: int, action: Array) -> None:
         """Start a step of a group: int64 `[B]` or `[B, A]`, or float32 `[B, A]`."""
-        self._group[group].send(action)
+        self._group[group].send(np.where(action < self._legal, action, 0) if self._legal else action)
 
     def end_rollout(self) -> None:
         """After the last `recv` of a rollout: start the resets that `wait` and `swap` held back; does not wait."""
