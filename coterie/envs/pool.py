@@ -56,6 +56,10 @@ def is_atari(env_id: str) -> bool:
     return has_env(env_id) and registry.specs[env_id][0] == "envpool.atari"
 
 
+def _is_doom(env_id: str) -> bool:
+    return has_env(env_id) and registry.specs[env_id][0] == "envpool.vizdoom"
+
+
 def _options(env: config.Env, atari: config.Atari, training: bool) -> dict[str, Any]:
     """What EnvPool's constructor takes, besides counts and seeds."""
     options: dict[str, Any] = {}
@@ -71,6 +75,8 @@ def _options(env: config.Env, atari: config.Atari, training: bool) -> dict[str, 
             "img_width": atari.width,
             "stack_num": atari.stack,
         }
+    elif _is_doom(env.id):
+        options = {"use_combined_action": True}  # a number for each set of buttons, not a value for each button
     if env.max_episode_steps:
         options["max_episode_steps"] = env.max_episode_steps
     kwargs = json.loads(env.kwargs)
@@ -133,7 +139,7 @@ def _declared(env: config.Env, atari: config.Atari) -> _Declared:
         return _Declared(
             obs_fields(env.id, spec.observation_space, _TEXT.get(registry.specs[env.id][0], ())),
             action_map(env.id, spec.action_space),
-            spec.config.frame_skip if is_atari(env.id) else 1,
+            spec.config.frame_skip if is_atari(env.id) or _is_doom(env.id) else 1,
             limit if 0 < limit < _NO_LIMIT else 0,
         )
 

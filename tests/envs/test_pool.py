@@ -102,6 +102,17 @@ def test_the_whole_run_is_reproducible_with_decorrelation():
         np.testing.assert_array_equal(x, y)
 
 
+def test_vizdoom_has_numbered_actions_and_counts_its_frames():
+    spec = make_spec(config.Env(id="Basic-v1"), config.Atari())
+    assert (spec.action.kind, spec.action.sizes) == ("categorical", (6,))
+    assert spec.obs[""].shape == (12, 84, 84)
+    assert spec.action_repeat == 4
+    with make("Basic-v1", 2) as envs:
+        envs.recv(0)
+        envs.send(0, np.array([5, 0]))
+        assert envs.recv(0).obs.shape == (2, 12, 84, 84)
+
+
 def test_dict_observations_and_float64_boxes_and_bounds():
     with make("BabyAI-GoToRedBall-v0", 2) as envs:
         assert {k: s.shape for k, s in envs.spec.obs.items()} == {
