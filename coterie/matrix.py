@@ -15,6 +15,9 @@ EXCHANGES: tuple[str, ...] = tuple(x for x in get_args(get_type_hints(Config)["e
 LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
 
 
+ON_POLICY = ("a2c", "ppo")  # they cannot correct for an older policy
+
+
 class Refusal(NamedTuple):
     """A cell or setting that makes no sense: refused when `applies`, with one line that names `field`."""
 
@@ -39,7 +42,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "learners under allreduce must make as many steps: set it to 0",
     ),
     Refusal(
-        lambda c, s: c.acting == "decoupled" and c.algorithm in ("a2c", "ppo") and not c.decoupled.lockstep,
+        lambda c, s: _only_lockstep(c.algorithm, c.acting) and not c.decoupled.lockstep,
         "decoupled.lockstep",
         "a2c and ppo cannot correct for an older policy: set it to True, or use vtrace",
     ),
@@ -145,8 +148,14 @@ def check(config: Config, spec: Spec) -> None:
             raise ConfigError(f"{refusal.field}: {refusal.reason}")
 
 
+def _only_lockstep(algorithm: str, acting: str) -> bool:
+    return acting == "decoupled" and algorithm in ON_POLICY
+
+
 def table() -> str:
     """The combinations that work today, as a Markdown table."""
     rows = ["| algorithm | acting | exchange | launch |", "|---|---|---|---|"]
-    rows += [f"| {a} | {b} | {c} | {d} |" for a in ALGORITHMS for b in ACTING for c in EXCHANGES for d in LAUNCHES]
+    exchanges, launches = ", ".join(EXCHANGES), ", ".join(LAUNCHES)
+    for a in ALGORITHMS:
+        rows += [f"| {a} | {b}{' (lockstep)' * _only_lockstep(a, b)} | {exchanges} | {launches} |" for b in ACTING]
     return "\n".join(rows)
