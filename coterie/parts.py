@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -122,9 +121,13 @@ def settle(config: Config) -> Config:
     actors = config.actors
     if actors == "auto" and config.acting == "decoupled":
         most = max(1, len(available_cores()) // learners)
-        share, several = math.gcd(config.env.num_envs, batch_size(config)), len(tasks(config.env.id))
-        # Each learner's, so that its simulators and the tasks are shared out evenly.
-        fitting = [k for k in range(1, share + 1) if share % k == 0 and k * learners % several == 0] or [1]
+        envs, several = config.env.num_envs, len(tasks(config.env.id))
+        # Each learner's, so that its simulators, the tasks, and the columns of a batch are shared out evenly.
+        fitting = [
+            k
+            for k in range(1, envs + 1)
+            if envs % k == 0 and batch_size(config) % (envs // k) == 0 and k * learners % several == 0
+        ] or [1]
         actors = learners * max([k for k in fitting if k <= most], default=fitting[0])
     return replace(config, learners=learners, exchange=exchange, actors=actors)
 

@@ -11,7 +11,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from coterie.config import PPO, Algo, Atari, Config, Env, Gossip, Hogwild, Model, Optim, Reward, Schedule, Store, VTrace
+from coterie.config import (
+    PPO,
+    Algo,
+    Atari,
+    Config,
+    Decoupled,
+    Env,
+    Gossip,
+    Hogwild,
+    Model,
+    Optim,
+    Reward,
+    Schedule,
+    Store,
+    VTrace,
+)
 from coterie.envs.make import make_spec
 from coterie.runs.config_io import replace as override
 from coterie.types import ConfigError, Spec
@@ -186,25 +201,36 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
     the shallow one. Vectors and continuous control: our own settings.
     """
     config, kind = _start("impala", env, overrides)
-    config = replace(config, algorithm="vtrace", acting="decoupled", env=replace(config.env, num_envs=32))
+    config = replace(config, algorithm="vtrace", acting="decoupled")
     if kind == "image":
         config = replace(
             config,
             steps=10_000_000,
+            env=replace(config.env, num_envs=32),
             reward=Reward(clip="clamp"),
             model=Model(torso="gala"),
             algo=Algo(20, value_coef=0.25, entropy_coef=0.01),  # half of 0.5 times the squared error
             vtrace=VTrace(loss="sum"),
             optim=Optim("rmsprop_tf", lr=6e-4, eps=0.01, max_grad_norm=40.0, schedule=_LINEAR),
         )
+    elif kind == "continuous":
+        config = replace(
+            config,
+            steps=1_000_000,
+            reward=Reward(normalize=True),
+            model=replace(config.model, init_log_std=-0.7),
+            algo=Algo(32, gae_lambda=0.95, entropy_coef=0.0),
+            decoupled=Decoupled(batch_size=8),
+            optim=Optim("adam", lr=7e-4, schedule=_LINEAR),
+        )
     else:
         config = replace(
             config,
             steps=1_000_000,
-            reward=Reward(normalize=kind == "continuous"),
-            model=Model(normalize_obs=True),
-            algo=Algo(20, gae_lambda=0.95, entropy_coef=0.0 if kind == "continuous" else 0.01),
-            optim=Optim("rmsprop", lr=2e-3, schedule=_LINEAR),
+            reward=Reward(scale=0.01),
+            algo=Algo(20, gamma=0.995, gae_lambda=0.98, entropy_coef=0.003),
+            decoupled=Decoupled(batch_size=8),
+            optim=Optim("rmsprop", lr=3e-3, schedule=_LINEAR),
         )
     return override(config, overrides)
 

@@ -26,6 +26,7 @@ def options(out: Path, exchange: str = "solo", **changes: object) -> list[str]:
         "learners": learners,
         "actors": 2 * learners,
         "env.num-envs": CROWD,
+        "decoupled.batch_size": 0,
         "algo.unroll-length": 5,
         "log.tensorboard": False,
         "log.every": 0.1,
