@@ -3,7 +3,7 @@
     python benchmarks/versus.py CASE [CASE ...] --peers DIR --scripts DIR [--seconds 60] [--turns 3] [--out FILE.json]
 
 `--scripts` holds one script for each framework, which trains for SECONDS and prints `PEER name=.. sps=<env steps/s>` as
-its last line; `--peers` holds their virtual environments (sb3, sf). Run it on an otherwise idle machine.
+its last line; `--peers` holds their virtual environments (sb3, sf, rllib). Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _SB3_PPO_ATARI = ("sb3", "sb3_bench.py", ["algo=ppo", "env=breakout", "envs=32",
 _SB3_PPO = ("sb3", "sb3_bench.py", ["algo=ppo", "env=lunar", "envs=32", "nsteps=128", "batch=256", "epochs=4"])
 _SB3_A2C = ("sb3", "sb3_bench.py", ["algo=a2c", "env=lunar", "envs=32", "nsteps=5"])
 _SF = ("sf", "sample_factory_bench.py", ["env=lunar", "backend=envpool", "async=1", "epochs=1"])
+_SF_ATARI = ("sf", "sample_factory_bench.py", ["env=breakout"])
+_RLLIB = ("rllib", "rllib_bench.py", [])
 _BREAKOUT = ["--env", "Breakout-v5", "--model.torso", "nature"]
 CASES: dict[str, tuple[list[str], tuple[str, str, list[str]], float]] = {
     "ppo-nature-breakout": (["ppo", *_BREAKOUT, *_PPO, "--env.num-envs", "32"], _SB3_PPO_ATARI, 1.8),
@@ -40,6 +42,9 @@ CASES: dict[str, tuple[list[str], tuple[str, str, list[str]], float]] = {
     "gala-a2c-lunar": (["gala-a2c", *_MLP, *_A2C, *_TWO], _SB3_A2C, 3.0),
     "allreduce-ppo-lunar": (["ppo", *_MLP, *_PPO, *_TWO, "--ppo.minibatch-size", "128"], _SB3_PPO, 3.0),
     "allreduce-a2c-lunar": (["a2c", *_MLP, *_A2C, *_TWO], _SB3_A2C, 3.0),
+    # Decoupled actors, one pass over each sample.
+    "impala-nature-breakout": (["impala", *_BREAKOUT], _SF_ATARI, 2.0),
+    "impala-nature-breakout-rllib": (["impala", *_BREAKOUT], _RLLIB, 2.0),
     "one-pass-lunar-two": (
         ["gala-ppo", *_MLP, *_ONE_PASS, "--learners", "2", "--env.num-envs", "128", "--ppo.minibatch-size", "2048"],
         _SF,

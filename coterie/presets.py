@@ -206,7 +206,8 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
         config = replace(
             config,
             steps=10_000_000,
-            env=replace(config.env, num_envs=32),
+            env=replace(config.env, num_envs=64),
+            decoupled=Decoupled(batch_size=32),
             reward=Reward(clip="clamp"),
             model=Model(torso="gala"),
             algo=Algo(20, value_coef=0.25, entropy_coef=0.01),  # half of 0.5 times the squared error

@@ -55,7 +55,7 @@ class Sequences:
 
 @dataclass
 class Batch:
-    """New rollouts and replayed ones. A part holds at most `chunk` rows (0: all of either kind)."""
+    """New rollouts and replayed ones. A part holds at most `chunk` steps (0: all of either kind)."""
 
     rollouts: list[Sequences]
     chunk: int
@@ -65,7 +65,7 @@ class Batch:
     def parts(self, ways: int = 1) -> Iterator[Sequences]:
         for whole in self.rollouts:
             rows, width = whole.inputs.is_first.shape
-            size = max(1, self.chunk // rows) if self.chunk else width
+            size = max(1, self.chunk // (rows - 1)) if self.chunk else width  # row T is there for its value only
             pieces = min(width, math.ceil(math.ceil(width / size) / ways) * ways)
             for i in range(pieces):
                 yield whole.columns(slice(width * i // pieces, width * (i + 1) // pieces))
