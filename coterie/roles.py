@@ -244,12 +244,13 @@ class Actor:
         torch.set_num_threads(1)
         self.board, self.row = links.board, row
         self.model = make_model(config, self.spec)
+        params = FlatParams(self.model)  # before the copy is made, which follows these tensors
         self.stages = Stages()
         acting, refresh = acting_copy(self.model, layout.dtype)
         self.envs, rngs = _envs(mine, layout, life, first, union=mine.env.id != config.env.id)
         moments = normalizers(config, self.model)
         self.desk = Desk(
-            links.slots, links.weights, FlatParams(self.model), moments, links.board, row, number, self.envs.groups,
+            links.slots, links.weights, params, moments, links.board, row, number, self.envs.groups,
             self.stages, timeout,
         )  # fmt: skip
         algorithm = make_algorithm(config, self.spec)

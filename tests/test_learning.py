@@ -37,6 +37,14 @@ def test_two_learners_solve_cartpole_through_every_exchange(tmp_path, exchange):
     assert evaluate_run(out, episodes=20, learner="mean" if exchange == "gossip" else "best")["mean_return"] >= 450
 
 
+@pytest.mark.parametrize("exchange", ["solo", "gossip"])
+def test_impala_learns_cartpole(tmp_path, exchange):
+    learners = 1 if exchange == "solo" else 2
+    many = {"exchange": exchange, "learners": learners, "actors": 2}
+    _, out = train(tmp_path, "impala", "CartPole-v1", steps=150_000, **many)
+    assert evaluate_run(out, episodes=20)["mean_return"] >= 400
+
+
 CATCH = {"env.threads": 1, "env.num_envs": 32, "env.groups": 2, "algo.unroll_length": 18, "ppo.minibatch_size": 288}
 
 
@@ -45,6 +53,15 @@ def test_an_lstm_solves_what_needs_memory(tmp_path):
     blank = {"env.kwargs": '{"blank": true}', "algo.gamma": 0.99}
     lstm = {"model.core": "lstm", "model.core_size": 64}
     summary, _ = train(tmp_path, "ppo", "coterie.envs.testing:Catch", steps=250_000, **CATCH, **blank, **lstm)
+    assert summary["mean_return"] >= 0.9
+
+
+@pytest.mark.slow
+def test_impala_solves_what_needs_memory(tmp_path):
+    blank = {"env.kwargs": '{"blank": true}', "algo.gamma": 0.99, "reward.scale": 1.0, "env.threads": 1}
+    lstm = {"model.core": "lstm", "model.core_size": 64, "algo.unroll_length": 18, "actors": 2, "env.num_envs": 32}
+    more = {"decoupled.batch_size": 16, "algo.entropy_coef": 0.01}
+    summary, _ = train(tmp_path, "impala", "coterie.envs.testing:Catch", steps=500_000, **blank, **lstm, **more)
     assert summary["mean_return"] >= 0.9
 
 

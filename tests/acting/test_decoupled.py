@@ -1,0 +1,96 @@
+"""Decoupled acting: a change of the learner's weights is seen in the actions; versions and lag are what they say."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+
+from coterie.types import CoterieError, Inputs
+from tests.conftest import make_config
+from tests.crew import crewed
+
+
+def config(**changes):
+    return make_config(
+        algorithm="vtrace",
+        acting="decoupled",
+        **{"env.num_envs": 4, "actors": 2, "algo.unroll_length": 6, "model.normalize_obs": True, **changes},
+    )
+
+
+def own_log_prob(learner, rollout):
+    """Of the copy that acts, with the learner's weights of now."""
+    learner.refresh_actor()
+    inputs = Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward)
+    with torch.no_grad():
+        params, value, _ = learner.actor(inputs, rollout.core_state)
+    return learner.algorithm.base.dist.log_prob(params[:-1], rollout.action), value
+
+
+@pytest.mark.parametrize("image", [False, True])
+def test_a_change_of_the_weights_is_seen_in_the_actors_policy(image):
+    changes = {"decoupled.lockstep": True}
+    if image:  # acted with bf16 copies
+        catch = {"env.id": "coterie.envs.testing:Catch", "env.kwargs": '{"image": true, "scale": 8}'}
+        changes |= {**catch, "model.torso": "a3c", "precision": "bf16", "model.normalize_obs": False, "env.threads": 1}
+    close = {"atol": 0.02, "rtol": 0.01} if image else {"atol": 1e-5, "rtol": 1e-4}
+    with crewed(config(**changes)) as learner:
+        version = [0]
+        source = learner.acting.rollouts(lambda: learner.acting.publish(version[0]))
+        before = None
+        for step in range(4):
+            rollout = next(source)
+            assert (rollout.policy_version == step).all()
+            log_prob, value = own_log_prob(learner, rollout)
+            torch.testing.assert_close(rollout.behavior_log_prob, log_prob, **close)
+            torch.testing.assert_close(rollout.behavior_value, value, **close)
+            if before is not None:  # the weights of the step before would not have said so
+                learner.params.data.copy_(before)
+                assert (own_log_prob(learner, rollout)[0] - rollout.behavior_log_prob).abs().max() > 0.3
+            before = learner.params.data.clone()
+            with torch.no_grad():
+                learner.model.policy.weight.normal_(
+                    0, 0.1 if image else 0.5, generator=torch.Generator().manual_seed(step)
+                )
+            for norm in learner.model.obs_norm.values():  # normalizers travel with the weights
+                norm.update(torch.randn(50, 4) * (step + 2))
+                before = None
+            version[0] += 1
+        source.close()
+
+
+def test_what_was_acted_with_older_weights_says_so_and_the_lag_is_bounded():
+    with crewed(config(**{"decoupled.queue": 1})) as learner:
+        version = [0]
+        source = learner.acting.rollouts(lambda: learner.acting.publish(version[0]))
+        lags = []
+        for _ in range(30):
+            rollout = next(source)
+            lags.append(version[0] - int(rollout.policy_version.min()))
+            version[0] += 1
+        assert max(lags) <= 3  # as many batches as there are
+        assert max(lags) > 0
+        source.close()
+
+
+def test_weights_are_published_when_due():
+    with crewed(config(**{"decoupled.publish_every": 5, "decoupled.lockstep": True})) as learner:
+        version = [0]
+        source = learner.acting.rollouts(lambda: learner.acting.publish(version[0]))
+        seen = []
+        for _ in range(12):
+            seen.append(int(next(source).policy_version.max()))
+            version[0] += 1
+        assert seen == [0] * 5 + [5] * 5 + [10] * 2
+        source.close()
+
+
+def test_no_rollouts_is_an_error_with_a_reason():
+    with crewed(config()) as learner:
+        learner.acting.timeout = 0.3
+        learner.links.board.close()  # the actors leave
+        source = learner.acting.rollouts(lambda: learner.acting.publish(0))
+        with pytest.raises(CoterieError, match=r"no batch of rollouts for 0\.3 s: the actors hang"):
+            deque(source)
