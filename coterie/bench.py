@@ -28,7 +28,8 @@ from coterie.parallel.processes import Child, Post, listen
 from coterie.parallel.threads import Team
 from coterie.parts import Links, settle
 from coterie.roles import Learner
-from coterie.types import CoterieError, Inputs, Rollout
+from coterie.tasks import tasks
+from coterie.types import ConfigError, CoterieError, Inputs, Rollout
 
 _ROUNDS = 3
 
@@ -66,6 +67,8 @@ def bench(config: Config, seconds: float) -> dict[str, Any]:
     """
     config = settle(config)
     check(config, make_spec(config.env, config.atari))
+    if len(tasks(config.env.id)) > 1:
+        raise ConfigError("env.id: bench measures one task at a time")
     if config.learners == 1 and config.acting == "inline":
         found = [_measure(Learner(config), seconds, lambda: None)]
     else:

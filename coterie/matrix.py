@@ -47,6 +47,31 @@ REFUSALS: tuple[Refusal, ...] = (
         "a2c and ppo cannot correct for an older policy: set it to True, or use vtrace",
     ),
     Refusal(
+        lambda c, s: _only_lockstep(c.algorithm, c.acting) and c.decoupled.publish_every > 1,
+        "decoupled.publish_every",
+        "a2c and ppo cannot correct for an older policy: leave it at 1",
+    ),
+    Refusal(
+        lambda c, s: c.algorithm == "vtrace" and 0 < c.vtrace.replay_capacity < max(_batch(c), _replayed(c)),
+        "vtrace.replay_capacity",
+        "must hold a batch, new and replayed: more, or 0",
+    ),
+    Refusal(
+        lambda c, s: c.algo.entropy_target != 0 and c.algo.entropy_coef == 0,
+        "algo.entropy_target",
+        "adapts algo.entropy_coef, which must not be 0 to begin with",
+    ),
+    Refusal(
+        lambda c, s: c.acting == "inline" and c.actors != "auto",
+        "acting",
+        "actors are of decoupled acting: set acting decoupled, or leave actors at auto",
+    ),
+    Refusal(
+        lambda c, s: c.acting == "decoupled" and _even(c) and c.env.groups == 2 and _width(c) % 2 == 1,
+        "env.groups",
+        "2 groups need an even number of envs in each actor (env.num_envs x learners / actors)",
+    ),
+    Refusal(
         lambda c, s: c.acting == "decoupled" and c.decoupled.lockstep and _batch(c) != c.env.num_envs,
         "decoupled.batch_size",
         "in lockstep a batch has one rollout of each env: leave it at 0",
@@ -62,9 +87,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "several tasks need actors of their own: set acting decoupled",
     ),
     Refusal(
-        lambda c, s: (
-            c.acting == "decoupled" and _even(c) and _batch(c) % (c.env.num_envs * _learners(c) // _actors(c)) != 0
-        ),
+        lambda c, s: c.acting == "decoupled" and _even(c) and _batch(c) % _width(c) != 0,
         "decoupled.batch_size",
         "must be a multiple of the envs of an actor (env.num_envs x learners / actors)",
     ),
@@ -131,8 +154,17 @@ def _even(config: Config) -> bool:
     )
 
 
+def _width(config: Config) -> int:
+    return config.env.num_envs * _learners(config) // _actors(config)
+
+
+def _replayed(config: Config) -> int:
+    share = min(config.vtrace.replay_share, 0.999)
+    return round(_batch(config) * share / (1 - share))
+
+
 def _batch(config: Config) -> int:
-    return config.decoupled.batch_size or config.env.num_envs
+    return (config.acting == "decoupled" and config.decoupled.batch_size) or config.env.num_envs
 
 
 def _rows(config: Config) -> int:

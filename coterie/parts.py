@@ -143,7 +143,9 @@ def actor_env(config: Config, number: int, rank: int) -> tuple[Config, int]:
     width = config.env.num_envs * config.learners // config.actors
     several = tasks(config.env.id)
     mine = task_config(config, several[(number * config.learners + rank) % len(several)])
-    return replace(mine, env=replace(mine.env, num_envs=width)), rank * config.env.num_envs + number * width
+    delayed = config.env.delay_learner in (-1, rank)
+    env = replace(mine.env, num_envs=width, delay=config.env.delay * delayed, delay_learner=-1)
+    return replace(mine, env=env), rank * config.env.num_envs + number * width
 
 
 def task_of(config: Config, env_id: int) -> str:

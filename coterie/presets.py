@@ -238,7 +238,8 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def impala_deep(env: str = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA with its ResNet of 15 convolutions (Figure 3, right)."""
-    config = replace(impala(env), preset="impala-deep")
+    own = {k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))}
+    config = replace(impala(env, **own), preset="impala-deep")
     return override(replace(config, model=replace(config.model, torso="impala")), overrides)
 
 

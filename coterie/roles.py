@@ -92,6 +92,8 @@ class Learner:
         self.spec = make_spec(config.env, config.atari)
         check(config, self.spec)
         self.layout = layout = resolve(config, self.spec, links.gpu)
+        if layout.device.type == "cuda":
+            torch.cuda.set_device(layout.device)
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self.model = make_model(config, self.spec).to(layout.device)
@@ -250,7 +252,7 @@ class Actor:
         self.envs, rngs = _envs(mine, layout, life, first, union=mine.env.id != config.env.id)
         moments = normalizers(config, self.model)
         self.desk = Desk(
-            links.slots, links.weights, params, moments, links.board, row, number, self.envs.groups,
+            links.slots, links.weights, params, moments, links.board, row, links.rank, number, self.envs.groups,
             self.stages, timeout,
         )  # fmt: skip
         algorithm = make_algorithm(config, self.spec)
@@ -262,12 +264,13 @@ class Actor:
             self.model.initial_state,
             refresh,
             self.stages,
-            Team(min(layout.groups, layout.torch_threads)),
+            Team(1),  # it has one core, and counts without a lock
             config.algo.poll,
             self.desk.next,
         )
         self.calls = [0] * layout.groups
         self._counts = links.board.counts[row]
+        self._replaced = int(self._counts[COUNTS.index("replaced")])  # by whoever was this actor before
 
     def _act(self, policy: Policy, g: int, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
         """Every row after row 0 shows the consequence of a step: it is counted at once, whatever becomes of it."""
@@ -284,7 +287,7 @@ class Actor:
             try:
                 for _ in self.acting.rollouts(self._refresh):
                     self._counts[COUNTS.index("delivered")] = self._counts[COUNTS.index("produced")]
-                    self._counts[COUNTS.index("replaced")] = self.envs.replaced
+                    self._counts[COUNTS.index("replaced")] = self._replaced + self.envs.replaced
                     self.desk.leave()
                     if time.monotonic() - reported > _REPORT_S:
                         reported = time.monotonic()

@@ -38,7 +38,8 @@ class Service:
         """Train to the end of the run, then go on carrying out orders until the last."""
         self.board.write(self.rank, self.learner.counts())
         self.post("note", self.learner.describe())
-        if self.board.order[0] > self.done:  # given before anybody began: the checkpoint at step 0
+        # Given before anybody began: the checkpoint at step 0. Who comes back has no weights worth saving yet.
+        if self.board.order[0] > self.done and not self.learner.links.rejoin:
             self.obey()
         self.learner.run(self.after_rollout)
         self.report()

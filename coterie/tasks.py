@@ -28,5 +28,5 @@ def overall(means: Mapping[str, float]) -> float:
     reference; else the mean of the returns.
     """
     scores = [human_normalized(task, mean) for task, mean in means.items()]
-    known = [min(1.0, s) for s in scores if s is not None]
+    known = [np.minimum(1.0, s) for s in scores if s is not None]  # a NaN stays one
     return float(np.mean(known if len(known) == len(scores) else list(means.values())))

@@ -11,6 +11,7 @@ import numpy as np
 
 from coterie.envs.make import make_rendered
 from coterie.evaluate import Player, load
+from coterie.tasks import task_config, tasks
 from coterie.types import ConfigError, CoterieError
 
 _FPS = 30
@@ -24,9 +25,11 @@ def watch(
     imageio = _imageio()
     policy = load(folder, learner)
     path = Path(out) if out else Path(folder) / "watch.mp4"
-    env = replace(policy.config.env, num_envs=1, reset="in_place", decorrelate=0)
+    first = tasks(policy.config.env.id)[0]
+    config = task_config(policy.config, first)  # of several tasks the first
+    env = replace(config.env, num_envs=1, reset="in_place", decorrelate=0)
     frames, score = 0, math.nan
-    envs, render = make_rendered(env, policy.config.atari, seed=seed)
+    envs, render = make_rendered(env, config.atari, seed=seed, union=first != policy.config.env.id)
     with envs:
         player = Player(policy.algorithm, policy.model, envs, sampled, seed)
         ts = envs.recv(0)

@@ -74,7 +74,7 @@ def test_counting_env_through_worker_processes(algorithm, acting, exchange, grou
         **{
             "env.num_envs": 4,
             "env.groups": groups,
-            "actors": 1,
+            "actors": 1 if acting == "decoupled" else "auto",
             "decoupled.lockstep": algorithm != "vtrace",
             "env.threads": 2,
             "algo.unroll_length": 7,
@@ -123,7 +123,7 @@ def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
         **{
             "env.num_envs": 4,
             "env.groups": groups,
-            "actors": 1,
+            "actors": 1 if acting == "decoupled" else "auto",
             "decoupled.lockstep": algorithm != "vtrace",
             "env.max_episode_steps": 12,
             "algo.unroll_length": 9,
@@ -157,7 +157,7 @@ def test_lstm_state_replayed_from_core_state_is_the_acting_state(acting):
         acting=acting,
         **{
             "env.num_envs": 4,
-            "actors": 2,
+            "actors": 2 if acting == "decoupled" else "auto",
             "env.threads": 1,
             "env.groups": 2,
             "algo.unroll_length": 7,

@@ -25,7 +25,8 @@ from coterie.parallel.upload import Uploads
 from coterie.parallel.weights import Weights
 from coterie.types import CoterieError, Rollout
 
-_NAP_S = 2e-4
+_NAP_S, _LONG_NAP_S = 2e-4, 1e-3  # between two looks at shared memory, soon after the first and later
+_SOON_S = 0.01
 
 
 class Stopped(Exception):
@@ -115,8 +116,9 @@ class Desk:
 
     def __init__(
         self, slots: Slots, weights: Weights, params: FlatParams, moments: Moments, board: Board, rank: int,
-        number: int, groups: list[slice], stages: Stages, timeout: float,
+        learner: int, number: int, groups: list[slice], stages: Stages, timeout: float,
     ) -> None:  # fmt: skip
+        self.learner = learner  # its row of the board
         self.slots, self.weights, self.params, self.moments = slots, weights, params, moments
         self.board, self.rank, self.number, self.stages, self.timeout = board, rank, number, stages, timeout
         cpu = torch.device("cpu")
@@ -141,8 +143,11 @@ class Desk:
         with self.board.waits(self.rank):
             while (at := self.slots.take(self.number)) is None or self.weights.version < self.slots.need[at]:
                 self.check()
-                time.sleep(_NAP_S)
-                if time.perf_counter() - begin > self.timeout:
+                waited = time.perf_counter() - begin
+                time.sleep(_NAP_S if waited < _SOON_S else _LONG_NAP_S)
+                # It may be evaluating, which shows signs of life.
+                silent = time.monotonic() - float(self.board.beat[self.learner])
+                if min(waited, silent) > self.timeout:
                     raise CoterieError(f"no slot for a rollout for {self.timeout:g} s: the learner hangs")
         self.stages.add("wait", begin)
         self.at = at

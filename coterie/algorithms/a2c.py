@@ -24,6 +24,7 @@ from coterie.ops.policy import masked_mean, normalize, policy_gradient, value_lo
 from coterie.ops.returns import explained_variance, gae, running_return
 from coterie.types import AgentOutput, Inputs, Rollout, Spec
 
+_ENTROPY_MOST = 7.0  # of the log of the adapted factor: an entropy out of reach must not let the bonus run away
 _ENTROPY_RATE = 0.01  # most that the log of the entropy coefficient moves in one learner step
 
 
@@ -237,7 +238,9 @@ class A2C:
         """Adapt the entropy bonus towards the target entropy, where there is one (SEED RL)."""
         if target := self.algo.entropy_target:
             missing = (target - batch.metrics.get("entropy", target)) / abs(target)
-            self.entropy_adjustment += _ENTROPY_RATE * max(-1.0, min(1.0, missing))
+            if math.isfinite(missing):  # it is not where a batch was skipped
+                moved = self.entropy_adjustment + _ENTROPY_RATE * max(-1.0, min(1.0, missing))
+                self.entropy_adjustment = max(-_ENTROPY_MOST, min(_ENTROPY_MOST, moved))
 
     def gauges(self) -> dict[str, float]:
         """How much of the value targets' variance the values explained, in the last rollout."""

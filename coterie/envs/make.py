@@ -128,9 +128,10 @@ def _repeated(make: MakeBackend, env: config.Env) -> MakeBackend:
     return make if env.action_repeat == 1 else lambda seeds: Repeat(make(seeds), env.action_repeat)
 
 
-def make_rendered(env: config.Env, atari: config.Atari, *, seed: int) -> tuple[Envs, Callable[[], Array]]:
+def make_rendered(
+    env: config.Env, atari: config.Atari, *, seed: int, union: bool = False
+) -> tuple[Envs, Callable[[], Array]]:
     """One environment with all its lives, and a call that draws what it showed last: `[H, W, 3]` uint8."""
-    env = replace(env, id=tasks(env.id)[0])
     made: list[PoolBackend | LocalBackend] = []
 
     def make(seeds: Sequence[int]) -> Backend:
@@ -138,5 +139,5 @@ def make_rendered(env: config.Env, atari: config.Atari, *, seed: int) -> tuple[E
         made.append(PoolBackend(env, atari, seeds, 1, False, True) if pool else LocalBackend(env, seeds))
         return made[0]
 
-    envs = Envs(_repeated(make, env), env, seed=seed)
+    envs = Envs(_repeated(make, env), env, seed=seed, union=union)
     return envs, made[0].render

@@ -25,6 +25,7 @@ _REPORT_S = 0.25  # between two reports of a child
 _GRACE_S = 1.0  # for the learner whose end made the others fail to be found
 _LEAVE_S = 5.0  # for actors to leave at the end of a run
 _BACK_OFF_S = 60.0  # most that an actor waits before it is started again
+_FORGOTTEN_S = 120.0  # an actor that lived as long is not one that dies again and again
 
 
 def run_here(run: Run, learner: Learner) -> dict[str, Any]:
@@ -80,6 +81,7 @@ class Crew:
         self.group = self._group()
         self.due: dict[int, float] = {}  # when actors that died are started again
         self.deaths = 0  # of actors
+        self.ends: dict[int, tuple[float, int]] = {}  # of each actor: when it died last, and how often in a row
         run.on_end = self._dismiss
 
     def _group(self) -> Placement:
@@ -182,13 +184,18 @@ class Crew:
         run.account.lose_actor(row)
         if run.over or run.board.closed:
             return
+        if not self.config.decoupled.lockstep:  # the others fill what it left
+            self.group.abandon(row)
+        now = time.monotonic()
+        last, often = self.ends.get(row, (now, 0))
+        self.ends[row] = now, often + 1 if now - last < _FORGOTTEN_S else 0
         self.deaths += 1
         if self.deaths > self.config.decoupled.restarts:
             raise CoterieError(
                 f"{self._name(row)} {manner}; decoupled.restarts ({self.config.decoupled.restarts}) are used up"
             )
         run.writer.log(f"{self._name(row)} {manner}; it is started again")
-        self.due[row] = time.monotonic() + min(_BACK_OFF_S, 0.1 * 2 ** (self.deaths - 1))
+        self.due[row] = now + min(_BACK_OFF_S, 0.1 * 2 ** self.ends[row][1])
 
     def _start_actor(self, row: int) -> None:
         self.due.pop(row, None)
@@ -202,6 +209,7 @@ class Crew:
     def _dismiss(self) -> None:
         """No learner learns any more: the actors leave, and what they had counted stays."""
         self.run.board.close()
+        self.due.clear()
         end = time.monotonic() + _LEAVE_S
         for row in [row for row in self.children if row >= self.group.learners]:
             child = self.children.pop(row)

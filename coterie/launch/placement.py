@@ -59,6 +59,12 @@ class Placement:
         """The board's rows of a learner's actors: actor i is learner i mod L's."""
         return [self.learners + i for i in range(rank, self.actors, self.learners)]
 
+    def abandon(self, row: int) -> None:
+        """An actor is dead: others may fill its slots."""
+        links, number, _ = self.actor(row)
+        if links.slots is not None:
+            links.slots.abandon(number)
+
     def actor(self, row: int) -> tuple[Links, int, tuple[int, ...]]:
         """An actor's links, its number among its learner's, and its core."""
         number, rank = divmod(row - self.learners, self.learners)
@@ -97,6 +103,7 @@ class Placement:
         return found
 
     def close(self) -> None:
+        self.board.release()
         if self.meeting is not None:
             shutil.rmtree(self.meeting, ignore_errors=True)
         for memory in (self.memory, self.gradients, *(x for both in self.acting.values() for x in both)):

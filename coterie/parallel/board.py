@@ -95,12 +95,17 @@ class Board:
             self._waiting[rank] = 0
 
     def stale(self, ranks: Iterable[int], before: float) -> list[int]:
-        """Those of `ranks` without a sign of life since `before`; who merely waits for others only if all do."""
-        silent = [rank for rank in ranks if self.beat[rank] < before]
-        return [rank for rank in silent if not self._waiting[rank]] or silent
+        """Those of `ranks` without a sign of life since `before`; who merely waits for others only if all are silent."""
+        all_of_them = list(ranks)
+        silent = [rank for rank in all_of_them if self.beat[rank] < before]
+        return [r for r in silent if not self._waiting[r]] or (silent if len(silent) == len(all_of_them) else [])
 
     def stop(self) -> None:
         self._order[2] = 1
+
+    def release(self) -> None:
+        """Nobody will be started with it any more; who has it goes on reading it."""
+        self._shared.close()
 
     def close(self) -> None:
         """Let the actors go: nobody will learn from what they do."""

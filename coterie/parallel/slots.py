@@ -65,6 +65,7 @@ class Slots:
     def take(self, producer: int) -> tuple[int, int] | None:
         """Producer: (batch, slot) to fill next, or None. The one it holds already, else the oldest that is open."""
         empty = self.full != self.ticket
+        fence()  # who is told to hold a slot that is empty now, not who held it before
         if (at := self._oldest(empty & (self.holder == producer))) is not None:
             return at
         if not (empty & (self.holder == ANYBODY)).any():
@@ -81,6 +82,10 @@ class Slots:
         fence()
         flat = np.where(among, self.ticket, np.iinfo(np.int64).max).argmin()
         return divmod(int(flat), self.per_batch)
+
+    def abandon(self, producer: int) -> None:
+        """The consumer's supervisor: a dead producer's slots are anybody's."""
+        self.holder[(self.holder == producer) & (self.full != self.ticket)] = ANYBODY
 
     def fill(self, at: tuple[int, int]) -> None:
         """Producer: the slot is full."""

@@ -20,11 +20,13 @@ class Uploads:
 
     def __init__(self, batches: Sequence[Fields], memory: Array, device: torch.device) -> None:
         self.batches, self.memory, self.device = batches, memory, device
+        self.pinned = False
         self.there: dict[int, tuple[Fields, torch.cuda.Event]] = {}
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # Where it fails, the copies are slower and no less right.
-            torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            # Where it cannot be pinned, the copies are slower.
+            self.pinned = int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0
 
     def send(self, batch: int) -> None:
         """Start to copy a whole batch."""
@@ -53,6 +55,7 @@ class Uploads:
             self.there.pop(batch)[1].synchronize()
 
     def close(self) -> None:
-        if self.device.type == "cuda":
+        if self.pinned:
+            self.pinned = False
             torch.cuda.synchronize(self.device)
             torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)  # type: ignore[no-untyped-call]

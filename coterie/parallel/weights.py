@@ -69,6 +69,7 @@ class Weights:
             newest = int(self._newest[0])
             before = int(self._writes[newest]) if newest >= 0 else 1
             if before % 2 == 0:
+                fence()
                 weights.copy_(self._weights[newest])
                 moments.copy_(self._moments[newest, : len(moments)])
                 version = int(self._version[newest])

@@ -229,7 +229,7 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "env.num_envs env.action_repeat algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip "
         "atari.height "
         "atari.width atari.stack model.core_size eval.episodes eval.max_steps log.keep "
-        "store.chunks store.local_steps gossip.peers",
+        "store.chunks store.local_steps gossip.peers decoupled.publish_every",
         lambda x: x >= 1,
         "must be at least 1",
     ),
@@ -237,7 +237,9 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "seed env.threads env.max_episode_steps env.reserve env.decorrelate env.replace_budget atari.noop_max "
         "ppo.clip_value ppo.target_kl ppo.batch_size optim.max_grad_norm optim.sqrt_scaling_from "
         "optim.chunk eval.every eval.max_episode_steps torch_threads algo.value_coef algo.entropy_coef "
-        "log.checkpoint_every log.every restarts env.delay log.cosines algo.poll gossip.mix_every",
+        "log.checkpoint_every log.every restarts env.delay log.cosines algo.poll gossip.mix_every "
+        "decoupled.batch_size decoupled.queue decoupled.lag_alarm decoupled.restarts vtrace.rho_bar vtrace.c_bar "
+        "vtrace.pg_rho_bar vtrace.replay_capacity",
         lambda x: x >= 0,
         "must not be negative",
     ),
@@ -249,6 +251,7 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
     ("optim.alpha optim.beta1 optim.beta2", lambda x: 0 <= x < 1, "must be at least 0 and below 1"),
     ("optim.lr optim.eps ppo.clip log.stall env.timeout reward.scale", lambda x: x > 0, "must be above 0"),
     ("learners", lambda x: x == "auto" or x >= 1, "must be at least 1, or auto"),
+    ("actors", lambda x: x == "auto" or x >= 1, "must be at least 1, or auto"),
     ("env.delay_learner", lambda x: x >= -1, "must not be below -1"),
     ("gossip.tau", lambda x: x >= -1, "must not be below -1"),
     ("env.groups", lambda x: x in (0, 1, 2), "must be 0 (auto), 1 or 2"),

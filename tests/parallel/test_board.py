@@ -131,7 +131,8 @@ def test_who_waits_for_others_is_not_the_one_that_hangs():
     assert board.stale([0, 1, 2], 50.0) == [0, 1]
     with board.waits(0):
         assert board.stale([0, 1, 2], 50.0) == [1]
-        assert board.stale([0, 2], 50.0) == [0]  # all that are silent wait: then they are to be named
+        assert board.stale([0, 2], 50.0) == []  # 0 waits for 2, which is at work
+        assert board.stale([0], 50.0) == [0]  # nobody is at work: then who waits is to be named
     assert board.stale([0, 1, 2], 50.0) == [0, 1]
     assert board.stale([2], 50.0) == []
 
