@@ -95,7 +95,7 @@ class Board:
             self._waiting[rank] = 0
 
     def stale(self, ranks: Iterable[int], before: float) -> list[int]:
-        """Those of `ranks` without a sign of life since `before`; who merely waits for others only if all are silent."""
+        """Those of `ranks` without a sign of life since `before`; who merely waits for others only if all do."""
         all_of_them = list(ranks)
         silent = [rank for rank in all_of_them if self.beat[rank] < before]
         return [r for r in silent if not self._waiting[r]] or (silent if len(silent) == len(all_of_them) else [])
