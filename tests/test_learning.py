@@ -40,7 +40,7 @@ def test_two_learners_solve_cartpole_through_every_exchange(tmp_path, exchange):
 @pytest.mark.parametrize("exchange", ["solo", "gossip"])
 def test_impala_learns_cartpole(tmp_path, exchange):
     learners = 1 if exchange == "solo" else 2
-    many = {"exchange": exchange, "learners": learners, "actors": 2}
+    many = {"exchange": exchange, "learners": learners, "actors": 2 * learners}
     _, out = train(tmp_path, "impala", "CartPole-v1", steps=150_000, **many)
     assert evaluate_run(out, episodes=20)["mean_return"] >= 400
 

@@ -23,6 +23,7 @@ REPORT = {
     "lr": 0.1,
     "rss_mb": 1.0,
     "gauges": {},
+    "lags": {},
     "failures": [],
 }
 
@@ -100,13 +101,13 @@ def test_a_group_that_goes_back_takes_its_counts_and_games_back(run: Run) -> Non
     learn(run, 400)
     run.last_checkpoint = -1e9
     run.poll()
-    run.receive(0, "report", {**REPORT, "games": [(1.0, 10)]})
+    run.receive(0, "report", {**REPORT, "games": [(1.0, 10, 0)]})
     for rank in range(2):
         save(run, rank, 400)
     path = checkpoint.latest(run.root)
     assert path is not None
     state = checkpoint.load(path)[1]
-    run.receive(1, "report", {**REPORT, "games": [(2.0, 20)]})
+    run.receive(1, "report", {**REPORT, "games": [(2.0, 20, 0)]})
     for rank in range(2):
         run.board.write(rank, {"learned": 450, "produced": 460})
     board = Board(2)
