@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -194,7 +195,7 @@ class Learner:
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
         settings = LearnSettings(self.lr, self.stages, on_rollout, self.links.learners)
-        with self.exchange, self.acting:
+        with self.exchange, closing(self.acting):
             learn(
                 self.model,
                 self.params,
@@ -283,7 +284,7 @@ class Actor:
     def run(self, post: Callable[[str, Any], None]) -> None:
         """Act until the run is over."""
         reported = 0.0
-        with self.acting:
+        with closing(self.acting):
             try:
                 for _ in self.acting.rollouts(self._refresh):
                     self._counts[COUNTS.index("delivered")] = self._counts[COUNTS.index("produced")]

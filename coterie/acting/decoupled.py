@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import TracebackType
 
 import torch
 
@@ -47,14 +46,6 @@ class Decoupled:
         self.opened = deque[int]()  # batches that the actors fill, or that wait to be learned from; the oldest first
         self.waiting = 0  # batches that were full when the learner came for one
         self.device, self.uploads = device, Uploads(slots.fields, slots.memory, device)
-
-    def __enter__(self) -> Decoupled:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self.uploads.close()

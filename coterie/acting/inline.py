@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -44,14 +43,6 @@ class Inline:
         self.produced = 0  # valid rows recorded, whoever learns from them
         self.clocks = [Stages() for _ in range(team.size)]
         self.states = [initial_state(len(range(*cols.indices(envs.num_envs)))) for cols in envs.groups]
-
-    def __enter__(self) -> Inline:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self.team.close()
