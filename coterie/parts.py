@@ -203,9 +203,14 @@ def exchange_memory(config: Config, params: FlatParams, moments: Moments, learne
     return None
 
 
+def patience(config: Config) -> float:
+    """Seconds that one process waits for another: the parent, which sees everybody, is to say first who hangs."""
+    return 10 + 2 * config.log.stall
+
+
 def make_exchange(config: Config, params: FlatParams, moments: Moments, links: Links) -> Exchange:
     rule = make_rule(config.optim)
-    timeout = 10 + 2 * config.log.stall  # the parent, which sees everybody, is to say first who hangs
+    timeout = patience(config)
     guard = Guard(config.optim.max_grad_norm, config.optim.on_nonfinite == "skip")
     if config.exchange == "solo":
         return Solo(params, rule, guard)

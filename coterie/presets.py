@@ -42,12 +42,17 @@ def _kind(spec: Spec) -> str:
     return "continuous" if spec.action.kind == "continuous" else "vector"
 
 
+def _of_env(overrides: dict[str, Any]) -> dict[str, Any]:
+    """The options that decide what the environment is, which a preset must know first."""
+    return {k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))}
+
+
 def _start(preset: str, env: str, overrides: dict[str, Any]) -> tuple[Config, str]:
     """The common beginning, with the model of what is no image; and the kind of environment, which its own options may
     decide.
     """
     config = Config(preset=preset, env=Env(id=env), atari=Atari(episodic_life=True))
-    own = {k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))}
+    own = _of_env(overrides)
     config = override(config, own)
     spec = make_spec(config.env, config.atari)
     config = replace(config, model=Model(normalize_obs=any(s.is_numeric for s in spec.obs.values())))
@@ -125,7 +130,7 @@ def gala_a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     """GALA-A2C: gossiping A2C learners (GALA, arguments of its public code): a directed ring, mixed after every update,
     16 simulators each, n = 5, RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation.
     """
-    base = a2c(env, **{k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))})
+    base = a2c(env, **_of_env(overrides))
     config = replace(base, preset="gala-a2c", exchange="gossip", learners="auto", gossip=Gossip("ring", mix_every=1))
     if base.model.torso == "a3c":
         config = replace(
@@ -140,7 +145,7 @@ def gala_a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def gala_ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Gossiping PPO learners, mixed once for each rollout: a cell that no paper built."""
-    base = ppo(env, **{k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))})
+    base = ppo(env, **_of_env(overrides))
     return override(replace(base, preset="gala-ppo", exchange="gossip", learners="auto"), overrides)
 
 
@@ -238,7 +243,7 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def impala_deep(env: str = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA with its ResNet of 15 convolutions (Figure 3, right)."""
-    own = {k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))}
+    own = _of_env(overrides)
     config = replace(impala(env, **own), preset="impala-deep")
     return override(replace(config, model=replace(config.model, torso="impala")), overrides)
 
@@ -247,7 +252,7 @@ def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:
     """A3C with large batches and a central store (Accelerated Methods 4.3): A2C learners of 16 simulators that meet a
     store of 3 chunks after every update; the learning rate does not grow with the learners.
     """
-    base = a2c(env, **{k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))})
+    base = a2c(env, **_of_env(overrides))
     config = replace(base, preset="a3c-store", exchange="store", learners="auto")
     if base.model.torso == "a3c":
         config = replace(config, env=replace(config.env, num_envs=16))
@@ -258,7 +263,7 @@ def appo(env: str = "Pong-v5", **overrides: Any) -> Config:
     """APPO (Accelerated Methods 4.3, Appendix B): PPO learners of 8 simulators and horizon 256 on a central store, two
     local Adam steps between meetings, weights polled every 64 steps, a quarter of PPO's learning rate, no schedule.
     """
-    base = ppo(env, **{k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))})
+    base = ppo(env, **_of_env(overrides))
     config = replace(
         base,
         preset="appo",

@@ -42,6 +42,7 @@ from coterie.parts import (
     make_exchange,
     make_model,
     normalizers,
+    patience,
     resolve,
     seed_for,
     settle,
@@ -119,7 +120,7 @@ class Learner:
                 links.slots, links.weights, self.params, moments, links.board, links.rank,
                 config.actors // links.learners, self.stages, layout.device,
                 publish_every=config.decoupled.publish_every, lockstep=config.decoupled.lockstep,
-                timeout=10 + 2 * config.log.stall,  # the parent, which sees everybody, is to say first who hangs
+                timeout=patience(config),
             )  # fmt: skip
         self.trainers = Team(layout.torch_threads if config.model.compile == "none" else 1)
         self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
@@ -241,7 +242,6 @@ class Actor:
         assert links.weights is not None
         config = settle(replace(config, learners=links.learners))
         self.spec = make_spec(config.env, config.atari)
-        timeout = 10 + 2 * config.log.stall
         mine, first = actor_env(config, number, links.rank)
         layout = resolve(replace(mine, device="cpu"), self.spec)
         torch.set_num_threads(1)
@@ -254,7 +254,7 @@ class Actor:
         moments = normalizers(config, self.model)
         self.desk = Desk(
             links.slots, links.weights, params, moments, links.board, row, links.rank, number, self.envs.groups,
-            self.stages, timeout,
+            self.stages, patience(config),
         )  # fmt: skip
         algorithm = make_algorithm(config, self.spec)
         policy = _policy(algorithm, acting, rngs, mine.env.num_envs)

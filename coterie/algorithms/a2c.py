@@ -166,6 +166,11 @@ class A2C:
             r = r * how.scale
         return r
 
+    def normalized_rewards(self, model: ActorCritic, rollout: Rollout) -> Tensor:
+        """`rewards`, over the running deviation of the return where that is asked for."""
+        reward = self.rewards(rollout)
+        return (reward / model.return_norm.deviation()).clamp(-10, 10) if self.config.reward.normalize else reward
+
     def after_rollout(self, model: ActorCritic, rollout: Rollout) -> None:
         """Update the running normalizers, once the last batch has used the old ones."""
         mask = rollout.mask
@@ -185,9 +190,7 @@ class A2C:
     def prepare(self, model: ActorCritic, rollout: Rollout) -> Batch:
         """The whole rollout as one batch, advantages and value targets from the values of the acting weights."""
         mask = rollout.mask
-        reward = self.rewards(rollout)
-        if self.config.reward.normalize:
-            reward = (reward / model.return_norm.deviation()).clamp(-10, 10)
+        reward = self.normalized_rewards(model, rollout)
         advantage, target = gae(
             reward, rollout.behavior_value, rollout.terminated, mask, self.algo.gamma, self.algo.gae_lambda
         )

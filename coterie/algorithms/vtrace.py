@@ -94,9 +94,7 @@ class VTrace:
         yield Batch([self._sequences(model, r, count) for r in rollouts], self.chunk, count)
 
     def _sequences(self, model: ActorCritic, rollout: Rollout, count: int) -> Sequences:
-        reward = self.base.rewards(rollout)
-        if self.config.reward.normalize:
-            reward = (reward / model.return_norm.deviation()).clamp(-10, 10)
+        reward = self.base.normalized_rewards(model, rollout)
         return Sequences(
             Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward),
             rollout.action, reward, rollout.terminated, rollout.behavior_log_prob, rollout.mask, rollout.core_state,

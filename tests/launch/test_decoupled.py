@@ -158,7 +158,7 @@ def test_an_actor_that_dies_again_and_again_ends_the_run(tmp_path, meddler, caps
 
 
 def test_an_actor_that_hangs_is_named(tmp_path, meddler, capsys):
-    env = {"env.id": "coterie.envs.testing:FlakyEnv", "log.stall": 2, "env.timeout": 60}
+    env = {"env.id": "coterie.envs.testing:FlakyEnv", "log.stall": 8, "env.timeout": 60}  # more than a start takes
     env["env.kwargs"] = json.dumps({"how": "hang", "at": 30, "marker": str(tmp_path / "once")})
     assert meddler.run(options(meddler.out, **{**ENDLESS, **env}), lambda: None) == 1
     line = last_line(capsys)
