@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from coterie.config import Config
 from coterie.evaluate import Scores
@@ -31,6 +33,7 @@ class Account:
         self.rolled_back = self.dropped = self.restarts = 0
         self.last_eval: dict[str, float] = {}
         self.lags, self.line_lags = Counter[int](), Counter[int]()  # rows by policy_lag: of all, since the last line
+        self.latencies = deque[float](maxlen=20_000)  # seconds that envs waited for their actions, lately
         self.begin_stages: dict[str, float] = {}
         if state is not None:
             self.life, self.seconds_before, self.begin_steps = state["life"] + 1, state["seconds"], state["env_steps"]
@@ -80,6 +83,7 @@ class Account:
     def take_acted(self, row: int, report: dict[str, Any]) -> None:
         """An actor's report."""
         self.acted[row] = report
+        self.latencies.extend(report.get("latencies", ()))
         self._add_stages()
 
     def _add_stages(self) -> None:
@@ -110,7 +114,7 @@ class Account:
         """A learner has died, and its actors (rows of the board) with it: what nobody learned from is lost."""
         learned = self.board.read(rank)["learned"]
         self.dropped += sum(self.board.read(row)["produced"] for row in (rank, *actors)) - learned
-        self.board.write(rank, {"produced": learned})
+        self.board.write(rank, {"produced": learned, "dropped": 0})
         for row in actors:
             self.board.write(row, {"produced": 0, "delivered": 0})
             self.acted.pop(row, None)
@@ -149,8 +153,8 @@ class Account:
             "seconds": self.seconds,
             "life": self.life,
             "rolled_back": self.rolled_back,
-            "dropped": self.dropped,
-            "in_flight": self.board.sum("produced") - self.board.sum("learned") if last else 0,
+            "dropped": self.dropped + self.board.sum("dropped"),
+            "in_flight": self._in_flight() if last else 0,
             "lags": {str(lag): rows for lag, rows in self.lags.items()},
             "episodes": self.episodes.state_dict(),
             "tasks": {task: games.state_dict() for task, games in self.tasks.items()},
@@ -191,6 +195,7 @@ class Account:
             "lr": reports[0]["lr"] if reports else None,
             "policy_lag_max": self._policy_lag_max(),
             **self._lags(),
+            **self._latency(),
             "masked_steps": board.sum("masked"),
             "envs_replaced": board.sum("replaced"),
             "skipped_batches": board.sum("skipped"),
@@ -226,6 +231,16 @@ class Account:
         mean = sum(lag * n for lag, n in self.line_lags.items()) / total
         return {"policy_lag/mean": mean, "policy_lag/p95": p95}
 
+    def _latency(self) -> dict[str, float]:
+        """How long envs waited for their actions lately."""
+        if not self.latencies:
+            return {}
+        p50, p99 = np.percentile(np.array(self.latencies), (50, 99)) * 1e3
+        return {"latency/p50_ms": float(p50), "latency/p99_ms": float(p99)}
+
+    def _in_flight(self) -> int:
+        return self.board.sum("produced") - self.board.sum("learned") - self.board.sum("dropped")
+
     def _policy_lag_max(self) -> int:
         return int(self.board.counts[:, COUNTS.index("policy_lag_max")].max())
 
@@ -248,8 +263,8 @@ class Account:
             "rows": {
                 "produced": produced + self.rolled_back + self.dropped,
                 "learned": learned,
-                "in_flight": produced - learned,  # what an error or a second signal kept from being learned
-                "dropped": self.dropped,
+                "in_flight": self._in_flight(),  # what an error or a second signal kept from being learned
+                "dropped": self.dropped + board.sum("dropped"),
                 "rolled_back": self.rolled_back,
             },
             "masked_steps": board.sum("masked"),

@@ -142,6 +142,33 @@ class Decoupled:
 
 
 @dataclass(frozen=True)
+class Central:
+    """Env hosts whose actions the learner chooses."""
+
+    batch_size: int = 0  # B, rollouts (of one env each) in a learner's batch; 0: as many as it has simulators
+    queue: int = 1  # batches that may wait for the learner, besides those being trained on and filled
+    lockstep: bool = False  # all envs are acted on at once, with the weights of the last batch: the same run twice
+    lag_alarm: int = 0  # learner steps of policy_lag from which the log says so; 0: never
+    restarts: int = 100  # hosts that may die, and are started again, before the run fails
+    batch_min: int = 0  # envs that are waited for before actions are chosen; 0: whoever asks is answered
+    batch_max: int = 0  # most envs whose actions are chosen at once; 0: no limit
+    wait: float = 0.002  # seconds that batch_min is waited for, from the first who asks
+    newest_frame: bool = False  # send only the newest frame of a stack, which is put together on the learner
+    max_envs: int = 4096  # of one learner, with those of hosts that come by themselves
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The network: hosts and actors on other machines (docs/wire.md)."""
+
+    bind: str = ""  # HOST:PORT at which learner 0 listens, learner k at PORT + k; empty: nobody else can connect
+    token_file: str = ""  # what clients must know; with TLS required where HOST is not loopback
+    cert: str = ""  # TLS: certificate and key (PEM); `coterie keys` makes all three
+    key: str = ""
+    max_message_mb: int = 64  # larger frames are refused before they are read
+
+
+@dataclass(frozen=True)
 class Optim:
     """The update rule."""
 
@@ -218,11 +245,11 @@ class Config:
 
     preset: str = ""
     algorithm: Literal["a2c", "ppo", "vtrace"] = "a2c"
-    acting: Literal["inline", "decoupled"] = "inline"
+    acting: Literal["inline", "decoupled", "central"] = "inline"
     exchange: Literal["auto", "solo", "allreduce", "hogwild", "store", "gossip"] = "auto"  # auto: solo, or allreduce
     launch: Literal["local"] = "local"
     learners: int | Literal["auto"] = 1  # auto: one for each core, or for each GPU where there are any
-    actors: int | Literal["auto"] = "auto"  # decoupled: of all learners together; auto: one for each core
+    actors: int | Literal["auto"] = "auto"  # actors, or env hosts, of all learners together
     restarts: int = 3  # learners that may be killed, and are started again, before the run fails
     steps: int = 1_000_000  # env steps of the whole run
     seed: int = 0
@@ -238,9 +265,16 @@ class Config:
     ppo: PPO = field(default_factory=PPO)
     vtrace: VTrace = field(default_factory=VTrace)
     decoupled: Decoupled = field(default_factory=Decoupled)
+    central: Central = field(default_factory=Central)
+    wire: Wire = field(default_factory=Wire)
     optim: Optim = field(default_factory=Optim)
     hogwild: Hogwild = field(default_factory=Hogwild)
     store: Store = field(default_factory=Store)
     gossip: Gossip = field(default_factory=Gossip)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)
+
+
+def elsewhere(config: Config) -> Decoupled | Central:
+    """The settings of whoever steps the envs, where that is not the learner."""
+    return config.central if config.acting == "central" else config.decoupled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, get_args, get_type_hints
 
-from coterie.config import Config
+from coterie.config import Config, elsewhere
 from coterie.tasks import tasks
 from coterie.types import ConfigError, Spec
 
@@ -42,12 +42,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "learners under allreduce must make as many steps: set it to 0",
     ),
     Refusal(
-        lambda c, s: _only_lockstep(c.algorithm, c.acting) and not c.decoupled.lockstep,
-        "decoupled.lockstep",
+        lambda c, s: _only_lockstep(c.algorithm, c.acting) and not elsewhere(c).lockstep,
+        "ACTING.lockstep",
         "a2c and ppo cannot correct for an older policy: set it to True, or use vtrace",
     ),
     Refusal(
-        lambda c, s: _only_lockstep(c.algorithm, c.acting) and c.decoupled.publish_every > 1,
+        lambda c, s: c.acting == "decoupled" and c.algorithm in ON_POLICY and c.decoupled.publish_every > 1,
         "decoupled.publish_every",
         "a2c and ppo cannot correct for an older policy: leave it at 1",
     ),
@@ -64,32 +64,47 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, s: c.acting == "inline" and c.actors != "auto",
         "acting",
-        "actors are of decoupled acting: set acting decoupled, or leave actors at auto",
+        "actors are of decoupled or central acting: set acting, or leave actors at auto",
     ),
     Refusal(
-        lambda c, s: c.acting == "decoupled" and _even(c) and c.env.groups == 2 and _width(c) % 2 == 1,
+        lambda c, s: c.acting != "inline" and _even(c) and c.env.groups == 2 and _width(c) % 2 == 1,
         "env.groups",
         "2 groups need an even number of envs in each actor (env.num_envs x learners / actors)",
     ),
     Refusal(
-        lambda c, s: c.acting == "decoupled" and c.decoupled.lockstep and _batch(c) != c.env.num_envs,
-        "decoupled.batch_size",
+        lambda c, s: c.acting != "inline" and elsewhere(c).lockstep and _batch(c) != c.env.num_envs,
+        "ACTING.batch_size",
         "in lockstep a batch has one rollout of each env: leave it at 0",
     ),
     Refusal(
-        lambda c, s: c.acting == "decoupled" and not _even(c),
+        lambda c, s: c.acting != "inline" and not _even(c),
         "actors",
         "must be a multiple of the learners and of the tasks, and share out env.num_envs x learners evenly",
     ),
     Refusal(
-        lambda c, s: len(tasks(c.env.id)) > 1 and c.acting != "decoupled",
+        lambda c, s: len(tasks(c.env.id)) > 1 and c.acting == "inline",
         "env.id",
-        "several tasks need actors of their own: set acting decoupled",
+        "several tasks need actors or hosts of their own: set acting decoupled or central",
     ),
     Refusal(
         lambda c, s: c.acting == "decoupled" and _even(c) and _batch(c) % _width(c) != 0,
         "decoupled.batch_size",
         "must be a multiple of the envs of an actor (env.num_envs x learners / actors)",
+    ),
+    Refusal(
+        lambda c, s: c.acting == "central" and c.env.reset != "in_place",
+        "env.reset",
+        "hosts do not know where a rollout ends: leave it at in_place",
+    ),
+    Refusal(
+        lambda c, s: c.acting == "central" and 0 < c.central.batch_max < c.central.batch_min,
+        "central.batch_max",
+        "must not be below central.batch_min",
+    ),
+    Refusal(
+        lambda c, s: bool(c.wire.bind) and (c.acting == "inline" or elsewhere(c).lockstep or len(tasks(c.env.id)) > 1),
+        "wire.bind",
+        "hosts and actors that come by themselves are for decoupled or central acting, one task, and no lockstep",
     ),
     Refusal(
         lambda c, s: c.algorithm == "vtrace" and not 0 <= c.vtrace.replay_share < 1,
@@ -164,7 +179,7 @@ def _replayed(config: Config) -> int:
 
 
 def _batch(config: Config) -> int:
-    return (config.acting == "decoupled" and config.decoupled.batch_size) or config.env.num_envs
+    return (config.acting != "inline" and elsewhere(config).batch_size) or config.env.num_envs
 
 
 def _rows(config: Config) -> int:
@@ -177,11 +192,11 @@ def check(config: Config, spec: Spec) -> None:
     """Raise a one-line `ConfigError` for a combination that cannot work."""
     for refusal in REFUSALS:
         if refusal.applies(config, spec):
-            raise ConfigError(f"{refusal.field}: {refusal.reason}")
+            raise ConfigError(f"{refusal.field.replace('ACTING', config.acting)}: {refusal.reason}")
 
 
 def _only_lockstep(algorithm: str, acting: str) -> bool:
-    return acting == "decoupled" and algorithm in ON_POLICY
+    return acting != "inline" and algorithm in ON_POLICY
 
 
 def table() -> str:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from coterie.actor import rollout_layout
 from coterie.algorithms.a2c import A2C
 from coterie.algorithms.ppo import PPO, horizon
 from coterie.algorithms.vtrace import VTrace
-from coterie.config import Config
+from coterie.config import Config, elsewhere
+from coterie.envs.make import make_envs
+from coterie.envs.owner import Envs
 from coterie.envs.pool import has_env
 from coterie.exchange.allreduce import AllReduce
 from coterie.exchange.central import Central, Shift, central_memory
@@ -35,7 +39,7 @@ from coterie.parallel.shm import SharedArrays
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.tasks import task_config, tasks
-from coterie.types import ConfigError, Spec
+from coterie.types import AgentOutput, ConfigError, Inputs, Spec
 
 _CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks.md)
 
@@ -91,6 +95,8 @@ def resolve(config: Config, spec: Spec, gpu: int = 0) -> Layout:
 
 
 AnyAlgorithm = A2C | PPO | VTrace
+# (group, inputs, core state) -> output and the next core state
+Policy = Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
 
 
 def make_algorithm(config: Config, spec: Spec, chunk: int = 0, rank: int = 0) -> AnyAlgorithm:
@@ -98,6 +104,36 @@ def make_algorithm(config: Config, spec: Spec, chunk: int = 0, rank: int = 0) ->
     if config.algorithm == "ppo":
         return PPO(config, spec, chunk, seed)
     return VTrace(config, spec, chunk, seed) if config.algorithm == "vtrace" else A2C(config, spec, chunk)
+
+
+def envs_of(
+    config: Config, layout: Layout, life: int, first: int, union: bool = False
+) -> tuple[Envs, list[torch.Generator]]:
+    """Envs with global ids from `first` on, and random numbers for each group: their threads must not race for them."""
+    envs = make_envs(
+        config.env,
+        config.atari,
+        seed=seed_for(config.seed, ENV_SEED, life),
+        first_env_id=first,
+        threads=layout.env_threads,
+        groups=layout.groups,
+        union=union,
+    )
+    rngs = [
+        torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, life, first + cols.start))
+        for cols in envs.groups
+    ]
+    return envs, rngs
+
+
+def policy_of(algorithm: AnyAlgorithm, model: ActorCritic, rngs: list[torch.Generator], envs: int) -> Policy:
+    """How a group's actions are chosen."""
+    everyone = torch.ones(envs, device=rngs[0].device)
+
+    def policy(g: int, inputs: Inputs, core_state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
+        return algorithm.act(model, inputs, core_state, everyone, rngs[g])
+
+    return policy
 
 
 def make_model(config: Config, spec: Spec) -> ActorCritic:
@@ -119,7 +155,9 @@ def settle(config: Config) -> Config:
     if exchange == "auto":
         exchange = "solo" if learners == 1 else "allreduce"
     actors = config.actors
-    if actors == "auto" and config.acting == "decoupled":
+    if actors == "auto" and config.acting == "central":
+        actors = learners * len(tasks(config.env.id))  # a host has threads for all cores
+    elif actors == "auto" and config.acting == "decoupled":
         most = max(1, len(available_cores()) // learners)
         envs, several = config.env.num_envs, len(tasks(config.env.id))
         # Each learner's, so that its simulators, the tasks, and the columns of a batch are shared out evenly.
@@ -134,7 +172,7 @@ def settle(config: Config) -> Config:
 
 def batch_size(config: Config) -> int:
     """Rollouts of one env each that a learner trains on at once."""
-    return (config.acting == "decoupled" and config.decoupled.batch_size) or config.env.num_envs
+    return (config.acting != "inline" and elsewhere(config).batch_size) or config.env.num_envs
 
 
 def actor_env(config: Config, number: int, rank: int) -> tuple[Config, int]:
@@ -181,6 +219,7 @@ class Links:
     core: int = -1  # the core that this learner shares with others; -1: it has cores of its own
     slots: Slots | None = None  # decoupled: where this learner's actors leave rollouts
     weights: Weights | None = None  # and take weights
+    address: str = ""  # central: where this learner's hosts find it
 
     @property
     def learners(self) -> int:

@@ -6,8 +6,10 @@ server must outlive it, or nobody would know how its children end.
 
 import signal
 
+import coterie.producers
 import coterie.roles
 
+assert coterie.producers
 assert coterie.roles
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)

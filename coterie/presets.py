@@ -15,6 +15,7 @@ from coterie.config import (
     PPO,
     Algo,
     Atari,
+    Central,
     Config,
     Decoupled,
     Env,
@@ -248,6 +249,25 @@ def impala_deep(env: str = "Pong-v5", **overrides: Any) -> Config:
     return override(replace(config, model=replace(config.model, torso="impala")), overrides)
 
 
+def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """SEED RL with V-trace (gcp/train_dmlab_explore_goal_locations_small.sh): env hosts without a policy, unrolls of
+    100 in batches of 32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Vectors and
+    continuous control: our settings for IMPALA.
+    """
+    base = impala(env, **_of_env(overrides))
+    central = Central(batch_size=base.decoupled.batch_size)
+    config = replace(base, preset="seed-vtrace", acting="central", central=central, decoupled=Decoupled())
+    if base.model.torso == "gala":
+        config = replace(
+            config,
+            model=Model(torso="impala"),
+            algo=Algo(100, gae_lambda=0.95, value_coef=0.25, entropy_coef=9.7056e-4),  # half of 0.5 times the square
+            vtrace=VTrace(loss="mean"),
+            optim=Optim("adam", lr=2.2588e-4, beta1=0.0, eps=3.125e-9, max_grad_norm=0.0, schedule=_LINEAR),
+        )
+    return override(config, overrides)
+
+
 def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:
     """A3C with large batches and a central store (Accelerated Methods 4.3): A2C learners of 16 simulators that meet a
     store of 3 chunks after every update; the learning rate does not grow with the learners.
@@ -285,6 +305,7 @@ PRESETS: dict[str, Callable[..., Config]] = {
     "a3c-store": a3c_store,
     "impala": impala,
     "impala-deep": impala_deep,
+    "seed-vtrace": seed_vtrace,
     "appo": appo,
     "gala-a2c": gala_a2c,
     "gala-ppo": gala_ppo,

@@ -1,84 +1,52 @@
-"""Roles: what one process of a run is made of. A learner, which may act itself, and an actor of decoupled acting.
+"""Roles: what a learner's process is made of, whoever steps its envs (producers.py has those that others do).
 
 A role is built from a config and its links to the others: a bench, a test and every launch place the same parts.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from coterie.acting.decoupled import Decoupled, Desk, Stopped
-from coterie.acting.inline import Inline, Policy
+from coterie.acting.central import Central, Shape
+from coterie.acting.decoupled import Decoupled
+from coterie.acting.inline import Inline
 from coterie.actor import Recorder, Stages, local_fields
 from coterie.algorithms.ppo import horizon
-from coterie.config import Config
-from coterie.envs.make import make_envs, make_spec
-from coterie.envs.owner import Envs
+from coterie.config import Config, Wire
+from coterie.door import Hosts
+from coterie.envs.make import make_spec
 from coterie.exchange.diagnostics import Sampled
 from coterie.learner import Gradients, LearnSettings, Progress, autocast, learn
 from coterie.matrix import check
 from coterie.models.build import ActorCritic, acting_copy
 from coterie.ops.optim import scaled_lr, schedule_value
-from coterie.parallel.affinity import rss_mb
-from coterie.parallel.board import COUNTS
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.parts import (
-    ENV_SEED,
     POLICY_SEED,
-    AnyAlgorithm,
-    Layout,
     Links,
-    actor_env,
+    batch_size,
+    envs_of,
     make_algorithm,
     make_exchange,
     make_model,
     normalizers,
     patience,
+    policy_of,
     resolve,
     seed_for,
     settle,
 )
 from coterie.types import AgentOutput, Inputs, Rollout
-
-_REPORT_S = 0.5  # between two reports of an actor
-
-
-def _envs(
-    config: Config, layout: Layout, life: int, first: int, union: bool = False
-) -> tuple[Envs, list[torch.Generator]]:
-    """Envs with global ids from `first` on, and random numbers for each group: their threads must not race for them."""
-    envs = make_envs(
-        config.env,
-        config.atari,
-        seed=seed_for(config.seed, ENV_SEED, life),
-        first_env_id=first,
-        threads=layout.env_threads,
-        groups=layout.groups,
-        union=union,
-    )
-    rngs = [
-        torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, life, first + cols.start))
-        for cols in envs.groups
-    ]
-    return envs, rngs
-
-
-def _policy(algorithm: AnyAlgorithm, model: ActorCritic, rngs: list[torch.Generator], envs: int) -> Policy:
-    everyone = torch.ones(envs, device=rngs[0].device)
-
-    def policy(g: int, inputs: Inputs, core_state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
-        return algorithm.act(model, inputs, core_state, everyone, rngs[g])
-
-    return policy
+from coterie.wire.auth import offset, read_token, server_credentials
+from coterie.wire.server import Limits, Server
 
 
 class Learner:
@@ -109,9 +77,12 @@ class Learner:
             self.exchange = Sampled(self.exchange, links.gradients, links.rank, config.log.cosines)
         self.actor, self.refresh_actor = acting_copy(self.model, layout.dtype)
         self.rngs: list[torch.Generator] = []
-        self.acting: Inline | Decoupled
+        self.acting: Inline | Decoupled | Central
+        self.servers: list[Server] = []
         if config.acting == "inline":
             self.acting = self._inline(life)
+        elif config.acting == "central":
+            self.acting = self._central(life)
         else:
             assert links.slots is not None
             assert links.weights is not None
@@ -130,13 +101,13 @@ class Learner:
 
     def _inline(self, life: int) -> Inline:
         config, layout = self.config, self.layout
-        envs, self.rngs = _envs(config, layout, life, self.links.rank * config.env.num_envs)
+        envs, self.rngs = envs_of(config, layout, life, self.links.rank * config.env.num_envs)
         state = self.model.initial_state(1)
         core = () if state is None else state.shape[1:]
         fields = local_fields(self.spec, horizon(config), config.env.num_envs, layout.device, core)
         return Inline(
             envs,
-            _policy(self.algorithm, self.actor, self.rngs, config.env.num_envs),
+            policy_of(self.algorithm, self.actor, self.rngs, config.env.num_envs),
             Recorder(fields, envs.groups, layout.device),
             self.model.initial_state,
             self.refresh_actor,
@@ -144,6 +115,52 @@ class Learner:
             Team(min(layout.groups, layout.torch_threads)),
             config.algo.poll,
         )
+
+    def _central(self, life: int) -> Central:
+        config, layout, links = self.config, self.layout, self.links
+        state = self.model.initial_state(1)
+        core = () if state is None else state.shape[1:]
+        make_fields = partial(local_fields, self.spec, horizon(config), device=layout.device, core=core)
+        rng = torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, life, links.rank))
+        self.rngs = [rng]
+
+        def policy(model: ActorCritic, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
+            everyone = torch.ones(len(inputs.is_first), device=layout.device)
+            return self.algorithm.act(model, inputs, state, everyone, rng)
+
+        own = config.central
+        shape = Shape(
+            self.spec, config.env.num_envs, horizon(config), batch_size(config), 1 if own.lockstep else 2 + own.queue,
+            own.batch_min, own.batch_max, own.wait, own.lockstep, own.newest_frame, own.max_envs, patience(config),
+        )  # fmt: skip
+        twins = [acting_copy(self.model, layout.dtype, apart=True) for _ in range(2)]
+        central = Central(
+            shape, twins, policy, self.model.initial_state, make_fields, links.board, links.rank, self.stages,
+            layout.device,
+        )  # fmt: skip
+        try:
+            if links.address:
+                self._serve(links.address, Hosts(config, self.spec, links.rank, central, True), central.note)
+            if config.wire.bind:
+                hosts = Hosts(config, self.spec, links.rank, central, False)
+                self._serve(offset(config.wire.bind, links.rank), hosts, central.note, config.wire)
+        except BaseException:
+            central.close()
+            raise
+        return central
+
+    def _serve(self, address: str, desk: Hosts, note: Callable[[str], None], wire: Wire | None = None) -> None:
+        """Listen: to the run's own children, or (`wire`) to whoever has the token."""
+        own = wire or Wire()
+        server = Server(
+            address,
+            {"Infer": desk},
+            token=read_token(own.token_file) if own.token_file else "",
+            credentials=server_credentials(own.cert, own.key) if own.cert else None,
+            limits=Limits(self.config.wire.max_message_mb << 20),
+            on_refused=note,
+        )
+        self.servers.append(server)
 
     def lr(self, env_steps: int) -> float:
         optim, alone = self.config.optim, self.config.exchange in ("hogwild", "store")
@@ -154,7 +171,10 @@ class Learner:
         """What `auto` came to, for the person who started the run."""
         lay, count, config = self.layout, sum(p.numel() for p in self.model.parameters()), self.config
         kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[lay.dtype]
-        if isinstance(self.acting, Decoupled):
+        if isinstance(self.acting, Central):
+            shape = self.acting.shape
+            acting = f"{shape.envs} envs in hosts of {config.actors}, batches of {shape.batch_size} rollouts"
+        elif isinstance(self.acting, Decoupled):
             slots = self.acting.slots
             acting = (
                 f"{config.env.num_envs} envs in {self.acting.actors} actor(s), batches of {slots.per_batch} x "
@@ -186,17 +206,29 @@ class Learner:
             "episodes": p.episodes,
             "skipped": self.exchange.guard.skipped,
             "replaced": self.before.get("replaced", 0) + acted.get("replaced", 0),
+            "dropped": acted.get("dropped", 0),
         }
 
     def gauges(self) -> dict[str, float]:
         """What the algorithm, the acting and the exchange can tell about themselves, for the metrics."""
         tell = getattr(self.exchange, "gauges", None)
-        return self.algorithm.gauges() | self.acting.gauges() | (tell() if tell is not None else {})
+        return self.algorithm.gauges() | self.acting.gauges() | self._traffic() | (tell() if tell is not None else {})
+
+    def _traffic(self) -> dict[str, float]:
+        """What went over the wire for each env step, in bytes."""
+        if not self.servers:
+            return {}
+        steps = max(1, self.acting.counts().get("produced", 0))
+        return {
+            "wire/bytes_in_per_step": sum(s.bytes_in for s in self.servers) / steps,
+            "wire/bytes_out_per_step": sum(s.bytes_out for s in self.servers) / steps,
+            "wire/refused": sum(s.refused.total() for s in self.servers),
+        }
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
         settings = LearnSettings(self.lr, self.stages, on_rollout, self.links.learners)
-        with self.exchange, closing(self.acting):
+        with self.exchange, self._doors():
             learn(
                 self.model,
                 self.params,
@@ -208,9 +240,16 @@ class Learner:
                 settings,
             )
 
+    def _doors(self) -> ExitStack:
+        """What ends when training does; hosts are told before their actions stop."""
+        doors = ExitStack()
+        for part in (self.acting, *self.servers):
+            doors.callback(part.close)
+        return doors
+
     def close(self) -> None:
         self.trainers.close()
-        self.acting.close()
+        self._doors().close()
         torch.set_num_threads(self._torch_threads)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -229,81 +268,3 @@ class Learner:
         for g, rng in enumerate(self.rngs):
             if (saved := tensors["rng"].get(f"policy_{g}")) is not None:  # another machine may have fewer groups
                 rng.set_state(saved)
-
-
-class Actor:
-    """An actor of decoupled acting: number `number` of its learner, with the board's row `row`.
-
-    It acts on the CPU, as inline acting does, with weights that it takes and into slots that it is given.
-    """
-
-    def __init__(self, config: Config, life: int, links: Links, number: int, row: int) -> None:
-        assert links.slots is not None
-        assert links.weights is not None
-        config = settle(replace(config, learners=links.learners))
-        self.spec = make_spec(config.env, config.atari)
-        mine, first = actor_env(config, number, links.rank)
-        layout = resolve(replace(mine, device="cpu"), self.spec)
-        torch.set_num_threads(1)
-        self.board, self.row = links.board, row
-        self.model = make_model(config, self.spec)
-        params = FlatParams(self.model)  # before the copy is made, which follows these tensors
-        self.stages = Stages()
-        acting, refresh = acting_copy(self.model, layout.dtype)
-        self.envs, rngs = _envs(mine, layout, life, first, union=mine.env.id != config.env.id)
-        moments = normalizers(config, self.model)
-        self.desk = Desk(
-            links.slots, links.weights, params, moments, links.board, row, links.rank, number, self.envs.groups,
-            self.stages, patience(config),
-        )  # fmt: skip
-        algorithm = make_algorithm(config, self.spec)
-        policy = _policy(algorithm, acting, rngs, mine.env.num_envs)
-        self.acting = Inline(
-            self.envs,
-            partial(self._act, policy),
-            self.desk.recorders[0, 0],
-            self.model.initial_state,
-            refresh,
-            self.stages,
-            Team(1),  # it has one core, and counts without a lock
-            config.algo.poll,
-            self.desk.next,
-        )
-        self.calls = [0] * layout.groups
-        self._counts = links.board.counts[row]
-        self._replaced = int(self._counts[COUNTS.index("replaced")])  # by whoever was this actor before
-
-    def _act(self, policy: Policy, g: int, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
-        """Every row after row 0 shows the consequence of a step: it is counted at once, whatever becomes of it."""
-        if self.calls[g] % (self.acting.recorder.unroll_length + 1):
-            self._counts[COUNTS.index("produced")] += int((~inputs.is_first).sum())
-        self.calls[g] += 1
-        self.desk.check()
-        return policy(g, inputs, state)
-
-    def run(self, post: Callable[[str, Any], None]) -> None:
-        """Act until the run is over."""
-        reported = 0.0
-        with closing(self.acting):
-            try:
-                for _ in self.acting.rollouts(self._refresh):
-                    self._counts[COUNTS.index("delivered")] = self._counts[COUNTS.index("produced")]
-                    self._counts[COUNTS.index("replaced")] = self._replaced + self.envs.replaced
-                    self.desk.leave()
-                    if time.monotonic() - reported > _REPORT_S:
-                        reported = time.monotonic()
-                        post("acted", self._report())
-            except Stopped:
-                pass
-
-    def _refresh(self) -> None:
-        begin = time.perf_counter()
-        self.acting.publish(self.desk.pull())
-        self.stages.add("pull", begin)
-
-    def _report(self) -> dict[str, Any]:
-        return {
-            "stages": {f"actor/{k}": v for k, v in self.stages.seconds.items()},
-            "rss_mb": rss_mb(),
-            "failures": self.acting.failures(),
-        }

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from coterie.account import Account
-from coterie.config import Config
+from coterie.config import Config, elsewhere
 from coterie.evaluate import Scores
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.runs import checkpoint
@@ -164,10 +164,12 @@ class Run:
             self.display.update(account.status())
 
     def _line(self) -> None:
-        line, alarm = self.account.line(), self.config.decoupled.lag_alarm
+        line, alarm = self.account.line(), elsewhere(self.config).lag_alarm
         self.writer.write(line)
         if alarm and line.get("policy_lag/p95", 0) >= alarm:
-            self.writer.log(f"policy_lag {line['policy_lag/p95']:g} learner steps (p95), decoupled.lag_alarm {alarm}")
+            self.writer.log(
+                f"policy_lag {line['policy_lag/p95']:g} learner steps (p95), {self.config.acting}.lag_alarm {alarm}"
+            )
             if not self.alarmed:
                 self.display.note(f"the policy that acts is old: see policy_lag in {self.folder / 'metrics.jsonl'}")
             self.alarmed = True

@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from coterie.config import Config
+from coterie.config import Config, elsewhere
 from coterie.launch.placement import Placement
 from coterie.parallel.processes import Child, Post, listen
 from coterie.parts import Links, make_model
-from coterie.roles import Actor, Learner
+from coterie.producers import Actor, Host
+from coterie.roles import Learner
 from coterie.run import Run
 from coterie.runs import checkpoint
 from coterie.serve import Service
@@ -63,12 +64,12 @@ def learner_process(
 
 
 def actor_process(post: Post, config: Config, life: int, links: Links, number: int, row: int) -> None:
-    """A child: one actor."""
-    actor = Actor(config, life, links, number, row)
+    """A child: one actor, or one env host."""
+    actor = (Host if config.acting == "central" else Actor)(config, life, links, number, row)
     try:
         actor.run(post)
     finally:
-        actor.acting.close()
+        actor.close()
 
 
 class Crew:
@@ -95,7 +96,7 @@ class Crew:
         for rank in range(group.learners):
             counts = {} if self.state is None else self.state["learners"][rank]
             learned = counts.get("learned", 0)
-            group.board.write(rank, {**counts, "started": learned, "produced": learned})
+            group.board.write(rank, {**counts, "started": learned, "produced": learned, "dropped": 0})
         return group
 
     def work(self) -> None:
@@ -124,7 +125,8 @@ class Crew:
 
     def _name(self, row: int) -> str:
         actor = row - self.group.learners
-        return f"learner {row}" if actor < 0 else f"actor {actor}"
+        kind = "host" if self.config.acting == "central" else "actor"
+        return f"learner {row}" if actor < 0 else f"{kind} {actor}"
 
     def _handle(self, row: int, kind: str, content: Any) -> None:
         if kind == "end":
@@ -184,16 +186,14 @@ class Crew:
         run.account.lose_actor(row)
         if run.over or run.board.closed:
             return
-        if not self.config.decoupled.lockstep:  # the others fill what it left
+        if not elsewhere(self.config).lockstep:  # the others fill what it left
             self.group.abandon(row)
         now = time.monotonic()
         last, often = self.ends.get(row, (now, 0))
         self.ends[row] = now, often + 1 if now - last < _FORGOTTEN_S else 0
         self.deaths += 1
-        if self.deaths > self.config.decoupled.restarts:
-            raise CoterieError(
-                f"{self._name(row)} {manner}; decoupled.restarts ({self.config.decoupled.restarts}) are used up"
-            )
+        if self.deaths > (most := elsewhere(self.config).restarts):
+            raise CoterieError(f"{self._name(row)} {manner}; {self.config.acting}.restarts ({most}) are used up")
         run.writer.log(f"{self._name(row)} {manner}; it is started again")
         self.due[row] = now + min(_BACK_OFF_S, 0.1 * 2 ** self.ends[row][1])
 

@@ -33,7 +33,7 @@ class Placement:
         self.config, self.learners = config, config.learners
         gpus = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
         self.places = place(self.learners, available_cores(), gpus)
-        self.actors = config.actors if config.acting == "decoupled" and isinstance(config.actors, int) else 0
+        self.actors = config.actors if config.acting != "inline" and isinstance(config.actors, int) else 0
         self.board = Board(self.learners, self.actors)
         self.board.here[:] = 1
         self.meeting = Path(tempfile.mkdtemp(prefix="coterie-")) if config.exchange == "allreduce" else None
@@ -46,11 +46,17 @@ class Placement:
             fill(self.memory, tensors["exchange"], moments.read())
         self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
         self.acting: dict[int, tuple[Slots, Weights]] = {}
-        for rank in range(self.learners if self.actors else 0):
+        self.sockets: Path | None = None
+        if config.acting == "central":  # a socket's path has 107 bytes at most
+            place_for = None if len(tempfile.gettempdir()) < 70 else "/tmp"
+            self.sockets = Path(tempfile.mkdtemp(prefix="coterie-", dir=place_for))
+        for rank in range(self.learners if config.acting == "decoupled" else 0):
             self.renew(rank, spec, model)
 
     def renew(self, rank: int, spec: Spec, model: ActorCritic) -> None:
         """New memory between a learner and its actors: nobody is at work on it."""
+        if self.config.acting != "decoupled":
+            return
         for memory in self.acting.pop(rank, ()):
             memory.close()
         self.acting[rank] = acting_memory(self.config, spec, model)
@@ -70,7 +76,8 @@ class Placement:
         number, rank = divmod(row - self.learners, self.learners)
         cores = self.places[rank].cores
         stepping = cores[1:] if self.places[rank].gpu >= 0 and len(cores) > 1 else cores
-        return self.links(rank), number, (stepping[number % len(stepping)],)
+        alone = self.config.acting == "decoupled"
+        return self.links(rank), number, (stepping[number % len(stepping)],) if alone else tuple(stepping)
 
     def links(self, rank: int, rejoin: bool = False) -> Links:
         place = self.places[rank]
@@ -88,6 +95,7 @@ class Placement:
             core=place.cores[0] if shared else -1,
             slots=slots,
             weights=weights,
+            address=f"unix:{self.sockets / str(rank)}" if self.sockets is not None else "",
         )
 
     def readers(self) -> list[Callable[[], dict[str, float]]]:
@@ -104,8 +112,9 @@ class Placement:
 
     def close(self) -> None:
         self.board.release()
-        if self.meeting is not None:
-            shutil.rmtree(self.meeting, ignore_errors=True)
+        for folder in (self.meeting, self.sockets):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
         for memory in (self.memory, self.gradients, *(x for both in self.acting.values() for x in both)):
             if memory is not None:
                 memory.close()

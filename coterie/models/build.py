@@ -136,16 +136,18 @@ def _fold(obs: Obs, axes: int) -> Obs:
     return obs.flatten(0, axes - 1)
 
 
-def acting_copy(model: ActorCritic, dtype: torch.dtype) -> tuple[ActorCritic, Callable[[], None]]:
-    """A copy that only acts, with torsos in `dtype`, and a call that brings it up to date.
+def acting_copy(model: ActorCritic, dtype: torch.dtype, apart: bool = False) -> tuple[ActorCritic, Callable[[], None]]:
+    """A copy that only acts, with torsos in `dtype`, and a call that brings it up to date. `apart`: it is a copy in
+    any case, since it acts while the model is trained.
 
     Converting the weights once for each publication is cheaper than autocast's conversion at every call. In float32
     the model acts itself, and so does one whose torso is the user's own, which may take no other dtype.
     """
-    if dtype == torch.float32 or ":" in model.config.torso:
+    own = dtype == torch.float32 or ":" in model.config.torso
+    if own and not apart:
         return model, lambda: None
     twin = copy.deepcopy(model).requires_grad_(False)
-    for torso in (twin.torso, twin.value_torso):
+    for torso in () if own else (twin.torso, twin.value_torso):
         if torso is not None:
             torso.to(dtype)
             for module in torso.modules():

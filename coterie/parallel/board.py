@@ -13,11 +13,11 @@ from coterie.parallel.shm import SharedArrays
 from coterie.types import Array
 
 #: What each learner, and each actor, counts. `produced`: rows acted, whoever learns from them; `delivered`: those of
-#: them that an actor has handed over; `started`: rows that a learner has begun to learn from (budgets and schedules
-#: read their sum); `learned`: rows that it has learned from.
+#: them that an actor has handed over; `dropped`: those that central acting could not make whole rollouts of; `started`:
+#: rows that a learner has begun to learn from (budgets and schedules read their sum); `learned`: rows that it has.
 COUNTS = (
     "produced", "delivered", "started", "learned", "masked", "learner_steps", "samples_trained",
-    "policy_lag_max", "skipped", "replaced", "episodes",
+    "policy_lag_max", "skipped", "replaced", "episodes", "dropped",
 )  # fmt: skip
 SAVE, EVALUATE, LAST = 1, 2, 4  # what an order asks for: a checkpoint, before it an evaluation, after it the end
 

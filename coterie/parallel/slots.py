@@ -21,6 +21,12 @@ _PLAIN = ("env_id", "core")  # arrays without a time axis
 _LOCK_S = 30.0  # a lock that is held for as long belongs to a process that was stopped
 
 
+def columns_of(fields: Mapping[str, Tensor], first: int, count: int) -> dict[str, Tensor]:
+    """Some columns of a batch's arrays."""
+    at = slice(first, first + count)
+    return {k: x[at] if k in _PLAIN else x[:, at] for k, x in fields.items()}
+
+
 class Slots:
     """`batches` times the arrays of `layout`, whose columns are axis 1 (axis 0 of those in `_PLAIN`)."""
 
@@ -94,8 +100,7 @@ class Slots:
 
     def columns(self, batch: int, slot: int) -> dict[str, Tensor]:
         """A slot's arrays."""
-        at = slice(slot * self.width, (slot + 1) * self.width)
-        return {k: x[at] if k in _PLAIN else x[:, at] for k, x in self.fields[batch].items()}
+        return columns_of(self.fields[batch], slot * self.width, self.width)
 
     def close(self) -> None:
         self._shared.close()

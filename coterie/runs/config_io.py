@@ -229,7 +229,7 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "env.num_envs env.action_repeat algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip "
         "atari.height "
         "atari.width atari.stack model.core_size eval.episodes eval.max_steps log.keep "
-        "store.chunks store.local_steps gossip.peers decoupled.publish_every",
+        "store.chunks store.local_steps gossip.peers decoupled.publish_every central.max_envs wire.max_message_mb",
         lambda x: x >= 1,
         "must be at least 1",
     ),
@@ -239,7 +239,8 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "optim.chunk eval.every eval.max_episode_steps torch_threads algo.value_coef algo.entropy_coef "
         "log.checkpoint_every log.every restarts env.delay log.cosines algo.poll gossip.mix_every "
         "decoupled.batch_size decoupled.queue decoupled.lag_alarm decoupled.restarts vtrace.rho_bar vtrace.c_bar "
-        "vtrace.pg_rho_bar vtrace.replay_capacity",
+        "vtrace.pg_rho_bar vtrace.replay_capacity central.batch_size central.queue central.lag_alarm central.restarts "
+        "central.batch_min central.batch_max central.wait",
         lambda x: x >= 0,
         "must not be negative",
     ),

@@ -1,0 +1,388 @@
+"""Central acting (SEED RL, https://arxiv.org/abs/1910.06591, Figure 3): environments anywhere, one policy here.
+
+Env hosts hold no weights: they send what they see and wait for actions. One thread answers, a batch of whoever waits
+at a time, with the newest weights; it keeps each env's recurrent state and unfinished rollout, whose steps may be of
+different policies. A second puts finished rollouts together into batches, the third (the caller's) trains. In lockstep
+all envs are one batch in a fixed order, and a rollout waits for the weights that came of the one before.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.actor import ON_HOST, Fields, Recorder, Stages, as_rollout
+from coterie.models.build import ActorCritic
+from coterie.parallel.board import Board
+from coterie.parallel.slots import columns_of
+from coterie.types import AgentOutput, Array, CoterieError, Inputs, Rollout, Spec, TimeStep
+from coterie.wire.codec import Newest, Refused, action_layout, timestep_layout
+from coterie.wire.server import Answer
+
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # a frame's bytes are only read
+
+Policy = Callable[[ActorCritic, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
+Twin = tuple[ActorCritic, Callable[[], None]]  # a copy of the model that only acts, and what brings it up to date
+
+REMOTE = 1 << 20  # env ids from here on are of hosts that came by themselves
+_LOOK_S = 0.5  # between two looks at whether everybody is still there
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How central acting goes: see config.Central."""
+
+    spec: Spec
+    envs: int  # of the hosts that the run starts
+    unroll_length: int
+    batch_size: int
+    batches: int
+    batch_min: int = 0
+    batch_max: int = 0
+    wait: float = 0.002
+    lockstep: bool = False
+    newest: bool = False
+    max_envs: int = 4096
+    timeout: float = 900.0
+
+
+class Central:
+    """A source of rollouts of envs elsewhere. `make_fields(width)`: the arrays of a rollout of so many envs."""
+
+    def __init__(
+        self, shape: Shape, twins: Sequence[Twin], policy: Policy, initial_state: Callable[[int], Tensor | None],
+        make_fields: Callable[[int], Fields], board: Board, rank: int, stages: Stages, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.shape, self.twins, self.policy, self.initial_state = shape, twins, policy, initial_state
+        self.make_fields, self.board, self.rank, self.stages, self.device = make_fields, board, rank, stages, device
+        self.seats: dict[tuple[int, int], Seat] = {}  # by client and group
+        self.envs = 0  # of all seats
+        self.produced = self.dropped = 0  # valid rows received; of rollouts that will never be whole
+        self.calls = self.rows = 0  # of the policy
+        self.inbox = queue.SimpleQueue[Question | Seat | None]()  # a question, a seat that was left, or a wake-up
+        self.finished = queue.SimpleQueue[tuple[Seat, Recorder] | None]()
+        self.free, self.ready = queue.SimpleQueue[Fields | None](), queue.SimpleQueue[Fields]()
+        for _ in range(shape.batches):
+            self.free.put(make_fields(shape.batch_size))
+        self.published = 0
+        self._newest, self._in_use, self._version = 0, -1, 0
+        self._lock = threading.Lock()  # of which twin is in use
+        self._error: BaseException | None = None
+        self.closed = False
+        self._reasons = deque[str](maxlen=100)
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), name=f"coterie-{name}", daemon=True)
+            for name, work in (("inference", self._infer), ("prefetch", self._prefetch))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.inbox.put(None)
+            self.finished.put(None)
+            self.free.put(None)
+            for thread in self._threads:
+                thread.join(5.0)
+
+    # The training thread.
+
+    def publish(self, version: int) -> None:
+        """Bring the copy up to date that nobody acts with, and have it act from the next batch on."""
+        with self._lock:
+            idle = 1 - self._in_use if self._in_use >= 0 else 1 - self._newest
+            self.twins[idle][1]()
+            self._newest, self._version = idle, version
+        self.published += 1
+        self.inbox.put(None)
+
+    def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
+        while True:
+            refresh()
+            fields = self._wait()
+            yield as_rollout(fields, self.device)
+            self.free.put(fields)
+
+    def _wait(self) -> Fields:
+        begin = time.perf_counter()
+        with self.board.waits(self.rank):
+            while True:
+                if self._error is not None:
+                    raise self._error
+                try:
+                    fields = self.ready.get(timeout=_LOOK_S)
+                    break
+                except queue.Empty:
+                    if time.perf_counter() - begin > self.shape.timeout:
+                        raise CoterieError(
+                            f"no batch of rollouts for {self.shape.timeout:g} s: {len(self.seats)} streams of "
+                            f"{self.envs} envs are connected"
+                        ) from None
+        self.stages.add("wait", begin)
+        return fields
+
+    # The inference thread.
+
+    def _infer(self) -> None:
+        pending: dict[Seat, Question] = {}
+        oldest = 0.0  # when somebody began to wait
+        while not self.closed:
+            now = time.perf_counter()
+            ready = [q for q in pending.values() if self.published and q.seat.may_go()]
+            rows = sum(q.seat.width for q in ready)
+            enough = rows == self.shape.envs if self.shape.lockstep else rows >= min(self._least(), self.envs)
+            if ready and (enough or (not self.shape.lockstep and now - oldest >= self.shape.wait)):
+                batch = self._pick(ready)
+                for question in batch:
+                    del pending[question.seat]
+                for question in self._answer(batch):
+                    pending[question.seat] = question
+                oldest = time.perf_counter()
+                continue
+            wait = self.shape.wait - (now - oldest) if ready and not self.shape.lockstep else _LOOK_S
+            try:
+                news = self.inbox.get(timeout=max(1e-4, wait))
+                while True:
+                    if isinstance(news, Seat):
+                        pending.pop(news, None)
+                        self._forget(news)
+                    elif news is not None and news.seat.alive:
+                        if not pending:
+                            oldest = time.perf_counter()
+                        pending[news.seat] = news
+                    news = self.inbox.get_nowait()
+            except queue.Empty:
+                pass
+
+    def _least(self) -> int:
+        """Rows that are worth a call of the policy; without a setting whoever asks is answered at once."""
+        return self.shape.batch_min or 1
+
+    def _pick(self, ready: list[Question]) -> list[Question]:
+        """The first to ask come first, as far as the largest batch allows; in lockstep by env."""
+        if self.shape.lockstep:
+            return sorted(ready, key=lambda q: q.seat.first_env_id)
+        most, picked, rows = self.shape.batch_max or len(ready) * 10**9, list[Question](), 0
+        for question in ready:
+            if picked and rows + question.seat.width > most:
+                break
+            picked.append(question)
+            rows += question.seat.width
+        return picked
+
+    @torch.inference_mode()
+    def _answer(self, batch: list[Question]) -> list[Question]:
+        """Act for everybody in the batch; returns those who have to wait for newer weights first."""
+        with self._lock:
+            self._in_use, version = self._newest, self._version
+        model = self.twins[self._in_use][0]
+        inputs = [q.seat.see(q.seen) for q in batch]
+        states = [q.seat.state for q in batch]
+        out, after = self.policy(model, _join(inputs), None if states[0] is None else _cat(states))
+        with self._lock:
+            self._in_use = -1
+        action, at, waiting = out.action.cpu().numpy(), 0, list[Question]()
+        for question in batch:
+            seat = question.seat
+            mine = slice(at, at + seat.width)
+            at = mine.stop
+            part = AgentOutput(out.action[mine], out.log_prob[mine], out.value[mine])
+            if seat.row == self.shape.unroll_length:
+                self.finished.put((seat, seat.finish(part.value)))
+                if self.shape.lockstep:
+                    waiting.append(question)
+                    continue
+                seat.see(question.seen)
+            seat.act(part, None if after is None else after[mine], version)
+            question.answer({"action": action[mine]}, version)
+        self.calls, self.rows = self.calls + 1, self.rows + at
+        return waiting
+
+    def _forget(self, seat: Seat) -> None:
+        """Its stream is gone: what it had begun will never be whole."""
+        if seat.counted:
+            self.dropped += seat.valid
+            seat.valid, seat.counted = 0, False
+
+    # The prefetch thread.
+
+    def _prefetch(self) -> None:
+        """Finished rollouts, in the order in which they ended, side by side in batches."""
+        filling, at = None, 0
+        while (item := self.finished.get()) is not None:
+            seat, recorder = item
+            done = 0
+            while done < seat.width:
+                if filling is None:
+                    filling, at = self.free.get(), 0
+                    if filling is None:
+                        return
+                n = min(seat.width - done, self.shape.batch_size - at)
+                mine, theirs = columns_of(filling, at, n), columns_of(recorder.fields, done, n)
+                for name, x in mine.items():
+                    x.copy_(theirs[name], non_blocking=name not in ON_HOST)
+                done, at = done + n, at + n
+                if at == self.shape.batch_size:
+                    if self.device.type == "cuda":
+                        torch.cuda.current_stream(self.device).synchronize()
+                    self.ready.put(filling)
+                    filling = None
+            seat.buffers.append(recorder)
+            self.inbox.put(None)
+
+    # The server's thread.
+
+    def sit(self, number: int, group: int, first_env: int, width: int) -> Seat:
+        """A stream begins: its envs' lives do, too."""
+        shape = self.shape
+        if width < 1 or self.envs + width > shape.max_envs:
+            raise Refused(f"{width} envs beside {self.envs}: central.max_envs is {shape.max_envs}")
+        if (old := self.seats.get((number, group))) is not None:
+            self.leave(old)  # its host has started again, and will not come back to it
+        seat = self.seats[number, group] = Seat(self, first_env, width)
+        self.envs += width
+        return seat
+
+    def leave(self, seat: Seat) -> None:
+        if seat.alive:
+            seat.alive = False
+            self.envs -= seat.width
+            self.seats = {key: one for key, one in self.seats.items() if one is not seat}
+            self.inbox.put(seat)
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+
+    # What it tells.
+
+    def counts(self) -> dict[str, int]:
+        return {"produced": self.produced, "dropped": self.dropped}
+
+    def note(self, reason: str) -> None:
+        self._reasons.append(reason)
+
+    def failures(self) -> list[str]:
+        reasons = [self._reasons.popleft() for _ in range(len(self._reasons))]
+        return reasons
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "inference/batch": self.rows / max(1, self.calls),
+            "inference/streams": len(self.seats),
+            "inference/envs": self.envs,
+        }
+
+
+@dataclass(eq=False)
+class Question:
+    """What a stream's envs show, and how they get their actions."""
+
+    seat: Seat
+    seen: TimeStep
+    answer: Answer
+
+
+class Seat:
+    """One stream's envs: their recurrent state and their unfinished rollout. Dies with the stream."""
+
+    def __init__(self, central: Central, first_env: int, width: int) -> None:
+        shape = central.shape
+        self.central, self.first_env_id, self.width, self.alive, self.counted = central, first_env, width, True, True
+        self.reads, self.writes = timestep_layout(shape.spec, width, shape.newest), action_layout(shape.spec, width)
+        self.newest = Newest(self.reads)
+        self.ids = np.arange(first_env, first_env + width, dtype=np.int64)
+        # One to write while the other waits to be taken over.
+        self.buffers = deque(Recorder(central.make_fields(width), [slice(0, width)], central.device) for _ in range(2))
+        self.recorder: Recorder | None = None
+        action, reward = self.buffers[0].last()
+        self.last = torch.zeros_like(action), torch.zeros_like(reward)
+        self.state = central.initial_state(width)
+        self.begun, self.row, self.valid = 0, 0, 0
+        self.new = True
+        self.said: dict[str, Any] = {}  # in the welcome
+
+    def welcome(self) -> dict[str, Any]:
+        return {**self.said, "first_env_id": self.first_env_id}
+
+    def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
+        """In the server's thread: check what came, and hand it to the inference thread."""
+        arrays = self.newest.join(arrays)
+        for name, x in arrays.items():
+            if x.dtype.kind == "f" and name not in ("episode_return", "episode_length") and not np.isfinite(x).all():
+                raise Refused(f"{name} is not finite")
+        obs = {k.removeprefix("obs/"): x for k, x in arrays.items() if k.startswith("obs/")}
+        seen = TimeStep(
+            obs=obs[""] if list(obs) == [""] else obs,
+            reward=arrays["reward"],
+            terminated=arrays["terminated"],
+            truncated=arrays["truncated"],
+            is_first=arrays["is_first"] | self.new,
+            episode_return=arrays["episode_return"],
+            episode_length=arrays["episode_length"],
+            env_id=self.ids,
+        )
+        self.new = False
+        self.central.inbox.put(Question(self, seen, answer))
+
+    def leave(self) -> None:
+        self.central.leave(self)
+
+    # In the inference thread:
+
+    def may_go(self) -> bool:
+        """Whether there is room for what comes next; in lockstep also the weights for it."""
+        lockstep = self.central.shape.lockstep
+        if self.recorder is None:
+            return bool(self.buffers) and (not lockstep or self.central.published > self.begun)
+        return lockstep or self.row < self.central.shape.unroll_length or bool(self.buffers)
+
+    def see(self, seen: TimeStep) -> Inputs:
+        """Write the next row, of a new rollout where the last one is whole."""
+        if self.recorder is None:
+            self.recorder, self.row = self.buffers.popleft(), 0
+            self.recorder.begin([self.state], self.last)
+            self.begun += 1
+        elif self.counted:
+            valid = int(np.count_nonzero(~seen.is_first))
+            self.central.produced += valid
+            self.valid += valid
+        return self.recorder.see(0, self.row, seen)
+
+    def act(self, out: AgentOutput, state: Tensor | None, version: int) -> None:
+        assert self.recorder is not None
+        self.recorder.act(0, self.row, out, version)
+        self.state, self.row = state, self.row + 1
+
+    def finish(self, value: Tensor) -> Recorder:
+        """The rollout is whole; the next `see` begins another."""
+        assert self.recorder is not None
+        done = self.recorder
+        done.bootstrap(0, value)
+        self.recorder, self.last, self.valid = None, done.last(), 0
+        return done
+
+
+def _cat(tensors: Sequence[Any]) -> Any:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _join(inputs: Sequence[Inputs]) -> Inputs:
+    if isinstance(inputs[0].obs, Mapping):
+        obs: Any = {k: _cat([x.obs[k] for x in inputs]) for k in inputs[0].obs}
+    else:
+        obs = _cat([x.obs for x in inputs])
+    return Inputs(obs, *(_cat([x[i] for x in inputs]) for i in range(1, 4)))

@@ -1,0 +1,106 @@
+"""The door: what a host must say of itself before it may take a seat, and what it is told."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import asdict
+from typing import Any
+
+from coterie.acting.central import REMOTE, Central, Seat
+from coterie.config import Config
+from coterie.parts import actor_env
+from coterie.tasks import tasks
+from coterie.types import Spec
+from coterie.wire.codec import Layout, Refused, layout_from
+from coterie.wire.server import Answer
+
+_REMEMBERED = 10_000  # hosts that came by themselves
+
+
+class Visitor:
+    """Asks only for the welcome."""
+
+    reads = writes = Layout(())
+
+    def __init__(self, welcome: dict[str, Any]) -> None:
+        self._welcome = welcome
+
+    def welcome(self) -> dict[str, Any]:
+        return self._welcome
+
+    def ask(self, arrays: dict[str, Any], answer: Answer) -> None:
+        raise Refused("a stream of 0 envs has nothing to show")
+
+    def leave(self) -> None:
+        pass
+
+
+class Hosts:
+    """A desk for env hosts. `ours`: they are the run's own children, and say themselves which."""
+
+    def __init__(self, config: Config, spec: Spec, rank: int, central: Central, ours: bool) -> None:
+        assert isinstance(config.learners, int)
+        self.config, self.spec, self.rank, self.central, self.ours = config, spec, rank, central, ours
+        self.numbers = OrderedDict[int, int]()  # of each run_id
+        self.first_envs = OrderedDict[tuple[int, int], int]()  # of each of its groups
+        self.next_number, self.next_env = 0, REMOTE * (rank + 1)
+        self.settings = json.dumps(
+            {
+                "env_id": config.env.id,
+                "action": spec.to_json()["action"],
+                "unroll_length": config.algo.unroll_length,
+                "newest_frame": config.central.newest_frame,
+                "atari": asdict(config.atari),
+                "env": {
+                    k: getattr(config.env, k) for k in ("action_repeat", "max_episode_steps", "time_limit", "kwargs")
+                },
+            }
+        )
+
+    def __call__(self, hello: Any) -> Seat | Visitor:
+        number = hello.number if self.ours else self._number(hello.run_id)
+        said = {"number": number, "learners": self.config.learners, "settings": self.settings}
+        if hello.envs == 0:
+            return Visitor(said)
+        if hello.env_id not in tasks(self.config.env.id):
+            raise Refused(f"the run's envs are {self.config.env.id}, not {hello.env_id[:100]!r}")
+        if hello.envs > self.config.central.max_envs:
+            raise Refused(f"{hello.envs} envs are more than central.max_envs {self.config.central.max_envs}")
+        if self.ours:
+            first = actor_env(self.config, number, self.rank)[1] + hello.group * hello.envs
+            key = number, hello.group
+        else:
+            first = self._first_env(hello.run_id, hello.group, hello.envs)
+            key = REMOTE + number, hello.group
+        seat = self.central.sit(*key, first, hello.envs)
+        try:
+            declared = layout_from(hello.sends, seat.reads.most)
+            if declared.tensors != seat.reads.tensors:
+                raise Refused(f"its frames hold {_shown(declared)}; the run's hold {_shown(seat.reads)}")
+        except Refused:
+            seat.leave()
+            raise
+        seat.said = said
+        return seat
+
+    def _number(self, run_id: int) -> int:
+        if run_id not in self.numbers:
+            self.numbers[run_id] = self.next_number
+            self.next_number += 1
+            if len(self.numbers) > _REMEMBERED:
+                self.numbers.popitem(last=False)
+        return self.numbers[run_id]
+
+    def _first_env(self, run_id: int, group: int, envs: int) -> int:
+        if (run_id, group) not in self.first_envs:
+            self.first_envs[run_id, group] = self.next_env
+            self.next_env += envs
+            if len(self.first_envs) > _REMEMBERED:
+                self.first_envs.popitem(last=False)
+        return self.first_envs[run_id, group]
+
+
+def _shown(layout: Layout) -> str:
+    shown = ", ".join(f"{t.name}: {t.dtype}{list(t.shape)}" for t in layout.tensors[:12])
+    return shown[:400]

@@ -1,0 +1,127 @@
+"""Who may connect: addresses that need no token, tokens, TLS, and the keys that `coterie keys` makes."""
+
+from __future__ import annotations
+
+import datetime
+import hmac
+import ipaddress
+import os
+import secrets
+from pathlib import Path
+
+import grpc
+
+from coterie.types import ConfigError
+
+_DAYS = 825
+TOKEN, CERT, KEY = "token", "cert.pem", "key.pem"  # files of `coterie keys`
+
+
+def is_local(address: str) -> bool:
+    """A unix socket, or loopback: nobody outside this machine can reach it."""
+    if address.startswith("unix:"):
+        return True
+    host = split(address)[0]
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def split(address: str) -> tuple[str, int]:
+    """HOST:PORT, with an IPv6 host in brackets."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"address: {address!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def offset(address: str, by: int) -> str:
+    """The address of learner `by`: the next ports, or sockets beside the first one's."""
+    if address.startswith("unix:"):
+        return f"{address}.{by}" if by else address
+    host, port = split(address)
+    return f"[{host}]:{port + by}" if ":" in host else f"{host}:{port + by}"
+
+
+def read_token(path: str) -> str:
+    """The token in a file, which nobody else may read."""
+    try:
+        token = Path(path).read_text().strip()
+        open_to_others = os.stat(path).st_mode & 0o077
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token file: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(token) < 16 or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"token file: {path} holds no token of at least 16 printable characters")
+    if open_to_others:
+        raise ConfigError(f"token file: others may read {path}; chmod 600 it")
+    return token
+
+
+def is_token(given: str, token: str) -> bool:
+    """Compared in constant time."""
+    return hmac.compare_digest(given.encode(), token.encode())
+
+
+def server_credentials(cert: str, key: str) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials([(_bytes(key, "wire.key"), _bytes(cert, "wire.cert"))])
+
+
+def channel_credentials(cert: str) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(_bytes(cert, "--cert"))
+
+
+def _bytes(path: str, what: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot read {path}: {error.strerror or error}") from None
+
+
+def make_keys(folder: str, hosts: list[str]) -> list[Path]:
+    """A token, and a key with a certificate that it signs itself for these host names and addresses."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    out = Path(folder)
+    paths = [out / name for name in (TOKEN, CERT, KEY)]
+    for path in paths:
+        if path.exists():
+            raise ConfigError(f"keys: {path} is there already; name another folder")
+    key = ec.generate_private_key(ec.SECP256R1())
+    names: list[x509.GeneralName] = []
+    for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"]):
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            names.append(x509.DNSName(host))
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coterie")])
+    now = datetime.datetime.now(datetime.UTC)
+    cert = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        contents = (secrets.token_urlsafe(32).encode() + b"\n", cert.public_bytes(serialization.Encoding.PEM), secret)
+        for path, content in zip(paths, contents, strict=True):
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(content)
+    except OSError as error:
+        raise ConfigError(f"keys: cannot write into {out}: {error.strerror or error}") from None
+    return paths

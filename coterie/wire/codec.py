@@ -1,0 +1,192 @@
+"""Frames of typed tensors: protobuf around them, raw bytes within.
+
+What a frame holds is agreed in the handshake, so that a frame is checked by its length before anything is made of it.
+The message classes come from the compiled `coterie.proto` at import: generated modules would tie the package to one
+release of protobuf. This file must import without torch: clients need none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from coterie.types import Array, Spec
+
+PROTOCOL = 1
+DTYPES = ("bool", "uint8", "int32", "int64", "float32", "float64")
+
+_pool = descriptor_pool.DescriptorPool()
+_files = descriptor_pb2.FileDescriptorSet.FromString(Path(__file__).with_name("coterie.desc").read_bytes())
+_pool.AddSerializedFile(_files.file[0].SerializeToString())
+
+
+def _message(name: str) -> Any:
+    return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"coterie.v1.{name}"))
+
+
+Frame, Hello, Welcome, Data, TensorMessage = (_message(x) for x in ("Frame", "Hello", "Welcome", "Data", "Tensor"))
+
+
+class Refused(Exception):
+    """A peer sent what was not agreed; the message is one line for it and for the log."""
+
+
+class Tensor(NamedTuple):
+    """One tensor of a frame. `rows`: the bool tensor before it that says how long axis 0 is; "" where it is fixed."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: str = ""
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
+
+
+class Layout:
+    """The tensors of a frame, one after the other."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        shapes = {t.name: t.shape for t in self.tensors}
+        self.most = sum(_rows(t, shapes) * t.row_bytes for t in self.tensors)  # bytes
+
+    def pack(self, arrays: Mapping[str, Array]) -> bytes:
+        """One frame of these arrays; a tensor with `rows` is given with those rows only. Raises where one is other
+        than agreed.
+        """
+        parts: list[memoryview] = []
+        for t in self.tensors:
+            x = np.ascontiguousarray(arrays[t.name], t.dtype)
+            rows = int(np.count_nonzero(arrays[t.rows])) if t.rows else t.shape[0] if t.shape else 1
+            if x.shape != (rows, *t.shape[1:]) and x.shape != t.shape:
+                raise Refused(f"{t.name} has shape {x.shape}, not {(rows, *t.shape[1:])}")
+            parts.append(x.reshape(-1).view(np.uint8).data)
+        return b"".join(parts)
+
+    def unpack(self, data: bytes) -> dict[str, Array]:
+        """The arrays in a frame: views of `data`, but for bools. Raises `Refused` where the length is not theirs."""
+        arrays: dict[str, Array] = {}
+        at = 0
+        for t in self.tensors:
+            rows = int(np.count_nonzero(arrays[t.rows])) if t.rows else t.shape[0] if t.shape else 1
+            end = at + rows * t.row_bytes
+            if end > len(data):
+                raise Refused(f"a frame of {len(data)} bytes ends within {t.name}, which goes to {end}")
+            raw = np.frombuffer(data, np.uint8, end - at, at)
+            # A bool that is neither 0 nor 1 would be a bool that is not itself.
+            x = raw != 0 if t.dtype == "bool" else raw.view(t.dtype)
+            arrays[t.name] = x.reshape((rows, *t.shape[1:]) if t.shape else ())
+            at = end
+        if at != len(data):
+            raise Refused(f"a frame of {len(data)} bytes has {len(data) - at} more than was agreed")
+        return arrays
+
+    def message(self) -> list[Any]:
+        return [TensorMessage(name=t.name, dtype=t.dtype, shape=t.shape, rows=t.rows) for t in self.tensors]
+
+
+def _rows(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Most rows of a tensor."""
+    return math.prod(shapes[tensor.rows]) if tensor.rows else tensor.shape[0] if tensor.shape else 1
+
+
+def layout_from(message: Sequence[Any], most: int) -> Layout:
+    """The layout that a peer declares, with frames of at most `most` bytes."""
+    tensors, seen = list[Tensor](), dict[str, Tensor]()
+    if len(message) > 256:
+        raise Refused(f"{len(message)} tensors in a frame")
+    for m in message:
+        t = Tensor(m.name, m.dtype, tuple(m.shape), m.rows)
+        if t.dtype not in DTYPES:
+            raise Refused(f"{t.name!r}: dtype {t.dtype!r} is none of {', '.join(DTYPES)}")
+        if t.name in seen or len(t.shape) > 8:
+            raise Refused(f"{t.name!r} comes twice, or has more than 8 axes")
+        if t.rows and (t.rows not in seen or seen[t.rows].dtype != "bool" or not t.shape):
+            raise Refused(f"{t.name!r}: its rows are those of {t.rows!r}, which is no bool tensor before it")
+        seen[t.name] = t
+        tensors.append(t)
+    layout = Layout(tensors)
+    if layout.most > most:
+        raise Refused(f"frames of up to {layout.most} bytes, more than {most}")
+    return layout
+
+
+WHOLE = "whole"  # of which envs a whole stack of frames is sent
+_NEWEST, _STACK = "newest/", "stack/"
+
+
+def timestep_layout(spec: Spec, envs: int, newest: bool = False) -> Layout:
+    """What a TimeStep of so many envs is on the wire. `newest`: of stacks of frames only the last one, but where an
+    episode begins.
+    """
+    obs: list[Tensor] = []
+    for key, s in spec.obs.items():
+        if newest and s.is_image and s.shape[0] > 1:
+            obs += [
+                Tensor(f"{_NEWEST}{key}", s.dtype, (envs, *s.shape[1:])),
+                Tensor(f"{_STACK}{key}", s.dtype, (0, *s.shape), WHOLE),
+            ]
+        else:
+            obs.append(Tensor(f"obs/{key}", s.dtype, (envs, *s.shape)))
+    small = [
+        Tensor("reward", "float32", (envs,)),
+        *(Tensor(name, "bool", (envs,)) for name in ("terminated", "truncated", "is_first")),
+        Tensor("episode_return", "float64", (envs,)),
+        Tensor("episode_length", "float64", (envs,)),
+    ]
+    return Layout([*([Tensor(WHOLE, "bool", (envs,))] if newest else []), *small, *obs])
+
+
+def action_layout(spec: Spec, envs: int) -> Layout:
+    return Layout([Tensor("action", spec.action.dtype, (envs, *spec.action.shape))])
+
+
+class Newest:
+    """Takes stacks of frames apart before they are sent, and puts them together again where they arrive."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.keys = [t.name.removeprefix(_NEWEST) for t in layout.tensors if t.name.startswith(_NEWEST)]
+        self.last: dict[str, Array] = {}
+
+    def split(self, arrays: dict[str, Array]) -> dict[str, Array]:
+        """A whole stack goes wherever it is not the last one with a new frame: no env has to promise anything."""
+        if not self.keys:
+            return arrays
+        whole = arrays["is_first"].copy()
+        for key in self.keys:
+            x = arrays[f"obs/{key}"]
+            if key in self.last:
+                whole |= (x[:, :-1] != self.last[key][:, 1:]).reshape(len(x), -1).any(1)
+            else:
+                whole[:] = True
+            self.last[key] = x.copy()
+        sent = {k: x for k, x in arrays.items() if k.removeprefix("obs/") not in self.keys or not k.startswith("obs/")}
+        for key in self.keys:
+            x = arrays[f"obs/{key}"]
+            sent |= {f"{_NEWEST}{key}": x[:, -1], f"{_STACK}{key}": x[whole]}
+        return {**sent, WHOLE: whole}
+
+    def join(self, arrays: dict[str, Array]) -> dict[str, Array]:
+        if not self.keys:
+            return arrays
+        whole = arrays.pop(WHOLE)
+        for key in self.keys:
+            newest, stack = arrays.pop(f"{_NEWEST}{key}"), arrays.pop(f"{_STACK}{key}")
+            if key not in self.last:
+                if not whole.all():
+                    raise Refused(f"the first frame of a stream must have whole stacks of {key!r}")
+                self.last[key] = stack.copy()
+            else:
+                last = self.last[key]
+                last[:, :-1] = last[:, 1:]
+                last[:, -1] = newest
+                last[whole] = stack
+            arrays[f"obs/{key}"] = self.last[key]
+        return arrays
