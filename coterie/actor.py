@@ -171,6 +171,7 @@ class _Columns:
     """What one group writes and reads: views `[T+1 or T, b, ...]` of the recorder's arrays."""
 
     obs: dict[str, Tensor]
+    host: dict[str, Array]  # the same memory, where it is the host's
     is_first: Tensor  # on the host
     action: Tensor
     reward: Tensor  # on the host
@@ -198,6 +199,7 @@ class Recorder:
         self.columns = [
             _Columns(
                 {k: x[:, cols] for k, x in self.obs.items()},
+                {k: x[:, cols].numpy() for k, x in self.obs.items() if x.device.type == "cpu"},
                 *(fields[name][:, cols] for name in ("is_first", "action", "reward", "log_prob", "value")),
             )
             for cols in groups
@@ -220,8 +222,13 @@ class Recorder:
         """Write `obs[row]` and the consequence of `action[row - 1]`; returns the row's columns as the model's input."""
         cols = self.groups[g]
         seen = {"": ts.obs} if self.plain else ts.obs
-        for key, storage in self.columns[g].obs.items():
-            storage[row].copy_(torch.from_numpy(seen[key]), non_blocking=True)
+        mine = self.columns[g]
+        for key, storage in mine.obs.items():
+            x = seen[key]
+            if key in mine.host:  # of what came over a wire nothing may be written, which torch would not take
+                mine.host[key][row] = x
+            else:
+                storage[row].copy_(torch.from_numpy(x if x.flags.writeable else x.copy()), non_blocking=True)
         self.is_first[row, cols] = ts.is_first
         if row:
             self.reward[row, cols] = ts.reward

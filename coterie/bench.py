@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from coterie.acting.central import Central
 from coterie.acting.decoupled import Decoupled
 from coterie.actor import Stages
 from coterie.config import Config
@@ -199,7 +200,7 @@ class _Training:
 
     def rest(self) -> None:
         """Wait until nobody acts: actors have filled all that they may."""
-        if isinstance(self.learner.acting, Decoupled):
+        if isinstance(self.learner.acting, Decoupled | Central):
             self.made = self.learner.acting.rest()
 
     def _refresh(self) -> None:
@@ -260,8 +261,10 @@ class _Training:
 def _costs(learner: Learner, rollout: Rollout | None) -> dict[str, float]:
     """Core-seconds for one env step of the acting forward and of training, each alone on one torch thread."""
     assert rollout is not None
-    width = learner.acting.slots.width if isinstance(learner.acting, Decoupled) else len(rollout.env_id)
-    width //= 1 if isinstance(learner.acting, Decoupled) else learner.layout.groups
+    if isinstance(learner.acting, Decoupled):
+        width = learner.acting.slots.width
+    else:
+        width = min(learner.config.env.num_envs // learner.layout.groups, len(rollout.env_id))
     seen = (
         {k: x[0, :width] for k, x in rollout.obs.items()} if isinstance(rollout.obs, dict) else rollout.obs[0, :width]
     )

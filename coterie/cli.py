@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from coterie.config import Atari, Config
@@ -19,6 +21,8 @@ HELP = """coterie: distributed deep reinforcement learning
   coterie eval RUN [--episodes N] [--sampled] [--learner best|mean|INDEX] [--json]
   coterie watch RUN [--out FILE.mp4] record an episode
   coterie bench PRESET [--seconds N] [--json] [--SECTION.FIELD VALUE ...]
+  coterie envs|actor --connect HOST:PORT --env ID [--token-file F] [--cert C]   lend this machine to a run elsewhere
+  coterie keys DIR [--host NAME]     a token, a key and its certificate for such runs
   coterie list envs|presets|matrix [PATTERN]
   coterie doctor                     what this machine can do
 
@@ -242,12 +246,35 @@ def doctor(args: list[str]) -> int:
     return 0 if healthy else 1
 
 
+def _lend(what: str, args: list[str]) -> int:
+    from coterie.lend import lend
+
+    return lend(what, args, _Parser(f"coterie {what}"))
+
+
+def keys(args: list[str]) -> int:
+    parser = _Parser("coterie keys")
+    parser.add_argument("folder")
+    parser.add_argument("--host", action="append", default=[], help="name or address by which the run is reached")
+    options = parser.parse_args(args)
+    from coterie.wire.auth import make_keys
+
+    token, cert, key = make_keys(options.folder, options.host or [socket.gethostname()])
+    print(f"{token}: for the run and its clients (--wire.token-file, --token-file)")
+    print(f"{cert}: for the run and its clients (--wire.cert, --cert)")
+    print(f"{key}: for the run alone (--wire.key)")
+    return 0
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "resume": resume,
     "eval": evaluate,
     "watch": watch,
     "bench": bench,
+    "envs": partial(_lend, "envs"),
+    "actor": partial(_lend, "actor"),
+    "keys": keys,
     "list": listing,
     "doctor": doctor,
 }

@@ -8,14 +8,16 @@ from dataclasses import asdict
 from typing import Any
 
 from coterie.acting.central import REMOTE, Central, Seat
+from coterie.algorithms.ppo import horizon
 from coterie.config import Config
 from coterie.parts import actor_env
 from coterie.tasks import tasks
 from coterie.types import Spec
-from coterie.wire.codec import Layout, Refused, layout_from
+from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
 from coterie.wire.server import Answer
 
-_REMEMBERED = 10_000  # hosts that came by themselves
+_REMEMBERED = 10_000  # clients that came by themselves
+ENV_SETTINGS = ("action_repeat", "max_episode_steps", "time_limit")  # of the run's that its clients' envs have
 
 
 class Visitor:
@@ -36,30 +38,53 @@ class Visitor:
         pass
 
 
+class Numbers:
+    """Which client is which: numbers and env ids for those that come by themselves, the same when they come again."""
+
+    def __init__(self, rank: int) -> None:
+        self.numbers = OrderedDict[int, int]()  # of each run_id
+        self.first_envs = OrderedDict[tuple[int, int], int]()  # of each of its groups
+        self.next_number, self.next_env = 0, REMOTE * (rank + 1)
+
+    def of(self, run_id: int) -> int:
+        if run_id not in self.numbers:
+            self.numbers[run_id] = self.next_number
+            self.next_number += 1
+            if len(self.numbers) > _REMEMBERED:
+                self.numbers.popitem(last=False)
+        return self.numbers[run_id]
+
+    def first_env(self, run_id: int, group: int, envs: int) -> int:
+        if (run_id, group) not in self.first_envs:
+            self.first_envs[run_id, group] = self.next_env
+            self.next_env += envs
+            if len(self.first_envs) > _REMEMBERED:
+                self.first_envs.popitem(last=False)
+        return self.first_envs[run_id, group]
+
+
+def settings_of(config: Config, spec: Spec) -> dict[str, Any]:
+    """What a client must know before it makes its envs."""
+    return {
+        "env_id": config.env.id,
+        "action": spec.to_json()["action"],
+        "unroll_length": horizon(config),
+        "newest_frame": config.central.newest_frame,
+        "atari": asdict(config.atari),
+        "env": {k: getattr(config.env, k) for k in ENV_SETTINGS},
+    }
+
+
 class Hosts:
     """A desk for env hosts. `ours`: they are the run's own children, and say themselves which."""
 
     def __init__(self, config: Config, spec: Spec, rank: int, central: Central, ours: bool) -> None:
-        assert isinstance(config.learners, int)
         self.config, self.spec, self.rank, self.central, self.ours = config, spec, rank, central, ours
-        self.numbers = OrderedDict[int, int]()  # of each run_id
-        self.first_envs = OrderedDict[tuple[int, int], int]()  # of each of its groups
-        self.next_number, self.next_env = 0, REMOTE * (rank + 1)
-        self.settings = json.dumps(
-            {
-                "env_id": config.env.id,
-                "action": spec.to_json()["action"],
-                "unroll_length": config.algo.unroll_length,
-                "newest_frame": config.central.newest_frame,
-                "atari": asdict(config.atari),
-                "env": {
-                    k: getattr(config.env, k) for k in ("action_repeat", "max_episode_steps", "time_limit", "kwargs")
-                },
-            }
-        )
+        self.numbers = Numbers(rank)
+        self.settings = json.dumps(settings_of(config, spec))
 
     def __call__(self, hello: Any) -> Seat | Visitor:
-        number = hello.number if self.ours else self._number(hello.run_id)
+        number = hello.number if self.ours else self.numbers.of(hello.run_id)
         said = {"number": number, "learners": self.config.learners, "settings": self.settings}
         if hello.envs == 0:
             return Visitor(said)
@@ -71,34 +96,15 @@ class Hosts:
             first = actor_env(self.config, number, self.rank)[1] + hello.group * hello.envs
             key = number, hello.group
         else:
-            first = self._first_env(hello.run_id, hello.group, hello.envs)
+            first = self.numbers.first_env(hello.run_id, hello.group, hello.envs)
             key = REMOTE + number, hello.group
+        expected = timestep_layout(self.spec, hello.envs, self.config.central.newest_frame)
+        declared = layout_from(hello.sends, expected.most)
+        if declared.tensors != expected.tensors:
+            raise Refused(f"its frames hold {_shown(declared)}; the run's hold {_shown(expected)}")
         seat = self.central.sit(*key, first, hello.envs)
-        try:
-            declared = layout_from(hello.sends, seat.reads.most)
-            if declared.tensors != seat.reads.tensors:
-                raise Refused(f"its frames hold {_shown(declared)}; the run's hold {_shown(seat.reads)}")
-        except Refused:
-            seat.leave()
-            raise
         seat.said = said
         return seat
-
-    def _number(self, run_id: int) -> int:
-        if run_id not in self.numbers:
-            self.numbers[run_id] = self.next_number
-            self.next_number += 1
-            if len(self.numbers) > _REMEMBERED:
-                self.numbers.popitem(last=False)
-        return self.numbers[run_id]
-
-    def _first_env(self, run_id: int, group: int, envs: int) -> int:
-        if (run_id, group) not in self.first_envs:
-            self.first_envs[run_id, group] = self.next_env
-            self.next_env += envs
-            if len(self.first_envs) > _REMEMBERED:
-                self.first_envs.popitem(last=False)
-        return self.first_envs[run_id, group]
 
 
 def _shown(layout: Layout) -> str:

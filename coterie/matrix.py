@@ -163,14 +163,14 @@ def _actors(config: Config) -> int:
 def _even(config: Config) -> bool:
     actors, learners = _actors(config), _learners(config)
     return (
-        actors > 0
+        (actors > 0 or (config.acting == "central" and bool(config.wire.bind)))
         and actors % learners == actors % len(tasks(config.env.id)) == 0
-        and config.env.num_envs * learners % actors == 0
+        and config.env.num_envs * learners % max(1, actors) == 0
     )
 
 
 def _width(config: Config) -> int:
-    return config.env.num_envs * _learners(config) // _actors(config)
+    return config.env.num_envs * _learners(config) // max(1, _actors(config))
 
 
 def _replayed(config: Config) -> int:

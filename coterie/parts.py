@@ -178,7 +178,7 @@ def batch_size(config: Config) -> int:
 def actor_env(config: Config, number: int, rank: int) -> tuple[Config, int]:
     """The config of actor `number` of learner `rank`, with its share of the simulators, and its first env's id."""
     assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
-    width = config.env.num_envs * config.learners // config.actors
+    width = config.env.num_envs * config.learners // max(1, config.actors)
     several = tasks(config.env.id)
     mine = task_config(config, several[(number * config.learners + rank) % len(several)])
     delayed = config.env.delay_learner in (-1, rank)
@@ -190,7 +190,7 @@ def task_of(config: Config, env_id: int) -> str:
     """The task of an env by its id."""
     assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
     rank, place = divmod(env_id, config.env.num_envs)
-    number = place * config.actors // (config.env.num_envs * config.learners)
+    number = place * max(1, config.actors) // (config.env.num_envs * config.learners)
     return actor_env(config, number, rank)[0].env.id
 
 

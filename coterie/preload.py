@@ -6,9 +6,11 @@ server must outlive it, or nobody would know how its children end.
 
 import signal
 
+import coterie.hosts
 import coterie.producers
 import coterie.roles
 
+assert coterie.hosts
 assert coterie.producers
 assert coterie.roles
 for number in (signal.SIGINT, signal.SIGTERM):

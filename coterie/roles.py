@@ -5,7 +5,8 @@ A role is built from a config and its links to the others: a bench, a test and e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from coterie.config import Config, Wire
 from coterie.door import Hosts
 from coterie.envs.make import make_spec
 from coterie.exchange.diagnostics import Sampled
+from coterie.guests import Guests
 from coterie.learner import Gradients, LearnSettings, Progress, autocast, learn
 from coterie.matrix import check
 from coterie.models.build import ActorCritic, acting_copy
@@ -46,7 +48,7 @@ from coterie.parts import (
 )
 from coterie.types import AgentOutput, Inputs, Rollout
 from coterie.wire.auth import offset, read_token, server_credentials
-from coterie.wire.server import Limits, Server
+from coterie.wire.server import Desk, Limits, Server
 
 
 class Learner:
@@ -79,6 +81,8 @@ class Learner:
         self.rngs: list[torch.Generator] = []
         self.acting: Inline | Decoupled | Central
         self.servers: list[Server] = []
+        self.guests: Guests | None = None
+        self.refused = deque[str](maxlen=100)  # who was not let in, and why, since that was last asked
         if config.acting == "inline":
             self.acting = self._inline(life)
         elif config.acting == "central":
@@ -93,6 +97,10 @@ class Learner:
                 publish_every=config.decoupled.publish_every, lockstep=config.decoupled.lockstep,
                 timeout=patience(config),
             )  # fmt: skip
+            if config.wire.bind:
+                self.guests = Guests(config, self.spec, links.rank, self.acting, self._core())
+                desks = {"PushRollouts": self.guests.push, "PullParameters": self.guests.pull}
+                self._serve(offset(config.wire.bind, links.rank), desks, config.wire)
         self.trainers = Team(layout.torch_threads if config.model.compile == "none" else 1)
         self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
@@ -102,9 +110,7 @@ class Learner:
     def _inline(self, life: int) -> Inline:
         config, layout = self.config, self.layout
         envs, self.rngs = envs_of(config, layout, life, self.links.rank * config.env.num_envs)
-        state = self.model.initial_state(1)
-        core = () if state is None else state.shape[1:]
-        fields = local_fields(self.spec, horizon(config), config.env.num_envs, layout.device, core)
+        fields = local_fields(self.spec, horizon(config), config.env.num_envs, layout.device, self._core())
         return Inline(
             envs,
             policy_of(self.algorithm, self.actor, self.rngs, config.env.num_envs),
@@ -116,11 +122,14 @@ class Learner:
             config.algo.poll,
         )
 
+    def _core(self) -> tuple[int, ...]:
+        """Shape of one env's recurrent state."""
+        state = self.model.initial_state(1)
+        return () if state is None else tuple(state.shape[1:])
+
     def _central(self, life: int) -> Central:
         config, layout, links = self.config, self.layout, self.links
-        state = self.model.initial_state(1)
-        core = () if state is None else state.shape[1:]
-        make_fields = partial(local_fields, self.spec, horizon(config), device=layout.device, core=core)
+        make_fields = partial(local_fields, self.spec, horizon(config), device=layout.device, core=self._core())
         rng = torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, life, links.rank))
         self.rngs = [rng]
 
@@ -140,25 +149,25 @@ class Learner:
         )  # fmt: skip
         try:
             if links.address:
-                self._serve(links.address, Hosts(config, self.spec, links.rank, central, True), central.note)
+                self._serve(links.address, {"Infer": Hosts(config, self.spec, links.rank, central, True)})
             if config.wire.bind:
-                hosts = Hosts(config, self.spec, links.rank, central, False)
-                self._serve(offset(config.wire.bind, links.rank), hosts, central.note, config.wire)
+                desks = {"Infer": Hosts(config, self.spec, links.rank, central, False)}
+                self._serve(offset(config.wire.bind, links.rank), desks, config.wire)
         except BaseException:
             central.close()
             raise
         return central
 
-    def _serve(self, address: str, desk: Hosts, note: Callable[[str], None], wire: Wire | None = None) -> None:
+    def _serve(self, address: str, desks: Mapping[str, Desk], wire: Wire | None = None) -> None:
         """Listen: to the run's own children, or (`wire`) to whoever has the token."""
         own = wire or Wire()
         server = Server(
             address,
-            {"Infer": desk},
+            desks,
             token=read_token(own.token_file) if own.token_file else "",
             credentials=server_credentials(own.cert, own.key) if own.cert else None,
             limits=Limits(self.config.wire.max_message_mb << 20),
-            on_refused=note,
+            on_refused=self.refused.append,
         )
         self.servers.append(server)
 
@@ -196,8 +205,9 @@ class Learner:
     def counts(self) -> dict[str, int]:
         """What the board tells of this learner."""
         p, acted = self.progress, self.acting.counts()
+        came = 0 if self.guests is None else self.guests.produced
         return {
-            "produced": self.before.get("learned", 0) + acted.get("produced", 0),
+            "produced": self.before.get("learned", 0) + acted.get("produced", 0) + came,
             "learned": p.env_steps,
             "masked": p.masked,
             "learner_steps": p.learner_steps,
@@ -209,6 +219,11 @@ class Learner:
             "dropped": acted.get("dropped", 0),
         }
 
+    def failures(self) -> list[str]:
+        """What the log should know of: envs that were replaced, clients that were not let in."""
+        refused = [self.refused.popleft() for _ in range(len(self.refused))]
+        return [f"replaced {reason}" for reason in self.acting.failures()] + refused
+
     def gauges(self) -> dict[str, float]:
         """What the algorithm, the acting and the exchange can tell about themselves, for the metrics."""
         tell = getattr(self.exchange, "gauges", None)
@@ -218,7 +233,8 @@ class Learner:
         """What went over the wire for each env step, in bytes."""
         if not self.servers:
             return {}
-        steps = max(1, self.acting.counts().get("produced", 0))
+        came = self.acting.counts().get("produced", 0) if self.guests is None else self.guests.produced
+        steps = max(1, came)
         return {
             "wire/bytes_in_per_step": sum(s.bytes_in for s in self.servers) / steps,
             "wire/bytes_out_per_step": sum(s.bytes_out for s in self.servers) / steps,
@@ -243,8 +259,9 @@ class Learner:
     def _doors(self) -> ExitStack:
         """What ends when training does; hosts are told before their actions stop."""
         doors = ExitStack()
-        for part in (self.acting, *self.servers):
-            doors.callback(part.close)
+        for part in (self.acting, self.guests, *self.servers):
+            if part is not None:
+                doors.callback(part.close)
         return doors
 
     def close(self) -> None:

@@ -118,11 +118,11 @@ class Run:
         elif kind == "report":
             self.account.take(rank, content)
             for reason in content["failures"]:
-                self.writer.log(f"replaced {reason}")
+                self.writer.log(reason)
         elif kind == "acted":
             self.account.take_acted(rank, content)
             for reason in content["failures"]:
-                self.writer.log(f"replaced {reason}")
+                self.writer.log(reason)
         elif kind == "scores":
             if content["order"] == self.order:
                 self.scores = content["scores"]

@@ -75,7 +75,7 @@ class Service:
             "lr": self.learner.lr(self.learner.exchange.steps.total),
             "rss_mb": rss_mb(),
             "gauges": self.gauges,
-            "failures": self.learner.acting.failures(),
+            "failures": self.learner.failures(),
             "lags": dict(progress.lags),
         }
         self.games, progress.metrics, progress.batches = [], {}, 0

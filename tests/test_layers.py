@@ -51,9 +51,9 @@ LEVELS: list[list[str]] = [
     ["learner", "exchange.diagnostics"],
     ["acting.inline", "acting.decoupled", "acting.central"],
     ["matrix"],
-    ["parts", "door", "roles", "producers", "preload"],
+    ["parts", "door", "guests", "roles", "producers", "hosts", "preload", "remote"],
     ["evaluate", "watch", "presets", "serve", "account", "run", "launch.placement", "launch.local", "bench", "session"],
-    ["sweep", "doctor"],
+    ["sweep", "doctor", "lend"],
     ["cli"],
 ]
 RANK = {name: rank for rank, name in enumerate(name for level in LEVELS for name in level)}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,12 +28,11 @@ from coterie.types import AgentOutput, Array, CoterieError, Inputs, Rollout, Spe
 from coterie.wire.codec import Newest, Refused, action_layout, timestep_layout
 from coterie.wire.server import Answer
 
-warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # a frame's bytes are only read
-
 Policy = Callable[[ActorCritic, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
 Twin = tuple[ActorCritic, Callable[[], None]]  # a copy of the model that only acts, and what brings it up to date
 
 REMOTE = 1 << 20  # env ids from here on are of hosts that came by themselves
+_REST_S = 0.3
 _LOOK_S = 0.5  # between two looks at whether everybody is still there
 
 
@@ -74,12 +72,12 @@ class Central:
         self.free, self.ready = queue.SimpleQueue[Fields | None](), queue.SimpleQueue[Fields]()
         for _ in range(shape.batches):
             self.free.put(make_fields(shape.batch_size))
-        self.published = 0
+        self.columns = 0  # of rollouts that are whole and have not been learned from
+        self.published = self.turn = 0
         self._newest, self._in_use, self._version = 0, -1, 0
         self._lock = threading.Lock()  # of which twin is in use
         self._error: BaseException | None = None
         self.closed = False
-        self._reasons = deque[str](maxlen=100)
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=f"coterie-{name}", daemon=True)
             for name, work in (("inference", self._infer), ("prefetch", self._prefetch))
@@ -111,8 +109,20 @@ class Central:
         while True:
             refresh()
             fields = self._wait()
+            self.columns -= self.shape.batch_size
             yield as_rollout(fields, self.device)
             self.free.put(fields)
+
+    def rest(self) -> int:
+        """Wait until nobody is acted for, since all that may be recorded is; returns how many batches that makes. For
+        measurements.
+        """
+        before = -1
+        while self.produced != before:
+            before = self.produced
+            time.sleep(_REST_S)
+        begun = sum(seat.width for seat in self.seats.values() if seat.recorder is not None)
+        return -(-(self.columns + begun) // self.shape.batch_size)
 
     def _wait(self) -> Fields:
         begin = time.perf_counter()
@@ -138,21 +148,16 @@ class Central:
         pending: dict[Seat, Question] = {}
         oldest = 0.0  # when somebody began to wait
         while not self.closed:
-            now = time.perf_counter()
-            ready = [q for q in pending.values() if self.published and q.seat.may_go()]
-            rows = sum(q.seat.width for q in ready)
-            enough = rows == self.shape.envs if self.shape.lockstep else rows >= min(self._least(), self.envs)
-            if ready and (enough or (not self.shape.lockstep and now - oldest >= self.shape.wait)):
-                batch = self._pick(ready)
+            batch, wait = self._due(pending, oldest)
+            if batch:
                 for question in batch:
                     del pending[question.seat]
                 for question in self._answer(batch):
                     pending[question.seat] = question
                 oldest = time.perf_counter()
                 continue
-            wait = self.shape.wait - (now - oldest) if ready and not self.shape.lockstep else _LOOK_S
             try:
-                news = self.inbox.get(timeout=max(1e-4, wait))
+                news = self.inbox.get(timeout=wait)
                 while True:
                     if isinstance(news, Seat):
                         pending.pop(news, None)
@@ -165,21 +170,39 @@ class Central:
             except queue.Empty:
                 pass
 
-    def _least(self) -> int:
-        """Rows that are worth a call of the policy; without a setting whoever asks is answered at once."""
-        return self.shape.batch_min or 1
-
-    def _pick(self, ready: list[Question]) -> list[Question]:
-        """The first to ask come first, as far as the largest batch allows; in lockstep by env."""
+    def _due(self, pending: dict[Seat, Question], oldest: float) -> tuple[list[Question], float]:
+        """Who is answered now, or how long to wait for more. The first to ask come first."""
+        if not self.published:
+            return [], _LOOK_S
         if self.shape.lockstep:
-            return sorted(ready, key=lambda q: q.seat.first_env_id)
-        most, picked, rows = self.shape.batch_max or len(ready) * 10**9, list[Question](), 0
+            return self._turn(pending), _LOOK_S
+        ready = [q for q in pending.values() if q.seat.may_go()]
+        rows = sum(q.seat.width for q in ready)
+        left = self.shape.wait - (time.perf_counter() - oldest)
+        if not ready or (rows < min(self.shape.batch_min, self.envs) and left > 0):
+            return [], min(left, _LOOK_S) if ready else _LOOK_S
+        most, picked, rows = self.shape.batch_max or rows, list[Question](), 0
         for question in ready:
             if picked and rows + question.seat.width > most:
                 break
             picked.append(question)
             rows += question.seat.width
-        return picked
+        return picked, 0.0
+
+    def _turn(self, pending: dict[Seat, Question]) -> list[Question]:
+        """In lockstep hosts' first groups are one batch, then their second ones, always in the same order."""
+        seats = sorted(self.seats.values(), key=lambda seat: seat.first_env_id)
+        groups = sorted({seat.group for seat in seats})
+        if self.envs != self.shape.envs:
+            return []
+        for _ in groups:
+            due = [s for s in seats if s.group == groups[self.turn % len(groups)] and not s.rests()]
+            if due:
+                whole = all(s in pending and s.may_go() for s in due)
+                self.turn += whole
+                return [pending[s] for s in due] if whole else []
+            self.turn += 1
+        return []
 
     @torch.inference_mode()
     def _answer(self, batch: list[Question]) -> list[Question]:
@@ -200,6 +223,7 @@ class Central:
             part = AgentOutput(out.action[mine], out.log_prob[mine], out.value[mine])
             if seat.row == self.shape.unroll_length:
                 self.finished.put((seat, seat.finish(part.value)))
+                self.columns += seat.width
                 if self.shape.lockstep:
                     waiting.append(question)
                     continue
@@ -250,7 +274,7 @@ class Central:
             raise Refused(f"{width} envs beside {self.envs}: central.max_envs is {shape.max_envs}")
         if (old := self.seats.get((number, group))) is not None:
             self.leave(old)  # its host has started again, and will not come back to it
-        seat = self.seats[number, group] = Seat(self, first_env, width)
+        seat = self.seats[number, group] = Seat(self, group, first_env, width)
         self.envs += width
         return seat
 
@@ -272,12 +296,9 @@ class Central:
     def counts(self) -> dict[str, int]:
         return {"produced": self.produced, "dropped": self.dropped}
 
-    def note(self, reason: str) -> None:
-        self._reasons.append(reason)
-
     def failures(self) -> list[str]:
-        reasons = [self._reasons.popleft() for _ in range(len(self._reasons))]
-        return reasons
+        """The hosts tell for themselves."""
+        return []
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -299,8 +320,9 @@ class Question:
 class Seat:
     """One stream's envs: their recurrent state and their unfinished rollout. Dies with the stream."""
 
-    def __init__(self, central: Central, first_env: int, width: int) -> None:
+    def __init__(self, central: Central, group: int, first_env: int, width: int) -> None:
         shape = central.shape
+        self.group = group
         self.central, self.first_env_id, self.width, self.alive, self.counted = central, first_env, width, True, True
         self.reads, self.writes = timestep_layout(shape.spec, width, shape.newest), action_layout(shape.spec, width)
         self.newest = Newest(self.reads)
@@ -343,12 +365,15 @@ class Seat:
 
     # In the inference thread:
 
+    def rests(self) -> bool:
+        """In lockstep: it waits for the weights that come of its last rollout."""
+        return self.recorder is None and self.central.shape.lockstep and self.central.published <= self.begun
+
     def may_go(self) -> bool:
-        """Whether there is room for what comes next; in lockstep also the weights for it."""
-        lockstep = self.central.shape.lockstep
-        if self.recorder is None:
-            return bool(self.buffers) and (not lockstep or self.central.published > self.begun)
-        return lockstep or self.row < self.central.shape.unroll_length or bool(self.buffers)
+        """Whether there is room for what comes next."""
+        shape = self.central.shape
+        whole = self.row == shape.unroll_length and not shape.lockstep  # in lockstep it rests after that
+        return bool(self.buffers) if self.recorder is None or whole else True
 
     def see(self, seen: TimeStep) -> Inputs:
         """Write the next row, of a new rollout where the last one is whole."""

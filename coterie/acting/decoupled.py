@@ -121,6 +121,10 @@ class Desk:
         self.at: tuple[int, int] | None = None
         self.sums = moments.read()
 
+    @property
+    def first(self) -> Recorder:
+        return self.recorders[0, 0]
+
     def pull(self) -> int:
         """The newest weights; returns their version."""
         version = self.weights.read(self.params.data, self.sums)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from coterie.config import Config, elsewhere
+from coterie.hosts import Host
 from coterie.launch.placement import Placement
 from coterie.parallel.processes import Child, Post, listen
 from coterie.parts import Links, make_model
-from coterie.producers import Actor, Host
+from coterie.producers import Actor
 from coterie.roles import Learner
 from coterie.run import Run
 from coterie.runs import checkpoint

@@ -252,7 +252,7 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
     ("optim.alpha optim.beta1 optim.beta2", lambda x: 0 <= x < 1, "must be at least 0 and below 1"),
     ("optim.lr optim.eps ppo.clip log.stall env.timeout reward.scale", lambda x: x > 0, "must be above 0"),
     ("learners", lambda x: x == "auto" or x >= 1, "must be at least 1, or auto"),
-    ("actors", lambda x: x == "auto" or x >= 1, "must be at least 1, or auto"),
+    ("actors", lambda x: x == "auto" or x >= 0, "must not be negative, or auto"),
     ("env.delay_learner", lambda x: x >= -1, "must not be below -1"),
     ("gossip.tau", lambda x: x >= -1, "must not be below -1"),
     ("env.groups", lambda x: x in (0, 1, 2), "must be 0 (auto), 1 or 2"),

@@ -1,0 +1,152 @@
+"""Actors on other machines, seen from the learner: rollouts that come over the wire take the way of all others."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie.acting.decoupled import Decoupled
+from coterie.actor import rollout_layout
+from coterie.algorithms.ppo import horizon
+from coterie.config import Config
+from coterie.door import Numbers, Visitor, settings_of
+from coterie.parallel.weights import Weights
+from coterie.runs.config_io import to_dict
+from coterie.types import Array, Spec
+from coterie.wire.codec import Layout, Refused, Tensor, layout_from
+from coterie.wire.server import Answer
+
+_FIRST = 1 << 16  # of the producers of slots that are guests
+_NAP_S = 1e-3
+
+
+def rollout_tensors(spec: Spec, unroll_length: int, width: int, core: tuple[int, ...]) -> Layout:
+    """A rollout's arrays as the tensors of a frame, but for the ids, which the learner gives."""
+    layout = rollout_layout(spec, unroll_length, width, core)
+    return Layout([Tensor(k, dtype, shape) for k, (shape, dtype) in layout.items() if k != "env_id"])
+
+
+def weights_tensors(size: int, moments: int) -> Layout:
+    return Layout([Tensor("params", "float32", (size,)), Tensor("moments", "float64", (moments,))])
+
+
+class Guests:
+    """A learner's guests: desks for their two streams, and a thread that puts their rollouts into slots."""
+
+    def __init__(self, config: Config, spec: Spec, rank: int, acting: Decoupled, core: tuple[int, ...]) -> None:
+        self.spec, self.acting, self.slots, self.weights = spec, acting, acting.slots, acting.weights
+        self.numbers = Numbers(rank)
+        more = {"envs": self.slots.width, "core": core, "config": to_dict(config)}
+        self.settings = json.dumps(settings_of(config, spec) | more)
+        self.reads = rollout_tensors(spec, horizon(config), self.slots.width, core)
+        self.learners = config.learners
+        self.env_id = config.env.id
+        self.produced = 0
+        self.arrived = queue.SimpleQueue[tuple[_Push, dict[str, Array], Answer] | None]()
+        self.closed = False
+        self._thread = threading.Thread(target=self._work, name="coterie-guests", daemon=True)
+        self._thread.start()
+
+    def push(self, hello: Any) -> _Push | Visitor:
+        number = self.numbers.of(hello.run_id)
+        said = {"number": number, "learners": self.learners, "settings": self.settings}
+        if hello.envs == 0:
+            return Visitor(said)
+        if hello.env_id != self.env_id or hello.envs != self.slots.width:
+            raise Refused(f"the run's actors have {self.slots.width} envs of {self.env_id} each")
+        if layout_from(hello.sends, self.reads.most).tensors != self.reads.tensors:
+            raise Refused("its rollouts are not the run's")
+        first = self.numbers.first_env(hello.run_id, hello.group, hello.envs)
+        return _Push(self, number, first, said)
+
+    def pull(self, hello: Any) -> _Pull:
+        said = {"number": self.numbers.of(hello.run_id), "learners": self.learners, "settings": self.settings}
+        return _Pull(self.weights, self.acting.params.data.numel(), self.acting.moments.size, said)
+
+    def check(self, arrays: dict[str, Array]) -> None:
+        """What a learner's tensors may not hold must not reach them."""
+        for name, x in arrays.items():
+            if x.dtype.kind == "f" and not np.isfinite(x).all():
+                raise Refused(f"{name} is not finite")
+        kind, sizes, action = self.spec.action.kind, np.array(self.spec.action.sizes), arrays["action"]
+        if kind != "continuous" and not ((action >= 0) & (action < (sizes if kind == "multi" else sizes[0]))).all():
+            raise Refused("an action is none of the env's")
+        for key, s in self.spec.obs.items():
+            x = arrays[f"obs/{key}"]
+            if s.text and not ((x >= 0) & (x <= s.high)).all():
+                raise Refused(f"{key!r} has a word that is none")
+        version = arrays["version"]
+        if version.min() < 0 or version.max() > max(0, self.weights.version):
+            raise Refused("it acted with weights that there have not been")
+
+    def close(self) -> None:
+        self.closed = True
+        self.arrived.put(None)
+        self._thread.join(2.0)
+
+    def _work(self) -> None:
+        while (item := self.arrived.get()) is not None:
+            seat, arrays, answer = item
+            producer = _FIRST + seat.number
+            while (at := self.slots.take(producer)) is None:
+                if self.closed:
+                    return
+                time.sleep(_NAP_S)
+            into = self.slots.columns(*at)
+            for name, x in arrays.items():
+                into[name].numpy()[...] = x
+            into["env_id"].numpy()[:] = np.arange(seat.first_env_id, seat.first_env_id + self.slots.width)
+            self.produced += int(np.count_nonzero(~arrays["is_first"][1:]))
+            self.slots.fill(at)
+            answer({}, self.weights.version)
+
+
+class _Push:
+    """Takes rollouts; each answer is leave to send the next."""
+
+    writes = Layout(())
+
+    def __init__(self, guests: Guests, number: int, first_env_id: int, said: dict[str, Any]) -> None:
+        self.guests, self.number, self.first_env_id, self.said = guests, number, first_env_id, said
+        self.reads = guests.reads
+
+    def welcome(self) -> dict[str, Any]:
+        return {**self.said, "first_env_id": self.first_env_id}
+
+    def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
+        self.guests.check(arrays)
+        self.guests.arrived.put((self, arrays, answer))
+
+    def leave(self) -> None:
+        pass
+
+
+class _Pull:
+    """Gives weights that are newer than those that a guest has."""
+
+    reads = Layout([Tensor("version", "int64", ())])
+
+    def __init__(self, weights: Weights, size: int, moments: int, said: dict[str, Any]) -> None:
+        self.weights, self.said = weights, said
+        self.params, self.moments = torch.zeros(size), torch.zeros(moments, dtype=torch.float64)
+        self.writes = weights_tensors(size, moments)
+
+    def welcome(self) -> dict[str, Any]:
+        return self.said
+
+    def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
+        version = self.weights.version
+        if version <= int(arrays["version"]):
+            answer({}, version)
+            return
+        version = self.weights.read(self.params, self.moments)
+        answer({"params": self.params.numpy(), "moments": self.moments.numpy()}, version)
+
+    def leave(self) -> None:
+        pass

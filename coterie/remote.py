@@ -1,0 +1,240 @@
+"""`coterie envs` and `coterie actor`: this machine's cores for a run elsewhere, for as long as both like."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie.acting.decoupled import Stopped
+from coterie.actor import Recorder, Stages, local_fields
+from coterie.config import Config
+from coterie.door import ENV_SETTINGS
+from coterie.envs.make import make_spec
+from coterie.guests import rollout_tensors, weights_tensors
+from coterie.hosts import Dialer, HostWork
+from coterie.models.heads import Moments
+from coterie.parallel.params import FlatParams
+from coterie.producers import Unrolls
+from coterie.runs.config_io import from_dict
+from coterie.types import CoterieError, Spec
+from coterie.wire.auth import offset
+from coterie.wire.client import Lost, Over, Stream, back_off, open_channel
+from coterie.wire.codec import Layout, Tensor
+
+Say = Callable[[str], None]
+_SAY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a run's learner is, and what it takes to come in."""
+
+    address: str
+    token: str = ""
+    cert: str = ""
+    patience: float = 600.0  # seconds that it may be away
+
+
+def _welcome(door: Door, method: str, run_id: int, leave: Callable[[], None]) -> Any:
+    """What learner 0 says to a client that has only asked."""
+    channel, begin = open_channel(door.address, door.cert), time.monotonic()
+    try:
+        for wait in back_off():
+            leave()
+            hello = {"client": "coterie", "run_id": run_id, "envs": 0, "number": -1}
+            try:
+                stream = Stream(channel, method, hello, Layout(()), token=door.token)
+            except Lost as error:
+                if (waited := time.monotonic() - begin) > door.patience:
+                    raise CoterieError(f"no learner at {door.address} for {waited:.0f} s: {error}") from None
+                time.sleep(wait)
+                continue
+            stream.close()
+            return stream.welcome
+        raise AssertionError
+    finally:
+        channel.close()
+
+
+def _config(base: Config, settings: dict[str, Any]) -> Config:
+    """The client's own env with the run's settings of what an env step is. Only numbers and names are taken from the
+    other side, never code.
+    """
+    own = {k: settings["env"][k] for k in ENV_SETTINGS}
+    atari = type(base.atari)(**{k: v for k, v in settings["atari"].items() if k in vars(base.atari)})
+    return replace(base, env=replace(base.env, **own), atari=atari)
+
+
+def lend_envs(base: Config, door: Door, say: Say, leave: Callable[[], None]) -> None:
+    """Step `base.env` for a run until it has ended. `leave` raises `Stopped` when this is to end before."""
+    run_id = random.SystemRandom().getrandbits(64)
+    welcome = _welcome(door, "Infer", run_id, leave)
+    settings = json.loads(welcome.settings)
+    if base.env.id != settings["env_id"]:
+        raise CoterieError(f"the run's envs are {settings['env_id']}, not {base.env.id}")
+    config = _config(base, settings)
+    address = offset(door.address, welcome.number % max(1, welcome.learners))
+    dialer = Dialer(
+        address, config.env.id, make_spec(config.env, config.atari), token=door.token, cert=door.cert,
+        newest=settings["newest_frame"], patience=door.patience,
+    )  # fmt: skip
+    dialer.run_id = run_id
+    work = HostWork(config, 0, 0, dialer, leave)
+    say(f"{config.env.num_envs} envs of {config.env.id} for {address}")
+    told = time.monotonic()
+
+    def report(content: dict[str, Any]) -> None:
+        nonlocal told
+        for reason in content["failures"]:
+            say(reason)
+        if time.monotonic() - told > _SAY_S:
+            told = time.monotonic()
+            say(f"{work.env_steps:,} env steps")
+
+    try:
+        work.run(report)
+    except Over as over:
+        say(f"{over}: {work.env_steps:,} env steps")
+    except Stopped:
+        say(f"left: {work.env_steps:,} env steps")
+    finally:
+        work.close()
+
+
+class Wire:
+    """An actor's ledge at the other end of two streams."""
+
+    def __init__(
+        self, door: Door, address: str, run_id: int, spec: Spec, env_id: str, unroll_length: int, width: int,
+        core: tuple[int, ...], params: FlatParams, moments: Moments, groups: list[slice], stages: Stages,
+        leave: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.door, self.address, self.stages, self._leave = door, address, stages, leave
+        self.params, self.moments = params, moments
+        self.hello = {"client": "coterie", "run_id": run_id, "env_id": env_id, "envs": width, "number": -1}
+        self.fields = local_fields(spec, unroll_length, width, torch.device("cpu"), core)
+        self.first = Recorder(self.fields, groups, torch.device("cpu"))
+        self.layout = rollout_tensors(spec, unroll_length, width, core)
+        self.expected = weights_tensors(len(params.data), moments.size)
+        self.streams: dict[str, Stream] = {}
+        self.version, self.rollouts = -1, 0
+
+    def pull(self) -> int:
+        begin = time.perf_counter()
+        while True:
+            answer, version = self._ask("PullParameters", {"version": np.int64(self.version)})
+            if answer:
+                self.params.data.copy_(torch.from_numpy(answer["params"].copy()))
+                self.moments.write(torch.from_numpy(answer["moments"].copy()))
+                self.version = version
+            if self.version >= 0:
+                self.stages.add("pull", begin)
+                return self.version
+            time.sleep(0.05)  # the learner has not begun
+
+    def next(self) -> Recorder:
+        return self.first
+
+    def check(self) -> None:
+        self._leave()
+
+    def leave(self) -> None:
+        begin = time.perf_counter()
+        arrays = {k: x.numpy() for k, x in self.fields.items()}
+        # Sent once: who resends what was not answered may be learned from twice.
+        if self._ask("PushRollouts", arrays, again=False) is not None:
+            self.rollouts += 1
+        self.stages.add("wait", begin)
+
+    def _ask(self, method: str, arrays: dict[str, Any], again: bool = True) -> Any:
+        """An answer, asked for `again` on a new stream where the old one is lost; else None."""
+        begin = time.monotonic()
+        for wait in back_off():
+            self._leave()
+            try:
+                if method not in self.streams:
+                    self.streams[method] = self._open(method)
+                stream = self.streams[method]
+                stream.send(arrays)
+                return stream.receive()
+            except Lost as error:
+                if (old := self.streams.pop(method, None)) is not None:
+                    old.close()
+                self.version = -1  # the learner may have gone back to a checkpoint
+                if not again:
+                    return None
+                if (waited := time.monotonic() - begin) > self.door.patience:
+                    raise CoterieError(f"no learner at {self.address} for {waited:.0f} s: {error}") from None
+                time.sleep(wait)
+        raise AssertionError
+
+    def _open(self, method: str) -> Stream:
+        sends = self.layout if method == "PushRollouts" else Layout([Tensor("version", "int64", ())])
+        channel = open_channel(self.address, self.door.cert)
+        stream = Stream(channel, method, self.hello, sends, token=self.door.token)
+        if method == "PullParameters" and stream.reads.tensors != self.expected.tensors:
+            raise CoterieError("the run's network is another one: is this the same version of coterie?")
+        return stream
+
+    def close(self) -> None:
+        for stream in self.streams.values():
+            stream.close()
+
+
+def lend_actor(base: Config, door: Door, say: Say, leave: Callable[[], None]) -> None:
+    """Act in `base.env` for a run of decoupled acting until it has ended."""
+    run_id = random.SystemRandom().getrandbits(64)
+    welcome = _welcome(door, "PushRollouts", run_id, leave)
+    settings = json.loads(welcome.settings)
+    if base.env.id != settings["env_id"]:
+        raise CoterieError(f"the run's envs are {settings['env_id']}, not {base.env.id}")
+    run = from_dict(settings["config"])
+    if ":" in run.model.torso and run.model.torso != base.model.torso:
+        raise CoterieError(f"the run's torso is {run.model.torso}: if you trust it, name it with --model.torso")
+    run = replace(run, seed=run_id >> 33)
+    mine = _config(replace(run, env=replace(base.env, num_envs=settings["envs"], groups=run.env.groups)), settings)
+    address = offset(door.address, welcome.number % max(1, welcome.learners))
+    spec = make_spec(mine.env, mine.atari)
+    wires: list[Wire] = []
+
+    def wire(params: FlatParams, moments: Moments, groups: list[slice], stages: Stages) -> Wire:
+        wires.append(
+            Wire(
+                door, address, run_id, spec, mine.env.id, settings["unroll_length"], mine.env.num_envs,
+                tuple(settings["core"]), params, moments, groups, stages, leave,
+            )
+        )  # fmt: skip
+        return wires[0]
+
+    told, steps = time.monotonic(), 0
+
+    def count(rows: int) -> None:
+        nonlocal steps
+        steps += rows
+
+    def delivered() -> None:
+        nonlocal told
+        for reason in unrolls.acting.failures():
+            say(f"replaced {reason}")
+        if time.monotonic() - told > _SAY_S:
+            told = time.monotonic()
+            say(f"{steps:,} env steps")
+
+    unrolls = Unrolls(replace(run, env=mine.env), mine, spec, 0, 0, count, wire)
+    say(f"an actor with {mine.env.num_envs} envs of {mine.env.id} for {address}")
+    try:
+        unrolls.run(delivered)
+        say(f"left: {steps:,} env steps")
+    except Over as over:
+        say(f"{over}: {steps:,} env steps")
+    finally:
+        unrolls.close()
+        for one in wires:
+            one.close()
