@@ -1,0 +1,55 @@
+"""Corners of the wire: tensors of every dtype, stacks that are none, bounds without end, a late handshake."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from coterie.envs.text import text_spec
+from coterie.types import ObsSpec, Spec
+from coterie.wire.codec import Layout, Newest, layout_from, timestep_layout
+from tests.conftest import IMAGE, VECTOR
+
+WAIT_S = 20.0
+
+
+def seen(spec: Spec, envs: int) -> dict[str, np.ndarray]:
+    """A frame's arrays: made up, but different in every element."""
+    arrays = {f"obs/{k}": np.arange(envs * math.prod(s.shape)).reshape(envs, *s.shape) for k, s in spec.obs.items()}
+    small = {name: np.arange(envs) for name in ("reward", "episode_return", "episode_length")}
+    return arrays | small | {name: np.arange(envs) % 2 == 0 for name in ("terminated", "truncated", "is_first")}
+
+
+def central(spec: Spec) -> SimpleNamespace:
+    """As much of central acting as the door asks for."""
+
+    def sit(number: int, group: int, first_env: int, width: int) -> SimpleNamespace:
+        reads = timestep_layout(spec, width)
+        return SimpleNamespace(reads=reads, writes=Layout(()), first_env_id=first_env, width=width, leave=lambda: None)
+
+    return SimpleNamespace(sit=sit)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float32"])
+def test_whatever_an_observation_may_be_can_be_sent(dtype):
+    obs = text_spec() if dtype == "int16" else ObsSpec((3,), dtype)
+    layout = timestep_layout(Spec("made-up", {"": obs}, VECTOR.action), 5)
+    agreed = layout_from(layout.message(), layout.most)
+    arrays = seen(Spec("made-up", {"": obs}, VECTOR.action), 5)
+    got = agreed.unpack(layout.pack(arrays))
+    assert got["obs/"].dtype == dtype
+    for name, x in arrays.items():
+        np.testing.assert_array_equal(got[name], x.astype(got[name].dtype))
+
+
+@pytest.mark.parametrize("spec", [VECTOR, IMAGE], ids=["vector", "image"])
+def test_newest_frames_only_where_there_are_stacks(spec):
+    layout = timestep_layout(spec, 4, newest=True)
+    there, here = Newest(layout), Newest(layout)
+    arrays = seen(spec, 4)
+    got = here.join(layout.unpack(layout.pack(there.split(dict(arrays)))))
+    assert got.keys() == arrays.keys()
+    np.testing.assert_array_equal(got["obs/"], arrays["obs/"].astype(got["obs/"].dtype))
