@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
@@ -43,19 +44,20 @@ class Hosts:
         assert isinstance(config.learners, int)
         self.config, self.spec, self.rank, self.central, self.ours = config, spec, rank, central, ours
         self.numbers = OrderedDict[int, int]()  # of each run_id
-        self.first_envs = OrderedDict[tuple[int, int], int]()  # of each of its groups
+        self.first_envs = OrderedDict[tuple[int, int, int], int]()  # of each of its groups, and their envs
         self.next_number, self.next_env = 0, REMOTE * (rank + 1)
         self.settings = json.dumps(
             {
                 "env_id": config.env.id,
-                "action": spec.to_json()["action"],
+                "action": [_finite(x) for x in spec.to_json()["action"]],
                 "unroll_length": config.algo.unroll_length,
                 "newest_frame": config.central.newest_frame,
                 "atari": asdict(config.atari),
                 "env": {
                     k: getattr(config.env, k) for k in ("action_repeat", "max_episode_steps", "time_limit", "kwargs")
                 },
-            }
+            },
+            allow_nan=False,
         )
 
     def __call__(self, hello: Any) -> Seat | Visitor:
@@ -93,12 +95,18 @@ class Hosts:
         return self.numbers[run_id]
 
     def _first_env(self, run_id: int, group: int, envs: int) -> int:
-        if (run_id, group) not in self.first_envs:
-            self.first_envs[run_id, group] = self.next_env
+        key = run_id, group, envs
+        if key not in self.first_envs:
+            self.first_envs[key] = self.next_env
             self.next_env += envs
             if len(self.first_envs) > _REMEMBERED:
                 self.first_envs.popitem(last=False)
-        return self.first_envs[run_id, group]
+        return self.first_envs[key]
+
+
+def _finite(x: Any) -> Any:
+    """JSON has no infinity: a bound that is none is null."""
+    return [None if y in (math.inf, -math.inf) else y for y in x] if isinstance(x, list) else x
 
 
 def _shown(layout: Layout) -> str:

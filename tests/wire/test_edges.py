@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from coterie.door import Hosts
 from coterie.envs.text import text_spec
-from coterie.types import ObsSpec, Spec
-from coterie.wire.codec import Layout, Newest, layout_from, timestep_layout
-from tests.conftest import IMAGE, VECTOR
+from coterie.parts import settle
+from coterie.types import ActionSpec, ObsSpec, Spec
+from coterie.wire.codec import Frame, Layout, Newest, layout_from, timestep_layout
+from tests.conftest import IMAGE, VECTOR, make_config
 
 WAIT_S = 20.0
 
@@ -53,3 +56,25 @@ def test_newest_frames_only_where_there_are_stacks(spec):
     got = here.join(layout.unpack(layout.pack(there.split(dict(arrays)))))
     assert got.keys() == arrays.keys()
     np.testing.assert_array_equal(got["obs/"], arrays["obs/"].astype(got["obs/"].dtype))
+
+
+def test_settings_are_json_where_an_action_has_no_bounds():
+    spec = Spec("CartPole-v1", VECTOR.obs, ActionSpec("continuous", low=(-math.inf, -2.0), high=(math.inf, 2.0)))
+    hosts = Hosts(settle(make_config()), spec, 0, central(spec), False)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    settings = json.loads(hosts.settings, parse_constant=refuse)
+    assert settings["action"] == ["continuous", [], [None, -2.0], [None, 2.0]]
+
+
+def test_env_ids_are_of_one_env_whatever_the_width_of_a_stream():
+    hosts = Hosts(settle(make_config()), VECTOR, 0, central(VECTOR), False)
+    ids = []
+    for run_id, group, envs in [(7, 0, 4), (8, 0, 4), (7, 0, 8), (9, 0, 1)]:
+        hello = Frame(hello={"run_id": run_id, "group": group, "envs": envs, "env_id": "CartPole-v1"}).hello
+        hello.sends.extend(timestep_layout(VECTOR, envs).message())
+        seat = hosts(hello)
+        ids += range(seat.first_env_id, seat.first_env_id + seat.width)
+    assert len(ids) == len(set(ids))
