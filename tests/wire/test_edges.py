@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import queue
+import threading
+import time
 from types import SimpleNamespace
 
+import grpc
 import numpy as np
 import pytest
 
@@ -14,6 +18,7 @@ from coterie.envs.text import text_spec
 from coterie.parts import settle
 from coterie.types import ActionSpec, ObsSpec, Spec
 from coterie.wire.codec import Frame, Layout, Newest, layout_from, timestep_layout
+from coterie.wire.server import SERVICE, Server
 from tests.conftest import IMAGE, VECTOR, make_config
 
 WAIT_S = 20.0
@@ -78,3 +83,33 @@ def test_env_ids_are_of_one_env_whatever_the_width_of_a_stream():
         seat = hosts(hello)
         ids += range(seat.first_env_id, seat.first_env_id + seat.width)
     assert len(ids) == len(set(ids))
+
+
+def test_who_says_hello_while_the_run_ends_is_told_that_it_is_over(tmp_path):
+    seat = SimpleNamespace(reads=Layout(()), writes=Layout(()), welcome=dict, leave=lambda: None)
+    server = Server(f"unix:{tmp_path}/s", {"Infer": lambda hello: seat})
+    out = queue.SimpleQueue()
+    ending = threading.Thread(target=server.close, args=("enough",))
+    try:
+        with grpc.insecure_channel(f"unix:{tmp_path}/s") as channel:
+            stub = channel.stream_stream(f"/{SERVICE}/Infer", Frame.SerializeToString, Frame.FromString)
+            other = stub(iter([Frame(hello={"protocol": 1})]), timeout=WAIT_S)
+            assert next(other).WhichOneof("kind") == "welcome"
+            call = stub(iter(out.get, None), timeout=WAIT_S)
+            # Its stream is there before the run ends, which the second stream's frames prove; its hello is not.
+            again = stub(iter([Frame(hello={"protocol": 1})]), timeout=WAIT_S)
+            assert next(again).WhichOneof("kind") == "welcome"
+            ending.start()
+            deadline = time.monotonic() + WAIT_S
+            while server.over is None:
+                assert time.monotonic() < deadline
+            out.put(Frame(hello={"protocol": 1}))
+            frame = next(call)
+            assert frame.WhichOneof("kind") == "over"
+            assert frame.over.reason == "enough"
+            out.put(None)
+    finally:
+        if ending.ident is None:
+            ending.start()
+        ending.join(WAIT_S)
+    assert not ending.is_alive()
