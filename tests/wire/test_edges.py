@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import queue
+import re
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
@@ -17,8 +20,8 @@ from coterie.door import Hosts
 from coterie.envs.text import text_spec
 from coterie.parts import settle
 from coterie.types import ActionSpec, ObsSpec, Spec
-from coterie.wire.codec import Frame, Layout, Newest, layout_from, timestep_layout
-from coterie.wire.server import SERVICE, Server
+from coterie.wire.codec import Frame, Layout, Newest, Tensor, layout_from, timestep_layout
+from coterie.wire.server import SERVICE, Limits, Server
 from tests.conftest import IMAGE, VECTOR, make_config
 
 WAIT_S = 20.0
@@ -113,3 +116,60 @@ def test_who_says_hello_while_the_run_ends_is_told_that_it_is_over(tmp_path):
             ending.start()
         ending.join(WAIT_S)
     assert not ending.is_alive()
+
+
+FLOATS = Layout([Tensor("x", "float32", (2,))])
+HELLO, DATA = Frame(hello={"protocol": 1}), Frame(data={"number": 0, "tensors": bytes(8)})
+
+
+@pytest.mark.parametrize(
+    ("method", "token", "frames", "kinds", "status"),
+    [
+        ("Infer", "", [HELLO], [], "UNAUTHENTICATED"),
+        ("Pull", "right", [HELLO], [], "UNIMPLEMENTED"),
+        ("Infer", "right", [DATA], [], "INVALID_ARGUMENT"),
+        ("Infer", "right", [Frame(hello={"protocol": 2})], [], "INVALID_ARGUMENT"),
+        ("Infer", "right", [HELLO, HELLO], ["welcome"], "INVALID_ARGUMENT"),
+        ("Infer", "right", [HELLO, Frame()], ["welcome"], "INVALID_ARGUMENT"),
+        ("Infer", "right", [HELLO, DATA, DATA], ["welcome", "data"], "INVALID_ARGUMENT"),
+        ("Infer", "right", [HELLO, Frame(data={"tensors": bytes(9)})], ["welcome"], "INVALID_ARGUMENT"),
+        ("Infer", "right", [HELLO, Frame(data={"tensors": bytes(5000)})], ["welcome"], "RESOURCE_EXHAUSTED"),
+        ("Infer", "right", [HELLO, DATA, None], ["welcome", "data"], "OK"),
+    ],
+    ids=[
+        "token", "method", "no hello", "protocol", "two hellos", "sign of life", "number", "length", "size", "leaves"
+    ],
+)  # fmt: skip
+def test_a_stream_ends_with_the_status_that_the_documentation_has(method, token, frames, kinds, status, tmp_path):
+    seat = SimpleNamespace(
+        reads=FLOATS, writes=FLOATS, welcome=dict, leave=lambda: None, ask=lambda arrays, answer: answer(arrays, 0)
+    )
+    limits = Limits(message_bytes=4096)
+    server = Server(f"unix:{tmp_path}/s", {"Infer": lambda hello: seat}, token="right", limits=limits)
+    out = queue.SimpleQueue()
+    for frame in frames:
+        out.put(frame)
+    try:
+        with grpc.insecure_channel(f"unix:{tmp_path}/s") as channel:
+            stub = channel.stream_stream(f"/{SERVICE}/{method}", Frame.SerializeToString, Frame.FromString)
+            call = stub(iter(out.get, None), metadata=[("authorization", f"Bearer {token}")], timeout=WAIT_S)
+            got = []
+            with contextlib.suppress(grpc.RpcError):
+                for frame in call:
+                    got.append(frame.WhichOneof("kind"))
+            assert (got, call.code().name) == (kinds, status), call.details()
+            out.put(None)
+    finally:
+        server.close()
+
+
+def test_the_bytes_of_a_frame_are_where_the_documentation_says():
+    layout = timestep_layout(Spec("CartPole-v1", {"": ObsSpec((4,), "float32")}, VECTOR.action), 8)
+    at, begins = 0, {}
+    for t in layout.tensors:
+        begins[t.name] = at
+        at += t.shape[0] * t.row_bytes
+    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
+    said = page[page.index("Eight CartPoles make a frame of") :].split("The answer has 64 bytes")[0]
+    assert f"frame of {at} bytes" in said
+    assert {name: int(begin) for name, begin in re.findall(r"`([\w/]+)` (?:from byte )?(\d+)", said)} == begins
