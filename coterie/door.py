@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
@@ -43,7 +44,7 @@ class Numbers:
 
     def __init__(self, rank: int) -> None:
         self.numbers = OrderedDict[int, int]()  # of each run_id
-        self.first_envs = OrderedDict[tuple[int, int], int]()  # of each of its groups
+        self.first_envs = OrderedDict[tuple[int, int, int], int]()  # of each of its groups, and their envs
         self.next_number, self.next_env = 0, REMOTE * (rank + 1)
 
     def of(self, run_id: int) -> int:
@@ -55,19 +56,25 @@ class Numbers:
         return self.numbers[run_id]
 
     def first_env(self, run_id: int, group: int, envs: int) -> int:
-        if (run_id, group) not in self.first_envs:
-            self.first_envs[run_id, group] = self.next_env
+        key = run_id, group, envs
+        if key not in self.first_envs:
+            self.first_envs[key] = self.next_env
             self.next_env += envs
             if len(self.first_envs) > _REMEMBERED:
                 self.first_envs.popitem(last=False)
-        return self.first_envs[run_id, group]
+        return self.first_envs[key]
+
+
+def _finite(x: Any) -> Any:
+    """JSON has no infinity: a bound that is none is null."""
+    return [None if y in (math.inf, -math.inf) else y for y in x] if isinstance(x, list) else x
 
 
 def settings_of(config: Config, spec: Spec) -> dict[str, Any]:
     """What a client must know before it makes its envs."""
     return {
         "env_id": config.env.id,
-        "action": spec.to_json()["action"],
+        "action": [_finite(x) for x in spec.to_json()["action"]],
         "unroll_length": horizon(config),
         "newest_frame": config.central.newest_frame,
         "atari": asdict(config.atari),
@@ -81,7 +88,7 @@ class Hosts:
     def __init__(self, config: Config, spec: Spec, rank: int, central: Central, ours: bool) -> None:
         self.config, self.spec, self.rank, self.central, self.ours = config, spec, rank, central, ours
         self.numbers = Numbers(rank)
-        self.settings = json.dumps(settings_of(config, spec))
+        self.settings = json.dumps(settings_of(config, spec), allow_nan=False)
 
     def __call__(self, hello: Any) -> Seat | Visitor:
         number = hello.number if self.ours else self.numbers.of(hello.run_id)

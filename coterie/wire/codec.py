@@ -18,7 +18,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from coterie.types import Array, Spec
 
 PROTOCOL = 1
-DTYPES = ("bool", "uint8", "int16", "int32", "int64", "float32", "float64")
+DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float64")
 
 _pool = descriptor_pool.DescriptorPool()
 _files = descriptor_pb2.FileDescriptorSet.FromString(Path(__file__).with_name("coterie.desc").read_bytes())
@@ -141,7 +141,8 @@ def timestep_layout(spec: Spec, envs: int, newest: bool = False) -> Layout:
         Tensor("episode_return", "float64", (envs,)),
         Tensor("episode_length", "float64", (envs,)),
     ]
-    return Layout([*([Tensor(WHOLE, "bool", (envs,))] if newest else []), *small, *obs])
+    stacks = any(t.rows for t in obs)
+    return Layout([*([Tensor(WHOLE, "bool", (envs,))] if stacks else []), *small, *obs])
 
 
 def action_layout(spec: Spec, envs: int) -> Layout:

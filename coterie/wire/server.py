@@ -71,7 +71,7 @@ class Server:
         self.bytes_in = self.bytes_out = 0
         self._streams = Counter[str]()
         self._open: dict[_Stream, None] = {}
-        self._over: str | None = None
+        self.over: str | None = None
         self._started: Future[None] = Future()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="coterie-wire", daemon=True)
@@ -84,8 +84,8 @@ class Server:
 
     def close(self, reason: str = "the run has ended") -> None:
         """Tell every client that it is over, and end the streams."""
-        if self._over is None and self._thread.is_alive():
-            self._over = reason
+        if self.over is None and self._thread.is_alive():
+            self.over = reason
             with suppress(Exception):
                 asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_GRACE_S * 4)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -129,7 +129,7 @@ class Server:
         await self._server.start()
 
     async def _stop(self) -> None:
-        await asyncio.gather(*(stream.end(self._over or "") for stream in list(self._open)), return_exceptions=True)
+        await asyncio.gather(*(stream.end(self.over or "") for stream in list(self._open)), return_exceptions=True)
         await self._server.stop(_GRACE_S)
 
     def _handler(self, desk: Desk) -> Callable[[Any, Any], Any]:
@@ -164,8 +164,6 @@ class Server:
         await context.abort(status, reason)
 
     def opened(self, stream: _Stream) -> None:
-        if self._over is not None:
-            raise Refused(self._over)
         self._open[stream] = None
 
 
@@ -189,6 +187,8 @@ class _Stream:
             raise Refused("the first frame must be a hello")
         if hello.hello.protocol != PROTOCOL:
             raise Refused(f"protocol {hello.hello.protocol} is not {PROTOCOL}: the versions do not fit")
+        if self.server.over is not None:  # it ended during the handshake
+            return await self.end(self.server.over)
         self.seat = seat = desk(hello.hello)
         self.server.opened(self)
         await self._write(Frame(welcome={**seat.welcome(), "credits": 1, "sends": seat.writes.message()}))

@@ -1,0 +1,240 @@
+"""Clients that share no code with Coterie: what they send becomes rollouts that obey the convention (docs/wire.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+
+from coterie import presets
+from coterie.acting.central import REMOTE
+from coterie.door import Visitor
+from coterie.roles import Learner
+from coterie.runs.config_io import replace
+from coterie.wire import server
+from coterie.wire.auth import make_keys
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES, PROTO = ROOT / "examples", ROOT / "coterie" / "wire" / "coterie.proto"
+ENVS, UNROLL, ROLLOUTS, WAIT_S = 8, 20, 25, 60.0
+# What npm says where it finds no registry.
+OFFLINE = re.compile(
+    r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|ENETUNREACH|EHOSTUNREACH|ERR_SOCKET_TIMEOUT"
+)
+
+
+@pytest.fixture(scope="session")
+def node(tmp_path_factory):
+    """A copy of the examples with the packages that the JavaScript one needs; skips where they cannot be had."""
+    for program in ("node", "npm"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    folder = tmp_path_factory.mktemp("node")
+    for name in ("package.json", "wire_client.js"):
+        shutil.copy(EXAMPLES / name, folder)
+    command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=1"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        pytest.skip("npm install took more than 120 s: the registry is slow or cannot be reached")
+    if done.returncode and (found := OFFLINE.search(done.stderr)):
+        pytest.skip(f"npm install could not reach the registry: {found[0]}")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(params=["python", "javascript"])
+def client(request):
+    """The command that starts a client, but for its arguments."""
+    if request.param == "python":
+        return [sys.executable, str(EXAMPLES / "wire_client.py")]
+    return ["node", str(request.getfixturevalue("node") / "wire_client.js"), "--proto", str(PROTO)]
+
+
+@contextlib.contextmanager
+def started(command):
+    """A process without this one's PYTHONPATH; killed at the end, if it still runs."""
+    env = {"PATH": os.environ["PATH"]}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=EXAMPLES, env=env
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=WAIT_S)
+
+
+@contextlib.contextmanager
+def learning(bind, **wire):
+    """A learner of central acting that has no hosts of its own."""
+    config = presets.make("seed-vtrace", "CartPole-v1")
+    changes = {"wire.bind": bind, "log.stall": 20.0, "algo.unroll_length": UNROLL, "central.batch_size": ENVS}
+    learner = Learner(replace(config, changes | {f"wire.{k}": str(v) for k, v in wire.items()}))
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def free_ports() -> int:
+    """A port that is free, as is the next one."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port: int = one.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                two.bind(("127.0.0.1", port + 1))
+                return port
+
+
+def collect(learner):
+    """Rollouts one after the other: rows of N + 1 observations and of N actions with their consequences."""
+    learner.acting.publish(0)
+    source, parts, ended = learner.acting.rollouts(lambda: None), [], []
+    for _ in range(ROLLOUTS):
+        rollout = next(source)
+        assert rollout.obs.shape == (UNROLL + 1, ENVS, 4)
+        assert rollout.env_id.tolist() == list(range(REMOTE, REMOTE + ENVS))
+        assert (rollout.policy_version == 0).all()
+        names = ("obs", "is_first", "action", "reward", "terminated", "truncated")
+        parts.append({name: getattr(rollout, name).numpy().copy() for name in names})
+        ended += [(env, *episode) for env, episode in zip(rollout.episode_env, rollout.episodes, strict=True)]
+    for before, after in itertools.pairwise(parts):
+        for name in ("obs", "is_first"):
+            np.testing.assert_array_equal(before[name][-1], after[name][0])
+    rows = {name: np.concatenate([part[name][:UNROLL] for part in parts]) for name in parts[0]}
+    for name in ("obs", "is_first"):
+        rows[name] = np.concatenate([rows[name], parts[-1][name][-1:]])
+    return rows, ended
+
+
+def check_convention(rows, ended):
+    done, first = rows["terminated"] | rows["truncated"], rows["is_first"]
+    assert first[0].all()
+    assert not first[1].any()
+    np.testing.assert_array_equal(first[2:], done[:-1], "a fake step follows each end, and nothing else")
+    assert done.any()
+    assert not (done & first[1:]).any()
+    np.testing.assert_array_equal(rows["reward"], (~first[1:]).astype(np.float32))
+    assert (np.abs(rows["obs"][first]) <= 0.05).all()
+    episodes = []
+    for column in range(ENVS):
+        begin = 0
+        for row in np.flatnonzero(done[:, column]):
+            length = row + 1 - begin
+            assert first[begin, column]
+            episodes.append((REMOTE + column, rows["reward"][begin : row + 1, column].sum(), length))
+            begin = row + 2  # what the fake step shows
+    assert sorted(ended) == sorted(episodes)
+
+
+def check_physics(rows):
+    """Each step is gymnasium's, by the action that the policy here chose: nothing is a row early or late."""
+    env, checked = CartPoleEnv(), 0
+    env.reset()
+    for row in range(2 * UNROLL):
+        for column in np.flatnonzero(~rows["is_first"][row + 1]):
+            env.state, env.steps_beyond_terminated = rows["obs"][row, column].astype(np.float64), None
+            obs, _, terminated, _, _ = env.step(int(rows["action"][row, column]))
+            np.testing.assert_allclose(rows["obs"][row + 1, column], obs, rtol=1e-4, atol=1e-5)
+            assert terminated == rows["terminated"][row, column]
+            checked += 1
+    assert checked > UNROLL * ENVS
+
+
+def is_over(process, learner) -> None:
+    """It was told that the run has ended, and knows how many steps it made."""
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    steps, reason = re.fullmatch(r"(\d+) steps; over: (.*)\n", out).groups()
+    assert reason == "the run has ended"
+    assert 0 <= int(steps) - learner.acting.produced <= ENVS, "all but the last frame were answered"
+
+
+# Filters of coterie.acting.central, which only reads a frame's bytes, do not count in a test.
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
+def test_a_foreign_client_makes_rollouts(client, tls, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "_SIGN_S", 0.02)  # frames of no kind come between
+    wire, arguments, address = {}, [], f"unix:{tmp_path}/door"
+    if tls:
+        token, cert, key = make_keys(str(tmp_path / "keys"), [])
+        wire, address = {"token_file": token, "cert": cert, "key": key}, f"127.0.0.1:{free_ports()}"
+        arguments = ["--token", str(token), "--cert", str(cert)]
+    with learning(address, **wire) as learner, started([*client, address, *arguments]) as process:
+        wait_for_envs(learner, process)
+        time.sleep(0.2)  # for signs of life: nobody acts yet
+        rows, ended = collect(learner)
+        check_convention(rows, ended)
+        check_physics(rows)
+        learner.close()
+        is_over(process, learner)
+
+
+def wait_for_envs(learner, process) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while learner.acting.envs != ENVS:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it did not connect"
+        time.sleep(0.01)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+def test_a_foreign_client_goes_to_its_own_learner(client, tcp, tmp_path):
+    port = free_ports()
+    first, second = (f"127.0.0.1:{port + i}" if tcp else f"unix:{tmp_path}/door" + ".1" * i for i in range(2))
+    door = server.Server(first, {"Infer": lambda hello: Visitor({"number": 5, "learners": 2, "settings": "{}"})})
+    try:
+        with learning(second) as learner, started([*client, first]) as process:
+            wait_for_envs(learner, process)
+            learner.acting.publish(0)
+            next(learner.acting.rollouts(lambda: None))
+            learner.close()
+            is_over(process, learner)
+    finally:
+        door.close()
+
+
+def test_a_foreign_client_says_why_it_was_refused(client, tmp_path):
+    token, cert, key = make_keys(str(tmp_path / "keys"), [])
+    (tmp_path / "other").write_text("another token than the run's")
+    address = f"127.0.0.1:{free_ports()}"
+    with (
+        learning(address, token_file=token, cert=cert, key=key),
+        started([*client, address, "--token", str(tmp_path / "other"), "--cert", str(cert)]) as process,
+    ):
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1, out
+    assert err.splitlines()[-1] == "UNAUTHENTICATED: no such token"
+
+
+def test_the_clients_are_short_and_know_nothing_of_coterie():
+    python, javascript = ((EXAMPLES / f"wire_client.{ending}").read_text() for ending in ("py", "js"))
+    assert len(python.splitlines()) < 100
+    assert len(javascript.splitlines()) < 120
+    assert not re.search(r"^\s*(import|from) coterie", python, re.M)
+    assert "import coterie" not in python
+
+
+def test_the_compiled_messages_are_those_of_the_proto(tmp_path):
+    if importlib.util.find_spec("grpc_tools") is None:
+        pytest.skip("grpcio-tools is not installed")
+    out = tmp_path / "coterie.desc"
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", PROTO.parent, f"--descriptor_set_out={out}", PROTO.name]
+    done = subprocess.run(command, cwd=PROTO.parent, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+    assert out.read_bytes() == PROTO.with_suffix(".desc").read_bytes(), "run `make proto`"
