@@ -165,7 +165,7 @@ class Wire:
     token_file: str = ""  # what clients must know; with TLS required where HOST is not loopback
     cert: str = ""  # TLS: certificate and key (PEM); `coterie keys` makes all three
     key: str = ""
-    max_message_mb: int = 64  # larger frames are refused before they are read
+    max_message_mb: int = 64  # larger frames are refused, far larger ones before they are read
 
 
 @dataclass(frozen=True)

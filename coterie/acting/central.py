@@ -270,10 +270,12 @@ class Central:
     def sit(self, number: int, group: int, first_env: int, width: int) -> Seat:
         """A stream begins: its envs' lives do, too."""
         shape = self.shape
-        if width < 1 or self.envs + width > shape.max_envs:
-            raise Refused(f"{width} envs beside {self.envs}: central.max_envs is {shape.max_envs}")
-        if (old := self.seats.get((number, group))) is not None:
-            self.leave(old)  # its host has started again, and will not come back to it
+        old = self.seats.get((number, group))  # its host has started again, and will not come back to it
+        beside = self.envs - (old.width if old else 0)
+        if width < 1 or beside + width > shape.max_envs:
+            raise Refused(f"{width} envs beside {beside}: central.max_envs is {shape.max_envs}")
+        if old is not None:
+            self.leave(old)
         seat = self.seats[number, group] = Seat(self, group, first_env, width)
         self.envs += width
         return seat

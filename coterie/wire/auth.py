@@ -33,7 +33,7 @@ def is_local(address: str) -> bool:
 def split(address: str) -> tuple[str, int]:
     """HOST:PORT, with an IPv6 host in brackets."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"address: {address!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
 
@@ -61,8 +61,8 @@ def read_token(path: str) -> str:
 
 
 def is_token(given: str, token: str) -> bool:
-    """Compared in constant time."""
-    return hmac.compare_digest(given.encode(), token.encode())
+    """Compared in constant time; `given` may be of any characters."""
+    return hmac.compare_digest(given.encode(errors="surrogatepass"), token.encode())
 
 
 def server_credentials(cert: str, key: str) -> grpc.ServerCredentials:
@@ -95,6 +95,8 @@ def make_keys(folder: str, hosts: list[str]) -> list[Path]:
     key = ec.generate_private_key(ec.SECP256R1())
     names: list[x509.GeneralName] = []
     for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"]):
+        if not host.isascii():
+            raise ConfigError(f"keys: {host!r} is not ASCII; give the name as DNS has it (xn--...)")
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:

@@ -44,7 +44,7 @@ def open_channel(address: str, cert: str = "") -> grpc.Channel:
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 10_000),  # despite its name: for one try to connect, with TLS
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.use_local_subchannel_pool", 1),  # a client of its own, whoever else is in this process
     ]
@@ -70,15 +70,19 @@ class Stream:
         metadata = (("authorization", f"Bearer {token}"),) if token else None
         self._call: Any = stub(iter(self._out.get, None), metadata=metadata)
         threading.Thread(target=self._watch, name="coterie-wire-watch", daemon=True).start()
-        self._put(Frame(hello={**hello, "protocol": PROTOCOL, "sends": sends.message()}))
-        frame = self._next()
-        if frame.WhichOneof("kind") != "welcome":
-            raise CoterieError("the server's first frame is no welcome")
-        self.welcome = frame.welcome
         try:
+            self._put(Frame(hello={**hello, "protocol": PROTOCOL, "sends": sends.message()}))
+            frame = self._next()
+            if frame.WhichOneof("kind") != "welcome":
+                raise CoterieError("the server's first frame is no welcome")
+            self.welcome = frame.welcome
             self.reads = layout_from(frame.welcome.sends, _MOST_BYTES)
         except Refused as error:
+            self.close()
             raise CoterieError(f"the server's frames: {error}") from None
+        except BaseException:
+            self.close()  # nobody else can: there would be two more threads after each try
+            raise
 
     def send(self, arrays: Mapping[str, Array]) -> None:
         """A question; does not wait."""

@@ -65,7 +65,7 @@ class Layout:
         for t in self.tensors:
             x = np.ascontiguousarray(arrays[t.name], t.dtype)
             rows = int(np.count_nonzero(arrays[t.rows])) if t.rows else t.shape[0] if t.shape else 1
-            if x.shape != (rows, *t.shape[1:]) and x.shape != t.shape:
+            if x.shape != (rows, *t.shape[1:]):  # here a scalar is one row
                 raise Refused(f"{t.name} has shape {x.shape}, not {(rows, *t.shape[1:])}")
             parts.append(x.reshape(-1).view(np.uint8).data)
         return b"".join(parts)
@@ -78,7 +78,7 @@ class Layout:
             rows = int(np.count_nonzero(arrays[t.rows])) if t.rows else t.shape[0] if t.shape else 1
             end = at + rows * t.row_bytes
             if end > len(data):
-                raise Refused(f"a frame of {len(data)} bytes ends within {t.name}, which goes to {end}")
+                raise Refused(f"a frame of {len(data)} bytes ends within {t.name!r}, which goes to {end}")
             raw = np.frombuffer(data, np.uint8, end - at, at)
             # A bool that is neither 0 nor 1 would be a bool that is not itself.
             x = raw != 0 if t.dtype == "bool" else raw.view(t.dtype)
@@ -108,8 +108,10 @@ def layout_from(message: Sequence[Any], most: int) -> Layout:
             raise Refused(f"{t.name!r}: dtype {t.dtype!r} is none of {', '.join(DTYPES)}")
         if t.name in seen or len(t.shape) > 8:
             raise Refused(f"{t.name!r} comes twice, or has more than 8 axes")
-        if t.rows and (t.rows not in seen or seen[t.rows].dtype != "bool" or not t.shape):
-            raise Refused(f"{t.name!r}: its rows are those of {t.rows!r}, which is no bool tensor before it")
+        if 0 in t.shape[bool(t.rows) :]:  # the other axes could be of any length then, and numpy bears no such shape
+            raise Refused(f"{t.name!r}: an axis of {t.shape} is empty")
+        if t.rows and (t.rows not in seen or seen[t.rows].dtype != "bool" or seen[t.rows].rows or not t.shape):
+            raise Refused(f"{t.name!r}: its rows are those of {t.rows!r}, which is no whole bool tensor before it")
         seen[t.name] = t
         tensors.append(t)
     layout = Layout(tensors)

@@ -7,6 +7,7 @@ peer sends is checked against its handshake before a seat sees it; a peer that s
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -28,6 +29,10 @@ _HELLO_S = 10.0  # for a client's first frame
 _SIGN_S = 5.0  # between two signs of life while an answer takes long
 _GRACE_S = 1.0  # for streams to end by themselves
 _START_S = 30.0
+_REASON = 400  # characters of a reason: it travels in a header, of which gRPC takes 8 KiB
+
+# A header in no encoding is no token, and the peer is refused; gRPC would print a traceback of each.
+logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record.msg).startswith("Invalid encoding"))
 
 Answer = Callable[[Mapping[str, Array], int], None]  # arrays, and the version of the weights
 
@@ -95,17 +100,19 @@ class Server:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._start())
-            self._started.set_result(None)
         except BaseException as error:
             self._started.set_exception(error)
-            return
-        self._loop.run_forever()
+        else:
+            self._started.set_result(None)
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
 
     async def _start(self) -> None:
-        most = self.limits.message_bytes
         self._server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", most),
+                # Twice, because what gRPC itself cuts off looks like a client that went, and is not counted.
+                ("grpc.max_receive_message_length", min(2 * self.limits.message_bytes, 2**31 - 1)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_concurrent_streams", self.limits.all_streams),
                 ("grpc.so_reuseport", 0),
@@ -129,7 +136,9 @@ class Server:
         await self._server.start()
 
     async def _stop(self) -> None:
-        await asyncio.gather(*(stream.end(self.over or "") for stream in list(self._open)), return_exceptions=True)
+        ends = (stream.end(self.over or "") for stream in list(self._open))
+        with suppress(TimeoutError):  # of a client that does not read
+            await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), _GRACE_S)
         await self._server.stop(_GRACE_S)
 
     def _handler(self, desk: Desk) -> Callable[[Any, Any], Any]:
@@ -140,6 +149,8 @@ class Server:
                 await self._refuse(context, client, StatusCode.UNAUTHENTICATED, "no such token")
             if self._streams[client] >= self.limits.streams:
                 await self._refuse(context, client, StatusCode.RESOURCE_EXHAUSTED, "too many streams of one client")
+            if self._streams.total() >= self.limits.all_streams:
+                await self._refuse(context, client, StatusCode.RESOURCE_EXHAUSTED, "too many streams")
             self._streams[client] += 1
             stream = _Stream(self, context)
             try:
@@ -157,6 +168,7 @@ class Server:
         return handle
 
     async def _refuse(self, context: Any, client: str, status: StatusCode, reason: str) -> None:
+        reason = "".join(c if c.isprintable() else "?" for c in reason[:_REASON])  # of names that the client chose
         if len(self.refused) < self.limits.all_streams or client in self.refused:
             if not self.refused[client]:
                 self.on_refused(f"refused {client}: {reason}")
@@ -220,6 +232,8 @@ class _Stream:
         if data is grpc.aio.EOF:
             return None
         self.server.bytes_in += len(data)
+        if len(data) > self.server.limits.message_bytes:
+            raise Refused(f"a message of {len(data)} bytes, more than {self.server.limits.message_bytes}")
         try:
             return Frame.FromString(data)
         except DecodeError:

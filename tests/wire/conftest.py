@@ -1,0 +1,44 @@
+"""Servers that are closed after each test, and that have said nothing on the way."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.wire.server import Server
+from tests.wire.harness import Desk, is_empty, until
+
+
+class Served:
+    """A server, its desk, and what it told of those that it refused."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        self.desk, self.lines = Desk(), list[str]()
+        self.server = Server(address, {"Infer": self.desk}, on_refused=self.lines.append, **options)
+        self.address = address
+
+
+@pytest.fixture
+def serve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Served]]:
+    """Makes servers, by themselves at a unix socket."""
+    made: list[Served] = []
+
+    def make(address: str = "", **options: Any) -> Served:
+        made.append(Served(address or f"unix:{tmp_path}/s{len(made)}", **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.server._over is None:
+            assert one.server._thread.is_alive()
+            assert until(lambda one=one: is_empty(one.server)), "a stream that is over was kept"  # type: ignore[misc]
+        assert all(seat.left == 1 for seat in one.desk.seats), "a seat is left once"
+        one.server.close()
+        assert not one.server._thread.is_alive()
+    gc.collect(1)  # what was never awaited or retrieved is told of now
+    told = [r.getMessage() for when in ("setup", "call") for r in caplog.get_records(when) if r.levelname != "DEBUG"]
+    assert told == [], "asyncio and gRPC log what the server did not catch"

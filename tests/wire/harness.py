@@ -1,0 +1,203 @@
+"""What the tests of the wire share: a desk that echoes, clients that do not keep to the rules, broken frames."""
+
+from __future__ import annotations
+
+import queue
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+
+from coterie.types import Array
+from coterie.wire.client import Stream, open_channel
+from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, Tensor, layout_from
+from coterie.wire.server import SERVICE, Answer, Server
+
+LAYOUT = Layout([Tensor("m", "bool", (4,)), Tensor("x", "int64", (3,)), Tensor("y", "float32", (0, 2), "m")])
+METHOD = f"/{SERVICE}/Infer"
+WAIT_S = 8.0  # for what must happen, on a machine with other work
+
+
+def arrays(at: int = 0) -> dict[str, Array]:
+    return {
+        "m": np.array([True, False, True, False]),
+        "x": np.arange(at, at + 3),
+        "y": np.full((2, 2), at, np.float32),
+    }
+
+
+def hello_frame(layout: Layout = LAYOUT, **fields: Any) -> bytes:
+    hello = {"protocol": PROTOCOL, "client": "test", "run_id": 1, "envs": 1, "sends": layout.message(), **fields}
+    return Frame(hello=hello).SerializeToString()
+
+
+def data_frame(number: int = 0, tensors: bytes | None = None) -> bytes:
+    tensors = LAYOUT.pack(arrays(number)) if tensors is None else tensors
+    return Frame(data={"number": number, "tensors": tensors}).SerializeToString()
+
+
+class Seat:
+    """Answers with what it was asked, but `x` one higher; at once, or when the test says so."""
+
+    reads = writes = LAYOUT
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.left = 0
+
+    def welcome(self) -> dict[str, Any]:
+        return {"number": 5, "settings": "{}"}
+
+    def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
+        if self.desk.late:
+            self.desk.asked.put((arrays, answer))
+        else:
+            self.echo(arrays, answer)
+
+    def echo(self, arrays: dict[str, Array], answer: Answer) -> None:
+        answer({**arrays, "x": arrays["x"] + 1}, 7)
+
+    def leave(self) -> None:
+        self.left += 1
+
+
+class Desk:
+    def __init__(self) -> None:
+        self.seats: list[Seat] = []
+        self.late = False
+        self.asked = queue.SimpleQueue[tuple[dict[str, Array], Answer]]()
+
+    def __call__(self, hello: Any) -> Seat:
+        declared = layout_from(hello.sends, LAYOUT.most).tensors
+        if declared != LAYOUT.tensors:
+            raise Refused(f"other tensors: {', '.join(t.name for t in declared)}")
+        self.seats.append(Seat(self))
+        return self.seats[-1]
+
+
+@contextmanager
+def channel_to(address: str, cert: str = "") -> Iterator[grpc.Channel]:
+    channel = open_channel(address, cert)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def works(address: str, *, token: str = "", cert: str = "") -> bool:
+    """A good client is served."""
+    with channel_to(address, cert) as channel:
+        stream = Stream(channel, "Infer", {"envs": 1}, LAYOUT, token=token, silence=WAIT_S)
+        for at in range(2):
+            stream.send(arrays(at))
+            answer, version = stream.receive()
+            assert answer["x"].tolist() == [at + 1, at + 2, at + 3]
+            assert version == 7
+        stream.close()
+    return True
+
+
+class Raw:
+    """A client that sends whatever bytes it is told to."""
+
+    def __init__(self, channel: grpc.Channel, *frames: bytes, metadata: Any = None, method: str = METHOD) -> None:
+        self.out = queue.SimpleQueue[bytes | None]()
+        for frame in frames:
+            self.out.put(frame)
+        # Without serializers bytes go as they are.
+        self.call: Any = channel.stream_stream(method)(iter(self.out.get, None), metadata=metadata, timeout=WAIT_S)
+
+    def next(self) -> Any:
+        return Frame.FromString(next(self.call))
+
+    def end(self) -> tuple[grpc.StatusCode, str]:
+        """How the server ended the stream, whatever it sent before."""
+        self.out.put(None)
+        try:
+            for _ in self.call:
+                pass
+        except grpc.RpcError:
+            pass
+        return self.call.code(), self.call.details()
+
+
+def until(true: Callable[[], bool], seconds: float = WAIT_S) -> bool:
+    """Whether it becomes true in time."""
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def is_empty(server: Server) -> bool:
+    """No stream has left anything behind."""
+    return not server._streams and not server._open
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def mutated(frame: bytes, rng: random.Random) -> bytes:
+    """The frame with something wrong, most of the time: a message with another content, or bytes that are none."""
+    if rng.random() < 0.5:
+        message = Frame.FromString(frame)
+        tamper(message, rng)
+        return message.SerializeToString()
+    b = bytearray(frame or b"\n")  # a sign of life is no byte at all
+    kind = rng.randrange(8)
+    if kind == 0:
+        return rng.randbytes(rng.randrange(200))
+    at = rng.randrange(len(b) + 1)
+    if kind == 1:
+        del b[at:]
+    elif kind == 2:
+        b[at:at] = rng.randbytes(rng.randrange(1, 9))
+    elif kind == 3:
+        del b[at : at + rng.randrange(1, 9)]
+    elif kind == 4:
+        b += b[at:]
+    else:
+        for _ in range(kind - 4):  # bytes changed in place: lengths, numbers and names that are almost right
+            b[rng.randrange(len(b))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+    return bytes(b)
+
+
+_NUMBERS = (0, 1, 2, 3, 255, 2**15, 2**31, 2**32 - 1)
+_NAMES = ("", "m", "x", "y", "bool", "int64", "float32", "O", "\n", "n" * 1000)
+
+
+def tamper(message: Any, rng: random.Random) -> None:
+    """Change one or two fields of a message, or of one in it."""
+    for _ in range(rng.choice((1, 1, 2))):
+        fields = message.ListFields()
+        if not fields:
+            return
+        field, value = rng.choice(fields)
+        if isinstance(value, bytes):
+            setattr(message, field.name, rng.choice((value[: rng.randrange(len(value) + 1)], value * 2, bytes(value))))
+        elif isinstance(value, str):
+            setattr(message, field.name, rng.choice(_NAMES))
+        elif isinstance(value, int):
+            setattr(message, field.name, rng.choice(_NUMBERS[:-2]))
+        elif field.name == "shape":
+            if rng.random() < 0.5:
+                value.append(rng.choice(_NUMBERS))
+            else:
+                value[rng.randrange(len(value))] = rng.choice(_NUMBERS)
+        elif field.name == "sends":
+            if rng.random() < 0.3:
+                value.add().CopyFrom(rng.choice(value))
+            else:
+                tamper(rng.choice(value), rng)
+        else:
+            tamper(value, rng)

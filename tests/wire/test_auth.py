@@ -1,0 +1,159 @@
+"""Who may connect: which addresses are this machine's, which tokens count, and the keys that are made."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from coterie.types import ConfigError
+from coterie.wire.auth import is_local, is_token, make_keys, offset, read_token, server_credentials, split
+from coterie.wire.server import Server
+from tests.wire.harness import Desk, works
+
+TOKEN = "a-token-of-enough-characters"
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("unix:/tmp/x", True),
+        ("unix:x", True),
+        ("127.0.0.1:5000", True),
+        ("127.8.9.10:5000", True),
+        ("[::1]:5000", True),
+        ("localhost:5000", True),
+        ("0.0.0.0:5000", False),
+        ("[::]:5000", False),
+        ("10.0.0.1:5000", False),
+        ("[fe80::1]:5000", False),
+        ("learner.example.org:5000", False),
+        ("localhost.example.org:5000", False),
+        ("127.0.0.1.example.org:5000", False),
+        ("127.1:5000", False),  # who reads it may have another opinion than the system
+    ],
+)
+def test_what_is_this_machine(address: str, local: bool):
+    assert is_local(address) is local
+
+
+@pytest.mark.parametrize(
+    "address", ["", ":", "host", "host:", ":5000", "host:port", "host:0", "host:65536", "host:-1", "host:²", "host:5 "]
+)
+def test_what_is_no_address(address: str):
+    for reads in (split, is_local, lambda x: offset(x, 1)):
+        with pytest.raises(ConfigError, match="is not HOST:PORT"):
+            reads(address)
+
+
+def test_addresses_of_learners():
+    assert split("[::1]:5000") == ("::1", 5000)
+    assert split("host:5000") == ("host", 5000)
+    assert offset("host:5000", 0) == "host:5000"
+    assert offset("host:5000", 2) == "host:5002"
+    assert offset("[::1]:5000", 2) == "[::1]:5002"
+    assert offset("unix:/tmp/x", 0) == "unix:/tmp/x"
+    assert offset("unix:/tmp/x", 2) == "unix:/tmp/x.2"
+
+
+def test_a_token_is_read(tmp_path: Path):
+    path = tmp_path / "token"
+    path.write_text(f"  {TOKEN}\n")
+    path.chmod(0o600)
+    assert read_token(str(path)) == TOKEN
+    path.chmod(0o400)
+    assert read_token(str(path)) == TOKEN
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "why"),
+    [
+        (TOKEN.encode(), 0o644, "others may read"),
+        (TOKEN.encode(), 0o640, "others may read"),
+        (TOKEN.encode(), 0o602, "others may read"),
+        (b"short", 0o600, "at least 16"),
+        (b"", 0o600, "at least 16"),
+        (b" " * 40, 0o600, "at least 16"),
+        (TOKEN.encode() + "ü".encode(), 0o600, "at least 16"),
+        (TOKEN.encode() + b"\n" + TOKEN.encode(), 0o600, "at least 16"),
+        (TOKEN.encode() + b"\x80", 0o600, "cannot read"),
+    ],
+)
+def test_a_token_file_that_will_not_do(tmp_path: Path, content: bytes, mode: int, why: str):
+    path = tmp_path / "token"
+    path.write_bytes(content)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=why) as caught:
+        read_token(str(path))
+    assert "\n" not in str(caught.value)
+    assert TOKEN not in str(caught.value)
+
+
+def test_no_token_file(tmp_path: Path):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError, match="cannot read"):
+            read_token(str(path))
+
+
+def test_is_token():
+    assert is_token(TOKEN, TOKEN)
+    for other in ("", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), TOKEN + "ü", "\udc80" * 20, "\0", "日本語" * 1000):
+        assert not is_token(other, TOKEN)
+
+
+def test_keys(tmp_path: Path):
+    folder = tmp_path / "some" / "keys"
+    token, cert, key = make_keys(str(folder), ["10.1.2.3", "learner.example.org", "::1", "localhost"])
+    for path in (token, cert, key):
+        assert path.parent == folder
+        assert os.stat(path).st_mode & 0o777 == 0o600
+    assert len(read_token(str(token))) >= 32
+    names = x509.load_pem_x509_certificate(cert.read_bytes()).extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    )
+    assert names.value.get_values_for_type(x509.DNSName) == ["learner.example.org", "localhost"]
+    addresses = names.value.get_values_for_type(x509.IPAddress)
+    assert addresses == [ipaddress.ip_address(x) for x in ("10.1.2.3", "::1", "127.0.0.1")]
+    assert read_token(str(make_keys(str(tmp_path / "others"), [])[0])) != read_token(str(token))
+
+
+@pytest.mark.parametrize("there", ["token", "cert.pem", "key.pem"])
+def test_keys_are_never_overwritten(tmp_path: Path, there: str):
+    (tmp_path / there).write_text("mine")
+    with pytest.raises(ConfigError, match="there already"):
+        make_keys(str(tmp_path), [])
+    assert [p.name for p in tmp_path.iterdir()] == [there]
+    assert (tmp_path / there).read_text() == "mine"
+
+
+def test_keys_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write"):
+        make_keys(str(tmp_path / "file" / "keys"), [])
+    with pytest.raises(ConfigError, match="münchen"):
+        make_keys(str(tmp_path / "keys"), ["münchen"])
+
+
+def test_no_credentials_without_their_files(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"wire\.key: cannot read"):
+        server_credentials(str(tmp_path / "cert.pem"), str(tmp_path / "key.pem"))
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:5000", "[::]:5000", "10.0.0.1:5000", "learner.example.org:5000"])
+def test_who_listens_to_others_must_be_safe(tmp_path: Path, address: str):
+    _, cert, key = make_keys(str(tmp_path), [])
+    credentials = server_credentials(str(cert), str(key))
+    for token, tls in (("", None), (TOKEN, None), ("", credentials)):
+        with pytest.raises(ConfigError, match=r"^wire\.bind: .* needs TLS and a token$"):
+            Server(address, {"Infer": Desk()}, token=token, credentials=tls)
+
+
+def test_who_is_on_this_machine_needs_neither(tmp_path: Path):
+    server = Server(f"unix:{tmp_path}/s", {"Infer": Desk()})
+    try:
+        assert works(server.address)
+    finally:
+        server.close()

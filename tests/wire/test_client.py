@@ -1,0 +1,260 @@
+"""The client's side of a stream: whatever happens to the other end, it hears of it in time, and why."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import grpc
+import pytest
+
+from coterie.types import ConfigError, CoterieError
+from coterie.wire.client import Lost, Over, Stream, ask_settings, back_off, open_channel
+from coterie.wire.codec import Frame, Layout, Refused, Tensor
+from coterie.wire.server import SERVICE
+from tests.wire.conftest import Served
+from tests.wire.harness import LAYOUT, WAIT_S, arrays, channel_to, until, works
+
+Serve = Callable[..., Served]
+
+SERVER = """
+import sys, threading
+from coterie.wire.server import Server
+from tests.wire.harness import Desk
+desk = Desk()
+desk.late = True
+server = Server(sys.argv[1], {"Infer": desk})
+print("listening", flush=True)
+threading.Event().wait(60)
+"""
+
+
+def connect(channel: grpc.Channel, silence: float = WAIT_S, token: str = "") -> Stream:
+    return Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=silence, token=token)
+
+
+def watchers() -> int:
+    """Threads of streams: each has one that watches, and gRPC one that sends."""
+    return sum(t.name == "coterie-wire-watch" or t.name.endswith("(_run)") for t in threading.enumerate())
+
+
+def test_questions_and_answers(serve: Serve):
+    with channel_to(serve().address) as channel:
+        stream = connect(channel)
+        assert stream.welcome.number == 5
+        assert stream.reads.tensors == LAYOUT.tensors
+        for k in range(3):
+            stream.send(arrays(k))
+            assert stream.receive()[0]["x"][0] == k + 1
+        assert stream.bytes_in > 0
+        assert stream.bytes_out > 0
+        with pytest.raises(Refused, match="x has shape"):
+            stream.send({**arrays(), "x": arrays()["x"][:2]})
+        stream.close()
+        stream.close()
+
+
+def test_the_welcome_alone(serve: Serve):
+    with channel_to(serve().address) as channel, pytest.raises(CoterieError, match="other tensors"):
+        ask_settings(channel, "Infer", {}, "")  # the echo wants tensors even of those that have no envs
+
+
+def test_the_server_is_killed(tmp_path: Path):
+    address = f"unix:{tmp_path}/s"
+    server = subprocess.Popen([sys.executable, "-c", SERVER, address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "listening\n"
+        with channel_to(address) as channel:
+            waiting, stepping = connect(channel), connect(channel)
+            waiting.send(arrays())
+            server.kill()
+            server.wait(WAIT_S)
+            begin = time.monotonic()
+            with pytest.raises(Lost, match="unavailable"):
+                waiting.receive()
+            stepping.send(arrays())
+            with pytest.raises(Lost, match="unavailable"):
+                stepping.receive()
+            for stream in (waiting, stepping):
+                stream.close()
+            with pytest.raises(Lost, match="unavailable"):
+                connect(channel)
+            assert time.monotonic() - begin < WAIT_S / 2
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_nobody_is_there(tmp_path: Path):
+    with channel_to(f"unix:{tmp_path}/none") as channel:
+        for _ in range(3):
+            with pytest.raises(Lost, match="unavailable"):
+                connect(channel)
+
+
+def test_a_server_that_comes_back(serve: Serve):
+    """The same channel, once it is there again."""
+    first = serve()
+    with channel_to(first.address) as channel:
+        stream = connect(channel)
+        first.server.close()
+        with pytest.raises(Over):
+            stream.receive()
+        stream.close()
+        second, tries = serve(first.address), list[float]()
+        for wait in back_off(first=0.01, most=0.1):
+            try:
+                again = connect(channel)
+                break
+            except Lost:
+                tries.append(wait)
+                assert len(tries) < 200
+                time.sleep(wait)
+        again.send(arrays())
+        assert again.receive()[1] == 7
+        again.close()
+    assert works(second.address)
+
+
+def test_a_server_that_accepts_and_never_answers(tmp_path: Path):
+    """Nothing of gRPC is there: only the time-out ends it."""
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(f"{tmp_path}/s")
+        mute.listen()
+        with channel_to(f"unix:{tmp_path}/s") as channel:
+            begin = time.monotonic()
+            with pytest.raises(Lost, match=r"no frame for 0\.4 s"):
+                connect(channel, silence=0.4)
+            assert 0.3 < time.monotonic() - begin < WAIT_S / 2
+
+
+def test_silence(serve: Serve):
+    """A server that no longer answers, nor says that it lives."""
+    served = serve()
+    served.desk.late = True
+    with channel_to(served.address) as channel:
+        stream = connect(channel, silence=0.4)
+        time.sleep(0.8)  # nobody waits for anything: that is no silence
+        stream.send(arrays())
+        begin = time.monotonic()
+        with pytest.raises(Lost, match=r"no frame for 0\.4 s"):
+            stream.receive()
+        assert 0.3 < time.monotonic() - begin < WAIT_S / 2
+        stream.close()
+
+
+def test_signs_of_life_are_no_silence(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("coterie.wire.server._SIGN_S", 0.1)
+    served = serve()
+    served.desk.late = True
+    with channel_to(served.address) as channel:
+        stream = connect(channel, silence=2.0)
+        stream.send(arrays())
+        asked, answer = served.desk.asked.get(timeout=WAIT_S)
+        threading.Timer(3.0, answer, (asked, 4)).start()
+        assert stream.receive()[1] == 4
+        stream.close()
+
+
+def test_a_refusal_is_no_loss(serve: Serve):
+    """It would be the same at the next try."""
+    served = serve(token="a-token-of-enough-characters")
+    with channel_to(served.address) as channel:
+        for token in ("", "x"):
+            with pytest.raises(
+                CoterieError, match=r"^the server refused: no such token \(unauthenticated\)$"
+            ) as caught:
+                connect(channel, token=token)
+            assert not isinstance(caught.value, Lost)
+        stream = connect(channel, token="a-token-of-enough-characters")
+        stream.number = 5
+        stream.send(arrays())
+        with pytest.raises(CoterieError, match=r"data frame 5 came where 0 was due \(invalid_argument\)") as caught:
+            stream.receive()
+        assert not isinstance(caught.value, Lost)
+        stream.close()
+
+
+def test_streams_that_never_began_leave_nothing_behind(serve: Serve, tmp_path: Path):
+    """A host tries for minutes to reach a learner that is being started again."""
+    served = serve(token="a-token-of-enough-characters")
+    before = watchers()
+    for address in (served.address, f"unix:{tmp_path}/none"):
+        with channel_to(address) as channel:
+            for _ in range(5):
+                with pytest.raises(CoterieError):
+                    connect(channel)
+    assert until(lambda: watchers() <= before)
+
+
+class Liar:
+    """A server of one method that answers with these frames."""
+
+    def __init__(self, address: str, *frames: bytes) -> None:
+        def answer(questions: object, context: object) -> object:
+            yield from frames
+
+        self.server = grpc.server(ThreadPoolExecutor(2))
+        methods = {"Infer": grpc.stream_stream_rpc_method_handler(answer)}
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        self.server.add_insecure_port(address)
+        self.server.start()
+
+
+def welcome(layout: Layout = LAYOUT) -> bytes:
+    return Frame(welcome={"number": 1, "sends": layout.message()}).SerializeToString()
+
+
+LIES = {
+    "no welcome": ([Frame(data={"number": 0}).SerializeToString()], "no welcome"),
+    "nothing": ([], "ended the stream"),
+    "signs of life": ([b""] * 3, "ended the stream"),
+    "huge frames": ([welcome(Layout([Tensor("x", "float64", (2**31,) * 4)]))], "the server's frames: frames of up to"),
+    "unknown dtype": ([welcome(Layout([Tensor("x", "float16", (2,))]))], "the server's frames: 'x': dtype 'float16'"),
+    "short data": (
+        [welcome(), Frame(data={"tensors": b"abc"}).SerializeToString()],
+        "the server's frame: a frame of 3",
+    ),
+    "over at once": ([Frame(over={"reason": "late"}).SerializeToString()], "late"),
+    "over": ([welcome(), Frame(over={"reason": "that was all"}).SerializeToString()], "that was all"),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_a_server_that_does_not_keep_to_the_rules(tmp_path: Path, case: str):
+    frames, why = LIES[case]
+    liar, before = Liar(f"unix:{tmp_path}/s", *frames), watchers()
+
+    def ask(channel: grpc.Channel) -> None:
+        with closing(connect(channel)) as stream:
+            stream.receive()
+
+    try:
+        with channel_to(f"unix:{tmp_path}/s") as channel:
+            with pytest.raises(Over if case.startswith("over") else CoterieError, match=why):
+                ask(channel)
+            assert until(lambda: watchers() <= before)
+    finally:
+        liar.server.stop(None).wait(WAIT_S)
+
+
+def test_back_off():
+    assert list(islice(back_off(), 9)) == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert list(islice(back_off(1.0, 3.0), 4)) == [1.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:5000", "0.0.0.0:5000", "learner.example.org:5000"])
+def test_elsewhere_only_with_a_certificate(address: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"^--connect: .* is not on this machine"):
+        open_channel(address)
+    with pytest.raises(ConfigError, match="--cert: cannot read"):
+        open_channel(address, str(tmp_path / "none"))

@@ -1,0 +1,271 @@
+"""Frames: what is packed is unpacked, and nothing else is: whatever a peer sends, it is refused in one way."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from coterie.types import ActionSpec, Array, ObsSpec, Spec
+from coterie.wire.codec import (
+    DTYPES,
+    WHOLE,
+    Frame,
+    Layout,
+    Newest,
+    Refused,
+    Tensor,
+    TensorMessage,
+    action_layout,
+    layout_from,
+    timestep_layout,
+)
+from tests.wire.harness import hello_frame
+
+MOST = 1 << 20
+ACTION = ActionSpec("categorical", (4,))
+STACKS = Spec("stacks", {"": ObsSpec((3, 4, 5), "uint8")}, ACTION)
+MIXED = Spec(
+    "mixed",
+    {"": ObsSpec((2, 4, 4), "uint8"), "one": ObsSpec((1, 4, 4), "uint8"), "v": ObsSpec((3,), "float32")},
+    ACTION,
+)
+VECTOR = Spec("vector", {"": ObsSpec((3,), "float32")}, ACTION)
+
+
+def message(name: str = "x", dtype: str = "uint8", shape: tuple[int, ...] = (2,), rows: str = "") -> Any:
+    return TensorMessage(name=name, dtype=dtype, shape=shape, rows=rows)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, least: int = 0) -> Layout:
+    """Any agreed frame: scalars, tensors of only some rows, axes of `least` and more."""
+    tensors: list[Tensor] = []
+    masks: list[Tensor] = []
+    for k in range(draw(st.integers(0, 5))):
+        dtype = draw(st.sampled_from(DTYPES))
+        shape = tuple(draw(st.lists(st.integers(least, 3), max_size=4)))
+        rows = draw(st.sampled_from(masks)).name if masks and shape and draw(st.booleans()) else ""
+        tensors.append(Tensor(f"t{k}", dtype, (0, *shape[1:]) if rows else shape, rows))
+        if dtype == "bool" and not rows:
+            masks.append(tensors[-1])
+    return Layout(tensors)
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> tuple[Layout, dict[str, Array]]:
+    layout, content = draw(layouts()), dict[str, Array]()
+    for t in layout.tensors:
+        shape = (int(content[t.rows].sum()), *t.shape[1:]) if t.rows else t.shape
+        content[t.name] = draw(hnp.arrays(t.dtype, shape))
+    return layout, content
+
+
+@given(frames())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_what_is_packed_is_unpacked(frame: tuple[Layout, dict[str, Array]]):
+    layout, content = frame
+    data = layout.pack(content)
+    assert len(data) <= layout.most
+    back = layout.unpack(data)
+    assert list(back) == [t.name for t in layout.tensors]
+    for t in layout.tensors:
+        assert back[t.name].dtype == np.dtype(t.dtype)
+        np.testing.assert_array_equal(back[t.name], content[t.name], strict=True)
+
+
+@given(frames(), st.data())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_every_other_length_is_refused(frame: tuple[Layout, dict[str, Array]], draw: st.DataObject):
+    layout, content = frame
+    data = layout.pack(content)
+    with pytest.raises(Refused, match="more than was agreed"):
+        layout.unpack(data + b"\0" * draw.draw(st.integers(1, 20)))
+    if data:
+        with pytest.raises(Refused, match="ends within"):
+            layout.unpack(data[: draw.draw(st.integers(0, len(data) - 1))])
+
+
+@given(layouts(least=1))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_a_layout_survives_its_declaration(layout: Layout):
+    hello = Frame.FromString(hello_frame(layout)).hello
+    again = layout_from(hello.sends, MOST)
+    assert again.tensors == layout.tensors
+    assert again.most == layout.most
+
+
+def test_a_frame_with_every_env_fits_the_limit_and_no_less():
+    layout = layout_from(timestep_layout(STACKS, 4, newest=True).message(), MOST)
+    assert layout_from(layout.message(), layout.most).most == layout.most
+    with pytest.raises(Refused, match=f"{layout.most} bytes"):
+        layout_from(layout.message(), layout.most - 1)
+
+
+def test_a_bool_byte_that_is_neither_0_nor_1_is_true():
+    layout = Layout([Tensor("m", "bool", (3,)), Tensor("x", "uint8", (0,), "m")])
+    back = layout.unpack(bytes([7, 0, 255, 10, 11]))
+    assert back["m"].tobytes() == bytes([1, 0, 1])
+    assert back["x"].tolist() == [10, 11]
+
+
+def test_pack_refuses_other_shapes():
+    layout = Layout([Tensor("m", "bool", (3,)), Tensor("x", "uint8", (0, 2), "m")])
+    mask = np.array([True, True, False])
+    assert len(layout.pack({"m": mask, "x": np.zeros((2, 2))})) == 7
+    for rows in (0, 1, 3):
+        with pytest.raises(Refused, match="x has shape"):
+            layout.pack({"m": mask, "x": np.zeros((rows, 2))})
+    with pytest.raises(Refused, match="m has shape"):
+        layout.pack({"m": mask[:2], "x": np.zeros((2, 2))})
+    with pytest.raises(KeyError):
+        layout.pack({"m": mask})
+
+
+HUGE = 2**31
+REFUSED = {
+    "dtype": [message(dtype="float16")],
+    "object": [message(dtype="O")],
+    "no dtype": [message(dtype="")],
+    "other order": [message(dtype=">f8")],
+    "code": [message(dtype="(1000000000,)f8")],
+    "twice": [message(), message()],
+    "no name twice": [message(""), message("")],
+    "axes": [message(shape=(1,) * 9)],
+    "tensors": [message(str(k)) for k in range(257)],
+    "mask later": [message("x", rows="m"), message("m", "bool")],
+    "its own mask": [message("x", "bool", rows="x")],
+    "no mask": [message("x", rows="m")],
+    "mask is no bool": [message("m"), message("x", rows="m")],
+    "scalar with rows": [message("m", "bool"), message("x", shape=(), rows="m")],
+    # Only the mask itself says how many rows it has: the most bytes of a frame would not be known.
+    "mask of a mask": [message("m", "bool"), message("n", "bool", (0,), "m"), message("x", rows="n")],
+    "an empty axis": [message(shape=(2, 0))],
+    "no rows": [message(shape=(0, 2))],
+    "bytes": [message(shape=(MOST + 1,))],
+    "bytes of several": [message(str(k), "float64", (MOST // 16,)) for k in range(3)],
+    "huge": [message(shape=(HUGE,) * 4)],
+    "huge rows": [message("m", "bool", (1000,)), message("x", "float64", (0, 1000), "m")],
+    "huge, but for an empty axis": [message(shape=(0, HUGE, HUGE, HUGE))],
+    "huge, empty at the end": [message(shape=(HUGE, HUGE, HUGE, 0))],
+    "huge rows, but for an empty axis": [message("m", "bool", (9,)), message("x", shape=(0, 0, HUGE, HUGE), rows="m")],
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_may_not_be_declared(case: str):
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refused):
+            layout_from(REFUSED[case], MOST)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20, "nothing is made of a size that is only claimed"
+    finally:
+        tracemalloc.stop()
+
+
+DIMS = st.one_of(st.integers(0, 3), st.sampled_from([2**15, 2**31, 2**32 - 1]))
+NAMES = st.sampled_from(["", "a", "b", "c"])
+
+
+@given(
+    st.lists(
+        st.builds(
+            message, NAMES, st.one_of(st.sampled_from(DTYPES), st.text(max_size=8)),
+            st.lists(DIMS, max_size=9).map(tuple), st.one_of(st.just(""), NAMES),
+        ),
+        max_size=4,
+    ),
+    st.binary(max_size=64),
+)  # fmt: skip
+@settings(max_examples=500, deadline=None, derandomize=True)
+def test_hostile_layouts_are_refused_or_kept_to(declared: list[Any], data: bytes):
+    try:
+        layout = layout_from(declared, MOST)
+        assert 0 <= layout.most <= MOST
+        unpacked = layout.unpack(data)
+    except Refused:
+        return
+    assert sum(x.nbytes for x in unpacked.values()) == len(data)
+
+
+def stream(spec: Spec, envs: int, steps: int, seed: int) -> list[dict[str, Array]]:
+    """Stacks that slide, but for resets, frames that freeze, and envs that do as they like."""
+    rng = np.random.default_rng(seed)
+    out: list[dict[str, Array]] = []
+    for step in range(steps):
+        content: dict[str, Array] = {
+            "reward": rng.normal(size=envs).astype(np.float32),
+            **{name: rng.random(envs) < 0.2 for name in ("terminated", "truncated", "is_first")},
+            "episode_return": rng.normal(size=envs),
+            "episode_length": rng.normal(size=envs),
+        }
+        for key, s in spec.obs.items():
+            x = (rng.random((envs, *s.shape)) * 255).astype(s.dtype)
+            for env in range(envs if step else 0):
+                last = out[-1][f"obs/{key}"][env]
+                what = rng.random()
+                if what < 0.6 and not content["is_first"][env] and s.is_image:
+                    x[env, :-1] = last[1:]
+                elif what < 0.8:  # nothing moves
+                    x[env] = last
+            content[f"obs/{key}"] = x
+        out.append(content)
+    return out
+
+
+@pytest.mark.parametrize("newest", [False, True])
+@pytest.mark.parametrize("spec", [STACKS, MIXED, VECTOR], ids=lambda spec: spec.env_id)
+@pytest.mark.parametrize("seed", range(5))
+def test_stacks_are_put_together_again(spec: Spec, newest: bool, seed: int):
+    envs = 1 + seed
+    layout = timestep_layout(spec, envs, newest)
+    there, here = Newest(layout), Newest(layout)
+    for content in stream(spec, envs, 30, seed):
+        data = layout.pack(there.split(dict(content)))
+        assert len(data) <= layout.most
+        back = here.join(layout.unpack(data))
+        assert back.keys() == content.keys()
+        for name, x in content.items():
+            np.testing.assert_array_equal(back[name], x, strict=True)
+
+
+def test_only_the_newest_frame_of_a_stack_travels():
+    layout = timestep_layout(STACKS, 2, newest=True)
+    newest, sizes = Newest(layout), list[int]()
+    content = stream(STACKS, 2, 1, 0)[0]
+    content["is_first"][:] = False
+    for _ in range(4):
+        sizes.append(len(layout.pack(newest.split(content))))
+        x = content["obs/"]
+        content = {**content, "obs/": np.concatenate([x[:, 1:], x[:, :1] + 1], 1)}
+    small = sizes[1]
+    assert sizes == [small + 2 * 3 * 4 * 5, small, small, small]
+    content["is_first"][1] = True
+    assert len(layout.pack(newest.split(content))) == small + 3 * 4 * 5
+
+
+def test_a_first_frame_without_whole_stacks_is_refused():
+    layout = timestep_layout(STACKS, 2, newest=True)
+    sent = Newest(layout).split(stream(STACKS, 2, 1, 0)[0])
+    sent[WHOLE] = np.array([True, False])
+    sent["stack/"] = sent["stack/"][:1]
+    with pytest.raises(Refused, match="first frame"):
+        Newest(layout).join(layout.unpack(layout.pack(sent)))
+
+
+def test_layouts_of_a_spec():
+    names = [t.name for t in timestep_layout(MIXED, 3, newest=True).tensors]
+    assert names[0] == WHOLE
+    assert names[-4:] == ["newest/", "stack/", "obs/one", "obs/v"]
+    assert action_layout(MIXED, 3).tensors == (Tensor("action", "int64", (3,)),)
+    assert action_layout(Spec("b", {}, ActionSpec("box", (), (-1.0,) * 2, (1.0,) * 2)), 3).tensors[0].shape == (3, 2)
+
+
+def test_most_is_counted_without_limits_of_an_integer():
+    assert Layout([Tensor("x", "float64", (2**31,) * 4)]).most == 8 * math.prod([2**31] * 4)

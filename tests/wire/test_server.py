@@ -1,0 +1,215 @@
+"""The server against clients that do not keep to the rules: each loses its stream, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+
+from coterie.wire import server as server_module
+from coterie.wire.codec import Frame, Layout, Tensor
+from coterie.wire.server import Limits
+from tests.wire.conftest import Served
+from tests.wire.harness import (
+    LAYOUT,
+    METHOD,
+    Raw,
+    arrays,
+    channel_to,
+    data_frame,
+    hello_frame,
+    is_empty,
+    until,
+    works,
+)
+
+TOKEN = "a-token-of-enough-characters"
+MOST = 1 << 16
+Serve = Callable[..., Served]
+
+
+def raw_end(served: Served, *frames: bytes, metadata: Any = None) -> tuple[StatusCode, str]:
+    """How a stream of these frames ends, after which the server must be as good as new."""
+    with channel_to(served.address) as channel:
+        end = Raw(channel, *frames, metadata=metadata).end()
+    assert until(lambda: is_empty(served.server))
+    return end
+
+
+def test_a_good_client(serve: Serve):
+    served = serve()
+    assert works(served.address)
+    assert not served.server.refused
+    assert served.lines == []
+    assert served.server.bytes_in > 0
+    assert served.server.bytes_out > 0
+
+
+def test_the_welcome(serve: Serve):
+    served = serve()
+    with channel_to(served.address) as channel:
+        raw = Raw(channel, hello_frame(), data_frame(0))
+        welcome = raw.next().welcome
+        assert (welcome.number, welcome.credits, welcome.settings) == (5, 1, "{}")
+        assert list(welcome.sends) == LAYOUT.message()
+        assert raw.next().data.number == 0
+        assert raw.end()[0] == StatusCode.OK
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        (("authorization", ""),),
+        (("authorization", f"Bearer {TOKEN[:-1]}"),),
+        (("authorization", f"Bearer {TOKEN}x"),),
+        (("authorization", TOKEN),),
+        (("authorization", f"Basic {TOKEN}"),),
+        (("authorization", f"Bearer {TOKEN}"), ("authorization", "Bearer x")),
+        (("authorization-bin", f"Bearer {TOKEN}".encode()),),
+    ],
+)
+def test_without_the_token(serve: Serve, metadata: Any):
+    served = serve(token=TOKEN)
+    status, why = raw_end(served, hello_frame(), metadata=metadata)
+    assert (status, why) == (StatusCode.UNAUTHENTICATED, "no such token")
+    assert not served.desk.seats
+    assert served.server.refused == {"unix": 1}
+    assert works(served.address, token=TOKEN)
+
+
+REFUSED = {
+    "no hello": ([data_frame()], "first frame must be a hello"),
+    "a sign of life for a hello": ([b""], "first frame must be a hello"),
+    "another protocol": ([hello_frame(protocol=2)], "protocol 2 is not 1"),
+    "no protocol": ([hello_frame(protocol=0)], "protocol 0 is not 1"),
+    "no bytes of a frame": ([b"\xff" * 50], "no frame"),
+    "other tensors": ([hello_frame(Layout([Tensor("x", "uint8", (3,))]))], "other tensors"),
+    "huge tensors": ([hello_frame(Layout([Tensor("x", "uint8", (2**31,) * 4)]))], "more than"),
+    "unknown dtype": ([hello_frame(Layout([Tensor("x", "float16", (3,))]))], "float16"),
+    "a second hello": ([hello_frame(), hello_frame()], "data frame must come"),
+    "an over": ([hello_frame(), Frame(over={"reason": "x"}).SerializeToString()], "data frame must come"),
+    "a number too high": ([hello_frame(), data_frame(1)], "data frame 1 came where 0"),
+    "a replayed frame": ([hello_frame(), data_frame(0), data_frame(0)], "data frame 0 came where 1"),
+    "no tensors": ([hello_frame(), data_frame(0, b"")], "ends within"),
+    "cut tensors": ([hello_frame(), data_frame(0, LAYOUT.pack(arrays())[:-1])], "ends within"),
+    "more than tensors": ([hello_frame(), data_frame(0, LAYOUT.pack(arrays()) + b"x")], "1 more"),
+    "a mask of other rows": ([hello_frame(), data_frame(0, b"\1\1\1\0" + LAYOUT.pack(arrays())[4:])], "ends within"),
+    "random bytes later": ([hello_frame(), data_frame(0), random.Random(0).randbytes(500)], "no frame"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(serve: Serve, case: str):
+    served, (frames, why) = serve(), REFUSED[case]
+    for n in (1, 2):
+        status, details = raw_end(served, *frames)
+        assert status == StatusCode.INVALID_ARGUMENT
+        assert why in details
+        assert served.server.refused == {"unix": n}
+    assert len(served.lines) == 1, "a client is told of once"
+    assert served.lines[0].startswith("refused unix: ")
+    assert why in served.lines[0]
+    assert works(served.address)
+
+
+def test_a_reason_is_short(serve: Serve):
+    """A peer may choose the name of a tensor, and what is said of it must fit into a header, and into a log."""
+    served = serve()
+    status, details = raw_end(served, hello_frame(Layout([Tensor("\n\u2028" + "n" * 100_000, "O", (3,))])))
+    assert status == StatusCode.INVALID_ARGUMENT
+    assert details.startswith("'\\n")
+    assert len(served.lines[0]) < 1000
+    names = Layout([Tensor("a\nrefused nobody\x1b[2J", "bool", (3,)), Tensor("b\u2028", "bool", (3,))])
+    _, details = raw_end(served, hello_frame(names))
+    assert details == "other tensors: a?refused nobody?[2J, b?"
+
+
+def test_too_many_streams_of_one_client(serve: Serve):
+    served = serve(limits=Limits(streams=2))
+    with channel_to(served.address) as channel:
+        for _ in range(2):  # places are given back
+            two = [Raw(channel, hello_frame()) for _ in range(2)]
+            assert all(one.next().WhichOneof("kind") == "welcome" for one in two)
+            status, why = Raw(channel, hello_frame()).end()
+            assert (status, why) == (StatusCode.RESOURCE_EXHAUSTED, "too many streams of one client")
+            assert all(one.end()[0] == StatusCode.OK for one in two)
+            assert until(lambda: is_empty(served.server))
+    assert served.server.refused == {"unix": 2}
+    assert works(served.address)
+
+
+def test_too_many_streams_of_all_clients(serve: Serve):
+    served = serve(limits=Limits(all_streams=2))
+    with channel_to(served.address) as one, channel_to(served.address) as other:  # gRPC's limit is of a connection
+        two = [Raw(channel, hello_frame()) for channel in (one, other)]
+        assert all(raw.next().WhichOneof("kind") == "welcome" for raw in two)
+        assert Raw(other, hello_frame()).end() == (StatusCode.RESOURCE_EXHAUSTED, "too many streams")
+        assert all(raw.end()[0] == StatusCode.OK for raw in two)
+    assert works(served.address)
+
+
+def test_the_count_of_the_refused_has_an_end(serve: Serve):
+    """By address: whoever has many of them cannot fill the memory with them."""
+    served = serve(limits=Limits(all_streams=3))
+
+    class Context:
+        async def abort(self, status: StatusCode, reason: str) -> None:
+            pass
+
+    for k in range(10):
+        for _ in range(2):
+            asyncio.run(served.server._refuse(Context(), f"ipv4:10.0.0.{k}", StatusCode.INVALID_ARGUMENT, "why"))
+    assert served.server.refused == {f"ipv4:10.0.0.{k}": 2 for k in range(3)}
+    assert served.lines == [f"refused ipv4:10.0.0.{k}: why" for k in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("peer", "client"),
+    [
+        ("ipv4:10.0.0.1:4711", "ipv4:10.0.0.1"),
+        ("ipv6:%5B::1%5D:4711", "ipv6:%5B::1%5D"),
+        ("ipv6:[::1]:4711", "ipv6:[::1]"),
+        ("unix:/tmp/x", "unix"),
+        ("unix:", "unix"),
+        ("", ""),
+    ],
+)
+def test_a_client_is_the_same_at_any_port(peer: str, client: str):
+    assert server_module._client(peer) == client
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["hello", "data"])
+def test_messages_that_are_too_large(serve: Serve, first: bool):
+    """What goes a little too far is refused and counted; what goes far beyond gRPC does not even take in."""
+    served = serve(limits=Limits(message_bytes=MOST))
+    before = [] if first else [hello_frame()]
+    status, why = raw_end(served, *before, data_frame(0, b"x" * (MOST + 1)))
+    assert status == StatusCode.INVALID_ARGUMENT
+    assert f"more than {MOST}" in why
+    assert served.server.refused == {"unix": 1}
+    taken = served.server.bytes_in
+    status, why = raw_end(served, *before, data_frame(0, b"x" * (MOST * 20)))
+    assert status == StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in why
+    assert served.server.bytes_in - taken < MOST
+    assert works(served.address)
+
+
+def test_an_unknown_method(serve: Serve):
+    served = serve()
+    with channel_to(served.address) as channel:
+        for method in (METHOD + "x", "/other.Service/Infer", "/x", "nonsense"):
+            assert Raw(channel, hello_frame(), method=method).end()[0] == StatusCode.UNIMPLEMENTED
+    assert works(served.address)
+
+
+def test_a_stream_that_ends_at_once_is_no_offence(serve: Serve):
+    served = serve()
+    assert raw_end(served)[0] == StatusCode.OK
+    assert raw_end(served, hello_frame())[0] == StatusCode.OK
+    assert not served.server.refused

@@ -1,0 +1,141 @@
+"""The server below gRPC and around it: garbage on the socket, TLS, and thousands of broken frames."""
+
+from __future__ import annotations
+
+import random
+import resource
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from grpc import StatusCode
+
+from coterie.types import CoterieError
+from coterie.wire.auth import make_keys, server_credentials
+from coterie.wire.client import Lost, Stream
+from coterie.wire.server import Limits
+from tests.wire.conftest import Served
+from tests.wire.harness import (
+    LAYOUT,
+    WAIT_S,
+    Raw,
+    channel_to,
+    data_frame,
+    free_port,
+    hello_frame,
+    is_empty,
+    mutated,
+    until,
+    works,
+)
+from tests.wire.http2 import PREFACE, SETTINGS, Http2, headers, http2, message
+
+TOKEN = "a-token-of-enough-characters"
+MOST = 1 << 16
+Serve = Callable[..., Served]
+
+BEGIN = PREFACE + SETTINGS
+GARBAGE = {
+    "nothing": b"",
+    "half a preface": PREFACE[:10],
+    "only a preface": PREFACE,
+    "HTTP/1": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "TLS": bytes.fromhex("1603010200010001fc0303") + b"\0" * 200,
+    "random bytes": random.Random(0).randbytes(5000),
+    "random bytes after the preface": BEGIN + random.Random(1).randbytes(5000),
+    "settings cut off": PREFACE + SETTINGS[:5],
+    "headers cut off": BEGIN + headers()[:20],
+    "no message": BEGIN + headers(),
+    "a length cut off": BEGIN + headers() + http2(0, 0, 1, b"\0\0"),
+    "a message cut off": BEGIN + headers() + http2(0, 0, 1, b"\0\0\0\1\0hello"),
+    "a message that says 4 GiB": BEGIN + headers() + http2(0, 0, 1, b"\0\xff\xff\xff\xffhello"),
+    "compressed, it says": BEGIN + headers() + message(hello_frame(), 1),
+    "compressed by nothing known": BEGIN + headers((b"grpc-encoding", b"x")) + message(hello_frame(), 1),
+    "a bomb that is none": BEGIN + headers((b"grpc-encoding", b"gzip")) + message(b"\x1f\x8b" + b"\0" * 50, 1),
+    "cut off in the data": BEGIN + headers() + message(hello_frame()) + message(data_frame())[:-7],
+    "a stream twice": BEGIN + headers() + headers(),
+    "a million settings": PREFACE + SETTINGS * 1000,
+    "pings": BEGIN + http2(6, 0, 0, b"x" * 8) * 1000,
+    "resets": BEGIN + b"".join(headers(stream=2 * k + 1) + http2(3, 0, 2 * k + 1, b"\0\0\0\x08") for k in range(200)),
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+@pytest.mark.parametrize("abrupt", [False, True])
+def test_garbage_on_the_socket(serve: Serve, case: str, abrupt: bool):
+    served = serve(limits=Limits(message_bytes=MOST))
+    with Http2(served.address) as peer:
+        try:
+            peer.socket.sendall(GARBAGE[case])
+            if not abrupt:
+                peer.socket.shutdown(socket.SHUT_WR)
+                while peer.socket.recv(65536):
+                    pass
+        except OSError:
+            pass  # the server hung up first, as it may
+    assert works(served.address)
+
+
+@pytest.mark.parametrize("value", [b"Bearer \xff\xfe", b"\xc3\xbc", b"Bearer " + b"\x80" * 40, b"Bearer \xed\xa0\x80"])
+def test_a_token_of_other_characters(serve: Serve, value: bytes):
+    served = serve(token=TOKEN)
+    with Http2(served.address) as peer:
+        peer.call(hello_frame(), more=((b"authorization", value),))
+        assert peer.wait(b"no such token")
+    assert until(lambda: is_empty(served.server))
+    assert not served.desk.seats
+    assert served.server.refused == {"unix": 1}
+    assert works(served.address, token=TOKEN)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Path]]:
+    folder = tmp_path_factory.mktemp("keys")
+    return make_keys(str(folder / "a"), []), make_keys(str(folder / "b"), [])
+
+
+def test_tls(serve: Serve, keys: tuple[list[Path], list[Path]]):
+    (token_file, cert, key), (_, other, _) = keys
+    token, address = token_file.read_text().strip(), f"127.0.0.1:{free_port()}"
+    served = serve(address, token=token, credentials=server_credentials(str(cert), str(key)))
+    assert works(address, token=token, cert=str(cert))
+    assert works(address.replace("127.0.0.1", "localhost"), token=token, cert=str(cert))
+    for wrong in ("", str(other)):
+        begin = time.monotonic()
+        with channel_to(address, wrong) as channel, pytest.raises(Lost, match="unavailable"):
+            Stream(channel, "Infer", {"envs": 1}, LAYOUT, token=token, silence=WAIT_S)
+        assert time.monotonic() - begin < WAIT_S
+    with channel_to(address, str(cert)) as channel, pytest.raises(CoterieError, match="no such token") as caught:
+        Stream(channel, "Infer", {"envs": 1}, LAYOUT, token="x" * 20, silence=WAIT_S)
+    assert not isinstance(caught.value, Lost)
+    assert served.server.refused == {"ipv4:127.0.0.1": 1}
+    assert works(address, token=token, cert=str(cert))
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def test_thousands_of_broken_frames(serve: Serve):
+    served, rng = serve(limits=Limits(message_bytes=MOST)), random.Random(3)
+    end, sent, ends, warm = time.monotonic() + 12, 0, dict[StatusCode, int](), peak_mb()
+    with channel_to(served.address) as channel:
+        for k in range(1000):
+            if time.monotonic() > end:
+                break
+            frames = [hello_frame(), *(data_frame(n) for n in range(4))]
+            broken = rng.randrange(6)  # from this one on, if at all
+            frames = [mutated(f, rng) if n >= broken else f for n, f in enumerate(frames)]
+            status, _ = Raw(channel, *frames).end()
+            ends[status] = ends.get(status, 0) + 1
+            sent += len(frames)
+            if k == 100:
+                warm = peak_mb()
+    assert set(ends) == {StatusCode.OK, StatusCode.INVALID_ARGUMENT}
+    assert served.server.refused == {"unix": ends[StatusCode.INVALID_ARGUMENT]}
+    assert sent > 500
+    assert peak_mb() - warm < 64
+    assert until(lambda: is_empty(served.server))
+    assert works(served.address)
