@@ -25,6 +25,7 @@ class Visitor:
     """Asks only for the welcome."""
 
     reads = writes = Layout(())
+    alive = True
 
     def __init__(self, welcome: dict[str, Any]) -> None:
         self._welcome = welcome

@@ -111,6 +111,7 @@ class _Push:
     """Takes rollouts; each answer is leave to send the next."""
 
     writes = Layout(())
+    alive = True
 
     def __init__(self, guests: Guests, number: int, first_env_id: int, said: dict[str, Any]) -> None:
         self.guests, self.number, self.first_env_id, self.said = guests, number, first_env_id, said
@@ -131,6 +132,7 @@ class _Pull:
     """Gives weights that are newer than those that a guest has."""
 
     reads = Layout([Tensor("version", "int64", ())])
+    alive = True
 
     def __init__(self, weights: Weights, size: int, moments: int, said: dict[str, Any]) -> None:
         self.weights, self.said = weights, said

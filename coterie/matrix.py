@@ -97,6 +97,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "hosts do not know where a rollout ends: leave it at in_place",
     ),
     Refusal(
+        lambda c, s: c.acting == "central" and c.central.lockstep and c.env.groups == 2,
+        "env.groups",
+        "in lockstep all envs of a host are acted on at once: leave it at 0",
+    ),
+    Refusal(
         lambda c, s: c.acting == "central" and 0 < c.central.batch_max < c.central.batch_min,
         "central.batch_max",
         "must not be below central.batch_min",

@@ -83,6 +83,8 @@ def resolve(config: Config, spec: Spec, gpu: int = 0) -> Layout:
     n = config.env.num_envs
     workers = config.env.backend == "workers" or not has_env(config.env.id)
     apart = image or cuda or workers or 32 <= n <= 128
+    # In lockstep a host's envs are acted on all at once.
+    apart = apart and not (config.acting == "central" and config.central.lockstep)
     groups = config.env.groups or (2 if apart and n % 2 == 0 else 1)
     return Layout(
         device=device,

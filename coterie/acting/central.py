@@ -73,7 +73,7 @@ class Central:
         for _ in range(shape.batches):
             self.free.put(make_fields(shape.batch_size))
         self.columns = 0  # of rollouts that are whole and have not been learned from
-        self.published = self.turn = 0
+        self.published = 0
         self._newest, self._in_use, self._version = 0, -1, 0
         self._lock = threading.Lock()  # of which twin is in use
         self._error: BaseException | None = None
@@ -190,19 +190,11 @@ class Central:
         return picked, 0.0
 
     def _turn(self, pending: dict[Seat, Question]) -> list[Question]:
-        """In lockstep hosts' first groups are one batch, then their second ones, always in the same order."""
-        seats = sorted(self.seats.values(), key=lambda seat: seat.first_env_id)
-        groups = sorted({seat.group for seat in seats})
-        if self.envs != self.shape.envs:
+        """In lockstep: all envs, always in the same order. A rollout that is behind catches up while others rest."""
+        due = [seat for seat in self.seats.values() if not seat.rests()]
+        if self.envs != self.shape.envs or not all(seat in pending and seat.may_go() for seat in due):
             return []
-        for _ in groups:
-            due = [s for s in seats if s.group == groups[self.turn % len(groups)] and not s.rests()]
-            if due:
-                whole = all(s in pending and s.may_go() for s in due)
-                self.turn += whole
-                return [pending[s] for s in due] if whole else []
-            self.turn += 1
-        return []
+        return [pending[seat] for seat in sorted(due, key=lambda seat: seat.first_env_id)]
 
     @torch.inference_mode()
     def _answer(self, batch: list[Question]) -> list[Question]:
@@ -276,7 +268,7 @@ class Central:
             raise Refused(f"{width} envs beside {beside}: central.max_envs is {shape.max_envs}")
         if old is not None:
             self.leave(old)
-        seat = self.seats[number, group] = Seat(self, group, first_env, width)
+        seat = self.seats[number, group] = Seat(self, first_env, width)
         self.envs += width
         return seat
 
@@ -322,9 +314,8 @@ class Question:
 class Seat:
     """One stream's envs: their recurrent state and their unfinished rollout. Dies with the stream."""
 
-    def __init__(self, central: Central, group: int, first_env: int, width: int) -> None:
+    def __init__(self, central: Central, first_env: int, width: int) -> None:
         shape = central.shape
-        self.group = group
         self.central, self.first_env_id, self.width, self.alive, self.counted = central, first_env, width, True, True
         self.reads, self.writes = timestep_layout(shape.spec, width, shape.newest), action_layout(shape.spec, width)
         self.newest = Newest(self.reads)

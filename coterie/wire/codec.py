@@ -33,7 +33,11 @@ Frame, Hello, Welcome, Data, TensorMessage = (_message(x) for x in ("Frame", "He
 
 
 class Refused(Exception):
-    """A peer sent what was not agreed; the message is one line for it and for the log."""
+    """A peer sent what was not agreed, or more than it may; the message is one line for it and for the log."""
+
+    def __init__(self, reason: str, *, too_much: bool = False) -> None:
+        super().__init__(reason)
+        self.too_much = too_much
 
 
 class Tensor(NamedTuple):

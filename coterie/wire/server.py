@@ -51,6 +51,7 @@ class Seat(Protocol):
 
     reads: Layout
     writes: Layout
+    alive: bool  # False once another stream has taken its place
 
     def welcome(self) -> dict[str, Any]: ...  # fields of the Welcome, but for `sends` and `credits`
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None: ...  # `answer` may be called in any thread, once
@@ -156,7 +157,8 @@ class Server:
             try:
                 await stream.serve(desk)
             except Refused as error:
-                await self._refuse(context, client, StatusCode.INVALID_ARGUMENT, str(error))
+                status = StatusCode.RESOURCE_EXHAUSTED if error.too_much else StatusCode.INVALID_ARGUMENT
+                await self._refuse(context, client, status, str(error))
             finally:
                 self._open.pop(stream, None)
                 self._streams[client] -= 1
@@ -213,17 +215,19 @@ class _Stream:
             arrays = seat.reads.unpack(frame.data.tensors)
             future: asyncio.Future[tuple[Mapping[str, Array], int]] = loop.create_future()
             seat.ask(arrays, _resolve(loop, future))
-            answer, version = await self._wait(future)
+            answer, version = await self._wait(seat, future)
             data = {"number": self.number, "version": version, "tensors": seat.writes.pack(answer) if answer else b""}
             await self._write(Frame(data=data))
             self.number += 1
 
-    async def _wait(self, future: asyncio.Future[Any]) -> Any:
+    async def _wait(self, seat: Seat, future: asyncio.Future[Any]) -> Any:
         """The answer; the client sees signs of life until then."""
         while True:
             done, _ = await asyncio.wait({future}, timeout=_SIGN_S)
             if done:
                 return future.result()
+            if not seat.alive:
+                raise Refused("another stream of this client has taken this one's place")
             await self._write(Frame())
 
     async def _read(self) -> Any:
@@ -233,7 +237,8 @@ class _Stream:
             return None
         self.server.bytes_in += len(data)
         if len(data) > self.server.limits.message_bytes:
-            raise Refused(f"a message of {len(data)} bytes, more than {self.server.limits.message_bytes}")
+            most = self.server.limits.message_bytes
+            raise Refused(f"a message of {len(data)} bytes, more than {most}", too_much=True)
         try:
             return Frame.FromString(data)
         except DecodeError:

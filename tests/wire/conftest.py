@@ -33,7 +33,7 @@ def serve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable
 
     yield make
     for one in made:
-        if one.server._over is None:
+        if one.server.over is None:
             assert one.server._thread.is_alive()
             assert until(lambda one=one: is_empty(one.server)), "a stream that is over was kept"  # type: ignore[misc]
         assert all(seat.left == 1 for seat in one.desk.seats), "a seat is left once"

@@ -45,6 +45,7 @@ class Seat:
     """Answers with what it was asked, but `x` one higher; at once, or when the test says so."""
 
     reads = writes = LAYOUT
+    alive = True
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk

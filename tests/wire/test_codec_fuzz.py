@@ -104,7 +104,7 @@ class Counts:
     """Stands in for the server."""
 
     bytes_in = bytes_out = 0
-    limits = Limits()
+    limits, over = Limits(), None
 
     def opened(self, stream: Any) -> None:
         pass

@@ -31,7 +31,6 @@ MOST_ENVS = 8
 CPU = torch.device("cpu")
 
 # pytest forgets the filter that central.py sets; torch may warn once in a process, of a frame's bytes.
-pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 
 class House:

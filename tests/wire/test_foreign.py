@@ -165,7 +165,6 @@ def is_over(process, learner) -> None:
 
 
 # Filters of coterie.acting.central, which only reads a frame's bytes, do not count in a test.
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
 def test_a_foreign_client_makes_rollouts(client, tls, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "_SIGN_S", 0.02)  # frames of no kind come between
@@ -192,7 +191,6 @@ def wait_for_envs(learner, process) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 def test_a_foreign_client_goes_to_its_own_learner(client, tcp, tmp_path):
     port = free_ports()

@@ -189,7 +189,7 @@ def test_messages_that_are_too_large(serve: Serve, first: bool):
     served = serve(limits=Limits(message_bytes=MOST))
     before = [] if first else [hello_frame()]
     status, why = raw_end(served, *before, data_frame(0, b"x" * (MOST + 1)))
-    assert status == StatusCode.INVALID_ARGUMENT
+    assert status == StatusCode.RESOURCE_EXHAUSTED
     assert f"more than {MOST}" in why
     assert served.server.refused == {"unix": 1}
     taken = served.server.bytes_in
