@@ -72,6 +72,11 @@ class Batch:
     chunk: int  # most samples that go through the network at once; 0: all
     metrics: dict[str, float] = field(default_factory=dict)  # the whole batch's, once it was trained on
 
+    @property
+    def valid(self) -> int:
+        """How many of the `count` rows are learned from."""
+        return int(self.mask.sum())
+
     def parts(self, ways: int = 1) -> Iterator[Batch]:
         """Pieces that fit the cache, a multiple of `ways`; their losses and gradients add up to the batch's."""
         axis = self.mask.dim() - 1
@@ -239,8 +244,11 @@ class A2C:
 
     def after_step(self, model: ActorCritic, batch: Any) -> None:
         """Adapt the entropy bonus towards the target entropy, where there is one (SEED RL)."""
-        if target := self.algo.entropy_target:
-            missing = (target - batch.metrics.get("entropy", target)) / abs(target)
+        target = self.algo.entropy_target
+        if target and (valid := batch.valid):
+            # The metric is divided by T x B, masked rows and all.
+            entropy = batch.metrics.get("entropy", target) * batch.count / valid
+            missing = (target - entropy) / abs(target)
             if math.isfinite(missing):  # it is not where a batch was skipped
                 moved = self.entropy_adjustment + _ENTROPY_RATE * max(-1.0, min(1.0, missing))
                 self.entropy_adjustment = max(-_ENTROPY_MOST, min(_ENTROPY_MOST, moved))

@@ -62,6 +62,11 @@ class Batch:
     count: int
     metrics: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def valid(self) -> int:
+        """How many of the `count` rows are learned from."""
+        return sum(int(whole.mask.sum()) for whole in self.rollouts)
+
     def parts(self, ways: int = 1) -> Iterator[Sequences]:
         for whole in self.rollouts:
             rows, width = whole.inputs.is_first.shape

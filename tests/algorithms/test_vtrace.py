@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace as swap
 
 import pytest
 import torch
 
 from coterie.algorithms.a2c import A2C
+from coterie.algorithms.ppo import PPO
 from coterie.algorithms.vtrace import VTrace
+from coterie.learner import Gradients
 from coterie.models.build import ActorCritic
+from coterie.parallel.params import FlatParams
+from coterie.parallel.threads import Team
 from coterie.replay.fifo import Fifo
 from coterie.types import ConfigError, Inputs
-from tests.algorithms.test_algorithms import gradient
+from tests.algorithms.test_algorithms import FP32, gradient
 from tests.conftest import VECTOR, make_config, make_rollout
 
 
@@ -102,15 +107,32 @@ def test_rewards_are_squashed(kind, expected):
 def test_the_entropy_bonus_moves_towards_its_target():
     algorithm = VTrace(make_config(**{"algo.entropy_target": 0.5, "algo.entropy_coef": 0.01}), VECTOR)
     batch = next(algorithm.batches(ActorCritic(VECTOR, make_config().model), make_rollout(VECTOR, 4, 2)))
+    valid = batch.valid / batch.count
     for entropy, up in ((0.3, True), (0.7, False)):
         before = algorithm.base.entropy_coef()
-        batch.metrics = {"entropy": entropy}
+        batch.metrics = {"entropy": entropy * valid}
         for _ in range(20):
             algorithm.after_step(None, batch)
         assert (algorithm.base.entropy_coef() > before) == up
     again = VTrace(make_config(**{"algo.entropy_target": 0.5, "algo.entropy_coef": 0.01}), VECTOR)
     again.load_state_dict(algorithm.state_dict())
     assert again.base.entropy_coef() == algorithm.base.entropy_coef()
+
+
+@pytest.mark.parametrize("kind", [A2C, PPO, VTrace])
+def test_the_entropy_that_is_adapted_is_the_valid_rows(kind):
+    config = make_config(**{"algo.entropy_target": math.log(4), "vtrace.replay_capacity": 32, "ppo.minibatch_size": 16})
+    model = ActorCritic(VECTOR, config.model)
+    params = FlatParams(model)
+    params.data.zero_()  # a uniform policy over four actions has the entropy that is asked for
+    algorithm, gradients = kind(config, VECTOR), Gradients(model, params, Team(1), FP32)
+    for seed in range(2):  # the second batch of V-trace has old rollouts, too
+        rollout = make_rollout(VECTOR, 6, 8, seed)
+        assert not rollout.mask.all()
+        for batch in algorithm.batches(model, rollout):
+            batch.metrics = gradients.compute(algorithm, batch)
+            algorithm.after_step(model, batch)
+    assert abs(getattr(algorithm, "base", algorithm).entropy_adjustment) < 1e-6
 
 
 def test_half_a_batch_is_replayed_and_counts_as_much():
