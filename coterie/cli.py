@@ -31,7 +31,7 @@ Often used with train:
   --env.num-envs 64             simulators of each learner
   --learners auto               one learner for each core or GPU, or a number
   --exchange gossip             allreduce, hogwild, store, gossip: how several learners agree
-  --model.torso a3c             a3c, a3c-gae, gala, nature, impala, mlp
+  --model.torso a3c             a3c, a3c-gae, gala, nature, impala, football, mlp
   --model.core lstm
   --optim.lr 1e-3
   --eval.every 100000           evaluate every N env steps; decides the best checkpoint

@@ -63,7 +63,7 @@ class Reward:
 class Model:
     """The network."""
 
-    torso: str = "auto"  # a3c, a3c-gae, gala, nature, impala, mlp, auto, or package.module:callable
+    torso: str = "auto"  # a3c, a3c-gae, gala, nature, impala, football, mlp, auto, or package.module:callable
     hidden: tuple[int, ...] = (64, 64)  # mlp: layer sizes
     activation: Literal["tanh", "relu"] = "tanh"  # mlp
     share: Literal["auto", "yes", "no"] = "auto"  # one torso for policy and value; auto: yes for images and LSTM

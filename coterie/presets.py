@@ -268,6 +268,27 @@ def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
     return override(config, overrides)
 
 
+def seed_football(env: str = "gfootball/11_vs_11_hard_stochastic-v1", **overrides: Any) -> Config:
+    """SEED RL on Google Research Football (gcp/train_football_scoring.sh, and train_football_checkpoints.sh where
+    `env.kwargs` asks for the checkpoint reward): V-trace on unrolls of 32 in batches of 32, rewards as they are, Keras'
+    Adam at a fixed rate, a ResNet of four stages. One frame on EnvPool; four, as in the paper, through envs.football.
+    """
+    base = seed_vtrace(env, **_of_env(overrides))
+    config = replace(base, preset="seed-football")
+    if base.model.torso == "impala":
+        checkpoints = "checkpoints" in base.env.kwargs
+        lr, entropy, gae_lambda = (1.2542e-4, 7.3309e-4, 1.0) if checkpoints else (5.5339e-5, 3.1948e-5, 0.9)
+        config = replace(
+            config,
+            steps=500_000_000,
+            reward=Reward(),
+            model=Model(torso="football"),
+            algo=Algo(32, gamma=0.997, gae_lambda=gae_lambda, value_coef=0.25, entropy_coef=entropy),
+            optim=Optim("adam_eps_hat", lr=lr, eps=1e-7, max_grad_norm=0.0),
+        )
+    return override(config, overrides)
+
+
 def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:
     """A3C with large batches and a central store (Accelerated Methods 4.3): A2C learners of 16 simulators that meet a
     store of 3 chunks after every update; the learning rate does not grow with the learners.
@@ -306,6 +327,7 @@ PRESETS: dict[str, Callable[..., Config]] = {
     "impala": impala,
     "impala-deep": impala_deep,
     "seed-vtrace": seed_vtrace,
+    "seed-football": seed_football,
     "appo": appo,
     "gala-a2c": gala_a2c,
     "gala-ppo": gala_ppo,

@@ -37,6 +37,7 @@ LEVELS: list[list[str]] = [
         "envs.owner",
         "envs.pool",
         "envs.dmlab",
+        "envs.football",
         "envs.gym",
         "envs.local",
     ],

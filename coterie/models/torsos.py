@@ -1,7 +1,8 @@
 """Torsos: observations in, a feature vector out. The only place where uint8 becomes float.
 
 a3c (A3C, Accelerated Methods), a3c-gae (A3C with GAE; its FC-FC-LSTM is mlp and a core), gala (GALA), nature (DQN),
-impala (IMPALA's ResNet), mlp. An entry that is text has the torso of models/text.py, whatever is named here.
+impala (IMPALA's ResNet), football (SEED RL's, with a fourth stage), mlp. An entry that is text has the torso of
+models/text.py, whatever is named here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _CONVS: dict[str, tuple[tuple[tuple[int, int, int], ...], int]] = {
     "gala": (((32, 8, 4), (64, 4, 2), (32, 3, 1)), 512),
     "nature": (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512),
 }
-NAMES = (*_CONVS, "impala", "mlp", "auto")
+# Channels of each stage of a ResNet.
+_RESNETS = {"impala": (16, 32, 32), "football": (16, 32, 32, 32)}
+NAMES = (*_CONVS, *_RESNETS, "mlp", "auto")
 _SMALLEST_CONV_IMAGE = 36  # pixels; the 8-4-3 stacks need as many
 
 
@@ -110,9 +113,9 @@ class Residual(nn.Module):
 
 
 class ImpalaTorso(nn.Module):
-    """IMPALA's deep net: three stages of conv, max-pool and two residual blocks, then one layer of 256."""
+    """IMPALA's deep net: stages of conv, max-pool and two residual blocks, then one layer of 256."""
 
-    def __init__(self, shape: tuple[int, int, int], hwc: bool, channels: Sequence[int] = (16, 32, 32)) -> None:
+    def __init__(self, shape: tuple[int, int, int], hwc: bool, channels: Sequence[int]) -> None:
         super().__init__()
         c, height, wide = shape
         modules: list[nn.Module] = []
@@ -240,13 +243,13 @@ def _one(spec: ObsSpec, config: ModelConfig) -> nn.Module:
         image, hwc = layout(spec.shape)
         if name == "auto":
             name = "nature" if min(image[1:]) >= _SMALLEST_CONV_IMAGE else "mlp"
-    elif name in (*_CONVS, "impala", "auto"):
+    elif name in (*_CONVS, *_RESNETS, "auto"):
         name = "mlp"  # the vector beside an image, or a vector env
     if name == "mlp":
         return MLPTorso(spec.shape, config.hidden, config.activation, spec.dtype == "uint8")
     assert image is not None
-    if name == "impala":
-        return ImpalaTorso(image, hwc)
+    if name in _RESNETS:
+        return ImpalaTorso(image, hwc, _RESNETS[name])
     if min(image[1:]) < _SMALLEST_CONV_IMAGE:
         raise ConfigError(f"model.torso: {name} needs images of {_SMALLEST_CONV_IMAGE} pixels; use mlp, impala or auto")
     return ConvTorso(name, image, hwc)

@@ -10,7 +10,7 @@ from coterie.config import Model
 from coterie.models.build import ActorCritic, acting_copy
 from coterie.models.cores import LSTMCore
 from coterie.models.heads import Normalizer
-from coterie.models.torsos import Tanh, build_torso
+from coterie.models.torsos import Residual, Tanh, build_torso
 from coterie.parallel.params import FlatParams
 from coterie.types import ActionSpec, ConfigError, Inputs, ObsSpec, Spec
 from tests.conftest import IMAGE, VECTOR, make_rollout
@@ -65,13 +65,13 @@ def test_last_action_and_reward_are_zeroed_where_an_episode_begins():
     assert model._last(seen).tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 0, 0.5]]
 
 
-@pytest.mark.parametrize("torso", ["a3c", "gala", "nature", "impala"])
+@pytest.mark.parametrize("torso", ["a3c", "gala", "nature", "impala", "football"])
 def test_image_torsos_read_bytes_as_fractions_of_one(torso):
     torch.manual_seed(0)
     net = build_torso({"": ObsSpec((4, 84, 84), "uint8")}, Model(torso=torso))
     x = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
     first = next(m for m in net.modules() if isinstance(m, torch.nn.Conv2d))
-    assert net(x).shape == (2, {"a3c": 256, "gala": 512, "nature": 512, "impala": 256}[torso])
+    assert net(x).shape == (2, {"gala": 512, "nature": 512}.get(torso, 256))
     captured = {}
     layer = next(m for m in net.modules() if type(m).__name__ == "Frames")
     layer.register_forward_hook(lambda m, i, o: captured.update(out=o.clone()))
@@ -84,6 +84,20 @@ def test_accelerated_methods_frames_give_12_by_9_maps():
     net = build_torso({"": ObsSpec((4, 104, 80), "uint8")}, Model(torso="a3c"))
     linear = next(m for m in net.modules() if isinstance(m, torch.nn.Linear))
     assert linear.in_features == 32 * 12 * 9
+
+
+@pytest.mark.parametrize(
+    ("torso", "stages", "map_size"), [("impala", [16, 32, 32], 9 * 12), ("football", [16, 32, 32, 32], 5 * 6)]
+)
+def test_resnets_halve_the_image_in_every_stage(torso, stages, map_size):
+    net = build_torso({"": ObsSpec((72, 96, 16), "uint8")}, Model(torso=torso))
+    blocks = [m.a.out_channels for m in net.modules() if isinstance(m, Residual)]
+    assert blocks == [channels for channels in stages for _ in range(2)]
+    convs = [m for m in net.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert (len(convs), convs[0].in_channels) == (5 * len(stages), 16)
+    linear = next(m for m in net.modules() if isinstance(m, torch.nn.Linear))
+    assert (linear.in_features, linear.out_features) == (32 * map_size, 256)
+    assert net(torch.zeros(2, 72, 96, 16, dtype=torch.uint8)).shape == (2, 256)
 
 
 def test_channels_last_images_give_what_channels_first_do():
