@@ -68,6 +68,7 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
     resolve(config, spec)
     assert isinstance(config.learners, int)
     board = Board(config.learners)  # of the first moments: children get another
+    board.release()
     here = config.exchange == "solo" and config.acting == "inline"
     life = 0 if state is None else state["life"] + 1
     learner = Learner(config, life, Links(board=board)) if here else None
@@ -90,7 +91,10 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
         if learner is not None:
             learner.close()
         raise
-    return run_here(run, learner) if learner is not None else run_children(run, config, saved, state)
+    if learner is not None:
+        return run_here(run, learner)
+    del board  # its memory goes with the last who holds it: the run, until there is the children's
+    return run_children(run, config, saved, state)
 
 
 def _new_folder(config: Config) -> Path:

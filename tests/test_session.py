@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import math
 import os
@@ -16,6 +18,7 @@ import torch
 
 import coterie
 from coterie import presets, session
+from coterie.launch.local import Crew
 from coterie.roles import Learner
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace, save_config
@@ -65,6 +68,26 @@ def test_same_seed_same_weights_on_images_with_threads(tmp_path):
     small |= {"ppo.minibatch_size": 16, "log.tensorboard": False, "env.groups": 2, "torch_threads": 2}
     runs = [presets.ppo(env="Pong-v5", out=str(tmp_path / str(i)), **small) for i in range(2)]
     assert len({coterie.train(run, quiet=True)["digest"] for run in runs}) == 1
+
+
+def boards() -> int:
+    """Descriptors of boards that this process has open."""
+    found = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += "coterie-board" in os.readlink(path)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_run_with_children_holds_their_board_only_and_lets_go_of_it(tmp_path, monkeypatch, learners):
+    before, held, close = boards(), [], Crew.close
+    monkeypatch.setattr(Crew, "close", lambda crew: (held.append(boards() - before), close(crew)))
+    coterie.train(tiny(tmp_path / "run", learners=learners), quiet=True)
+    assert held == [2] * (learners > 1)  # what children are given, and the map
+    gc.collect()
+    assert boards() == before
 
 
 COMMAND = [sys.executable, "-m", "coterie.cli"]
