@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from coterie.ops.optim import make_rule
 from coterie.parallel.affinity import available_cores, bf16_is_fast
 from coterie.parallel.board import Board, BoardSteps, OwnSteps
 from coterie.parallel.params import FlatParams
+from coterie.parallel.processes import own_folder
 from coterie.parallel.shm import SharedArrays
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
@@ -257,7 +257,7 @@ def make_exchange(config: Config, params: FlatParams, moments: Moments, links: L
         return Solo(params, rule, guard)
     rank, learners, board = links.rank, links.learners, links.board
     if config.exchange == "allreduce":
-        meeting = links.rendezvous or Path(tempfile.mkdtemp(prefix="coterie-")) / "meeting"
+        meeting = links.rendezvous or own_folder() / "meeting"
         return AllReduce(params, rule, guard, moments, board, rank, meeting, timeout)
     memory = links.memory or exchange_memory(config, params, moments, learners)
     assert memory is not None

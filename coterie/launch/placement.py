@@ -18,6 +18,7 @@ from coterie.models.build import ActorCritic
 from coterie.parallel.affinity import available_cores, place
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
+from coterie.parallel.processes import own_folder
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.parts import Links, acting_memory, exchange_memory, make_model, normalizers
@@ -36,7 +37,7 @@ class Placement:
         self.actors = config.actors if config.acting != "inline" and isinstance(config.actors, int) else 0
         self.board = Board(self.learners, self.actors)
         self.board.here[:] = 1
-        self.meeting = Path(tempfile.mkdtemp(prefix="coterie-")) if config.exchange == "allreduce" else None
+        self.meeting = own_folder() if config.exchange == "allreduce" else None
         model = make_model(config, spec)
         if tensors:
             model.load_state_dict(tensors["model"])
@@ -48,8 +49,7 @@ class Placement:
         self.acting: dict[int, tuple[Slots, Weights]] = {}
         self.sockets: Path | None = None
         if config.acting == "central":  # a socket's path has 107 bytes at most
-            place_for = None if len(tempfile.gettempdir()) < 70 else "/tmp"
-            self.sockets = Path(tempfile.mkdtemp(prefix="coterie-", dir=place_for))
+            self.sockets = own_folder(None if len(tempfile.gettempdir()) < 60 else "/tmp")
         for rank in range(self.learners if config.acting == "decoupled" else 0):
             self.renew(rank, spec, model)
 

@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, cast
 
 from coterie.types import ConfigError, CoterieError
@@ -85,11 +86,39 @@ def listen(children: Iterable[Child], seconds: float) -> Iterator[tuple[Child, s
             yield child, "end", child.end()
 
 
+def own_folder(where: str | None = None) -> Path:
+    """A new temporary folder with its owner in its name; those of owners that were killed are removed first."""
+    base, owner = Path(where or tempfile.gettempdir()), _space()
+    for folder in base.glob(f"coterie-{owner}-*-*"):
+        with contextlib.suppress(OSError, ValueError):  # somebody else's, or gone meanwhile
+            if folder.stat().st_uid == os.getuid() and not _exists(int(folder.name.split("-")[2])):
+                shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"coterie-{owner}-{os.getpid()}-", dir=base))
+
+
+def _space() -> str:
+    """The pid namespace: in a container that shares the folder with others, their processes are not to be seen."""
+    try:
+        return f"{os.stat('/proc/self/ns/pid').st_ino:x}"
+    except OSError:
+        return "0"
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's
+        return True
+    return True
+
+
 def _short_paths() -> None:
     """The fork server's socket is in the temporary folder, and a socket's path has 107 bytes at most."""
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" not in config and len(os.fsencode(tempfile.gettempdir())) > 70:
-        config["tempdir"] = folder = tempfile.mkdtemp(prefix="coterie-", dir="/tmp")
+        config["tempdir"] = folder = str(own_folder("/tmp"))
         util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
 
 

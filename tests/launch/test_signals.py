@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from coterie import cli
+from coterie.parallel.processes import own_folder
 from tests.launch.harness import (
     ENDLESS,
     EXCHANGES,
@@ -149,7 +150,11 @@ def test_everybody_goes_with_a_killed_parent(outside):
     run.wait_for("metrics.jsonl")
     assert len(tagged(run.tag)) >= 6  # parent, fork server, two learners with two workers at least
     run.process.kill()
+    run.process.wait()
     until(lambda: not tagged(run.tag), "all are gone", 5)
+    (left,) = run.tmp.glob("coterie-*")  # where they met: the next run sees to it
+    own_folder(str(run.tmp))
+    assert not left.exists()
 
 
 @pytest.mark.parametrize(
