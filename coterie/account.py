@@ -278,7 +278,7 @@ class Account:
             "policy_lag_max": self._policy_lag_max(),
             "policy_lag": {str(lag): rows for lag, rows in sorted(self.lags.items())},
             "policy_lag_by_row": [round(x / self.rollouts, 3) for x in self.lag_by_row],
-            **self._latency(),
+            **{k.replace("/", "_"): v for k, v in self._latency().items()},
             "stages": {k: round(v, 3) for k, v in self.stages.items()},
             "energy": self._energy(learned - self.begin_steps),
             "digest": whole if digests else "",
