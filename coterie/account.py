@@ -33,6 +33,7 @@ class Account:
         self.rolled_back = self.dropped = self.restarts = 0
         self.last_eval: dict[str, float] = {}
         self.lags, self.line_lags = Counter[int](), Counter[int]()  # rows by policy_lag: of all, since the last line
+        self.lag_by_row, self.rollouts = list[float](), 0  # lag of each row of a rollout, added up over so many
         self.latencies = deque[float](maxlen=20_000)  # seconds that envs waited for their actions, lately
         self.begin_stages: dict[str, float] = {}
         if state is not None:
@@ -77,6 +78,10 @@ class Account:
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         self.lags.update(report["lags"])
         self.line_lags.update(report["lags"])
+        if report["rollouts"]:
+            before = self.lag_by_row or [0.0] * len(report["lag_by_row"])
+            self.lag_by_row = [a + b for a, b in zip(before, report["lag_by_row"], strict=True)]
+            self.rollouts += report["rollouts"]
         self.reports[rank] = report
         self._add_stages()
 
@@ -272,6 +277,8 @@ class Account:
             "skipped_batches": board.sum("skipped"),
             "policy_lag_max": self._policy_lag_max(),
             "policy_lag": {str(lag): rows for lag, rows in sorted(self.lags.items())},
+            "policy_lag_by_row": [round(x / self.rollouts, 3) for x in self.lag_by_row],
+            **{k.replace("/", "_"): v for k, v in self._latency().items()},
             "stages": {k: round(v, 3) for k, v in self.stages.items()},
             "energy": self._energy(learned - self.begin_steps),
             "digest": whole if digests else "",

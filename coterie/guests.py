@@ -131,7 +131,7 @@ class _Push:
 class _Pull:
     """Gives weights that are newer than those that a guest has."""
 
-    reads = Layout([Tensor("version", "int64", ())])
+    reads = Layout([Tensor("version", "int64", (1,))])
     alive = True
 
     def __init__(self, weights: Weights, size: int, moments: int, said: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ class _Pull:
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         version = self.weights.version
-        if version <= int(arrays["version"]):
+        if version <= int(arrays["version"][0]):
             answer({}, version)
             return
         version = self.weights.read(self.params, self.moments)

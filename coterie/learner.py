@@ -84,6 +84,8 @@ class Progress:
     policy_lag_max: int = 0
     episodes: int = 0  # games that have ended
     lags: Counter[int] = field(default_factory=Counter)  # rows that were acted with weights so many learner steps old
+    lag_by_row: list[float] = field(default_factory=list)  # mean lag of each row of a rollout, summed over rollouts
+    rollouts: int = 0  # that `lag_by_row` is of
     metrics: dict[str, float] = field(default_factory=dict)  # sums over the batches since the last `read`
     batches: int = 0  # since the last `read`
 
@@ -97,6 +99,9 @@ class Progress:
             for v, count in zip(*(x.tolist() for x in found), strict=True):
                 self.lags[self.learner_steps - v] += count
         self.policy_lag_max = max(self.policy_lag_max, self.learner_steps - oldest)
+        means = (self.learner_steps - version.double().mean(1)).tolist()
+        self.lag_by_row = [a + b for a, b in zip(self.lag_by_row, means, strict=True)] if self.rollouts else means
+        self.rollouts += 1
 
     def add(self, name: str, value: float) -> None:
         self.metrics[name] = self.metrics.get(name, 0.0) + value

@@ -129,7 +129,7 @@ class Wire:
     def pull(self) -> int:
         begin = time.perf_counter()
         while True:
-            answer, version = self._ask("PullParameters", {"version": np.int64(self.version)})
+            answer, version = self._ask("PullParameters", {"version": np.array([self.version])})
             if answer:
                 self.params.data.copy_(torch.from_numpy(answer["params"].copy()))
                 self.moments.write(torch.from_numpy(answer["moments"].copy()))
@@ -176,7 +176,7 @@ class Wire:
         raise AssertionError
 
     def _open(self, method: str) -> Stream:
-        sends = self.layout if method == "PushRollouts" else Layout([Tensor("version", "int64", ())])
+        sends = self.layout if method == "PushRollouts" else Layout([Tensor("version", "int64", (1,))])
         channel = open_channel(self.address, self.door.cert)
         stream = Stream(channel, method, self.hello, sends, token=self.door.token)
         if method == "PullParameters" and stream.reads.tensors != self.expected.tensors:

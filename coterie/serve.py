@@ -77,9 +77,12 @@ class Service:
             "gauges": self.gauges,
             "failures": self.learner.failures(),
             "lags": dict(progress.lags),
+            "lag_by_row": progress.lag_by_row,
+            "rollouts": progress.rollouts,
         }
         self.games, progress.metrics, progress.batches = [], {}, 0
         progress.lags.clear()
+        progress.rollouts = 0
         self.post("report", content)
 
     def obey(self) -> None:

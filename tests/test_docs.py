@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,29 @@ def run(args: list[str]) -> int:
         return int(end.code or 0)
 
 
+def lend(words: list[str], env: dict[str, str]) -> None:
+    """The command against a run that waits for it, with keys of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    assert cli.main(["keys", "keys", "--host", "127.0.0.1"]) == 0
+    preset = ["seed-vtrace", "--actors", "0"] if words[1] == "envs" else ["impala", "--actors", "1"]
+    keys = [
+        f"--wire.{k}={Path('keys', name)}"
+        for k, name in (("token-file", "token"), ("cert", "cert.pem"), ("key", "key.pem"))
+    ]
+    train = ["coterie", "train", *preset, "--env", "CartPole-v1", "--wire.bind", address, *keys, "--out", "run"]
+    for option, value in (("--connect", address), ("--token-file", "keys/token"), ("--cert", "keys/cert.pem")):
+        words[words.index(option) + 1] = value
+    steps = ["--steps", "20000"]
+    with subprocess.Popen([sys.executable, "-m", "coterie.cli", *shrink(train), *steps], env=env) as process:
+        try:
+            assert cli.main(words[1:]) == 0
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
+
+
 COMMANDS = [
     pytest.param(line, id=f"{page.name}-{i}") for page in PAGES for i, line in enumerate(dict.fromkeys(commands(page)))
 ]
@@ -74,11 +98,15 @@ def test_a_command_runs(line, tmp_path, monkeypatch, capsys):
         assert (ROOT / words[1]).is_file(), line
         done = subprocess.run([sys.executable, ROOT / words[1], "--help"], capture_output=True, text=True, env=env)
         assert done.returncode == 0, done.stderr
+    elif words[1] in ("envs", "actor"):
+        lend(words, env)
     else:
         assert words[0] == "coterie", line
         if words[1] in ("eval", "watch", "resume"):
             start = ["coterie", "train", "ppo", "--env", "CartPole-v1", "--out", words[2]]
             assert run(shrink(start)) == 0
+        if "--wire.cert" in words:
+            assert run(["keys", "runs/keys"]) == 0
         assert run(shrink(words)) == 0, f"{line}\n{capsys.readouterr().err[-2000:]}"
     shutil.rmtree(tmp_path, ignore_errors=True)
 

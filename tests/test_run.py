@@ -24,6 +24,8 @@ REPORT = {
     "rss_mb": 1.0,
     "gauges": {},
     "lags": {},
+    "lag_by_row": [],
+    "rollouts": 0,
     "failures": [],
 }
 
