@@ -9,11 +9,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from coterie import cli, matrix
+from coterie.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,13 +71,27 @@ def lend(words: list[str], env: dict[str, str]) -> None:
     train = ["coterie", "train", *preset, "--env", "CartPole-v1", "--wire.bind", address, *keys, "--out", "run"]
     for option, value in (("--connect", address), ("--token-file", "keys/token"), ("--cert", "keys/cert.pem")):
         words[words.index(option) + 1] = value
-    steps = ["--steps", "20000"]
-    with subprocess.Popen([sys.executable, "-m", "coterie.cli", *shrink(train), *steps], env=env) as process:
+    endless = [sys.executable, "-m", "coterie.cli", *shrink(train), "--steps", "1000000000", "--log.every", "0.5"]
+    with subprocess.Popen(endless, env=env) as process:
+
+        def end_it() -> None:
+            """Once the run has had something from the command."""
+            end = time.monotonic() + 120
+            while time.monotonic() < end and process.poll() is None:
+                lines = read_metrics(Path("run"))
+                if lines and lines[-1].get("wire/bytes_in_per_step", 0) > 0:
+                    break
+                time.sleep(0.2)
+            process.terminate()
+
+        ender = threading.Thread(target=end_it)
+        ender.start()
         try:
             assert cli.main(words[1:]) == 0
-            assert process.wait(120) == 0
+            assert process.wait(60) == 75
         finally:
             process.kill()
+            ender.join()
 
 
 COMMANDS = [
