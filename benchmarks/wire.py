@@ -1,0 +1,137 @@
+"""What the wire carries: streams of a trivial env from a few processes through one server, without training.
+
+    python benchmarks/wire.py [--streams 1,4,16,64,256] [--envs 32] [--processes 4] [--seconds 5] [--out FILE.json]
+
+Prints env steps/s, messages/s, the latency of an answer as a client sees it (p50, p99), and the server's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import queue
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def serve(address: str, envs: int, ready: Any) -> None:
+    """A learner that acts for everybody and throws the rollouts away."""
+    from coterie import presets
+    from coterie.door import Hosts
+    from coterie.parts import Links
+    from coterie.roles import Learner
+    from coterie.wire.server import Server
+
+    wide = {"env.num_envs": envs, "actors": 1, "central.batch_size": 64, "central.max_envs": 100_000}
+    learner = Learner(presets.seed_vtrace(env="CartPole-v1", **wide), 0, Links())
+    server = Server(address, {"Infer": Hosts(learner.config, learner.spec, 0, learner.acting, False)})
+    ready.set()
+    for _ in learner.acting.rollouts(lambda: learner.acting.publish(0)):
+        pass
+    server.close()
+
+
+async def stream(channel: Any, envs: int, group: int, run_id: int, end: float, latencies: list[float]) -> None:
+    from coterie.config import Config
+    from coterie.envs.make import make_spec
+    from coterie.wire.codec import Frame, timestep_layout
+
+    config = Config()
+    layout = timestep_layout(make_spec(config.env, config.atari), envs)
+    zeros = {t.name: np.zeros(t.shape, t.dtype) for t in layout.tensors}
+    zeros["episode_return"][:] = zeros["episode_length"][:] = np.nan
+    call = channel.stream_stream("/coterie.v1.Coterie/Infer", Frame.SerializeToString, Frame.FromString)()
+    hello = {"protocol": 1, "client": "bench", "run_id": run_id, "env_id": "CartPole-v1", "envs": envs, "group": group}
+    await call.write(Frame(hello={**hello, "number": -1, "sends": layout.message()}))
+    await call.read()
+    number, data = 0, layout.pack(zeros)
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        await call.write(Frame(data={"number": number, "tensors": data}))
+        await call.read()
+        latencies.append(time.perf_counter() - begin)
+        number += 1
+    call.cancel()
+
+
+def clients(address: str, streams: int, envs: int, seconds: float, told: Any) -> None:
+    """One process with so many streams."""
+    import grpc
+
+    async def work() -> list[float]:
+        channel = grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        latencies: list[float] = []
+        end, run_id = time.perf_counter() + seconds, random.getrandbits(63)
+        await asyncio.gather(*(stream(channel, envs, i, run_id, end, latencies) for i in range(streams)))
+        return latencies
+
+    told.put(asyncio.run(work()))
+
+
+def rss_mb(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+def measure(streams: int, envs: int, processes: int, seconds: float) -> dict[str, Any]:
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"unix:{folder}/wire"
+        ready, told = spawn.Event(), spawn.Queue()
+        server = spawn.Process(target=serve, args=(address, envs * streams, ready), daemon=True)
+        server.start()
+        assert ready.wait(120), "the server does not start"
+        count = min(processes, streams)
+        shares = [streams // count + (i < streams % count) for i in range(count)]
+        workers = [spawn.Process(target=clients, args=(address, n, envs, seconds, told), daemon=True) for n in shares]
+        for worker in workers:
+            worker.start()
+        memory, latencies = list[float](), list[float]()
+        ended = 0
+        while ended < count:
+            try:
+                latencies += told.get(timeout=1.0)
+                ended += 1
+            except queue.Empty:
+                memory.append(rss_mb(server.pid))
+        for worker in workers:
+            worker.join(10)
+        server.terminate()
+        server.join(10)
+    ms = np.array(latencies) * 1e3
+    return {
+        "streams": streams,
+        "envs_per_message": envs,
+        "processes": count,
+        "messages_per_s": len(ms) / seconds,
+        "env_steps_per_s": len(ms) * envs / seconds,
+        "p50_ms": float(np.percentile(ms, 50)),
+        "p99_ms": float(np.percentile(ms, 99)),
+        "server_rss_mb": memory[len(memory) // 2 :],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", default="1,4,16,64,256")
+    parser.add_argument("--envs", type=int, default=32)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--out", default="")
+    options = parser.parse_args()
+    found = [measure(int(n), options.envs, options.processes, options.seconds) for n in options.streams.split(",")]
+    for row in found:
+        print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    if options.out:
+        Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
