@@ -141,6 +141,7 @@ class Learner:
         shape = Shape(
             self.spec, config.env.num_envs, horizon(config), batch_size(config), 1 if own.lockstep else 2 + own.queue,
             own.batch_min, own.batch_max, own.wait, own.lockstep, own.newest_frame, own.max_envs, patience(config),
+            leaves=config.exchange != "allreduce",
         )  # fmt: skip
         twins = [acting_copy(self.model, layout.dtype, apart=True) for _ in range(2)]
         central = Central(

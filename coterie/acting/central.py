@@ -52,6 +52,7 @@ class Shape:
     newest: bool = False
     max_envs: int = 4096
     timeout: float = 900.0
+    leaves: bool = False  # when the run is to stop and nothing comes: no other learner waits for this one
 
 
 class Central:
@@ -109,7 +110,8 @@ class Central:
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
         while True:
             refresh()
-            fields = self._wait()
+            if (fields := self._wait()) is None:
+                return
             self.columns -= self.shape.batch_size
             yield as_rollout(fields, self.device)
             self.free.put(fields)
@@ -125,7 +127,7 @@ class Central:
         begun = sum(seat.width for seat in self.seats.values() if seat.recorder is not None)
         return -(-(self.columns + begun) // self.shape.batch_size)
 
-    def _wait(self) -> Fields:
+    def _wait(self) -> Fields | None:
         begin = time.perf_counter()
         with self.board.waits(self.rank):
             while True:
@@ -135,6 +137,8 @@ class Central:
                     fields = self.ready.get(timeout=_LOOK_S)
                     break
                 except queue.Empty:
+                    if self.shape.leaves and self.board.stopping:
+                        return None
                     if time.perf_counter() - begin > self.shape.timeout:
                         raise CoterieError(
                             f"no batch of rollouts for {self.shape.timeout:g} s: {len(self.seats)} streams of "

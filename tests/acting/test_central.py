@@ -536,6 +536,17 @@ def test_without_hosts_there_is_an_end_with_a_reason(rig):
         next(one.rollouts())
 
 
+def test_a_run_that_is_to_stop_does_not_wait_for_hosts_that_do_not_come(rig):
+    one = rig(leaves=True)
+    source = one.rollouts()
+    clients = [Client(one, n).go() for n in range(2)]
+    one.central.board.stop()
+    next(source)  # what there is comes first
+    for client in clients:
+        client.going = False
+    assert len(list(source)) <= 4
+
+
 @pytest.mark.parametrize("when", ["idle", "full", "acting"])
 def test_close_ends_both_threads(rig, when):
     one = rig()
