@@ -42,6 +42,7 @@ def open_channel(address: str, cert: str = "") -> grpc.Channel:
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),  # a minute by itself, whatever the line above says
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 10_000),  # despite its name: for one try to connect, with TLS
