@@ -42,8 +42,9 @@ class Dialer:
 
     def __init__(
         self, address: str, env_id: str, spec: Spec, *, number: int = -1, token: str = "", cert: str = "",
-        newest: bool = False, patience: float = 600.0,
+        newest: bool = False, patience: float = 600.0, leave: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        self.leave = leave  # raises where no answer is waited for any longer
         self.address, self.cert, self.token = address, cert, token
         self.env_id, self.spec, self.number, self.newest, self.patience = env_id, spec, number, newest, patience
         self.run_id = random.SystemRandom().getrandbits(64)
@@ -63,7 +64,9 @@ class Dialer:
                 "number": self.number,
             }  # fmt: skip
             try:
-                stream = Stream(self.channel, "Infer", hello, layout, token=self.token, silence=_SILENCE_S)
+                stream = Stream(
+                    self.channel, "Infer", hello, layout, token=self.token, silence=_SILENCE_S, check=self.leave
+                )
             except Lost as error:
                 waited = time.monotonic() - begin
                 if waited > self.patience:
