@@ -52,7 +52,9 @@ def test_through_every_exchange(tmp_path, exchange):
     assert summary["rows"]["in_flight"] + summary["rows"]["dropped"] <= 2 * 2 * CROWD * 5 * (3 + 2 + 1)
 
 
-@pytest.mark.parametrize("exchange", ["solo", pytest.param("allreduce", marks=slow), pytest.param("gossip", marks=slow)])
+@pytest.mark.parametrize(
+    "exchange", ["solo", pytest.param("allreduce", marks=slow), pytest.param("gossip", marks=slow)]
+)
 def test_killed_hosts_come_back_and_every_row_is_accounted_for(tmp_path, monkeypatch, meddler, exchange):
     out, tally = meddler.out, tmp_path / "tally"
     (tmp_path / "tally_env.py").write_text(TALLY)
