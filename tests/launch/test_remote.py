@@ -4,6 +4,7 @@ own.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from coterie.wire.codec import timestep_layout
 from tests.launch import test_central, test_decoupled
 from tests.launch.harness import ENDLESS, PATIENCE, Meddler, last_checkpoint, until
 from tests.launch.test_decoupled import CROWD, check
+from tests.launch.test_killed import TALLY
 from tests.proxy import Proxy
 
 slow = pytest.mark.slow
@@ -57,12 +59,13 @@ def central(out: Path, port: int, exchange: str = "solo", **changes: object) -> 
 class Guest:
     """A host or an actor in a thread of this process."""
 
-    def __init__(self, work: Callable[..., None], port: int, env: str = "CartPole-v1", patience: float = 60) -> None:
-        config = replace(Config(), env=Env(env, num_envs=WIDTH, delay=0.005, threads=1), device="cpu")
+    def __init__(self, work: Callable[..., None], port: int, env: Env | None = None) -> None:
+        env = replace(env or Env("CartPole-v1"), num_envs=WIDTH, delay=0.005, threads=1)
+        config = replace(Config(), env=env, device="cpu")
         self.lines: list[str] = []
         self.error: Exception | None = None
         self.left = threading.Event()
-        door = Door(f"127.0.0.1:{port}", patience=patience)
+        door = Door(f"127.0.0.1:{port}", patience=60)
 
         def leave() -> None:
             if self.left.is_set():
@@ -263,12 +266,19 @@ def test_a_killed_learner_comes_back_and_its_hosts_find_it(meddler, guests):
     meddler.check_nothing_left()
 
 
-def test_through_a_proxy_that_delays_throttles_and_cuts(meddler, guests):
-    """5% of what goes over the wire comes late; streams are cut in the middle of a frame, and while nothing is told."""
-    port = free_ports()
+def test_through_a_proxy_that_delays_throttles_and_cuts(tmp_path, monkeypatch, meddler, guests):
+    """5% of what goes over the wire comes late; streams are cut in the middle of a frame, with nobody to go to. The
+    envs count their steps, of which none is learned from twice, or lost but where a stream was.
+    """
+    port, tally = free_ports(), tmp_path / "tally"
+    (tmp_path / "tally_env.py").write_text(TALLY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tally_env", raising=False)
+    env = Env("tally_env:Tally", kwargs=json.dumps({"path": str(tally)}))
+    own = {"env.id": env.id, "env.kwargs": env.kwargs}
 
     def meddle(proxy: Proxy) -> None:
-        mine = [guests(lend_envs, at) for at in (proxy.port, proxy.port, port)]
+        mine = [guests(lend_envs, at, env) for at in (proxy.port, proxy.port, port)]
         meddler.at_work()
         until(lambda: proxy.connections >= 4, "both have asked, and are connected")
         proxy.delayed, proxy.delay = 0.05, 0.1
@@ -294,8 +304,10 @@ def test_through_a_proxy_that_delays_throttles_and_cuts(meddler, guests):
             assert "the run has ended" in guest.end()
 
     with Proxy(port) as proxy:
-        assert meddler.run(central(meddler.out, port), lambda: meddle(proxy)) == 75
+        assert meddler.run(central(meddler.out, port, **own), lambda: meddle(proxy)) == 75
     summary = check(meddler.out)
+    produced, taken = summary["rows"]["produced"], tally.stat().st_size
+    assert produced <= taken <= produced + (proxy.cuts + 3) * WIDTH
     assert summary["rows"]["dropped"] > 0
     assert [rank for rank, _ in meddler.started] == [0]
     assert "Traceback" not in (meddler.out / "log.txt").read_text()
@@ -351,6 +363,34 @@ def test_hosts_are_spread_over_the_learners(meddler, guests):
         return [x["learned"] for x in last_checkpoint(meddler.out)[1]["learners"]]
 
     assert meddler.run(central(meddler.out, port, "gossip"), meddle) == 75
+    check(meddler.out)
+    meddler.check_nothing_left()
+
+
+@pytest.mark.parametrize("work", [lend_envs, lend_actor])
+def test_who_waits_for_a_learner_that_is_stopped_may_leave(meddler, guests, work):
+    """And who stays goes on with it afterwards."""
+    port = free_ports()
+
+    def meddle() -> None:
+        mine = [guests(work, port) for _ in range(2)]
+        meddler.at_work()
+        pid = meddler.pid(0)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(1)
+            begin = time.monotonic()
+            assert "left: " in mine[0].end()
+            assert time.monotonic() - begin < 15
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        goes_on(meddler)
+        finish(meddler)
+        mine[1].thread.join(PATIENCE)
+        assert "the run has ended" in mine[1].end()
+
+    args = central if work is lend_envs else decoupled
+    assert meddler.run(args(meddler.out, port), meddle) == 75
     check(meddler.out)
     meddler.check_nothing_left()
 
