@@ -191,9 +191,20 @@ def test_a_host_that_dies_again_and_again_ends_the_run(meddler, capsys):
 
 
 @slow
+def test_a_host_that_hangs_is_named(tmp_path, meddler, capsys):
+    """Though the others go on."""
+    env = {"env.id": "coterie.envs.testing:FlakyEnv", "log.stall": 8, "env.timeout": 60}  # more than a start takes
+    env["env.kwargs"] = json.dumps({"how": "hang", "at": 30, "marker": str(tmp_path / "once")})
+    assert meddler.run(options(meddler.out, **{**ENDLESS, **env}), lambda: None) == 1
+    line = last_line(capsys)
+    assert "host " in line
+    assert "hangs" in line
+    meddler.check_nothing_left()
+
+
+@slow
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_hosts_that_hang_end_the_run_at_its_deadline(meddler, capsys, lockstep):
-    """Where some are left the run goes on without the others, but in lockstep."""
     changes = {"log.stall": 8, "central.lockstep": lockstep}  # more than a start takes
     stopped: list[int] = []
 
