@@ -52,7 +52,6 @@ class Shape:
     newest: bool = False
     max_envs: int = 4096
     timeout: float = 900.0
-    leaves: bool = False  # when the run is to stop and nothing comes: no other learner waits for this one
 
 
 class Central:
@@ -73,6 +72,7 @@ class Central:
         self.free, self.ready = queue.SimpleQueue[Fields | None](), queue.SimpleQueue[Fields]()
         for _ in range(shape.batches):
             self.free.put(make_fields(shape.batch_size))
+        self.is_over: Callable[[], bool] = lambda: False  # nothing more is due to come, if nothing comes
         self.columns = 0  # of rollouts that are whole and have not been learned from
         self.published = 0
         self.made: dict[tuple[int, int], int] = {}  # in lockstep: whole rollouts of each place, whoever had it
@@ -137,7 +137,7 @@ class Central:
                     fields = self.ready.get(timeout=_LOOK_S)
                     break
                 except queue.Empty:
-                    if self.shape.leaves and self.board.stopping:
+                    if self.is_over():
                         return None
                     if time.perf_counter() - begin > self.shape.timeout:
                         raise CoterieError(

@@ -395,6 +395,21 @@ def test_who_waits_for_a_learner_that_is_stopped_may_leave(meddler, guests, work
     meddler.check_nothing_left()
 
 
+@pytest.mark.parametrize("exchange", ["gossip", pytest.param("hogwild", marks=slow), pytest.param("store", marks=slow)])
+def test_a_learner_that_nobody_came_to_does_not_keep_the_run_from_its_end(meddler, guests, exchange):
+    port = free_ports(2)
+
+    def meddle() -> None:
+        guests(lend_envs, port).thread.join(PATIENCE)
+
+    assert meddler.run(central(meddler.out, port, exchange, steps=500), meddle) == 0
+    assert check(meddler.out)["status"] == "finished"
+    learned = [x["learned"] for x in last_checkpoint(meddler.out)[1]["learners"]]
+    assert learned[0] >= 500
+    assert learned[1] == 0
+    meddler.check_nothing_left()
+
+
 def test_nobody_has_come_and_the_run_is_to_end(meddler):
     def meddle() -> None:
         meddler.until(lambda: meddler.saved() == 0, "the first checkpoint")
