@@ -7,7 +7,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -42,8 +44,9 @@ class Dialer:
 
     def __init__(
         self, address: str, env_id: str, spec: Spec, *, number: int = -1, token: str = "", cert: str = "",
-        newest: bool = False, patience: float = 600.0,
+        newest: bool = False, patience: float = 600.0, leave: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        self.leave = leave  # raises where no answer is waited for any longer
         self.address, self.cert, self.token = address, cert, token
         self.env_id, self.spec, self.number, self.newest, self.patience = env_id, spec, number, newest, patience
         self.run_id = random.SystemRandom().getrandbits(64)
@@ -63,7 +66,9 @@ class Dialer:
                 "number": self.number,
             }  # fmt: skip
             try:
-                stream = Stream(self.channel, "Infer", hello, layout, token=self.token, silence=_SILENCE_S)
+                stream = Stream(
+                    self.channel, "Infer", hello, layout, token=self.token, silence=_SILENCE_S, check=self.leave
+                )
             except Lost as error:
                 waited = time.monotonic() - begin
                 if waited > self.patience:
@@ -95,6 +100,7 @@ class Host:
             newest=config.central.newest_frame, patience=patience(config),
         )  # fmt: skip
         self.work = HostWork(mine, life, first, dialer, self._check, union=several)
+        self.work.waits = partial(links.board.waits, row)  # an answer may take as long as an evaluation
         self._replaced = int(links.board.counts[row][COUNTS.index("replaced")])
 
     def _check(self) -> None:
@@ -109,11 +115,11 @@ class Host:
             post("acted", content)
 
         try:
-            with self.board.waits(self.row):  # an answer may take as long as an evaluation
-                self.work.run(report)
+            self.work.run(report)
         except Over:
-            while not self.board.closed:
-                time.sleep(0.01)
+            with self.board.waits(self.row):  # for learners that have not reached the end
+                while not self.board.closed:
+                    time.sleep(0.01)
         except Stopped:
             pass
 
@@ -139,6 +145,7 @@ class HostWork:
         self.latencies = deque[float](maxlen=4096)
         self.env_steps = 0
         self.report: Callable[[dict[str, Any]], None] = lambda content: None
+        self.waits: Callable[[], AbstractContextManager[None]] = nullcontext  # while somebody else has to do something
         self.reported = 0.0
 
     def run(self, report: Callable[[dict[str, Any]], None]) -> None:
@@ -146,41 +153,54 @@ class HostWork:
         self.report = report
         seen = {g: self.envs.recv(g) for g in range(len(self.envs.groups))}
         for g in seen:  # in lockstep nobody is answered before all are there
-            self.lines[g] = self.dialer.call(g, len(seen[g].reward), self.check)
+            with self.waits():
+                self.lines[g] = self.dialer.call(g, len(seen[g].reward), self.check)
+                self.check()
         env_loop(self.envs, self._act, range(sys.maxsize), seen, self.stages)
 
     def _act(self, g: int, row: int, seen: TimeStep) -> Array:
         arrays = as_arrays(seen)
+        with self.waits():
+            try:
+                answer = self._ask(g, arrays)
+            finally:
+                self.check()  # a sign of life, before it is expected again
+        self.env_steps += len(seen.reward)
+        if (now := time.perf_counter()) - self.reported > _REPORT_S:
+            self._tell(now)
+        return answer["action"]
+
+    def _ask(self, g: int, arrays: dict[str, Array]) -> dict[str, Array]:
+        """An answer, on a new stream where the old one is lost."""
         while True:
             self.check()
             if g not in self.lines:
-                self.lines[g] = self.dialer.call(g, len(seen.reward), self.check)
+                self.lines[g] = self.dialer.call(g, len(arrays["reward"]), self.check)
             line = self.lines[g]
             try:
                 begin = time.perf_counter()
                 line.stream.send(line.newest.split(arrays))
                 answer, _ = line.stream.receive()
-                break
             except Lost:
                 # Another life begins on a new stream, with what the envs show now.
                 self.dialer.lost += 1
                 line.stream.close()
                 del self.lines[g]
-        now = time.perf_counter()
-        self.latencies.append(now - begin)
-        self.env_steps += len(seen.reward)
-        if now - self.reported > _REPORT_S:
-            self.reported = now
-            self.report(
-                {
-                    "stages": {f"host/{k}": v for k, v in self.stages.seconds.items()},
-                    "rss_mb": rss_mb(),
-                    "failures": [f"replaced {reason}" for reason in self.envs.failures()],
-                    "latencies": list(self.latencies),
-                }
-            )
-            self.latencies.clear()
-        return answer["action"]
+                continue
+            self.latencies.append(time.perf_counter() - begin)
+            return answer
+
+    def _tell(self, now: float) -> None:
+        self.reported = now
+        self.report(
+            {
+                "stages": {f"host/{k}": v for k, v in self.stages.seconds.items()},
+                "rss_mb": rss_mb(),
+                "failures": [f"replaced {reason}" for reason in self.envs.failures()],
+                "latencies": list(self.latencies),
+            }
+        )
+        self.latencies.clear()
 
     def close(self) -> None:
         for line in self.lines.values():

@@ -50,7 +50,7 @@ def _welcome(door: Door, method: str, run_id: int, leave: Callable[[], None]) ->
             leave()
             hello = {"client": "coterie", "run_id": run_id, "envs": 0, "number": -1}
             try:
-                stream = Stream(channel, method, hello, Layout(()), token=door.token)
+                stream = Stream(channel, method, hello, Layout(()), token=door.token, check=leave)
             except Lost as error:
                 if (waited := time.monotonic() - begin) > door.patience:
                     raise CoterieError(f"no learner at {door.address} for {waited:.0f} s: {error}") from None
@@ -83,7 +83,7 @@ def lend_envs(base: Config, door: Door, say: Say, leave: Callable[[], None]) -> 
     address = offset(door.address, welcome.number % max(1, welcome.learners))
     dialer = Dialer(
         address, config.env.id, make_spec(config.env, config.atari), token=door.token, cert=door.cert,
-        newest=settings["newest_frame"], patience=door.patience,
+        newest=settings["newest_frame"], patience=door.patience, leave=leave,
     )  # fmt: skip
     dialer.run_id = run_id
     work = HostWork(config, 0, 0, dialer, leave)
@@ -178,7 +178,7 @@ class Wire:
     def _open(self, method: str) -> Stream:
         sends = self.layout if method == "PushRollouts" else Layout([Tensor("version", "int64", (1,))])
         channel = open_channel(self.address, self.door.cert)
-        stream = Stream(channel, method, self.hello, sends, token=self.door.token)
+        stream = Stream(channel, method, self.hello, sends, token=self.door.token, check=self._leave)
         if method == "PullParameters" and stream.reads.tensors != self.expected.tensors:
             raise CoterieError("the run's network is another one: is this the same version of coterie?")
         return stream

@@ -147,6 +147,7 @@ class Learner:
             shape, twins, policy, self.model.initial_state, make_fields, links.board, links.rank, self.stages,
             layout.device,
         )  # fmt: skip
+        central.is_over = self._is_over
         try:
             if links.address:
                 self._serve(links.address, {"Infer": Hosts(config, self.spec, links.rank, central, True)})
@@ -157,6 +158,13 @@ class Learner:
             central.close()
             raise
         return central
+
+    def _is_over(self) -> bool:
+        """Whether to leave where no hosts are: the run is to stop, or others have learned all that was left. Under
+        allreduce they would wait for this learner.
+        """
+        ended = self.links.board.stopping or self.exchange.steps.total >= self.config.steps
+        return ended and self.config.exchange != "allreduce"
 
     def _serve(self, address: str, desks: Mapping[str, Desk], wire: Wire | None = None) -> None:
         """Listen: to the run's own children, or (`wire`) to whoever has the token."""

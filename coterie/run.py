@@ -233,7 +233,8 @@ class Run:
             return None
         idle = now - max(float(self.board.beat[stale[0]]), self.account.begin)
         row = stale[0] - self.learners
-        who = f"actor {row}: " if row >= 0 else f"learner {stale[0]}: " if self.learners > 1 else ""
+        kind = "host" if self.config.acting == "central" else "actor"
+        who = f"{kind} {row}: " if row >= 0 else f"learner {stale[0]}: " if self.learners > 1 else ""
         return f"{who}no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
 
     def exit_when_stalled(self) -> Callable[[], None]:

@@ -42,6 +42,7 @@ class Service:
         if self.board.order[0] > self.done and not self.learner.links.rejoin:
             self.obey()
         self.learner.run(self.after_rollout)
+        self.board.write(self.rank, self.learner.counts())  # hosts had gone on during the last rollout's training
         self.report()
         self.post("idle", None)
         while not self.over:

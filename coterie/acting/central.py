@@ -72,8 +72,10 @@ class Central:
         self.free, self.ready = queue.SimpleQueue[Fields | None](), queue.SimpleQueue[Fields]()
         for _ in range(shape.batches):
             self.free.put(make_fields(shape.batch_size))
+        self.is_over: Callable[[], bool] = lambda: False  # nothing more is due to come, if nothing comes
         self.columns = 0  # of rollouts that are whole and have not been learned from
         self.published = 0
+        self.made: dict[tuple[int, int], int] = {}  # in lockstep: whole rollouts of each place, whoever had it
         self._newest, self._in_use, self._version = 0, -1, 0
         self._lock = threading.Lock()  # of which twin is in use
         self._error: BaseException | None = None
@@ -108,7 +110,8 @@ class Central:
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
         while True:
             refresh()
-            fields = self._wait()
+            if (fields := self._wait()) is None:
+                return
             self.columns -= self.shape.batch_size
             yield as_rollout(fields, self.device)
             self.free.put(fields)
@@ -124,7 +127,7 @@ class Central:
         begun = sum(seat.width for seat in self.seats.values() if seat.recorder is not None)
         return -(-(self.columns + begun) // self.shape.batch_size)
 
-    def _wait(self) -> Fields:
+    def _wait(self) -> Fields | None:
         begin = time.perf_counter()
         with self.board.waits(self.rank):
             while True:
@@ -134,6 +137,8 @@ class Central:
                     fields = self.ready.get(timeout=_LOOK_S)
                     break
                 except queue.Empty:
+                    if self.is_over():
+                        return None
                     if time.perf_counter() - begin > self.shape.timeout:
                         raise CoterieError(
                             f"no batch of rollouts for {self.shape.timeout:g} s: {len(self.seats)} streams of "
@@ -191,8 +196,10 @@ class Central:
 
     def _turn(self, pending: dict[Seat, Question]) -> list[Question]:
         """In lockstep: all envs, always in the same order. A rollout that is behind catches up while others rest."""
-        due = [seat for seat in self.seats.values() if not seat.rests()]
-        if self.envs != self.shape.envs or not all(seat in pending and seat.may_go() for seat in due):
+        seats = self.seats.values()
+        due = [seat for seat in seats if not seat.rests()]
+        there = sum(seat.width for seat in seats)
+        if there != self.shape.envs or not all(seat in pending and seat.may_go() for seat in due):
             return []
         return [pending[seat] for seat in sorted(due, key=lambda seat: seat.first_env_id)]
 
@@ -268,7 +275,8 @@ class Central:
             raise Refused(f"{width} envs beside {beside}: central.max_envs is {shape.max_envs}")
         if old is not None:
             self.leave(old)
-        seat = self.seats[number, group] = Seat(self, first_env, width)
+        seat = Seat(self, (number, group), first_env, width)
+        self.seats = {**self.seats, seat.place: seat}  # another thread may go through them
         self.envs += width
         return seat
 
@@ -314,8 +322,8 @@ class Question:
 class Seat:
     """One stream's envs: their recurrent state and their unfinished rollout. Dies with the stream."""
 
-    def __init__(self, central: Central, first_env: int, width: int) -> None:
-        shape = central.shape
+    def __init__(self, central: Central, place: tuple[int, int], first_env: int, width: int) -> None:
+        shape, self.place = central.shape, place
         self.central, self.first_env_id, self.width, self.alive, self.counted = central, first_env, width, True, True
         self.reads, self.writes = timestep_layout(shape.spec, width, shape.newest), action_layout(shape.spec, width)
         self.newest = Newest(self.reads)
@@ -326,7 +334,7 @@ class Seat:
         action, reward = self.buffers[0].last()
         self.last = torch.zeros_like(action), torch.zeros_like(reward)
         self.state = central.initial_state(width)
-        self.begun, self.row, self.valid = 0, 0, 0
+        self.row, self.valid = 0, 0
         self.new = True
         self.said: dict[str, Any] = {}  # in the welcome
 
@@ -360,7 +368,8 @@ class Seat:
 
     def rests(self) -> bool:
         """In lockstep: it waits for the weights that come of its last rollout."""
-        return self.recorder is None and self.central.shape.lockstep and self.central.published <= self.begun
+        central = self.central
+        return self.recorder is None and central.shape.lockstep and central.published <= central.made.get(self.place, 0)
 
     def may_go(self) -> bool:
         """Whether there is room for what comes next."""
@@ -373,7 +382,6 @@ class Seat:
         if self.recorder is None:
             self.recorder, self.row = self.buffers.popleft(), 0
             self.recorder.begin([self.state], self.last)
-            self.begun += 1
         elif self.counted:
             valid = int(np.count_nonzero(~seen.is_first))
             self.central.produced += valid
@@ -391,6 +399,8 @@ class Seat:
         done = self.recorder
         done.bootstrap(0, value)
         self.recorder, self.last, self.valid = None, done.last(), 0
+        if self.central.shape.lockstep:
+            self.central.made[self.place] = self.central.made.get(self.place, 0) + 1
         return done
 
 

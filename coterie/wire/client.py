@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -42,6 +42,7 @@ def open_channel(address: str, cert: str = "") -> grpc.Channel:
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),  # a minute by itself, whatever the line above says
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 10_000),  # despite its name: for one try to connect, with TLS
@@ -54,13 +55,15 @@ def open_channel(address: str, cert: str = "") -> grpc.Channel:
 
 
 class Stream:
-    """One stream to a service. `silence`: seconds without any frame after which it is given up."""
+    """One stream to a service. `silence`: seconds without any frame after which it is given up; `check` raises where
+    nobody waits for an answer any longer, however long it takes.
+    """
 
     def __init__(
         self, channel: grpc.Channel, method: str, hello: Mapping[str, Any], sends: Layout, *, token: str = "",
-        silence: float = 60.0,
+        silence: float = 60.0, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.sends, self.silence = sends, silence
+        self.sends, self.silence, self._check = sends, silence, check
         self.number = 0
         self.bytes_out = self.bytes_in = 0
         self._out = queue.SimpleQueue[Any]()
@@ -138,8 +141,15 @@ class Stream:
     def _watch(self) -> None:
         """Nothing can be waited for without an end: a call is given up from here."""
         while not self._closed.wait(min(1.0, self.silence / 4)):
-            if self._waits and time.monotonic() - self._heard > self.silence:
+            if self._waits and (time.monotonic() - self._heard > self.silence or self._is_unwanted()):
                 self.close()
+
+    def _is_unwanted(self) -> bool:
+        try:
+            self._check()
+        except Exception:  # which is for the thread that waits to raise
+            return True
+        return False
 
 
 def back_off(first: float = 0.1, most: float = 10.0) -> Iterator[float]:

@@ -119,6 +119,7 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 10_000),  # a client that was cut off is found out by this
                 ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.ping_timeout_ms", 10_000),  # a minute by itself, whatever the line above says
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ]
         )

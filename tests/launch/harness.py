@@ -113,6 +113,14 @@ class Meddler:
             self.started.append((int(number) if kind == "learner" else f"{kind} {number}", process.pid))
 
         monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", record)
+        self.folders: list[Path] = []  # some are not where the other temporary files are
+        make = tempfile.mkdtemp
+
+        def remember(*args: Any, **kwargs: Any) -> str:
+            self.folders.append(Path(make(*args, **kwargs)))
+            return str(self.folders[-1])
+
+        monkeypatch.setattr(tempfile, "mkdtemp", remember)
 
     def run(self, args: list[str], action: Callable[[], None]) -> int:
         self.over.clear()
@@ -181,6 +189,7 @@ class Meddler:
     def check_nothing_left(self) -> None:
         until(lambda: all(gone(pid) for _, pid in self.started), "every learner is gone", 5)
         assert not list(Path(tempfile.gettempdir()).glob("coterie-*"))
+        assert not [x for x in self.folders if x.name.startswith("coterie-") and x.exists()]
 
 
 def last_line(capsys) -> str:

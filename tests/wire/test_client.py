@@ -20,8 +20,9 @@ from coterie.types import ConfigError, CoterieError
 from coterie.wire.client import Lost, Over, Stream, ask_settings, back_off, open_channel
 from coterie.wire.codec import Frame, Layout, Refused, Tensor
 from coterie.wire.server import SERVICE
+from tests.proxy import Proxy
 from tests.wire.conftest import Served
-from tests.wire.harness import LAYOUT, WAIT_S, arrays, channel_to, until, works
+from tests.wire.harness import LAYOUT, WAIT_S, arrays, channel_to, free_port, is_empty, until, works
 
 Serve = Callable[..., Served]
 
@@ -150,6 +151,43 @@ def test_silence(serve: Serve):
             stream.receive()
         assert 0.3 < time.monotonic() - begin < WAIT_S / 2
         stream.close()
+
+
+def test_who_waits_no_longer_need_not_wait_for_the_answer(serve: Serve):
+    served = serve()
+    served.desk.late = True
+    leaving = threading.Event()
+
+    def check() -> None:
+        if leaving.is_set():
+            raise RuntimeError
+
+    with channel_to(served.address) as channel:
+        stream = Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=60, check=check)
+        stream.send(arrays())
+        timer = threading.Timer(0.2, leaving.set)
+        timer.start()
+        begin = time.monotonic()
+        with pytest.raises(Lost):
+            stream.receive()
+        assert time.monotonic() - begin < WAIT_S
+        timer.join()
+
+
+@pytest.mark.slow
+def test_a_connection_that_nothing_comes_through_is_given_up_at_both_ends(serve: Serve):
+    """What went into it was taken, and nothing says that there is nobody."""
+    served = serve(f"127.0.0.1:{free_port()}")
+    served.desk.late = True
+    with Proxy(int(served.address.rpartition(":")[2])) as proxy, channel_to(f"127.0.0.1:{proxy.port}") as channel:
+        stream = connect(channel, silence=120)
+        proxy.frozen.set()
+        stream.send(arrays())
+        begin = time.monotonic()
+        with pytest.raises(Lost):
+            stream.receive()
+        assert until(lambda: is_empty(served.server), 30)
+        assert 5 < time.monotonic() - begin < 45
 
 
 def test_signs_of_life_are_no_silence(serve: Serve, monkeypatch: pytest.MonkeyPatch):

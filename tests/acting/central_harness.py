@@ -1,0 +1,180 @@
+"""Central acting without a wire and without envs: seats that a test takes, a policy whose answers can be checked."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.acting.central import Central, Seat, Shape
+from coterie.actor import Stages, local_fields
+from coterie.parallel.board import Board
+from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec
+from tests.conftest import VECTOR
+
+WAIT_S = 8.0  # for what must happen, on a machine with other work
+QUIET_S = 0.15  # in which what must not happen would have
+UNROLL = 4
+EPISODE = 6  # steps from one `is_first` to the next
+LIFE = 1000  # what an env says of its episode: this times its life, and which of that life it is
+CPU = torch.device("cpu")
+
+
+class Rig:
+    """A Central whose policy is the model's one weight (as the value), the step within the episode (as the action and
+    in the recurrent state), and a record of every batch.
+    """
+
+    def __init__(self, spec: Spec = VECTOR, **changes: Any) -> None:
+        shape = {"envs": 4, "unroll_length": UNROLL, "batch_size": 4, "batches": 3, "timeout": WAIT_S, **changes}
+        self.shape = Shape(spec, **shape)
+        self.model = SimpleNamespace(weight=torch.zeros(1))  # what is trained
+        self.gate = threading.Event()  # while it is not set, the policy takes its time
+        self.gate.set()
+        self.busy = threading.Event()  # the policy has been called
+        self.batches: list[list[tuple[int, int]]] = []  # env and life of each row
+        self.error: Exception | None = None
+        self.central = Central(
+            self.shape, [self._twin() for _ in range(2)], self._policy, lambda width: torch.zeros(width, 1),
+            partial(local_fields, spec, self.shape.unroll_length, device=CPU, core=(1,)), Board(1), 0, Stages(), CPU,
+        )  # fmt: skip
+
+    def _twin(self) -> Any:
+        twin = SimpleNamespace(weight=self.model.weight.clone())
+        return twin, lambda: twin.weight.copy_(self.model.weight)
+
+    def _policy(self, model: Any, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, Tensor]:
+        assert state is not None
+        assert isinstance(inputs.obs, Tensor)
+        self.busy.set()
+        assert self.gate.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        env, episode, step = inputs.obs.flatten(1)[:, :3].unbind(1)
+        self.batches.append(list(zip(env.int().tolist(), (episode // LIFE).int().tolist(), strict=True)))
+        rows = len(step)
+        after = torch.where(inputs.is_first[:, None], 0.0, state) + 1
+        return AgentOutput(step.long() % 4, torch.zeros(rows), model.weight.repeat(rows)), after
+
+    def rollouts(self, version: list[int] | None = None) -> Iterator[Rollout]:
+        """As the learner has them, but copies; a weight is the number of its version, which goes up by one each."""
+        at = version or [0]
+
+        def refresh() -> None:
+            self.model.weight.fill_(at[0])
+            self.central.publish(at[0])
+
+        for rollout in self.central.rollouts(refresh):
+            yield Rollout(**{k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(rollout).items()})
+            at[0] += 1
+
+
+class Client:
+    """What shows a stream's envs: (env, episode, step), and as the reward the step and the action before it."""
+
+    def __init__(
+        self, rig: Rig, number: int, first_env: int | None = None, width: int = 2, life: int = 0, group: int = 0
+    ) -> None:
+        first = number * width if first_env is None else first_env
+        self.rig, self.number, self.life, self.width = rig, number, life, width
+        self.seat: Seat = rig.central.sit(number, group, first, width)
+        self.answers = queue.SimpleQueue[tuple[Array, int]]()
+        self.episode = self.step = self.shown = self.answered = 0
+        self.action = np.zeros(width, np.int64)
+        self.going = False
+
+    def again(self) -> Client:
+        """Its host starts again: another life takes the seat."""
+        self.going = False
+        return Client(self.rig, self.number, self.seat.first_env_id, self.width, self.life + 1)
+
+    def arrays(self) -> dict[str, Array]:
+        n, first = self.width, self.step == 0
+        obs = np.zeros((n, 3), np.float32)
+        obs[:, 0] = self.seat.ids
+        obs[:, 1], obs[:, 2] = self.life * LIFE + self.episode, self.step
+        ends = self.step == EPISODE - 1
+        return {
+            "obs/": obs,
+            "reward": np.zeros(n, np.float32) if first else (16 * self.step + self.action).astype(np.float32),
+            "terminated": np.full(n, ends),
+            "truncated": np.zeros(n, bool),
+            # A new life need not say so.
+            "is_first": np.full(n, first and self.shown > 0),
+            "episode_return": np.full(n, 1.0 if ends else np.nan),
+            "episode_length": np.full(n, float(EPISODE - 1) if ends else np.nan),
+        }
+
+    def ask(self) -> None:
+        self.seat.ask(self.arrays(), self._answered)
+        self.shown += 1
+        self.step, self.episode = (0, self.episode + 1) if self.step == EPISODE - 1 else (self.step + 1, self.episode)
+
+    def _answered(self, arrays: Any, version: int) -> None:
+        self.action = arrays["action"].copy()
+        self.answered += 1
+        self.answers.put((self.action, version))
+        if self.going:
+            self.ask()
+
+    def go(self) -> Client:
+        """Show the next step whenever the last has its action, until it is told to stop."""
+        self.going = True
+        self.ask()
+        return self
+
+    def answer(self) -> tuple[Array, int]:
+        return self.answers.get(timeout=WAIT_S)
+
+    def turn(self) -> tuple[Array, int]:
+        self.ask()
+        return self.answer()
+
+    def leave(self) -> None:
+        self.going = False
+        self.seat.leave()
+
+
+def check(seen: list[Rollout]) -> None:
+    """Every rollout is of one life of each env, row after row; those of a life follow each other."""
+    ends: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for r in seen:
+        assert isinstance(r.obs, Tensor)
+        for b, env in enumerate(r.env_id.tolist()):
+            ids, episode, step = r.obs[:, b].unbind(1)
+            first = r.is_first[:, b]
+            assert (ids == env).all()
+            lives = episode // LIFE
+            assert (lives == lives[0]).all(), "two lives in one rollout"
+            assert torch.equal(first, step == 0)
+            goes = ~first[1:]
+            assert (step[1:] == step[:-1] + 1)[goes].all()
+            assert (episode[1:] == episode[:-1])[goes].all()
+            assert (episode[1:] == episode[:-1] + 1)[~goes].all()
+            assert torch.equal(r.action[:, b], step[:-1].long() % 4)
+            assert torch.equal(r.reward[:, b], torch.where(goes, 16 * step[1:] + r.action[:, b], 0.0))
+            assert torch.equal(r.behavior_value[:-1, b], r.policy_version[:, b].float())
+            assert (r.policy_version[1:, b] >= r.policy_version[:-1, b]).all()
+            assert r.core_state is not None
+            key = env, int(lives[0])
+            if key in ends:
+                assert torch.equal(r.obs[0, b], ends[key][0][:3]), "rollouts of a life follow each other"
+                assert r.prev_action[0, b] == ends[key][1]
+                assert int(r.core_state[b]) == int(step[0]) or first[0]
+            else:
+                assert first[0]
+                assert step[0] == 0
+                assert int(r.core_state[b]) == 0
+                assert int(r.prev_action[0, b]) == 0
+            ends[key] = r.obs[-1, b], r.action[-1, b]
+
+
+def valid(seen: list[Rollout]) -> int:
+    return sum(int(r.mask.sum()) for r in seen)

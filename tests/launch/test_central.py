@@ -1,0 +1,221 @@
+"""Runs of central acting with hosts of their own, as a user has them: killed, stopped, resumed, twice the same, and the
+books.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from coterie import cli
+from coterie.runs.metrics import read_metrics
+from tests.launch.harness import ENDLESS, last_line
+from tests.launch.test_decoupled import CROWD, check
+from tests.launch.test_decoupled import options as decoupled
+from tests.launch.test_killed import TALLY
+
+slow = pytest.mark.slow
+
+
+def options(out: Path, exchange: str = "solo", **changes: object) -> list[str]:
+    args = decoupled(out, exchange, **changes)
+    at = args.index("--decoupled.batch_size")
+    return ["train", "seed-vtrace", *args[2:at], "--central.batch_size", *args[at + 1 :]]
+
+
+@pytest.mark.parametrize(
+    "exchange", ["solo", "allreduce", pytest.param("hogwild", marks=slow), pytest.param("store", marks=slow), "gossip"]
+)
+def test_through_every_exchange(tmp_path, exchange):
+    out = tmp_path / "run"
+    assert cli.main(options(out, exchange, **{"eval.every": 1000, "eval.episodes": 2})) == 0
+    summary = check(out)
+    assert summary["status"] == "finished"
+    # Whoever has not seen the end yet finishes a batch: at most what is open of each learner.
+    assert 3000 <= summary["env_steps"] <= 3000 + 4 * CROWD * 5
+    assert summary["rows"]["rolled_back"] == 0
+    lines = read_metrics(out)
+    assert any("eval/return" in line for line in lines)
+    told = {"stage/wait", "stage/host/env", "inference/batch", "inference/envs", "wire/bytes_in_per_step"}
+    assert told | {"policy_lag/mean", "latency/p50_ms"} <= {k for line in lines for k in line}
+    assert sum(summary["policy_lag"].values()) == summary["env_steps"] + summary["masked_steps"]
+    assert cli.main(["resume", str(out), "--steps", "4000"]) == 0
+    before, summary = summary["rows"], check(out)
+    assert summary["env_steps"] >= 4000
+    assert summary["rows"]["dropped"] >= before["in_flight"] + before["dropped"]
+    # Of each env the rollouts that wait, in a batch or for one, and the one that it is at.
+    assert summary["rows"]["in_flight"] + summary["rows"]["dropped"] <= 2 * 2 * CROWD * 5 * (3 + 2 + 1)
+
+
+@pytest.mark.parametrize(
+    "exchange", ["solo", pytest.param("allreduce", marks=slow), pytest.param("gossip", marks=slow)]
+)
+def test_killed_hosts_come_back_and_every_row_is_accounted_for(tmp_path, monkeypatch, meddler, exchange):
+    out, tally = meddler.out, tmp_path / "tally"
+    (tmp_path / "tally_env.py").write_text(TALLY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hosts = 2 if exchange == "solo" else 4
+    env = {"env.id": "tally_env:Tally", "env.kwargs": json.dumps({"path": str(tally)}), "env.delay": 0.01}
+
+    def kill_each() -> None:
+        meddler.at_work()
+        for i in range(hosts):
+            starts = len(meddler.started)
+            os.kill(meddler.pid(f"actor {i}"), signal.SIGKILL)
+            meddler.until(lambda s=starts: len(meddler.started) > s, "a host is started again")
+            steps = meddler.steps()
+            meddler.until(lambda s=steps: meddler.steps() > s + 20 * CROWD, "the run goes on")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    code = meddler.run(options(out, exchange, **{**ENDLESS, **env}), kill_each)
+    assert code == 75
+    summary = check(out)
+    assert summary["status"] == "interrupted"
+    log = (out / "log.txt").read_text()
+    assert all(f"host {i} was killed by SIGKILL" in log for i in range(hosts))
+    assert [x for x, _ in meddler.started].count(0) == 1, "no learner was started again"
+    assert summary["rows"]["rolled_back"] == 0
+    # Of a killed host, and of one that leaves, a step of each of its two envs may have been made that nobody saw.
+    taken = tally.stat().st_size
+    assert summary["rows"]["produced"] <= taken <= summary["rows"]["produced"] + 2 * hosts * 2
+    meddler.check_nothing_left()
+
+
+def test_a_host_killed_twice_at_once_and_one_that_is_stopped(meddler):
+    """A stopped process is one whose frames are late by as long as that; the other goes on meanwhile."""
+    out = meddler.out
+
+    def meddle() -> None:
+        meddler.at_work()
+        for _ in range(2):
+            starts = len(meddler.started)
+            os.kill(meddler.pid("actor 0"), signal.SIGKILL)
+            meddler.until(lambda s=starts: len(meddler.started) > s, "it is started again")
+        pid = meddler.pid("actor 1")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            steps = meddler.steps()
+            meddler.until(lambda: meddler.steps() > steps + 20 * CROWD, "the other goes on")
+            time.sleep(0.5)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        os.kill(meddler.pid("actor 0"), signal.SIGSTOP)  # only the one that was stopped can go on now
+        try:
+            steps = meddler.steps()
+            meddler.until(lambda: meddler.steps() > steps + 20 * CROWD, "it goes on")
+        finally:
+            os.kill(meddler.pid("actor 0"), signal.SIGCONT)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert meddler.run(options(out, **ENDLESS), meddle) == 75
+    summary = check(out)
+    assert [x for x, _ in meddler.started].count("actor 0") == 3
+    assert [x for x, _ in meddler.started].count("actor 1") == 1
+    assert summary["policy_lag_max"] > 0
+    meddler.check_nothing_left()
+
+
+@pytest.mark.parametrize("exchange", ["solo", pytest.param("gossip", marks=slow)])
+def test_a_killed_learner_comes_back_with_its_hosts(meddler, exchange):
+    out = meddler.out
+
+    def kill() -> None:
+        meddler.at_work()
+        meddler.kill(0)
+        at = meddler.saved()
+        meddler.until(lambda: meddler.saved() > at, "a later checkpoint")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert meddler.run(options(out, exchange, **ENDLESS), kill) == 75
+    summary = check(out)
+    assert [x for x, _ in meddler.started].count(0) == 2
+    assert [x for x, _ in meddler.started].count("actor 0") == 2
+    assert (summary["rows"]["rolled_back"] > 0) == (exchange == "solo")
+    meddler.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"algorithm": "a2c"}, marks=slow),
+        {"exchange": "allreduce", "learners": 2, "actors": 2},
+        pytest.param({"model.core": "lstm", "model.core-size": 8, "algorithm": "a2c"}, marks=slow),
+    ],
+)
+def test_lockstep_is_the_same_twice(tmp_path, changes):
+    digests = []
+    for i in range(2):
+        out = tmp_path / str(i)
+        assert cli.main(options(out, **{"central.lockstep": True, "steps": 1000, **changes})) == 0
+        summary = check(out)
+        assert set(summary["policy_lag"]) == {"0"}
+        assert summary["rows"]["in_flight"] == summary["rows"]["dropped"] == 0
+        digests.append(summary["digest"])
+    assert digests[0] == digests[1]
+
+
+@slow
+def test_in_lockstep_a_killed_host_comes_back_and_nothing_is_learned_with_a_lag(meddler):
+    def kill() -> None:
+        meddler.at_work()
+        for i in (0, 1, 0):
+            starts = len(meddler.started)
+            os.kill(meddler.pid(f"actor {i}"), signal.SIGKILL)
+            meddler.until(lambda s=starts: len(meddler.started) > s, "it is started again")
+            steps = meddler.steps()
+            meddler.until(lambda s=steps: meddler.steps() > s + 20 * CROWD, "the run goes on")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert meddler.run(options(meddler.out, **{**ENDLESS, "central.lockstep": True}), kill) == 75
+    summary = check(meddler.out)
+    assert set(summary["policy_lag"]) == {"0"}
+    meddler.check_nothing_left()
+
+
+def test_a_host_that_dies_again_and_again_ends_the_run(meddler, capsys):
+    def kill() -> None:
+        meddler.at_work()
+        os.kill(meddler.pid("actor 1"), signal.SIGKILL)
+
+    assert meddler.run(options(meddler.out, **{**ENDLESS, "central.restarts": 0}), kill) == 1
+    assert "host 1 was killed by SIGKILL" in (line := last_line(capsys))
+    assert "central.restarts (0) are used up" in line
+    check(meddler.out)
+    meddler.check_nothing_left()
+
+
+@slow
+def test_a_host_that_hangs_is_named(tmp_path, meddler, capsys):
+    """Though the others go on."""
+    env = {"env.id": "coterie.envs.testing:FlakyEnv", "log.stall": 8, "env.timeout": 60}  # more than a start takes
+    env["env.kwargs"] = json.dumps({"how": "hang", "at": 30, "marker": str(tmp_path / "once")})
+    assert meddler.run(options(meddler.out, **{**ENDLESS, **env}), lambda: None) == 1
+    line = last_line(capsys)
+    assert "host " in line
+    assert "hangs" in line
+    meddler.check_nothing_left()
+
+
+@slow
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_hosts_that_hang_end_the_run_at_its_deadline(meddler, capsys, lockstep):
+    changes = {"log.stall": 8, "central.lockstep": lockstep}  # more than a start takes
+    stopped: list[int] = []
+
+    def stop() -> None:
+        meddler.at_work()
+        stopped.extend(meddler.pid(f"actor {i}") for i in range(1 if lockstep else 2))
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+
+    begin = time.monotonic()
+    assert meddler.run(options(meddler.out, **{**ENDLESS, **changes}), stop) == 1
+    assert time.monotonic() - begin < 60
+    assert "log.stall" in last_line(capsys)
+    meddler.check_nothing_left()
