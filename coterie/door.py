@@ -8,7 +8,8 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from coterie.acting.central import REMOTE, Central, Seat
+from coterie.acting.central import REMOTE, Central
+from coterie.acting.seats import Seat
 from coterie.algorithms.ppo import horizon
 from coterie.config import Config
 from coterie.parts import actor_env

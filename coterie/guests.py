@@ -19,7 +19,7 @@ from coterie.door import Numbers, Visitor, settings_of
 from coterie.parallel.weights import Weights
 from coterie.runs.config_io import to_dict
 from coterie.types import Array, Spec
-from coterie.wire.codec import Layout, Refused, Tensor, layout_from
+from coterie.wire.codec import Layout, Refused, Tensor, check_values, layout_from
 from coterie.wire.server import Answer
 
 _FIRST = 1 << 16  # of the producers of slots that are guests
@@ -71,16 +71,10 @@ class Guests:
 
     def check(self, arrays: dict[str, Array]) -> None:
         """What a learner's tensors may not hold must not reach them."""
-        for name, x in arrays.items():
-            if x.dtype.kind == "f" and not np.isfinite(x).all():
-                raise Refused(f"{name} is not finite")
+        check_values(self.spec, arrays)
         kind, sizes, action = self.spec.action.kind, np.array(self.spec.action.sizes), arrays["action"]
         if kind != "continuous" and not ((action >= 0) & (action < (sizes if kind == "multi" else sizes[0]))).all():
             raise Refused("an action is none of the env's")
-        for key, s in self.spec.obs.items():
-            x = arrays[f"obs/{key}"]
-            if s.text and not ((x >= 0) & (x <= s.high)).all():
-                raise Refused(f"{key!r} has a word that is none")
         version = arrays["version"]
         if version.min() < 0 or version.max() > max(0, self.weights.version):
             raise Refused("it acted with weights that there have not been")

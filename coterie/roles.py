@@ -15,9 +15,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from coterie.acting.central import Central, Shape
+from coterie.acting.central import Central
 from coterie.acting.decoupled import Decoupled
 from coterie.acting.inline import Inline
+from coterie.acting.seats import Shape
 from coterie.actor import Recorder, Stages, local_fields
 from coterie.algorithms.ppo import horizon
 from coterie.config import Config, Wire

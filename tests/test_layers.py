@@ -50,7 +50,7 @@ LEVELS: list[list[str]] = [
     ["exchange.solo", "exchange.central", "exchange.allreduce", "exchange.hogwild", "exchange.store"],
     ["exchange.topology", "exchange.gossip"],
     ["learner", "exchange.diagnostics"],
-    ["acting.inline", "acting.decoupled", "acting.central"],
+    ["acting.inline", "acting.decoupled", "acting.seats", "acting.central"],
     ["matrix"],
     ["parts", "door", "guests", "roles", "producers", "hosts", "preload", "remote"],
     ["evaluate", "watch", "presets", "serve", "account", "run", "launch.placement", "launch.local", "bench", "session"],

@@ -11,22 +11,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.acting.seats import Question, Seat, Shape
 from coterie.actor import ON_HOST, Fields, Recorder, Stages, as_rollout
 from coterie.models.build import ActorCritic
 from coterie.parallel.board import Board
 from coterie.parallel.slots import columns_of
-from coterie.types import AgentOutput, Array, CoterieError, Inputs, Rollout, Spec, TimeStep
-from coterie.wire.codec import Newest, Refused, action_layout, timestep_layout
-from coterie.wire.server import Answer
+from coterie.types import AgentOutput, CoterieError, Inputs, Rollout
+from coterie.wire.codec import Refused
 
 Policy = Callable[[ActorCritic, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
 Twin = tuple[ActorCritic, Callable[[], None]]  # a copy of the model that only acts, and what brings it up to date
@@ -34,24 +31,6 @@ Twin = tuple[ActorCritic, Callable[[], None]]  # a copy of the model that only a
 REMOTE = 1 << 20  # env ids from here on are of hosts that came by themselves
 _REST_S = 0.3
 _LOOK_S = 0.5  # between two looks at whether everybody is still there
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How central acting goes: see config.Central."""
-
-    spec: Spec
-    envs: int  # of the hosts that the run starts
-    unroll_length: int
-    batch_size: int
-    batches: int
-    batch_min: int = 0
-    batch_max: int = 0
-    wait: float = 0.002
-    lockstep: bool = False
-    newest: bool = False
-    max_envs: int = 4096
-    timeout: float = 900.0
 
 
 class Central:
@@ -197,11 +176,15 @@ class Central:
     def _turn(self, pending: dict[Seat, Question]) -> list[Question]:
         """In lockstep: all envs, always in the same order. A rollout that is behind catches up while others rest."""
         seats = self.seats.values()
-        due = [seat for seat in seats if not seat.rests()]
+        due = [seat for seat in seats if not self._rests(seat)]
         there = sum(seat.width for seat in seats)
         if there != self.shape.envs or not all(seat in pending and seat.may_go() for seat in due):
             return []
         return [pending[seat] for seat in sorted(due, key=lambda seat: seat.first_env_id)]
+
+    def _rests(self, seat: Seat) -> bool:
+        """It waits for the weights that come of its last rollout."""
+        return seat.recorder is None and self.published <= self.made.get(seat.place, 0)
 
     @torch.inference_mode()
     def _answer(self, batch: list[Question]) -> list[Question]:
@@ -210,6 +193,10 @@ class Central:
             self._in_use, version = self._newest, self._version
         model = self.twins[self._in_use][0]
         inputs = [q.seat.see(q.seen) for q in batch]
+        for question in batch:
+            if question.seat.counted:
+                self.produced += question.seat.seen
+            question.seat.seen = 0
         states = [q.seat.state for q in batch]
         out, after = self.policy(model, _join(inputs), None if states[0] is None else _cat(states))
         with self._lock:
@@ -223,6 +210,8 @@ class Central:
             if seat.row == self.shape.unroll_length:
                 self.finished.put((seat, seat.finish(part.value)))
                 self.columns += seat.width
+                if self.shape.lockstep:
+                    self.made[seat.place] = self.made.get(seat.place, 0) + 1
                 if self.shape.lockstep:
                     waiting.append(question)
                     continue
@@ -275,7 +264,10 @@ class Central:
             raise Refused(f"{width} envs beside {beside}: central.max_envs is {shape.max_envs}")
         if old is not None:
             self.leave(old)
-        seat = Seat(self, (number, group), first_env, width)
+        # One to write while the other waits to be taken over.
+        buffers = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
+        state = self.initial_state(width)
+        seat = Seat(shape, (number, group), first_env, width, buffers, state, self.inbox.put, self.leave)
         self.seats = {**self.seats, seat.place: seat}  # another thread may go through them
         self.envs += width
         return seat
@@ -308,100 +300,6 @@ class Central:
             "inference/streams": len(self.seats),
             "inference/envs": self.envs,
         }
-
-
-@dataclass(eq=False)
-class Question:
-    """What a stream's envs show, and how they get their actions."""
-
-    seat: Seat
-    seen: TimeStep
-    answer: Answer
-
-
-class Seat:
-    """One stream's envs: their recurrent state and their unfinished rollout. Dies with the stream."""
-
-    def __init__(self, central: Central, place: tuple[int, int], first_env: int, width: int) -> None:
-        shape, self.place = central.shape, place
-        self.central, self.first_env_id, self.width, self.alive, self.counted = central, first_env, width, True, True
-        self.reads, self.writes = timestep_layout(shape.spec, width, shape.newest), action_layout(shape.spec, width)
-        self.newest = Newest(self.reads)
-        self.ids = np.arange(first_env, first_env + width, dtype=np.int64)
-        # One to write while the other waits to be taken over.
-        self.buffers = deque(Recorder(central.make_fields(width), [slice(0, width)], central.device) for _ in range(2))
-        self.recorder: Recorder | None = None
-        action, reward = self.buffers[0].last()
-        self.last = torch.zeros_like(action), torch.zeros_like(reward)
-        self.state = central.initial_state(width)
-        self.row, self.valid = 0, 0
-        self.new = True
-        self.said: dict[str, Any] = {}  # in the welcome
-
-    def welcome(self) -> dict[str, Any]:
-        return {**self.said, "first_env_id": self.first_env_id}
-
-    def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
-        """In the server's thread: check what came, and hand it to the inference thread."""
-        arrays = self.newest.join(arrays)
-        for name, x in arrays.items():
-            if x.dtype.kind == "f" and name not in ("episode_return", "episode_length") and not np.isfinite(x).all():
-                raise Refused(f"{name} is not finite")
-        obs = {k.removeprefix("obs/"): x for k, x in arrays.items() if k.startswith("obs/")}
-        seen = TimeStep(
-            obs=obs[""] if list(obs) == [""] else obs,
-            reward=arrays["reward"],
-            terminated=arrays["terminated"],
-            truncated=arrays["truncated"],
-            is_first=arrays["is_first"] | self.new,
-            episode_return=arrays["episode_return"],
-            episode_length=arrays["episode_length"],
-            env_id=self.ids,
-        )
-        self.new = False
-        self.central.inbox.put(Question(self, seen, answer))
-
-    def leave(self) -> None:
-        self.central.leave(self)
-
-    # In the inference thread:
-
-    def rests(self) -> bool:
-        """In lockstep: it waits for the weights that come of its last rollout."""
-        central = self.central
-        return self.recorder is None and central.shape.lockstep and central.published <= central.made.get(self.place, 0)
-
-    def may_go(self) -> bool:
-        """Whether there is room for what comes next."""
-        shape = self.central.shape
-        whole = self.row == shape.unroll_length and not shape.lockstep  # in lockstep it rests after that
-        return bool(self.buffers) if self.recorder is None or whole else True
-
-    def see(self, seen: TimeStep) -> Inputs:
-        """Write the next row, of a new rollout where the last one is whole."""
-        if self.recorder is None:
-            self.recorder, self.row = self.buffers.popleft(), 0
-            self.recorder.begin([self.state], self.last)
-        elif self.counted:
-            valid = int(np.count_nonzero(~seen.is_first))
-            self.central.produced += valid
-            self.valid += valid
-        return self.recorder.see(0, self.row, seen)
-
-    def act(self, out: AgentOutput, state: Tensor | None, version: int) -> None:
-        assert self.recorder is not None
-        self.recorder.act(0, self.row, out, version)
-        self.state, self.row = state, self.row + 1
-
-    def finish(self, value: Tensor) -> Recorder:
-        """The rollout is whole; the next `see` begins another."""
-        assert self.recorder is not None
-        done = self.recorder
-        done.bootstrap(0, value)
-        self.recorder, self.last, self.valid = None, done.last(), 0
-        if self.central.shape.lockstep:
-            self.central.made[self.place] = self.central.made.get(self.place, 0) + 1
-        return done
 
 
 def _cat(tensors: Sequence[Any]) -> Any:

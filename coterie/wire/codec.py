@@ -124,6 +124,18 @@ def layout_from(message: Sequence[Any], most: int) -> Layout:
     return layout
 
 
+def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:
+    """What would harm who learns from it is refused: numbers that are none, words that there are not."""
+    for name, x in arrays.items():
+        told = name.startswith("episode_")  # NaN where no game has ended
+        if x.dtype.kind == "f" and not (~np.isinf(x) if told else np.isfinite(x)).all():
+            raise Refused(f"{name} is not finite")
+    for key, s in spec.obs.items():
+        x = arrays[f"obs/{key}"]
+        if s.text and not ((x >= 0) & (x <= s.high)).all():
+            raise Refused(f"{key!r} has a word that is none")
+
+
 WHOLE = "whole"  # of which envs a whole stack of frames is sent
 _NEWEST, _STACK = "newest/", "stack/"
 
