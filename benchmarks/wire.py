@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import queue
 import random
 import tempfile
@@ -118,6 +119,86 @@ def measure(streams: int, envs: int, processes: int, seconds: float) -> dict[str
     }
 
 
+class Echo:
+    """A seat that answers at once."""
+
+    alive = True
+
+    def __init__(self, reads: Any, writes: Any) -> None:
+        self.reads, self.writes = reads, writes
+        self.actions = {t.name: np.zeros(t.shape, t.dtype) for t in writes.tensors}
+
+    def welcome(self) -> dict[str, Any]:
+        return {}
+
+    def ask(self, arrays: dict[str, Any], answer: Any) -> None:
+        answer(self.actions, 0)
+
+    def leave(self) -> None:
+        pass
+
+
+def echo(address: str, envs: int, newest: bool, ready: Any) -> None:
+    from coterie.wire.codec import action_layout, timestep_layout
+    from coterie.wire.server import Server
+
+    spec = atari()
+    Server(address, {"Infer": lambda hello: Echo(timestep_layout(spec, envs, newest), action_layout(spec, envs))})
+    ready.set()
+    time.sleep(3600)
+
+
+def atari() -> Any:
+    from coterie.types import ActionSpec, ObsSpec, Spec
+
+    return Spec("Breakout-v5", {"": ObsSpec((4, 84, 84), "uint8")}, ActionSpec("categorical", (4,)))
+
+
+def cost(envs: int, newest: bool, messages: int = 400) -> dict[str, Any]:
+    """Core-seconds for one env step of Atari on the wire, client and server together, when nothing else is done."""
+    from coterie.wire.client import Stream, open_channel
+    from coterie.wire.codec import Newest, timestep_layout
+
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        address, ready = f"unix:{folder}/wire", spawn.Event()
+        server = spawn.Process(target=echo, args=(address, envs, newest, ready), daemon=True)
+        server.start()
+        assert ready.wait(60)
+        layout = timestep_layout(atari(), envs, newest)
+        stream, parts = Stream(open_channel(address), "Infer", {"envs": envs}, layout), Newest(layout)
+        rng = np.random.default_rng(0)
+        frames = rng.integers(0, 256, (messages + 5, envs, 84, 84), dtype=np.uint8)
+        plain = {t.name: np.zeros(t.shape, t.dtype) for t in timestep_layout(atari(), envs).tensors}
+        stacks = [np.ascontiguousarray(np.stack([frames[i + k] for k in range(4)], 1)) for i in range(messages)]
+
+        def send(stack: Any) -> None:
+            stream.send(parts.split({**plain, "obs/": stack}))
+            stream.receive()
+
+        send(stacks[0])
+        ticks = os.sysconf("SC_CLK_TCK")
+
+        def spent() -> float:
+            fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
+            return time.process_time() + (int(fields[11]) + int(fields[12])) / ticks
+
+        before, begin = spent(), time.perf_counter()
+        for stack in stacks[1:]:
+            send(stack)
+        cpu, wall = spent() - before, time.perf_counter() - begin
+        stream.close()
+        server.terminate()
+        server.join(10)
+    each = (messages - 1) * envs
+    return {
+        "envs": envs,
+        "newest_frame": newest,
+        "core_us_per_step": 1e6 * cpu / each,
+        "us_per_step": 1e6 * wall / each,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="1,4,16,64,256")
@@ -125,7 +206,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--out", default="")
+    parser.add_argument("--cost", action="store_true", help="what an env step of Atari costs on the wire instead")
     options = parser.parse_args()
+    if options.cost:
+        for newest in (False, True, False, True):
+            print({k: round(v, 1) if isinstance(v, float) else v for k, v in cost(options.envs, newest).items()})
+        return
     found = [measure(int(n), options.envs, options.processes, options.seconds) for n in options.streams.split(",")]
     for row in found:
         print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
