@@ -21,7 +21,8 @@ HELP = """coterie: distributed deep reinforcement learning
   coterie eval RUN [--episodes N] [--sampled] [--learner best|mean|INDEX] [--json]
   coterie watch RUN [--out FILE.mp4] record an episode
   coterie bench PRESET [--seconds N] [--json] [--SECTION.FIELD VALUE ...]
-  coterie envs|actor --connect HOST:PORT --env ID [--token-file F] [--cert C]  lend cores to a run elsewhere
+  coterie envs --connect HOST:PORT --env ID [--token-file F] [--cert C]    step envs for a run elsewhere
+  coterie actor --connect HOST:PORT --env ID [--token-file F] [--cert C]   act for a run elsewhere
   coterie keys DIR [--host NAME]     a token, a key and its certificate for such runs
   coterie list envs|presets|matrix [PATTERN]
   coterie doctor                     what this machine can do

@@ -72,8 +72,12 @@ def test_each_refusal_has_a_config_that_meets_it(refusal):
         "acting": {"actors": 2},
         "ppo.minibatch_size": {"ppo.minibatch_size": 10**6},
         "model.normalize_obs": {"model.normalize_obs": True},
-        "decoupled.lockstep": {"acting": "decoupled", "actors": 2},
-        "decoupled.batch_size": {
+        "ACTING.lockstep": {"acting": "decoupled", "actors": 2},
+        "env.reset": {"acting": "central", "env.reset": "wait", "central.lockstep": True},
+        "central.batch_max": {"acting": "central", "central.batch_min": 9, "central.batch_max": 8},
+        "wire.bind": {"wire.bind": "127.0.0.1:8765"},
+        "decoupled.batch_size": {"acting": "decoupled", "actors": 2, "decoupled.batch_size": 20},
+        "ACTING.batch_size": {
             "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20, "decoupled.lockstep": True,
         },
         "actors": {"acting": "decoupled", "learners": 2, "actors": 3, "decoupled.lockstep": True},
@@ -86,7 +90,10 @@ def test_each_refusal_has_a_config_that_meets_it(refusal):
     }  # fmt: skip
     env = "Pong-v5" if refusal.field == "model.normalize_obs" else "CartPole-v1"
     good = presets.ppo(env=env)
-    bad = presets.ppo(env=env, **meets[refusal.field])
+    changes = meets[refusal.field]
+    if "lockstep" in refusal.reason and refusal.field == "env.groups":
+        changes = {"acting": "central", "central.lockstep": True, "env.groups": 2}
+    bad = presets.ppo(env=env, **changes)
     assert not refusal.applies(good, make_spec(good.env, good.atari))
     assert refusal.applies(bad, make_spec(bad.env, bad.atari))
 

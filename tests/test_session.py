@@ -82,6 +82,7 @@ def boards() -> int:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
 @pytest.mark.parametrize("learners", [1, 2])
 def test_a_run_with_children_holds_their_board_only_and_lets_go_of_it(tmp_path, monkeypatch, learners):
+    gc.collect()  # of what other tests have left
     before, held, close = boards(), [], Crew.close
     monkeypatch.setattr(Crew, "close", lambda crew: (held.append(boards() - before), close(crew)))
     coterie.train(tiny(tmp_path / "run", learners=learners), quiet=True)
