@@ -262,7 +262,6 @@ def test_a_killed_learner_comes_back_and_its_hosts_find_it(meddler, guests):
     summary = check(meddler.out)
     assert meddler.started == [(0, pid) for _, pid in meddler.started]
     assert len(meddler.started) == 3
-    assert summary["rows"]["rolled_back"] > 0
     meddler.check_nothing_left()
 
 
