@@ -259,7 +259,7 @@ def test_a_killed_learner_comes_back_and_its_hosts_find_it(meddler, guests):
             assert "the run has ended" in guest.end()
 
     assert meddler.run(central(meddler.out, port), meddle) == 75
-    summary = check(meddler.out)
+    check(meddler.out)
     assert meddler.started == [(0, pid) for _, pid in meddler.started]
     assert len(meddler.started) == 3
     meddler.check_nothing_left()
