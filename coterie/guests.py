@@ -6,6 +6,7 @@ import json
 import queue
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from coterie.config import Config
 from coterie.door import Numbers, Visitor, settings_of
 from coterie.parallel.weights import Weights
 from coterie.runs.config_io import to_dict
-from coterie.types import Array, Spec
+from coterie.types import Array, CoterieError, Spec
 from coterie.wire.codec import Layout, Refused, Tensor, check_values, layout_from
 from coterie.wire.server import Answer
 
@@ -76,22 +77,32 @@ class Guests:
         if kind != "continuous" and not ((action >= 0) & (action < (sizes if kind == "multi" else sizes[0]))).all():
             raise Refused("an action is none of the env's")
         version = arrays["version"]
-        if version.min() < 0 or version.max() > max(0, self.weights.version):
+        if version.min() < 0:
             raise Refused("it acted with weights that there have not been")
+        if not all(np.isfinite(arrays[name]).all() for name in ("episode_return", "episode_length")):
+            raise Refused("a game's return or length is not finite")
 
     def close(self) -> None:
         self.closed = True
         self.arrived.put(None)
         self._thread.join(2.0)
 
+    def _slot(self, producer: int) -> tuple[int, int] | None:
+        with suppress(CoterieError):  # an actor that was stopped holds the lock: it may go on
+            return self.slots.take(producer)
+        return None
+
     def _work(self) -> None:
         while (item := self.arrived.get()) is not None:
             seat, arrays, answer = item
             producer = _FIRST + seat.number
-            while (at := self.slots.take(producer)) is None:
+            while (at := self._slot(producer)) is None:
                 if self.closed:
                     return
                 time.sleep(_NAP_S)
+            if not seat.alive:  # it is gone, and so may its rollout be
+                self.slots.abandon(producer)
+                continue
             into = self.slots.columns(*at)
             for name, x in arrays.items():
                 into[name].numpy()[...] = x
@@ -105,21 +116,23 @@ class _Push:
     """Takes rollouts; each answer is leave to send the next."""
 
     writes = Layout(())
-    alive = True
 
     def __init__(self, guests: Guests, number: int, first_env_id: int, said: dict[str, Any]) -> None:
         self.guests, self.number, self.first_env_id, self.said = guests, number, first_env_id, said
-        self.reads = guests.reads
+        self.reads, self.alive = guests.reads, True
 
     def welcome(self) -> dict[str, Any]:
         return {**self.said, "first_env_id": self.first_env_id}
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         self.guests.check(arrays)
+        if arrays["version"].max() > max(0, self.guests.weights.version):
+            answer({}, self.guests.weights.version)  # the run has gone back meanwhile: this is of the time after
+            return
         self.guests.arrived.put((self, arrays, answer))
 
     def leave(self) -> None:
-        pass
+        self.alive = False
 
 
 class _Pull:

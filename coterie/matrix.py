@@ -102,6 +102,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "in lockstep all envs of a host are acted on at once: leave it at 0",
     ),
     Refusal(
+        lambda c, s: c.acting == "central" and c.env.num_envs > c.central.max_envs,
+        "central.max_envs",
+        "must not be below env.num_envs",
+    ),
+    Refusal(
         lambda c, s: c.acting == "central" and 0 < c.central.batch_max < c.central.batch_min,
         "central.batch_max",
         "must not be below central.batch_min",

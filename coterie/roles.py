@@ -253,7 +253,8 @@ class Learner:
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
         settings = LearnSettings(self.lr, self.stages, on_rollout, self.links.learners)
-        with self.exchange, self._doors():
+        with self.exchange, self._doors() as doors:
+            doors.push(self._leave_open)
             learn(
                 self.model,
                 self.params,
@@ -264,6 +265,12 @@ class Learner:
                 self.progress,
                 settings,
             )
+
+    def _leave_open(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Where it is this learner that ends, and not the run, clients are to come again."""
+        if kind is not None:
+            for server in self.servers:
+                server.close(None)
 
     def _doors(self) -> ExitStack:
         """What ends when training does; hosts are told before their actions stop."""

@@ -75,6 +75,7 @@ def test_each_refusal_has_a_config_that_meets_it(refusal):
         "ACTING.lockstep": {"acting": "decoupled", "actors": 2},
         "env.reset": {"acting": "central", "env.reset": "wait", "central.lockstep": True},
         "central.batch_max": {"acting": "central", "central.batch_min": 9, "central.batch_max": 8},
+        "central.max_envs": {"acting": "central", "central.max_envs": 2},
         "wire.bind": {"wire.bind": "127.0.0.1:8765"},
         "decoupled.batch_size": {"acting": "decoupled", "actors": 2, "decoupled.batch_size": 20},
         "ACTING.batch_size": {

@@ -57,6 +57,7 @@ class Central:
         self.made: dict[tuple[int, int], int] = {}  # in lockstep: whole rollouts of each place, whoever had it
         self._newest, self._in_use, self._version = 0, -1, 0
         self._lock = threading.Lock()  # of which twin is in use
+        self._seating = threading.Lock()  # there is a server for the run's own hosts, and one for others
         self._error: BaseException | None = None
         self.closed = False
         self._threads = [
@@ -130,15 +131,13 @@ class Central:
 
     def _infer(self) -> None:
         pending: dict[Seat, Question] = {}
-        oldest = 0.0  # when somebody began to wait
         while not self.closed:
-            batch, wait = self._due(pending, oldest)
+            batch, wait = self._due(pending)
             if batch:
                 for question in batch:
                     del pending[question.seat]
                 for question in self._answer(batch):
                     pending[question.seat] = question
-                oldest = time.perf_counter()
                 continue
             try:
                 news = self.inbox.get(timeout=wait)
@@ -147,14 +146,12 @@ class Central:
                         pending.pop(news, None)
                         self._forget(news)
                     elif news is not None and news.seat.alive:
-                        if not pending:
-                            oldest = time.perf_counter()
                         pending[news.seat] = news
                     news = self.inbox.get_nowait()
             except queue.Empty:
                 pass
 
-    def _due(self, pending: dict[Seat, Question], oldest: float) -> tuple[list[Question], float]:
+    def _due(self, pending: dict[Seat, Question]) -> tuple[list[Question], float]:
         """Who is answered now, or how long to wait for more. The first to ask come first."""
         if not self.published:
             return [], _LOOK_S
@@ -162,7 +159,7 @@ class Central:
             return self._turn(pending), _LOOK_S
         ready = [q for q in pending.values() if q.seat.may_go()]
         rows = sum(q.seat.width for q in ready)
-        left = self.shape.wait - (time.perf_counter() - oldest)
+        left = self.shape.wait - (time.perf_counter() - min((q.since for q in ready), default=0.0))
         if not ready or (rows < min(self.shape.batch_min, self.envs) and left > 0):
             return [], min(left, _LOOK_S) if ready else _LOOK_S
         most, picked, rows = self.shape.batch_max or rows, list[Question](), 0
@@ -253,17 +250,21 @@ class Central:
             seat.buffers.append(recorder)
             self.inbox.put(None)
 
-    # The server's thread.
+    # The servers' threads.
 
     def sit(self, number: int, group: int, first_env: int, width: int) -> Seat:
         """A stream begins: its envs' lives do, too."""
+        with self._seating:
+            return self._sit(number, group, first_env, width)
+
+    def _sit(self, number: int, group: int, first_env: int, width: int) -> Seat:
         shape = self.shape
         old = self.seats.get((number, group))  # its host has started again, and will not come back to it
         beside = self.envs - (old.width if old else 0)
         if width < 1 or beside + width > shape.max_envs:
             raise Refused(f"{width} envs beside {beside}: central.max_envs is {shape.max_envs}")
         if old is not None:
-            self.leave(old)
+            self._leave(old)
         # One to write while the other waits to be taken over.
         buffers = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
         state = self.initial_state(width)
@@ -273,6 +274,10 @@ class Central:
         return seat
 
     def leave(self, seat: Seat) -> None:
+        with self._seating:
+            self._leave(seat)
+
+    def _leave(self, seat: Seat) -> None:
         if seat.alive:
             seat.alive = False
             self.envs -= seat.width

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ class Question:
     seat: Seat
     seen: TimeStep
     answer: Answer
+    since: float = field(default_factory=time.perf_counter)
 
 
 class Seat:

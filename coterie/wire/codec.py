@@ -130,6 +130,8 @@ def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:
         told = name.startswith("episode_")  # NaN where no game has ended
         if x.dtype.kind == "f" and not (~np.isinf(x) if told else np.isfinite(x)).all():
             raise Refused(f"{name} is not finite")
+    if (np.isnan(arrays["episode_return"]) != np.isnan(arrays["episode_length"])).any():
+        raise Refused("a game has a return without a length, or a length without a return")
     for key, s in spec.obs.items():
         x = arrays[f"obs/{key}"]
         if s.text and not ((x >= 0) & (x <= s.high)).all():

@@ -25,6 +25,8 @@ from coterie.wire.auth import is_local, is_token
 from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused
 
 SERVICE = "coterie.v1.Coterie"
+_HELLO_BYTES = 1 << 16
+_ROUND = 64  # bytes around a frame's tensors
 _HELLO_S = 10.0  # for a client's first frame
 _SIGN_S = 5.0  # between two signs of life while an answer takes long
 _GRACE_S = 1.0  # for streams to end by themselves
@@ -77,7 +79,8 @@ class Server:
         self.bytes_in = self.bytes_out = 0
         self._streams = Counter[str]()
         self._open: dict[_Stream, None] = {}
-        self.over: str | None = None
+        self.over: str | None = None  # why the run has ended, where it has
+        self._closed = False
         self._started: Future[None] = Future()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="coterie-wire", daemon=True)
@@ -88,10 +91,10 @@ class Server:
             self._thread.join(_GRACE_S)
             raise
 
-    def close(self, reason: str = "the run has ended") -> None:
-        """Tell every client that it is over, and end the streams."""
-        if self.over is None and self._thread.is_alive():
-            self.over = reason
+    def close(self, reason: str | None = "the run has ended") -> None:
+        """Tell every client that it is over, and end the streams. None: it is not, and they may come again."""
+        if not self._closed and self._thread.is_alive():
+            self._closed, self.over = True, reason
             with suppress(Exception):
                 asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_GRACE_S * 4)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -138,7 +141,8 @@ class Server:
         await self._server.start()
 
     async def _stop(self) -> None:
-        ends = (stream.end(self.over or "") for stream in list(self._open))
+        streams = list(self._open) if self.over is not None else []
+        ends = (stream.end(self.over or "") for stream in streams)
         with suppress(TimeoutError):  # of a client that does not read
             await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), _GRACE_S)
         await self._server.stop(_GRACE_S)
@@ -193,7 +197,7 @@ class _Stream:
 
     async def serve(self, desk: Desk) -> None:
         try:
-            hello = await asyncio.wait_for(self._read(), _HELLO_S)
+            hello = await asyncio.wait_for(self._read(_HELLO_BYTES), _HELLO_S)
         except TimeoutError:
             raise Refused(f"no hello for {_HELLO_S:g} s") from None
         if hello is None:
@@ -208,7 +212,9 @@ class _Stream:
         self.server.opened(self)
         await self._write(Frame(welcome={**seat.welcome(), "credits": 1, "sends": seat.writes.message()}))
         loop = asyncio.get_running_loop()
-        while (frame := await self._read()) is not None:
+        # Before it is parsed: of small parts a parser makes large ones.
+        most = seat.reads.most + _ROUND
+        while (frame := await self._read(most)) is not None:
             if frame.WhichOneof("kind") != "data":
                 raise Refused("a data frame must come after the welcome")
             if frame.data.number != self.number:
@@ -231,15 +237,15 @@ class _Stream:
                 raise Refused("another stream of this client has taken this one's place")
             await self._write(Frame())
 
-    async def _read(self) -> Any:
-        """The next frame, or None at the end of the stream."""
+    async def _read(self, most: int) -> Any:
+        """The next frame, of `most` bytes, or None at the end of the stream."""
         data = await self.context.read()
         if data is grpc.aio.EOF:
             return None
         self.server.bytes_in += len(data)
-        if len(data) > self.server.limits.message_bytes:
-            most = self.server.limits.message_bytes
-            raise Refused(f"a message of {len(data)} bytes, more than {most}", too_much=True)
+        limit = self.server.limits.message_bytes
+        if len(data) > (most := limit if len(data) > limit else most):
+            raise Refused(f"a message of {len(data)} bytes, more than {most}", too_much=len(data) > limit)
         try:
             return Frame.FromString(data)
         except DecodeError:

@@ -99,7 +99,9 @@ REFUSED = {
     "cut tensors": ([hello_frame(), data_frame(0, LAYOUT.pack(arrays())[:-1])], "ends within"),
     "more than tensors": ([hello_frame(), data_frame(0, LAYOUT.pack(arrays()) + b"x")], "1 more"),
     "a mask of other rows": ([hello_frame(), data_frame(0, b"\1\1\1\0" + LAYOUT.pack(arrays())[4:])], "ends within"),
-    "random bytes later": ([hello_frame(), data_frame(0), random.Random(0).randbytes(500)], "no frame"),
+    "random bytes later": ([hello_frame(), data_frame(0), random.Random(0).randbytes(100)], "no frame"),
+    "more than any frame": ([hello_frame(), data_frame(0, bytes(5000))], "more than 1"),
+    "a hello that is too long": ([hello_frame(Layout([Tensor("n" * 70_000, "bool", (3,))]))], "more than 65536"),
 }
 
 
@@ -120,7 +122,7 @@ def test_what_is_refused(serve: Serve, case: str):
 def test_a_reason_is_short(serve: Serve):
     """A peer may choose the name of a tensor, and what is said of it must fit into a header, and into a log."""
     served = serve()
-    status, details = raw_end(served, hello_frame(Layout([Tensor("\n\u2028" + "n" * 100_000, "O", (3,))])))
+    status, details = raw_end(served, hello_frame(Layout([Tensor("\n\u2028" + "n" * 60_000, "O", (3,))])))
     assert status == StatusCode.INVALID_ARGUMENT
     assert details.startswith("'\\n")
     assert len(served.lines[0]) < 1000
