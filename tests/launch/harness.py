@@ -169,7 +169,7 @@ class Meddler:
     def saved(self) -> int:
         """Env steps of the newest checkpoint; -1 where there is none."""
         path = checkpoint.latest(self.out / "checkpoints")
-        return -1 if path is None else int(path.name.removeprefix("step_"))
+        return -1 if path is None else int(path.name.removeprefix("step_").removesuffix(".old"))
 
     def at_work(self) -> None:
         """Wait until both learners have been started and have learned, and there is a checkpoint of that."""
