@@ -23,8 +23,8 @@ from coterie.envs.make import make_spec
 from coterie.parallel.affinity import available_cores, rss_mb
 from coterie.parallel.board import COUNTS
 from coterie.parts import Links, actor_env, envs_of, patience, resolve, settle
-from coterie.types import Array, CoterieError, Spec, TimeStep
-from coterie.wire.client import Lost, Over, Stream, back_off, open_channel
+from coterie.types import Array, Spec, TimeStep
+from coterie.wire.client import Lost, Over, Stream, keep_trying, open_channel
 from coterie.wire.codec import Newest, timestep_layout
 
 _REPORT_S = 0.5  # between two reports
@@ -55,28 +55,21 @@ class Dialer:
 
     def call(self, group: int, envs: int, check: Callable[[], None]) -> Line:
         """A new stream for a group of envs; `check` may end the trying by raising."""
-        begin = time.monotonic()
-        for wait in back_off():
-            check()
+        layout = timestep_layout(self.spec, envs, self.newest)
+        hello = {
+            "client": "coterie", "run_id": self.run_id, "env_id": self.env_id, "envs": envs, "group": group,
+            "number": self.number,
+        }  # fmt: skip
+
+        def dial() -> Line:
             if self.channel is None:
                 self.channel = open_channel(self.address, self.cert)
-            layout = timestep_layout(self.spec, envs, self.newest)
-            hello = {
-                "client": "coterie", "run_id": self.run_id, "env_id": self.env_id, "envs": envs, "group": group,
-                "number": self.number,
-            }  # fmt: skip
-            try:
-                stream = Stream(
-                    self.channel, "Infer", hello, layout, token=self.token, silence=_SILENCE_S, check=self.leave
-                )
-            except Lost as error:
-                waited = time.monotonic() - begin
-                if waited > self.patience:
-                    raise CoterieError(f"no learner at {self.address} for {waited:.0f} s: {error}") from None
-                time.sleep(wait)
-                continue
+            stream = Stream(
+                self.channel, "Infer", hello, layout, token=self.token, silence=_SILENCE_S, check=self.leave
+            )
             return Line(stream, Newest(layout))
-        raise AssertionError
+
+        return keep_trying(dial, self.address, self.patience, check)
 
     def close(self) -> None:
         if self.channel is not None:

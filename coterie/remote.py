@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import grpc
 import numpy as np
 import torch
 
@@ -25,7 +26,7 @@ from coterie.producers import Unrolls
 from coterie.runs.config_io import from_dict
 from coterie.types import CoterieError, Spec
 from coterie.wire.auth import offset
-from coterie.wire.client import Lost, Over, Stream, back_off, open_channel
+from coterie.wire.client import Lost, Over, Stream, ask_settings, keep_trying, open_channel
 from coterie.wire.codec import Layout, Tensor
 
 Say = Callable[[str], None]
@@ -42,25 +43,21 @@ class Door:
     patience: float = 600.0  # seconds that it may be away
 
 
-def _welcome(door: Door, method: str, run_id: int, leave: Callable[[], None]) -> Any:
-    """What learner 0 says to a client that has only asked."""
-    channel, begin = open_channel(door.address, door.cert), time.monotonic()
+def _settings(
+    base: Config, door: Door, method: str, run_id: int, leave: Callable[[], None]
+) -> tuple[dict[str, Any], str]:
+    """What learner 0 says to a client that has only asked, and the address of the learner that it belongs to."""
+    channel, hello = open_channel(door.address, door.cert), {"client": "coterie", "run_id": run_id, "number": -1}
     try:
-        for wait in back_off():
-            leave()
-            hello = {"client": "coterie", "run_id": run_id, "envs": 0, "number": -1}
-            try:
-                stream = Stream(channel, method, hello, Layout(()), token=door.token, check=leave)
-            except Lost as error:
-                if (waited := time.monotonic() - begin) > door.patience:
-                    raise CoterieError(f"no learner at {door.address} for {waited:.0f} s: {error}") from None
-                time.sleep(wait)
-                continue
-            stream.close()
-            return stream.welcome
-        raise AssertionError
+        welcome = keep_trying(
+            lambda: ask_settings(channel, method, hello, door.token, leave), door.address, door.patience, leave
+        )
     finally:
         channel.close()
+    settings: dict[str, Any] = json.loads(welcome.settings)
+    if base.env.id != settings["env_id"]:
+        raise CoterieError(f"the run's envs are {settings['env_id']}, not {base.env.id}")
+    return settings, offset(door.address, welcome.number % max(1, welcome.learners))
 
 
 def _config(base: Config, settings: dict[str, Any]) -> Config:
@@ -75,12 +72,8 @@ def _config(base: Config, settings: dict[str, Any]) -> Config:
 def lend_envs(base: Config, door: Door, say: Say, leave: Callable[[], None]) -> None:
     """Step `base.env` for a run until it has ended. `leave` raises `Stopped` when this is to end before."""
     run_id = random.SystemRandom().getrandbits(64)
-    welcome = _welcome(door, "Infer", run_id, leave)
-    settings = json.loads(welcome.settings)
-    if base.env.id != settings["env_id"]:
-        raise CoterieError(f"the run's envs are {settings['env_id']}, not {base.env.id}")
+    settings, address = _settings(base, door, "Infer", run_id, leave)
     config = _config(base, settings)
-    address = offset(door.address, welcome.number % max(1, welcome.learners))
     dialer = Dialer(
         address, config.env.id, make_spec(config.env, config.atari), token=door.token, cert=door.cert,
         newest=settings["newest_frame"], patience=door.patience, leave=leave,
@@ -123,6 +116,7 @@ class Wire:
         self.first = Recorder(self.fields, groups, torch.device("cpu"))
         self.layout = rollout_tensors(spec, unroll_length, width, core)
         self.expected = weights_tensors(len(params.data), moments.size)
+        self.channel: grpc.Channel | None = None
         self.streams: dict[str, Stream] = {}
         self.version, self.rollouts = -1, 0
 
@@ -155,30 +149,28 @@ class Wire:
 
     def _ask(self, method: str, arrays: dict[str, Any], again: bool = True) -> Any:
         """An answer, asked for `again` on a new stream where the old one is lost; else None."""
-        begin = time.monotonic()
-        for wait in back_off():
-            self._leave()
+
+        def ask() -> Any:
             try:
                 if method not in self.streams:
                     self.streams[method] = self._open(method)
-                stream = self.streams[method]
-                stream.send(arrays)
-                return stream.receive()
-            except Lost as error:
+                self.streams[method].send(arrays)
+                return self.streams[method].receive()
+            except Lost:
                 if (old := self.streams.pop(method, None)) is not None:
                     old.close()
                 self.version = -1  # the learner may have gone back to a checkpoint
-                if not again:
-                    return None
-                if (waited := time.monotonic() - begin) > self.door.patience:
-                    raise CoterieError(f"no learner at {self.address} for {waited:.0f} s: {error}") from None
-                time.sleep(wait)
-        raise AssertionError
+                if again:
+                    raise
+                return None
+
+        return keep_trying(ask, self.address, self.door.patience, self._leave)
 
     def _open(self, method: str) -> Stream:
         sends = self.layout if method == "PushRollouts" else Layout([Tensor("version", "int64", (1,))])
-        channel = open_channel(self.address, self.door.cert)
-        stream = Stream(channel, method, self.hello, sends, token=self.door.token, check=self._leave)
+        if self.channel is None:
+            self.channel = open_channel(self.address, self.door.cert)
+        stream = Stream(self.channel, method, self.hello, sends, token=self.door.token, check=self._leave)
         if method == "PullParameters" and stream.reads.tensors != self.expected.tensors:
             raise CoterieError("the run's network is another one: is this the same version of coterie?")
         return stream
@@ -186,21 +178,19 @@ class Wire:
     def close(self) -> None:
         for stream in self.streams.values():
             stream.close()
+        if self.channel is not None:
+            self.channel.close()
 
 
 def lend_actor(base: Config, door: Door, say: Say, leave: Callable[[], None]) -> None:
     """Act in `base.env` for a run of decoupled acting until it has ended."""
     run_id = random.SystemRandom().getrandbits(64)
-    welcome = _welcome(door, "PushRollouts", run_id, leave)
-    settings = json.loads(welcome.settings)
-    if base.env.id != settings["env_id"]:
-        raise CoterieError(f"the run's envs are {settings['env_id']}, not {base.env.id}")
+    settings, address = _settings(base, door, "PushRollouts", run_id, leave)
     run = from_dict(settings["config"])
     if ":" in run.model.torso and run.model.torso != base.model.torso:
         raise CoterieError(f"the run's torso is {run.model.torso}: if you trust it, name it with --model.torso")
     run = replace(run, seed=run_id >> 33)
     mine = _config(replace(run, env=replace(base.env, num_envs=settings["envs"], groups=run.env.groups)), settings)
-    address = offset(door.address, welcome.number % max(1, welcome.learners))
     spec = make_spec(mine.env, mine.atari)
     wires: list[Wire] = []
 

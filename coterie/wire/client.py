@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import grpc
 
@@ -15,6 +15,7 @@ from coterie.wire.auth import channel_credentials, is_local
 from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, layout_from
 from coterie.wire.server import SERVICE
 
+T = TypeVar("T")
 _MOST_BYTES = 1 << 30  # of a frame that the server may declare
 _PASSING = (  # ends of a stream after which it is worth to try again
     grpc.StatusCode.UNAVAILABLE,
@@ -159,11 +160,25 @@ def back_off(first: float = 0.1, most: float = 10.0) -> Iterator[float]:
         first = min(most, first * 2)
 
 
-def ask_settings(channel: grpc.Channel, method: str, hello: Mapping[str, Any], token: str) -> Any:
+def keep_trying(act: Callable[[], T], address: str, patience: float, check: Callable[[], None]) -> T:
+    """What `act` returns once it raises no `Lost`, tried for `patience` seconds; `check` may end it by raising."""
+    begin = time.monotonic()
+    for wait in back_off():
+        check()
+        try:
+            return act()
+        except Lost as error:
+            if (waited := time.monotonic() - begin) > patience:
+                raise CoterieError(f"no learner at {address} for {waited:.0f} s: {error}") from None
+            time.sleep(wait)
+    raise AssertionError
+
+
+def ask_settings(
+    channel: grpc.Channel, method: str, hello: Mapping[str, Any], token: str,
+    check: Callable[[], None] = lambda: None,
+) -> Any:  # fmt: skip
     """The welcome alone: what a client must know before it makes its environments."""
-    stream = Stream(channel, method, {**hello, "envs": 0}, Layout(()), token=token)
+    stream = Stream(channel, method, {**hello, "envs": 0}, Layout(()), token=token, check=check)
     stream.close()
     return stream.welcome
-
-
-__all__: Sequence[str] = ("Lost", "Over", "Stream", "ask_settings", "back_off", "open_channel")
