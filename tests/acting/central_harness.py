@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -178,3 +179,19 @@ def check(seen: list[Rollout]) -> None:
 
 def valid(seen: list[Rollout]) -> int:
     return sum(int(r.mask.sum()) for r in seen)
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.002)
+
+
+def still(count: Callable[[], int]) -> int:
+    """What it comes to when nothing more happens."""
+    before = -1
+    while (now := count()) != before:
+        before = now
+        time.sleep(QUIET_S)
+    return now

@@ -1,0 +1,130 @@
+"""Central acting in this process: what is refused, what goes wrong, and the end."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from coterie.types import CoterieError
+from coterie.wire.codec import Newest, Refused, timestep_layout
+from tests.acting.central_harness import UNROLL, WAIT_S, Client, still, until
+from tests.conftest import IMAGE
+
+# What is refused, and what goes wrong.
+
+
+@pytest.mark.parametrize("name", ["reward", "obs/"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_refused(rig, name, bad):
+    one = rig()
+    one.central.publish(0)
+    client, other = Client(one, 0), Client(one, 1)
+    arrays = client.arrays()
+    arrays[name] = np.full_like(arrays[name], bad)
+    with pytest.raises(Refused, match=f"{name} is not finite"):
+        client.seat.ask(arrays, lambda *_: None)
+    client.leave()
+    assert other.turn()
+
+
+def test_more_envs_than_max_envs_are_refused(rig):
+    one = rig(max_envs=5)
+    client = Client(one, 0, width=4)
+    with pytest.raises(Refused, match=r"2 envs beside 4: central\.max_envs is 5"):
+        Client(one, 1)
+    assert one.central.envs == 4
+    client.again()
+    assert one.central.envs == 4
+    with pytest.raises(Refused, match=r"central\.max_envs"):
+        Client(one, 1, width=0)
+
+
+def test_stacks_of_frames_are_put_together_again(rig):
+    one = rig(spec=IMAGE, newest=True, envs=1, batch_size=1)
+    layout = timestep_layout(IMAGE, 1, True)
+    source, newest = one.rollouts(), Newest(layout)
+    seat = one.central.sit(0, 0, 0, 1)
+    rng = np.random.default_rng(0)
+    frames = [rng.integers(0, 200, (36, 36), np.uint8) for _ in range(30)]
+    shown: list[np.ndarray] = []
+
+    def ask(*_: object) -> None:
+        t = len(shown)
+        first = t % 7 == 0
+        stack = np.stack([frames[t]] * 2 if first else [shown[-1][1], frames[t]])
+        stack[:, 0, :3] = 0  # env, episode and step, for the policy's record
+        shown.append(stack)
+        seen = {
+            "obs/": stack[None],
+            **{k: np.zeros(1, bool) for k in ("terminated", "truncated")},
+            "is_first": np.array([first]),
+            "reward": np.zeros(1, np.float32),
+            **{k: np.full(1, np.nan) for k in ("episode_return", "episode_length")},
+        }
+        sent = newest.split(seen)
+        if t < 20:
+            seat.ask(layout.unpack(layout.pack(sent)), ask)
+
+    ask()
+    for k in range(4):
+        r = next(source)
+        assert np.array_equal(r.obs[:, 0].numpy(), np.stack(shown[k * UNROLL : (k + 1) * UNROLL + 1]))
+    until(lambda: len(shown) == 21, "all are shown")
+    again = one.central.sit(0, 0, 0, 1)  # on a new stream whole stacks are due
+    sent = {"obs/": np.stack([[shown[-1][1], frames[-1]]]), "is_first": np.array([False])}
+    small = {k: np.zeros(1, bool) for k in ("terminated", "truncated")}
+    floats = {k: np.zeros(1, np.float32) for k in ("reward", "episode_return", "episode_length")}
+    with pytest.raises(Refused, match="must have whole stacks"):
+        again.ask(newest.split({**sent, **small, **floats}), ask)
+
+
+@pytest.mark.parametrize("where", ["inference", "prefetch"])
+def test_an_error_in_a_thread_is_the_learners(rig, where):
+    one = rig()
+    one.error = ValueError("odd by design")
+    source = one.rollouts()
+    if where == "prefetch":
+        error, one.error = one.error, None
+        one.central.finished.put((None, None))
+        with pytest.raises((TypeError, AttributeError)):
+            next(source)
+        one.error = error
+        return
+    Client(one, 0).ask()
+    with pytest.raises(ValueError, match="odd by design"):
+        next(source)
+
+
+def test_without_hosts_there_is_an_end_with_a_reason(rig):
+    one = rig(timeout=0.3)
+    Client(one, 0)
+    with pytest.raises(CoterieError, match=r"no batch of rollouts for 0\.3 s: 1 streams of 2 envs are connected"):
+        next(one.rollouts())
+
+
+def test_a_run_that_is_over_does_not_wait_for_hosts_that_do_not_come(rig):
+    one = rig()
+    source = one.rollouts()
+    one.central.is_over = lambda: True
+    clients = [Client(one, n).go() for n in range(2)]
+    next(source)  # what there is comes first
+    for client in clients:
+        client.going = False
+    assert len(list(source)) <= 4
+
+
+@pytest.mark.parametrize("when", ["idle", "full", "acting"])
+def test_close_ends_both_threads(rig, when):
+    one = rig()
+    if when != "idle":
+        clients = [Client(one, n).go() for n in range(2)]
+        one.central.publish(0)
+        if when == "full":
+            still(lambda: sum(c.answered for c in clients))
+    begin = time.monotonic()
+    one.central.close()
+    assert time.monotonic() - begin < WAIT_S / 2
+    assert not any(thread.is_alive() for thread in one.central._threads)
+    one.central.close()

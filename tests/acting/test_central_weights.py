@@ -1,0 +1,218 @@
+"""Central acting in this process: which weights act, what rollouts hold, lockstep."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from coterie.acting.central import Central, Shape
+from coterie.actor import Stages, local_fields
+from coterie.config import Model
+from coterie.models.build import ActorCritic, acting_copy
+from coterie.parallel.board import Board
+from coterie.types import AgentOutput, Inputs
+from tests.acting.central_harness import CPU, QUIET_S, UNROLL, WAIT_S, Client, Rig, check, still, until
+from tests.conftest import VECTOR
+
+# Weights, and rollouts.
+
+
+def test_a_rollout_may_be_acted_with_several_versions(rig):
+    one = rig(envs=2, batch_size=2)
+    client, source = Client(one, 0), one.rollouts([0])
+    for version in range(UNROLL):
+        one.model.weight.fill_(version)
+        one.central.publish(version)
+        assert client.turn()[1] == version
+    client.ask()  # what the last action led to
+    rollout = next(one.central.rollouts(lambda: None))
+    assert rollout.policy_version[:, 0].tolist() == list(range(UNROLL))
+    assert rollout.behavior_value[:-1, 0].tolist() == list(range(UNROLL))
+    source.close()
+
+
+def test_a_weight_that_changes_is_seen_in_the_next_inference_once_published_and_not_before(rig):
+    one = rig(envs=2, batch_size=2, unroll_length=100)
+    client = Client(one, 0)
+    one.central.publish(0)
+    client.turn()
+    value = lambda: float(client.seat.recorder.fields["value"][client.seat.row - 1, 0])  # noqa: E731
+    for version in range(1, 6):
+        before = value()
+        one.model.weight.fill_(10.0 * version)  # in place, as an optimizer does it
+        client.turn()
+        assert value() == before
+        one.central.publish(version)
+        assert client.turn()[1] == version
+        assert value() == 10.0 * version
+
+
+def test_weights_that_come_while_the_policy_acts_do_not_change_its_batch(rig):
+    one = rig(envs=2, batch_size=2, unroll_length=100)
+    client = Client(one, 0)
+    one.central.publish(0)
+    client.turn()
+    one.busy.clear()
+    one.gate.clear()
+    client.ask()
+    assert one.busy.wait(WAIT_S)
+    for version in (1, 2, 3):  # oftener than there are copies
+        one.model.weight.fill_(version)
+        one.central.publish(version)
+    one.gate.set()
+    assert client.answer()[1] == 0
+    assert float(client.seat.recorder.fields["value"][client.seat.row - 1, 0]) == 0
+    assert client.turn()[1] == 3
+    assert float(client.seat.recorder.fields["value"][client.seat.row - 1, 0]) == 3
+
+
+def test_a_real_model_acts_with_copies_of_its_weights():
+    torch.manual_seed(0)
+    model = ActorCritic(VECTOR, Model(hidden=(16,), normalize_obs=True))
+    seen: list[Tensor] = []
+
+    def policy(model: ActorCritic, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, None]:
+        params, value, _ = model(inputs, state)
+        seen.append(torch.cat((params, value[:, None]), 1))
+        return AgentOutput(params.argmax(1), torch.zeros(len(value)), value), None
+
+    twins = [acting_copy(model, torch.float32, apart=True) for _ in range(2)]
+    mine = {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
+    assert all(mine.isdisjoint(x.data_ptr() for x in (*t.parameters(), *t.buffers())) for t, _ in twins)
+    central = Central(
+        Shape(VECTOR, 2, 50, 2, 3), twins, policy, lambda width: None,
+        partial(local_fields, VECTOR, 50, device=CPU), Board(1), 0, Stages(), CPU,
+    )  # fmt: skip
+    try:
+        seat, answers = central.sit(0, 0, 0, 2), []
+        arrays = {
+            "obs/": np.ones((2, 3), np.float32),
+            **{k: np.zeros(2, bool) for k in ("terminated", "truncated", "is_first")},
+            "reward": np.zeros(2, np.float32),
+            **{k: np.full(2, np.nan) for k in ("episode_return", "episode_length")},
+        }
+
+        def act() -> Tensor:
+            count = len(answers)
+            seat.ask(arrays, lambda *answer: answers.append(answer))
+            until(lambda: len(answers) > count, "an answer")
+            return seen[-1]
+
+        central.publish(0)
+        before = act()
+        with torch.no_grad():
+            for x in model.parameters():
+                x.add_(0.1)
+        model.observe(torch.randn(50, 3) + 5, torch.ones(50, dtype=torch.bool))
+        assert torch.equal(act(), before)
+        central.publish(1)
+        after = act()
+        assert (after - before).abs().max() > 0.01
+        with torch.no_grad():
+            zeros = torch.zeros(2)
+            inputs = Inputs(torch.ones(2, 3), zeros.bool(), zeros.long(), zeros)
+            params, value, _ = model(inputs, None)
+        torch.testing.assert_close(after, torch.cat((params, value[:, None]), 1))
+    finally:
+        central.close()
+
+
+def test_the_recurrent_state_goes_on_from_rollout_to_rollout(rig):
+    one = rig()
+    for n in range(2):
+        Client(one, n).go()
+    seen = list(islice(one.rollouts(), 10))
+    check(seen)
+    assert {int(x) for r in seen for x in r.core_state} >= {0, 2, 4, 6}
+
+
+def test_batches_of_other_widths_than_the_streams(rig):
+    one = rig(envs=7, batch_size=5)
+    Client(one, 0, first_env=0, width=3).go()
+    Client(one, 1, first_env=10, width=4).go()
+    seen = list(islice(one.rollouts(), 12))
+    check(seen)
+    assert all(len(r.env_id) == 5 for r in seen)
+    assert {env for r in seen for env in r.env_id.tolist()} == {0, 1, 2, 10, 11, 12, 13}
+
+
+def test_without_a_free_batch_nobody_is_answered_until_there_is_one(rig):
+    one = rig()
+    clients = [Client(one, n).go() for n in range(2)]
+    source = one.rollouts()
+    seen = [next(source)]
+    count = still(lambda: sum(c.answered for c in clients))
+    # 3 batches, in each stream two rollouts that wait for one, less the one row that is due.
+    assert count <= 2 * UNROLL * (3 + 2)
+    seen.append(next(source))
+    until(lambda: sum(c.answered for c in clients) > count, "they go on")
+    seen += islice(source, 10)
+    check(seen)
+    assert max(int(x) for r in seen for x in r.policy_version.flatten()) > 5
+
+
+# Lockstep.
+
+
+def lockstep(rig: Callable[..., Rig], hosts: int = 2) -> tuple[Rig, list[Client]]:
+    one = rig(envs=2 * hosts, batch_size=2 * hosts, batches=1, lockstep=True, batch_min=1)
+    return one, [Client(one, n).go() for n in reversed(range(hosts))][::-1]
+
+
+def test_in_lockstep_all_act_together_and_wait_for_the_weights(rig):
+    one, _ = lockstep(rig)
+    version = [0]
+    source = one.rollouts(version)
+    for step in range(5):
+        r = next(source)
+        assert (r.policy_version == step).all()
+        assert r.env_id.tolist() == [0, 1, 2, 3]
+        count = still(lambda: len(one.batches))
+        assert count == (step + 1) * (UNROLL + 1), "one row more than there are actions: the last one's value"
+        check([r]) if step == 0 else None
+    assert all([env for env, _ in batch] == [0, 1, 2, 3] for batch in one.batches)
+
+
+def test_in_lockstep_who_is_gone_is_waited_for(rig):
+    one, clients = lockstep(rig)
+    source = one.rollouts()
+    next(source)
+    clients[1].leave()
+    before = still(lambda: len(one.batches))
+    one.central.publish(1)
+    time.sleep(QUIET_S)
+    assert len(one.batches) == before
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_in_lockstep_who_comes_back_makes_the_one_rollout_that_it_owes(rig, whole, twice):
+    """`whole`: it dies when its rollout of this round was done."""
+    one, clients = lockstep(rig, 3)
+    source = one.rollouts()
+    seen = [next(source) for _ in range(4)]
+    still(lambda: len(one.batches))
+    learner = threading.Thread(target=lambda: seen.extend(islice(source, 6)))
+    if not whole:
+        clients[1].going = False  # after one answer more
+        learner.start()
+        still(lambda: len(one.batches))
+    for _ in range(1 + twice):
+        clients[1] = clients[1].again()
+    if whole:
+        learner.start()
+    clients[1].go()
+    learner.join(WAIT_S)
+    assert len(seen) == 10
+    check(seen)
+    for step, r in enumerate(seen):
+        assert sorted(r.env_id.tolist()) == list(range(6)), f"each env once in batch {step}"
+        assert (r.policy_version == step).all()
