@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import threading
 import time
 from contextlib import suppress
@@ -17,7 +16,6 @@ from coterie.actor import rollout_layout
 from coterie.algorithms.ppo import horizon
 from coterie.config import Config
 from coterie.door import Numbers, Visitor, settings_of
-from coterie.parallel.weights import Weights
 from coterie.runs.config_io import to_dict
 from coterie.types import Array, CoterieError, Spec
 from coterie.wire.codec import Layout, Refused, Tensor, check_values, layout_from
@@ -49,7 +47,10 @@ class Guests:
         self.learners = config.learners
         self.env_id = config.env.id
         self.produced = 0
-        self.arrived = queue.SimpleQueue[tuple[_Push, dict[str, Array], Answer] | None]()
+        self.arrived: dict[_Push, tuple[dict[str, Array], Answer]] = {}  # the first to come first, one of each
+        self.news = threading.Condition()
+        self.newest: tuple[int, dict[str, Array]] = (-1, {})  # weights as they are sent, once for all who pull
+        self.pulling = threading.Lock()
         self.closed = False
         self._thread = threading.Thread(target=self._work, name="coterie-guests", daemon=True)
         self._thread.start()
@@ -68,7 +69,7 @@ class Guests:
 
     def pull(self, hello: Any) -> _Pull:
         said = {"number": self.numbers.of(hello.run_id), "learners": self.learners, "settings": self.settings}
-        return _Pull(self.weights, self.acting.params.data.numel(), self.acting.moments.size, said)
+        return _Pull(self, said)
 
     def check(self, arrays: dict[str, Array]) -> None:
         """What a learner's tensors may not hold must not reach them."""
@@ -82,10 +83,39 @@ class Guests:
         if not all(np.isfinite(arrays[name]).all() for name in ("episode_return", "episode_length")):
             raise Refused("a game's return or length is not finite")
 
+    def arrive(self, seat: _Push, arrays: dict[str, Array], answer: Answer) -> None:
+        with self.news:
+            self.arrived[seat] = arrays, answer
+            self.news.notify()
+
+    def forget(self, seat: _Push) -> None:
+        """What it has sent and nobody has taken yet goes with it."""
+        with self.news:
+            self.arrived.pop(seat, None)
+
+    def pulled(self) -> tuple[int, dict[str, Array]]:
+        """The newest weights and their version: shared by everybody, never written again."""
+        with self.pulling:
+            if self.weights.version != self.newest[0]:
+                params = torch.empty(self.acting.params.data.numel())
+                moments = torch.empty(self.acting.moments.size, dtype=torch.float64)
+                version = self.weights.read(params, moments)
+                self.newest = version, {"params": params.numpy(), "moments": moments.numpy()}
+            return self.newest
+
     def close(self) -> None:
         self.closed = True
-        self.arrived.put(None)
+        with self.news:
+            self.news.notify()
         self._thread.join(2.0)
+
+    def _next(self) -> tuple[_Push, dict[str, Array], Answer] | None:
+        with self.news:
+            self.news.wait_for(lambda: self.closed or self.arrived)
+            if self.closed:
+                return None
+            seat = next(iter(self.arrived))
+            return seat, *self.arrived.pop(seat)
 
     def _slot(self, producer: int) -> tuple[int, int] | None:
         with suppress(CoterieError):  # an actor that was stopped holds the lock: it may go on
@@ -93,7 +123,7 @@ class Guests:
         return None
 
     def _work(self) -> None:
-        while (item := self.arrived.get()) is not None:
+        while (item := self._next()) is not None:
             seat, arrays, answer = item
             producer = _FIRST + seat.number
             while (at := self._slot(producer)) is None:
@@ -129,10 +159,11 @@ class _Push:
         if arrays["version"].max() > max(0, self.guests.weights.version):
             answer({}, self.guests.weights.version)  # the run has gone back meanwhile: this is of the time after
             return
-        self.guests.arrived.put((self, arrays, answer))
+        self.guests.arrive(self, arrays, answer)
 
     def leave(self) -> None:
         self.alive = False
+        self.guests.forget(self)
 
 
 class _Pull:
@@ -141,21 +172,19 @@ class _Pull:
     reads = Layout([Tensor("version", "int64", (1,))])
     alive = True
 
-    def __init__(self, weights: Weights, size: int, moments: int, said: dict[str, Any]) -> None:
-        self.weights, self.said = weights, said
-        self.params, self.moments = torch.zeros(size), torch.zeros(moments, dtype=torch.float64)
-        self.writes = weights_tensors(size, moments)
+    def __init__(self, guests: Guests, said: dict[str, Any]) -> None:
+        self.guests, self.said = guests, said
+        self.writes = weights_tensors(guests.acting.params.data.numel(), guests.acting.moments.size)
 
     def welcome(self) -> dict[str, Any]:
         return self.said
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
-        version = self.weights.version
-        if version <= int(arrays["version"][0]):
-            answer({}, version)
-            return
-        version = self.weights.read(self.params, self.moments)
-        answer({"params": self.params.numpy(), "moments": self.moments.numpy()}, version)
+        version = self.guests.weights.version
+        newest: dict[str, Array] = {}
+        if version > int(arrays["version"][0]):
+            version, newest = self.guests.pulled()
+        answer(newest, version)
 
     def leave(self) -> None:
         pass

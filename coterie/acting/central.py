@@ -157,7 +157,9 @@ class Central:
             return [], _LOOK_S
         if self.shape.lockstep:
             return self._turn(pending), _LOOK_S
-        ready = [q for q in pending.values() if q.seat.may_go()]
+        # Rollouts of streams that have ended wait, too: new ones are not begun beside any number of them.
+        room = self.columns < 2 * self.shape.max_envs + self.shape.batches * self.shape.batch_size
+        ready = [q for q in pending.values() if q.seat.may_go(room)]
         rows = sum(q.seat.width for q in ready)
         left = self.shape.wait - (time.perf_counter() - min((q.since for q in ready), default=0.0))
         if not ready or (rows < min(self.shape.batch_min, self.envs) and left > 0):
@@ -261,8 +263,12 @@ class Central:
         shape = self.shape
         old = self.seats.get((number, group))  # its host has started again, and will not come back to it
         beside = self.envs - (old.width if old else 0)
-        if width < 1 or beside + width > shape.max_envs:
-            raise Refused(f"{width} envs beside {beside}: central.max_envs is {shape.max_envs}")
+        kept = 0  # for the run's own hosts, which may be away for a while
+        if number >= REMOTE:
+            kept = max(0, shape.envs - sum(s.width for s in self.seats.values() if s.place[0] < REMOTE))
+        if width < 1 or beside + width > shape.max_envs - kept:
+            own = f" ({kept} of them kept for the run's own)" if kept else ""
+            raise Refused(f"{width} envs beside {beside}: central.max_envs is {shape.max_envs}{own}")
         if old is not None:
             self._leave(old)
         # One to write while the other waits to be taken over.

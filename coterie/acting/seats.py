@@ -95,10 +95,10 @@ class Seat:
 
     # In the inference thread:
 
-    def may_go(self) -> bool:
-        """Whether there is room for what comes next."""
+    def may_go(self, room: bool = True) -> bool:
+        """Whether what comes next can be written; where that begins a rollout only if there is `room` for another."""
         whole = self.row == self.shape.unroll_length and not self.shape.lockstep  # in lockstep it rests after that
-        return bool(self.buffers) if self.recorder is None or whole else True
+        return (room and bool(self.buffers)) if self.recorder is None or whole else True
 
     def see(self, seen: TimeStep) -> Inputs:
         """Write the next row, of a new rollout where the last one is whole."""

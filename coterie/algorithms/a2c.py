@@ -21,7 +21,7 @@ from coterie.models.build import ActorCritic
 from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import masked_mean, normalize, policy_gradient, value_loss
-from coterie.ops.returns import explained_variance, gae, running_return
+from coterie.ops.returns import RunningReturns, explained_variance, gae
 from coterie.types import AgentOutput, Inputs, Rollout, Spec
 
 _ENTROPY_MOST = 7.0  # of the log of the adapted factor: an entropy out of reach must not let the bonus run away
@@ -135,7 +135,7 @@ class A2C:
         self.clock = Clock()
         self.entropy_adjustment = 0.0  # log of a factor of the entropy coefficient
         self.judged: tuple[Tensor, Tensor, Tensor] | None = None  # values, targets and mask of the last rollout
-        self.running: Tensor | None = None  # discounted return of each env, for the reward's deviation
+        self.running = RunningReturns()  # for the reward's deviation
 
     def act(
         self,
@@ -183,13 +183,7 @@ class A2C:
         rows = {k: x[: len(mask)] for k, x in obs.items()} if isinstance(obs, dict) else obs[: len(mask)]
         model.observe(rows, mask)
         if self.config.reward.normalize:
-            r = self.rewards(rollout)
-            if self.running is None:
-                self.running = torch.zeros(self.config.env.num_envs, device=r.device)
-            mine = rollout.env_id % len(self.running)  # whichever columns they are in this time
-            running = self.running.to(r.device)
-            returns, running[mine] = running_return(r, rollout.is_first, running[mine], self.algo.gamma)
-            self.running = running
+            returns = self.running.update(self.rewards(rollout), rollout.is_first, rollout.env_id, self.algo.gamma)
             model.return_norm.update(returns[mask])
 
     def prepare(self, model: ActorCritic, rollout: Rollout) -> Batch:
@@ -259,9 +253,10 @@ class A2C:
 
     def state_dict(self) -> dict[str, Tensor]:
         adjustment = torch.tensor([self.entropy_adjustment], dtype=torch.float64)
-        return {"entropy_adjustment": adjustment, **({} if self.running is None else {"running": self.running})}
+        return {"entropy_adjustment": adjustment, **(self.running.state_dict() if self.running.carry else {})}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.running = state.get("running")
+        if "running_env" in state:
+            self.running.load_state_dict(state)
         if "entropy_adjustment" in state:
             self.entropy_adjustment = float(state["entropy_adjustment"])

@@ -76,6 +76,39 @@ def running_return(reward: Tensor, is_first: Tensor, carry: Tensor, gamma: float
     return out, rows[-1].clone()
 
 
+_MOST_ENVS = 1 << 16  # that are remembered
+
+
+class RunningReturns:
+    """`running_return` of each env by its id, whatever columns and batches its rollouts come in, some in the same."""
+
+    def __init__(self) -> None:
+        self.carry: dict[int, float] = {}
+
+    def update(self, reward: Tensor, is_first: Tensor, env_id: Tensor, gamma: float) -> Tensor:
+        """R `[T, B]`; an env's second rollout in a batch goes on from its first."""
+        ids, turns, out = env_id.tolist(), list[list[int]](), torch.empty_like(reward)
+        seen = dict.fromkeys(ids, 0)
+        for column, env in enumerate(ids):
+            if seen[env] == len(turns):
+                turns.append([])
+            turns[seen[env]].append(column)
+            seen[env] += 1
+        for columns in turns:
+            carry = reward.new_tensor([self.carry.pop(ids[c], 0.0) for c in columns])
+            out[:, columns], after = running_return(reward[:, columns], is_first[:, columns], carry, gamma)
+            self.carry.update(zip((ids[c] for c in columns), after.tolist(), strict=True))
+        while len(self.carry) > _MOST_ENVS:
+            del self.carry[next(iter(self.carry))]  # who was not heard of for the longest time
+        return out
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"running_env": torch.tensor(list(self.carry)), "running": torch.tensor(list(self.carry.values()))}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.carry = dict(zip(state["running_env"].tolist(), state["running"].tolist(), strict=True))
+
+
 @torch.no_grad()
 def explained_variance(value: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     """1 - Var[target - value] / Var[target] over the valid rows, a scalar; 0 where the targets do not vary."""

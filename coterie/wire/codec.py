@@ -124,12 +124,17 @@ def layout_from(message: Sequence[Any], most: int) -> Layout:
     return layout
 
 
+_MOST_REWARD = 1e15  # its square, summed over a batch, is still a float32
+
+
 def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:
     """What would harm who learns from it is refused: numbers that are none, words that there are not."""
     for name, x in arrays.items():
         told = name.startswith("episode_")  # NaN where no game has ended
         if x.dtype.kind == "f" and not (~np.isinf(x) if told else np.isfinite(x)).all():
             raise Refused(f"{name} is not finite")
+    if np.abs(arrays["reward"]).max(initial=0.0) > _MOST_REWARD:
+        raise Refused(f"a reward is beyond {_MOST_REWARD:g}: no loss would be finite")
     if (np.isnan(arrays["episode_return"]) != np.isnan(arrays["episode_length"])).any():
         raise Refused("a game has a return without a length, or a length without a return")
     for key, s in spec.obs.items():

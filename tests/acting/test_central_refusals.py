@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import queue
 import time
 
 import numpy as np
 import pytest
 
+from coterie.acting.central import REMOTE
 from coterie.types import CoterieError
 from coterie.wire.codec import Newest, Refused, timestep_layout
-from tests.acting.central_harness import UNROLL, WAIT_S, Client, still, until
+from tests.acting.central_harness import QUIET_S, UNROLL, WAIT_S, Client, still, until
 from tests.conftest import IMAGE
 
 # What is refused, and what goes wrong.
@@ -39,6 +41,45 @@ def test_more_envs_than_max_envs_are_refused(rig):
     assert one.central.envs == 4
     with pytest.raises(Refused, match=r"central\.max_envs"):
         Client(one, 1, width=0)
+
+
+def test_hosts_that_come_by_themselves_leave_room_for_the_runs_own(rig):
+    one = rig(max_envs=6)  # 4 of them are the run's
+    guest = Client(one, REMOTE, width=2)
+    with pytest.raises(Refused, match=r"4 of them kept"):
+        Client(one, REMOTE + 1, width=1)
+    own = Client(one, 0, width=4)
+    own.leave()
+    until(lambda: one.central.envs == 2, "the seat was left")
+    guest.again()
+    Client(one, 0, width=4)
+    assert one.central.envs == 6
+
+
+def test_clients_that_fill_rollouts_and_leave_do_not_pile_them_up(rig):
+    """Nobody learns: the rollouts of streams that have ended wait, and at some point no other is begun."""
+    one = rig(max_envs=4, batch_size=4)
+    one.central.publish(0)
+    most = 2 * 4 + one.shape.batches * 4
+    for life in range(most):
+        client = Client(one, 0, first_env=0, width=4, life=life)
+        for _ in range(UNROLL + 1):
+            client.ask()
+            try:
+                client.answers.get(timeout=WAIT_S if one.central.columns < most else QUIET_S)
+            except queue.Empty:
+                break
+        client.leave()
+    assert most <= one.central.columns <= most + 4
+
+
+def test_a_reward_that_no_loss_can_bear_is_refused(rig):
+    one = rig()
+    client = Client(one, 0)
+    arrays = client.arrays()
+    arrays["reward"][0] = 3e38
+    with pytest.raises(Refused, match="a reward is beyond 1e"):
+        client.seat.ask(arrays, lambda *_: None)
 
 
 def test_stacks_of_frames_are_put_together_again(rig):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coterie.ops.returns import explained_variance, gae, n_step_return, running_return
+from coterie.ops.returns import RunningReturns, explained_variance, gae, n_step_return, running_return
 
 GAMMA = 0.9
 
@@ -209,6 +209,25 @@ def test_running_return_drops_the_carry_where_an_episode_begins() -> None:
     out, carry = running_return(torch.ones(1, 2), is_first, torch.tensor([8.0, 8.0]), 0.5)
     assert out.tolist() == [[1.0, 5.0]]
     assert carry.tolist() == [1.0, 5.0]
+
+
+def test_running_returns_follow_each_env_through_whatever_columns_its_rollouts_are_in() -> None:
+    d = make(5, 24, 6)
+    whole = running_return(d.reward, d.is_first, torch.zeros(6), GAMMA)[0]
+    at = {i: list(range(0, 24, 6)) for i in range(6)}  # where the rollouts of each env begin
+    # Envs 0, 1 and 2 have two rollouts in the first batch; ids are far from one another, as remote envs' are.
+    batches = [[0, 1, 2, 0, 1, 2], [5, 4, 3, 0, 1], [3, 2, 4, 5, 5, 4, 3], [0, 1, 2, 3, 4, 5]]
+    ids, one = [7, 23, 1 << 20, 39, 55, (1 << 20) + 1], RunningReturns()
+    for batch in batches:
+        begins = [at[i].pop(0) for i in batch]
+        pairs = list(zip(batch, begins, strict=True))
+        reward = torch.stack([d.reward[t : t + 6, i] for i, t in pairs], 1)
+        is_first = torch.stack([d.is_first[t : t + 7, i] for i, t in pairs], 1)
+        out = one.update(reward, is_first, torch.tensor([ids[i] for i in batch]), GAMMA)
+        close(out, torch.stack([whole[t : t + 6, i] for i, t in pairs], 1))
+        saved, one = one.state_dict(), RunningReturns()
+        one.load_state_dict(saved)
+    assert not any(at.values())
 
 
 def test_explained_variance_is_numpys_on_valid_rows() -> None:

@@ -39,7 +39,7 @@ class House:
     def __init__(self, address: str, spec: Spec, newest: bool) -> None:
         self.spec, self.newest = spec, newest
         config = make_config(**{"central.max_envs": MOST_ENVS, "central.newest_frame": newest})
-        shape = Shape(spec, 1, UNROLL, 1, 1, newest=newest, max_envs=MOST_ENVS)
+        shape = Shape(spec, 0, UNROLL, 1, 1, newest=newest, max_envs=MOST_ENVS)
         model: Any = None
 
         def policy(model: Any, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, None]:
