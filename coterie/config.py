@@ -125,6 +125,7 @@ class VTrace:
     pg_rho_bar: float = 1.0  # most that a policy gradient counts
     q_from: Literal["target", "value"] = "target"  # q_s = r + gamma v_{s+1}, or r + gamma V(x_{s+1})
     loss: Literal["mean", "sum"] = "mean"  # over the batch and time; the papers' learning rates differ by it
+    minibatch: int = 0  # new rollouts (of one env each) in each optimizer step; 0: the whole batch in one
     replay_capacity: int = 0  # rollouts (of one env each) kept for replay, the oldest leave first; 0: none
     replay_share: float = 0.5  # of each batch; 0.5: as many old rollouts as new ones, which is the paper's
 

@@ -122,6 +122,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "is a share of a batch: at least 0 and below 1",
     ),
     Refusal(
+        lambda c, s: c.algorithm == "vtrace" and c.vtrace.minibatch > 0 and _batch(c) % c.vtrace.minibatch != 0,
+        "vtrace.minibatch",
+        "must divide the rollouts of a batch (env.num_envs, or the acting's batch_size)",
+    ),
+    Refusal(
         lambda c, s: c.algorithm == "vtrace" and 0 < c.vtrace.rho_bar < (c.vtrace.c_bar or float("inf")),
         "vtrace.rho_bar",
         "must not be below vtrace.c_bar: V-trace would not converge",

@@ -86,6 +86,7 @@ def test_each_refusal_has_a_config_that_meets_it(refusal):
         "decoupled.publish_every": {"acting": "decoupled", "decoupled.publish_every": 2},
         "vtrace.replay_capacity": {"algorithm": "vtrace", "vtrace.replay_capacity": 8},
         "algo.entropy_target": {"algo.entropy_target": 0.5, "algo.entropy_coef": 0.0},
+        "vtrace.minibatch": {"algorithm": "vtrace", "vtrace.minibatch": 5},
         "vtrace.replay_share": {"algorithm": "vtrace", "vtrace.replay_share": 1.0},
         "vtrace.rho_bar": {"algorithm": "vtrace", "vtrace.rho_bar": 0.5},
     }  # fmt: skip

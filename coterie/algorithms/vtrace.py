@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from coterie.algorithms.a2c import A2C, Loss, combine
@@ -87,23 +88,29 @@ class VTrace:
         self.replay = Fifo(self.own.replay_capacity, seed) if self.own.replay_capacity else None
 
     def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]:
-        """The rollout once, with older ones beside it where there is replay."""
-        rollouts = [rollout]
+        """The rollout once, whole or a few columns at a time, with older ones beside them where there is replay."""
+        width = len(rollout.env_id)
+        size = self.own.minibatch or width
+        new = self._sequences(model, rollout)
+        old = round(size * self.own.replay_share / (1 - self.own.replay_share)) if self.replay is not None else 0
+        for i in range(width // size):
+            # Every so manieth column: neighbours are of one actor.
+            whole = [new if size == width else new.columns(torch.arange(i, width, width // size))]
+            if self.replay is not None and old and self.replay.size >= old:
+                whole.append(self._sequences(model, self.replay.sample(old, rollout)))
+            count = sum(part.action.shape[0] * part.action.shape[1] for part in whole)
+            for part in whole:
+                part.count = count
+            yield Batch(whole, self.chunk, count)
         if self.replay is not None:
-            share = self.own.replay_share
-            old = round(len(rollout.env_id) * share / (1 - share))
-            if old and self.replay.size >= old:
-                rollouts.append(self.replay.sample(old, rollout))
             self.replay.add(rollout)
-        count = sum(r.reward.numel() for r in rollouts)
-        yield Batch([self._sequences(model, r, count) for r in rollouts], self.chunk, count)
 
-    def _sequences(self, model: ActorCritic, rollout: Rollout, count: int) -> Sequences:
+    def _sequences(self, model: ActorCritic, rollout: Rollout) -> Sequences:
         reward = self.base.normalized_rewards(model, rollout)
         return Sequences(
             Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward),
             rollout.action, reward, rollout.terminated, rollout.behavior_log_prob, rollout.mask, rollout.core_state,
-            count,
+            rollout.reward.numel(),
         )  # fmt: skip
 
     def loss(self, model: ActorCritic, part: Sequences) -> Loss:

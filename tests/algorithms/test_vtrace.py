@@ -151,6 +151,21 @@ def test_half_a_batch_is_replayed_and_counts_as_much():
     assert sum(part.mask.numel() for part in second.parts(3)) == 96
 
 
+def test_minibatches_take_each_rollout_once_with_its_share_of_old_ones():
+    changes = {"vtrace.minibatch": 2, "vtrace.replay_capacity": 32, "vtrace.replay_share": 2 / 3}
+    algorithm = VTrace(make_config(**changes), VECTOR)
+    model = ActorCritic(VECTOR, algorithm.config.model)
+    first, second = (make_rollout(VECTOR, 6, 8, seed=i) for i in range(2))
+    batches = list(algorithm.batches(model, first))
+    assert [(len(b.rollouts), b.count) for b in batches] == [(1, 12)] * 4
+    batches = list(algorithm.batches(model, second))
+    assert [(len(b.rollouts), b.count) for b in batches] == [(2, 36)] * 4
+    assert all(part.count == 36 for b in batches for part in b.rollouts)
+    found = [x for b in batches for x in b.rollouts[0].inputs.obs.unbind(1)]
+    columns = second.obs.unbind(1)
+    assert sorted(next(c for c in range(8) if torch.equal(columns[c], x)) for x in found) == list(range(8))
+
+
 @pytest.mark.parametrize("core", [0, 8])
 def test_replayed_rollouts_are_what_they_were_and_the_oldest_leave(core):
     fifo = Fifo(20, seed=0)
