@@ -131,6 +131,54 @@ class VTrace:
 
 
 @dataclass(frozen=True)
+class Q:
+    """Value learning: dqn with its variants, and r2d2."""
+
+    double: bool = True  # the online network chooses the next action, the target network judges it
+    dueling: int = 0  # units of each stream of a dueling head; 0: one layer and no streams
+    atoms: int = 0  # C51: returns that have a probability each; 0: the network tells the expected return
+    v_min: float = -10.0  # C51: the least and the most of them
+    v_max: float = 10.0
+    noisy: bool = False  # NoisyNets instead of epsilon
+    n_step: int = 1
+    huber: float = 1.0  # error from which the loss is linear; 0: squared everywhere
+    target_every: int = 10_000  # env steps of a learner between two copies of the target network
+    epsilon: float = 1.0  # share of random actions at the beginning
+    epsilon_end: float = 0.1  # and after `epsilon_steps`
+    epsilon_steps: int = 1_000_000  # env steps of the whole run
+    ladder: float = 0.0  # env i of N acts with epsilon_end^(1 + ladder i / (N - 1)) instead (Ape-X: 7, with 0.4)
+    eval_epsilon: float = 0.001  # of evaluations with --sampled
+    batch_size: int = 32  # transitions, or sequences, in an optimizer step
+    intensity: float = 8.0  # times that each env step is trained on
+    learn_start: int = 20_000  # env steps of a learner before it trains
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What value learning keeps of the past, each learner its own."""
+
+    capacity: int = 1_000_000  # env steps, of all learners together
+    alpha: float = 0.0  # priority's exponent; 0: all are equally likely
+    beta: float = 0.4  # of the importance weights at the beginning of the run
+    beta_end: float = 1.0  # and at its end
+    initial: Literal["highest", "acting"] = "highest"  # priority of what is new; acting: by the values of who acted
+    disk: str = ""  # folder for a file that holds the observations; empty: in memory
+    save: bool = False  # in every checkpoint; otherwise a resumed run gathers it anew
+
+
+@dataclass(frozen=True)
+class R2D2:
+    """Replay of sequences. Lengths are in env steps, and multiples of algo.unroll_length."""
+
+    length: int = 80  # trained on
+    burn_in: int = 40  # before that, to warm the recurrent state up
+    stride: int = 40  # between the beginnings of two sequences
+    eta: float = 0.9  # weight of the largest error of a sequence in its priority, beside the mean
+    stored_state: bool = True  # begin with the state that acting had; False: with zeros
+    rescale: bool = True  # learn h(Q), h(x) = sign(x)(sqrt(|x| + 1) - 1) + x / 1000
+
+
+@dataclass(frozen=True)
 class Decoupled:
     """Actors with their own copy of the policy."""
 
@@ -245,7 +293,7 @@ class Config:
     """A run: algorithm x acting x exchange x launch, and the sections."""
 
     preset: str = ""
-    algorithm: Literal["a2c", "ppo", "vtrace"] = "a2c"
+    algorithm: Literal["a2c", "ppo", "vtrace", "dqn"] = "a2c"
     acting: Literal["inline", "decoupled", "central"] = "inline"
     exchange: Literal["auto", "solo", "allreduce", "hogwild", "store", "gossip"] = "auto"  # auto: solo, or allreduce
     launch: Literal["local"] = "local"
@@ -265,6 +313,9 @@ class Config:
     algo: Algo = field(default_factory=Algo)
     ppo: PPO = field(default_factory=PPO)
     vtrace: VTrace = field(default_factory=VTrace)
+    q: Q = field(default_factory=Q)
+    replay: Replay = field(default_factory=Replay)
+    r2d2: R2D2 = field(default_factory=R2D2)
     decoupled: Decoupled = field(default_factory=Decoupled)
     central: Central = field(default_factory=Central)
     wire: Wire = field(default_factory=Wire)

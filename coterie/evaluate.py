@@ -18,7 +18,7 @@ from coterie.atari57 import human_normalized
 from coterie.config import Config
 from coterie.envs.make import env_edges, make_envs, make_spec
 from coterie.envs.spaces import flatten
-from coterie.models.build import ActorCritic
+from coterie.models.build import Network
 from coterie.parts import AnyAlgorithm, make_algorithm, make_model
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
@@ -69,7 +69,7 @@ class Scores:
 
 def evaluate(
     algorithm: AnyAlgorithm,
-    model: ActorCritic,
+    model: Network,
     config: Config,
     *,
     episodes: int,
@@ -131,13 +131,13 @@ def evaluate(
 class Player:
     """A policy in front of one group of envs: keeps the core state and the last action."""
 
-    def __init__(self, algorithm: AnyAlgorithm, model: ActorCritic, envs: Envs, sampled: bool, seed: int) -> None:
+    def __init__(self, algorithm: AnyAlgorithm, model: Network, envs: Envs, sampled: bool, seed: int) -> None:
         self.algorithm, self.model, self.envs = algorithm, model, envs
         device = next(model.parameters()).device
         self.recorder = Recorder(local_fields(envs.spec, 1, envs.num_envs, device), [slice(0, envs.num_envs)], device)
         self.action = self.recorder.fields["action"]
         self.rng = torch.Generator(device).manual_seed(seed)
-        self.explore = torch.ones(envs.num_envs, device=device) if sampled else None
+        self.explore = torch.full((envs.num_envs,), algorithm.sampled, device=device) if sampled else None
         self.state = model.initial_state(envs.num_envs)
 
     @torch.inference_mode()
@@ -157,7 +157,7 @@ class Policy:
     begin anew, and `reward` `[B]` is wanted where the net was trained with `model.last_action_reward`.
     """
 
-    def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: ActorCritic) -> None:
+    def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: Network) -> None:
         self.folder, self.config, self.spec, self.step, self.model = folder, config, spec, step, model
         self.algorithm = make_algorithm(config, spec)
         self._fields, self._actions = env_edges(config.env, config.atari)
@@ -185,7 +185,7 @@ class Policy:
         assert self._last is not None
         last_reward = torch.zeros(batch) if reward is None else torch.as_tensor(reward, dtype=torch.float32)
         inputs = Inputs(tensors, self._first, self._last, last_reward)
-        explore = torch.ones(batch) if sampled else None
+        explore = torch.full((batch,), self.algorithm.sampled) if sampled else None
         out, self._state = self.algorithm.act(self.model, inputs, self._state, explore, self._rng)
         self._last, self._first = out.action, torch.zeros(batch, dtype=torch.bool)
         return self._actions.to_env(out.action.numpy())

@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie.actor import Stages
 from coterie.algorithms.a2c import Clock, Loss
 from coterie.exchange.solo import Guard, Steps
-from coterie.models.build import ActorCritic
+from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.types import CoterieError, Rollout
@@ -38,10 +38,10 @@ class Algorithm(Protocol):
 
     clock: Clock
 
-    def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Any]: ...
-    def loss(self, model: ActorCritic, batch: Any) -> Loss: ...  # of one part
-    def after_step(self, model: ActorCritic, batch: Any) -> None: ...
-    def after_rollout(self, model: ActorCritic, rollout: Rollout) -> None: ...
+    def batches(self, model: Network, rollout: Rollout) -> Iterator[Any]: ...
+    def loss(self, model: Network, batch: Any) -> Loss: ...  # of one part
+    def after_step(self, model: Network, batch: Any) -> None: ...
+    def after_rollout(self, model: Network, rollout: Rollout) -> None: ...
     def gauges(self) -> dict[str, float]: ...  # for the metrics, beside what the loss tells
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
@@ -117,11 +117,11 @@ class Gradients:
     """Backward passes over the parts of a batch, by a team: each member has the weights and a gradient of its own."""
 
     def __init__(
-        self, model: ActorCritic, params: FlatParams, team: Team, autocast: Callable[[], AbstractContextManager[Any]]
+        self, model: Network, params: FlatParams, team: Team, autocast: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         self.params, self.team, self.autocast = params, team, autocast
         twins = [params.replica(model) for _ in range(team.size - 1)]
-        self.models = [model, *(cast(ActorCritic, twin) for twin, _ in twins)]
+        self.models = [model, *(cast(Network, twin) for twin, _ in twins)]
         self.grads = [grad for _, grad in twins]
 
     def compute(self, algorithm: Algorithm, batch: Batch) -> dict[str, float]:
@@ -147,7 +147,7 @@ class Gradients:
 
 
 def learn(
-    model: ActorCritic,
+    model: Network,
     params: FlatParams,
     algorithm: Algorithm,
     acting: Acting,

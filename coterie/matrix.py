@@ -16,6 +16,7 @@ LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
 
 
 ON_POLICY = ("a2c", "ppo")  # they cannot correct for an older policy
+VALUE = ("dqn",)  # they learn what actions are worth
 
 
 class Refusal(NamedTuple):
@@ -35,6 +36,38 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c, s: c.exchange == "solo" and c.learners != 1,
         "learners",
         "exchange solo is one learner; with several use allreduce, hogwild, store or gossip",
+    ),
+    Refusal(
+        lambda c, s: c.algorithm in VALUE and s.action.kind != "categorical",
+        "algorithm",
+        "dqn chooses one of so many actions, which this env has not: use a2c, ppo or vtrace",
+    ),
+    Refusal(
+        lambda c, s: c.algorithm == "dqn" and c.model.core != "none",
+        "model.core",
+        "dqn learns from single steps and has no memory: use none, or algorithm r2d2",
+    ),
+    Refusal(
+        lambda c, s: c.algorithm in VALUE and c.reward.normalize,
+        "reward.normalize",
+        "value learning keeps rewards, which must not change their scale afterwards: use reward.clip or reward.scale",
+    ),
+    Refusal(
+        lambda c, s: (
+            c.algorithm in VALUE and c.q.learn_start < 2 * (c.algo.unroll_length + c.q.n_step) * c.env.num_envs
+        ),
+        "q.learn_start",
+        "must be at least 2 x (algo.unroll_length + q.n_step) x env.num_envs: there is nothing to draw before",
+    ),
+    Refusal(
+        lambda c, s: c.algorithm in VALUE and c.q.atoms > 0 and c.q.v_min >= c.q.v_max,
+        "q.v_min",
+        "must be below q.v_max",
+    ),
+    Refusal(
+        lambda c, s: c.algorithm in VALUE and c.q.atoms > 0 and c.replay.initial == "acting",
+        "replay.initial",
+        "acting tells values, and the priority of distributions is a divergence: use highest",
     ),
     Refusal(
         lambda c, s: c.exchange == "allreduce" and c.ppo.target_kl > 0 and c.algorithm == "ppo",
@@ -165,6 +198,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "has nothing to do: the env's observations are bytes or text",
     ),
 )
+
+
+def _first_rows(config: Config) -> int:
+    return 2 * config.env.num_envs * (config.algo.unroll_length + config.q.n_step)
 
 
 def _learners(config: Config) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coterie.actor import rollout_layout
 from coterie.algorithms.a2c import A2C
+from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import PPO, horizon
 from coterie.algorithms.vtrace import VTrace
 from coterie.config import Config, elsewhere
@@ -28,7 +29,8 @@ from coterie.exchange.solo import Guard, Solo
 from coterie.exchange.store import Store, Turns
 from coterie.exchange.topology import matrices
 from coterie.learner import Exchange
-from coterie.models.build import ActorCritic
+from coterie.matrix import VALUE
+from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule
 from coterie.parallel.affinity import available_cores, bf16_is_fast
@@ -96,16 +98,25 @@ def resolve(config: Config, spec: Spec, gpu: int = 0) -> Layout:
     )
 
 
-AnyAlgorithm = A2C | PPO | VTrace
+AnyAlgorithm = A2C | PPO | VTrace | DQN
 # (group, inputs, core state) -> output and the next core state
 Policy = Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
 
 
 def make_algorithm(config: Config, spec: Spec, chunk: int = 0, rank: int = 0) -> AnyAlgorithm:
     seed = seed_for(config.seed, BATCH_SEED, rank)
+    if config.algorithm == "dqn":
+        return DQN(config, spec, chunk, seed)
     if config.algorithm == "ppo":
         return PPO(config, spec, chunk, seed)
     return VTrace(config, spec, chunk, seed) if config.algorithm == "vtrace" else A2C(config, spec, chunk)
+
+
+def replay_bytes(config: Config, spec: Spec) -> int:
+    """What the replay of all learners takes when it is full: 0 where there is none, or it is on disk."""
+    if config.algorithm not in VALUE or config.replay.disk:
+        return 0
+    return DQN.replay_bytes(config, spec) * (config.learners if isinstance(config.learners, int) else 1)
 
 
 def envs_of(
@@ -128,21 +139,26 @@ def envs_of(
     return envs, rngs
 
 
-def policy_of(algorithm: AnyAlgorithm, model: ActorCritic, rngs: list[torch.Generator], envs: int) -> Policy:
-    """How a group's actions are chosen."""
-    everyone = torch.ones(envs, device=rngs[0].device)
+def policy_of(algorithm: AnyAlgorithm, model: Network, rngs: list[torch.Generator], ids: list[Tensor]) -> Policy:
+    """How a group's actions are chosen; `ids`: each group's envs."""
+    ids = [x.to(rngs[0].device) for x in ids]
 
     def policy(g: int, inputs: Inputs, core_state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
-        return algorithm.act(model, inputs, core_state, everyone, rngs[g])
+        return algorithm.act(model, inputs, core_state, algorithm.explore(ids[g]), rngs[g])
 
     return policy
 
 
-def make_model(config: Config, spec: Spec) -> ActorCritic:
+def ids_of(envs: Envs, first: int) -> list[Tensor]:
+    """The global ids of each group's envs."""
+    return [torch.arange(first + cols.start, first + cols.stop) for cols in envs.groups]
+
+
+def make_model(config: Config, spec: Spec) -> Network:
     """The network with the run's initial weights: the same for every learner."""
     with torch.random.fork_rng():
         torch.manual_seed(seed_for(config.seed))
-        return ActorCritic(spec, config.model)
+        return Network(spec, config.model, config.q if config.algorithm in VALUE else None)
 
 
 def settle(config: Config) -> Config:
@@ -196,7 +212,7 @@ def task_of(config: Config, env_id: int) -> str:
     return actor_env(config, number, rank)[0].env.id
 
 
-def acting_memory(config: Config, spec: Spec, model: ActorCritic) -> tuple[Slots, Weights]:
+def acting_memory(config: Config, spec: Spec, model: Network) -> tuple[Slots, Weights]:
     """Where a learner's actors get weights from and leave rollouts."""
     state = model.initial_state(1)
     layout = rollout_layout(spec, horizon(config), batch_size(config), () if state is None else state.shape[1:])
@@ -228,7 +244,7 @@ class Links:
         return len(self.board.here)
 
 
-def normalizers(config: Config, model: ActorCritic) -> Moments:
+def normalizers(config: Config, model: Network) -> Moments:
     """The running normalizers that learners must agree on."""
     used = [*model.obs_norm.values(), *([model.return_norm] if config.reward.normalize else [])]
     return Moments(cast(list[Normalizer], used))

@@ -14,11 +14,9 @@ from typing import Any
 from coterie.config import (
     PPO,
     Algo,
-    Atari,
     Central,
     Config,
     Decoupled,
-    Env,
     Gossip,
     Hogwild,
     Model,
@@ -28,43 +26,16 @@ from coterie.config import (
     Store,
     VTrace,
 )
-from coterie.envs.make import make_spec
-from coterie.runs.config_io import replace as override
-from coterie.types import ConfigError, Spec
-
-_LINEAR = Schedule("linear")
-_SMALLEST_IMAGE = 36  # pixels, what the presets' torsos need
-
-
-def _kind(spec: Spec) -> str:
-    # An image that no stack of convolutions fits (MiniGrid's 7x7 cells) is a vector of bytes.
-    if any(s.is_image and sorted(s.shape)[1] >= _SMALLEST_IMAGE for s in spec.obs.values()):
-        return "image"
-    return "continuous" if spec.action.kind == "continuous" else "vector"
-
-
-def _of_env(overrides: dict[str, Any]) -> dict[str, Any]:
-    """The options that decide what the environment is, which a preset must know first."""
-    return {k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))}
-
-
-def _start(preset: str, env: str, overrides: dict[str, Any]) -> tuple[Config, str]:
-    """The common beginning, with the model of what is no image; and the kind of environment, which its own options may
-    decide.
-    """
-    config = Config(preset=preset, env=Env(id=env), atari=Atari(episodic_life=True))
-    own = _of_env(overrides)
-    config = override(config, own)
-    spec = make_spec(config.env, config.atari)
-    config = replace(config, model=Model(normalize_obs=any(s.is_numeric for s in spec.obs.values())))
-    return config, _kind(spec)
+from coterie.presets_parts import LINEAR, of_env, override, start
+from coterie.presets_value import VALUE_PRESETS
+from coterie.types import ConfigError
 
 
 def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Synchronous A2C. Images: Accelerated Methods 4.3 (n = 5, RMSProp 7e-4 at 16 simulators times the root of their
     number, decay 0.9, eps 1e-6 inside the root, value coefficient 0.25), on 84x84 frames instead of 104x80.
     """
-    config, kind = _start("a2c", env, overrides)
+    config, kind = start("a2c", env, overrides)
     config = replace(config, algorithm="a2c")
     if kind == "image":
         config = replace(
@@ -82,7 +53,7 @@ def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
             steps=1_000_000,
             reward=Reward(normalize=kind == "continuous"),
             algo=Algo(unroll_length=8, gae_lambda=0.95, entropy_coef=0.0 if kind == "continuous" else 0.01),
-            optim=Optim("rmsprop", lr=2e-3, schedule=_LINEAR),
+            optim=Optim("rmsprop", lr=2e-3, schedule=LINEAR),
         )
     return override(config, overrides)
 
@@ -92,7 +63,7 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
     frames, with 3 epochs over minibatches of 256 and Adam at 5e-4, which learn faster from few samples. Vectors and
     continuous control: our own settings.
     """
-    config, kind = _start("ppo", env, overrides)
+    config, kind = start("ppo", env, overrides)
     config = replace(config, algorithm="ppo")
     if kind == "image":
         config = replace(
@@ -103,7 +74,7 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
             model=Model(torso="a3c"),
             algo=Algo(128, gae_lambda=0.95, normalize_advantage=True),
             ppo=PPO(epochs=3, minibatch_size=256, clip=0.2, batch_size=2048),
-            optim=Optim("adam", lr=5e-4, eps=1e-5, schedule=_LINEAR),
+            optim=Optim("adam", lr=5e-4, eps=1e-5, schedule=LINEAR),
         )
     elif kind == "continuous":
         config = replace(
@@ -113,7 +84,7 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
             reward=Reward(normalize=True),
             algo=Algo(128, gae_lambda=0.95, entropy_coef=0.0, normalize_advantage=True),
             ppo=PPO(epochs=10, minibatch_size=128),
-            optim=Optim("adam", lr=3e-4, eps=1e-5, schedule=_LINEAR),
+            optim=Optim("adam", lr=3e-4, eps=1e-5, schedule=LINEAR),
         )
     else:
         config = replace(
@@ -122,7 +93,7 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
             env=replace(config.env, num_envs=16),
             algo=Algo(128, gamma=0.999, gae_lambda=0.98, entropy_coef=0.01, normalize_advantage=True),
             ppo=PPO(epochs=4, minibatch_size=128),
-            optim=Optim("adam", lr=1e-3, eps=1e-5, schedule=_LINEAR),
+            optim=Optim("adam", lr=1e-3, eps=1e-5, schedule=LINEAR),
         )
     return override(config, overrides)
 
@@ -131,7 +102,7 @@ def gala_a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     """GALA-A2C: gossiping A2C learners (GALA, arguments of its public code): a directed ring, mixed after every update,
     16 simulators each, n = 5, RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation.
     """
-    base = a2c(env, **_of_env(overrides))
+    base = a2c(env, **of_env(overrides))
     config = replace(base, preset="gala-a2c", exchange="gossip", learners="auto", gossip=Gossip("ring", mix_every=1))
     if base.model.torso == "a3c":
         config = replace(
@@ -146,7 +117,7 @@ def gala_a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def gala_ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Gossiping PPO learners, mixed once for each rollout: a cell that no paper built."""
-    base = ppo(env, **_of_env(overrides))
+    base = ppo(env, **of_env(overrides))
     return override(replace(base, preset="gala-ppo", exchange="gossip", learners="auto"), overrides)
 
 
@@ -156,7 +127,7 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
     Adam at 1e-4). Rewards are scaled and MountainCar's actions repeated as the authors' code does, its entropy bonus
     ends after some episodes. Ours: longer unrolls and a faster, decaying learning rate for vectors.
     """
-    config, kind = _start("a3c", env, overrides)
+    config, kind = start("a3c", env, overrides)
     own = replace(config.env, num_envs=1)
     config = replace(config, algorithm="a2c", exchange="hogwild", learners=24, env=own, hogwild=Hogwild("own"))
     net = Model("a3c-gae" if kind == "image" else "mlp", (256, 256), core="lstm", core_size=256, share="yes")
@@ -167,7 +138,7 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
             reward=Reward(clip="sign"),
             model=net,
             algo=Algo(20, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.01),
-            optim=Optim("adam", lr=1e-4, eps=1e-8, max_grad_norm=0.5, schedule=_LINEAR),
+            optim=Optim("adam", lr=1e-4, eps=1e-8, max_grad_norm=0.5, schedule=LINEAR),
         )
     elif kind == "continuous":
         config = replace(
@@ -176,7 +147,7 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
             reward=Reward(normalize=True),
             model=replace(net, normalize_obs=True, init_log_std=-0.7),
             algo=Algo(32, gae_lambda=0.95, value_coef=0.25, entropy_coef=0.0),
-            optim=Optim("adam", lr=5e-4, eps=1e-8, max_grad_norm=0.5, schedule=_LINEAR),
+            optim=Optim("adam", lr=5e-4, eps=1e-8, max_grad_norm=0.5, schedule=LINEAR),
         )
     else:
         config = replace(
@@ -185,7 +156,7 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
             reward=Reward(scale=0.01),
             model=net,
             algo=Algo(100, gamma=0.995, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.001),
-            optim=Optim("adam", lr=7e-4, eps=1e-8, max_grad_norm=0.5, schedule=_LINEAR),
+            optim=Optim("adam", lr=7e-4, eps=1e-8, max_grad_norm=0.5, schedule=LINEAR),
         )
     if env.startswith("MountainCar-"):
         until = Schedule("steps", at=(12_000,), by="episodes", factors=(0.0,))
@@ -206,7 +177,7 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
     with eps 0.01 inside the root, gradients clipped to 40; feed-forward on four frames, with GALA's net in the place of
     the shallow one. Vectors and continuous control: our own settings.
     """
-    config, kind = _start("impala", env, overrides)
+    config, kind = start("impala", env, overrides)
     config = replace(config, algorithm="vtrace", acting="decoupled")
     if kind == "image":
         config = replace(
@@ -218,7 +189,7 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
             model=Model(torso="gala"),
             algo=Algo(20, value_coef=0.25, entropy_coef=0.01),  # half of 0.5 times the squared error
             vtrace=VTrace(loss="sum"),
-            optim=Optim("rmsprop_tf", lr=6e-4, eps=0.01, max_grad_norm=40.0, schedule=_LINEAR),
+            optim=Optim("rmsprop_tf", lr=6e-4, eps=0.01, max_grad_norm=40.0, schedule=LINEAR),
         )
     elif kind == "continuous":
         config = replace(
@@ -228,7 +199,7 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
             model=replace(config.model, init_log_std=-0.7),
             algo=Algo(32, gae_lambda=0.95, entropy_coef=0.0),
             decoupled=Decoupled(batch_size=8),
-            optim=Optim("adam", lr=7e-4, schedule=_LINEAR),
+            optim=Optim("adam", lr=7e-4, schedule=LINEAR),
         )
     else:
         config = replace(
@@ -237,14 +208,14 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
             reward=Reward(scale=0.01),
             algo=Algo(20, gamma=0.995, gae_lambda=0.98, entropy_coef=0.003),
             decoupled=Decoupled(batch_size=8),
-            optim=Optim("rmsprop", lr=3e-3, schedule=_LINEAR),
+            optim=Optim("rmsprop", lr=3e-3, schedule=LINEAR),
         )
     return override(config, overrides)
 
 
 def impala_deep(env: str = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA with its ResNet of 15 convolutions (Figure 3, right)."""
-    own = _of_env(overrides)
+    own = of_env(overrides)
     config = replace(impala(env, **own), preset="impala-deep")
     return override(replace(config, model=replace(config.model, torso="impala")), overrides)
 
@@ -254,7 +225,7 @@ def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
     100 in batches of 32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Vectors and
     continuous control: our settings for IMPALA.
     """
-    base = impala(env, **_of_env(overrides))
+    base = impala(env, **of_env(overrides))
     central = Central(batch_size=base.decoupled.batch_size)
     config = replace(base, preset="seed-vtrace", acting="central", central=central, decoupled=Decoupled())
     if base.model.torso == "gala":
@@ -263,7 +234,7 @@ def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
             model=Model(torso="impala"),
             algo=Algo(100, gae_lambda=0.95, value_coef=0.25, entropy_coef=9.7056e-4),  # half of 0.5 times the square
             vtrace=VTrace(loss="mean"),
-            optim=Optim("adam", lr=2.2588e-4, beta1=0.0, eps=3.125e-9, max_grad_norm=0.0, schedule=_LINEAR),
+            optim=Optim("adam", lr=2.2588e-4, beta1=0.0, eps=3.125e-9, max_grad_norm=0.0, schedule=LINEAR),
         )
     return override(config, overrides)
 
@@ -273,7 +244,7 @@ def seed_football(env: str = "gfootball/11_vs_11_hard_stochastic-v1", **override
     `env.kwargs` asks for the checkpoint reward): V-trace on unrolls of 32 in batches of 32, rewards as they are, Keras'
     Adam at a fixed rate, a ResNet of four stages. One frame on EnvPool; four, as in the paper, through envs.football.
     """
-    base = seed_vtrace(env, **_of_env(overrides))
+    base = seed_vtrace(env, **of_env(overrides))
     config = replace(base, preset="seed-football")
     if base.model.torso == "impala":
         checkpoints = "checkpoints" in base.env.kwargs
@@ -293,7 +264,7 @@ def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:
     """A3C with large batches and a central store (Accelerated Methods 4.3): A2C learners of 16 simulators that meet a
     store of 3 chunks after every update; the learning rate does not grow with the learners.
     """
-    base = a2c(env, **_of_env(overrides))
+    base = a2c(env, **of_env(overrides))
     config = replace(base, preset="a3c-store", exchange="store", learners="auto")
     if base.model.torso == "a3c":
         config = replace(config, env=replace(config.env, num_envs=16))
@@ -304,7 +275,7 @@ def appo(env: str = "Pong-v5", **overrides: Any) -> Config:
     """APPO (Accelerated Methods 4.3, Appendix B): PPO learners of 8 simulators and horizon 256 on a central store, two
     local Adam steps between meetings, weights polled every 64 steps, a quarter of PPO's learning rate, no schedule.
     """
-    base = ppo(env, **_of_env(overrides))
+    base = ppo(env, **of_env(overrides))
     config = replace(
         base,
         preset="appo",
@@ -331,6 +302,7 @@ PRESETS: dict[str, Callable[..., Config]] = {
     "appo": appo,
     "gala-a2c": gala_a2c,
     "gala-ppo": gala_ppo,
+    **VALUE_PRESETS,
 }
 
 

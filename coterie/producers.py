@@ -29,6 +29,7 @@ from coterie.parts import (
     Policy,
     actor_env,
     envs_of,
+    ids_of,
     make_algorithm,
     make_model,
     normalizers,
@@ -70,7 +71,8 @@ class Unrolls:
         acting, refresh = acting_copy(self.model, layout.dtype)
         self.envs, rngs = envs_of(mine, layout, life, first_env, union=mine.env.id != config.env.id)
         self.ledge = make_ledge(params, normalizers(config, self.model), self.envs.groups, self.stages)
-        policy = policy_of(make_algorithm(config, spec), acting, rngs, mine.env.num_envs)
+        self.algorithm = make_algorithm(config, spec)
+        policy = policy_of(self.algorithm, acting, rngs, ids_of(self.envs, first_env))
         self.acting = Inline(
             self.envs,
             partial(self._act, policy),
@@ -121,7 +123,9 @@ class Unrolls:
 
     def _refresh(self) -> None:
         begin = time.perf_counter()
-        self.acting.publish(self.ledge.pull())
+        version = self.ledge.pull()
+        self.algorithm.acts_at(version)
+        self.acting.publish(version)
         self.stages.add("pull", begin)
 
 

@@ -28,7 +28,7 @@ from coterie.exchange.diagnostics import Sampled
 from coterie.guests import Guests
 from coterie.learner import Gradients, LearnSettings, Progress, autocast, learn
 from coterie.matrix import check
-from coterie.models.build import ActorCritic, acting_copy
+from coterie.models.build import Network, acting_copy
 from coterie.ops.optim import scaled_lr, schedule_value
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
@@ -37,12 +37,14 @@ from coterie.parts import (
     Links,
     batch_size,
     envs_of,
+    ids_of,
     make_algorithm,
     make_exchange,
     make_model,
     normalizers,
     patience,
     policy_of,
+    replay_bytes,
     resolve,
     seed_for,
     settle,
@@ -106,15 +108,16 @@ class Learner:
         self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
-            self.gradients.models[0] = cast(ActorCritic, compiled)
+            self.gradients.models[0] = cast(Network, compiled)
 
     def _inline(self, life: int) -> Inline:
         config, layout = self.config, self.layout
-        envs, self.rngs = envs_of(config, layout, life, self.links.rank * config.env.num_envs)
+        first = self.links.rank * config.env.num_envs
+        envs, self.rngs = envs_of(config, layout, life, first)
         fields = local_fields(self.spec, horizon(config), config.env.num_envs, layout.device, self._core())
         return Inline(
             envs,
-            policy_of(self.algorithm, self.actor, self.rngs, config.env.num_envs),
+            policy_of(self.algorithm, self.actor, self.rngs, ids_of(envs, first)),
             Recorder(fields, envs.groups, layout.device),
             self.model.initial_state,
             self.refresh_actor,
@@ -134,9 +137,10 @@ class Learner:
         rng = torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, life, links.rank))
         self.rngs = [rng]
 
-        def policy(model: ActorCritic, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
-            everyone = torch.ones(len(inputs.is_first), device=layout.device)
-            return self.algorithm.act(model, inputs, state, everyone, rng)
+        def policy(
+            model: Network, inputs: Inputs, state: Tensor | None, env_id: Tensor
+        ) -> tuple[AgentOutput, Tensor | None]:
+            return self.algorithm.act(model, inputs, state, self.algorithm.explore(env_id.to(layout.device)), rng)
 
         own = config.central
         shape = Shape(
@@ -200,6 +204,8 @@ class Learner:
             )
         else:
             acting = f"{config.env.num_envs} envs in {lay.groups} group(s) on {lay.env_threads} thread(s)"
+        if need := replay_bytes(config, self.spec):
+            acting += f", replay of {config.replay.capacity:,} env steps in {need / 2**30:.2f} GiB"
         return f"{acting}, {lay.torch_threads} training thread(s), {lay.device}, {kind}; {count:,} weights"
 
     def start(self, counts: dict[str, int], total: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from coterie.algorithms.values import room_for
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.evaluate import check_spec, open_run
@@ -17,7 +18,7 @@ from coterie.exchange.topology import matrices
 from coterie.launch.local import run_children, run_here
 from coterie.matrix import check
 from coterie.parallel.board import Board
-from coterie.parts import Links, resolve, settle
+from coterie.parts import Links, replay_bytes, resolve, settle
 from coterie.roles import Learner
 from coterie.run import EXIT_INTERRUPTED, Run
 from coterie.runs import checkpoint
@@ -66,6 +67,7 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
     spec = make_spec(config.env, config.atari)
     check(config, spec)
     resolve(config, spec)
+    room_for(replay_bytes(config, spec), f"{config.replay.capacity:,} env steps")
     assert isinstance(config.learners, int)
     board = Board(config.learners)  # of the first moments: children get another
     board.release()

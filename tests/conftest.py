@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coterie.config import Config, Env, Model
-from coterie.models.build import ActorCritic
+from coterie.models.build import Network
 from coterie.runs.config_io import replace
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 
@@ -62,6 +62,6 @@ def make_config(**changes: object) -> Config:
 
 
 @pytest.fixture
-def small_model() -> ActorCritic:
+def small_model() -> Network:
     torch.manual_seed(0)
-    return ActorCritic(VECTOR, Model(hidden=(16,)))
+    return Network(VECTOR, Model(hidden=(16,)))

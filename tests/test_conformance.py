@@ -23,8 +23,12 @@ CELLS = [
     for acting in matrix.ACTING
     for exchange in matrix.EXCHANGES
     for groups in (1, 2)
-    if groups == 1 or acting != "central" or algorithm == "vtrace"  # in lockstep a host's envs are one group
+    if groups == 1 or acting != "central" or algorithm not in matrix.ON_POLICY  # in lockstep a host's envs are one group
 ]
+
+
+# Value learning begins within the few rollouts of a test.
+VALUE = {"q.learn_start": 80, "q.batch_size": 16, "q.intensity": 2.0, "q.target_every": 30, "replay.capacity": 4000}
 
 
 def rollouts(learner: Learner, count: int) -> Iterator[Rollout]:
@@ -89,7 +93,7 @@ def check_alignment(learner: Learner, seen: list[Rollout]) -> None:
     produced = sum(int(r.mask.sum()) for r in seen)
     assert learner.progress.env_steps == produced
     assert learner.progress.masked == sum(int((~r.mask).sum()) for r in seen)
-    if learner.config.algorithm != "vtrace":
+    if learner.config.algorithm in matrix.ON_POLICY:
         assert learner.progress.policy_lag_max == 0
     assert learner.progress.lags.total() == sum(r.mask.numel() for r in seen)
 
@@ -105,11 +109,12 @@ def test_counting_env_through_worker_processes(algorithm, acting, exchange, grou
             "env.num_envs": 4,
             "env.groups": groups,
             "actors": 1 if acting == "decoupled" else "auto",
-            "decoupled.lockstep": algorithm != "vtrace",
-            "central.lockstep": algorithm != "vtrace",
+            "decoupled.lockstep": algorithm in matrix.ON_POLICY,
+            "central.lockstep": algorithm in matrix.ON_POLICY,
             "env.threads": 2,
             "algo.unroll_length": 7,
             "ppo.minibatch_size": 14,
+            **VALUE,
         },
     )
     with crewed(config) as learner:
@@ -155,11 +160,12 @@ def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
             "env.num_envs": 4,
             "env.groups": groups,
             "actors": 1 if acting == "decoupled" else "auto",
-            "decoupled.lockstep": algorithm != "vtrace",
-            "central.lockstep": algorithm != "vtrace",
+            "decoupled.lockstep": algorithm in matrix.ON_POLICY,
+            "central.lockstep": algorithm in matrix.ON_POLICY,
             "env.max_episode_steps": 12,
             "algo.unroll_length": 9,
             "ppo.minibatch_size": 18,
+            **VALUE,
         },
     )
     with crewed(config) as learner:

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from coterie.acting.seats import Question, Seat, Shape
 from coterie.actor import ON_HOST, Fields, Recorder, Stages, as_rollout
-from coterie.models.build import ActorCritic
+from coterie.models.build import Network
 from coterie.parallel.board import Board
 from coterie.parallel.slots import columns_of
 from coterie.types import AgentOutput, CoterieError, Inputs, Rollout
 from coterie.wire.codec import Refused
 
-Policy = Callable[[ActorCritic, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
-Twin = tuple[ActorCritic, Callable[[], None]]  # a copy of the model that only acts, and what brings it up to date
+# (model, inputs, core state, global ids of the envs)
+Policy = Callable[[Network, Inputs, Tensor | None, Tensor], tuple[AgentOutput, Tensor | None]]
+Twin = tuple[Network, Callable[[], None]]  # a copy of the model that only acts, and what brings it up to date
 
 REMOTE = 1 << 20  # env ids from here on are of hosts that came by themselves
 _REST_S = 0.3
@@ -197,7 +198,8 @@ class Central:
                 self.produced += question.seat.seen
             question.seat.seen = 0
         states = [q.seat.state for q in batch]
-        out, after = self.policy(model, _join(inputs), None if states[0] is None else _cat(states))
+        ids = _cat([torch.from_numpy(q.seat.ids) for q in batch])
+        out, after = self.policy(model, _join(inputs), None if states[0] is None else _cat(states), ids)
         with self._lock:
             self._in_use = -1
         action, at, waiting = out.action.cpu().numpy(), 0, list[Question]()

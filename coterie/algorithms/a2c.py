@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coterie.config import Config
-from coterie.models.build import ActorCritic
+from coterie.models.build import Network
 from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import masked_mean, normalize, policy_gradient, value_loss
@@ -133,13 +133,14 @@ class A2C:
         self.config, self.algo, self.chunk = config, config.algo, chunk
         self.dist = make_distribution(spec.action)
         self.clock = Clock()
+        self.sampled = 1.0  # what `explore` is in an evaluation that samples
         self.entropy_adjustment = 0.0  # log of a factor of the entropy coefficient
         self.judged: tuple[Tensor, Tensor, Tensor] | None = None  # values, targets and mask of the last rollout
         self.running = RunningReturns()  # for the reward's deviation
 
     def act(
         self,
-        model: ActorCritic,
+        model: Network,
         inputs: Inputs,
         core_state: Tensor | None,
         explore: Tensor | None,
@@ -154,6 +155,13 @@ class A2C:
             else:
                 action, log_prob = self.dist.sample_with_log_prob(params, rng)
             return AgentOutput(action, log_prob, value), core_state
+
+    def explore(self, env_id: Tensor) -> Tensor:
+        """All envs sample from the policy as it is."""
+        return torch.ones(len(env_id), device=env_id.device)
+
+    def acts_at(self, version: int) -> None:
+        """How an action is chosen does not depend on how far the run is."""
 
     def rewards(self, rollout: Rollout) -> Tensor:
         """The rollout's rewards `[T, B]`, clipped and scaled."""
@@ -171,12 +179,12 @@ class A2C:
             r = r * how.scale
         return r
 
-    def normalized_rewards(self, model: ActorCritic, rollout: Rollout) -> Tensor:
+    def normalized_rewards(self, model: Network, rollout: Rollout) -> Tensor:
         """`rewards`, over the running deviation of the return where that is asked for."""
         reward = self.rewards(rollout)
         return (reward / model.return_norm.deviation()).clamp(-10, 10) if self.config.reward.normalize else reward
 
-    def after_rollout(self, model: ActorCritic, rollout: Rollout) -> None:
+    def after_rollout(self, model: Network, rollout: Rollout) -> None:
         """Update the running normalizers, once the last batch has used the old ones."""
         mask = rollout.mask
         obs = rollout.obs
@@ -186,7 +194,7 @@ class A2C:
             returns = self.running.update(self.rewards(rollout), rollout.is_first, rollout.env_id, self.algo.gamma)
             model.return_norm.update(returns[mask])
 
-    def prepare(self, model: ActorCritic, rollout: Rollout) -> Batch:
+    def prepare(self, model: Network, rollout: Rollout) -> Batch:
         """The whole rollout as one batch, advantages and value targets from the values of the acting weights."""
         mask = rollout.mask
         reward = self.normalized_rewards(model, rollout)
@@ -212,7 +220,7 @@ class A2C:
             self.chunk,
         )
 
-    def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]:
+    def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
         """The rollout itself, once."""
         batch = self.prepare(model, rollout)
         if self.algo.normalize_advantage:
@@ -225,7 +233,7 @@ class A2C:
         )
         return self.algo.entropy_coef * factor * math.exp(self.entropy_adjustment)
 
-    def loss(self, model: ActorCritic, batch: Batch) -> Loss:
+    def loss(self, model: Network, batch: Batch) -> Loss:
         """Policy gradient, squared value error, entropy bonus."""
         params, value, _ = model(batch.inputs, batch.core_state)
         log_prob, entropy = self.dist.evaluate(params, batch.action)
@@ -236,7 +244,7 @@ class A2C:
         }
         return combine(terms, {}, batch.mask, batch.count)
 
-    def after_step(self, model: ActorCritic, batch: Any) -> None:
+    def after_step(self, model: Network, batch: Any) -> None:
         """Adapt the entropy bonus towards the target entropy, where there is one (SEED RL)."""
         target = self.algo.entropy_target
         if target and (valid := batch.valid):

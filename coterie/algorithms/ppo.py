@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coterie.algorithms.a2c import A2C, Batch, Loss, combine
 from coterie.config import Config
-from coterie.models.build import ActorCritic
+from coterie.models.build import Network
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import normalize, ppo_clip, ppo_stats, value_loss, value_loss_clipped
 from coterie.types import Rollout, Spec
@@ -32,11 +32,12 @@ class PPO:
     def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
         self.base = base = A2C(config, spec, chunk)
         self.clock, self.act, self.gauges = base.clock, base.act, base.gauges
+        self.explore, self.acts_at, self.sampled = base.explore, base.acts_at, base.sampled
         self.after_step, self.after_rollout = base.after_step, base.after_rollout
         self.config, self.ppo = config, config.ppo
         self.rng = torch.Generator().manual_seed(seed)
 
-    def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]:
+    def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
         whole = self.base.prepare(model, rollout)
         t, b = rollout.mask.shape
         columns = b if model.recurrent else t * b
@@ -52,7 +53,7 @@ class PPO:
                 if self.ppo.target_kl and batch.metrics["kl"] > 1.5 * self.ppo.target_kl:
                     return
 
-    def loss(self, model: ActorCritic, batch: Batch) -> Loss:
+    def loss(self, model: Network, batch: Batch) -> Loss:
         params, value, _ = model(batch.inputs, batch.core_state)
         log_prob, entropy = self.base.dist.evaluate(params, batch.action)
         clip = self.ppo.clip * schedule_value(self.ppo.clip_schedule, self.clock.env_steps, self.config.steps)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie.algorithms.a2c import A2C, Loss, combine
 from coterie.config import Config
-from coterie.models.build import ActorCritic
+from coterie.models.build import Network
 from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae
 from coterie.ops.vtrace import vtrace
@@ -83,11 +83,12 @@ class VTrace:
     def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
         self.base = base = A2C(config, spec)
         self.clock, self.act, self.after_rollout = base.clock, base.act, base.after_rollout
+        self.explore, self.acts_at, self.sampled = base.explore, base.acts_at, base.sampled
         self.config, self.algo, self.own, self.chunk = config, config.algo, config.vtrace, chunk
         self.after_step, self.gauges = base.after_step, base.gauges
         self.replay = Fifo(self.own.replay_capacity, seed) if self.own.replay_capacity else None
 
-    def batches(self, model: ActorCritic, rollout: Rollout) -> Iterator[Batch]:
+    def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
         """The rollout once, whole or a few columns at a time, with older ones beside them where there is replay."""
         width = len(rollout.env_id)
         size = self.own.minibatch or width
@@ -105,7 +106,7 @@ class VTrace:
         if self.replay is not None:
             self.replay.add(rollout)
 
-    def _sequences(self, model: ActorCritic, rollout: Rollout) -> Sequences:
+    def _sequences(self, model: Network, rollout: Rollout) -> Sequences:
         reward = self.base.normalized_rewards(model, rollout)
         return Sequences(
             Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward),
@@ -113,7 +114,7 @@ class VTrace:
             rollout.reward.numel(),
         )  # fmt: skip
 
-    def loss(self, model: ActorCritic, part: Sequences) -> Loss:
+    def loss(self, model: Network, part: Sequences) -> Loss:
         """Policy gradient and squared value error towards the corrected targets, entropy bonus."""
         params, value, _ = model(part.inputs, part.core_state)
         log_prob, entropy = self.base.dist.evaluate(params[:-1], part.action)

@@ -14,7 +14,7 @@ from coterie.config import Config
 from coterie.exchange.central import fill
 from coterie.exchange.diagnostics import Consensus, Cosines, cosine_memory
 from coterie.exchange.topology import matrices
-from coterie.models.build import ActorCritic
+from coterie.models.build import Network
 from coterie.parallel.affinity import available_cores, place
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
@@ -53,7 +53,7 @@ class Placement:
         for rank in range(self.learners if config.acting == "decoupled" else 0):
             self.renew(rank, spec, model)
 
-    def renew(self, rank: int, spec: Spec, model: ActorCritic) -> None:
+    def renew(self, rank: int, spec: Spec, model: Network) -> None:
         """New memory between a learner and its actors: nobody is at work on it."""
         if self.config.acting != "decoupled":
             return

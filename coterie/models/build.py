@@ -1,4 +1,4 @@
-"""The actor-critic: torso, optional core, heads, normalizers. Time is folded into the batch outside the core."""
+"""The network: torso, optional core, heads, normalizers. Time is folded into the batch outside the core."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coterie.config import Model as ModelConfig
+from coterie.config import Q
 from coterie.models.cores import LSTMCore
-from coterie.models.heads import Normalizer, linear
+from coterie.models.heads import NoisyLinear, Normalizer, QHead, linear
 from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import make_distribution
+from coterie.ops.q import support
 from coterie.types import Inputs, Obs, Spec
 
 
-class ActorCritic(nn.Module):
+class Network(nn.Module):
     """`forward(inputs, core_state)` -> policy parameters `[.., P]`, value `[..]` (both float32) and the new core state.
+    With `q` the parameters are the actions' values, or their distributions' logits side by side, and the value is that
+    of the best.
 
     Without a core the leading axes are free: `[B]`, `[T, B]`, or `[N]` rows in any order. With one they are `[T, B]`,
     and `core_state` is what it was before row 0. `[B]` inputs are taken as one time step.
     """
 
-    def __init__(self, spec: Spec, config: ModelConfig) -> None:
+    atoms: Tensor
+
+    def __init__(self, spec: Spec, config: ModelConfig, q: Q | None = None) -> None:
         super().__init__()
         self.spec, self.config = spec, config
         self.recurrent = config.core == "lstm"
         image = any(s.is_image for s in spec.obs.values())
-        share = config.share == "yes" or (config.share == "auto" and (image or self.recurrent))
+        share = q is not None or config.share == "yes" or (config.share == "auto" and (image or self.recurrent))
         dist = make_distribution(spec.action)
         pair = None if share else build_pair(spec.obs, config)
         self.paired = pair is not None
@@ -43,8 +49,14 @@ class ActorCritic(nn.Module):
             extra = self._action_width() + 1 if config.last_action_reward else 0
             self.core = LSTMCore(size + extra, config.core_size)
             size = config.core_size
-        self.policy = linear(size, dist.head_size, 0.01)
-        self.value = linear(size if share else cast(int, self.torso.size), 1, 1.0)
+        self.q: QHead | None = None
+        if q is not None:
+            self.q = QHead(size, spec.action.sizes[0], q.atoms, q.dueling, q.noisy)
+            if q.atoms:
+                self.register_buffer("atoms", support(q.atoms, q.v_min, q.v_max), persistent=False)
+        else:
+            self.policy = linear(size, dist.head_size, 0.01)
+            self.value = linear(size if share else cast(int, self.torso.size), 1, 1.0)
         self.log_std = None
         if spec.action.kind == "continuous":
             self.log_std = nn.Parameter(torch.full((dist.head_size,), config.init_log_std))
@@ -88,10 +100,26 @@ class ActorCritic(nn.Module):
 
     def _heads(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """In float32: a log-prob has no digits to spare."""
+        if self.q is not None:
+            params = self.q(x.float())
+            return params, self.expected(params).amax(-1, keepdim=True)
         params, value = self.policy(x.float()), self.value(v.float())
         if self.log_std is not None:
             params = torch.cat((params, self.log_std.expand_as(params)), -1)
         return params, value
+
+    def expected(self, params: Tensor) -> Tensor:
+        """The value of each action, `[.., A]`, from what a value network tells."""
+        assert self.q is not None
+        if self.q.atoms == 1:
+            return params
+        return params.view(*params.shape[:-1], self.q.actions, self.q.atoms).softmax(-1) @ self.atoms
+
+    def resample(self, rng: torch.Generator) -> None:
+        """Draw the noise of noisy layers anew."""
+        for module in self.modules():
+            if isinstance(module, NoisyLinear):
+                module.resample(rng)
 
     def _normalized(self, obs: Obs) -> Obs:
         if not self.obs_norm:
@@ -136,7 +164,7 @@ def _fold(obs: Obs, axes: int) -> Obs:
     return obs.flatten(0, axes - 1)
 
 
-def acting_copy(model: ActorCritic, dtype: torch.dtype, apart: bool = False) -> tuple[ActorCritic, Callable[[], None]]:
+def acting_copy(model: Network, dtype: torch.dtype, apart: bool = False) -> tuple[Network, Callable[[], None]]:
     """A copy that only acts, with torsos in `dtype`, and a call that brings it up to date. `apart`: it is a copy in
     any case, since it acts while the model is trained.
 

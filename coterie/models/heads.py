@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,71 @@ def linear(in_size: int, out_size: int, gain: float) -> nn.Linear:
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+class NoisyLinear(nn.Module):
+    """A layer whose weights have learned noise on them, factorised (NoisyNets, https://arxiv.org/abs/1706.10295). The
+    noise is a buffer: it stays until `resample`.
+    """
+
+    eps_in: Tensor
+    eps_out: Tensor
+
+    def __init__(self, in_size: int, out_size: int, sigma: float = 0.5) -> None:
+        super().__init__()
+        bound = in_size**-0.5
+        self.weight = nn.Parameter(torch.empty(out_size, in_size).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(out_size).uniform_(-bound, bound))
+        self.weight_sigma = nn.Parameter(torch.full((out_size, in_size), sigma * bound))
+        self.bias_sigma = nn.Parameter(torch.full((out_size,), sigma * bound))
+        self.register_buffer("eps_in", torch.zeros(in_size))
+        self.register_buffer("eps_out", torch.zeros(out_size))
+
+    @torch.no_grad()
+    def resample(self, rng: torch.Generator) -> None:
+        for eps in (self.eps_in, self.eps_out):
+            eps.normal_(generator=rng)
+            eps.copy_(eps.sign() * eps.abs().sqrt())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + self.weight_sigma * torch.outer(self.eps_out, self.eps_in)
+        return nn.functional.linear(x, weight, self.bias + self.bias_sigma * self.eps_out)
+
+
+class QHead(nn.Module):
+    """Features `[N, size]` -> values `[N, actions]`, or with `atoms` the logits of their distributions, side by side.
+
+    With `dueling` units: Q = V + A - mean A, from two streams of one hidden layer each (arXiv 1511.06581), whose
+    gradients into the features are scaled by the root of a half.
+    """
+
+    def __init__(self, size: int, actions: int, atoms: int, dueling: int, noisy: bool) -> None:
+        super().__init__()
+        self.actions, self.atoms = actions, max(1, atoms)
+        out = actions * self.atoms
+
+        def layer(inputs: int, outputs: int, gain: float) -> nn.Module:
+            return NoisyLinear(inputs, outputs) if noisy else linear(inputs, outputs, gain)
+
+        self.value: nn.Module | None = None
+        if dueling:
+            self.advantage: nn.Module = nn.Sequential(
+                layer(size, dueling, 2**0.5), nn.ReLU(), layer(dueling, out, 0.01)
+            )
+            self.value = nn.Sequential(layer(size, dueling, 2**0.5), nn.ReLU(), layer(dueling, self.atoms, 0.01))
+        else:
+            self.advantage = layer(size, out, 0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.value is None:
+            return cast(Tensor, self.advantage(x))
+        if x.requires_grad:
+            x = x * _HALF + x.detach() * (1 - _HALF)
+        a = self.advantage(x).unflatten(-1, (self.actions, self.atoms))
+        return cast(Tensor, (self.value(x)[..., None, :] + a - a.mean(-2, keepdim=True)).flatten(-2))
+
+
+_HALF = 2**-0.5
 
 
 class Normalizer(nn.Module):

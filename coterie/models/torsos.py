@@ -1,8 +1,8 @@
 """Torsos: observations in, a feature vector out. The only place where uint8 becomes float.
 
 a3c (A3C, Accelerated Methods), a3c-gae (A3C with GAE; its FC-FC-LSTM is mlp and a core), gala (GALA), nature (DQN),
-impala (IMPALA's ResNet), football (SEED RL's, with a fourth stage), mlp. An entry that is text has the torso of
-models/text.py, whatever is named here.
+nature-conv (without its last layer, for dueling streams), impala (IMPALA's ResNet), football (SEED RL's, with a fourth
+stage), mlp. An entry that is text has the torso of models/text.py, whatever is named here.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _CONVS: dict[str, tuple[tuple[tuple[int, int, int], ...], int]] = {
     "a3c-gae": (((16, 8, 4), (32, 4, 2), (16, 3, 1)), 0),
     "gala": (((32, 8, 4), (64, 4, 2), (32, 3, 1)), 512),
     "nature": (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512),
+    "nature-conv": (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 0),
 }
 # Channels of each stage of a ResNet.
 _RESNETS = {"impala": (16, 32, 32), "football": (16, 32, 32, 32)}

@@ -76,6 +76,17 @@ def running_return(reward: Tensor, is_first: Tensor, carry: Tensor, gamma: float
     return out, rows[-1].clone()
 
 
+def turns(ids: list[int]) -> list[list[int]]:
+    """The columns of a batch such that no env is twice in one turn; an env's first rollout comes first."""
+    found, seen = list[list[int]](), dict.fromkeys(ids, 0)
+    for column, env in enumerate(ids):
+        if seen[env] == len(found):
+            found.append([])
+        found[seen[env]].append(column)
+        seen[env] += 1
+    return found
+
+
 _MOST_ENVS = 1 << 16  # that are remembered
 
 
@@ -87,14 +98,8 @@ class RunningReturns:
 
     def update(self, reward: Tensor, is_first: Tensor, env_id: Tensor, gamma: float) -> Tensor:
         """R `[T, B]`; an env's second rollout in a batch goes on from its first."""
-        ids, turns, out = env_id.tolist(), list[list[int]](), torch.empty_like(reward)
-        seen = dict.fromkeys(ids, 0)
-        for column, env in enumerate(ids):
-            if seen[env] == len(turns):
-                turns.append([])
-            turns[seen[env]].append(column)
-            seen[env] += 1
-        for columns in turns:
+        ids, out = env_id.tolist(), torch.empty_like(reward)
+        for columns in turns(ids):
             carry = reward.new_tensor([self.carry.pop(ids[c], 0.0) for c in columns])
             out[:, columns], after = running_return(reward[:, columns], is_first[:, columns], carry, gamma)
             self.carry.update(zip((ids[c] for c in columns), after.tolist(), strict=True))

@@ -51,7 +51,7 @@ class Rig:
         twin = SimpleNamespace(weight=self.model.weight.clone())
         return twin, lambda: twin.weight.copy_(self.model.weight)
 
-    def _policy(self, model: Any, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, Tensor]:
+    def _policy(self, model: Any, inputs: Inputs, state: Tensor | None, ids: Tensor) -> tuple[AgentOutput, Tensor]:
         assert state is not None
         assert isinstance(inputs.obs, Tensor)
         self.busy.set()

@@ -16,7 +16,7 @@ from torch import Tensor
 from coterie.acting.central import Central, Shape
 from coterie.actor import Stages, local_fields
 from coterie.config import Model
-from coterie.models.build import ActorCritic, acting_copy
+from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
 from coterie.types import AgentOutput, Inputs
 from tests.acting.central_harness import CPU, QUIET_S, UNROLL, WAIT_S, Client, Rig, check, still, until
@@ -76,10 +76,10 @@ def test_weights_that_come_while_the_policy_acts_do_not_change_its_batch(rig):
 
 def test_a_real_model_acts_with_copies_of_its_weights():
     torch.manual_seed(0)
-    model = ActorCritic(VECTOR, Model(hidden=(16,), normalize_obs=True))
+    model = Network(VECTOR, Model(hidden=(16,), normalize_obs=True))
     seen: list[Tensor] = []
 
-    def policy(model: ActorCritic, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, None]:
+    def policy(model: Network, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, None]:
         params, value, _ = model(inputs, state)
         seen.append(torch.cat((params, value[:, None]), 1))
         return AgentOutput(params.argmax(1), torch.zeros(len(value)), value), None

@@ -12,7 +12,7 @@ from coterie.algorithms.a2c import A2C
 from coterie.algorithms.ppo import PPO, horizon
 from coterie.config import Model, Schedule
 from coterie.learner import Gradients, autocast
-from coterie.models.build import ActorCritic
+from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.types import Inputs
@@ -24,7 +24,7 @@ FP32 = autocast(torch.device("cpu"), torch.float32)
 def gradient(config, spec, rollout, *, kind=A2C, chunk=0, ways=1, seed=0, first_batch_only=False):
     """The flat gradient of all batches of a rollout (weights unchanged), and the summed metrics."""
     torch.manual_seed(seed)
-    model = ActorCritic(spec, config.model)
+    model = Network(spec, config.model)
     params = FlatParams(model)
     algorithm = kind(config, spec, chunk)
     team = Team(ways)
@@ -107,7 +107,7 @@ def test_truncation_bootstraps_from_the_final_observation_and_termination_does_n
         base, is_first=first, truncated=truncated, terminated=terminated, reward=reward, behavior_value=value
     )
     torch.manual_seed(0)
-    batch = A2C(config, VECTOR).prepare(ActorCritic(VECTOR, config.model), rollout)
+    batch = A2C(config, VECTOR).prepare(Network(VECTOR, config.model), rollout)
     advantage = batch.advantage.view(3, 2)
     assert advantage[0].tolist() == pytest.approx([1 + 0.9 * 10 - 0.5, 1 - 0.5])
     assert advantage[1].tolist() == [0, 0]
@@ -119,7 +119,7 @@ def test_ppos_first_pass_is_a_policy_gradient_step():
     config = make_config(**{"ppo.epochs": 1, "ppo.minibatch_size": 48, "algo.gae_lambda": 0.95})
     rollout = make_rollout(VECTOR, 6, 8)
     torch.manual_seed(0)
-    model = ActorCritic(VECTOR, config.model)
+    model = Network(VECTOR, config.model)
     algorithm = A2C(config, VECTOR)
     with torch.no_grad():
         seen = Inputs(rollout.obs[:6], rollout.is_first[:6], rollout.prev_action[:6], rollout.prev_reward[:6])
@@ -137,7 +137,7 @@ def test_every_sample_is_in_each_epoch_once():
     rollout = make_rollout(VECTOR, 6, 10)
     rollout.behavior_log_prob = torch.arange(60.0).view(6, 10)
     torch.manual_seed(0)
-    model = ActorCritic(VECTOR, config.model)
+    model = Network(VECTOR, config.model)
     batches = [b.behavior_log_prob for b in PPO(config, VECTOR).batches(model, rollout)]
     assert [len(b) for b in batches] == [20] * 9
     epochs = [torch.cat(batches[i : i + 3]) for i in (0, 3, 6)]
@@ -147,7 +147,7 @@ def test_every_sample_is_in_each_epoch_once():
 
 def test_ppo_stops_its_epochs_past_the_target_kl():
     config = make_config(**{"ppo.epochs": 5, "ppo.minibatch_size": 24, "ppo.target_kl": 0.01})
-    model = ActorCritic(VECTOR, config.model)
+    model = Network(VECTOR, config.model)
     algorithm = PPO(config, VECTOR)
     seen = 0
     for batch in algorithm.batches(model, make_rollout(VECTOR, 6, 4)):
@@ -175,7 +175,7 @@ def test_reward_clipping(clip, seen):
 
 def test_normalizers_change_only_after_a_rollout():
     config = make_config(**{"reward.normalize": True, "model.normalize_obs": True})
-    model = ActorCritic(VECTOR, config.model)
+    model = Network(VECTOR, config.model)
     algorithm, rollout = A2C(config, VECTOR), make_rollout(VECTOR, 20, 8)
     list(algorithm.batches(model, rollout))
     assert float(model.obs_norm["obs_"].count) == float(model.return_norm.count) == 0
@@ -198,7 +198,7 @@ def test_entropy_coefficient_follows_its_schedule():
 
 
 def test_greedy_takes_the_likeliest_and_sampling_follows_the_seed():
-    model = ActorCritic(VECTOR, Model(hidden=(8,)))
+    model = Network(VECTOR, Model(hidden=(8,)))
     algorithm = A2C(make_config(), VECTOR)
     seen = Inputs(torch.randn(64, 3), torch.zeros(64, dtype=torch.bool), torch.zeros(64).long(), torch.zeros(64))
     params = model(seen)[0]
@@ -218,7 +218,7 @@ def test_a_compiled_forward_gives_the_same_gradient():
     config, rollout = make_config(), make_rollout(VECTOR, 6, 8)
     eager, _ = gradient(config, VECTOR, rollout)
     torch.manual_seed(0)
-    model = ActorCritic(VECTOR, config.model)
+    model = Network(VECTOR, config.model)
     params = FlatParams(model)
     model.compile(mode="default", dynamic=False)
     algorithm, gradients = A2C(config, VECTOR), Gradients(model, params, Team(1), FP32)
@@ -232,7 +232,7 @@ def test_the_gradient_on_a_gpu_is_the_cpu_s():
     config, rollout = make_config(), make_rollout(VECTOR, 6, 8)
     eager, _ = gradient(config, VECTOR, rollout)
     torch.manual_seed(0)
-    model = ActorCritic(VECTOR, config.model).cuda()
+    model = Network(VECTOR, config.model).cuda()
     params = FlatParams(model)
     moved = swap(rollout, **{k: v.cuda() for k, v in vars(rollout).items() if isinstance(v, torch.Tensor)})
     algorithm, gradients = A2C(config, VECTOR), Gradients(model, params, Team(1), FP32)

@@ -12,7 +12,7 @@ from coterie.algorithms.a2c import A2C
 from coterie.algorithms.ppo import PPO
 from coterie.algorithms.vtrace import VTrace
 from coterie.learner import Gradients
-from coterie.models.build import ActorCritic
+from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.replay.fifo import Fifo
@@ -24,7 +24,7 @@ from tests.conftest import VECTOR, make_config, make_rollout
 def on_policy(rollout, config):
     """The rollout as the policy itself would have acted it, with its values and log-probabilities."""
     torch.manual_seed(0)
-    model = ActorCritic(VECTOR, config.model)
+    model = Network(VECTOR, config.model)
     inputs = Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward)
     with torch.no_grad():
         params, value, _ = model(inputs, rollout.core_state)
@@ -106,7 +106,7 @@ def test_rewards_are_squashed(kind, expected):
 
 def test_the_entropy_bonus_moves_towards_its_target():
     algorithm = VTrace(make_config(**{"algo.entropy_target": 0.5, "algo.entropy_coef": 0.01}), VECTOR)
-    batch = next(algorithm.batches(ActorCritic(VECTOR, make_config().model), make_rollout(VECTOR, 4, 2)))
+    batch = next(algorithm.batches(Network(VECTOR, make_config().model), make_rollout(VECTOR, 4, 2)))
     valid = batch.valid / batch.count
     for entropy, up in ((0.3, True), (0.7, False)):
         before = algorithm.base.entropy_coef()
@@ -122,7 +122,7 @@ def test_the_entropy_bonus_moves_towards_its_target():
 @pytest.mark.parametrize("kind", [A2C, PPO, VTrace])
 def test_the_entropy_that_is_adapted_is_the_valid_rows(kind):
     config = make_config(**{"algo.entropy_target": math.log(4), "vtrace.replay_capacity": 32, "ppo.minibatch_size": 16})
-    model = ActorCritic(VECTOR, config.model)
+    model = Network(VECTOR, config.model)
     params = FlatParams(model)
     params.data.zero_()  # a uniform policy over four actions has the entropy that is asked for
     algorithm, gradients = kind(config, VECTOR), Gradients(model, params, Team(1), FP32)
@@ -138,7 +138,7 @@ def test_the_entropy_that_is_adapted_is_the_valid_rows(kind):
 def test_half_a_batch_is_replayed_and_counts_as_much():
     config = make_config(**{"vtrace.replay_capacity": 32, "vtrace.replay_share": 0.5})
     algorithm = VTrace(config, VECTOR)
-    model = ActorCritic(VECTOR, config.model)
+    model = Network(VECTOR, config.model)
     rollouts = [make_rollout(VECTOR, 6, 8, seed=i) for i in range(3)]
     (first,) = algorithm.batches(model, rollouts[0])
     assert (len(first.rollouts), first.count) == (1, 48)
@@ -154,7 +154,7 @@ def test_half_a_batch_is_replayed_and_counts_as_much():
 def test_minibatches_take_each_rollout_once_with_its_share_of_old_ones():
     changes = {"vtrace.minibatch": 2, "vtrace.replay_capacity": 32, "vtrace.replay_share": 2 / 3}
     algorithm = VTrace(make_config(**changes), VECTOR)
-    model = ActorCritic(VECTOR, algorithm.config.model)
+    model = Network(VECTOR, algorithm.config.model)
     first, second = (make_rollout(VECTOR, 6, 8, seed=i) for i in range(2))
     batches = list(algorithm.batches(model, first))
     assert [(len(b.rollouts), b.count) for b in batches] == [(1, 12)] * 4

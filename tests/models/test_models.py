@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coterie.config import Model
-from coterie.models.build import ActorCritic, acting_copy
+from coterie.models.build import Network, acting_copy
 from coterie.models.cores import LSTMCore
 from coterie.models.heads import Normalizer
 from coterie.models.torsos import Residual, Tanh, build_torso
@@ -44,7 +44,7 @@ def test_lstm_between_resets_equals_one_step_at_a_time_by_hand():
 @pytest.mark.parametrize("spec", [VECTOR, IMAGE], ids=["vector", "image"])
 def test_folded_time_equals_step_by_step(spec, core):
     torch.manual_seed(0)
-    model = ActorCritic(spec, Model(torso="auto", core=core, core_size=8, last_action_reward=core == "lstm"))
+    model = Network(spec, Model(torso="auto", core=core, core_size=8, last_action_reward=core == "lstm"))
     rollout = make_rollout(spec, 6, 3, core_size=8 if core == "lstm" else 0)
     whole = inputs_of(rollout, 6)
     params, value, last = model(whole, rollout.core_state)
@@ -59,7 +59,7 @@ def test_folded_time_equals_step_by_step(spec, core):
 
 
 def test_last_action_and_reward_are_zeroed_where_an_episode_begins():
-    model = ActorCritic(VECTOR, Model(core="lstm", core_size=8, last_action_reward=True))
+    model = Network(VECTOR, Model(core="lstm", core_size=8, last_action_reward=True))
     first = torch.tensor([True, False])
     seen = Inputs(torch.zeros(2, 3), first, torch.tensor([2, 2]), torch.tensor([5.0, 0.5]))
     assert model._last(seen).tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 0, 0.5]]
@@ -115,7 +115,7 @@ def test_dict_observations_each_have_their_torso():
         {"image": ObsSpec((3, 48, 48), "uint8"), "speed": ObsSpec((2,), "float32")},
         ActionSpec("categorical", (3,)),
     )
-    model = ActorCritic(spec, Model())
+    model = Network(spec, Model())
     obs = {"image": torch.zeros(5, 3, 48, 48, dtype=torch.uint8), "speed": torch.randn(5, 2, requires_grad=True)}
     params, value, _ = model(Inputs(obs, torch.zeros(5, dtype=torch.bool), torch.zeros(5).long(), torch.zeros(5)))
     assert params.shape == (5, 3)
@@ -139,13 +139,13 @@ def custom_torso(obs, config):
 
 
 def test_a_custom_torso_is_named_by_module_and_callable():
-    model = ActorCritic(VECTOR, Model(torso="tests.models.test_models:custom_torso", share="yes"))
+    model = Network(VECTOR, Model(torso="tests.models.test_models:custom_torso", share="yes"))
     assert model.policy.in_features == 6
 
 
 def test_acting_copy_follows_the_weights_only_when_refreshed():
     torch.manual_seed(0)
-    model = ActorCritic(IMAGE, Model(torso="auto"))
+    model = Network(IMAGE, Model(torso="auto"))
     params = FlatParams(model)
     twin, refresh = acting_copy(model, torch.bfloat16)
     rollout = make_rollout(IMAGE, 1, 5)

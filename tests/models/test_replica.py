@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from coterie.config import Model
-from coterie.models.build import ActorCritic
+from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from tests.conftest import VECTOR, make_rollout
 from tests.models.test_models import inputs_of
 
 
 def test_a_replica_shares_weights_and_buffers_but_not_gradients():
-    model = ActorCritic(VECTOR, Model(hidden=(8,), normalize_obs=True))
+    model = Network(VECTOR, Model(hidden=(8,), normalize_obs=True))
     params = FlatParams(model)
     twin, grad = params.replica(model)
     seen = inputs_of(make_rollout(VECTOR, 4, 3), 4)

@@ -12,7 +12,7 @@ from coterie.config import Model
 from coterie.envs.make import make_spec
 from coterie.envs.text import text_rows, text_spec
 from coterie.matrix import check
-from coterie.models.build import ActorCritic, acting_copy
+from coterie.models.build import Network, acting_copy
 from coterie.models.text import TextTorso
 from coterie.parallel.params import FlatParams
 from coterie.types import ActionSpec, ConfigError, Inputs, ObsSpec, Spec
@@ -82,7 +82,7 @@ def test_gradients_reach_the_words_that_were_read_and_add_up_over_rows(torso):
 @pytest.mark.parametrize("core", ["none", "lstm"])
 def test_a_policy_reads_its_mission_in_every_precision(core):
     torch.manual_seed(0)
-    model = ActorCritic(SPEC, Model(core=core, core_size=8, normalize_obs=True))
+    model = Network(SPEC, Model(core=core, core_size=8, normalize_obs=True))
     assert list(model.obs_norm) == ["obs_speed"]
     FlatParams(model)
     seen = inputs(rows(BALL, LONG, "ball the to go", BALL))
@@ -110,7 +110,7 @@ def test_a_policy_reads_its_mission_in_every_precision(core):
 
 def test_text_alone_is_an_observation_and_has_nothing_to_normalize():
     spec = Spec("made-up", {"": text_spec()}, ActionSpec("categorical", (3,)))
-    model = ActorCritic(spec, Model())
+    model = Network(spec, Model())
     x = rows(BALL, LONG)
     seen = Inputs(x, torch.zeros(2, dtype=torch.bool), torch.zeros(2).long(), torch.zeros(2))
     assert model(seen)[0].shape == (2, 3)
@@ -121,7 +121,7 @@ def test_text_alone_is_an_observation_and_has_nothing_to_normalize():
 def test_a_policys_output_depends_on_babyais_instruction():
     spec = make_spec(config.Env(id="BabyAI-GoToObj-v0"), config.Atari())
     torch.manual_seed(0)
-    model = ActorCritic(spec, Model())
+    model = Network(spec, Model())
     with make("BabyAI-GoToObj-v0", 6) as envs:
         seen = play(envs, 1)
     obs = {k: torch.from_numpy(x[0]) for k, x in seen.obs.items()}

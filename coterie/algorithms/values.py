@@ -1,0 +1,153 @@
+"""What value methods share: how they explore, the target network, how much training is due, and room for replay.
+
+How often a row is trained on is held by construction: each rollout adds `intensity` times its rows to what is due, and
+batches are drawn while a batch's worth is.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.a2c import A2C
+from coterie.config import Config
+from coterie.envs.pool import is_atari
+from coterie.models.build import Network
+from coterie.types import AgentOutput, ConfigError, Inputs, Rollout, Spec
+
+_FREE = 0.8  # of the machine's memory that replay may take
+
+
+def greedy(values: Tensor, explore: Tensor | None, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The best of `values` `[B, A]`, or with probability `explore` `[B]` any; and its log-probability `[B]`."""
+    best = values.argmax(-1)
+    if explore is None:
+        return best, torch.zeros(len(best), device=best.device)
+    n = values.shape[-1]
+    drawn = torch.rand(2, len(best), generator=rng, device=best.device)
+    action = torch.where(drawn[0] < explore, (drawn[1] * n).long().clamp_(max=n - 1), best)
+    probability = explore / n + (1 - explore) * (action == best)
+    return action, probability.clamp_(min=1e-12).log_()
+
+
+class Values:
+    """A value method's parts but for its replay and its loss."""
+
+    def __init__(self, config: Config, spec: Spec, seed: int) -> None:
+        self.base = base = A2C(config, spec)
+        self.clock, self.rewards, self.after_rollout = base.clock, base.rewards, base.after_rollout
+        self.config, self.spec, self.own = config, spec, config.q
+        self.sampled = config.q.eval_epsilon  # share of random actions of an evaluation that samples
+        self.target: Network | None = None
+        self.saved: dict[str, Tensor] = {}  # the target network's state in a checkpoint
+        self.rows = self.due = self.copied = 0  # env steps so far, samples to train on, env steps at the last copy
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def acts_at(self, version: int) -> None:
+        """Somewhere else than with the learner: how far the run is, from the learner step of the weights."""
+        learners = self.config.learners if isinstance(self.config.learners, int) else 1
+        trained = version * self.own.batch_size / self.own.intensity
+        self.clock.env_steps = int(min(self.config.steps, (trained + self.own.learn_start * (version > 0)) * learners))
+
+    def explore(self, env_id: Tensor) -> Tensor:
+        """Share of random actions of each env `[B]`."""
+        own = self.own
+        if own.noisy:
+            return torch.zeros(len(env_id), device=env_id.device)
+        if own.ladder:
+            learners = self.config.learners if isinstance(self.config.learners, int) else 1
+            envs = self.config.env.num_envs * learners
+            place = (env_id % envs).float() / max(1, envs - 1)
+            return own.epsilon_end ** (1 + own.ladder * place)
+        left = max(0.0, 1 - self.clock.env_steps / max(1, own.epsilon_steps))
+        epsilon = own.epsilon_end + (own.epsilon - own.epsilon_end) * left
+        return torch.full((len(env_id),), epsilon, device=env_id.device)
+
+    def act(
+        self, model: Network, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
+    ) -> tuple[AgentOutput, Tensor | None]:
+        """The best action, or with probability `explore` any. The value is that of the action. Builds no graph."""
+        with torch.inference_mode():
+            if self.own.noisy and explore is not None:
+                model.resample(rng)
+            params, _, core_state = model(inputs, core_state)
+            values = model.expected(params)
+            action, log_prob = greedy(values, explore, rng)
+            return AgentOutput(action, log_prob, values.gather(-1, action[..., None])[..., 0]), core_state
+
+    def begin(self, model: Network, rollout: Rollout) -> int:
+        """Book a rollout's rows; returns how many batches are due. The same for every learner that sees as many."""
+        rows = rollout.reward.numel()
+        if self.target is None:
+            self.target = copy.deepcopy(model).requires_grad_(False)
+            if self.saved:
+                self.target.load_state_dict(self.saved)
+        started = self.rows >= self.own.learn_start
+        self.rows += rows
+        if started:
+            self.due += round(rows * self.own.intensity)
+        size = self.batch_rows()
+        batches = self.due // size
+        self.due -= batches * size
+        return batches
+
+    def batch_rows(self) -> int:
+        """Env steps that a batch trains on."""
+        return self.own.batch_size
+
+    def refresh_target(self, model: Network) -> None:
+        """Copy the network where that is due."""
+        if self.rows - self.copied >= self.own.target_every:
+            self.copied = self.rows
+            assert self.target is not None
+            with torch.no_grad():
+                for into, x in zip(_tensors(self.target), _tensors(model), strict=True):
+                    into.copy_(x)
+
+    def beta(self) -> float:
+        own, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
+        return own.beta + (own.beta_end - own.beta) * share
+
+    def resample(self, model: Network) -> None:
+        """New noise for the network and its target, where there is any."""
+        if self.own.noisy and self.target is not None:
+            model.resample(self.rng)
+            self.target.resample(self.rng)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        target = {} if self.target is None else {f"target/{k}": x for k, x in self.target.state_dict().items()}
+        counts = torch.tensor([self.rows, self.due, self.copied], dtype=torch.int64)
+        return {**self.base.state_dict(), **target, "counts": counts, "rng": self.rng.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.base.load_state_dict(state)
+        self.rows, self.due, self.copied = (int(x) for x in state["counts"])
+        self.rng.set_state(state["rng"])
+        self.saved = {k.removeprefix("target/"): x for k, x in state.items() if k.startswith("target/")}
+
+
+def _tensors(model: Network) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def room_for(need: int, what: str) -> None:
+    """Refuse what the machine's memory cannot hold."""
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > _FREE * have:
+        raise ConfigError(
+            f"replay.capacity: {what} need {need / 2**30:.1f} GiB of memory, and the machine has {have / 2**30:.1f} GiB"
+        )
+
+
+def stack_of(config: Config) -> int:
+    """Frames of a stack of which replay keeps the newest only; 0: observations are kept as they are."""
+    return config.atari.stack if is_atari(config.env.id) and config.atari.stack > 1 else 0
+
+
+def size_of(config: Config) -> tuple[int, int]:
+    """Envs and rows of one learner's replay."""
+    learners = config.learners if isinstance(config.learners, int) else 1
+    return config.env.num_envs, config.replay.capacity // learners

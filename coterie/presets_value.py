@@ -1,0 +1,170 @@
+"""Presets of value learning: DQN and its descendants (Accelerated Methods 4.2 and its code), Ape-X, R2D2 (SEED RL).
+
+Vectors: our own settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from coterie.config import Algo, Config, Model, Optim, Q, Replay, Reward
+from coterie.presets_parts import LINEAR, of_env, override, start
+
+
+def dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """DQN (Accelerated Methods 4.2): batches of 32, each env step trained on 8 times, RMSProp at 2.5e-4, target network
+    every 10,000 env steps, epsilon from 1 to 0.1 over a million env steps, double and single-step. Vectors: our own.
+    """
+    config, kind = start("dqn", env, overrides)
+    config = replace(config, algorithm="dqn", reward=Reward())
+    if kind == "image":
+        config = replace(
+            config,
+            steps=10_000_000,
+            env=replace(config.env, num_envs=16),
+            reward=Reward(clip="sign"),
+            model=Model(torso="nature"),
+            algo=Algo(unroll_length=4),
+            q=Q(epsilon_end=0.1, epsilon_steps=1_000_000, learn_start=50_000, eval_epsilon=0.05),
+            optim=Optim("rmsprop_tf", lr=2.5e-4, alpha=0.95, eps=1e-6, max_grad_norm=0.0),
+        )
+    else:
+        config = replace(
+            config,
+            steps=500_000,
+            env=replace(config.env, num_envs=8),
+            model=replace(config.model, hidden=(128, 128), activation="relu"),
+            algo=Algo(unroll_length=8, gamma=0.99),
+            q=Q(
+                n_step=3, target_every=2_000, epsilon_end=0.02, epsilon_steps=50_000, batch_size=128, learn_start=2_000,
+                intensity=16.0,
+            ),
+            replay=Replay(capacity=200_000),
+            optim=Optim("adam", lr=5e-4, eps=1e-5, max_grad_norm=10.0, schedule=LINEAR),
+        )  # fmt: skip
+    return override(config, overrides)
+
+
+def dqn_512(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """DQN with batches of 512 (Accelerated Methods, Table 1): RMSProp at 7.5e-4."""
+    base = dqn(env, **of_env(overrides))
+    config = replace(base, preset="dqn-512", q=replace(base.q, batch_size=512))
+    if base.model.torso == "nature":
+        config = replace(config, env=replace(config.env, num_envs=32), optim=replace(base.optim, lr=7.5e-4))
+    return override(config, overrides)
+
+
+def dqn_async(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """Four DQN learners with batches of 512 on a central store (Accelerated Methods, Table 2)."""
+    base = dqn_512(env, **of_env(overrides))
+    return override(replace(base, preset="dqn-async", exchange="store", learners=4), overrides)
+
+
+def c51(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """Categorical DQN (C51): 51 returns from -10 to 10, Adam at 2.5e-4 with eps 0.01 / 32, epsilon to 0.01."""
+    base = dqn(env, **of_env(overrides))
+    config = replace(base, preset="c51", q=replace(base.q, atoms=51, double=False))
+    if base.model.torso == "nature":
+        config = replace(
+            config,
+            q=replace(config.q, epsilon_end=0.01, eval_epsilon=0.001),
+            optim=Optim("adam_eps_hat", lr=2.5e-4, eps=0.01 / 32, max_grad_norm=0.0),
+        )
+    else:
+        low, high = _range(env)
+        config = replace(config, q=replace(config.q, v_min=low, v_max=high))
+    return override(config, overrides)
+
+
+def c51_2048(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """Categorical DQN with batches of 2048 (Accelerated Methods, Table 1): Adam at 4.2e-4."""
+    base = c51(env, **of_env(overrides))
+    config = replace(base, preset="c51-2048", q=replace(base.q, batch_size=2048))
+    if base.model.torso == "nature":
+        optim = replace(base.optim, lr=4.2e-4, eps=0.01 / 2048)
+        config = replace(config, env=replace(config.env, num_envs=64), optim=optim)
+    return override(config, overrides)
+
+
+def rainbow(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """Epsilon-Rainbow (Accelerated Methods 4.2): double, dueling, prioritised (0.5, 0.4 to 1), three-step, categorical,
+    without noisy layers; Adam at 6.25e-5 with eps 0.005 / 32, target network every 8,000 env steps.
+    """
+    base = c51(env, **of_env(overrides))
+    config = replace(base, preset="rainbow")
+    prioritised = replace(base.replay, alpha=0.5, beta=0.4)
+    if base.model.torso == "nature":
+        config = replace(
+            config,
+            model=Model(torso="nature-conv"),
+            q=replace(
+                base.q,
+                double=True,
+                dueling=512,
+                n_step=3,
+                target_every=8_000,
+                learn_start=20_000,
+                epsilon_steps=62_500,
+            ),
+            replay=prioritised,
+            optim=Optim("adam_eps_hat", lr=6.25e-5, eps=0.005 / 32, max_grad_norm=10.0),
+        )
+    else:
+        config = replace(config, q=replace(base.q, double=True, dueling=128, n_step=3), replay=prioritised)
+    return override(config, overrides)
+
+
+def rainbow_512(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """Epsilon-Rainbow with batches of 512 (Accelerated Methods, Table 1): eps 0.005 / 512, and Adam's rate grown by the
+    root of the batch.
+    """
+    base = rainbow(env, **of_env(overrides))
+    config = replace(base, preset="rainbow-512", q=replace(base.q, batch_size=512))
+    if base.model.torso == "nature-conv":
+        optim = replace(base.optim, lr=2.5e-4, eps=0.005 / 512)
+        config = replace(config, env=replace(config.env, num_envs=32), optim=optim)
+    return override(config, overrides)
+
+
+def apex_dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """Ape-X (Horgan et al. 2018): decoupled actors, an epsilon for each env, 0.4^(1 + 7 i / (N - 1)), first
+    priorities (0.6, 0.4) from the values of who acted, double, dueling, three-step, batches of 512.
+    """
+    base = dqn_512(env, **of_env(overrides))
+    config = replace(
+        base,
+        preset="apex-dqn",
+        acting="decoupled",
+        q=replace(base.q, dueling=512 if base.model.torso == "nature" else 128, n_step=3, epsilon_end=0.4, ladder=7.0),
+        replay=replace(base.replay, alpha=0.6, beta=0.4, beta_end=0.4, initial="acting"),
+    )
+    if base.model.torso == "nature":
+        config = replace(
+            config,
+            model=Model(torso="nature-conv"),
+            algo=Algo(unroll_length=10),
+            optim=Optim("rmsprop", lr=0.00025 / 4, alpha=0.95, eps=1.5e-7, max_grad_norm=40.0),
+        )
+    return override(config, overrides)
+
+
+def _range(env: str) -> tuple[float, float]:
+    """Least and most discounted return of a family of envs, about."""
+    if env.startswith("LunarLander"):
+        return -4.0, 4.0  # rewards are scaled
+    if env.startswith("CartPole"):
+        return 0.0, 100.0
+    return -10.0, 10.0
+
+
+VALUE_PRESETS = {
+    "dqn": dqn,
+    "dqn-512": dqn_512,
+    "dqn-async": dqn_async,
+    "c51": c51,
+    "c51-2048": c51_2048,
+    "rainbow": rainbow,
+    "rainbow-512": rainbow_512,
+    "apex-dqn": apex_dqn,
+}

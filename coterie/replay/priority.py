@@ -1,0 +1,95 @@
+"""Proportional priorities (prioritised replay, https://arxiv.org/abs/1511.05952): P(i) = p_i^alpha / sum_j p_j^alpha.
+
+A sum tree in numpy with 64 children to a node: a million leaves are three levels deep, and each level is one gather for
+the whole batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coterie.types import Array, CoterieError
+
+_WIDTH = 64
+
+
+class SumTree:
+    """`size` leaves, float64, not negative; every inner node is the sum of its children."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.levels = size, list[Array]()
+        while True:
+            blocks = -(-size // _WIDTH)
+            self.levels.append(np.zeros((blocks, _WIDTH)))
+            if blocks == 1:
+                break
+            size = blocks
+        self.leaves = self.levels[0].reshape(-1)[: self.size]
+        self.filled = 0  # leaves that are not 0
+
+    @property
+    def total(self) -> float:
+        return float(self.levels[-1].sum())
+
+    def set(self, index: Array, value: Array | float) -> None:
+        """Write leaves `index` `[k]`, each at most once, and the sums above them. Raises on what is no priority."""
+        if not np.isfinite(value).all() or np.min(value, initial=0.0) < 0:
+            raise CoterieError("a priority is negative, infinite or no number")
+        self.filled -= int(np.count_nonzero(self.leaves[index]))
+        self.leaves[index] = value
+        self.filled += int(np.count_nonzero(self.leaves[index]))
+        for below, above in zip(self.levels, self.levels[1:], strict=False):
+            index = np.unique(index // _WIDTH)
+            above.reshape(-1)[index] = below[index].sum(1)
+
+    def find(self, mass: Array) -> Array:
+        """The leaf `[k]` where the running sum of all leaves passes each `mass` `[k]`, in [0, total). Never an empty
+        leaf, whatever rounding says.
+        """
+        at, left = np.zeros(len(mass), np.int64), mass
+        for level in reversed(self.levels):
+            children = level[at]
+            sums = children.cumsum(1)
+            left = np.minimum(left, np.nextafter(sums[:, -1], 0.0))
+            child = (sums <= left[:, None]).sum(1)
+            each = np.arange(len(at))
+            left = left - (sums[each, child] - children[each, child])
+            left = np.maximum(left, 0.0)
+            at = at * _WIDTH + child
+        return at
+
+
+class Priorities:
+    """Which of `size` places are drawn, and how often; `alpha` 0: all that may be drawn are equally likely."""
+
+    def __init__(self, size: int, alpha: float, seed: int) -> None:
+        self.tree, self.alpha = SumTree(size), alpha
+        self.rng = np.random.default_rng(seed)
+        self.highest = 1.0  # priority so far: what is new is drawn soon
+
+    def set(self, index: Array, priority: Array) -> None:
+        """`priority` `[k]`, before the exponent; 0: is not drawn."""
+        if len(index):
+            self.highest = max(self.highest, float(priority.max(initial=0.0)))
+            self.tree.set(index, np.where(priority > 0, priority**self.alpha, 0.0) if self.alpha != 1 else priority)
+
+    def hide(self, index: Array) -> None:
+        """These are not drawn until they are set again."""
+        self.tree.set(index, 0.0)
+
+    def draw(self, count: int, beta: float) -> tuple[Array, Array]:
+        """`count` places, one from each of as many equal shares of the whole, and their importance weights
+        (N P(i))^-beta over the largest of them, float32.
+        """
+        total = self.tree.total
+        index = self.tree.find((np.arange(count) + self.rng.random(count)) * (total / count))
+        probability = self.tree.leaves[index] / total
+        weight = (self.tree.filled * probability) ** -beta
+        return index, (weight / weight.max()).astype(np.float32)
+
+    def state_dict(self) -> dict[str, Array]:
+        return {"leaves": self.tree.leaves, "highest": np.array([self.highest])}
+
+    def load_state_dict(self, state: dict[str, Array]) -> None:
+        self.tree.set(np.arange(self.tree.size), state["leaves"])
+        self.highest = float(state["highest"][0])

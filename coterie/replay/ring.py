@@ -1,0 +1,309 @@
+"""Transitions by simulator: each env has a ring of rows of its own, in which what follows a row stands behind it.
+
+Only the newest frame of a stack is kept; the stack is put together where a row is read. n-step returns are worked out
+then, too. A row is drawn once all that its return needs is there, and not any more when a part of that has been
+overwritten.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.ops.returns import turns
+from coterie.replay.priority import Priorities
+from coterie.types import Array, ConfigError, Obs, Rollout, Spec
+
+GOES_ON, TERMINATED, CUT = range(3)  # what a row is followed by: the next row, nothing, or only an observation
+
+
+@dataclass
+class Picks:
+    """Rows that were drawn: where they are, which insertion that was, and how much each counts `[n]`."""
+
+    index: Array
+    stamp: Array
+    weight: Array
+
+
+@dataclass
+class Transitions:
+    """`[n]` rows: what was seen and done, the rewards of the next n steps, and what was seen then."""
+
+    obs: Obs
+    action: Tensor
+    n_step: Tensor  # discounted sum of rewards, float32
+    discount: Tensor  # of what follows; 0 after a terminated episode
+    next_obs: Obs
+    weight: Tensor  # importance weight, float32
+    picks: Picks
+
+
+class Storage:
+    """One entry of the observations: rows `[envs x ring, *shape]`, or their newest frames. `frames`: of each stack."""
+
+    def __init__(self, envs: int, ring: int, shape: tuple[int, ...], dtype: str, frames: int, disk: str) -> None:
+        self.ring, self.frames = ring, frames
+        self.rows = _memory((envs * ring, *(shape[1:] if frames else shape)), dtype, disk)
+        self.depth = np.zeros(envs * ring if frames else 0, np.uint8)  # rows before this one that its stack has
+        self.whole: dict[int, Array] = {}  # stacks that are not their rows' newest frames
+
+    def write(self, at: Array, obs: Array, fresh: Array) -> None:
+        """Rows `obs` `[t, b, *shape]` at places `at` `[t, b]`, the first first. `fresh` `[b]`: nothing leads there."""
+        if not self.frames:
+            self.rows[at] = obs
+            return
+        self.rows[at] = obs[:, :, -1]
+        repeats = (obs[:, :, :-1] == obs[:, :, -1:]).reshape(*at.shape, -1).all(2)
+        depth = np.where(fresh, 0, np.minimum(self.depth[self._before(at[0])] + 1, self.frames - 1))
+        for t, row in enumerate(at):
+            depth = np.where(repeats[t], 0, depth)
+            self.depth[row] = depth
+            depth = np.minimum(depth + 1, self.frames - 1)
+        flat, seen = at.reshape(-1), obs.reshape(-1, *obs.shape[2:])
+        if self.whole:
+            for place in flat.tolist():
+                self.whole.pop(place, None)
+        # An env need not promise that its stacks go on: those that do not are kept as they are.
+        for i in np.flatnonzero((self.read(flat).numpy() != seen).reshape(len(flat), -1).any(1)):
+            self.whole[int(flat[i])] = seen[i].copy()
+
+    def read(self, at: Array) -> Tensor:
+        """Rows `[n, *shape]` at places `at` `[n]`, copied."""
+        rows = torch.from_numpy(self.rows)
+        if not self.frames:
+            return rows.index_select(0, torch.from_numpy(at))
+        places, back = np.empty((self.frames, len(at)), np.int64), self.depth[at]
+        places[-1] = at
+        for k in range(1, self.frames):
+            places[-1 - k] = np.where(k <= back, self._before(places[-k]), places[-k])
+        out = rows.index_select(0, torch.from_numpy(places.T.reshape(-1)))
+        out = out.view(len(at), self.frames, *rows.shape[1:])
+        if self.whole:
+            for i, place in enumerate(at.tolist()):
+                if place in self.whole:
+                    out[i] = torch.from_numpy(self.whole[place])
+        return out
+
+    def _before(self, at: Array) -> Array:
+        return np.where(at % self.ring == 0, at + self.ring - 1, at - 1)
+
+
+class Ring:
+    """At most `capacity` rows of `envs` simulators, and as many env ids at a time: one that is new takes the place of
+    the one that was not heard of for the longest time. `gamma` and `n_step`: of the returns.
+    """
+
+    def __init__(
+        self, spec: Spec, envs: int, capacity: int, gamma: float, n_step: int, *, alpha: float = 0.0, frames: int = 0,
+        seed: int = 0, disk: str = "",
+    ) -> None:  # fmt: skip
+        self.spec, self.envs, self.ring, self.gamma, self.n_step = spec, envs, capacity // envs, gamma, n_step
+        self.frames = frames
+        places = envs * self.ring
+        self.obs = {
+            key: Storage(envs, self.ring, s.shape, s.dtype, frames if s.is_image else 0, disk)
+            for key, s in spec.obs.items()
+        }
+        self.action = np.zeros((places, *spec.action.shape), spec.action.dtype)
+        self.reward, self.value = np.zeros(places, np.float32), np.zeros(places, np.float32)
+        self.after = np.zeros(places, np.uint8)  # GOES_ON, TERMINATED or CUT
+        self.valid = np.zeros(places, bool)  # what a policy did there means something
+        self.stamp = np.full(places, -1, np.int64)  # which row of its env it is
+        self.count = np.zeros(envs, np.int64)  # rows of each env so far; the next observation stands there already
+        self.owner: dict[int, int] = {}  # which env each env id has, who was heard of last comes last
+        self.priorities = Priorities(places, alpha, seed)
+
+    @staticmethod
+    def bytes_for(spec: Spec, envs: int, capacity: int, frames: int) -> int:
+        """What it takes, in bytes, without starting."""
+        each = 8 * max(1, int(np.prod(spec.action.shape))) + 4 + 4 + 1 + 1 + 8 + 8 + 1
+        for s in spec.obs.values():
+            shape = s.shape[1:] if frames and s.is_image else s.shape
+            each += int(np.prod(shape)) * np.dtype(s.dtype).itemsize
+        return each * (capacity // envs) * envs
+
+    @property
+    def size(self) -> int:
+        """Rows that may be drawn."""
+        return self.priorities.tree.filled
+
+    # Writing.
+
+    def add(self, rollout: Rollout, reward: Array, value: Array | None = None) -> None:
+        """Take in a rollout, with rewards `[T, B]` as they are learned from. `value` `[T+1, B]`: of the actions taken,
+        where new rows are to have the priority that the error of these gives; otherwise it is the highest so far.
+        """
+        obs = rollout.obs if isinstance(rollout.obs, dict) else {"": rollout.obs}
+        fields = {key: x.cpu().numpy() for key, x in obs.items()}
+        is_first, terminated = rollout.is_first.cpu().numpy(), rollout.terminated.cpu().numpy()
+        truncated, action = rollout.truncated.cpu().numpy(), rollout.action.cpu().numpy()
+        for columns in turns(rollout.env_id.tolist()):
+            ids = [int(rollout.env_id[c]) for c in columns]
+            self._add(
+                np.array([self._place(i) for i in ids]), {k: x[:, columns] for k, x in fields.items()},
+                is_first[:, columns], terminated[:, columns], truncated[:, columns], action[:, columns],
+                reward[:, columns], None if value is None else value[:, columns],
+            )  # fmt: skip
+
+    def _add(
+        self, env: Array, obs: dict[str, Array], is_first: Array, terminated: Array, truncated: Array, action: Array,
+        reward: Array, value: Array | None,
+    ) -> None:  # fmt: skip
+        t = len(reward)
+        if t + self.n_step + max(1, self.frames) > self.ring:
+            raise ConfigError(f"replay.capacity: {self.ring} rows for each env are too few for rollouts of {t}")
+        begun = self.count[env] > 0
+        here = env * self.ring + self.count[env] % self.ring
+        follows = begun & ~self._breaks(here, {k: x[0] for k, x in obs.items()})
+        self._close(env[begun & ~follows])
+        first = self.count[env]
+        at = self._at(env, first + np.arange(t + 1)[:, None])  # [t+1, b]
+        for key, x in obs.items():
+            self.obs[key].write(at, x, ~follows)
+        rows, last = at[:-1], at[-1]
+        self.action[rows], self.reward[rows] = action, reward
+        self.after[rows] = np.where(terminated, TERMINATED, np.where(truncated, CUT, GOES_ON))
+        self.valid[rows], self.valid[last] = ~is_first[1:], False
+        self.stamp[at] = first + np.arange(t + 1)[:, None]
+        # An env that was replaced: its episode ends with what was seen last before that.
+        before = np.concatenate([self._at(env, first - 1)[None], rows[:-1]])
+        self._cut(before[is_first[1:]])
+        if value is not None:
+            self.value[at] = value
+        self.count[env] = first + t
+        self._show(env, t, value is not None)
+
+    def _close(self, env: Array) -> None:
+        """End a segment: the observation that stands at its end stays, as a row of no meaning."""
+        at = self._at(env, self.count[env])
+        self._cut(self._at(env, self.count[env] - 1))
+        self.after[at], self.valid[at] = CUT, False
+        self.count[env] += 1
+        self._show(env, 1, False)
+
+    def _cut(self, at: Array) -> None:
+        self.after[at] = np.where(self.after[at] == GOES_ON, CUT, self.after[at])
+
+    def _show(self, env: Array, t: int, judged: bool) -> None:
+        """After `t` more rows: those whose returns are whole now may be drawn, those that the cursor nears may not."""
+        begin = self.count[env] - t - self.n_step + 1
+        rows = begin + np.arange(t)[:, None]
+        # The newest wait for what follows; the oldest have lost the frames before them.
+        self.priorities.hide(self._at(env, begin + np.arange(t + self.n_step - 1 + max(1, self.frames))[:, None]))
+        at = self._at(env, rows)
+        at = at[(rows >= 0) & self.valid[at]]
+        priority = np.full(len(at), self.priorities.highest)
+        if judged:
+            n_step, discount, then = self.window(at)
+            priority = np.abs(n_step + discount * self.value[then] - self.value[at]) + _LEAST
+        self.priorities.set(at, priority)
+
+    def _breaks(self, at: Array, obs: dict[str, Array]) -> Array:
+        """Which envs `[b]` show something other than what they showed last."""
+        changed = np.zeros(len(at), bool)
+        for key, x in obs.items():
+            changed |= (self.obs[key].read(at).numpy() != x).reshape(len(at), -1).any(1)
+        return changed
+
+    def _place(self, env_id: int) -> int:
+        env = self.owner.pop(env_id, -1)
+        if env < 0:
+            env = len(self.owner) if len(self.owner) < self.envs else self.owner.pop(next(iter(self.owner)))
+        self.owner[env_id] = env
+        return env
+
+    def _at(self, env: Array, row: Array) -> Array:
+        at: Array = env * self.ring + row % self.ring
+        return at
+
+    # Reading.
+
+    def window(self, at: Array) -> tuple[Array, Array, Array]:
+        """Discounted sum of the next n rewards, discount of what follows, and its place: `[k]` each. An episode's end
+        cuts the sum short, and what follows a truncated one is its last observation.
+        """
+        begin, row = at // self.ring * self.ring, at % self.ring
+        total, factor, then = np.zeros(len(at), np.float32), np.ones(len(at), np.float32), at
+        going = np.ones(len(at), bool)
+        for i in range(self.n_step):
+            here = begin + (row + i) % self.ring
+            total += np.where(going, factor * self.reward[here], 0)
+            end = self.after[here]
+            factor = np.where(going, factor * np.float32(self.gamma) * (end != TERMINATED), factor)
+            then = np.where(going, begin + (row + i + 1) % self.ring, then)
+            going &= end == GOES_ON
+        return total, factor, then
+
+    def draw(self, count: int, beta: float = 0.0) -> Picks:
+        """Which rows are learned from next; `beta`: how far their importance weights go."""
+        index, weight = self.priorities.draw(count, beta)
+        return Picks(index, self.stamp[index], weight)
+
+    def gather(self, picks: Picks) -> Transitions:
+        """Copy what was drawn. Nothing may be added before this has ended."""
+        at = picks.index
+        n_step, discount, then = self.window(at)
+        both = {key: storage.read(np.concatenate((at, then))) for key, storage in self.obs.items()}
+        n = len(at)
+        obs, after = {k: x[:n] for k, x in both.items()}, {k: x[n:] for k, x in both.items()}
+        plain = list(obs) == [""]
+        return Transitions(
+            obs[""] if plain else obs,
+            torch.from_numpy(self.action[at]),
+            torch.from_numpy(n_step),
+            torch.from_numpy(discount),
+            after[""] if plain else after,
+            torch.from_numpy(picks.weight),
+            picks,
+        )
+
+    def update(self, picks: Picks, priority: Array) -> None:
+        """New priorities `[k]` of what was drawn, but not for rows that were overwritten or have become too old since.
+        One that is no number leaves the old one.
+        """
+        at, first = np.unique(picks.index, return_index=True)
+        fresh = priority[first]
+        keep = (self.stamp[at] == picks.stamp[first]) & (self.priorities.tree.leaves[at] > 0) & np.isfinite(fresh)
+        self.priorities.set(at[keep], np.maximum(fresh[keep], _LEAST))
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of it, not copied."""
+        state = {name: getattr(self, name) for name in _ARRAYS} | self.priorities.state_dict()
+        state["owner"] = np.array([*self.owner.items()], np.int64).reshape(-1, 2)
+        for i, x in enumerate(self.obs.values()):
+            whole = sorted(x.whole)
+            state |= {f"obs/{i}": x.rows, f"depth/{i}": x.depth, f"whole_at/{i}": np.array(whole, np.int64)}
+            if whole:
+                state[f"whole/{i}"] = np.stack([x.whole[place] for place in whole])
+        return {f"replay/{name}": torch.from_numpy(x) for name, x in state.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        of = {k.removeprefix("replay/"): x.numpy() for k, x in state.items() if k.startswith("replay/")}
+        for name in _ARRAYS:
+            getattr(self, name)[...] = of[name]
+        self.priorities.load_state_dict(of)
+        self.owner = {int(env_id): int(env) for env_id, env in of["owner"]}
+        for i, x in enumerate(self.obs.values()):
+            x.rows[...], x.depth[...] = of[f"obs/{i}"], of[f"depth/{i}"]
+            places = of[f"whole_at/{i}"].tolist()
+            x.whole = dict(zip(places, of[f"whole/{i}"], strict=True)) if places else {}
+
+
+_ARRAYS = ("action", "reward", "value", "after", "valid", "stamp", "count")
+_LEAST = 1e-6  # priority of a row that is learned already: it stays there to be drawn
+
+
+def _memory(shape: tuple[int, ...], dtype: str, disk: str) -> Array:
+    """Zeroed; where `disk` names a folder, in a file there that has no name and goes with this process."""
+    if not disk:
+        return np.zeros(shape, dtype)
+    with tempfile.TemporaryFile(dir=disk) as file:
+        file.truncate(max(1, int(np.prod(shape)) * np.dtype(dtype).itemsize))
+        return np.memmap(file, dtype, "r+", shape=shape)

@@ -1,0 +1,63 @@
+"""Proportional priorities: the tree against plain sums, frequencies, importance weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coterie.replay.priority import Priorities, SumTree
+
+
+@pytest.mark.parametrize("size", [1, 5, 64, 65, 5000, 300_000])
+def test_the_tree_finds_what_a_running_sum_finds(size):
+    rng = np.random.default_rng(size)
+    tree, plain = SumTree(size), np.zeros(size)
+    for _ in range(6):
+        index = rng.choice(size, min(size, 1000), replace=False)
+        value = np.where(rng.random(len(index)) < 0.3, 0.0, rng.exponential(size=len(index)))
+        tree.set(index, value)
+        plain[index] = value
+        if not plain.any():
+            continue
+        assert tree.total == pytest.approx(plain.sum())
+        assert tree.filled == np.count_nonzero(plain)
+        mass = rng.random(500) * tree.total
+        found, sums = tree.find(mass), plain.cumsum()
+        assert (plain[found] > 0).all()
+        assert (sums[found] > mass - 1e-9 * sums[-1]).all()
+        assert (sums[found] - plain[found] <= mass + 1e-9 * sums[-1]).all()
+
+
+def test_no_empty_leaf_is_found_at_the_very_ends():
+    tree = SumTree(4096)
+    tree.set(np.array([7, 70, 700]), np.array([1e-9, 1e9, 1e-9]))
+    mass = np.array([0.0, tree.total, np.nextafter(tree.total, 0), tree.total * 2])
+    assert set(tree.find(mass).tolist()) <= {7, 70, 700}
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_how_often_each_is_drawn(alpha):
+    priorities = Priorities(100, alpha, seed=0)
+    value = np.linspace(1, 10, 50)
+    priorities.set(np.arange(50) * 2, value)
+    drawn = np.bincount(np.concatenate([priorities.draw(100, 0.0)[0] for _ in range(4000)]), minlength=100)
+    assert not drawn[1::2].any()
+    expected = value**alpha / (value**alpha).sum() * drawn.sum()
+    np.testing.assert_allclose(drawn[::2], expected, rtol=0.1)
+    index, weight = priorities.draw(64, 0.6)
+    probability = value[index // 2] ** alpha / (value**alpha).sum()
+    expected = (50 * probability) ** -0.6
+    np.testing.assert_allclose(weight, expected / expected.max(), rtol=1e-5)
+
+
+def test_what_is_hidden_is_not_drawn_and_the_highest_stays():
+    priorities = Priorities(10, 1.0, seed=0)
+    priorities.set(np.arange(10), np.arange(1.0, 11.0))
+    assert priorities.highest == 10
+    priorities.hide(np.arange(5, 10))
+    assert set(priorities.draw(200, 0.0)[0].tolist()) == set(range(5))
+    assert priorities.highest == 10
+    again = Priorities(10, 1.0, seed=0)
+    again.load_state_dict(priorities.state_dict())
+    assert again.tree.total == priorities.tree.total
+    assert again.highest == 10
