@@ -98,7 +98,7 @@ class Algo:
     entropy_coef: float = 0.01
     entropy_schedule: Schedule = Schedule()
     entropy_target: float = 0.0  # nats; entropy_coef is then adapted towards it (SEED RL). 0: it stays
-    normalize_advantage: bool = False  # per batch
+    normalize_advantage: bool = False  # a2c, ppo: over the batch; vtrace: by the running deviation
     poll: int = 0  # env steps of each env after which acting takes the newest weights; 0: once for each rollout
 
 

@@ -23,7 +23,9 @@ CELLS = [
     for acting in matrix.ACTING
     for exchange in matrix.EXCHANGES
     for groups in (1, 2)
-    if groups == 1 or acting != "central" or algorithm not in matrix.ON_POLICY  # in lockstep a host's envs are one group
+    if groups == 1
+    or acting != "central"
+    or algorithm not in matrix.ON_POLICY  # in lockstep a host's envs are one group
 ]
 
 

@@ -23,6 +23,7 @@ from coterie.ops.vtrace import vtrace
 from coterie.replay.fifo import Fifo
 from coterie.types import Inputs, Rollout, Spec
 
+_SPREAD_RATE = 0.01  # at which the deviation follows: not this batch's own, which its parts do not know
 _EPSILON = 1e-6  # what the variant `epsilon` adds to a probability before its logarithm
 
 
@@ -85,7 +86,8 @@ class VTrace:
         self.clock, self.act, self.after_rollout = base.clock, base.act, base.after_rollout
         self.explore, self.acts_at, self.sampled = base.explore, base.acts_at, base.sampled
         self.config, self.algo, self.own, self.chunk = config, config.algo, config.vtrace, chunk
-        self.after_step, self.gauges = base.after_step, base.gauges
+        self.gauges = base.gauges
+        self.spread = 0.0  # running mean of the squared advantage, where that is normalised
         self.replay = Fifo(self.own.replay_capacity, seed) if self.own.replay_capacity else None
 
     def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
@@ -120,6 +122,9 @@ class VTrace:
         log_prob, entropy = self.base.dist.evaluate(params[:-1], part.action)
         log_ratio = (log_prob - part.behavior_log_prob).detach()
         target, advantage = self._targets(log_ratio, value.detach(), part)
+        squares = advantage**2
+        if self.spread:
+            advantage = advantage / (math.sqrt(self.spread) + 1e-6)
         if self.own.correction == "epsilon":
             log_prob = (log_prob.exp() + _EPSILON).log()
         terms = {
@@ -127,10 +132,23 @@ class VTrace:
             "value_loss": (self.algo.value_coef, value_loss(value[:-1], target)),
             "entropy": (-self.base.entropy_coef(), entropy),
         }
-        loss = combine(terms, {"rho": log_ratio.clamp(max=math.log(1e3)).exp()}, part.mask, part.count)
+        watched = {"rho": log_ratio.clamp(max=math.log(1e3)).exp()}
+        if self.algo.normalize_advantage:
+            watched["advantage_square"] = squares
+        loss = combine(terms, watched, part.mask, part.count)
         if self.own.loss == "sum":
             loss.total = loss.total * part.count
         return loss
+
+    def after_step(self, model: Network, batch: Batch) -> None:
+        self.base.after_step(model, batch)
+        if (
+            (found := batch.metrics.get("advantage_square", 0.0)) > 0
+            and math.isfinite(found)
+            and (valid := batch.valid)
+        ):
+            found *= batch.count / valid
+            self.spread = found if not self.spread else self.spread + _SPREAD_RATE * (found - self.spread)
 
     def _targets(self, log_ratio: Tensor, value: Tensor, part: Sequences) -> tuple[Tensor, Tensor]:
         """Value targets and advantages `[T, b]`."""
@@ -150,9 +168,12 @@ class VTrace:
     def state_dict(self) -> dict[str, Tensor]:
         """The replayed rollouts are not in it: after a resume they are gathered anew."""
         rng = {} if self.replay is None else {"replay_rng": self.replay.rng.get_state()}
-        return {**self.base.state_dict(), **rng}
+        spread = {"spread": torch.tensor([self.spread], dtype=torch.float64)} if self.spread else {}
+        return {**self.base.state_dict(), **rng, **spread}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.base.load_state_dict(state)
+        if "spread" in state:
+            self.spread = float(state["spread"])
         if self.replay is not None and "replay_rng" in state:
             self.replay.rng.set_state(state["replay_rng"])
