@@ -293,7 +293,7 @@ class Config:
     """A run: algorithm x acting x exchange x launch, and the sections."""
 
     preset: str = ""
-    algorithm: Literal["a2c", "ppo", "vtrace", "dqn"] = "a2c"
+    algorithm: Literal["a2c", "ppo", "vtrace", "dqn", "r2d2"] = "a2c"
     acting: Literal["inline", "decoupled", "central"] = "inline"
     exchange: Literal["auto", "solo", "allreduce", "hogwild", "store", "gossip"] = "auto"  # auto: solo, or allreduce
     launch: Literal["local"] = "local"

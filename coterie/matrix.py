@@ -16,7 +16,7 @@ LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
 
 
 ON_POLICY = ("a2c", "ppo")  # they cannot correct for an older policy
-VALUE = ("dqn",)  # they learn what actions are worth
+VALUE = ("dqn", "r2d2")  # they learn what actions are worth
 
 
 class Refusal(NamedTuple):
@@ -40,12 +40,27 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, s: c.algorithm in VALUE and s.action.kind != "categorical",
         "algorithm",
-        "dqn chooses one of so many actions, which this env has not: use a2c, ppo or vtrace",
+        "dqn and r2d2 choose one of so many actions, which this env has not: use a2c, ppo or vtrace",
     ),
     Refusal(
         lambda c, s: c.algorithm == "dqn" and c.model.core != "none",
         "model.core",
         "dqn learns from single steps and has no memory: use none, or algorithm r2d2",
+    ),
+    Refusal(
+        lambda c, s: c.algorithm == "r2d2" and c.model.core == "none",
+        "model.core",
+        "r2d2 replays sequences for a memory: use lstm, or algorithm dqn",
+    ),
+    Refusal(
+        lambda c, s: c.algorithm == "r2d2" and any(x % c.algo.unroll_length for x in _lengths(c)),
+        "r2d2.length",
+        "r2d2.length, burn_in and stride must be multiples of algo.unroll_length: recurrent states are kept at each",
+    ),
+    Refusal(
+        lambda c, s: c.algorithm == "r2d2" and (c.q.atoms > 0 or c.r2d2.stride < 1 or c.r2d2.length < 1),
+        "q.atoms",
+        "r2d2 learns values, on sequences of some length and stride: leave q.atoms at 0, the others above",
     ),
     Refusal(
         lambda c, s: c.algorithm in VALUE and c.reward.normalize,
@@ -57,7 +72,8 @@ REFUSALS: tuple[Refusal, ...] = (
             c.algorithm in VALUE and c.q.learn_start < 2 * (c.algo.unroll_length + c.q.n_step) * c.env.num_envs
         ),
         "q.learn_start",
-        "must be at least 2 x (algo.unroll_length + q.n_step) x env.num_envs: there is nothing to draw before",
+        "must be at least 2 x env.num_envs x (algo.unroll_length + q.n_step), for r2d2 env.num_envs x (r2d2.burn_in + "
+        "length + stride + algo.unroll_length): there is nothing to draw before",
     ),
     Refusal(
         lambda c, s: c.algorithm in VALUE and c.q.atoms > 0 and c.q.v_min >= c.q.v_max,
@@ -201,7 +217,13 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def _first_rows(config: Config) -> int:
+    if config.algorithm == "r2d2":
+        return config.env.num_envs * (sum(_lengths(config)) + config.algo.unroll_length)
     return 2 * config.env.num_envs * (config.algo.unroll_length + config.q.n_step)
+
+
+def _lengths(config: Config) -> tuple[int, int, int]:
+    return config.r2d2.length, config.r2d2.burn_in, config.r2d2.stride
 
 
 def _learners(config: Config) -> int:

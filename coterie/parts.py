@@ -16,6 +16,7 @@ from coterie.actor import rollout_layout
 from coterie.algorithms.a2c import A2C
 from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import PPO, horizon
+from coterie.algorithms.r2d2 import R2D2
 from coterie.algorithms.vtrace import VTrace
 from coterie.config import Config, elsewhere
 from coterie.envs.make import make_envs
@@ -98,7 +99,7 @@ def resolve(config: Config, spec: Spec, gpu: int = 0) -> Layout:
     )
 
 
-AnyAlgorithm = A2C | PPO | VTrace | DQN
+AnyAlgorithm = A2C | PPO | VTrace | DQN | R2D2
 # (group, inputs, core state) -> output and the next core state
 Policy = Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
 
@@ -107,6 +108,8 @@ def make_algorithm(config: Config, spec: Spec, chunk: int = 0, rank: int = 0) ->
     seed = seed_for(config.seed, BATCH_SEED, rank)
     if config.algorithm == "dqn":
         return DQN(config, spec, chunk, seed)
+    if config.algorithm == "r2d2":
+        return R2D2(config, spec, chunk, seed)
     if config.algorithm == "ppo":
         return PPO(config, spec, chunk, seed)
     return VTrace(config, spec, chunk, seed) if config.algorithm == "vtrace" else A2C(config, spec, chunk)
@@ -116,7 +119,8 @@ def replay_bytes(config: Config, spec: Spec) -> int:
     """What the replay of all learners takes when it is full: 0 where there is none, or it is on disk."""
     if config.algorithm not in VALUE or config.replay.disk:
         return 0
-    return DQN.replay_bytes(config, spec) * (config.learners if isinstance(config.learners, int) else 1)
+    own = R2D2 if config.algorithm == "r2d2" else DQN
+    return own.replay_bytes(config, spec) * (config.learners if isinstance(config.learners, int) else 1)
 
 
 def envs_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from coterie.config import Algo, Config, Model, Optim, Q, Replay, Reward
+from coterie.config import R2D2, Algo, Config, Model, Optim, Q, Replay, Reward
 from coterie.presets_parts import LINEAR, of_env, override, start
 
 
@@ -149,6 +149,48 @@ def apex_dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
     return override(config, overrides)
 
 
+def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """R2D2 with central inference (SEED RL, gcp/train_atari.sh): sequences of 80 after a burn-in of 40, 64 in a batch,
+    each env step trained on 0.75 times, priorities (0.9, 0.6), n = 5, gamma 0.997, an epsilon for each env, 0.4^(1 to
+    8), Adam at 1e-4; the losses of a sequence's 80 steps are means here, which its eps and clip follow. All 18 actions,
+    lives and rewards as they are. Vectors: our own settings.
+    """
+    base = dqn(env, **of_env({"atari.episodic_life": False, "atari.full_action_set": True, **overrides}))
+    config = replace(
+        base,
+        preset="seed-r2d2",
+        algorithm="r2d2",
+        acting="central",
+        reward=Reward(),
+        q=Q(n_step=5, huber=0.0, epsilon_end=0.4, ladder=7.0, eval_epsilon=0.001),
+        replay=Replay(capacity=1_000_000, alpha=0.9, beta=0.6, beta_end=0.6),
+    )
+    if base.model.torso == "nature":
+        config = replace(
+            config,
+            env=replace(config.env, num_envs=64),
+            model=Model(torso="nature", core="lstm", core_size=512, last_action_reward=True),
+            algo=Algo(unroll_length=40, gamma=0.997),
+            q=replace(
+                config.q, dueling=512, batch_size=64, intensity=0.75, learn_start=40_000, target_every=2_500 * 6_827
+            ),
+            r2d2=R2D2(length=80, burn_in=40, stride=80),
+            optim=Optim("adam", lr=1e-4, eps=1e-3 / 80, max_grad_norm=1.0),
+        )
+    else:
+        config = replace(
+            config,
+            env=replace(config.env, num_envs=16),
+            model=replace(base.model, hidden=(128,), core="lstm", core_size=128, last_action_reward=True),
+            algo=Algo(unroll_length=10, gamma=0.99),
+            q=replace(config.q, batch_size=32, intensity=4.0, learn_start=2_000, target_every=2_000),
+            replay=replace(config.replay, capacity=200_000),
+            r2d2=R2D2(length=20, burn_in=10, stride=10),
+            optim=Optim("adam", lr=5e-4, eps=1e-5, max_grad_norm=10.0),
+        )
+    return override(config, overrides)
+
+
 def _range(env: str) -> tuple[float, float]:
     """Least and most discounted return of a family of envs, about."""
     if env.startswith("LunarLander"):
@@ -167,4 +209,5 @@ VALUE_PRESETS = {
     "rainbow": rainbow,
     "rainbow-512": rainbow_512,
     "apex-dqn": apex_dqn,
+    "seed-r2d2": seed_r2d2,
 }

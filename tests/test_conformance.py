@@ -33,6 +33,15 @@ CELLS = [
 VALUE = {"q.learn_start": 80, "q.batch_size": 16, "q.intensity": 2.0, "q.target_every": 30, "replay.capacity": 4000}
 
 
+def recurrent(algorithm: str, unroll: int) -> dict[str, object]:
+    """What r2d2 needs besides."""
+    if algorithm != "r2d2":
+        return {}
+    lengths = dict.fromkeys(("r2d2.length", "r2d2.burn_in", "r2d2.stride"), unroll)
+    start = 4 * 4 * unroll
+    return {"model.core": "lstm", "model.core_size": 8, "q.batch_size": 3, "q.learn_start": start, **lengths}
+
+
 def rollouts(learner: Learner, count: int) -> Iterator[Rollout]:
     """What the learner sees, copied, `count` times."""
     seen: list[Rollout] = []
@@ -117,6 +126,7 @@ def test_counting_env_through_worker_processes(algorithm, acting, exchange, grou
             "algo.unroll_length": 7,
             "ppo.minibatch_size": 14,
             **VALUE,
+            **recurrent(algorithm, 7),
         },
     )
     with crewed(config) as learner:
@@ -168,6 +178,7 @@ def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
             "algo.unroll_length": 9,
             "ppo.minibatch_size": 18,
             **VALUE,
+            **recurrent(algorithm, 9),
         },
     )
     with crewed(config) as learner:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -30,8 +29,7 @@ class Batch:
     rows: Transitions
     chunk: int
     count: int
-    begin: int = 0
-    priority: Tensor = field(default_factory=lambda: torch.zeros(0))  # [n], written by the parts' losses
+    priority: Tensor  # [n], written by the parts' losses
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -47,7 +45,7 @@ class Batch:
             part = Transitions(
                 _cut(r.obs, at), r.action[at], r.n_step[at], r.discount[at], _cut(r.next_obs, at), r.weight[at], r.picks
             )
-            yield Batch(part, self.chunk, self.count, at.start, self.priority[at])
+            yield Batch(part, self.chunk, self.count, self.priority[at])
 
 
 def _cut(obs: Obs, at: slice) -> Obs:
@@ -58,13 +56,20 @@ class DQN:
     """Single transitions, without a recurrent core."""
 
     def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
-        self.base = base = Values(config, spec, seed)
-        self.clock, self.explore, self.acts_at, self.sampled = base.clock, base.explore, base.acts_at, base.sampled
-        self.act, self.after_rollout = base.act, base.after_rollout
         self.config, self.spec, self.own, self.chunk, self.seed = config, spec, config.q, chunk, seed
-        self.ring: Ring | None = None
-        self.kept: dict[str, Tensor] = {}  # the replay of a checkpoint
-        self.ahead = ThreadPoolExecutor(1, "coterie-replay")  # puts the next batch together meanwhile
+        self.base = base = Values(config, spec, seed, config.q.batch_size, self._replay)
+        self.clock, self.explore, self.acts_at, self.sampled = base.clock, base.explore, base.acts_at, base.sampled
+        self.act, self.after_step, self.after_rollout, self.gauges = (
+            base.act, base.after_step, base.after_rollout, base.gauges,
+        )  # fmt: skip
+        self.state_dict, self.load_state_dict = base.state_dict, base.load_state_dict
+
+    def _replay(self, rollout: Rollout) -> Ring:
+        own = self.config.replay
+        return Ring(
+            self.spec, *size_of(self.config), self.config.algo.gamma, self.own.n_step, alpha=own.alpha,
+            frames=stack_of(self.config), seed=self.seed, disk=own.disk, judged=own.initial == "acting",
+        )  # fmt: skip
 
     @staticmethod
     def replay_bytes(config: Config, spec: Spec) -> int:
@@ -73,34 +78,9 @@ class DQN:
 
     def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
         """Keep the rollout, then draw what is due."""
-        due = self.base.begin(model, rollout)
-        ring = self._keep(rollout)
-        device, ahead = rollout.reward.device, None
-        for i in range(due):
-            rows = (ahead or self._fetch(ring)).result()
-            ahead = self._fetch(ring) if i + 1 < due else None
-            if self.own.noisy:
-                self.base.resample(model)
-            rows = _to(rows, device)
-            yield Batch(rows, self.chunk, self.own.batch_size, priority=torch.zeros(self.own.batch_size, device=device))
-        self.base.refresh_target(model)
-
-    def _fetch(self, ring: Ring) -> Future[Transitions]:
-        return self.ahead.submit(ring.gather, ring.draw(self.own.batch_size, self.base.beta()))
-
-    def _keep(self, rollout: Rollout) -> Ring:
-        own = self.config.replay
-        if self.ring is None:
-            self.ring = Ring(
-                self.spec, *size_of(self.config), self.config.algo.gamma, self.own.n_step, alpha=own.alpha,
-                frames=stack_of(self.config), seed=self.seed, disk=own.disk,
-            )  # fmt: skip
-            if self.kept:
-                self.ring.load_state_dict(self.kept)
-                self.kept = {}
-        value = rollout.behavior_value.cpu().numpy() if own.initial == "acting" else None
-        self.ring.add(rollout, self.base.rewards(rollout).cpu().numpy(), value)
-        return self.ring
+        n = self.own.batch_size
+        for rows in self.base.drawn(model, rollout):
+            yield Batch(rows, self.chunk, n, torch.zeros(n, device=rows.weight.device))
 
     def loss(self, model: Network, part: Batch) -> Loss:
         """The error of what was drawn, weighted; its size is left in `part.priority`."""
@@ -127,45 +107,9 @@ class DQN:
         mask = torch.ones_like(best, dtype=torch.bool)
         return combine({"q_loss": (1.0, rows.weight * error)}, {"q": value, "q_error": priority}, mask, part.count)
 
-    def after_step(self, model: Network, batch: Batch) -> None:
-        """Give what was drawn the priority of its error."""
-        assert self.ring is not None
-        if self.config.replay.alpha:
-            self.ring.update(batch.rows.picks, batch.priority.cpu().numpy().astype("float64"))
-
-    def gauges(self) -> dict[str, float]:
-        size = 0 if self.ring is None else self.ring.size
-        return {"replay/size": size, "epsilon": float(self.explore(torch.arange(self.config.env.num_envs)).mean())}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        kept = self.ring.state_dict() if self.ring is not None and self.config.replay.save else {}
-        return {**self.base.state_dict(), **kept}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.base.load_state_dict(state)
-        self.kept = {k: x for k, x in state.items() if k.startswith("replay/")}
-
 
 def _inputs(obs: Obs, action: Tensor) -> Inputs:
     """What a network without a core looks at."""
     n = len(action)
     first = torch.ones(n, dtype=torch.bool, device=action.device)
     return Inputs(obs, first, action, torch.zeros(n, device=action.device))
-
-
-def _to(rows: Transitions, device: torch.device) -> Transitions:
-    if device.type == "cpu":
-        return rows
-
-    def up(x: Obs) -> Obs:
-        return {k: y.to(device) for k, y in x.items()} if isinstance(x, dict) else x.to(device)
-
-    return Transitions(
-        up(rows.obs),
-        up(rows.action),
-        up(rows.n_step),
-        up(rows.discount),
-        up(rows.next_obs),
-        up(rows.weight),
-        rows.picks,
-    )

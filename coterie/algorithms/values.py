@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +19,8 @@ from coterie.algorithms.a2c import A2C
 from coterie.config import Config
 from coterie.envs.pool import is_atari
 from coterie.models.build import Network
-from coterie.types import AgentOutput, ConfigError, Inputs, Rollout, Spec
+from coterie.replay.priority import Picks
+from coterie.types import AgentOutput, Array, ConfigError, Inputs, Rollout, Spec
 
 _FREE = 0.8  # of the machine's memory that replay may take
 
@@ -33,18 +37,37 @@ def greedy(values: Tensor, explore: Tensor | None, rng: torch.Generator) -> tupl
     return action, probability.clamp_(min=1e-12).log_()
 
 
-class Values:
-    """A value method's parts but for its replay and its loss."""
+class Kept(Protocol):
+    """A replay: what was kept of rollouts, and is drawn from."""
 
-    def __init__(self, config: Config, spec: Spec, seed: int) -> None:
+    @property
+    def size(self) -> int: ...
+    def add(self, rollout: Rollout, reward: Array) -> None: ...
+    def draw(self, count: int, beta: float = 0.0) -> Picks: ...
+    def gather(self, picks: Picks) -> Any: ...
+    def update(self, picks: Picks, priority: Array) -> None: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+class Values:
+    """A value method's parts but for its loss. `batch_rows`: env steps that a batch trains on;
+    `make_replay`    is told of the first rollout.
+    """
+
+    def __init__(
+        self, config: Config, spec: Spec, seed: int, batch_rows: int, make_replay: Callable[[Rollout], Kept]
+    ) -> None:
         self.base = base = A2C(config, spec)
         self.clock, self.rewards, self.after_rollout = base.clock, base.rewards, base.after_rollout
-        self.config, self.spec, self.own = config, spec, config.q
+        self.config, self.own, self.batch_rows, self.make_replay = config, config.q, batch_rows, make_replay
         self.sampled = config.q.eval_epsilon  # share of random actions of an evaluation that samples
+        self.replay: Kept | None = None
         self.target: Network | None = None
-        self.saved: dict[str, Tensor] = {}  # the target network's state in a checkpoint
+        self.saved: dict[str, Tensor] = {}  # of a checkpoint, until replay and target network are there
         self.rows = self.due = self.copied = 0  # env steps so far, samples to train on, env steps at the last copy
         self.rng = torch.Generator().manual_seed(seed)
+        self.ahead = ThreadPoolExecutor(1, "coterie-replay")  # puts the next batch together meanwhile
 
     def acts_at(self, version: int) -> None:
         """Somewhere else than with the learner: how far the run is, from the learner step of the weights."""
@@ -78,55 +101,72 @@ class Values:
             action, log_prob = greedy(values, explore, rng)
             return AgentOutput(action, log_prob, values.gather(-1, action[..., None])[..., 0]), core_state
 
-    def begin(self, model: Network, rollout: Rollout) -> int:
-        """Book a rollout's rows; returns how many batches are due. The same for every learner that sees as many."""
-        rows = rollout.reward.numel()
+    def drawn(self, model: Network, rollout: Rollout) -> Iterator[Any]:
+        """Keep the rollout; then what is due, as the replay gathers it, on the rollout's device. How much that is
+        depends only on how many rows there were: all learners that see as many train as often.
+        """
         if self.target is None:
             self.target = copy.deepcopy(model).requires_grad_(False)
-            if self.saved:
-                self.target.load_state_dict(self.saved)
-        started = self.rows >= self.own.learn_start
-        self.rows += rows
-        if started:
+            if target := {k.removeprefix("target/"): x for k, x in self.saved.items() if k.startswith("target/")}:
+                self.target.load_state_dict(target)
+        if self.replay is None:
+            self.replay = self.make_replay(rollout)
+            if kept := {k: x for k, x in self.saved.items() if k.startswith("replay/")}:
+                self.replay.load_state_dict(kept)
+        self.saved = {}
+        rows = rollout.reward.numel()
+        self.replay.add(rollout, self.rewards(rollout).cpu().numpy())
+        if self.rows >= self.own.learn_start:
             self.due += round(rows * self.own.intensity)
-        size = self.batch_rows()
-        batches = self.due // size
-        self.due -= batches * size
-        return batches
-
-    def batch_rows(self) -> int:
-        """Env steps that a batch trains on."""
-        return self.own.batch_size
-
-    def refresh_target(self, model: Network) -> None:
-        """Copy the network where that is due."""
+        self.rows += rows
+        ahead = None
+        while self.due >= self.batch_rows:
+            self.due -= self.batch_rows
+            found = (ahead or self._fetch()).result()
+            ahead = self._fetch() if self.due >= self.batch_rows else None
+            self._resample(model)
+            yield found.to(rollout.reward.device)
         if self.rows - self.copied >= self.own.target_every:
             self.copied = self.rows
-            assert self.target is not None
             with torch.no_grad():
                 for into, x in zip(_tensors(self.target), _tensors(model), strict=True):
                     into.copy_(x)
 
-    def beta(self) -> float:
+    def _fetch(self) -> Future[Any]:
+        assert self.replay is not None
         own, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
-        return own.beta + (own.beta_end - own.beta) * share
+        beta = own.beta + (own.beta_end - own.beta) * share if own.alpha else 0.0
+        return self.ahead.submit(self.replay.gather, self.replay.draw(self.own.batch_size, beta))
 
-    def resample(self, model: Network) -> None:
+    def after_step(self, model: Network, batch: Any) -> None:
+        """Give what was drawn the priority of its error."""
+        assert self.replay is not None
+        if self.config.replay.alpha:
+            self.replay.update(batch.rows.picks, batch.priority.double().cpu().numpy())
+
+    def gauges(self) -> dict[str, float]:
+        size = 0 if self.replay is None else self.replay.size
+        return {"replay/size": size, "epsilon": float(self.explore(torch.arange(self.config.env.num_envs)).mean())}
+
+    def _resample(self, model: Network) -> None:
         """New noise for the network and its target, where there is any."""
         if self.own.noisy and self.target is not None:
             model.resample(self.rng)
             self.target.resample(self.rng)
 
     def state_dict(self) -> dict[str, Tensor]:
+        if self.saved:  # nothing was done since
+            return self.saved
         target = {} if self.target is None else {f"target/{k}": x for k, x in self.target.state_dict().items()}
+        kept = self.replay.state_dict() if self.replay is not None and self.config.replay.save else {}
         counts = torch.tensor([self.rows, self.due, self.copied], dtype=torch.int64)
-        return {**self.base.state_dict(), **target, "counts": counts, "rng": self.rng.get_state()}
+        return {**self.base.state_dict(), **target, **kept, "counts": counts, "rng": self.rng.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.base.load_state_dict(state)
         self.rows, self.due, self.copied = (int(x) for x in state["counts"])
         self.rng.set_state(state["rng"])
-        self.saved = {k.removeprefix("target/"): x for k, x in state.items() if k.startswith("target/")}
+        self.saved = state
 
 
 def _tensors(model: Network) -> list[Tensor]:

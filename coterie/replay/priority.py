@@ -6,6 +6,8 @@ the whole batch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from coterie.types import Array, CoterieError
@@ -57,6 +59,15 @@ class SumTree:
             left = np.maximum(left, 0.0)
             at = at * _WIDTH + child
         return at
+
+
+@dataclass
+class Picks:
+    """What was drawn: where it is, which insertion that was, and how much each counts `[n]`."""
+
+    index: Array
+    stamp: Array
+    weight: Array
 
 
 class Priorities:

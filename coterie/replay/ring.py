@@ -7,7 +7,6 @@ overwritten.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,19 +14,12 @@ import torch
 from torch import Tensor
 
 from coterie.ops.returns import turns
-from coterie.replay.priority import Priorities
+from coterie.replay.memory import memory
+from coterie.replay.owners import Owners
+from coterie.replay.priority import Picks, Priorities
 from coterie.types import Array, ConfigError, Obs, Rollout, Spec
 
 GOES_ON, TERMINATED, CUT = range(3)  # what a row is followed by: the next row, nothing, or only an observation
-
-
-@dataclass
-class Picks:
-    """Rows that were drawn: where they are, which insertion that was, and how much each counts `[n]`."""
-
-    index: Array
-    stamp: Array
-    weight: Array
 
 
 @dataclass
@@ -42,13 +34,26 @@ class Transitions:
     weight: Tensor  # importance weight, float32
     picks: Picks
 
+    def to(self, device: torch.device) -> Transitions:
+        if device.type == "cpu":
+            return self
+        obs, after = _to(self.obs, device), _to(self.next_obs, device)
+        action, n_step, discount, weight = (
+            x.to(device) for x in (self.action, self.n_step, self.discount, self.weight)
+        )
+        return Transitions(obs, action, n_step, discount, after, weight, self.picks)
+
+
+def _to(obs: Obs, device: torch.device) -> Obs:
+    return {k: x.to(device) for k, x in obs.items()} if isinstance(obs, dict) else obs.to(device)
+
 
 class Storage:
     """One entry of the observations: rows `[envs x ring, *shape]`, or their newest frames. `frames`: of each stack."""
 
     def __init__(self, envs: int, ring: int, shape: tuple[int, ...], dtype: str, frames: int, disk: str) -> None:
         self.ring, self.frames = ring, frames
-        self.rows = _memory((envs * ring, *(shape[1:] if frames else shape)), dtype, disk)
+        self.rows = memory((envs * ring, *(shape[1:] if frames else shape)), dtype, disk)
         self.depth = np.zeros(envs * ring if frames else 0, np.uint8)  # rows before this one that its stack has
         self.whole: dict[int, Array] = {}  # stacks that are not their rows' newest frames
 
@@ -96,14 +101,15 @@ class Storage:
 class Ring:
     """At most `capacity` rows of `envs` simulators, and as many env ids at a time: one that is new takes the place of
     the one that was not heard of for the longest time. `gamma` and `n_step`: of the returns.
+    `judged`: what is new has the priority that the values of who acted give; otherwise it is the highest so far.
     """
 
     def __init__(
         self, spec: Spec, envs: int, capacity: int, gamma: float, n_step: int, *, alpha: float = 0.0, frames: int = 0,
-        seed: int = 0, disk: str = "",
+        seed: int = 0, disk: str = "", judged: bool = False,
     ) -> None:  # fmt: skip
         self.spec, self.envs, self.ring, self.gamma, self.n_step = spec, envs, capacity // envs, gamma, n_step
-        self.frames = frames
+        self.frames, self.judged = frames, judged
         places = envs * self.ring
         self.obs = {
             key: Storage(envs, self.ring, s.shape, s.dtype, frames if s.is_image else 0, disk)
@@ -115,7 +121,7 @@ class Ring:
         self.valid = np.zeros(places, bool)  # what a policy did there means something
         self.stamp = np.full(places, -1, np.int64)  # which row of its env it is
         self.count = np.zeros(envs, np.int64)  # rows of each env so far; the next observation stands there already
-        self.owner: dict[int, int] = {}  # which env each env id has, who was heard of last comes last
+        self.owners = Owners(envs)
         self.priorities = Priorities(places, alpha, seed)
 
     @staticmethod
@@ -134,25 +140,24 @@ class Ring:
 
     # Writing.
 
-    def add(self, rollout: Rollout, reward: Array, value: Array | None = None) -> None:
-        """Take in a rollout, with rewards `[T, B]` as they are learned from. `value` `[T+1, B]`: of the actions taken,
-        where new rows are to have the priority that the error of these gives; otherwise it is the highest so far.
-        """
+    def add(self, rollout: Rollout, reward: Array) -> None:
+        """Take in a rollout, with rewards `[T, B]` as they are learned from."""
         obs = rollout.obs if isinstance(rollout.obs, dict) else {"": rollout.obs}
         fields = {key: x.cpu().numpy() for key, x in obs.items()}
         is_first, terminated = rollout.is_first.cpu().numpy(), rollout.terminated.cpu().numpy()
         truncated, action = rollout.truncated.cpu().numpy(), rollout.action.cpu().numpy()
+        value = rollout.behavior_value.cpu().numpy()  # of the actions taken
         for columns in turns(rollout.env_id.tolist()):
             ids = [int(rollout.env_id[c]) for c in columns]
             self._add(
-                np.array([self._place(i) for i in ids]), {k: x[:, columns] for k, x in fields.items()},
+                np.array([self.owners.place(i) for i in ids]), {k: x[:, columns] for k, x in fields.items()},
                 is_first[:, columns], terminated[:, columns], truncated[:, columns], action[:, columns],
-                reward[:, columns], None if value is None else value[:, columns],
+                reward[:, columns], value[:, columns],
             )  # fmt: skip
 
     def _add(
         self, env: Array, obs: dict[str, Array], is_first: Array, terminated: Array, truncated: Array, action: Array,
-        reward: Array, value: Array | None,
+        reward: Array, value: Array,
     ) -> None:  # fmt: skip
         t = len(reward)
         if t + self.n_step + max(1, self.frames) > self.ring:
@@ -173,10 +178,9 @@ class Ring:
         # An env that was replaced: its episode ends with what was seen last before that.
         before = np.concatenate([self._at(env, first - 1)[None], rows[:-1]])
         self._cut(before[is_first[1:]])
-        if value is not None:
-            self.value[at] = value
+        self.value[at] = value
         self.count[env] = first + t
-        self._show(env, t, value is not None)
+        self._show(env, t)
 
     def _close(self, env: Array) -> None:
         """End a segment: the observation that stands at its end stays, as a row of no meaning."""
@@ -184,12 +188,12 @@ class Ring:
         self._cut(self._at(env, self.count[env] - 1))
         self.after[at], self.valid[at] = CUT, False
         self.count[env] += 1
-        self._show(env, 1, False)
+        self._show(env, 1)
 
     def _cut(self, at: Array) -> None:
         self.after[at] = np.where(self.after[at] == GOES_ON, CUT, self.after[at])
 
-    def _show(self, env: Array, t: int, judged: bool) -> None:
+    def _show(self, env: Array, t: int) -> None:
         """After `t` more rows: those whose returns are whole now may be drawn, those that the cursor nears may not."""
         begin = self.count[env] - t - self.n_step + 1
         rows = begin + np.arange(t)[:, None]
@@ -198,7 +202,7 @@ class Ring:
         at = self._at(env, rows)
         at = at[(rows >= 0) & self.valid[at]]
         priority = np.full(len(at), self.priorities.highest)
-        if judged:
+        if self.judged:
             n_step, discount, then = self.window(at)
             priority = np.abs(n_step + discount * self.value[then] - self.value[at]) + _LEAST
         self.priorities.set(at, priority)
@@ -209,13 +213,6 @@ class Ring:
         for key, x in obs.items():
             changed |= (self.obs[key].read(at).numpy() != x).reshape(len(at), -1).any(1)
         return changed
-
-    def _place(self, env_id: int) -> int:
-        env = self.owner.pop(env_id, -1)
-        if env < 0:
-            env = len(self.owner) if len(self.owner) < self.envs else self.owner.pop(next(iter(self.owner)))
-        self.owner[env_id] = env
-        return env
 
     def _at(self, env: Array, row: Array) -> Array:
         at: Array = env * self.ring + row % self.ring
@@ -276,7 +273,7 @@ class Ring:
     def state_dict(self) -> dict[str, Tensor]:
         """All of it, not copied."""
         state = {name: getattr(self, name) for name in _ARRAYS} | self.priorities.state_dict()
-        state["owner"] = np.array([*self.owner.items()], np.int64).reshape(-1, 2)
+        state["owner"] = self.owners.table()
         for i, x in enumerate(self.obs.values()):
             whole = sorted(x.whole)
             state |= {f"obs/{i}": x.rows, f"depth/{i}": x.depth, f"whole_at/{i}": np.array(whole, np.int64)}
@@ -289,7 +286,7 @@ class Ring:
         for name in _ARRAYS:
             getattr(self, name)[...] = of[name]
         self.priorities.load_state_dict(of)
-        self.owner = {int(env_id): int(env) for env_id, env in of["owner"]}
+        self.owners.load(of["owner"])
         for i, x in enumerate(self.obs.values()):
             x.rows[...], x.depth[...] = of[f"obs/{i}"], of[f"depth/{i}"]
             places = of[f"whole_at/{i}"].tolist()
@@ -298,12 +295,3 @@ class Ring:
 
 _ARRAYS = ("action", "reward", "value", "after", "valid", "stamp", "count")
 _LEAST = 1e-6  # priority of a row that is learned already: it stays there to be drawn
-
-
-def _memory(shape: tuple[int, ...], dtype: str, disk: str) -> Array:
-    """Zeroed; where `disk` names a folder, in a file there that has no name and goes with this process."""
-    if not disk:
-        return np.zeros(shape, dtype)
-    with tempfile.TemporaryFile(dir=disk) as file:
-        file.truncate(max(1, int(np.prod(shape)) * np.dtype(dtype).itemsize))
-        return np.memmap(file, dtype, "r+", shape=shape)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.replay.priority import Picks
 from coterie.replay.ring import Ring
 from coterie.types import ActionSpec, ConfigError, CoterieError, ObsSpec, Rollout, Spec
 
@@ -110,7 +111,7 @@ def check(ring: Ring, lives: dict[int, Life], n: int) -> int:
     spare = STACK - 1 if ring.frames else 0
     expected = {}
     for env_id, life in lives.items():
-        count, env = len(life.seen) - 1, ring.owner[env_id]
+        count, env = len(life.seen) - 1, ring.owners.of[env_id]
         assert ring.count[env] == count
         for row in range(max(0, count - ring.ring + 1 + spare), count - n + 1):
             if life.rows[row][4]:
@@ -120,8 +121,6 @@ def check(ring: Ring, lives: dict[int, Life], n: int) -> int:
     if not drawable:
         return 0
     at = np.array(sorted(drawable))
-    from coterie.replay.ring import Picks
-
     found = ring.gather(Picks(at, ring.stamp[at], np.ones(len(at), np.float32)))
     for i, place in enumerate(at.tolist()):
         life, row = expected[place]
@@ -165,7 +164,7 @@ def test_an_env_that_is_new_takes_the_place_of_the_one_not_heard_of_for_the_long
     for env_id in (0, 1, 0, 2):
         whole = join([lives[env_id].live(5, False)], [env_id])
         ring.add(whole, whole.reward.numpy())
-    assert ring.owner == {0: 0, 2: 1}
+    assert ring.owners.of == {0: 0, 2: 1}
     # Nothing of env 1 leads into env 2.
     assert ring.after[ring.ring + 4] != 0
     assert ring.count.tolist() == [10, 11]
@@ -173,11 +172,12 @@ def test_an_env_that_is_new_takes_the_place_of_the_one_not_heard_of_for_the_long
 
 def test_initial_priorities_are_the_errors_of_the_values_that_acted():
     rng = np.random.default_rng(0)
-    life, ring = Life(rng, DICT), Ring(DICT, 1, 200, GAMMA, 3, alpha=1.0)
+    life, ring = Life(rng, DICT), Ring(DICT, 1, 200, GAMMA, 3, alpha=1.0, judged=True)
     values = rng.normal(size=101).astype(np.float32)
     for i in range(10):
         whole = join([life.live(10, False)], [0])
-        ring.add(whole, whole.reward.numpy(), values[10 * i : 10 * i + 11, None])
+        whole.behavior_value = torch.from_numpy(values[10 * i : 10 * i + 11, None])
+        ring.add(whole, whole.reward.numpy())
     for row in range(98):
         total, discount, then = life.transition(row, 3)
         expected = abs(total + discount * values[then] - values[row]) if life.rows[row][4] else 0

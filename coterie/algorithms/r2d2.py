@@ -1,0 +1,135 @@
+"""R2D2 (Kapturowski et al. 2019) as SEED RL has it (arXiv 1910.06591): double Q-learning with n-step returns inside
+replayed sequences, a recurrent network that is warmed up by the rows before those that are trained on, rescaled values,
+and priorities that mix a sequence's largest and mean error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.a2c import Loss, combine
+from coterie.algorithms.values import Values, size_of
+from coterie.config import Config
+from coterie.models.build import Network
+from coterie.ops.q import huber, n_step_targets, rescale, unscale
+from coterie.replay.sequence import SequenceRing, Sequences
+from coterie.types import Inputs, Obs, Rollout, Spec
+
+
+@dataclass
+class Batch:
+    """Drawn sequences; a part holds at most `chunk` of their trained rows (0: all)."""
+
+    rows: Sequences
+    chunk: int
+    length: int
+    count: int
+    priority: Tensor  # [n], written by the parts' losses
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def valid(self) -> int:
+        """How many of the `count` rows are learned from."""
+        return int(self.rows.mask[-self.length :].sum())
+
+    def parts(self, ways: int = 1) -> Iterator[Batch]:
+        r, n = self.rows, len(self.priority)
+        size = max(1, self.chunk // self.length) if self.chunk else n
+        pieces = min(n, math.ceil(math.ceil(n / size) / ways) * ways)
+        for i in range(pieces):
+            at = slice(n * i // pieces, n * (i + 1) // pieces)
+            inputs = Inputs(_cut(r.inputs.obs, at), *(x[:, at] for x in r.inputs[1:]))
+            action, reward, terminated, mask = (x[:, at] for x in (r.action, r.reward, r.terminated, r.mask))
+            part = Sequences(inputs, action, reward, terminated, mask, r.core_state[at], r.weight[at], r.picks)
+            yield Batch(part, self.chunk, self.length, self.count, self.priority[at])
+
+
+def _cut(obs: Obs, at: slice) -> Obs:
+    return {k: x[:, at] for k, x in obs.items()} if isinstance(obs, dict) else obs[:, at]
+
+
+def _rows(inputs: Inputs, at: slice) -> Inputs:
+    obs = {k: x[at] for k, x in inputs.obs.items()} if isinstance(inputs.obs, dict) else inputs.obs[at]
+    return Inputs(obs, *(x[at] for x in inputs[1:]))
+
+
+class R2D2:
+    """Sequences, with a recurrent core."""
+
+    def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
+        self.config, self.spec, self.q, self.own = config, spec, config.q, config.r2d2
+        self.chunk, self.seed = chunk, seed
+        self.base = base = Values(config, spec, seed, config.r2d2.length * config.q.batch_size, self._replay)
+        self.clock, self.explore, self.acts_at, self.sampled = base.clock, base.explore, base.acts_at, base.sampled
+        self.act, self.after_step, self.after_rollout, self.gauges = (
+            base.act, base.after_step, base.after_rollout, base.gauges,
+        )  # fmt: skip
+        self.state_dict, self.load_state_dict = base.state_dict, base.load_state_dict
+
+    def _replay(self, rollout: Rollout) -> SequenceRing:
+        own, replay, unroll = self.own, self.config.replay, self.config.algo.unroll_length
+        assert rollout.core_state is not None
+        return SequenceRing(
+            self.spec, *size_of(self.config), unroll, (own.burn_in + own.length) // unroll, own.stride // unroll,
+            tuple(rollout.core_state.shape[1:]), alpha=replay.alpha, seed=self.seed, disk=replay.disk,
+            judge=self._judge if replay.initial == "acting" else None,
+        )  # fmt: skip
+
+    @staticmethod
+    def replay_bytes(config: Config, spec: Spec) -> int:
+        """What the replay of one learner takes when it is full."""
+        return SequenceRing.bytes_for(spec, *size_of(config), config.algo.unroll_length, (2, config.model.core_size))
+
+    def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
+        """Keep the rollout, then draw what is due."""
+        n = self.q.batch_size
+        for rows in self.base.drawn(model, rollout):
+            yield Batch(
+                rows, self.chunk, self.own.length, self.own.length * n, torch.zeros(n, device=rows.weight.device)
+            )
+
+    def _judge(self, reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
+        """Priorities by the values that acted; those of the actions taken stand for the best ones."""
+        begin = self.own.burn_in
+        reward, value, terminated, mask = reward[begin:], value[begin:], terminated[begin:], mask[begin:]
+        wanted = self._targets(reward, value, terminated, mask)
+        return self._mix((value[:-1] - wanted) * mask)
+
+    def _targets(self, reward: Tensor, after: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
+        """What the values should be, `[T, n]`; `after` `[T+1, n]`: the target network's, of what is best there."""
+        total, discount, row = n_step_targets(reward, after, terminated, mask, self.config.algo.gamma, self.q.n_step)
+        real = unscale(after) if self.own.rescale else after
+        wanted = total + discount * real.gather(0, row)
+        return rescale(wanted) if self.own.rescale else wanted
+
+    def _mix(self, error: Tensor) -> Tensor:
+        size = error.abs()
+        return self.own.eta * size.amax(0) + (1 - self.own.eta) * size.mean(0)
+
+    def loss(self, model: Network, part: Batch) -> Loss:
+        """Squared error of the rows after the burn-in, weighted; the sequences' priorities are left in the part."""
+        rows, target, begin = part.rows, self.base.target, self.own.burn_in
+        assert target is not None
+        state = rows.core_state if self.own.stored_state else torch.zeros_like(rows.core_state)
+        warm, rest = _rows(rows.inputs, slice(0, begin)), _rows(rows.inputs, slice(begin, None))
+        with torch.no_grad():
+            theirs = target(warm, state)[2] if begin else state
+            after = target(rest, theirs)[0]
+            ours = model(warm, state)[2] if begin else state
+        values = model(rest, ours)[0]
+        action, mask = rows.action[begin:], rows.mask[begin:]
+        with torch.no_grad():
+            best = (values if self.q.double else after).argmax(-1)
+            then = after.gather(-1, best[..., None])[..., 0]
+            wanted = self._targets(rows.reward[begin:], then, rows.terminated[begin:], mask)
+        found = values[:-1].gather(-1, action[..., None])[..., 0]
+        error = found - wanted
+        size = (error.detach() * mask).abs()
+        part.priority.copy_(self._mix(size))
+        terms = {"q_loss": (1.0, rows.weight * huber(error, self.q.huber))}
+        return combine(terms, {"q": found.detach(), "q_error": size}, mask, part.count)
