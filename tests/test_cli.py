@@ -86,11 +86,21 @@ def test_each_refusal_has_a_config_that_meets_it(refusal):
         "decoupled.publish_every": {"acting": "decoupled", "decoupled.publish_every": 2},
         "vtrace.replay_capacity": {"algorithm": "vtrace", "vtrace.replay_capacity": 8},
         "algo.entropy_target": {"algo.entropy_target": 0.5, "algo.entropy_coef": 0.0},
+        "algorithm": {"algorithm": "dqn"},
+        "reward.normalize": {"algorithm": "dqn", "reward.normalize": True},
+        "q.learn_start": {"algorithm": "dqn", "q.learn_start": 10},
+        "q.v_min": {"algorithm": "dqn", "q.atoms": 51, "q.v_min": 1.0, "q.v_max": 1.0},
+        "q.atoms": {"algorithm": "r2d2", "q.atoms": 51},
+        "replay.initial": {"algorithm": "dqn", "q.atoms": 51, "replay.initial": "acting"},
+        "r2d2.length": {"algorithm": "r2d2", "r2d2.length": 81},
         "vtrace.minibatch": {"algorithm": "vtrace", "vtrace.minibatch": 5},
         "vtrace.replay_share": {"algorithm": "vtrace", "vtrace.replay_share": 1.0},
         "vtrace.rho_bar": {"algorithm": "vtrace", "vtrace.rho_bar": 0.5},
     }  # fmt: skip
-    env = "Pong-v5" if refusal.field == "model.normalize_obs" else "CartPole-v1"
+    meets["model.core"] = (
+        {"algorithm": "r2d2"} if "r2d2 replays" in refusal.reason else {"algorithm": "dqn", "model.core": "lstm"}
+    )
+    env = {"model.normalize_obs": "Pong-v5", "algorithm": "Pendulum-v1"}.get(refusal.field, "CartPole-v1")
     good = presets.ppo(env=env)
     changes = meets[refusal.field]
     if "lockstep" in refusal.reason and refusal.field == "env.groups":

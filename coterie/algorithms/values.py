@@ -120,7 +120,7 @@ class Values:
             self.due += round(rows * self.own.intensity)
         self.rows += rows
         ahead = None
-        while self.due >= self.batch_rows:
+        while self.due >= self.batch_rows and self.replay.size:
             self.due -= self.batch_rows
             found = (ahead or self._fetch()).result()
             ahead = self._fetch() if self.due >= self.batch_rows else None

@@ -1,0 +1,335 @@
+"""Value learning as functions of what is drawn: targets, parts, how much is trained, exploration, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.algorithms.dqn import DQN
+from coterie.algorithms.r2d2 import R2D2
+from coterie.algorithms.values import greedy
+from coterie.learner import Gradients
+from coterie.models.build import Network
+from coterie.ops.q import rescale, unscale
+from coterie.parallel.params import FlatParams
+from coterie.parallel.threads import Team
+from coterie.parts import make_algorithm, make_model
+from coterie.roles import Learner
+from coterie.types import Inputs
+from tests.conftest import VECTOR, make_config, make_rollout
+
+SMALL = {
+    "q.learn_start": 0, "q.batch_size": 24, "q.intensity": 1.0, "replay.capacity": 800, "env.num_envs": 8,
+    "algo.unroll_length": 6, "algo.gamma": 0.9, "reward.clip": "none",
+}  # fmt: skip
+CORE = {
+    "algorithm": "r2d2", "model.core": "lstm", "model.core_size": 8, "r2d2.length": 12, "r2d2.burn_in": 6,
+    "r2d2.stride": 6, "q.batch_size": 4, "q.huber": 0.0,
+}  # fmt: skip
+VARIANTS = {
+    "plain": {"q.double": False},
+    "double": {"q.n_step": 3},
+    "dueling": {"q.dueling": 8, "replay.alpha": 0.6},
+    "c51": {"q.atoms": 11, "q.v_min": -2.0, "q.v_max": 2.0, "q.double": False},
+    "rainbow": {"q.atoms": 11, "q.v_min": -2.0, "q.v_max": 2.0, "q.dueling": 8, "q.n_step": 3, "replay.alpha": 0.5},
+    "noisy": {"q.noisy": True, "q.dueling": 8},
+    "r2d2": {**CORE, "replay.alpha": 0.9, "q.dueling": 8},
+}
+
+
+def build(**changes):
+    config = make_config(**{"algorithm": "dqn", **SMALL, **changes})
+    model = make_model(config, VECTOR)
+    algorithm = make_algorithm(config, VECTOR)
+    return algorithm, model
+
+
+def drawn(algorithm, model, rollouts=6, seed=0):
+    """The batches of a few rollouts."""
+    core = 8 if model.recurrent else 0
+    found, last = [], None
+    for i in range(rollouts):
+        rollout = make_rollout(VECTOR, 6, 8, seed + i, core_size=core)
+        if last is not None:
+            rollout.obs[0] = last  # it goes on from the one before
+        last = rollout.obs[-1]
+        found += algorithm.batches(model, rollout)
+    return found
+
+
+def moved(model):
+    """Other weights, so that the network and its target differ."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+    return other
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("chunk", "ways"), [(5, 1), (0, 2), (16, 3)])
+def test_parts_and_threads_add_up_to_the_whole_batch(name, chunk, ways):
+    torch.manual_seed(0)
+    algorithm, model = build(**VARIANTS[name])
+    batch = drawn(algorithm, model)[-1]
+    model = moved(model)
+    params = FlatParams(model)
+    found = []
+    for parts, members in ((0, 1), (chunk, ways)):
+        batch.chunk = parts
+        team = Team(members)
+        metrics = Gradients(model, params, team, nullcontext).compute(algorithm, batch)
+        team.close()
+        found.append((params.grad.clone(), metrics, batch.priority.clone()))
+        params.grad.zero_()
+    torch.testing.assert_close(found[1][0], found[0][0], atol=1e-6, rtol=1e-5)
+    assert found[1][1] == pytest.approx(found[0][1], abs=1e-5)
+    torch.testing.assert_close(found[1][2], found[0][2])
+    assert found[0][0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_the_target_is_the_definitions(double):
+    algorithm, model = build(**{"q.double": double, "q.n_step": 3, "q.huber": 1.0})
+    batch = drawn(algorithm, model)[-1]
+    target, model = algorithm.base.target, moved(model)
+    rows, expected = batch.rows, []
+    first = torch.ones(1, dtype=torch.bool)
+
+    def q(net, obs):
+        return net(Inputs(obs[None], first, torch.zeros(1, dtype=torch.long), torch.zeros(1)))[0][0].detach()
+
+    for i in range(len(rows.action)):
+        after = q(target, rows.next_obs[i])
+        best = (q(model, rows.next_obs[i]) if double else after).argmax()
+        wanted = rows.n_step[i] + rows.discount[i] * after[best]
+        expected.append(float(q(model, rows.obs[i])[rows.action[i]] - wanted))
+    (part,) = batch.parts()
+    loss = algorithm.loss(model, part)
+    size = np.abs(expected)
+    np.testing.assert_allclose(batch.priority, size, atol=1e-5)
+    each = np.where(size < 1, size**2 / 2, size - 0.5)
+    assert float(loss.total.detach()) == pytest.approx(each.mean(), abs=1e-5)
+
+
+def test_importance_weights_scale_each_rows_loss():
+    algorithm, model = build(**{"replay.alpha": 1.0, "replay.beta": 1.0})
+    batch = drawn(algorithm, model)[-1]
+    assert batch.rows.weight.max() == 1
+    (part,) = batch.parts()
+    algorithm.loss(model, part)
+    error = batch.priority.clone()
+    batch.rows.weight = torch.zeros_like(batch.rows.weight)
+    batch.rows.weight[3] = 0.5
+    (part,) = batch.parts()
+    huber = error[3] ** 2 / 2 if error[3] < 1 else error[3] - 0.5
+    assert float(algorithm.loss(model, part).total.detach()) == pytest.approx(0.5 * float(huber) / 24, abs=1e-6)
+
+
+def test_c51s_loss_has_the_projected_target_and_its_value_is_the_mean():
+    algorithm, model = build(**VARIANTS["c51"])
+    batch = drawn(algorithm, model)[-1]
+    (part,) = batch.parts()
+    loss = algorithm.loss(model, part)
+    params = model(
+        Inputs(batch.rows.obs, *(None,) * 0, torch.ones(24, dtype=torch.bool), batch.rows.action, torch.zeros(24))
+    )
+    probs = params[0].unflatten(-1, (4, 11)).softmax(-1)
+    values = (probs * torch.linspace(-2, 2, 11)).sum(-1)
+    torch.testing.assert_close(model.expected(params[0]), values)
+    torch.testing.assert_close(params[1], values.amax(-1))
+    assert (batch.priority >= 0).all()
+    entropy_of_target = float(loss.total.detach()) - float(batch.priority.mean())
+    assert 0 <= entropy_of_target <= np.log(11)
+
+
+@pytest.mark.parametrize(("intensity", "size"), [(8.0, 32), (0.5, 24), (1.0, 512)])
+def test_how_often_rows_are_trained_on_is_held(intensity, size):
+    algorithm, model = build(**{"q.intensity": intensity, "q.batch_size": size, "q.learn_start": 96})
+    rows = batches = 0
+    for i in range(40):
+        if rows >= 96:
+            batches += len(list(algorithm.batches(model, make_rollout(VECTOR, 6, 8, i))))
+        else:
+            assert not list(algorithm.batches(model, make_rollout(VECTOR, 6, 8, i)))
+        rows += 48
+    assert batches == int((rows - 96) * intensity / size)
+
+
+def test_the_target_network_follows_every_so_many_rows():
+    algorithm, model = build(**{"q.target_every": 144})
+    drawn(algorithm, model, 1)
+    first = [p.clone() for p in algorithm.base.target.parameters()]
+    model = moved(model)
+    drawn(algorithm, model, 1)
+    assert all(torch.equal(a, b) for a, b in zip(first, algorithm.base.target.parameters(), strict=True))
+    drawn(algorithm, model, 1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), algorithm.base.target.parameters(), strict=True))
+    assert not any(p.requires_grad for p in algorithm.base.target.parameters())
+
+
+def test_exploration():
+    rng, values = torch.Generator().manual_seed(0), torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(40_000, 1)
+    action, log_prob = greedy(values, torch.full((40_000,), 0.2), rng)
+    share = torch.bincount(action, minlength=4) / 40_000
+    torch.testing.assert_close(share, torch.tensor([0.05, 0.85, 0.05, 0.05]), atol=0.01, rtol=0)
+    torch.testing.assert_close(log_prob.exp(), share[action], atol=0.01, rtol=0)
+    assert (greedy(values, None, rng)[0] == 1).all()
+
+    ids = torch.arange(8)
+    algorithm, _ = build(**{"q.epsilon_end": 0.1, "q.epsilon_steps": 1000, "learners": 1})
+    assert algorithm.explore(ids).tolist() == pytest.approx([1.0] * 8)
+    algorithm.clock.env_steps = 500
+    assert algorithm.explore(ids).tolist() == pytest.approx([0.55] * 8)
+    algorithm.clock.env_steps = 5000
+    assert algorithm.explore(ids).tolist() == pytest.approx([0.1] * 8)
+    ladder, _ = build(**{"q.epsilon_end": 0.4, "q.ladder": 7.0})
+    assert ladder.explore(ids).tolist() == pytest.approx([0.4 ** (1 + 7 * i / 7) for i in range(8)])
+    assert ladder.explore(ids + (1 << 20)).tolist() == ladder.explore(ids).tolist()  # hosts from elsewhere
+    noisy, _ = build(**{"q.noisy": True})
+    assert not noisy.explore(ids).any()
+
+
+def test_who_acts_elsewhere_knows_how_far_the_run_is_from_the_version_of_its_weights():
+    algorithm, model = build(**{"q.learn_start": 96, "q.intensity": 2.0, "steps": 10_000, "learners": 1})
+    rows = version = 0
+    for i in range(30):
+        version += len(list(algorithm.batches(model, make_rollout(VECTOR, 6, 8, i))))
+        rows += 48
+    away, _ = build(**{"q.learn_start": 96, "q.intensity": 2.0, "steps": 10_000, "learners": 1})
+    away.acts_at(0)
+    assert away.clock.env_steps == 0
+    away.acts_at(version)
+    assert abs(away.clock.env_steps - rows) <= 48
+
+
+def test_noise_is_drawn_anew_for_each_batch_and_shared_by_the_threads():
+    algorithm, model = build(**VARIANTS["noisy"])
+    seen = []
+    for i in range(3):
+        for _ in algorithm.batches(model, make_rollout(VECTOR, 6, 8, i)):
+            seen.append(model.q.value[0].eps_in.clone())
+    assert len(seen) == 6
+    assert all(not torch.equal(a, b) for a, b in pairwise(seen))
+    twin, _ = FlatParams(model).replica(model)
+    model.resample(torch.Generator().manual_seed(1))
+    assert torch.equal(twin.q.value[0].eps_in, model.q.value[0].eps_in)
+
+
+@pytest.mark.parametrize("name", ["rainbow", "r2d2"])
+def test_a_checkpoint_with_its_replay_goes_on_with_the_same_batches(name):
+    algorithm, model = build(**VARIANTS[name], **{"replay.save": True})
+    drawn(algorithm, model, 5)
+    state = {k: x.clone() for k, x in algorithm.state_dict().items()}
+    again, _ = build(**VARIANTS[name], **{"replay.save": True})
+    again.load_state_dict(state)
+    assert again.state_dict().keys() == state.keys()
+    for one in (algorithm, again):
+        next(one.batches(model, make_rollout(VECTOR, 6, 8, 5, core_size=8 * model.recurrent)))
+    a, b = (one.base.replay.state_dict() for one in (algorithm, again))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stored):
+    """With unchanged weights the learner's values are those that acted, from the first row on, over resets; with zeros
+    in the place of the stored state they are not.
+    """
+    config = make_config(
+        env="coterie.envs.testing:CountingEnv",
+        **{
+            **CORE, "env.num_envs": 4, "env.groups": 1, "env.threads": 1, "algo.unroll_length": 3, "r2d2.length": 6,
+            "r2d2.burn_in": 3, "r2d2.stride": 3, "model.last_action_reward": True, "replay.capacity": 4000,
+            "q.learn_start": 1000, "q.epsilon_end": 0.5,
+        },
+    )  # fmt: skip
+    learner = Learner(config)
+    count = 0
+
+    def stop(rollout):
+        nonlocal count
+        count += 1
+        return count == 12
+
+    learner.run(stop)
+    learner.close()
+    ring = learner.algorithm.base.replay
+    assert ring.size == 4 * 10
+    picks = ring.draw(40)
+    rows = ring.gather(picks)
+    state = rows.core_state if stored else torch.zeros_like(rows.core_state)
+    params, _, _ = learner.model(rows.inputs, state)
+    value = params[:-1].gather(-1, rows.action[..., None])[..., 0]
+    acted = ring._rows(ring.value, picks.index)[:-1]
+    assert rows.inputs.is_first[1:-1].any()
+    if stored:
+        torch.testing.assert_close(value, acted, atol=1e-5, rtol=1e-5)
+    else:
+        assert (value - acted).abs().max() > 1e-3
+
+
+def test_r2d2s_targets_and_priorities():
+    algorithm, model = build(**CORE, **{"q.n_step": 2, "replay.alpha": 0.9, "q.double": True})
+    batch = drawn(algorithm, model)[-1]
+    target, model = algorithm.base.target, moved(model)
+    (part,) = batch.parts()
+    loss = algorithm.loss(model, part)
+    rows, burn = batch.rows, 6
+    online, frozen = (net(rows.inputs, rows.core_state)[0].detach() for net in (model, target))
+    assert online.shape == (19, 4, 4)
+    total = 0.0
+    for i in range(4):
+        errors = []
+        for t in range(burn, 18):
+            if not rows.mask[t, i]:
+                errors.append(0.0)
+                continue
+            gain, discount, at = 0.0, 1.0, t
+            for _ in range(2):
+                if at == 18:
+                    break
+                gain += discount * float(rows.reward[at, i])
+                discount *= 0.9 * float(~rows.terminated[at, i])
+                at += 1
+                if rows.terminated[at - 1, i] or at == 18 or not rows.mask[at, i]:
+                    break
+            best = online[at, i].argmax()
+            wanted = rescale(gain + discount * unscale(frozen[at, i, best]))
+            errors.append(float(online[t, i, rows.action[t, i]] - wanted))
+        errors = np.array(errors)
+        total += float(rows.weight[i]) * (errors**2).sum() / 2
+        priority = 0.9 * np.abs(errors).max() + 0.1 * np.abs(errors).mean()
+        assert float(batch.priority[i]) == pytest.approx(priority, abs=1e-4)
+    assert float(loss.total.detach()) == pytest.approx(total / (12 * 4), abs=1e-4)
+
+
+def test_sequences_never_join_two_lives_of_an_env():
+    algorithm, model = build(**CORE)
+    lives = []
+    for i in range(8):
+        rollout = make_rollout(VECTOR, 6, 8, i, core_size=8)
+        if lives and i != 4:  # goes on from the one before
+            rollout.obs[0] = lives[-1].obs[-1]
+        lives.append(rollout)
+        list(algorithm.batches(model, rollout))
+    ring = algorithm.base.replay
+    begins = np.flatnonzero(ring.priorities.tree.leaves > 0) % ring.ring
+    assert set(begins.tolist()) == {0, 1, 4, 5}  # three blocks long: none of them holds both 3 and 4
+    assert isinstance(algorithm, R2D2)
+
+
+def test_the_dqn_of_an_image_keeps_single_frames():
+    config = make_config(**{"algorithm": "dqn", **SMALL, "env.id": "Pong-v5"})
+    from coterie.envs.make import make_spec
+
+    spec = make_spec(config.env, config.atari)
+    assert DQN.replay_bytes(config, spec) == pytest.approx(800 * 84 * 84, rel=0.01)
+    million = make_config(**{"algorithm": "dqn", "env.id": "Pong-v5", "env.num_envs": 16})
+    assert DQN.replay_bytes(million, spec) < 8e9
+    assert isinstance(make_model(config, spec), Network)
