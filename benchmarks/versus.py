@@ -30,6 +30,8 @@ _SB3_A2C = ("sb3", "sb3_bench.py", ["algo=a2c", "env=lunar", "envs=32", "nsteps=
 _SF = ("sf", "sample_factory_bench.py", ["env=lunar", "backend=envpool", "async=1", "epochs=1"])
 _SF_ATARI = ("sf", "sample_factory_bench.py", ["env=breakout"])
 _RLLIB = ("rllib", "rllib_bench.py", [])
+_SB3_DQN = ("sb3", "sb3_bench.py", ["algo=dqn", "env=breakout", "batch=32"])
+_DQN = ["--q.learn-start", "1000", "--replay.capacity", "100000"]
 _BREAKOUT = ["--env", "Breakout-v5", "--model.torso", "nature"]
 CASES: dict[str, tuple[list[str], tuple[str, str, list[str]], float]] = {
     "ppo-nature-breakout": (["ppo", *_BREAKOUT, *_PPO, "--env.num-envs", "32"], _SB3_PPO_ATARI, 1.8),
@@ -42,6 +44,13 @@ CASES: dict[str, tuple[list[str], tuple[str, str, list[str]], float]] = {
     "gala-a2c-lunar": (["gala-a2c", *_MLP, *_A2C, *_TWO], _SB3_A2C, 3.0),
     "allreduce-ppo-lunar": (["ppo", *_MLP, *_PPO, *_TWO, "--ppo.minibatch-size", "128"], _SB3_PPO, 3.0),
     "allreduce-a2c-lunar": (["a2c", *_MLP, *_A2C, *_TWO], _SB3_A2C, 3.0),
+    # Each env step is trained on 8 times. Learning begins at once.
+    "dqn-nature-breakout": (["dqn", *_BREAKOUT, *_DQN, "--env.num-envs", "16"], _SB3_DQN, 2.6),
+    "allreduce-dqn-nature-breakout": (
+        ["dqn", *_BREAKOUT, *_DQN, "--env.num-envs", "8", "--learners", "2"],
+        _SB3_DQN,
+        3.0,
+    ),
     # Decoupled actors, one pass over each sample.
     "impala-nature-breakout": (["impala", *_BREAKOUT], _SF_ATARI, 2.0),
     "impala-nature-breakout-rllib": (["impala", *_BREAKOUT], _RLLIB, 2.0),

@@ -23,7 +23,7 @@ from coterie.launch.local import actor_process
 from coterie.launch.placement import Placement
 from coterie.learner import Gradients, LearnSettings, autocast
 from coterie.learner import learn as train
-from coterie.matrix import check
+from coterie.matrix import VALUE, check, first_rows
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, Post, listen
 from coterie.parallel.threads import Team
@@ -67,6 +67,8 @@ def bench(config: Config, seconds: float) -> dict[str, Any]:
     Several learners are measured at once, each on its own cores, turn by turn together; rates are sums over them.
     """
     config = settle(config)
+    if config.algorithm in VALUE:
+        config = replace(config, q=replace(config.q, learn_start=first_rows(config)))  # it is to train at once
     check(config, make_spec(config.env, config.atari))
     if len(tasks(config.env.id)) > 1:
         raise ConfigError("env.id: bench measures one task at a time")

@@ -216,7 +216,8 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def _first_rows(config: Config) -> int:
+def first_rows(config: Config) -> int:
+    """Env steps of a learner after which there is something to draw in any case."""
     if config.algorithm == "r2d2":
         return config.env.num_envs * (sum(_lengths(config)) + config.algo.unroll_length)
     return 2 * config.env.num_envs * (config.algo.unroll_length + config.q.n_step)
