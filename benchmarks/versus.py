@@ -30,7 +30,7 @@ _SB3_A2C = ("sb3", "sb3_bench.py", ["algo=a2c", "env=lunar", "envs=32", "nsteps=
 _SF = ("sf", "sample_factory_bench.py", ["env=lunar", "backend=envpool", "async=1", "epochs=1"])
 _SF_ATARI = ("sf", "sample_factory_bench.py", ["env=breakout"])
 _RLLIB = ("rllib", "rllib_bench.py", [])
-_SB3_DQN = ("sb3", "sb3_bench.py", ["algo=dqn", "env=breakout", "batch=32"])
+_SB3_DQN = ("sb3", "sb3_bench.py", ["algo=dqn", "env=breakout", "envs=1", "vec=dummy"])
 _DQN = ["--q.learn-start", "1000", "--replay.capacity", "100000"]
 _BREAKOUT = ["--env", "Breakout-v5", "--model.torso", "nature"]
 CASES: dict[str, tuple[list[str], tuple[str, str, list[str]], float]] = {

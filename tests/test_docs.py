@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from coterie import cli, matrix
+from coterie.presets_value import VALUE_PRESETS
 from coterie.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +38,9 @@ def shrink(command: list[str]) -> list[str]:
     if "--seeds" in command:  # each is a process of its own
         command[command.index("--seeds") + 1] = "0..1" if "--jobs" in command else "0..0"
     if "train" in command and "--help" not in command:
-        return [*command, *SMALL, *(["--learners", "2"] if command[1] == "a3c" else [])]
+        value = ["--q.learn-start", "400", "--q.batch-size", "8", "--steps", "600", "--replay.capacity", "20000"]
+        more = {"a3c": ["--learners", "2"], "seed-r2d2": []}.get(command[1], value * (command[1] in VALUE_PRESETS))
+        return [*command, *SMALL, *more]
     if "bench" in command:
         if "--seconds" in command:
             command[command.index("--seconds") + 1] = "1"
