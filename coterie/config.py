@@ -285,6 +285,7 @@ class Log:
     keep: int = 3  # checkpoints kept besides the best
     tensorboard: bool = True
     cosines: int = 0  # env steps of each learner between two comparisons of the learners' gradients; 0: none
+    norms: int = 0  # env steps of each learner between two looks at its layers' norms; 0: none
     wandb: str = ""  # project name; needs the extra `wandb`
 
 

@@ -19,6 +19,7 @@ from coterie.actor import Stages
 from coterie.algorithms.a2c import Clock, Loss
 from coterie.exchange.solo import Guard, Steps
 from coterie.models.build import Network
+from coterie.norms import Norms
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.types import CoterieError, Rollout
@@ -124,10 +125,22 @@ class Gradients:
         self.models = [model, *(cast(Network, twin) for twin, _ in twins)]
         self.grads = [grad for _, grad in twins]
 
-    def compute(self, algorithm: Algorithm, batch: Batch) -> dict[str, float]:
-        """Add the batch's gradient to `params.grad`; returns the loss's metrics."""
+    def compute(self, algorithm: Algorithm, batch: Batch, half: Tensor | None = None) -> dict[str, float]:
+        """Add the batch's gradient to `params.grad`, and that of half of it to `half`; returns the loss's metrics."""
         ways = len(self.models)
-        parts = list(batch.parts(ways))
+        if half is None:
+            return self._add(algorithm, list(batch.parts(ways)))
+        parts = list(batch.parts(2 * ways))
+        first, rest = parts[::2], parts[1::2]
+        found = self._add(algorithm, first)
+        if rest:
+            half.copy_(self.params.grad)
+            for name, value in self._add(algorithm, rest).items():
+                found[name] += value
+        return found
+
+    def _add(self, algorithm: Algorithm, parts: list[Any]) -> dict[str, float]:
+        ways = len(self.models)
 
         def work(k: int) -> dict[str, Tensor]:
             sums: dict[str, Tensor] = {}
@@ -176,15 +189,20 @@ def learn(
         exchange.steps.add(valid)
         progress.count_lag(rollout.policy_version)
         for batch in algorithm.batches(model, rollout):
-            totals = gradients.compute(algorithm, batch)
+            half = settings.norms.begin(progress.env_steps) if settings.norms is not None else None
+            totals = gradients.compute(algorithm, batch, half)
             begin = stages.add("train", begin)
             if any(not math.isfinite(v) for v in totals.values()):
                 params.grad.fill_(math.nan)  # a loss that is not finite must not pass because its gradient is
+            if half is not None:
+                cast(Norms, settings.norms).gradient(half)
             try:
                 totals["grad_norm"] = exchange.step(params, lr)
             except CoterieError as error:
                 shown = ", ".join(f"{k} {v:.4g}" for k, v in totals.items())
                 raise type(error)(f"{error} at learner step {progress.learner_steps} ({shown})") from None
+            if half is not None:
+                cast(Norms, settings.norms).step()
             batch.metrics = totals
             algorithm.after_step(model, batch)
             begin = stages.add("exchange", begin)
@@ -211,6 +229,7 @@ class LearnSettings:
     stages: Stages
     on_rollout: Callable[[Rollout], bool]  # True: stop
     learners: int = 1
+    norms: Norms | None = None  # looks at some of the steps
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:

@@ -29,6 +29,7 @@ from coterie.guests import Guests
 from coterie.learner import Gradients, LearnSettings, Progress, autocast, learn
 from coterie.matrix import check
 from coterie.models.build import Network, acting_copy
+from coterie.norms import Norms
 from coterie.ops.optim import scaled_lr, schedule_value
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
@@ -104,6 +105,7 @@ class Learner:
                 self.guests = Guests(config, self.spec, links.rank, self.acting, self._core())
                 desks = {"PushRollouts": self.guests.push, "PullParameters": self.guests.pull}
                 self._serve(offset(config.wire.bind, links.rank), desks, config.wire)
+        self.norms = Norms(self.params, config.log.norms)
         self.trainers = Team(layout.torch_threads if config.model.compile == "none" else 1)
         self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
@@ -242,7 +244,14 @@ class Learner:
     def gauges(self) -> dict[str, float]:
         """What the algorithm, the acting and the exchange can tell about themselves, for the metrics."""
         tell = getattr(self.exchange, "gauges", None)
-        return self.algorithm.gauges() | self.acting.gauges() | self._traffic() | (tell() if tell is not None else {})
+        found, self.norms.found = self.norms.found, {}
+        return (
+            found
+            | self.algorithm.gauges()
+            | self.acting.gauges()
+            | self._traffic()
+            | (tell() if tell is not None else {})
+        )
 
     def _traffic(self) -> dict[str, float]:
         """What went over the wire for each env step, in bytes."""
@@ -258,7 +267,7 @@ class Learner:
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
-        settings = LearnSettings(self.lr, self.stages, on_rollout, self.links.learners)
+        settings = LearnSettings(self.lr, self.stages, on_rollout, self.links.learners, self.norms)
         with self.exchange, self._doors() as doors:
             doors.push(self._leave_open)
             learn(

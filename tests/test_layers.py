@@ -49,7 +49,7 @@ LEVELS: list[list[str]] = [
     ["algorithms.a2c", "algorithms.ppo", "algorithms.vtrace", "algorithms.values", "algorithms.dqn", "algorithms.r2d2"],
     ["exchange.solo", "exchange.central", "exchange.allreduce", "exchange.hogwild", "exchange.store"],
     ["exchange.topology", "exchange.gossip"],
-    ["learner", "exchange.diagnostics"],
+    ["norms", "learner", "exchange.diagnostics"],
     ["acting.inline", "acting.decoupled", "acting.seats", "acting.central"],
     ["matrix"],
     ["parts", "door", "guests", "roles", "producers", "hosts", "preload", "remote"],
