@@ -79,20 +79,19 @@ class Storage:
 
     def read(self, at: Array) -> Tensor:
         """Rows `[n, *shape]` at places `at` `[n]`, copied."""
-        rows = torch.from_numpy(self.rows)
         if not self.frames:
-            return rows.index_select(0, torch.from_numpy(at))
+            return torch.from_numpy(self.rows.take(at, 0))
         places, back = np.empty((self.frames, len(at)), np.int64), self.depth[at]
         places[-1] = at
         for k in range(1, self.frames):
             places[-1 - k] = np.where(k <= back, self._before(places[-k]), places[-k])
-        out = rows.index_select(0, torch.from_numpy(places.T.reshape(-1)))
-        out = out.view(len(at), self.frames, *rows.shape[1:])
+        # numpy's take: torch's index_select is a fifth slower here, since it takes no huge pages for the result.
+        out = self.rows.take(places.T.reshape(-1), 0).reshape(len(at), self.frames, *self.rows.shape[1:])
         if self.whole:
             for i, place in enumerate(at.tolist()):
                 if place in self.whole:
-                    out[i] = torch.from_numpy(self.whole[place])
-        return out
+                    out[i] = self.whole[place]
+        return torch.from_numpy(out)
 
     def _before(self, at: Array) -> Array:
         return np.where(at % self.ring == 0, at + self.ring - 1, at - 1)
