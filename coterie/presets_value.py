@@ -72,8 +72,8 @@ def c51(env: str = "Pong-v5", **overrides: Any) -> Config:
             optim=Optim("adam_eps_hat", lr=2.5e-4, eps=0.01 / 32, max_grad_norm=0.0),
         )
     else:
-        low, high = _range(env)
-        config = replace(config, q=replace(config.q, v_min=low, v_max=high))
+        low, high, scale = _range(env)
+        config = replace(config, q=replace(config.q, v_min=low, v_max=high), reward=Reward(scale=scale))
     return override(config, overrides)
 
 
@@ -185,21 +185,21 @@ def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
             env=replace(config.env, num_envs=16),
             model=replace(base.model, hidden=(128,), core="lstm", core_size=128, last_action_reward=True),
             algo=Algo(unroll_length=10, gamma=0.99),
-            q=replace(config.q, batch_size=32, intensity=4.0, learn_start=2_000, target_every=2_000),
+            q=replace(config.q, batch_size=32, intensity=8.0, learn_start=4_000, target_every=1_000),
             replay=replace(config.replay, capacity=200_000),
             r2d2=R2D2(length=20, burn_in=10, stride=10),
-            optim=Optim("adam", lr=5e-4, eps=1e-5, max_grad_norm=10.0),
+            optim=Optim("adam", lr=1e-3, eps=1e-5, max_grad_norm=10.0, schedule=LINEAR),
         )
     return override(config, overrides)
 
 
-def _range(env: str) -> tuple[float, float]:
-    """Least and most discounted return of a family of envs, about."""
+def _range(env: str) -> tuple[float, float, float]:
+    """Least and most discounted return of a family of envs, about, with rewards scaled by the third."""
     if env.startswith("LunarLander"):
-        return -4.0, 4.0  # rewards are scaled
+        return -4.0, 4.0, 0.01
     if env.startswith("CartPole"):
-        return 0.0, 100.0
-    return -10.0, 10.0
+        return 0.0, 100.0, 1.0
+    return -10.0, 10.0, 1.0
 
 
 VALUE_PRESETS = {
