@@ -185,7 +185,7 @@ def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
             env=replace(config.env, num_envs=16),
             model=replace(base.model, hidden=(128,), core="lstm", core_size=128, last_action_reward=True),
             algo=Algo(unroll_length=10, gamma=0.99),
-            q=replace(config.q, batch_size=32, intensity=8.0, learn_start=4_000, target_every=1_000),
+            q=replace(config.q, batch_size=16, intensity=16.0, learn_start=4_000, target_every=1_000),
             replay=replace(config.replay, capacity=200_000),
             r2d2=R2D2(length=20, burn_in=10, stride=10),
             optim=Optim("adam", lr=1e-3, eps=1e-5, max_grad_norm=10.0, schedule=LINEAR),

@@ -72,7 +72,7 @@ class Values:
     def acts_at(self, version: int) -> None:
         """Somewhere else than with the learner: how far the run is, from the learner step of the weights."""
         learners = self.config.learners if isinstance(self.config.learners, int) else 1
-        trained = version * self.own.batch_size / self.own.intensity
+        trained = version * self.batch_rows / self.own.intensity
         self.clock.env_steps = int(min(self.config.steps, (trained + self.own.learn_start * (version > 0)) * learners))
 
     def explore(self, env_id: Tensor) -> Tensor:

@@ -69,6 +69,37 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         return {"vector": vector, "image": image, "dict": {"inner": {"vector": vector}, "image": image}}[self.kind]
 
 
+class Cue(gymnasium.Env[Any, Any]):
+    """One of `cues` is shown at the first step; `delay` steps later the action that is its number is paid with 1, any
+    other with -1. What is seen in between is the same for all cues: without memory one in so many is right, whatever is
+    done (mean return 2 / cues - 1 at best).
+    """
+
+    def __init__(self, cues: int = 4, delay: int = 10) -> None:
+        self.cues, self.delay = cues, delay
+        self.observation_space = spaces.Box(0, 1, (cues + 1,), np.float32)
+        self.action_space = spaces.Discrete(cues)
+        self.cue = self.steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        super().reset(seed=seed)
+        self.cue, self.steps = int(self.np_random.integers(self.cues)), 0
+        return self._see(), {}
+
+    def step(self, action: Any) -> Step:
+        self.steps += 1
+        done = self.steps > self.delay
+        reward = (1.0 if int(action) == self.cue else -1.0) if done else 0.0
+        return self._see(), reward, done, False, {}
+
+    def _see(self) -> Array:
+        seen = np.zeros(self.cues + 1, np.float32)
+        if self.steps == 0:
+            seen[self.cue] = 1
+        seen[-1] = self.steps == self.delay  # now is the time
+        return seen
+
+
 class Catch(gymnasium.Env[Any, Any]):
     """A ball falls through 10 rows of 5 columns; move the paddle under it. Reward 1 or -1 at the end of 9 steps.
 
