@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from coterie.envs.testing import Catch, CountingEnv, FlakyEnv
+from coterie.envs.testing import Catch, CountingEnv, Cue, FlakyEnv
 from tests.envs.env_harness import CATCH, make, play
 
 
-@pytest.mark.parametrize("make_env", [CountingEnv, lambda: CountingEnv(obs="image"), Catch, lambda: Catch(image=True)])
+@pytest.mark.parametrize(
+    "make_env", [CountingEnv, lambda: CountingEnv(obs="image"), Catch, lambda: Catch(image=True), Cue]
+)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_gymnasium_finds_no_fault(make_env):
     check_env(make_env(), skip_render_check=True)
@@ -53,3 +55,26 @@ def test_flaky_fails_with_the_given_probability():
         except ValueError:
             failed += 1
     assert 35 < failed < 85
+
+
+def test_the_cue_is_all_that_tells_what_is_right():
+    env, seen, paid = Cue(cues=3, delay=4), set(), []
+    obs, _ = env.reset(seed=0)
+    for _ in range(60):
+        cue = int(obs[:3].argmax())
+        assert obs.tolist() == [float(i == cue) for i in range(3)] + [0.0]
+        between, reward, done = [], 0.0, False
+        while not done:
+            obs, reward, done, _, _ = env.step(cue)
+            between.append(tuple(obs))
+            assert done or reward == 0
+        seen.add(tuple(between[:4]))  # what is seen before the choice
+        paid.append(reward)
+        assert len(between) == 5
+        obs, _ = env.reset()
+        for _ in range(5):
+            wrong = env.step((env.cue + 1) % 3)
+        assert wrong[1:3] == (-1.0, True)
+        obs, _ = env.reset()
+    assert paid == [1.0] * 60
+    assert seen == {((0, 0, 0, 0),) * 3 + ((0, 0, 0, 1),)}
