@@ -79,7 +79,7 @@ def test_a_real_model_acts_with_copies_of_its_weights():
     model = Network(VECTOR, Model(hidden=(16,), normalize_obs=True))
     seen: list[Tensor] = []
 
-    def policy(model: Network, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, None]:
+    def policy(model: Network, inputs: Inputs, state: Tensor | None, ids: Tensor) -> tuple[AgentOutput, None]:
         params, value, _ = model(inputs, state)
         seen.append(torch.cat((params, value[:, None]), 1))
         return AgentOutput(params.argmax(1), torch.zeros(len(value)), value), None
