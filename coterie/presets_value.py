@@ -14,7 +14,8 @@ from coterie.presets_parts import LINEAR, of_env, override, start
 
 def dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
     """DQN (Accelerated Methods 4.2): batches of 32, each env step trained on 8 times, RMSProp at 2.5e-4, target network
-    every 10,000 env steps, epsilon from 1 to 0.1 over a million env steps, double and single-step. Vectors: our own.
+    every 10,000 env steps, epsilon from 1 to 0.1 over a million env steps, single-step. Vectors: our own, double and
+    three-step.
     """
     config, kind = start("dqn", env, overrides)
     config = replace(config, algorithm="dqn", reward=Reward())
@@ -26,7 +27,7 @@ def dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
             reward=Reward(clip="sign"),
             model=Model(torso="nature"),
             algo=Algo(unroll_length=4),
-            q=Q(epsilon_end=0.1, epsilon_steps=1_000_000, learn_start=50_000, eval_epsilon=0.05),
+            q=Q(double=False, epsilon_end=0.1, epsilon_steps=1_000_000, learn_start=50_000, eval_epsilon=0.05),
             optim=Optim("rmsprop_tf", lr=2.5e-4, alpha=0.95, eps=1e-6, max_grad_norm=0.0),
         )
     else:
@@ -136,7 +137,14 @@ def apex_dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
         base,
         preset="apex-dqn",
         acting="decoupled",
-        q=replace(base.q, dueling=512 if base.model.torso == "nature" else 128, n_step=3, epsilon_end=0.4, ladder=7.0),
+        q=replace(
+            base.q,
+            double=True,
+            dueling=512 if base.model.torso == "nature" else 128,
+            n_step=3,
+            epsilon_end=0.4,
+            ladder=7.0,
+        ),
         replay=replace(base.replay, alpha=0.6, beta=0.4, beta_end=0.4, initial="acting"),
     )
     if base.model.torso == "nature":
