@@ -68,9 +68,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "value learning keeps rewards, which must not change their scale afterwards: use reward.clip or reward.scale",
     ),
     Refusal(
-        lambda c, s: (
-            c.algorithm in VALUE and c.q.learn_start < 2 * (c.algo.unroll_length + c.q.n_step) * c.env.num_envs
-        ),
+        lambda c, s: c.algorithm in VALUE and c.q.learn_start < first_rows(c),
         "q.learn_start",
         "must be at least 2 x env.num_envs x (algo.unroll_length + q.n_step), for r2d2 env.num_envs x (r2d2.burn_in + "
         "length + stride + algo.unroll_length): there is nothing to draw before",

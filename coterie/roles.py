@@ -124,7 +124,8 @@ class Learner:
             self.model.initial_state,
             self.refresh_actor,
             self.stages,
-            Team(min(layout.groups, layout.torch_threads)),
+            # Noise is drawn into the network: two groups must not act at once.
+            Team(1 if config.q.noisy else min(layout.groups, layout.torch_threads)),
             config.algo.poll,
         )
 

@@ -19,8 +19,6 @@ from coterie.ops.q import cross_entropy, divergence, huber, project
 from coterie.replay.ring import Ring, Transitions
 from coterie.types import Inputs, Obs, Rollout, Spec
 
-_FREE = 0.8  # of the machine's memory that replay may take
-
 
 @dataclass
 class Batch:

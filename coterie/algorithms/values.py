@@ -65,7 +65,9 @@ class Values:
         self.replay: Kept | None = None
         self.target: Network | None = None
         self.saved: dict[str, Tensor] = {}  # of a checkpoint, until replay and target network are there
-        self.rows = self.due = self.copied = 0  # env steps so far, samples to train on, env steps at the last copy
+        # Env steps so far, those that the replay was given, samples to train on, env steps at the last copy.
+        self.rows, self.kept, self.copied = 0, 0, -1
+        self.due = 0.0
         self.rng = torch.Generator().manual_seed(seed)
         self.ahead = ThreadPoolExecutor(1, "coterie-replay")  # puts the next batch together meanwhile
 
@@ -94,8 +96,8 @@ class Values:
     ) -> tuple[AgentOutput, Tensor | None]:
         """The best action, or with probability `explore` any. The value is that of the action. Builds no graph."""
         with torch.inference_mode():
-            if self.own.noisy and explore is not None:
-                model.resample(rng)
+            if self.own.noisy:
+                model.resample(None if explore is None else rng)
             params, _, core_state = model(inputs, core_state)
             values = model.expected(params)
             action, log_prob = greedy(values, explore, rng)
@@ -113,12 +115,16 @@ class Values:
             self.replay = self.make_replay(rollout)
             if kept := {k: x for k, x in self.saved.items() if k.startswith("replay/")}:
                 self.replay.load_state_dict(kept)
+            else:
+                self.kept = 0  # what was not saved is gathered anew
         self.saved = {}
         rows = rollout.reward.numel()
         self.replay.add(rollout, self.rewards(rollout).cpu().numpy())
-        if self.rows >= self.own.learn_start:
-            self.due += round(rows * self.own.intensity)
-        self.rows += rows
+        if self.kept >= self.own.learn_start:
+            if self.copied < 0:
+                self._copy(model)  # whose normalizers have seen something by now
+            self.due += rows * self.own.intensity
+        self.rows, self.kept = self.rows + rows, self.kept + rows
         ahead = None
         while self.due >= self.batch_rows and self.replay.size:
             self.due -= self.batch_rows
@@ -127,10 +133,14 @@ class Values:
             self._resample(model)
             yield found.to(rollout.reward.device)
         if self.rows - self.copied >= self.own.target_every:
-            self.copied = self.rows
-            with torch.no_grad():
-                for into, x in zip(_tensors(self.target), _tensors(model), strict=True):
-                    into.copy_(x)
+            self._copy(model)
+
+    @torch.no_grad()
+    def _copy(self, model: Network) -> None:
+        assert self.target is not None
+        self.copied = self.rows
+        for into, x in zip(_tensors(self.target), _tensors(model), strict=True):
+            into.copy_(x)
 
     def _fetch(self) -> Future[Any]:
         assert self.replay is not None
@@ -159,12 +169,13 @@ class Values:
             return self.saved
         target = {} if self.target is None else {f"target/{k}": x for k, x in self.target.state_dict().items()}
         kept = self.replay.state_dict() if self.replay is not None and self.config.replay.save else {}
-        counts = torch.tensor([self.rows, self.due, self.copied], dtype=torch.int64)
+        counts = torch.tensor([self.rows, self.kept, self.copied, self.due], dtype=torch.float64)
         return {**self.base.state_dict(), **target, **kept, "counts": counts, "rng": self.rng.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.base.load_state_dict(state)
-        self.rows, self.due, self.copied = (int(x) for x in state["counts"])
+        *counts, self.due = state["counts"].tolist()
+        self.rows, self.kept, self.copied = (int(x) for x in counts)
         self.rng.set_state(state["rng"])
         self.saved = state
 

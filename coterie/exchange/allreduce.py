@@ -39,6 +39,7 @@ class AllReduce:
         self.guard, self.moments, self.board = guard, moments, board
         self.rank, self.learners, self.store, self.timeout = rank, len(board.here), store, timeout
         self._total, self.rows = 0, 0  # rows that the next message will tell the others of
+        self.told = False  # a message was sent since the last rollout
         self.order = self.stop = False  # this learner's wishes; the group's are answered by `agree`
         self.agreed = (False, False)
         self.base = moments.read()
@@ -93,13 +94,7 @@ class AllReduce:
         bad = params.nonfinite(params.grad) if not bool(torch.isfinite(params.grad.sum())) else None
         if bad is not None:
             params.grad.zero_()
-        params.tail[:4] = torch.tensor([bad is not None, self.rows, self.order, self.stop], dtype=torch.float32)
-        self.rows = 0
-        self._sum(params.bucket)
-        several, rows, order, stop = params.tail[:4].tolist()
-        self._total += int(rows)
-        self.agreed = (order > 0, stop > 0)
-        if several > 0:
+        if self._message(params, params.bucket, bad is not None):
             if bad is None and not self.guard.skip:
                 raise PeerLost("allreduce: the gradient of another learner is not finite")
             self.guard.refuse(bad or "another learner", params)
@@ -107,8 +102,24 @@ class AllReduce:
         params.grad.div_(self.learners)
         return self.alone.step(params, lr)  # all have the same mean: they decide alike
 
+    def _message(self, params: FlatParams, what: Tensor, bad: bool) -> bool:
+        """Add up `what`, whose last numbers are the flags; returns whether any learner's gradient is not finite."""
+        params.tail[:4] = torch.tensor([bad, self.rows, self.order, self.stop], dtype=torch.float32)
+        self.rows, self.told = 0, True
+        self._sum(what)
+        several, rows, order, stop = params.tail[:4].tolist()
+        self._total += int(rows)
+        self.agreed = (order > 0, stop > 0)
+        return bool(several > 0)
+
+    @torch.no_grad()
     def after_rollout(self, params: FlatParams) -> None:
-        """All learners' new rows count in everybody's normalizers."""
+        """All learners' new rows count in everybody's normalizers. A rollout of which nothing was learned (replay that
+        is being filled; all learners' are, then) has its message, too: orders and the end travel with it.
+        """
+        if not self.told:
+            self._message(params, params.tail, False)
+        self.told = False
         if self.moments.size:
             new = self.moments.read() - self.base
             self._sum(new)

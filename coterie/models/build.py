@@ -113,10 +113,11 @@ class Network(nn.Module):
         assert self.q is not None
         if self.q.atoms == 1:
             return params
-        return params.view(*params.shape[:-1], self.q.actions, self.q.atoms).softmax(-1) @ self.atoms
+        probs = params.view(*params.shape[:-1], self.q.actions, self.q.atoms).softmax(-1)
+        return (probs * self.atoms).sum(-1)  # a product of matrices would be in autocast's few digits
 
-    def resample(self, rng: torch.Generator) -> None:
-        """Draw the noise of noisy layers anew."""
+    def resample(self, rng: torch.Generator | None) -> None:
+        """Draw the noise of noisy layers anew; None: no noise."""
         for module in self.modules():
             if isinstance(module, NoisyLinear):
                 module.resample(rng)

@@ -36,10 +36,14 @@ class NoisyLinear(nn.Module):
         self.register_buffer("eps_out", torch.zeros(out_size))
 
     @torch.no_grad()
-    def resample(self, rng: torch.Generator) -> None:
+    def resample(self, rng: torch.Generator | None) -> None:
+        """None: no noise."""
         for eps in (self.eps_in, self.eps_out):
-            eps.normal_(generator=rng)
-            eps.copy_(eps.sign() * eps.abs().sqrt())
+            if rng is None:
+                eps.zero_()
+                continue
+            drawn = torch.randn(eps.shape, generator=rng, device=rng.device)
+            eps.copy_(drawn.sign() * drawn.abs().sqrt())
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight + self.weight_sigma * torch.outer(self.eps_out, self.eps_in)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import numpy as np
 
+from coterie.ops.returns import turns
 from coterie.types import Array
 
 
@@ -20,6 +21,11 @@ class Owners:
             self.of[env_id] = len(self.of) if len(self.of) < self.envs else self.of.popitem(last=False)[1]
         self.of.move_to_end(env_id)
         return self.of[env_id]
+
+    def turns(self, ids: list[int]) -> list[list[int]]:
+        """The columns of a batch such that no env is twice in one turn, and no turn has more of them than rings."""
+        size = self.envs
+        return [turn[i : i + size] for turn in turns(ids) for i in range(0, len(turn), size)]
 
     def table(self) -> Array:
         """`[k, 2]`: env id and ring, who was heard of last comes last."""

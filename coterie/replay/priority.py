@@ -6,6 +6,7 @@ the whole batch.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,8 +100,10 @@ class Priorities:
         return index, (weight / weight.max()).astype(np.float32)
 
     def state_dict(self) -> dict[str, Array]:
-        return {"leaves": self.tree.leaves, "highest": np.array([self.highest])}
+        rng = np.frombuffer(json.dumps(self.rng.bit_generator.state).encode(), np.uint8).copy()
+        return {"leaves": self.tree.leaves, "highest": np.array([self.highest]), "rng": rng}
 
     def load_state_dict(self, state: dict[str, Array]) -> None:
         self.tree.set(np.arange(self.tree.size), state["leaves"])
         self.highest = float(state["highest"][0])
+        self.rng.bit_generator.state = json.loads(state["rng"].tobytes())

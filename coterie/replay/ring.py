@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.ops.returns import turns
 from coterie.replay.memory import memory
 from coterie.replay.owners import Owners
 from coterie.replay.priority import Picks, Priorities
@@ -146,7 +145,7 @@ class Ring:
         is_first, terminated = rollout.is_first.cpu().numpy(), rollout.terminated.cpu().numpy()
         truncated, action = rollout.truncated.cpu().numpy(), rollout.action.cpu().numpy()
         value = rollout.behavior_value.cpu().numpy()  # of the actions taken
-        for columns in turns(rollout.env_id.tolist()):
+        for columns in self.owners.turns(rollout.env_id.tolist()):
             ids = [int(rollout.env_id[c]) for c in columns]
             self._add(
                 np.array([self.owners.place(i) for i in ids]), {k: x[:, columns] for k, x in fields.items()},

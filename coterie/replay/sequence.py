@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.ops.returns import turns
 from coterie.replay.memory import memory
 from coterie.replay.owners import Owners
 from coterie.replay.priority import Picks, Priorities
@@ -98,7 +97,7 @@ class SequenceRing:
 
     def add(self, rollout: Rollout, reward: Array) -> None:
         """Take in a rollout, with rewards `[T, B]` as they are learned from."""
-        for columns in turns(rollout.env_id.tolist()):
+        for columns in self.owners.turns(rollout.env_id.tolist()):
             self._add(rollout, torch.tensor(columns), reward[:, columns])
 
     def _add(self, rollout: Rollout, columns: Tensor, reward: Array) -> None:

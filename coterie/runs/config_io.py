@@ -229,7 +229,8 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "env.num_envs env.action_repeat algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip "
         "atari.height "
         "atari.width atari.stack model.core_size eval.episodes eval.max_steps log.keep "
-        "store.chunks store.local_steps gossip.peers decoupled.publish_every central.max_envs wire.max_message_mb",
+        "store.chunks store.local_steps gossip.peers decoupled.publish_every central.max_envs wire.max_message_mb "
+        "q.batch_size q.n_step q.target_every q.epsilon_steps r2d2.length r2d2.stride replay.capacity",
         lambda x: x >= 1,
         "must be at least 1",
     ),
@@ -240,17 +241,19 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "log.checkpoint_every log.every restarts env.delay log.cosines algo.poll gossip.mix_every "
         "decoupled.batch_size decoupled.queue decoupled.lag_alarm decoupled.restarts vtrace.rho_bar vtrace.c_bar "
         "vtrace.pg_rho_bar vtrace.replay_capacity central.batch_size central.queue central.lag_alarm central.restarts "
-        "central.batch_min central.batch_max central.wait",
+        "central.batch_min central.batch_max central.wait vtrace.minibatch q.dueling q.huber q.ladder q.learn_start "
+        "replay.alpha replay.beta replay.beta_end r2d2.burn_in log.norms",
         lambda x: x >= 0,
         "must not be negative",
     ),
     (
-        "atari.sticky_actions algo.gamma algo.gae_lambda",
+        "atari.sticky_actions algo.gamma algo.gae_lambda q.epsilon q.epsilon_end q.eval_epsilon r2d2.eta",
         lambda x: 0 <= x <= 1,
         "must be between 0 and 1",
     ),
     ("optim.alpha optim.beta1 optim.beta2", lambda x: 0 <= x < 1, "must be at least 0 and below 1"),
-    ("optim.lr optim.eps ppo.clip log.stall env.timeout reward.scale", lambda x: x > 0, "must be above 0"),
+    ("q.atoms", lambda x: x == 0 or x >= 2, "must be 0 or at least 2"),
+    ("optim.lr optim.eps ppo.clip log.stall env.timeout reward.scale q.intensity", lambda x: x > 0, "must be above 0"),
     ("learners", lambda x: x == "auto" or x >= 1, "must be at least 1, or auto"),
     ("actors", lambda x: x == "auto" or x >= 0, "must not be negative, or auto"),
     ("env.delay_learner", lambda x: x >= -1, "must not be below -1"),

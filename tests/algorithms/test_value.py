@@ -161,6 +161,16 @@ def test_how_often_rows_are_trained_on_is_held(intensity, size):
     assert batches == int((rows - 96) * intensity / size)
 
 
+def test_a_greedy_noisy_network_has_no_noise():
+    algorithm, model = build(**VARIANTS["noisy"])
+    rng = torch.Generator().manual_seed(0)
+    obs, first = torch.rand(5, 3), torch.ones(5, dtype=torch.bool)
+    inputs = Inputs(obs, first, torch.zeros(5, dtype=torch.long), torch.zeros(5))
+    found = [algorithm.act(model, inputs, None, explore, rng)[0].value for explore in (None, first.float(), None)]
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+
+
 def test_the_target_network_follows_every_so_many_rows():
     algorithm, model = build(**{"q.target_every": 144})
     drawn(algorithm, model, 1)
@@ -234,6 +244,22 @@ def test_a_checkpoint_with_its_replay_goes_on_with_the_same_batches(name):
     a, b = (one.base.replay.state_dict() for one in (algorithm, again))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[k], b[k]) for k in a)
+    picks = [one.base.replay.draw(8).index for one in (algorithm, again)]
+    assert np.array_equal(*picks)
+
+
+def test_a_replay_that_was_not_saved_is_gathered_anew_before_it_is_trained_on():
+    changes = {"q.learn_start": 144, "q.target_every": 10**6}
+    algorithm, model = build(**changes)
+    drawn(algorithm, model, 6)
+    again, _ = build(**changes)
+    again.load_state_dict({k: x.clone() for k, x in algorithm.state_dict().items()})
+    model = moved(model)
+    assert [len(drawn(again, model, 1, seed=9 + i)) for i in range(4)] == [0, 0, 0, 2]
+    assert again.base.rows == 10 * 48
+    # The target network is the checkpoint's, not the weights' of now.
+    saved = algorithm.base.target.state_dict()
+    assert all(torch.equal(x, saved[k]) for k, x in again.base.target.state_dict().items())
 
 
 @pytest.mark.parametrize("stored", [True, False])
