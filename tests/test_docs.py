@@ -39,7 +39,9 @@ def shrink(command: list[str]) -> list[str]:
         command[command.index("--seeds") + 1] = "0..1" if "--jobs" in command else "0..0"
     if "train" in command and "--help" not in command:
         value = ["--q.learn-start", "400", "--q.batch-size", "8", "--steps", "600", "--replay.capacity", "20000"]
-        more = {"a3c": ["--learners", "2"], "seed-r2d2": []}.get(command[1], value * (command[1] in VALUE_PRESETS))
+        more = ["--learners", "2"] if command[1] == "a3c" else value * (command[1] in VALUE_PRESETS)
+        if command[1] == "seed-r2d2":
+            more += ["--r2d2.length", "16", "--r2d2.burn-in", "8", "--r2d2.stride", "8"]
         return [*command, *SMALL, *more]
     if "bench" in command:
         if "--seconds" in command:

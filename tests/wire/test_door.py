@@ -42,7 +42,7 @@ class House:
         shape = Shape(spec, 0, UNROLL, 1, 1, newest=newest, max_envs=MOST_ENVS)
         model: Any = None
 
-        def policy(model: Any, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, None]:
+        def policy(model: Any, inputs: Inputs, state: Tensor | None, ids: Tensor) -> tuple[AgentOutput, None]:
             rows = len(inputs.is_first)
             assert all(torch.isfinite(x).all() for x in (inputs.obs, inputs.prev_reward))
             return AgentOutput(torch.full((rows,), 3), torch.zeros(rows), torch.zeros(rows)), None
