@@ -27,7 +27,18 @@ from coterie.config import (
     VTrace,
 )
 from coterie.presets_parts import LINEAR, of_env, override, start
-from coterie.presets_value import VALUE_PRESETS
+from coterie.presets_value import (
+    VALUE_PRESETS,
+    apex_dqn,
+    c51,
+    c51_2048,
+    dqn,
+    dqn_512,
+    dqn_async,
+    rainbow,
+    rainbow_512,
+    seed_r2d2,
+)
 from coterie.types import ConfigError
 
 
@@ -289,6 +300,32 @@ def appo(env: str = "Pong-v5", **overrides: Any) -> Config:
     )
     return override(config, overrides)
 
+
+# One name space for all of them: `coterie.presets.dqn`.
+__all__ = [
+    "PRESETS",
+    "a2c",
+    "a3c",
+    "a3c_store",
+    "apex_dqn",
+    "appo",
+    "c51",
+    "c51_2048",
+    "dqn",
+    "dqn_512",
+    "dqn_async",
+    "gala_a2c",
+    "gala_ppo",
+    "impala",
+    "impala_deep",
+    "make",
+    "ppo",
+    "rainbow",
+    "rainbow_512",
+    "seed_football",
+    "seed_r2d2",
+    "seed_vtrace",
+]
 
 PRESETS: dict[str, Callable[..., Config]] = {
     "a2c": a2c,

@@ -233,3 +233,17 @@ def test_a_run_in_lockstep_stays_within_proposition_1(tmp_path):
     cosines = [line for line in read_metrics(out) if "cosine/peers" in line]
     assert cosines
     assert all(-1 <= line[f"cosine/{pair}"] <= 1 for line in cosines for pair in ("0-1", "0-2", "1-2"))
+
+
+def test_learners_that_only_fill_their_replays_agree_on_orders_and_the_end(tmp_path):
+    """Under allreduce these travel with the gradients, of which there are none yet."""
+    out = tmp_path / "run"
+    changes = {"q.learn_start": 10**6, "replay.capacity": 20_000, "steps": 6000, "eval.every": 2000, "eval.episodes": 1}
+    config = coterie.presets.dqn(env="CartPole-v1", out=str(out), learners=2, exchange="allreduce", **changes)
+    summary = coterie.train(config, quiet=True)
+    assert summary["status"] == "finished"
+    assert 6000 <= summary["env_steps"] <= 6000 + 4 * 2 * 8 * 8
+    assert summary["learner_steps"] == 0
+    scored = [line["env_steps"] for line in read_metrics(out) if "eval/return" in line]
+    assert len(scored) == len(set(scored)) >= 1
+    check_accounts(out, read_summary(out))
