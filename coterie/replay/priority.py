@@ -13,6 +13,7 @@ import numpy as np
 
 from coterie.types import Array, CoterieError
 
+LEAST = 1e-6  # priority of what is learned already: it stays there to be drawn
 _WIDTH = 64
 
 
@@ -78,6 +79,7 @@ class Priorities:
         self.tree, self.alpha = SumTree(size), alpha
         self.rng = np.random.default_rng(seed)
         self.highest = 1.0  # priority so far: what is new is drawn soon
+        self.stamp = np.full(size, -1, np.int64)  # which insertion each place has, written by who owns the places
 
     def set(self, index: Array, priority: Array) -> None:
         """`priority` `[k]`, before the exponent; 0: is not drawn."""
@@ -89,7 +91,7 @@ class Priorities:
         """These are not drawn until they are set again."""
         self.tree.set(index, 0.0)
 
-    def draw(self, count: int, beta: float) -> tuple[Array, Array]:
+    def draw(self, count: int, beta: float = 0.0) -> Picks:
         """`count` places, one from each of as many equal shares of the whole, and their importance weights
         (N P(i))^-beta over the largest of them, float32.
         """
@@ -97,7 +99,16 @@ class Priorities:
         index = self.tree.find((np.arange(count) + self.rng.random(count)) * (total / count))
         probability = self.tree.leaves[index] / total
         weight = (self.tree.filled * probability) ** -beta
-        return index, (weight / weight.max()).astype(np.float32)
+        return Picks(index, self.stamp[index], (weight / weight.max()).astype(np.float32))
+
+    def update(self, picks: Picks, priority: Array) -> None:
+        """New priorities `[k]` of what was drawn, but not where something else stands since, or what is hidden. One
+        that is no number leaves the old one.
+        """
+        at, first = np.unique(picks.index, return_index=True)
+        fresh = priority[first]
+        keep = (self.stamp[at] == picks.stamp[first]) & (self.tree.leaves[at] > 0) & np.isfinite(fresh)
+        self.set(at[keep], np.maximum(fresh[keep], LEAST))
 
     def state_dict(self) -> dict[str, Array]:
         rng = np.frombuffer(json.dumps(self.rng.bit_generator.state).encode(), np.uint8).copy()

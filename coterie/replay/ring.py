@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.replay.memory import memory
 from coterie.replay.owners import Owners
-from coterie.replay.priority import Picks, Priorities
+from coterie.replay.priority import LEAST, Picks, Priorities
 from coterie.types import Array, ConfigError, Obs, Rollout, Spec
 
 GOES_ON, TERMINATED, CUT = range(3)  # what a row is followed by: the next row, nothing, or only an observation
@@ -117,10 +117,11 @@ class Ring:
         self.reward, self.value = np.zeros(places, np.float32), np.zeros(places, np.float32)
         self.after = np.zeros(places, np.uint8)  # GOES_ON, TERMINATED or CUT
         self.valid = np.zeros(places, bool)  # what a policy did there means something
-        self.stamp = np.full(places, -1, np.int64)  # which row of its env it is
         self.count = np.zeros(envs, np.int64)  # rows of each env so far; the next observation stands there already
         self.owners = Owners(envs)
         self.priorities = Priorities(places, alpha, seed)
+        self.stamp = self.priorities.stamp  # which row of its env it is
+        self.draw, self.update = self.priorities.draw, self.priorities.update
 
     @staticmethod
     def bytes_for(spec: Spec, envs: int, capacity: int, frames: int) -> int:
@@ -202,7 +203,7 @@ class Ring:
         priority = np.full(len(at), self.priorities.highest)
         if self.judged:
             n_step, discount, then = self.window(at)
-            priority = np.abs(n_step + discount * self.value[then] - self.value[at]) + _LEAST
+            priority = np.abs(n_step + discount * self.value[then] - self.value[at]) + LEAST
         self.priorities.set(at, priority)
 
     def _breaks(self, at: Array, obs: dict[str, Array]) -> Array:
@@ -234,11 +235,6 @@ class Ring:
             going &= end == GOES_ON
         return total, factor, then
 
-    def draw(self, count: int, beta: float = 0.0) -> Picks:
-        """Which rows are learned from next; `beta`: how far their importance weights go."""
-        index, weight = self.priorities.draw(count, beta)
-        return Picks(index, self.stamp[index], weight)
-
     def gather(self, picks: Picks) -> Transitions:
         """Copy what was drawn. Nothing may be added before this has ended."""
         at = picks.index
@@ -256,15 +252,6 @@ class Ring:
             torch.from_numpy(picks.weight),
             picks,
         )
-
-    def update(self, picks: Picks, priority: Array) -> None:
-        """New priorities `[k]` of what was drawn, but not for rows that were overwritten or have become too old since.
-        One that is no number leaves the old one.
-        """
-        at, first = np.unique(picks.index, return_index=True)
-        fresh = priority[first]
-        keep = (self.stamp[at] == picks.stamp[first]) & (self.priorities.tree.leaves[at] > 0) & np.isfinite(fresh)
-        self.priorities.set(at[keep], np.maximum(fresh[keep], _LEAST))
 
     # Checkpoints.
 
@@ -292,4 +279,3 @@ class Ring:
 
 
 _ARRAYS = ("action", "reward", "value", "after", "valid", "stamp", "count")
-_LEAST = 1e-6  # priority of a row that is learned already: it stays there to be drawn

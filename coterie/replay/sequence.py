@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.replay.memory import memory
 from coterie.replay.owners import Owners
-from coterie.replay.priority import Picks, Priorities
+from coterie.replay.priority import LEAST, Picks, Priorities
 from coterie.types import Array, ConfigError, Inputs, Obs, Rollout, Spec
 
 # Rewards `[T, n]`, values of the actions taken `[T+1, n]`, terminated and mask `[T, n]` -> priorities `[n]`.
@@ -77,11 +77,12 @@ class SequenceRing:
         self.terminated = np.zeros((places, t), bool)
         self.value = np.zeros((places, t + 1), np.float32)
         self.core = np.zeros((places, *core), np.float32)
-        self.stamp = np.full(places, -1, np.int64)  # which block of its env it is
         self.run = np.zeros(places, np.int64)  # blocks that lead up to this one without a gap, itself among them
         self.count = np.zeros(envs, np.int64)  # blocks of each env so far
         self.owners = Owners(envs)
         self.priorities = Priorities(places, alpha, seed)
+        self.stamp = self.priorities.stamp  # which block of its env it is
+        self.draw, self.update = self.priorities.draw, self.priorities.update
 
     @staticmethod
     def bytes_for(spec: Spec, envs: int, capacity: int, unroll: int, core: tuple[int, ...]) -> int:
@@ -135,16 +136,12 @@ class SequenceRing:
         if self.judge is not None:
             x = self.gather(Picks(at, self.stamp[at], np.ones(len(at), np.float32)), obs=False)
             value = self._rows(self.value, at)
-            priority = self.judge(x.reward, value, x.terminated, x.mask).double().numpy() + _LEAST
+            priority = self.judge(x.reward, value, x.terminated, x.mask).double().numpy() + LEAST
         self.priorities.set(at, priority)
 
     def _at(self, env: Array, number: Array) -> Array:
         at: Array = env * self.ring + number % self.ring
         return at
-
-    def draw(self, count: int, beta: float = 0.0) -> Picks:
-        index, weight = self.priorities.draw(count, beta)
-        return Picks(index, self.stamp[index], weight)
 
     def gather(self, picks: Picks, obs: bool = True) -> Sequences:
         """Copy what was drawn. Nothing may be added before this has ended."""
@@ -173,13 +170,6 @@ class SequenceRing:
             rows = torch.cat((rows, taken[:, -1, self.unroll :]), 1)
         return rows.transpose(0, 1)
 
-    def update(self, picks: Picks, priority: Array) -> None:
-        """New priorities of what was drawn, but not where another block stands now. What is no number is left out."""
-        at, first = np.unique(picks.index, return_index=True)
-        fresh = priority[first]
-        keep = (self.stamp[at] == picks.stamp[first]) & (self.priorities.tree.leaves[at] > 0) & np.isfinite(fresh)
-        self.priorities.set(at[keep], np.maximum(fresh[keep], _LEAST))
-
     def state_dict(self) -> dict[str, Tensor]:
         state = {name: getattr(self, name) for name in _ARRAYS} | self.priorities.state_dict()
         state |= {f"obs/{i}": x for i, x in enumerate(self.obs.values())} | {"owner": self.owners.table()}
@@ -196,4 +186,3 @@ class SequenceRing:
 
 
 _ARRAYS = ("is_first", "action", "seen_reward", "reward", "terminated", "value", "core", "stamp", "run", "count")
-_LEAST = 1e-6

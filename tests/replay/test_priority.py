@@ -40,11 +40,12 @@ def test_how_often_each_is_drawn(alpha):
     priorities = Priorities(100, alpha, seed=0)
     value = np.linspace(1, 10, 50)
     priorities.set(np.arange(50) * 2, value)
-    drawn = np.bincount(np.concatenate([priorities.draw(100, 0.0)[0] for _ in range(4000)]), minlength=100)
+    drawn = np.bincount(np.concatenate([priorities.draw(100).index for _ in range(4000)]), minlength=100)
     assert not drawn[1::2].any()
     expected = value**alpha / (value**alpha).sum() * drawn.sum()
     np.testing.assert_allclose(drawn[::2], expected, rtol=0.1)
-    index, weight = priorities.draw(64, 0.6)
+    picks = priorities.draw(64, 0.6)
+    index, weight = picks.index, picks.weight
     probability = value[index // 2] ** alpha / (value**alpha).sum()
     expected = (50 * probability) ** -0.6
     np.testing.assert_allclose(weight, expected / expected.max(), rtol=1e-5)
@@ -55,7 +56,7 @@ def test_what_is_hidden_is_not_drawn_and_the_highest_stays():
     priorities.set(np.arange(10), np.arange(1.0, 11.0))
     assert priorities.highest == 10
     priorities.hide(np.arange(5, 10))
-    assert set(priorities.draw(200, 0.0)[0].tolist()) == set(range(5))
+    assert set(priorities.draw(200).index.tolist()) == set(range(5))
     assert priorities.highest == 10
     again = Priorities(10, 1.0, seed=0)
     again.load_state_dict(priorities.state_dict())
