@@ -7,6 +7,7 @@ This file must import without torch: the env worker processes load it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 Obs = Any
 CoreState = Any
 Array = NDArray[Any]
+
+
+def map_obs(call: Callable[[Any], Any], obs: Obs) -> Obs:
+    """`call` of an observation, or of each entry of a dict of them."""
+    return {k: call(x) for k, x in obs.items()} if isinstance(obs, dict) else call(obs)
 
 
 class CoterieError(Exception):

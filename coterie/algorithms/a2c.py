@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import masked_mean, normalize, policy_gradient, value_loss
 from coterie.ops.returns import RunningReturns, explained_variance, gae
-from coterie.types import AgentOutput, Inputs, Rollout, Spec
+from coterie.types import AgentOutput, Inputs, Rollout, Spec, map_obs
 
 _ENTROPY_MOST = 7.0  # of the log of the adapted factor: an entropy out of reach must not let the bonus run away
 _ENTROPY_RATE = 0.01  # most that the log of the entropy coefficient moves in one learner step
@@ -42,6 +41,12 @@ class Loss:
 
     total: Tensor
     metrics: dict[str, Tensor]
+
+
+def slices(length: int, size: int, ways: int) -> list[slice]:
+    """Even pieces of at most `size` (0: any), as many as a multiple of `ways` where there is that much."""
+    pieces = min(length, math.ceil(math.ceil(length / (size or length)) / ways) * ways)
+    return [slice(length * i // pieces, length * (i + 1) // pieces) for i in range(pieces)]
 
 
 def combine(terms: dict[str, tuple[float, Tensor]], watched: dict[str, Tensor], mask: Tensor, count: int) -> Loss:
@@ -82,13 +87,12 @@ class Batch:
         axis = self.mask.dim() - 1
         length = self.mask.shape[axis]
         size = max(1, self.chunk // (self.mask.shape[0] if axis else 1)) if self.chunk else length
-        pieces = min(length, math.ceil(math.ceil(length / size) / ways) * ways)
-        if pieces <= 1:
+        pieces = slices(length, size, ways)
+        if len(pieces) <= 1:
             yield self
             return
-        bounds = [length * i // pieces for i in range(pieces + 1)]
-        for begin, end in pairwise(bounds):
-            yield self._map(partial(_cut, axis, slice(begin, end)), slice(begin, end))
+        for at in pieces:
+            yield self._map(partial(_cut, axis, at), at)
 
     def take(self, index: Tensor) -> Batch:
         """The rows `[n]` of a flat batch, or the columns of one with time, at `index`; copied."""
@@ -98,10 +102,8 @@ class Batch:
         return batch
 
     def _map(self, pick: Callable[[Tensor], Tensor], columns: Any) -> Batch:
-        obs = self.inputs.obs
-        picked = {k: pick(x) for k, x in obs.items()} if isinstance(obs, dict) else pick(obs)
         return Batch(
-            Inputs(picked, *(pick(x) for x in self.inputs[1:])),
+            Inputs(map_obs(pick, self.inputs.obs), *(pick(x) for x in self.inputs[1:])),
             pick(self.action),
             pick(self.advantage),
             pick(self.value_target),

@@ -4,14 +4,14 @@ together are Rainbow (arXiv 1710.02298). Accelerated Methods' epsilon-Rainbow is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.a2c import Loss, combine
+from coterie.algorithms.a2c import Loss, combine, slices
 from coterie.algorithms.values import Values, size_of, stack_of
 from coterie.config import Config
 from coterie.models.build import Network
@@ -35,19 +35,8 @@ class Batch:
         return self.count
 
     def parts(self, ways: int = 1) -> Iterator[Batch]:
-        n = len(self.rows.action)
-        pieces = min(n, math.ceil(math.ceil(n / (self.chunk or n)) / ways) * ways)
-        for i in range(pieces):
-            at = slice(n * i // pieces, n * (i + 1) // pieces)
-            r = self.rows
-            part = Transitions(
-                _cut(r.obs, at), r.action[at], r.n_step[at], r.discount[at], _cut(r.next_obs, at), r.weight[at], r.picks
-            )
-            yield Batch(part, self.chunk, self.count, self.priority[at])
-
-
-def _cut(obs: Obs, at: slice) -> Obs:
-    return {k: x[at] for k, x in obs.items()} if isinstance(obs, dict) else obs[at]
+        for at in slices(len(self.priority), self.chunk, ways):
+            yield Batch(self.rows.map(itemgetter(at)), self.chunk, self.count, self.priority[at])
 
 
 class DQN:

@@ -5,20 +5,20 @@ and priorities that mix a sequence's largest and mean error.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.a2c import Loss, combine
+from coterie.algorithms.a2c import Loss, combine, slices
 from coterie.algorithms.values import Values, size_of
 from coterie.config import Config
 from coterie.models.build import Network
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
 from coterie.replay.sequence import SequenceRing, Sequences
-from coterie.types import Inputs, Obs, Rollout, Spec
+from coterie.types import Inputs, Rollout, Spec, map_obs
 
 
 @dataclass
@@ -38,24 +38,16 @@ class Batch:
         return int(self.rows.mask[-self.length :].sum())
 
     def parts(self, ways: int = 1) -> Iterator[Batch]:
-        r, n = self.rows, len(self.priority)
-        size = max(1, self.chunk // self.length) if self.chunk else n
-        pieces = min(n, math.ceil(math.ceil(n / size) / ways) * ways)
-        for i in range(pieces):
-            at = slice(n * i // pieces, n * (i + 1) // pieces)
-            inputs = Inputs(_cut(r.inputs.obs, at), *(x[:, at] for x in r.inputs[1:]))
+        r, size = self.rows, max(1, self.chunk // self.length) if self.chunk else 0
+        for at in slices(len(self.priority), size, ways):
+            inputs = Inputs(map_obs(itemgetter((slice(None), at)), r.inputs.obs), *(x[:, at] for x in r.inputs[1:]))
             action, reward, terminated, mask = (x[:, at] for x in (r.action, r.reward, r.terminated, r.mask))
             part = Sequences(inputs, action, reward, terminated, mask, r.core_state[at], r.weight[at], r.picks)
             yield Batch(part, self.chunk, self.length, self.count, self.priority[at])
 
 
-def _cut(obs: Obs, at: slice) -> Obs:
-    return {k: x[:, at] for k, x in obs.items()} if isinstance(obs, dict) else obs[:, at]
-
-
 def _rows(inputs: Inputs, at: slice) -> Inputs:
-    obs = {k: x[at] for k, x in inputs.obs.items()} if isinstance(inputs.obs, dict) else inputs.obs[at]
-    return Inputs(obs, *(x[at] for x in inputs[1:]))
+    return Inputs(map_obs(itemgetter(at), inputs.obs), *(x[at] for x in inputs[1:]))
 
 
 class R2D2:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coterie.algorithms.a2c import A2C, Loss, combine
+from coterie.algorithms.a2c import A2C, Loss, combine, slices
 from coterie.config import Config
 from coterie.models.build import Network
 from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae
 from coterie.ops.vtrace import vtrace
 from coterie.replay.fifo import Fifo
-from coterie.types import Inputs, Rollout, Spec
+from coterie.types import Inputs, Rollout, Spec, map_obs
 
 _SPREAD_RATE = 0.01  # at which the deviation follows: not this batch's own, which its parts do not know
 _EPSILON = 1e-6  # what the variant `epsilon` adds to a probability before its logarithm
@@ -41,10 +41,8 @@ class Sequences:
     count: int  # T x B of the whole batch
 
     def columns(self, at: slice | Tensor) -> Sequences:
-        obs = self.inputs.obs
-        picked = {k: x[:, at] for k, x in obs.items()} if isinstance(obs, dict) else obs[:, at]
         return Sequences(
-            Inputs(picked, *(x[:, at] for x in self.inputs[1:])),
+            Inputs(map_obs(lambda x: x[:, at], self.inputs.obs), *(x[:, at] for x in self.inputs[1:])),
             self.action[:, at],
             self.reward[:, at],
             self.terminated[:, at],
@@ -72,10 +70,9 @@ class Batch:
     def parts(self, ways: int = 1) -> Iterator[Sequences]:
         for whole in self.rollouts:
             rows, width = whole.inputs.is_first.shape
-            size = max(1, self.chunk // (rows - 1)) if self.chunk else width  # row T is there for its value only
-            pieces = min(width, math.ceil(math.ceil(width / size) / ways) * ways)
-            for i in range(pieces):
-                yield whole.columns(slice(width * i // pieces, width * (i + 1) // pieces))
+            size = max(1, self.chunk // (rows - 1)) if self.chunk else 0  # row T is there for its value only
+            for at in slices(width, size, ways):
+                yield whole.columns(at)
 
 
 class VTrace:

@@ -7,6 +7,7 @@ overwritten.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from coterie.replay.memory import memory
 from coterie.replay.owners import Owners
 from coterie.replay.priority import LEAST, Picks, Priorities
-from coterie.types import Array, ConfigError, Obs, Rollout, Spec
+from coterie.types import Array, ConfigError, Obs, Rollout, Spec, map_obs
 
 GOES_ON, TERMINATED, CUT = range(3)  # what a row is followed by: the next row, nothing, or only an observation
 
@@ -33,18 +34,14 @@ class Transitions:
     weight: Tensor  # importance weight, float32
     picks: Picks
 
+    def map(self, call: Callable[[Tensor], Tensor]) -> Transitions:
+        """`call` of each tensor."""
+        action, n_step, discount, weight = map(call, (self.action, self.n_step, self.discount, self.weight))
+        after = map_obs(call, self.next_obs)
+        return Transitions(map_obs(call, self.obs), action, n_step, discount, after, weight, self.picks)
+
     def to(self, device: torch.device) -> Transitions:
-        if device.type == "cpu":
-            return self
-        obs, after = _to(self.obs, device), _to(self.next_obs, device)
-        action, n_step, discount, weight = (
-            x.to(device) for x in (self.action, self.n_step, self.discount, self.weight)
-        )
-        return Transitions(obs, action, n_step, discount, after, weight, self.picks)
-
-
-def _to(obs: Obs, device: torch.device) -> Obs:
-    return {k: x.to(device) for k, x in obs.items()} if isinstance(obs, dict) else obs.to(device)
+        return self if device.type == "cpu" else self.map(lambda x: x.to(device))
 
 
 class Storage:
