@@ -126,6 +126,10 @@ class Inputs(NamedTuple):
     prev_action: Tensor
     prev_reward: Tensor
 
+    def map(self, call: Callable[[Tensor], Tensor]) -> Inputs:
+        """`call` of each tensor."""
+        return Inputs(map_obs(call, self.obs), *(call(x) for x in self[1:]))
+
 
 class AgentOutput(NamedTuple):
     """What a policy says for B observations: `action` as sampled `[B, ...]`, its `log_prob` `[B]` and `value` `[B]`."""

@@ -21,7 +21,7 @@ from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import masked_mean, normalize, policy_gradient, value_loss
 from coterie.ops.returns import RunningReturns, explained_variance, gae
-from coterie.types import AgentOutput, Inputs, Rollout, Spec, map_obs
+from coterie.types import AgentOutput, Inputs, Rollout, Spec
 
 _ENTROPY_MOST = 7.0  # of the log of the adapted factor: an entropy out of reach must not let the bonus run away
 _ENTROPY_RATE = 0.01  # most that the log of the entropy coefficient moves in one learner step
@@ -103,7 +103,7 @@ class Batch:
 
     def _map(self, pick: Callable[[Tensor], Tensor], columns: Any) -> Batch:
         return Batch(
-            Inputs(map_obs(pick, self.inputs.obs), *(pick(x) for x in self.inputs[1:])),
+            self.inputs.map(pick),
             pick(self.action),
             pick(self.advantage),
             pick(self.value_target),

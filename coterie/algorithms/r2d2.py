@@ -18,7 +18,7 @@ from coterie.config import Config
 from coterie.models.build import Network
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
 from coterie.replay.sequence import SequenceRing, Sequences
-from coterie.types import Inputs, Rollout, Spec, map_obs
+from coterie.types import Rollout, Spec
 
 
 @dataclass
@@ -40,14 +40,10 @@ class Batch:
     def parts(self, ways: int = 1) -> Iterator[Batch]:
         r, size = self.rows, max(1, self.chunk // self.length) if self.chunk else 0
         for at in slices(len(self.priority), size, ways):
-            inputs = Inputs(map_obs(itemgetter((slice(None), at)), r.inputs.obs), *(x[:, at] for x in r.inputs[1:]))
+            inputs = r.inputs.map(itemgetter((slice(None), at)))
             action, reward, terminated, mask = (x[:, at] for x in (r.action, r.reward, r.terminated, r.mask))
             part = Sequences(inputs, action, reward, terminated, mask, r.core_state[at], r.weight[at], r.picks)
             yield Batch(part, self.chunk, self.length, self.count, self.priority[at])
-
-
-def _rows(inputs: Inputs, at: slice) -> Inputs:
-    return Inputs(map_obs(itemgetter(at), inputs.obs), *(x[at] for x in inputs[1:]))
 
 
 class R2D2:
@@ -108,7 +104,7 @@ class R2D2:
         rows, target, begin = part.rows, self.base.target, self.own.burn_in
         assert target is not None
         state = rows.core_state if self.own.stored_state else torch.zeros_like(rows.core_state)
-        warm, rest = _rows(rows.inputs, slice(0, begin)), _rows(rows.inputs, slice(begin, None))
+        warm, rest = rows.inputs.map(itemgetter(slice(0, begin))), rows.inputs.map(itemgetter(slice(begin, None)))
         with torch.no_grad():
             theirs = target(warm, state)[2] if begin else state
             after = target(rest, theirs)[0]

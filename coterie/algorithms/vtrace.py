@@ -21,7 +21,7 @@ from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae
 from coterie.ops.vtrace import vtrace
 from coterie.replay.fifo import Fifo
-from coterie.types import Inputs, Rollout, Spec, map_obs
+from coterie.types import Inputs, Rollout, Spec
 
 _SPREAD_RATE = 0.01  # at which the deviation follows: not this batch's own, which its parts do not know
 _EPSILON = 1e-6  # what the variant `epsilon` adds to a probability before its logarithm
@@ -42,7 +42,7 @@ class Sequences:
 
     def columns(self, at: slice | Tensor) -> Sequences:
         return Sequences(
-            Inputs(map_obs(lambda x: x[:, at], self.inputs.obs), *(x[:, at] for x in self.inputs[1:])),
+            self.inputs.map(lambda x: x[:, at]),
             self.action[:, at],
             self.reward[:, at],
             self.terminated[:, at],
@@ -115,10 +115,10 @@ class VTrace:
 
     def loss(self, model: Network, part: Sequences) -> Loss:
         """Policy gradient and squared value error towards the corrected targets, entropy bonus."""
-        params, value, _ = model(part.inputs, part.core_state)
-        log_prob, entropy = self.base.dist.evaluate(params[:-1], part.action)
+        params, value, last = _judge(model, part)
+        log_prob, entropy = self.base.dist.evaluate(params, part.action)
         log_ratio = (log_prob - part.behavior_log_prob).detach()
-        target, advantage = self._targets(log_ratio, value.detach(), part)
+        target, advantage = self._targets(log_ratio, torch.cat((value.detach(), last[None])), part)
         squares = advantage**2
         if self.spread:
             advantage = advantage / (math.sqrt(self.spread) + 1e-6)
@@ -126,7 +126,7 @@ class VTrace:
             log_prob = (log_prob.exp() + _EPSILON).log()
         terms = {
             "policy_loss": (1.0, policy_gradient(log_prob, advantage)),
-            "value_loss": (self.algo.value_coef, value_loss(value[:-1], target)),
+            "value_loss": (self.algo.value_coef, value_loss(value, target)),
             "entropy": (-self.base.entropy_coef(), entropy),
         }
         watched = {"rho": log_ratio.clamp(max=math.log(1e3)).exp()}
@@ -174,3 +174,16 @@ class VTrace:
             self.spread = float(state["spread"])
         if self.replay is not None and "replay_rng" in state:
             self.replay.rng.set_state(state["replay_rng"])
+
+
+def _judge(model: Network, part: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+    """Policy parameters `[T, b, P]` and values `[T, b]` of what is learned from, and the value `[b]` of row T.
+    No gradient goes into the last: without a core it needs no backward pass either, a twentieth of the work.
+    """
+    if model.recurrent:
+        params, value, _ = model(part.inputs, part.core_state)
+        return params[:-1], value[:-1], value[-1].detach()
+    params, value, _ = model(part.inputs.map(lambda x: x[:-1]))
+    with torch.no_grad():
+        last = model(part.inputs.map(lambda x: x[-1]))[1]
+    return params, value, last
