@@ -51,9 +51,9 @@ CASES: dict[str, tuple[list[str], tuple[str, str, list[str]], float]] = {
         _SB3_DQN,
         3.0,
     ),
-    # Decoupled actors, one pass over each sample.
-    "impala-nature-breakout": (["impala", *_BREAKOUT], _SF_ATARI, 2.0),
-    "impala-nature-breakout-rllib": (["impala", *_BREAKOUT], _RLLIB, 2.0),
+    # Decoupled actors, one pass over each sample. The learner is what limits: its actors need no second group.
+    "impala-nature-breakout": (["impala", *_BREAKOUT, "--env.groups", "1"], _SF_ATARI, 2.0),
+    "impala-nature-breakout-rllib": (["impala", *_BREAKOUT, "--env.groups", "1"], _RLLIB, 2.0),
     "one-pass-lunar-two": (
         ["gala-ppo", *_MLP, *_ONE_PASS, "--learners", "2", "--env.num-envs", "128", "--ppo.minibatch-size", "2048"],
         _SF,

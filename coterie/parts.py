@@ -104,12 +104,15 @@ AnyAlgorithm = A2C | PPO | VTrace | DQN | R2D2
 Policy = Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
 
 
-def make_algorithm(config: Config, spec: Spec, chunk: int = 0, rank: int = 0) -> AnyAlgorithm:
+def make_algorithm(
+    config: Config, spec: Spec, chunk: int = 0, rank: int = 0, dtype: torch.dtype = torch.float32
+) -> AnyAlgorithm:
+    """The algorithm of learner `rank`. `dtype`: of what is not trained, like a target network."""
     seed = seed_for(config.seed, BATCH_SEED, rank)
     if config.algorithm == "dqn":
-        return DQN(config, spec, chunk, seed)
+        return DQN(config, spec, chunk, seed, dtype)
     if config.algorithm == "r2d2":
-        return R2D2(config, spec, chunk, seed)
+        return R2D2(config, spec, chunk, seed, dtype)
     if config.algorithm == "ppo":
         return PPO(config, spec, chunk, seed)
     return VTrace(config, spec, chunk, seed) if config.algorithm == "vtrace" else A2C(config, spec, chunk)

@@ -74,7 +74,7 @@ class Learner:
         torch.set_num_threads(1)
         self.model = make_model(config, self.spec).to(layout.device)
         self.params = FlatParams(self.model)
-        self.algorithm = make_algorithm(config, self.spec, layout.chunk, links.rank)
+        self.algorithm = make_algorithm(config, self.spec, layout.chunk, links.rank, layout.dtype)
         self.progress, self.stages = Progress(), Stages()
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         moments = normalizers(config, self.model)

@@ -25,6 +25,7 @@ class Batch:
     """Drawn transitions; a part holds at most `chunk` of them (0: all)."""
 
     rows: Transitions
+    after: Tensor  # the target network's parameters of what follows, [n, P]
     chunk: int
     count: int
     priority: Tensor  # [n], written by the parts' losses
@@ -36,15 +37,17 @@ class Batch:
 
     def parts(self, ways: int = 1) -> Iterator[Batch]:
         for at in slices(len(self.priority), self.chunk, ways):
-            yield Batch(self.rows.map(itemgetter(at)), self.chunk, self.count, self.priority[at])
+            yield Batch(self.rows.map(itemgetter(at)), self.after[at], self.chunk, self.count, self.priority[at])
 
 
 class DQN:
     """Single transitions, without a recurrent core."""
 
-    def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.config, self.spec, self.own, self.chunk, self.seed = config, spec, config.q, chunk, seed
-        self.base = base = Values(config, spec, seed, config.q.batch_size, self._replay)
+        self.base = base = Values(config, spec, seed, config.q.batch_size, self._replay, _judge, dtype)
         self.clock, self.explore, self.acts_at, self.sampled = base.clock, base.explore, base.acts_at, base.sampled
         self.act, self.after_step, self.after_rollout, self.gauges = (
             base.act, base.after_step, base.after_rollout, base.gauges,
@@ -66,24 +69,21 @@ class DQN:
     def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
         """Keep the rollout, then draw what is due."""
         n = self.own.batch_size
-        for rows in self.base.drawn(model, rollout):
-            yield Batch(rows, self.chunk, n, torch.zeros(n, device=rows.weight.device))
+        for rows, after in self.base.drawn(model, rollout):
+            yield Batch(rows, after, self.chunk, n, torch.zeros(n, device=rows.weight.device))
 
     def loss(self, model: Network, part: Batch) -> Loss:
         """The error of what was drawn, weighted; its size is left in `part.priority`."""
-        rows, target = part.rows, self.base.target
-        assert target is not None
+        rows, after = part.rows, part.after
         params = model(_inputs(rows.obs, rows.action))[0]
         with torch.no_grad():
-            after_inputs = _inputs(rows.next_obs, rows.action)
-            after = target(after_inputs)[0]
-            chooser = model(after_inputs)[0] if self.own.double else after
+            chooser = model(_inputs(rows.next_obs, rows.action))[0] if self.own.double else after
             best = model.expected(chooser).argmax(-1)
         value = model.expected(params.detach()).gather(-1, rows.action[:, None])[:, 0]
         if self.own.atoms:
             each = torch.arange(len(best), device=best.device)
-            logits = params.unflatten(-1, (-1, self.own.atoms))[each, rows.action]
-            probs = after.unflatten(-1, (-1, self.own.atoms))[each, best].softmax(-1)
+            logits = params.view(len(best), -1, self.own.atoms)[each, rows.action]
+            probs = after.view(len(best), -1, self.own.atoms)[each, best].softmax(-1)
             wanted = project(probs, rows.n_step, rows.discount, model.atoms)
             error, priority = cross_entropy(wanted, logits), divergence(wanted, logits.detach())
         else:
@@ -93,6 +93,11 @@ class DQN:
         part.priority.copy_(priority)
         mask = torch.ones_like(best, dtype=torch.bool)
         return combine({"q_loss": (1.0, rows.weight * error)}, {"q": value, "q_error": priority}, mask, part.count)
+
+
+def _judge(target: Network, rows: Transitions) -> Tensor:
+    params: Tensor = target(_inputs(rows.next_obs, rows.action))[0]
+    return params
 
 
 def _inputs(obs: Obs, action: Tensor) -> Inputs:

@@ -18,7 +18,7 @@ from coterie.config import Config
 from coterie.models.build import Network
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
 from coterie.replay.sequence import SequenceRing, Sequences
-from coterie.types import Rollout, Spec
+from coterie.types import Inputs, Rollout, Spec
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Batch:
     """Drawn sequences; a part holds at most `chunk` of their trained rows (0: all)."""
 
     rows: Sequences
+    after: Tensor  # the target network's values from the end of the burn-in on, [length+1, n, A]
     chunk: int
     length: int
     count: int
@@ -43,16 +44,19 @@ class Batch:
             inputs = r.inputs.map(itemgetter((slice(None), at)))
             action, reward, terminated, mask = (x[:, at] for x in (r.action, r.reward, r.terminated, r.mask))
             part = Sequences(inputs, action, reward, terminated, mask, r.core_state[at], r.weight[at], r.picks)
-            yield Batch(part, self.chunk, self.length, self.count, self.priority[at])
+            yield Batch(part, self.after[:, at], self.chunk, self.length, self.count, self.priority[at])
 
 
 class R2D2:
     """Sequences, with a recurrent core."""
 
-    def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.config, self.spec, self.q, self.own = config, spec, config.q, config.r2d2
         self.chunk, self.seed = chunk, seed
-        self.base = base = Values(config, spec, seed, config.r2d2.length * config.q.batch_size, self._replay)
+        rows = config.r2d2.length * config.q.batch_size
+        self.base = base = Values(config, spec, seed, rows, self._replay, self._after, dtype)
         self.clock, self.explore, self.acts_at, self.sampled = base.clock, base.explore, base.acts_at, base.sampled
         self.act, self.after_step, self.after_rollout, self.gauges = (
             base.act, base.after_step, base.after_rollout, base.gauges,
@@ -76,10 +80,24 @@ class R2D2:
     def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
         """Keep the rollout, then draw what is due."""
         n = self.q.batch_size
-        for rows in self.base.drawn(model, rollout):
+        for rows, after in self.base.drawn(model, rollout):
             yield Batch(
-                rows, self.chunk, self.own.length, self.own.length * n, torch.zeros(n, device=rows.weight.device)
+                rows, after, self.chunk, self.own.length, self.own.length * n, torch.zeros(n, device=rows.weight.device)
             )
+
+    @torch.no_grad()
+    def _warm(self, model: Network, rows: Sequences) -> tuple[Inputs, Tensor]:
+        """What follows the burn-in, and the state that it leaves behind."""
+        state, begin = rows.core_state, self.own.burn_in
+        if not self.own.stored_state:
+            state = torch.zeros_like(state)
+        if begin:
+            state = model(rows.inputs.map(itemgetter(slice(0, begin))), state)[2]
+        return rows.inputs.map(itemgetter(slice(begin, None))), state
+
+    def _after(self, target: Network, rows: Sequences) -> Tensor:
+        params: Tensor = target(*self._warm(target, rows))[0]
+        return params
 
     def _judge(self, reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
         """Priorities by the values that acted; those of the actions taken stand for the best ones."""
@@ -101,15 +119,9 @@ class R2D2:
 
     def loss(self, model: Network, part: Batch) -> Loss:
         """Squared error of the rows after the burn-in, weighted; the sequences' priorities are left in the part."""
-        rows, target, begin = part.rows, self.base.target, self.own.burn_in
-        assert target is not None
-        state = rows.core_state if self.own.stored_state else torch.zeros_like(rows.core_state)
-        warm, rest = rows.inputs.map(itemgetter(slice(0, begin))), rows.inputs.map(itemgetter(slice(begin, None)))
-        with torch.no_grad():
-            theirs = target(warm, state)[2] if begin else state
-            after = target(rest, theirs)[0]
-            ours = model(warm, state)[2] if begin else state
-        values = model(rest, ours)[0]
+        rows, after, begin = part.rows, part.after, self.own.burn_in
+        rest, state = self._warm(model, rows)
+        values = model(rest, state)[0]
         action, mask = rows.action[begin:], rows.mask[begin:]
         with torch.no_grad():
             best = (values if self.q.double else after).argmax(-1)

@@ -6,7 +6,6 @@ batches are drawn while a batch's worth is.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from torch import Tensor
 from coterie.algorithms.a2c import A2C
 from coterie.config import Config
 from coterie.envs.pool import is_atari
-from coterie.models.build import Network
+from coterie.models.build import Network, acting_copy
 from coterie.replay.priority import Picks
 from coterie.types import AgentOutput, Array, ConfigError, Inputs, Rollout, Spec
 
@@ -51,19 +50,28 @@ class Kept(Protocol):
 
 
 class Values:
-    """A value method's parts but for its loss. `batch_rows`: env steps that a batch trains on;
-    `make_replay`    is told of the first rollout.
+    """A value method's parts but for its loss. `batch_rows`: env steps that a batch trains on; `make_replay` is told of
+    the first rollout; `judge`: the target network's say on what was drawn, in `dtype`.
     """
 
     def __init__(
-        self, config: Config, spec: Spec, seed: int, batch_rows: int, make_replay: Callable[[Rollout], Kept]
+        self,
+        config: Config,
+        spec: Spec,
+        seed: int,
+        batch_rows: int,
+        make_replay: Callable[[Rollout], Kept],
+        judge: Callable[[Network, Any], Tensor],
+        dtype: torch.dtype,
     ) -> None:
         self.base = base = A2C(config, spec)
         self.clock, self.rewards, self.after_rollout = base.clock, base.rewards, base.after_rollout
-        self.config, self.own, self.batch_rows, self.make_replay = config, config.q, batch_rows, make_replay
+        self.config, self.own, self.batch_rows, self.dtype = config, config.q, batch_rows, dtype
+        self.make_replay, self.judge = make_replay, judge
         self.sampled = config.q.eval_epsilon  # share of random actions of an evaluation that samples
         self.replay: Kept | None = None
         self.target: Network | None = None
+        self.refresh: Callable[[], None] = _nothing
         self.saved: dict[str, Tensor] = {}  # of a checkpoint, until replay and target network are there
         # Env steps so far, those that the replay was given, samples to train on, env steps at the last copy.
         self.rows, self.kept, self.copied = 0, 0, -1
@@ -103,12 +111,12 @@ class Values:
             action, log_prob = greedy(values, explore, rng)
             return AgentOutput(action, log_prob, values.gather(-1, action[..., None])[..., 0]), core_state
 
-    def drawn(self, model: Network, rollout: Rollout) -> Iterator[Any]:
-        """Keep the rollout; then what is due, as the replay gathers it, on the rollout's device. How much that is
-        depends only on how many rows there were: all learners that see as many train as often.
+    def drawn(self, model: Network, rollout: Rollout) -> Iterator[tuple[Any, Tensor]]:
+        """Keep the rollout; then what is due, as the replay gathers it, on the rollout's device, and what `judge` says
+        of it. How much that is depends only on how many rows there were: all learners that see as many train as often.
         """
         if self.target is None:
-            self.target = copy.deepcopy(model).requires_grad_(False)
+            self.target, self.refresh = acting_copy(model, self.dtype, apart=True)
             if target := {k.removeprefix("target/"): x for k, x in self.saved.items() if k.startswith("target/")}:
                 self.target.load_state_dict(target)
         if self.replay is None:
@@ -118,35 +126,42 @@ class Values:
             else:
                 self.kept = 0  # what was not saved is gathered anew
         self.saved = {}
-        rows = rollout.reward.numel()
+        rows, device = rollout.reward.numel(), rollout.reward.device
         self.replay.add(rollout, self.rewards(rollout).cpu().numpy())
         if self.kept >= self.own.learn_start:
             if self.copied < 0:
-                self._copy(model)  # whose normalizers have seen something by now
+                self._copy()  # whose normalizers have seen something by now
             self.due += rows * self.own.intensity
         self.rows, self.kept = self.rows + rows, self.kept + rows
         ahead = None
         while self.due >= self.batch_rows and self.replay.size:
             self.due -= self.batch_rows
-            found = (ahead or self._fetch()).result()
-            ahead = self._fetch() if self.due >= self.batch_rows else None
-            self._resample(model)
-            yield found.to(rollout.reward.device)
+            found = (ahead or self._fetch(device)).result()
+            ahead = self._fetch(device) if self.due >= self.batch_rows else None
+            if self.own.noisy:
+                model.resample(self.rng)
+            yield found
         if self.rows - self.copied >= self.own.target_every:
-            self._copy(model)
+            self._copy()
 
-    @torch.no_grad()
-    def _copy(self, model: Network) -> None:
-        assert self.target is not None
+    def _copy(self) -> None:
         self.copied = self.rows
-        for into, x in zip(_tensors(self.target), _tensors(model), strict=True):
-            into.copy_(x)
+        self.refresh()
 
-    def _fetch(self) -> Future[Any]:
-        assert self.replay is not None
+    def _fetch(self, device: torch.device) -> Future[tuple[Any, Tensor]]:
+        """Draw a batch; it is put together and judged while the last one trains."""
+        assert self.replay is not None and self.target is not None  # noqa: PT018
         own, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
         beta = own.beta + (own.beta_end - own.beta) * share if own.alpha else 0.0
-        return self.ahead.submit(self.replay.gather, self.replay.draw(self.own.batch_size, beta))
+        picks = self.replay.draw(self.own.batch_size, beta)
+        if self.own.noisy:  # here, for its numbers must come in a fixed order
+            self.target.resample(self.rng)
+        return self.ahead.submit(self._prepare, self.replay, self.target, picks, device)
+
+    @torch.no_grad()
+    def _prepare(self, replay: Kept, target: Network, picks: Picks, device: torch.device) -> tuple[Any, Tensor]:
+        rows = replay.gather(picks).to(device)
+        return rows, self.judge(target, rows)
 
     def after_step(self, model: Network, batch: Any) -> None:
         """Give what was drawn the priority of its error."""
@@ -157,12 +172,6 @@ class Values:
     def gauges(self) -> dict[str, float]:
         size = 0 if self.replay is None else self.replay.size
         return {"replay/size": size, "epsilon": float(self.explore(torch.arange(self.config.env.num_envs)).mean())}
-
-    def _resample(self, model: Network) -> None:
-        """New noise for the network and its target, where there is any."""
-        if self.own.noisy and self.target is not None:
-            model.resample(self.rng)
-            self.target.resample(self.rng)
 
     def state_dict(self) -> dict[str, Tensor]:
         if self.saved:  # nothing was done since
@@ -180,8 +189,8 @@ class Values:
         self.saved = state
 
 
-def _tensors(model: Network) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
+def _nothing() -> None:
+    pass
 
 
 def room_for(need: int, what: str) -> None:

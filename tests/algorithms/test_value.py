@@ -62,12 +62,16 @@ def drawn(algorithm, model, rollouts=6, seed=0):
     return found
 
 
+def move(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+
+
 def moved(model):
     """Other weights, so that the network and its target differ."""
     other = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.add_(torch.randn_like(p) * 0.3)
+    move(other)
     return other
 
 
@@ -175,7 +179,7 @@ def test_the_target_network_follows_every_so_many_rows():
     algorithm, model = build(**{"q.target_every": 144})
     drawn(algorithm, model, 1)
     first = [p.clone() for p in algorithm.base.target.parameters()]
-    model = moved(model)
+    move(model)
     drawn(algorithm, model, 1)
     assert all(torch.equal(a, b) for a, b in zip(first, algorithm.base.target.parameters(), strict=True))
     drawn(algorithm, model, 1)
