@@ -46,8 +46,8 @@ CASES: dict[str, tuple[list[str], tuple[str, str, list[str]], float]] = {
     "allreduce-a2c-lunar": (["a2c", *_MLP, *_A2C, *_TWO], _SB3_A2C, 3.0),
     # Each env step is trained on 8 times. Learning begins at once.
     "dqn-nature-breakout": (["dqn", *_BREAKOUT, *_DQN, "--env.num-envs", "16"], _SB3_DQN, 2.6),
-    "allreduce-dqn-nature-breakout": (
-        ["dqn", *_BREAKOUT, *_DQN, "--env.num-envs", "8", "--learners", "2"],
+    "hogwild-dqn-nature-breakout": (
+        ["dqn", *_BREAKOUT, *_DQN, "--env.num-envs", "8", "--learners", "2", "--exchange", "hogwild"],
         _SB3_DQN,
         3.0,
     ),

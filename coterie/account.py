@@ -106,7 +106,7 @@ class Account:
     def take_scores(self, scores: Scores, env_steps: int) -> dict[str, Any]:
         """An evaluation's outcome after so many env steps; returns its line of metrics."""
         self.last_eval = {"eval_return": scores.mean, "eval_stderr": scores.stderr}
-        return {
+        line = {
             "env_steps": env_steps,
             "seconds": round(self.seconds, 3),
             "eval/return": scores.mean,
@@ -114,6 +114,9 @@ class Account:
             "eval/episodes": len(scores.returns),
             "eval/unfinished": scores.unfinished,
         }
+        if (second := scores.secondary) is not None and not second.unfinished:
+            line |= {"eval/secondary_return": second.mean, "eval/secondary_stderr": second.stderr}
+        return line
 
     def lose(self, rank: int, actors: Iterable[int] = ()) -> None:
         """A learner has died, and its actors (rows of the board) with it: what nobody learned from is lost."""

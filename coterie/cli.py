@@ -151,7 +151,7 @@ def evaluate(args: list[str]) -> int:
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--sampled", action="store_true", help="sample actions instead of taking the likeliest")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--learner", default="best", help="best, mean, or a learner's number")
+    parser.add_argument("--learner", default="best", help="best, mean, secondary, or a learner's number")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(args)
     if options.episodes < 1:
@@ -183,7 +183,7 @@ def watch(args: list[str]) -> int:
     parser.add_argument("--out", default="", help="FILE.mp4; default: RUN/watch.mp4")
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--learner", default="best", help="best, mean, or a learner's number")
+    parser.add_argument("--learner", default="best", help="best, mean, secondary, or a learner's number")
     options = parser.parse_args(args)
     if options.seed < 0:
         raise ConfigError("--seed: must not be negative")

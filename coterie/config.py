@@ -151,6 +151,8 @@ class Q:
     batch_size: int = 32  # transitions, or sequences, in an optimizer step
     intensity: float = 8.0  # times that each env step is trained on
     learn_start: int = 20_000  # env steps of a learner before it trains
+    secondary_batch: int = 0  # batch size of a secondary learner, which trains from this one's replay only; 0: none
+    secondary_lr: float = 0.0  # its learning rate; 0: optim.lr
 
 
 @dataclass(frozen=True)

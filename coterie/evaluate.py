@@ -37,6 +37,7 @@ class Scores:
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     unfinished: int = 0  # games that the step budget cut off; not in `returns`
+    secondary: Scores | None = None  # of a secondary learner on as many games
     tasks: list[Scores] = field(default_factory=list)  # of a run of several: each one's; the above are of all games
 
     @property
@@ -210,7 +211,8 @@ def check_spec(folder: Path, config: Config) -> Spec:
 def load(folder: str | Path, learner: str = "best") -> Policy:
     """The policy of a run's best checkpoint, or of its last where none was marked best.
 
-    `learner`: "best" (the one that is evaluated while training), a number, or "mean" for the mean of all weights.
+    `learner`: "best" (the one that is evaluated while training), a number, "mean" for the mean of all weights, or
+    "secondary" where there is such a learner.
     """
     folder = Path(folder)
     config, root = open_run(folder), folder / "checkpoints"
@@ -229,13 +231,16 @@ def load(folder: str | Path, learner: str = "best") -> Policy:
 
 def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
     """The weights of one learner of a checkpoint, or the mean of all learners'."""
+    if learner == "secondary" and (second := tensors.get("learner_0/secondary")) is not None:
+        return second
     models = {int(k.split("/")[0].removeprefix("learner_")): x for k, x in tensors.items() if k.endswith("/model")}
     if learner == "mean":
         return {k: sum(m[k].double() for m in models.values()).div(len(models)).to(x.dtype)  # type: ignore[union-attr]
                 for k, x in next(iter(models.values())).items()}  # fmt: skip
     rank = 0 if learner == "best" else int(learner) if learner.isdecimal() else -1
     if rank not in models:
-        raise ConfigError(f"learner: {learner!r} is not best, mean or one of {', '.join(map(str, sorted(models)))}")
+        known = ", ".join(map(str, sorted(models)))
+        raise ConfigError(f"learner: {learner!r} is not best, mean, secondary (if there is one) or one of {known}")
     return models[rank]
 
 

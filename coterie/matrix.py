@@ -74,6 +74,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "length + stride + algo.unroll_length): there is nothing to draw before",
     ),
     Refusal(
+        lambda c, s: c.q.secondary_batch > 0 and (c.algorithm not in VALUE or c.exchange != "solo"),
+        "q.secondary_batch",
+        "a secondary learner follows one learner that has a replay: dqn or r2d2 with exchange solo",
+    ),
+    Refusal(
         lambda c, s: c.algorithm in VALUE and c.q.atoms > 0 and c.q.v_min >= c.q.v_max,
         "q.v_min",
         "must be below q.v_max",

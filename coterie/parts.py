@@ -17,6 +17,7 @@ from coterie.algorithms.a2c import A2C
 from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import PPO, horizon
 from coterie.algorithms.r2d2 import R2D2
+from coterie.algorithms.values import Means
 from coterie.algorithms.vtrace import VTrace
 from coterie.config import Config, elsewhere
 from coterie.envs.make import make_envs
@@ -66,6 +67,10 @@ class Layout:
     groups: int
     chunk: int
 
+    @property
+    def means(self) -> Means:
+        return Means(self.dtype, self.chunk, self.torch_threads)
+
 
 def resolve(config: Config, spec: Spec, gpu: int = 0) -> Layout:
     """Turn every `auto` and 0 into a choice, by rules that depend on the machine and the env, never on timing."""
@@ -99,23 +104,21 @@ def resolve(config: Config, spec: Spec, gpu: int = 0) -> Layout:
     )
 
 
+_PLAIN = Means()
 AnyAlgorithm = A2C | PPO | VTrace | DQN | R2D2
 # (group, inputs, core state) -> output and the next core state
 Policy = Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
 
 
-def make_algorithm(
-    config: Config, spec: Spec, chunk: int = 0, rank: int = 0, dtype: torch.dtype = torch.float32
-) -> AnyAlgorithm:
-    """The algorithm of learner `rank`. `dtype`: of what is not trained, like a target network."""
+def make_algorithm(config: Config, spec: Spec, means: Means = _PLAIN, rank: int = 0) -> AnyAlgorithm:
     seed = seed_for(config.seed, BATCH_SEED, rank)
     if config.algorithm == "dqn":
-        return DQN(config, spec, chunk, seed, dtype)
+        return DQN(config, spec, seed, means)
     if config.algorithm == "r2d2":
-        return R2D2(config, spec, chunk, seed, dtype)
+        return R2D2(config, spec, seed, means)
     if config.algorithm == "ppo":
-        return PPO(config, spec, chunk, seed)
-    return VTrace(config, spec, chunk, seed) if config.algorithm == "vtrace" else A2C(config, spec, chunk)
+        return PPO(config, spec, means.chunk, seed)
+    return VTrace(config, spec, means.chunk, seed) if config.algorithm == "vtrace" else A2C(config, spec, means.chunk)
 
 
 def replay_bytes(config: Config, spec: Spec) -> int:

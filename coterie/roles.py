@@ -20,7 +20,9 @@ from coterie.acting.decoupled import Decoupled
 from coterie.acting.inline import Inline
 from coterie.acting.seats import Shape
 from coterie.actor import Recorder, Stages, local_fields
+from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import horizon
+from coterie.algorithms.r2d2 import R2D2
 from coterie.config import Config, Wire
 from coterie.door import Hosts
 from coterie.envs.make import make_spec
@@ -50,6 +52,7 @@ from coterie.parts import (
     seed_for,
     settle,
 )
+from coterie.secondary import Secondary
 from coterie.types import AgentOutput, Inputs, Rollout
 from coterie.wire.auth import offset, read_token, server_credentials
 from coterie.wire.server import Desk, Limits, Server
@@ -74,7 +77,7 @@ class Learner:
         torch.set_num_threads(1)
         self.model = make_model(config, self.spec).to(layout.device)
         self.params = FlatParams(self.model)
-        self.algorithm = make_algorithm(config, self.spec, layout.chunk, links.rank, layout.dtype)
+        self.algorithm = make_algorithm(config, self.spec, layout.means, links.rank)
         self.progress, self.stages = Progress(), Stages()
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         moments = normalizers(config, self.model)
@@ -111,6 +114,11 @@ class Learner:
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
             self.gradients.models[0] = cast(Network, compiled)
+
+        self.secondary: Secondary | None = None
+        if config.q.secondary_batch:
+            primary = cast(DQN | R2D2, self.algorithm)
+            self.secondary = Secondary(config, self.spec, layout, primary, self.trainers)
 
     def _inline(self, life: int) -> Inline:
         config, layout = self.config, self.layout
@@ -252,6 +260,7 @@ class Learner:
             | self.acting.gauges()
             | self._traffic()
             | (tell() if tell is not None else {})
+            | (self.secondary.gauges() if self.secondary is not None else {})
         )
 
     def _traffic(self) -> dict[str, float]:
@@ -268,7 +277,13 @@ class Learner:
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
-        settings = LearnSettings(self.lr, self.stages, on_rollout, self.links.learners, self.norms)
+
+        def after(rollout: Rollout) -> bool:
+            if self.secondary is not None:
+                self.secondary.follow(rollout, self.lr(self.algorithm.clock.env_steps))
+            return on_rollout(rollout)
+
+        settings = LearnSettings(self.lr, self.stages, after, self.links.learners, self.norms)
         with self.exchange, self._doors() as doors:
             doors.push(self._leave_open)
             learn(
@@ -308,6 +323,7 @@ class Learner:
             "exchange": self.exchange.state_dict(),
             "algorithm": self.algorithm.state_dict(),
             "rng": {f"policy_{g}": rng.get_state() for g, rng in enumerate(self.rngs)},
+            **(self.secondary.tensors() if self.secondary is not None else {}),
         }
 
     def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
@@ -317,3 +333,5 @@ class Learner:
         for g, rng in enumerate(self.rngs):
             if (saved := tensors["rng"].get(f"policy_{g}")) is not None:  # another machine may have fewer groups
                 rng.set_state(saved)
+        if self.secondary is not None:
+            self.secondary.load(tensors)

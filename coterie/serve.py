@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from coterie.evaluate import evaluate
+from coterie.evaluate import Scores, evaluate
+from coterie.models.build import Network
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST
 from coterie.parallel.processes import Post
-from coterie.parts import EVAL_SEED, seed_for
+from coterie.parts import EVAL_SEED, AnyAlgorithm, seed_for
 from coterie.roles import Learner
 from coterie.runs import checkpoint
 from coterie.types import CoterieError, Rollout
@@ -110,17 +111,23 @@ class Service:
         """Score the weights that the checkpoint will hold, unless a signal comes in between."""
         learner = self.learner
         learner.refresh_actor()
-        scores = evaluate(
-            learner.algorithm,
-            learner.actor,
-            learner.config,
-            episodes=learner.config.eval.episodes,
-            sampled=learner.config.eval.sampled,
-            seed=seed_for(learner.config.seed, EVAL_SEED, learner.exchange.steps.total),
-            stop=self._alive,
-        )
+        scores = self._scores(learner.algorithm, learner.actor)
+        if (second := learner.secondary) is not None:
+            scores.secondary = self._scores(second.algorithm, second.model)
         if not self.board.stopping:
             self.post("scores", {"order": order, "scores": scores})
+
+    def _scores(self, algorithm: AnyAlgorithm, model: Network) -> Scores:
+        config = self.learner.config
+        return evaluate(
+            algorithm,
+            model,
+            config,
+            episodes=config.eval.episodes,
+            sampled=config.eval.sampled,
+            seed=seed_for(config.seed, EVAL_SEED, self.learner.exchange.steps.total),
+            stop=self._alive,
+        )
 
     def _alive(self) -> bool:
         self.board.beat[self.rank] = time.monotonic()

@@ -62,6 +62,7 @@ def test_bad_usage_is_one_line_and_exit_2(capsys, args, says):
 @pytest.mark.parametrize("refusal", matrix.REFUSALS, ids=lambda r: r.field)
 def test_each_refusal_has_a_config_that_meets_it(refusal):
     meets = {
+        "q.secondary_batch": {"q.secondary_batch": 64},
         "learners": {"learners": 2, "exchange": "solo"},
         "ppo.target_kl": {"learners": 2, "exchange": "allreduce", "ppo.target_kl": 0.1},
         "store.local_steps": {"learners": 2, "exchange": "store", "store.local_steps": 2, "optim.rule": "rmsprop"},

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.a2c import Loss, combine, slices
-from coterie.algorithms.values import Values, size_of, stack_of
+from coterie.algorithms.values import Means, Values, size_of, stack_of
 from coterie.config import Config
 from coterie.models.build import Network
 from coterie.ops.q import cross_entropy, divergence, huber, project
 from coterie.replay.ring import Ring, Transitions
-from coterie.types import Inputs, Obs, Rollout, Spec
+from coterie.types import Inputs, Obs, Rollout, Spec, map_obs
 
 
 @dataclass
@@ -43,11 +43,9 @@ class Batch:
 class DQN:
     """Single transitions, without a recurrent core."""
 
-    def __init__(
-        self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0, dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.config, self.spec, self.own, self.chunk, self.seed = config, spec, config.q, chunk, seed
-        self.base = base = Values(config, spec, seed, config.q.batch_size, self._replay, _judge, dtype)
+    def __init__(self, config: Config, spec: Spec, seed: int, means: Means) -> None:
+        self.config, self.spec, self.own, self.chunk, self.seed = config, spec, config.q, means.chunk, seed
+        self.base = base = Values(config, spec, seed, config.q.batch_size, self._replay, _judge, 0, means)
         self.clock, self.explore, self.acts_at, self.sampled = base.clock, base.explore, base.acts_at, base.sampled
         self.act, self.after_step, self.after_rollout, self.gauges = (
             base.act, base.after_step, base.after_rollout, base.gauges,
@@ -95,8 +93,8 @@ class DQN:
         return combine({"q_loss": (1.0, rows.weight * error)}, {"q": value, "q_error": priority}, mask, part.count)
 
 
-def _judge(target: Network, rows: Transitions) -> Tensor:
-    params: Tensor = target(_inputs(rows.next_obs, rows.action))[0]
+def _judge(target: Network, rows: Transitions, at: slice) -> Tensor:
+    params: Tensor = target(_inputs(map_obs(itemgetter(at), rows.next_obs), rows.action[at]))[0]
     return params
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.a2c import Loss, combine, slices
-from coterie.algorithms.values import Values, size_of
+from coterie.algorithms.values import Means, Values, size_of
 from coterie.config import Config
 from coterie.models.build import Network
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
@@ -50,13 +50,11 @@ class Batch:
 class R2D2:
     """Sequences, with a recurrent core."""
 
-    def __init__(
-        self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, config: Config, spec: Spec, seed: int, means: Means) -> None:
         self.config, self.spec, self.q, self.own = config, spec, config.q, config.r2d2
-        self.chunk, self.seed = chunk, seed
+        self.chunk, self.seed = means.chunk, seed
         rows = config.r2d2.length * config.q.batch_size
-        self.base = base = Values(config, spec, seed, rows, self._replay, self._after, dtype)
+        self.base = base = Values(config, spec, seed, rows, self._replay, self._judge, 1, means)
         self.clock, self.explore, self.acts_at, self.sampled = base.clock, base.explore, base.acts_at, base.sampled
         self.act, self.after_step, self.after_rollout, self.gauges = (
             base.act, base.after_step, base.after_rollout, base.gauges,
@@ -69,7 +67,7 @@ class R2D2:
         return SequenceRing(
             self.spec, *size_of(self.config), unroll, (own.burn_in + own.length) // unroll, own.stride // unroll,
             tuple(rollout.core_state.shape[1:]), alpha=replay.alpha, seed=self.seed, disk=replay.disk,
-            judge=self._judge if replay.initial == "acting" else None,
+            judge=self._first if replay.initial == "acting" else None,
         )  # fmt: skip
 
     @staticmethod
@@ -86,21 +84,23 @@ class R2D2:
             )
 
     @torch.no_grad()
-    def _warm(self, model: Network, rows: Sequences) -> tuple[Inputs, Tensor]:
+    def _warm(self, model: Network, inputs: Inputs, state: Tensor) -> tuple[Inputs, Tensor]:
         """What follows the burn-in, and the state that it leaves behind."""
-        state, begin = rows.core_state, self.own.burn_in
+        begin = self.own.burn_in
         if not self.own.stored_state:
             state = torch.zeros_like(state)
         if begin:
-            state = model(rows.inputs.map(itemgetter(slice(0, begin))), state)[2]
-        return rows.inputs.map(itemgetter(slice(begin, None))), state
+            state = model(inputs.map(itemgetter(slice(0, begin))), state)[2]
+            torch.clear_autocast_cache()  # older torch would train on the casts of weights that were made here
+        return inputs.map(itemgetter(slice(begin, None))), state
 
-    def _after(self, target: Network, rows: Sequences) -> Tensor:
-        params: Tensor = target(*self._warm(target, rows))[0]
+    def _judge(self, target: Network, rows: Sequences, at: slice) -> Tensor:
+        inputs = rows.inputs.map(itemgetter((slice(None), at)))
+        params: Tensor = target(*self._warm(target, inputs, rows.core_state[at]))[0]
         return params
 
-    def _judge(self, reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
-        """Priorities by the values that acted; those of the actions taken stand for the best ones."""
+    def _first(self, reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
+        """First priorities, by the values that acted; those of the actions taken stand for the best ones."""
         begin = self.own.burn_in
         reward, value, terminated, mask = reward[begin:], value[begin:], terminated[begin:], mask[begin:]
         wanted = self._targets(reward, value, terminated, mask)
@@ -120,7 +120,7 @@ class R2D2:
     def loss(self, model: Network, part: Batch) -> Loss:
         """Squared error of the rows after the burn-in, weighted; the sequences' priorities are left in the part."""
         rows, after, begin = part.rows, part.after, self.own.burn_in
-        rest, state = self._warm(model, rows)
+        rest, state = self._warm(model, rows.inputs, rows.core_state)
         values = model(rest, state)[0]
         action, mask = rows.action[begin:], rows.mask[begin:]
         with torch.no_grad():

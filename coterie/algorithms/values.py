@@ -9,15 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.algorithms.a2c import A2C
+from coterie.algorithms.a2c import A2C, slices
 from coterie.config import Config
 from coterie.envs.pool import is_atari
 from coterie.models.build import Network, acting_copy
+from coterie.parallel.threads import Team
 from coterie.replay.priority import Picks
 from coterie.types import AgentOutput, Array, ConfigError, Inputs, Rollout, Spec
 
@@ -42,16 +46,26 @@ class Kept(Protocol):
     @property
     def size(self) -> int: ...
     def add(self, rollout: Rollout, reward: Array) -> None: ...
-    def draw(self, count: int, beta: float = 0.0) -> Picks: ...
+    def draw(self, count: int, beta: float = 0.0, rng: np.random.Generator | None = None) -> Picks: ...
     def gather(self, picks: Picks) -> Any: ...
     def update(self, picks: Picks, priority: Array) -> None: ...
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
+@dataclass(frozen=True)
+class Means:
+    """How a target network computes: the dtype of its torso, the most rows at once (0: all), threads for the pieces."""
+
+    dtype: torch.dtype = torch.float32
+    chunk: int = 0
+    threads: int = 1
+
+
 class Values:
     """A value method's parts but for its loss. `batch_rows`: env steps that a batch trains on; `make_replay` is told of
-    the first rollout; `judge`: the target network's say on what was drawn, in `dtype`.
+    the first rollout; `judge`: the target network's say on some of what was drawn, and `axis` along which that is cut
+    into pieces; `means`: how it computes.
     """
 
     def __init__(
@@ -61,23 +75,31 @@ class Values:
         seed: int,
         batch_rows: int,
         make_replay: Callable[[Rollout], Kept],
-        judge: Callable[[Network, Any], Tensor],
-        dtype: torch.dtype,
+        judge: Callable[[Network, Any, slice], Tensor],
+        axis: int,
+        means: Means,
     ) -> None:
         self.base = base = A2C(config, spec)
         self.clock, self.rewards, self.after_rollout = base.clock, base.rewards, base.after_rollout
-        self.config, self.own, self.batch_rows, self.dtype = config, config.q, batch_rows, dtype
-        self.make_replay, self.judge = make_replay, judge
+        self.config, self.own, self.batch_rows, self.means = config, config.q, batch_rows, means
+        self.make_replay, self.judge, self.axis = make_replay, judge, axis
+        self.judges = Team(means.threads)
+        self.draws: np.random.Generator | None = None  # of its own, where the replay is another's
         self.sampled = config.q.eval_epsilon  # share of random actions of an evaluation that samples
         self.replay: Kept | None = None
+        self.lender: Values | None = None  # whose replay this one draws from
         self.target: Network | None = None
         self.refresh: Callable[[], None] = _nothing
         self.saved: dict[str, Tensor] = {}  # of a checkpoint, until replay and target network are there
         # Env steps so far, those that the replay was given, samples to train on, env steps at the last copy.
         self.rows, self.kept, self.copied = 0, 0, -1
         self.due = 0.0
-        self.rng = torch.Generator().manual_seed(seed)
+        self.seed, self.rng = seed, torch.Generator().manual_seed(seed)
         self.ahead = ThreadPoolExecutor(1, "coterie-replay")  # puts the next batch together meanwhile
+
+    def borrow(self, lender: Values) -> None:
+        """Draw from another's replay, by numbers of its own, and neither fill nor reprioritise it."""
+        self.lender, self.clock, self.draws = lender, lender.clock, np.random.default_rng(lender.seed + 1)
 
     def acts_at(self, version: int) -> None:
         """Somewhere else than with the learner: how far the run is, from the learner step of the weights."""
@@ -116,10 +138,12 @@ class Values:
         of it. How much that is depends only on how many rows there were: all learners that see as many train as often.
         """
         if self.target is None:
-            self.target, self.refresh = acting_copy(model, self.dtype, apart=True)
+            self.target, self.refresh = acting_copy(model, self.means.dtype, apart=True)
             if target := {k.removeprefix("target/"): x for k, x in self.saved.items() if k.startswith("target/")}:
                 self.target.load_state_dict(target)
-        if self.replay is None:
+        if self.lender is not None:
+            self.replay, self.kept = self.lender.replay, self.lender.kept - rollout.reward.numel()
+        elif self.replay is None:
             self.replay = self.make_replay(rollout)
             if kept := {k: x for k, x in self.saved.items() if k.startswith("replay/")}:
                 self.replay.load_state_dict(kept)
@@ -127,7 +151,9 @@ class Values:
                 self.kept = 0  # what was not saved is gathered anew
         self.saved = {}
         rows, device = rollout.reward.numel(), rollout.reward.device
-        self.replay.add(rollout, self.rewards(rollout).cpu().numpy())
+        assert self.replay is not None
+        if self.lender is None:
+            self.replay.add(rollout, self.rewards(rollout).cpu().numpy())
         if self.kept >= self.own.learn_start:
             if self.copied < 0:
                 self._copy()  # whose normalizers have seen something by now
@@ -153,15 +179,23 @@ class Values:
         assert self.replay is not None and self.target is not None  # noqa: PT018
         own, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
         beta = own.beta + (own.beta_end - own.beta) * share if own.alpha else 0.0
-        picks = self.replay.draw(self.own.batch_size, beta)
+        picks = self.replay.draw(self.own.batch_size, beta, self.draws)
         if self.own.noisy:  # here, for its numbers must come in a fixed order
             self.target.resample(self.rng)
         return self.ahead.submit(self._prepare, self.replay, self.target, picks, device)
 
-    @torch.no_grad()
     def _prepare(self, replay: Kept, target: Network, picks: Picks, device: torch.device) -> tuple[Any, Tensor]:
         rows = replay.gather(picks).to(device)
-        return rows, self.judge(target, rows)
+        size = max(1, self.means.chunk * self.own.batch_size // self.batch_rows)  # of R2D2: sequences
+        pieces = slices(self.own.batch_size, size if self.means.chunk else 0, 1)
+        ways = self.judges.size
+
+        def work(k: int) -> list[Tensor]:
+            with torch.no_grad():
+                return [self.judge(target, rows, at) for at in pieces[k::ways]]
+
+        done = self.judges.run([partial(work, k) for k in range(min(ways, len(pieces)))])
+        return rows, torch.cat([done[i % ways][i // ways] for i in range(len(pieces))], self.axis)
 
     def after_step(self, model: Network, batch: Any) -> None:
         """Give what was drawn the priority of its error."""
@@ -177,7 +211,8 @@ class Values:
         if self.saved:  # nothing was done since
             return self.saved
         target = {} if self.target is None else {f"target/{k}": x for k, x in self.target.state_dict().items()}
-        kept = self.replay.state_dict() if self.replay is not None and self.config.replay.save else {}
+        saves = self.config.replay.save and self.lender is None
+        kept = self.replay.state_dict() if self.replay is not None and saves else {}
         counts = torch.tensor([self.rows, self.kept, self.copied, self.due], dtype=torch.float64)
         return {**self.base.state_dict(), **target, **kept, "counts": counts, "rng": self.rng.get_state()}
 

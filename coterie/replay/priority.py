@@ -91,12 +91,12 @@ class Priorities:
         """These are not drawn until they are set again."""
         self.tree.set(index, 0.0)
 
-    def draw(self, count: int, beta: float = 0.0) -> Picks:
+    def draw(self, count: int, beta: float = 0.0, rng: np.random.Generator | None = None) -> Picks:
         """`count` places, one from each of as many equal shares of the whole, and their importance weights
-        (N P(i))^-beta over the largest of them, float32.
+        (N P(i))^-beta over the largest of them, float32. `rng`: somebody else's numbers, who only looks.
         """
         total = self.tree.total
-        index = self.tree.find((np.arange(count) + self.rng.random(count)) * (total / count))
+        index = self.tree.find((np.arange(count) + (rng or self.rng).random(count)) * (total / count))
         probability = self.tree.leaves[index] / total
         weight = (self.tree.filled * probability) ** -beta
         return Picks(index, self.stamp[index], (weight / weight.max()).astype(np.float32))

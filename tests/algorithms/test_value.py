@@ -12,7 +12,7 @@ import torch
 
 from coterie.algorithms.dqn import DQN
 from coterie.algorithms.r2d2 import R2D2
-from coterie.algorithms.values import greedy
+from coterie.algorithms.values import Means, greedy
 from coterie.learner import Gradients
 from coterie.models.build import Network
 from coterie.ops.q import rescale, unscale
@@ -42,10 +42,10 @@ VARIANTS = {
 }
 
 
-def build(**changes):
+def build(means=None, **changes):
     config = make_config(**{"algorithm": "dqn", **SMALL, **changes})
     model = make_model(config, VECTOR)
-    algorithm = make_algorithm(config, VECTOR)
+    algorithm = make_algorithm(config, VECTOR, means or Means())
     return algorithm, model
 
 
@@ -173,6 +173,19 @@ def test_a_greedy_noisy_network_has_no_noise():
     found = [algorithm.act(model, inputs, None, explore, rng)[0].value for explore in (None, first.float(), None)]
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", ["plain", "r2d2"])
+def test_a_target_in_bf16_judges_as_one_in_float32_about_and_in_pieces_the_same(name):
+    found = {}
+    for means in (Means(), Means(torch.bfloat16), Means(torch.float32, 12, 2)):
+        algorithm, model = build(means=means, **VARIANTS[name], **{"model.hidden": (64,)})
+        found[means] = drawn(algorithm, model)[-1].after
+    plain, rounded, pieces = found.values()
+    assert plain.dtype == rounded.dtype == torch.float32
+    torch.testing.assert_close(pieces, plain)
+    torch.testing.assert_close(rounded, plain, atol=0.05, rtol=0.05)
+    assert not torch.equal(rounded, plain)
 
 
 def test_the_target_network_follows_every_so_many_rows():
