@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -11,68 +10,15 @@ import pytest
 import torch
 
 from coterie.algorithms.dqn import DQN
-from coterie.algorithms.r2d2 import R2D2
 from coterie.algorithms.values import Means, greedy
 from coterie.learner import Gradients
 from coterie.models.build import Network
-from coterie.ops.q import rescale, unscale
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
-from coterie.parts import make_algorithm, make_model
-from coterie.roles import Learner
+from coterie.parts import make_model
 from coterie.types import Inputs
+from tests.algorithms.values import SMALL, VARIANTS, build, drawn, move, moved
 from tests.conftest import VECTOR, make_config, make_rollout
-
-SMALL = {
-    "q.learn_start": 0, "q.batch_size": 24, "q.intensity": 1.0, "replay.capacity": 800, "env.num_envs": 8,
-    "algo.unroll_length": 6, "algo.gamma": 0.9, "reward.clip": "none",
-}  # fmt: skip
-CORE = {
-    "algorithm": "r2d2", "model.core": "lstm", "model.core_size": 8, "r2d2.length": 12, "r2d2.burn_in": 6,
-    "r2d2.stride": 6, "q.batch_size": 4, "q.huber": 0.0,
-}  # fmt: skip
-VARIANTS = {
-    "plain": {"q.double": False},
-    "double": {"q.n_step": 3},
-    "dueling": {"q.dueling": 8, "replay.alpha": 0.6},
-    "c51": {"q.atoms": 11, "q.v_min": -2.0, "q.v_max": 2.0, "q.double": False},
-    "rainbow": {"q.atoms": 11, "q.v_min": -2.0, "q.v_max": 2.0, "q.dueling": 8, "q.n_step": 3, "replay.alpha": 0.5},
-    "noisy": {"q.noisy": True, "q.dueling": 8},
-    "r2d2": {**CORE, "replay.alpha": 0.9, "q.dueling": 8},
-}
-
-
-def build(means=None, **changes):
-    config = make_config(**{"algorithm": "dqn", **SMALL, **changes})
-    model = make_model(config, VECTOR)
-    algorithm = make_algorithm(config, VECTOR, means or Means())
-    return algorithm, model
-
-
-def drawn(algorithm, model, rollouts=6, seed=0):
-    """The batches of a few rollouts."""
-    core = 8 if model.recurrent else 0
-    found, last = [], None
-    for i in range(rollouts):
-        rollout = make_rollout(VECTOR, 6, 8, seed + i, core_size=core)
-        if last is not None:
-            rollout.obs[0] = last  # it goes on from the one before
-        last = rollout.obs[-1]
-        found += algorithm.batches(model, rollout)
-    return found
-
-
-def move(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.3)
-
-
-def moved(model):
-    """Other weights, so that the network and its target differ."""
-    other = copy.deepcopy(model)
-    move(other)
-    return other
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -277,94 +223,6 @@ def test_a_replay_that_was_not_saved_is_gathered_anew_before_it_is_trained_on():
     # The target network is the checkpoint's, not the weights' of now.
     saved = algorithm.base.target.state_dict()
     assert all(torch.equal(x, saved[k]) for k, x in again.base.target.state_dict().items())
-
-
-@pytest.mark.parametrize("stored", [True, False])
-def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stored):
-    """With unchanged weights the learner's values are those that acted, from the first row on, over resets; with zeros
-    in the place of the stored state they are not.
-    """
-    config = make_config(
-        env="coterie.envs.testing:CountingEnv",
-        **{
-            **CORE, "env.num_envs": 4, "env.groups": 1, "env.threads": 1, "algo.unroll_length": 3, "r2d2.length": 6,
-            "r2d2.burn_in": 3, "r2d2.stride": 3, "model.last_action_reward": True, "replay.capacity": 4000,
-            "q.learn_start": 1000, "q.epsilon_end": 0.5,
-        },
-    )  # fmt: skip
-    learner = Learner(config)
-    count = 0
-
-    def stop(rollout):
-        nonlocal count
-        count += 1
-        return count == 12
-
-    learner.run(stop)
-    learner.close()
-    ring = learner.algorithm.base.replay
-    assert ring.size == 4 * 10
-    picks = ring.draw(40)
-    rows = ring.gather(picks)
-    state = rows.core_state if stored else torch.zeros_like(rows.core_state)
-    params, _, _ = learner.model(rows.inputs, state)
-    value = params[:-1].gather(-1, rows.action[..., None])[..., 0]
-    acted = ring._rows(ring.value, picks.index)[:-1]
-    assert rows.inputs.is_first[1:-1].any()
-    if stored:
-        torch.testing.assert_close(value, acted, atol=1e-5, rtol=1e-5)
-    else:
-        assert (value - acted).abs().max() > 1e-3
-
-
-def test_r2d2s_targets_and_priorities():
-    algorithm, model = build(**CORE, **{"q.n_step": 2, "replay.alpha": 0.9, "q.double": True})
-    batch = drawn(algorithm, model)[-1]
-    target, model = algorithm.base.target, moved(model)
-    (part,) = batch.parts()
-    loss = algorithm.loss(model, part)
-    rows, burn = batch.rows, 6
-    online, frozen = (net(rows.inputs, rows.core_state)[0].detach() for net in (model, target))
-    assert online.shape == (19, 4, 4)
-    total = 0.0
-    for i in range(4):
-        errors = []
-        for t in range(burn, 18):
-            if not rows.mask[t, i]:
-                errors.append(0.0)
-                continue
-            gain, discount, at = 0.0, 1.0, t
-            for _ in range(2):
-                if at == 18:
-                    break
-                gain += discount * float(rows.reward[at, i])
-                discount *= 0.9 * float(~rows.terminated[at, i])
-                at += 1
-                if rows.terminated[at - 1, i] or at == 18 or not rows.mask[at, i]:
-                    break
-            best = online[at, i].argmax()
-            wanted = rescale(gain + discount * unscale(frozen[at, i, best]))
-            errors.append(float(online[t, i, rows.action[t, i]] - wanted))
-        errors = np.array(errors)
-        total += float(rows.weight[i]) * (errors**2).sum() / 2
-        priority = 0.9 * np.abs(errors).max() + 0.1 * np.abs(errors).mean()
-        assert float(batch.priority[i]) == pytest.approx(priority, abs=1e-4)
-    assert float(loss.total.detach()) == pytest.approx(total / (12 * 4), abs=1e-4)
-
-
-def test_sequences_never_join_two_lives_of_an_env():
-    algorithm, model = build(**CORE)
-    lives = []
-    for i in range(8):
-        rollout = make_rollout(VECTOR, 6, 8, i, core_size=8)
-        if lives and i != 4:  # goes on from the one before
-            rollout.obs[0] = lives[-1].obs[-1]
-        lives.append(rollout)
-        list(algorithm.batches(model, rollout))
-    ring = algorithm.base.replay
-    begins = np.flatnonzero(ring.priorities.tree.leaves > 0) % ring.ring
-    assert set(begins.tolist()) == {0, 1, 4, 5}  # three blocks long: none of them holds both 3 and 4
-    assert isinstance(algorithm, R2D2)
 
 
 def test_the_dqn_of_an_image_keeps_single_frames():

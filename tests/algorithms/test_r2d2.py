@@ -1,0 +1,101 @@
+"""R2D2: stored states, targets and priorities of sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.algorithms.r2d2 import R2D2
+from coterie.ops.q import rescale, unscale
+from coterie.roles import Learner
+from tests.algorithms.values import CORE, build, drawn, moved
+from tests.conftest import VECTOR, make_config, make_rollout
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stored):
+    """With unchanged weights the learner's values are those that acted, from the first row on, over resets; with zeros
+    in the place of the stored state they are not.
+    """
+    config = make_config(
+        env="coterie.envs.testing:CountingEnv",
+        **{
+            **CORE, "env.num_envs": 4, "env.groups": 1, "env.threads": 1, "algo.unroll_length": 3, "r2d2.length": 6,
+            "r2d2.burn_in": 3, "r2d2.stride": 3, "model.last_action_reward": True, "replay.capacity": 4000,
+            "q.learn_start": 1000, "q.epsilon_end": 0.5,
+        },
+    )  # fmt: skip
+    learner = Learner(config)
+    count = 0
+
+    def stop(rollout):
+        nonlocal count
+        count += 1
+        return count == 12
+
+    learner.run(stop)
+    learner.close()
+    ring = learner.algorithm.base.replay
+    assert ring.size == 4 * 10
+    picks = ring.draw(40)
+    rows = ring.gather(picks)
+    state = rows.core_state if stored else torch.zeros_like(rows.core_state)
+    params, _, _ = learner.model(rows.inputs, state)
+    value = params[:-1].gather(-1, rows.action[..., None])[..., 0]
+    acted = ring._rows(ring.value, picks.index)[:-1]
+    assert rows.inputs.is_first[1:-1].any()
+    if stored:
+        torch.testing.assert_close(value, acted, atol=1e-5, rtol=1e-5)
+    else:
+        assert (value - acted).abs().max() > 1e-3
+
+
+def test_r2d2s_targets_and_priorities():
+    algorithm, model = build(**CORE, **{"q.n_step": 2, "replay.alpha": 0.9, "q.double": True})
+    batch = drawn(algorithm, model)[-1]
+    target, model = algorithm.base.target, moved(model)
+    (part,) = batch.parts()
+    loss = algorithm.loss(model, part)
+    rows, burn = batch.rows, 6
+    online, frozen = (net(rows.inputs, rows.core_state)[0].detach() for net in (model, target))
+    assert online.shape == (19, 4, 4)
+    total = 0.0
+    for i in range(4):
+        errors = []
+        for t in range(burn, 18):
+            if not rows.mask[t, i]:
+                errors.append(0.0)
+                continue
+            gain, discount, at = 0.0, 1.0, t
+            for _ in range(2):
+                if at == 18:
+                    break
+                gain += discount * float(rows.reward[at, i])
+                discount *= 0.9 * float(~rows.terminated[at, i])
+                at += 1
+                if rows.terminated[at - 1, i] or at == 18 or not rows.mask[at, i]:
+                    break
+            best = online[at, i].argmax()
+            wanted = rescale(gain + discount * unscale(frozen[at, i, best]))
+            errors.append(float(online[t, i, rows.action[t, i]] - wanted))
+        errors = np.array(errors)
+        total += float(rows.weight[i]) * (errors**2).sum() / 2
+        priority = 0.9 * np.abs(errors).max() + 0.1 * np.abs(errors).mean()
+        assert float(batch.priority[i]) == pytest.approx(priority, abs=1e-4)
+    assert float(loss.total.detach()) == pytest.approx(total / (12 * 4), abs=1e-4)
+
+
+def test_sequences_never_join_two_lives_of_an_env():
+    algorithm, model = build(**CORE)
+    lives = []
+    for i in range(8):
+        rollout = make_rollout(VECTOR, 6, 8, i, core_size=8)
+        if lives and i != 4:  # goes on from the one before
+            rollout.obs[0] = lives[-1].obs[-1]
+        lives.append(rollout)
+        list(algorithm.batches(model, rollout))
+    ring = algorithm.base.replay
+    begins = np.flatnonzero(ring.priorities.tree.leaves > 0) % ring.ring
+    assert set(begins.tolist()) == {0, 1, 4, 5}  # three blocks long: none of them holds both 3 and 4
+    assert isinstance(algorithm, R2D2)
