@@ -186,7 +186,8 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
 def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA (Table G.1): decoupled actors, V-trace, losses summed over batches of 32 rollouts of 20 steps, RMSProp
     with eps 0.01 inside the root, gradients clipped to 40; feed-forward on four frames, with GALA's net in the place of
-    the shallow one. Vectors and continuous control: our own settings.
+    the shallow one. `dmlab/...`: the shallow net with its LSTM of 256, last action and reward, unrolls of 100, and the
+    rates of the authors' code. Vectors and continuous control: our own settings.
     """
     config, kind = start("impala", env, overrides)
     config = replace(config, algorithm="vtrace", acting="decoupled")
@@ -202,6 +203,13 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
             vtrace=VTrace(loss="sum"),
             optim=Optim("rmsprop_tf", lr=6e-4, eps=0.01, max_grad_norm=40.0, schedule=LINEAR),
         )
+        if env.startswith("dmlab/"):
+            config = replace(
+                config,
+                model=Model(torso="a3c", core="lstm", core_size=256, last_action_reward=True),
+                algo=replace(config.algo, unroll_length=100, entropy_coef=2.5e-4),
+                optim=replace(config.optim, lr=4.8e-4, eps=0.1, max_grad_norm=0.0),
+            )
     elif kind == "continuous":
         config = replace(
             config,
@@ -239,10 +247,10 @@ def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
     base = impala(env, **of_env(overrides))
     central = Central(batch_size=base.decoupled.batch_size)
     config = replace(base, preset="seed-vtrace", acting="central", central=central, decoupled=Decoupled())
-    if base.model.torso == "gala":
+    if base.model.torso in ("gala", "a3c"):
         config = replace(
             config,
-            model=Model(torso="impala"),
+            model=replace(base.model, torso="impala"),
             algo=Algo(100, gae_lambda=0.95, value_coef=0.25, entropy_coef=9.7056e-4),  # half of 0.5 times the square
             vtrace=VTrace(loss="mean"),
             optim=Optim("adam", lr=2.2588e-4, beta1=0.0, eps=3.125e-9, max_grad_norm=0.0, schedule=LINEAR),

@@ -34,3 +34,17 @@ def test_seed_football_is_the_papers_setting_for_scoring():
 def test_seed_football_on_what_is_no_image_is_seed_vtrace():
     football, plain = (presets.make(name, "CartPole-v1") for name in ("seed-football", "seed-vtrace"))
     assert (football.model, football.algo, football.optim) == (plain.model, plain.algo, plain.optim)
+
+
+def test_impala_is_the_papers_setting_for_atari():
+    """Table G.1; half of the baseline's cost, since the paper's squared error is halved as well."""
+    config = presets.make("impala", env="Pong-v5")
+    assert (config.algorithm, config.acting, config.exchange) == ("vtrace", "decoupled", "auto")
+    assert (config.algo.unroll_length, config.decoupled.batch_size) == (20, 32)
+    assert (config.algo.gamma, config.algo.value_coef, config.algo.entropy_coef) == (0.99, 0.25, 0.01)
+    assert (config.vtrace.loss, config.vtrace.rho_bar, config.vtrace.c_bar) == ("sum", 1.0, 1.0)
+    assert (config.optim.rule, config.optim.lr, config.optim.eps) == ("rmsprop_tf", 6e-4, 0.01)
+    assert (config.optim.alpha, config.optim.max_grad_norm, config.optim.schedule.kind) == (0.99, 40.0, "linear")
+    assert (config.reward.clip, config.model.core) == ("clamp", "none")
+    deep = presets.make("impala-deep", env="Pong-v5")
+    assert (deep.model.torso, deep.optim) == ("impala", config.optim)

@@ -4,8 +4,7 @@ After IMPALA, appendix D: 96x72 RGB frames, each action for 4 frames, nine actio
 `deepmind_lab`, which no package registry has. UNTRIED on the real module: written from its documentation and tested on
 a stand-in with the same calls (tests/envs/fake_lab).
 
-Left out: DMLab-30 as one run with its score and its shaped reward, and networks that read an instruction: the
-observation has it if asked to, but Coterie's models take no text, so training refuses it.
+Left out: DMLab-30 as one run with its score and its shaped reward.
 """
 
 from __future__ import annotations

@@ -262,3 +262,31 @@ def test_a_level_trains(tmp_path):
     assert summary["env_steps"] >= 384 - 4 * STEPS
     assert summary["env_frames"] == 4 * summary["env_steps"]
     assert len(list((tmp_path / "maps").iterdir())) == 3
+
+
+@pytest.mark.parametrize(("preset", "torso"), [("impala", "a3c"), ("impala-deep", "impala"), ("seed-vtrace", "impala")])
+def test_presets_have_a_memory_that_sees_the_last_action_and_reward(preset, torso):
+    config = presets.make(preset, env=f"dmlab/{LEVEL}")
+    assert (config.model.torso, config.model.core, config.model.core_size) == (torso, "lstm", 256)
+    assert config.model.last_action_reward
+    assert (config.algo.unroll_length, config.reward.clip) == (100, "clamp")
+    if preset != "seed-vtrace":
+        assert (config.optim.rule, config.optim.lr, config.optim.eps) == ("rmsprop_tf", 4.8e-4, 0.1)
+    assert presets.make(preset, env="Pong-v5").model.core == "none"
+
+
+def test_a_level_trains_through_actors(tmp_path):
+    changes = {
+        "steps": 400,
+        "out": str(tmp_path / "run"),
+        "env.num_envs": 4,
+        "env.threads": 1,
+        "env.kwargs": '{"width": 40, "height": 36}',
+        "actors": 2,
+        "algo.unroll_length": 10,
+        "decoupled.batch_size": 4,
+        "log.tensorboard": False,
+    }
+    summary = coterie.train(presets.impala(env=f"dmlab/{LEVEL}", **changes), quiet=True)
+    assert summary["status"] == "finished"
+    assert summary["env_steps"] >= 400

@@ -36,6 +36,9 @@ def test_through_every_exchange(tmp_path, exchange):
     assert cli.main(options(out, exchange, **{"eval.every": 1000, "eval.episodes": 2})) == 0
     summary = check(out)
     assert summary["status"] == "finished"
+    if exchange == "allreduce":  # all learners hold equal parameters: pulling from one is pulling from all
+        assert len(summary["digests"]) == 2
+        assert len(set(summary["digests"])) == 1
     # Whoever has not seen the end yet finishes a batch: at most what is open of each learner.
     assert 3000 <= summary["env_steps"] <= 3000 + 4 * CROWD * 5
     assert summary["rows"]["rolled_back"] == 0
