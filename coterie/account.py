@@ -129,11 +129,14 @@ class Account:
         self.board.here[rank] = 0
         self.reports.pop(rank, None)
 
-    def lose_actor(self, row: int) -> None:
-        """An actor has died in the midst of a rollout, of which nobody will learn."""
+    def lose_actor(self, row: int, delivered: int = 0) -> None:
+        """An actor has died in the midst of a rollout, of which nobody will learn. `delivered`: rows that it may have
+        handed over without counting them.
+        """
         counts = self.board.read(row)
-        self.dropped += counts["produced"] - counts["delivered"]
-        self.board.write(row, {"produced": counts["delivered"]})
+        delivered = max(delivered, counts["delivered"])
+        self.dropped += counts["produced"] - delivered
+        self.board.write(row, {"produced": delivered, "delivered": delivered})
         self.acted.pop(row, None)
 
     def roll_back(self, state: dict[str, Any], board: Board) -> None:

@@ -228,7 +228,8 @@ def acting_memory(config: Config, spec: Spec, model: Network) -> tuple[Slots, We
     layout = rollout_layout(spec, horizon(config), batch_size(config), () if state is None else state.shape[1:])
     width = actor_env(config, 0, 0)[0].env.num_envs
     batches = 1 if config.decoupled.lockstep else 2 + config.decoupled.queue
-    slots = Slots(layout, batches, batch_size(config), width)
+    assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
+    slots = Slots(layout, batches, batch_size(config), width, max(1, config.actors // config.learners))
     size = len(FlatParams(copy.deepcopy(model)).data)
     return slots, Weights(size, normalizers(config, model).size)
 

@@ -157,5 +157,6 @@ class Desk:
     def leave(self) -> None:
         """The rollout is whole: hand its slot over."""
         assert self.at is not None
+        self.slots.promise(self.number, self.at, self.board.read(self.rank)["produced"])
         self.slots.fill(self.at)
         self.at = None

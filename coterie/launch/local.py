@@ -184,7 +184,7 @@ class Crew:
         run = self.run
         self.children.pop(row)
         run.actors.discard(row)
-        run.account.lose_actor(row)
+        run.account.lose_actor(row, self.group.delivered(row))
         if run.over or run.board.closed:
             return
         if not elsewhere(self.config).lockstep:  # the others fill what it left

@@ -71,6 +71,11 @@ class Placement:
         if links.slots is not None:
             links.slots.abandon(number)
 
+    def delivered(self, row: int) -> int:
+        """Rows that an actor's learner has been given, as far as the slots tell."""
+        links, number, _ = self.actor(row)
+        return 0 if links.slots is None else links.slots.delivered(number)
+
     def actor(self, row: int) -> tuple[Links, int, tuple[int, ...]]:
         """An actor's links, its number among its learner's, and its core."""
         number, rank = divmod(row - self.learners, self.learners)

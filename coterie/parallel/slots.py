@@ -28,12 +28,15 @@ def columns_of(fields: Mapping[str, Tensor], first: int, count: int) -> dict[str
 
 
 class Slots:
-    """`batches` times the arrays of `layout`, whose columns are axis 1 (axis 0 of those in `_PLAIN`)."""
+    """`batches` times the arrays of `layout`, whose columns are axis 1 (axis 0 of those in `_PLAIN`). `producers`: how
+    many may be asked for what they have delivered.
+    """
 
-    def __init__(self, layout: Layout, batches: int, batch_size: int, width: int) -> None:
+    def __init__(self, layout: Layout, batches: int, batch_size: int, width: int, producers: int = 1) -> None:
         self.batches, self.width, self.per_batch = batches, width, batch_size // width
         arrays = {f"field/{k}": ((batches, *shape), dtype) for k, (shape, dtype) in layout.items()}
         control = dict.fromkeys(("ticket", "holder", "need", "full"), ((batches, self.per_batch), "int64"))
+        control["promised"] = ((producers, 3), "int64")
         self._shared = SharedArrays({**arrays, **control}, name="coterie-slots")
         self._bind()
 
@@ -41,6 +44,7 @@ class Slots:
         arrays = self._shared.arrays
         self.ticket, self.need = arrays["ticket"], arrays["need"]  # the consumer writes them
         self.holder, self.full = arrays["holder"], arrays["full"]  # the producers do
+        self.promised = arrays["promised"]  # the slot that each fills next, its ticket, rows that are delivered then
         self.fields = [
             {k.removeprefix("field/"): torch.from_numpy(x[j]) for k, x in arrays.items() if k.startswith("field/")}
             for j in range(self.batches)
@@ -92,6 +96,23 @@ class Slots:
     def abandon(self, producer: int) -> None:
         """The consumer's supervisor: a dead producer's slots are anybody's."""
         self.holder[(self.holder == producer) & (self.full != self.ticket)] = ANYBODY
+
+    def promise(self, producer: int, at: tuple[int, int], rows: int) -> None:
+        """Producer: with this slot it will have delivered `rows` in all. Whether it did is for `delivered` to tell, for
+        it may be killed before it has counted them.
+        """
+        own = self.promised[producer]
+        own[1] = np.iinfo(np.int64).max  # no slot will have that: half a promise is none
+        fence()
+        own[0], own[2] = at[0] * self.per_batch + at[1], rows
+        fence()
+        own[1] = self.ticket[at]
+        fence()
+
+    def delivered(self, producer: int) -> int:
+        """Its supervisor: the rows of its last promise, where that was kept, or 0."""
+        slot, ticket, rows = self.promised[producer].tolist()
+        return rows if self.full.reshape(-1)[slot] >= ticket else 0
 
     def fill(self, at: tuple[int, int]) -> None:
         """Producer: the slot is full."""

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from coterie import cli
+from coterie.account import Account
+from coterie.parallel.board import Board
+from coterie.parallel.slots import Slots
 from coterie.runs.metrics import read_metrics
+from tests.conftest import VECTOR, make_config
 from tests.launch.harness import ENDLESS, last_checkpoint, last_line, read_summary
 from tests.launch.test_killed import TALLY
 
@@ -73,6 +77,23 @@ def test_through_every_exchange(tmp_path, exchange):
     before, summary = summary["rows"], check(out)
     assert summary["env_steps"] >= 4000
     assert summary["rows"]["dropped"] == before["in_flight"]
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_rows_of_an_actor_killed_at_its_slot_are_dropped_only_if_nobody_gets_them(handed_over):
+    """Between filling a slot and counting it there is a moment at which an actor can be killed, too."""
+    config, board = make_config(), Board(1, 1)
+    account = Account(config, VECTOR, board, None, 0)
+    slots = Slots({"x": ((5, 2), "int64")}, 1, 2, 2)
+    board.write(1, {"produced": 100, "delivered": 90})
+    slots.open(0, 0)
+    at = slots.take(0)
+    slots.promise(0, at, 100)
+    if handed_over:
+        slots.fill(at)
+    account.lose_actor(1, slots.delivered(0))
+    left = 100 if handed_over else 90
+    assert (account.dropped, board.read(1)["produced"], board.read(1)["delivered"]) == (100 - left, left, left)
 
 
 @pytest.mark.parametrize("exchange", ["solo", "allreduce", "gossip"])

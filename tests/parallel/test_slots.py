@@ -56,6 +56,23 @@ def test_who_takes_a_dead_producers_place_gets_its_slot():
     assert slots.take(3) == (0, 2)
 
 
+def test_what_was_delivered_is_known_of_a_producer_that_was_killed_before_it_counted():
+    slots = Slots(LAYOUT, 2, 6, 2, producers=3)
+    slots.open(0, 0)
+    at = slots.take(2)
+    assert slots.delivered(2) == 0
+    slots.promise(2, at, 30)
+    assert slots.delivered(2) == 0  # killed here, nobody learns of them
+    slots.fill(at)
+    assert [slots.delivered(p) for p in range(3)] == [0, 0, 30]
+    slots.open(0, 1)  # it was learned from and is open again
+    assert slots.delivered(2) == 30
+    at = slots.take(1)
+    slots.fill(at)
+    slots.promise(2, slots.take(2), 40)
+    assert slots.delivered(2) == 0
+
+
 def test_in_lockstep_each_slot_has_its_producer():
     slots = make()
     slots.open(0, 0, [1, 0, 1])
