@@ -231,7 +231,8 @@ def load(folder: str | Path, learner: str = "best") -> Policy:
 
 def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
     """The weights of one learner of a checkpoint, or the mean of all learners'."""
-    if learner == "secondary" and (second := tensors.get("learner_0/secondary")) is not None:
+    second = tensors.get("learner_0/secondary")
+    if learner == "secondary" and second is not None:
         return second
     models = {int(k.split("/")[0].removeprefix("learner_")): x for k, x in tensors.items() if k.endswith("/model")}
     if learner == "mean":
@@ -240,7 +241,9 @@ def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
     rank = 0 if learner == "best" else int(learner) if learner.isdecimal() else -1
     if rank not in models:
         known = ", ".join(map(str, sorted(models)))
-        raise ConfigError(f"learner: {learner!r} is not best, mean, secondary (if there is one) or one of {known}")
+        raise ConfigError(
+            f"learner: {learner!r} is not best, mean{', secondary' * (second is not None)} or one of {known}"
+        )
     return models[rank]
 
 

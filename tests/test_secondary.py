@@ -115,6 +115,8 @@ def test_a_resumed_run_goes_on_with_it_and_a_user_can_score_it(tmp_path: Path, s
     assert any("secondary/q_loss" in line for line in lines)
     resume(folder, steps=1280, quiet=True)
     assert evaluate_run(folder, episodes=2, learner="secondary")["episodes"] == 2
+    with pytest.raises(ConfigError, match="best, mean, secondary or one of 0"):
+        load(folder, "7")
     steps = [line["secondary/learner_steps"] for line in lines if "secondary/learner_steps" in line]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     more = [line["secondary/learner_steps"] for line in lines if "secondary/learner_steps" in line]
