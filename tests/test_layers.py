@@ -58,6 +58,7 @@ LEVELS: list[list[str]] = [
         "watch",
         "presets_parts",
         "presets_value",
+        "presets_vtrace",
         "presets",
         "serve",
         "account",
