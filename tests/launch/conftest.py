@@ -6,11 +6,12 @@ import multiprocessing.util
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.launch.harness import Meddler
+from tests.launch.harness import PATIENCE, Meddler
+from tests.launch.visitors import WIDTH, Client, Guest
 
 # For `--model.torso odd:NAME`: learners that are unlike the others. Loaded in the parent, too.
 ODD = '''
@@ -93,3 +94,35 @@ def meddler(tmp_path, monkeypatch) -> Iterator[Meddler]:
     yield Meddler(monkeypatch, tmp_path / "run")
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def guests() -> Iterator[Callable[..., Guest]]:
+    made: list[Guest] = []
+
+    def make(*args: object, **kwargs: object) -> Guest:
+        made.append(Guest(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for guest in made:
+        guest.left.set()
+    for guest in made:
+        guest.thread.join(PATIENCE / 2)
+        assert not guest.thread.is_alive()
+
+
+@pytest.fixture
+def clients(tmp_path) -> Iterator[Callable[..., Client]]:
+    made: list[Client] = []
+
+    def start(what: str, port: int, *args: str, host: str = "127.0.0.1", env: str = "CartPole-v1", **kwargs) -> Client:
+        own = ["--connect", f"{host}:{port}", "--env", env, "--env.num-envs", str(WIDTH), "--env.delay", "0.005"]
+        made.append(Client(tmp_path, [what, *own, "--env.threads", "1", *args], **kwargs))
+        return made[-1]
+
+    yield start
+    for client in made:
+        if client.process.poll() is None:
+            client.process.kill()
+        client.process.wait(30)

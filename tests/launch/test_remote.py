@@ -1,163 +1,30 @@
-"""Hosts and actors that come by themselves: over loopback, through a proxy that disturbs them, from networks of their
-own.
-"""
+"""Hosts that come by themselves: over loopback, and through a proxy that disturbs them."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from coterie import cli
-from coterie.acting.decoupled import Stopped
 from coterie.config import Config, Env
 from coterie.envs.make import make_spec
-from coterie.remote import Door, lend_actor, lend_envs
+from coterie.remote import lend_actor, lend_envs
 from coterie.types import CoterieError
 from coterie.wire.client import Stream, open_channel
 from coterie.wire.codec import timestep_layout
-from tests.launch import test_central, test_decoupled
-from tests.launch.harness import ENDLESS, PATIENCE, Meddler, last_checkpoint, until
-from tests.launch.test_decoupled import CROWD, check
+from tests.launch.harness import PATIENCE, last_checkpoint, until
+from tests.launch.test_decoupled import check
 from tests.launch.test_killed import TALLY
+from tests.launch.visitors import WIDTH, central, decoupled, finish, free_ports, goes_on
 from tests.proxy import Proxy
 
 slow = pytest.mark.slow
-WIDTH = 2  # simulators of each host
-
-
-def free_ports(count: int = 1) -> int:
-    """The first of so many ports in a row."""
-    for _ in range(100):
-        with ExitStack() as held, suppress(OSError):
-            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for k in range(1, count):
-                held.enter_context(socket.create_server(("127.0.0.1", first + k)))
-            return first
-    raise AssertionError("no ports")
-
-
-def central(out: Path, port: int, exchange: str = "solo", **changes: object) -> list[str]:
-    """A run without hosts of its own."""
-    own = {"actors": 0, "wire.bind": f"127.0.0.1:{port}", **ENDLESS}
-    return test_central.options(out, exchange, **{**own, **changes})
-
-
-class Guest:
-    """A host or an actor in a thread of this process."""
-
-    def __init__(self, work: Callable[..., None], port: int, env: Env | None = None) -> None:
-        env = replace(env or Env("CartPole-v1"), num_envs=WIDTH, delay=0.005, threads=1)
-        config = replace(Config(), env=env, device="cpu")
-        self.lines: list[str] = []
-        self.error: Exception | None = None
-        self.left = threading.Event()
-        door = Door(f"127.0.0.1:{port}", patience=60)
-
-        def leave() -> None:
-            if self.left.is_set():
-                raise Stopped
-
-        def run() -> None:
-            try:
-                work(config, door, self.lines.append, leave)
-            except Stopped:
-                pass
-            except Exception as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=run)
-        self.thread.start()
-
-    def end(self) -> str:
-        """It leaves, if it has not been told to go; what it said last."""
-        self.left.set()
-        self.thread.join(PATIENCE / 2)
-        assert not self.thread.is_alive()
-        if self.error is not None:
-            raise self.error
-        return self.lines[-1]
-
-
-@pytest.fixture
-def guests() -> Iterator[Callable[..., Guest]]:
-    made: list[Guest] = []
-
-    def make(*args: object, **kwargs: object) -> Guest:
-        made.append(Guest(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for guest in made:
-        guest.left.set()
-    for guest in made:
-        guest.thread.join(PATIENCE / 2)
-        assert not guest.thread.is_alive()
-
-
-class Client:
-    """`coterie envs` or `coterie actor` as a user has it."""
-
-    def __init__(self, folder: Path, args: list[str], prefix: tuple[str, ...] = ()) -> None:
-        self.path = folder / f"client-{len(list(folder.glob('client-*')))}"
-        with self.path.open("w") as file:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "coterie.cli", *args], stdout=file, stderr=subprocess.STDOUT
-            )
-
-    @property
-    def said(self) -> str:
-        return self.path.read_text()
-
-    def at_work(self) -> None:
-        def there() -> bool:
-            assert self.process.poll() is None, self.said
-            return f"{WIDTH} envs of CartPole-v1 for " in self.said
-
-        until(there, "it is let in")
-
-    def end(self, number: int = 0) -> tuple[int, str]:
-        if number:
-            self.process.send_signal(number)
-        return self.process.wait(PATIENCE), self.said
-
-
-@pytest.fixture
-def clients(tmp_path) -> Iterator[Callable[..., Client]]:
-    made: list[Client] = []
-
-    def start(what: str, port: int, *args: str, host: str = "127.0.0.1", env: str = "CartPole-v1", **kwargs) -> Client:
-        own = ["--connect", f"{host}:{port}", "--env", env, "--env.num-envs", str(WIDTH), "--env.delay", "0.005"]
-        made.append(Client(tmp_path, [what, *own, "--env.threads", "1", *args], **kwargs))
-        return made[-1]
-
-    yield start
-    for client in made:
-        if client.process.poll() is None:
-            client.process.kill()
-        client.process.wait(30)
-
-
-def goes_on(meddler: Meddler, rows: int = 20 * CROWD) -> None:
-    steps = meddler.steps()
-    meddler.until(lambda: meddler.steps() > steps + rows, "the run goes on")
-
-
-def finish(meddler: Meddler) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_hosts_come_and_go_while_a_run_trains(tmp_path, meddler, clients, capsys):
@@ -418,134 +285,4 @@ def test_nobody_has_come_and_the_run_is_to_end(meddler):
     begin = time.monotonic()
     assert meddler.run(central(meddler.out, free_ports()), meddle) == 75
     assert time.monotonic() - begin < 60
-    meddler.check_nothing_left()
-
-
-# Actors of decoupled acting.
-
-
-def decoupled(out: Path, port: int, **changes: object) -> list[str]:
-    own = {"wire.bind": f"127.0.0.1:{port}", "actors": 1, **ENDLESS}
-    return test_decoupled.options(out, **{**own, **changes})
-
-
-def test_an_actor_comes_and_goes(meddler, clients):
-    port = free_ports()
-
-    def meddle() -> None:
-        mine, odd = clients("actor", port), clients("actor", port, env="Acrobot-v1")
-        until(lambda: "an actor with " in mine.said, "it is let in")
-        code, said = odd.end()
-        assert code == 1
-        assert "the run's envs are CartPole-v1, not Acrobot-v1" in said
-        meddler.at_work()
-        goes_on(meddler)
-        code, said = mine.end(signal.SIGTERM)
-        assert code == 0, said
-        assert "left: " in said
-        goes_on(meddler)
-        finish(meddler)
-
-    assert meddler.run(decoupled(meddler.out, port), meddle) == 75
-    check(meddler.out)
-    meddler.check_nothing_left()
-
-
-def test_an_actor_finds_a_learner_that_comes_back_through_a_proxy_that_cuts(meddler, guests):
-    port = free_ports()
-
-    def meddle(proxy: Proxy) -> None:
-        mine = guests(lend_actor, proxy.port)
-        meddler.at_work()
-        until(lambda: proxy.bytes > 20_000, "it is at work")
-        proxy.delayed, proxy.delay = 0.05, 0.1
-        for _ in range(3):
-            before = proxy.bytes
-            assert proxy.cut(500)
-            meddler.until(lambda before=before: proxy.bytes > before + 20_000, "it is back")
-        meddler.kill(0)
-        at, before = meddler.saved(), proxy.bytes
-        meddler.until(lambda: meddler.saved() > at, "a later checkpoint")
-        meddler.until(lambda: proxy.bytes > before + 20_000, "it is back")
-        finish(meddler)
-        mine.thread.join(PATIENCE)
-        assert "the run has ended" in mine.end()
-
-    with Proxy(port) as proxy:
-        assert meddler.run(decoupled(meddler.out, port), lambda: meddle(proxy)) == 75
-    check(meddler.out)
-    assert "learner 0 was killed by SIGKILL" in (meddler.out / "log.txt").read_text()
-    meddler.check_nothing_left()
-
-
-# Networks of their own.
-
-
-def ip(*args: str) -> None:
-    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=30)
-
-
-@pytest.fixture
-def networks() -> Iterator[list[tuple[str, str, str]]]:
-    """Two network namespaces: each one's name, the address that it has this machine at, and its link here."""
-    if shutil.which("ip") is None:
-        pytest.skip("there is no `ip` here")
-    if os.geteuid():
-        pytest.skip("network namespaces need root")
-    tag, made = os.getpid() % 10_000, list[tuple[str, str, str]]()
-    try:
-        for k in range(2):
-            name, link, net = f"ct{tag}n{k}", f"ct{tag}v{k}", f"10.{213 + k}.{tag % 250}"
-            try:
-                ip("netns", "add", name)
-                made.append((name, f"{net}.1", link))
-                ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-            ip("addr", "add", f"{net}.1/24", "dev", link)
-            ip("link", "set", link, "up")
-            ip("-n", name, "addr", "add", f"{net}.2/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-        yield made
-    finally:
-        for name, _, link in made:
-            with suppress(subprocess.CalledProcessError):
-                ip("link", "del", link)
-            with suppress(subprocess.CalledProcessError):
-                ip("netns", "del", name)
-
-
-@pytest.mark.parametrize("away", [1.0, pytest.param(50.0, marks=slow)])
-def test_hosts_in_networks_of_their_own(tmp_path, meddler, clients, networks, away):
-    """With TLS and a token. `away`: seconds without a link, less and more than anybody waits."""
-    keys = tmp_path / "keys"
-    assert cli.main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
-    port = free_ports()
-    args = ["--token-file", str(keys / "token"), "--cert", str(keys / "cert.pem")]
-
-    def meddle() -> None:
-        mine = [
-            clients("envs", port, *args, host=address, prefix=("ip", "netns", "exec", name))
-            for name, address, _ in networks
-        ]
-        for client in mine:
-            client.at_work()
-        meddler.at_work()
-        link = networks[0][2]
-        ip("link", "set", link, "down")
-        time.sleep(away)
-        goes_on(meddler)
-        ip("link", "set", link, "up")
-        mine[1].end(signal.SIGTERM)  # now only the other can bring the run on
-        goes_on(meddler)
-        finish(meddler)
-        code, said = mine[0].end()
-        assert code == 0, said
-        assert "the run has ended" in said
-        assert mine[1].end()[0] == 0
-
-    wire = {"wire.bind": f"0.0.0.0:{port}", "wire.token-file": keys / "token"}
-    wire |= {"wire.cert": keys / "cert.pem", "wire.key": keys / "key.pem"}
-    assert meddler.run(central(meddler.out, port, **wire), meddle) == 75
-    check(meddler.out)
     meddler.check_nothing_left()

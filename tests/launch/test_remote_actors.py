@@ -1,0 +1,60 @@
+"""Actors that come by themselves: over loopback, and through a proxy that cuts."""
+
+from __future__ import annotations
+
+import signal
+
+from coterie.remote import lend_actor
+from tests.launch.harness import PATIENCE, until
+from tests.launch.test_decoupled import check
+from tests.launch.visitors import decoupled, finish, free_ports, goes_on
+from tests.proxy import Proxy
+
+
+def test_an_actor_comes_and_goes(meddler, clients):
+    port = free_ports()
+
+    def meddle() -> None:
+        mine, odd = clients("actor", port), clients("actor", port, env="Acrobot-v1")
+        until(lambda: "an actor with " in mine.said, "it is let in")
+        code, said = odd.end()
+        assert code == 1
+        assert "the run's envs are CartPole-v1, not Acrobot-v1" in said
+        meddler.at_work()
+        goes_on(meddler)
+        code, said = mine.end(signal.SIGTERM)
+        assert code == 0, said
+        assert "left: " in said
+        goes_on(meddler)
+        finish(meddler)
+
+    assert meddler.run(decoupled(meddler.out, port), meddle) == 75
+    check(meddler.out)
+    meddler.check_nothing_left()
+
+
+def test_an_actor_finds_a_learner_that_comes_back_through_a_proxy_that_cuts(meddler, guests):
+    port = free_ports()
+
+    def meddle(proxy: Proxy) -> None:
+        mine = guests(lend_actor, proxy.port)
+        meddler.at_work()
+        until(lambda: proxy.bytes > 20_000, "it is at work")
+        proxy.delayed, proxy.delay = 0.05, 0.1
+        for _ in range(3):
+            before = proxy.bytes
+            assert proxy.cut(500)
+            meddler.until(lambda before=before: proxy.bytes > before + 20_000, "it is back")
+        meddler.kill(0)
+        at, before = meddler.saved(), proxy.bytes
+        meddler.until(lambda: meddler.saved() > at, "a later checkpoint")
+        meddler.until(lambda: proxy.bytes > before + 20_000, "it is back")
+        finish(meddler)
+        mine.thread.join(PATIENCE)
+        assert "the run has ended" in mine.end()
+
+    with Proxy(port) as proxy:
+        assert meddler.run(decoupled(meddler.out, port), lambda: meddle(proxy)) == 75
+    check(meddler.out)
+    assert "learner 0 was killed by SIGKILL" in (meddler.out / "log.txt").read_text()
+    meddler.check_nothing_left()

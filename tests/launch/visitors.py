@@ -1,0 +1,117 @@
+"""Hosts and actors that come by themselves, in threads of a test or as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from coterie.acting.decoupled import Stopped
+from coterie.config import Config, Env
+from coterie.remote import Door
+from tests.launch import test_central, test_decoupled
+from tests.launch.harness import ENDLESS, PATIENCE, Meddler, until
+from tests.launch.test_decoupled import CROWD
+
+WIDTH = 2  # simulators of each host
+
+
+def free_ports(count: int = 1) -> int:
+    """The first of so many ports in a row."""
+    for _ in range(100):
+        with ExitStack() as held, suppress(OSError):
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for k in range(1, count):
+                held.enter_context(socket.create_server(("127.0.0.1", first + k)))
+            return first
+    raise AssertionError("no ports")
+
+
+def central(out: Path, port: int, exchange: str = "solo", **changes: object) -> list[str]:
+    """A run without hosts of its own."""
+    own = {"actors": 0, "wire.bind": f"127.0.0.1:{port}", **ENDLESS}
+    return test_central.options(out, exchange, **{**own, **changes})
+
+
+def decoupled(out: Path, port: int, **changes: object) -> list[str]:
+    own = {"wire.bind": f"127.0.0.1:{port}", "actors": 1, **ENDLESS}
+    return test_decoupled.options(out, **{**own, **changes})
+
+
+class Guest:
+    """A host or an actor in a thread of this process."""
+
+    def __init__(self, work: Callable[..., None], port: int, env: Env | None = None) -> None:
+        env = replace(env or Env("CartPole-v1"), num_envs=WIDTH, delay=0.005, threads=1)
+        config = replace(Config(), env=env, device="cpu")
+        self.lines: list[str] = []
+        self.error: Exception | None = None
+        self.left = threading.Event()
+        door = Door(f"127.0.0.1:{port}", patience=60)
+
+        def leave() -> None:
+            if self.left.is_set():
+                raise Stopped
+
+        def run() -> None:
+            try:
+                work(config, door, self.lines.append, leave)
+            except Stopped:
+                pass
+            except Exception as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def end(self) -> str:
+        """It leaves, if it has not been told to go; what it said last."""
+        self.left.set()
+        self.thread.join(PATIENCE / 2)
+        assert not self.thread.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.lines[-1]
+
+
+class Client:
+    """`coterie envs` or `coterie actor` as a user has it."""
+
+    def __init__(self, folder: Path, args: list[str], prefix: tuple[str, ...] = ()) -> None:
+        self.path = folder / f"client-{len(list(folder.glob('client-*')))}"
+        with self.path.open("w") as file:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "coterie.cli", *args], stdout=file, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def said(self) -> str:
+        return self.path.read_text()
+
+    def at_work(self) -> None:
+        def there() -> bool:
+            assert self.process.poll() is None, self.said
+            return f"{WIDTH} envs of CartPole-v1 for " in self.said
+
+        until(there, "it is let in")
+
+    def end(self, number: int = 0) -> tuple[int, str]:
+        if number:
+            self.process.send_signal(number)
+        return self.process.wait(PATIENCE), self.said
+
+
+def goes_on(meddler: Meddler, rows: int = 20 * CROWD) -> None:
+    steps = meddler.steps()
+    meddler.until(lambda: meddler.steps() > steps + rows, "the run goes on")
+
+
+def finish(meddler: Meddler) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
