@@ -45,7 +45,9 @@ class Dialer:
     def __init__(
         self, address: str, env_id: str, spec: Spec, *, number: int = -1, token: str = "", cert: str = "",
         newest: bool = False, patience: float = 600.0, leave: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
+        self.say = say
         self.leave = leave  # raises where no answer is waited for any longer
         self.address, self.cert, self.token = address, cert, token
         self.env_id, self.spec, self.number, self.newest, self.patience = env_id, spec, number, newest, patience
@@ -69,7 +71,7 @@ class Dialer:
             )
             return Line(stream, Newest(layout))
 
-        return keep_trying(dial, self.address, self.patience, check)
+        return keep_trying(dial, self.address, self.patience, check, self.say)
 
     def close(self) -> None:
         if self.channel is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,13 +45,13 @@ class Door:
 
 
 def _settings(
-    base: Config, door: Door, method: str, run_id: int, leave: Callable[[], None]
+    base: Config, door: Door, method: str, run_id: int, say: Say, leave: Callable[[], None]
 ) -> tuple[dict[str, Any], str]:
     """What learner 0 says to a client that has only asked, and the address of the learner that it belongs to."""
     channel, hello = open_channel(door.address, door.cert), {"client": "coterie", "run_id": run_id, "number": -1}
     try:
         welcome = keep_trying(
-            lambda: ask_settings(channel, method, hello, door.token, leave), door.address, door.patience, leave
+            lambda: ask_settings(channel, method, hello, door.token, leave), door.address, door.patience, leave, say
         )
     finally:
         channel.close()
@@ -69,30 +70,44 @@ def _config(base: Config, settings: dict[str, Any]) -> Config:
     return replace(base, env=replace(base.env, **own), atari=atari)
 
 
+class Told:
+    """Says from time to time how far the work is, and how long its envs have waited for their actions."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.at = say, time.monotonic()
+        self.latencies = deque[float](maxlen=20_000)
+
+    def hear(self, content: dict[str, Any], env_steps: int) -> None:
+        """`content`: what a host or an actor reports."""
+        for reason in content["failures"]:
+            self.say(reason)
+        self.latencies.extend(content["latencies"])
+        if time.monotonic() - self.at < _SAY_S:
+            return
+        line = f"{env_steps:,} env steps"
+        if self.latencies:
+            p50, p99 = np.percentile(np.array(self.latencies), (50, 99)) * 1e3
+            line += f"; actions came after {p50:.2f} ms (p50), {p99:.2f} ms (p99)"
+        self.say(line)
+        self.at = time.monotonic()
+        self.latencies.clear()
+
+
 def lend_envs(base: Config, door: Door, say: Say, leave: Callable[[], None]) -> None:
     """Step `base.env` for a run until it has ended. `leave` raises `Stopped` when this is to end before."""
     run_id = random.SystemRandom().getrandbits(64)
-    settings, address = _settings(base, door, "Infer", run_id, leave)
+    settings, address = _settings(base, door, "Infer", run_id, say, leave)
     config = _config(base, settings)
     dialer = Dialer(
         address, config.env.id, make_spec(config.env, config.atari), token=door.token, cert=door.cert,
-        newest=settings["newest_frame"], patience=door.patience, leave=leave,
+        newest=settings["newest_frame"], patience=door.patience, leave=leave, say=say,
     )  # fmt: skip
     dialer.run_id = run_id
     work = HostWork(config, 0, 0, dialer, leave)
     say(f"{config.env.num_envs} envs of {config.env.id} for {address}")
-    told = time.monotonic()
-
-    def report(content: dict[str, Any]) -> None:
-        nonlocal told
-        for reason in content["failures"]:
-            say(reason)
-        if time.monotonic() - told > _SAY_S:
-            told = time.monotonic()
-            say(f"{work.env_steps:,} env steps")
-
+    told = Told(say)
     try:
-        work.run(report)
+        work.run(lambda content: told.hear(content, work.env_steps))
     except Over as over:
         say(f"{over}: {work.env_steps:,} env steps")
     except Stopped:
@@ -107,8 +122,9 @@ class Wire:
     def __init__(
         self, door: Door, address: str, run_id: int, spec: Spec, env_id: str, unroll_length: int, width: int,
         core: tuple[int, ...], params: FlatParams, moments: Moments, groups: list[slice], stages: Stages,
-        leave: Callable[[], None],
+        say: Say, leave: Callable[[], None],
     ) -> None:  # fmt: skip
+        self.say = say
         self.door, self.address, self.stages, self._leave = door, address, stages, leave
         self.params, self.moments = params, moments
         self.hello = {"client": "coterie", "run_id": run_id, "env_id": env_id, "envs": width, "number": -1}
@@ -164,7 +180,7 @@ class Wire:
                     raise
                 return None
 
-        return keep_trying(ask, self.address, self.door.patience, self._leave)
+        return keep_trying(ask, self.address, self.door.patience, self._leave, self.say)
 
     def _open(self, method: str) -> Stream:
         sends = self.layout if method == "PushRollouts" else Layout([Tensor("version", "int64", (1,))])
@@ -185,7 +201,7 @@ class Wire:
 def lend_actor(base: Config, door: Door, say: Say, leave: Callable[[], None]) -> None:
     """Act in `base.env` for a run of decoupled acting until it has ended."""
     run_id = random.SystemRandom().getrandbits(64)
-    settings, address = _settings(base, door, "PushRollouts", run_id, leave)
+    settings, address = _settings(base, door, "PushRollouts", run_id, say, leave)
     run = from_dict(settings["config"])
     if ":" in run.model.torso and run.model.torso != base.model.torso:
         raise CoterieError(f"the run's torso is {run.model.torso}: if you trust it, name it with --model.torso")
@@ -198,29 +214,21 @@ def lend_actor(base: Config, door: Door, say: Say, leave: Callable[[], None]) ->
         wires.append(
             Wire(
                 door, address, run_id, spec, mine.env.id, settings["unroll_length"], mine.env.num_envs,
-                tuple(settings["core"]), params, moments, groups, stages, leave,
+                tuple(settings["core"]), params, moments, groups, stages, say, leave,
             )
         )  # fmt: skip
         return wires[0]
 
-    told, steps = time.monotonic(), 0
+    told, steps = Told(say), 0
 
     def count(rows: int) -> None:
         nonlocal steps
         steps += rows
 
-    def delivered() -> None:
-        nonlocal told
-        for reason in unrolls.acting.failures():
-            say(f"replaced {reason}")
-        if time.monotonic() - told > _SAY_S:
-            told = time.monotonic()
-            say(f"{steps:,} env steps")
-
     unrolls = Unrolls(replace(run, env=mine.env), mine, spec, 0, 0, count, wire)
     say(f"an actor with {mine.env.num_envs} envs of {mine.env.id} for {address}")
     try:
-        unrolls.run(delivered)
+        unrolls.run(lambda: told.hear(unrolls.report(), steps))
         say(f"left: {steps:,} env steps")
     except Over as over:
         say(f"{over}: {steps:,} env steps")

@@ -160,17 +160,29 @@ def back_off(first: float = 0.1, most: float = 10.0) -> Iterator[float]:
         first = min(most, first * 2)
 
 
-def keep_trying(act: Callable[[], T], address: str, patience: float, check: Callable[[], None]) -> T:
-    """What `act` returns once it raises no `Lost`, tried for `patience` seconds; `check` may end it by raising."""
-    begin = time.monotonic()
+def keep_trying(
+    act: Callable[[], T], address: str, patience: float, check: Callable[[], None],
+    say: Callable[[str], None] = lambda line: None,
+) -> T:  # fmt: skip
+    """What `act` returns once it raises no `Lost`, tried for `patience` seconds; `check` may end it by raising. `say`
+    hears of a learner that is away, and of its return.
+    """
+    begin, away = time.monotonic(), False
     for wait in back_off():
         check()
         try:
-            return act()
+            found = act()
         except Lost as error:
             if (waited := time.monotonic() - begin) > patience:
                 raise CoterieError(f"no learner at {address} for {waited:.0f} s: {error}") from None
+            if not away:
+                say(f"no learner at {address} ({error}): tried again for {patience:.0f} s")
+            away = True
             time.sleep(wait)
+        else:
+            if away:
+                say(f"a learner at {address} after {time.monotonic() - begin:.1f} s")
+            return found
     raise AssertionError
 
 

@@ -213,6 +213,8 @@ def test_who_gets_no_turn_says_so():
 def take_shifts(post: Post, shared: SharedArrays, board: Board, rank: int, rollouts: int) -> None:
     """`data[0]`: how many are inside; `data[1]`: the most that ever were; `data[2:]`: who was inside, one by one."""
     data, shift = shared.arrays["data"], Shift(Locks(shared.fd, 5.0), 7, board, rank)
+    board.here[rank] = 1
+    until(lambda: board.here.all())  # who starts late has not been left out
     for _ in range(rollouts):
         shift.begin()
         shift.begin()  # polled in the middle of a rollout: it goes on

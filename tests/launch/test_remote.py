@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -11,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from coterie import cli
+from coterie import cli, remote
 from coterie.config import Config, Env
 from coterie.envs.make import make_spec
 from coterie.remote import lend_actor, lend_envs
@@ -99,9 +100,7 @@ def test_a_host_that_sends_nan_and_one_with_other_frames_are_put_out(meddler, gu
         finally:
             channel.close()
         goes_on(meddler)
-        finish(meddler)
-        guest.thread.join(PATIENCE)
-        assert "the run has ended" in guest.end()
+        finish(meddler, guest)
 
     assert meddler.run(central(meddler.out, port), meddle) == 75
     summary = check(meddler.out)
@@ -120,10 +119,7 @@ def test_a_killed_learner_comes_back_and_its_hosts_find_it(meddler, guests):
             meddler.kill(0)
             at = meddler.saved()
             meddler.until(lambda at=at: meddler.saved() > at, "a later checkpoint")
-        finish(meddler)
-        for guest in mine:
-            guest.thread.join(PATIENCE)
-            assert "the run has ended" in guest.end()
+        finish(meddler, *mine)
 
     assert meddler.run(central(meddler.out, port), meddle) == 75
     check(meddler.out)
@@ -164,10 +160,7 @@ def test_through_a_proxy_that_delays_throttles_and_cuts(tmp_path, monkeypatch, m
         proxy.deaf = False
         before = proxy.bytes
         meddler.until(lambda: proxy.bytes > before + 20_000, "they are back")
-        finish(meddler)
-        for guest in mine:
-            guest.thread.join(PATIENCE)
-            assert "the run has ended" in guest.end()
+        finish(meddler, *mine)
 
     with Proxy(port) as proxy:
         assert meddler.run(central(meddler.out, port, **own), lambda: meddle(proxy)) == 75
@@ -198,10 +191,7 @@ def test_a_frozen_connection_is_given_up_and_made_again(meddler, guests):
         proxy.frozen.clear()
         before = proxy.bytes
         meddler.until(lambda: proxy.bytes > before + 20_000, "it is back")
-        finish(meddler)
-        for guest in mine:
-            guest.thread.join(PATIENCE)
-            assert "the run has ended" in guest.end()
+        finish(meddler, *mine)
 
     with Proxy(port) as proxy:
         assert meddler.run(central(meddler.out, port), lambda: meddle(proxy)) == 75
@@ -214,16 +204,13 @@ def test_hosts_are_spread_over_the_learners(meddler, guests):
 
     def meddle() -> None:
         mine = [guests(lend_envs, port) for _ in range(4)]
-        until(lambda: all(guest.lines for guest in mine), "all are let in")
-        where = sorted(guest.lines[0].rpartition(" ")[2] for guest in mine)
+        until(lambda: all(guest.there() for guest in mine), "all are let in")
+        where = sorted(guest.address for guest in mine)
         assert where == [f"127.0.0.1:{port}"] * 2 + [f"127.0.0.1:{port + 1}"] * 2
         meddler.at_work()
         steps = learned()
         meddler.until(lambda: all(a > b for a, b in zip(learned(), steps, strict=True)), "both learn")
-        finish(meddler)
-        for guest in mine:
-            guest.thread.join(PATIENCE)
-            assert "the run has ended" in guest.end()
+        finish(meddler, *mine)
 
     def learned() -> list[int]:
         return [x["learned"] for x in last_checkpoint(meddler.out)[1]["learners"]]
@@ -234,14 +221,15 @@ def test_hosts_are_spread_over_the_learners(meddler, guests):
 
 
 @pytest.mark.parametrize("work", [lend_envs, lend_actor])
-def test_who_waits_for_a_learner_that_is_stopped_may_leave(meddler, guests, work):
-    """And who stays goes on with it afterwards."""
+def test_who_waits_for_a_learner_that_is_stopped_may_leave(meddler, guests, work, monkeypatch):
+    """And who stays goes on with it afterwards, and says how long its envs wait for their actions."""
+    monkeypatch.setattr(remote, "_SAY_S", 0.5)
     port = free_ports()
 
     def meddle() -> None:
         mine = [guests(work, port) for _ in range(2)]
         meddler.at_work()
-        meddler.until(lambda: all(one.lines for one in mine), "they have begun")
+        meddler.until(lambda: all(one.there() for one in mine), "they have begun")
         pid = meddler.pid(0)
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -252,9 +240,8 @@ def test_who_waits_for_a_learner_that_is_stopped_may_leave(meddler, guests, work
         finally:
             os.kill(pid, signal.SIGCONT)
         goes_on(meddler)
-        finish(meddler)
-        mine[1].thread.join(PATIENCE)
-        assert "the run has ended" in mine[1].end()
+        finish(meddler, mine[1])
+        assert any(re.search(r" env steps; actions came after [\d.]+ ms \(p50\), ", x) for x in mine[1].lines)
 
     args = central if work is lend_envs else decoupled
     assert meddler.run(args(meddler.out, port), meddle) == 75

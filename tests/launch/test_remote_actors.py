@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from coterie.remote import lend_actor
-from tests.launch.harness import PATIENCE, until
+from tests.launch.harness import until
 from tests.launch.test_decoupled import check
 from tests.launch.visitors import decoupled, finish, free_ports, goes_on
 from tests.proxy import Proxy
@@ -49,9 +49,7 @@ def test_an_actor_finds_a_learner_that_comes_back_through_a_proxy_that_cuts(medd
         at, before = meddler.saved(), proxy.bytes
         meddler.until(lambda: meddler.saved() > at, "a later checkpoint")
         meddler.until(lambda: proxy.bytes > before + 20_000, "it is back")
-        finish(meddler)
-        mine.thread.join(PATIENCE)
-        assert "the run has ended" in mine.end()
+        finish(meddler, mine)
 
     with Proxy(port) as proxy:
         assert meddler.run(decoupled(meddler.out, port), lambda: meddle(proxy)) == 75

@@ -71,6 +71,16 @@ class Guest:
         self.thread = threading.Thread(target=run)
         self.thread.start()
 
+    def there(self) -> bool:
+        """It has been let in, and has found a learner again as often as it has lost one."""
+        away, back = (sum(x.startswith(word) for x in self.lines) for word in ("no learner at", "a learner at"))
+        return away == back and bool(self.address)
+
+    @property
+    def address(self) -> str:
+        """Of the learner that it works for; empty before it has been let in."""
+        return next((x.rpartition(" ")[2] for x in self.lines if " envs of " in x), "")
+
     def end(self) -> str:
         """It leaves, if it has not been told to go; what it said last."""
         self.left.set()
@@ -113,5 +123,10 @@ def goes_on(meddler: Meddler, rows: int = 20 * CROWD) -> None:
     meddler.until(lambda: meddler.steps() > steps + rows, "the run goes on")
 
 
-def finish(meddler: Meddler) -> None:
+def finish(meddler: Meddler, *guests: Guest) -> None:
+    """The run ends, when these guests are at work: who is away at that moment never hears of it."""
+    meddler.until(lambda: all(guest.there() for guest in guests), "the guests are at work")
     os.kill(os.getpid(), signal.SIGTERM)
+    for guest in guests:
+        guest.thread.join(PATIENCE)
+        assert "the run has ended" in guest.end()
