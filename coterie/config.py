@@ -66,7 +66,7 @@ class Model:
     torso: str = "auto"  # a3c, a3c-gae, gala, nature, impala, football, mlp, auto, or package.module:callable
     hidden: tuple[int, ...] = (64, 64)  # mlp: layer sizes
     activation: Literal["tanh", "relu"] = "tanh"  # mlp
-    share: Literal["auto", "yes", "no"] = "auto"  # one torso for policy and value; auto: yes for images and LSTM
+    share: Literal["auto", "yes", "no"] = "auto"  # one torso for policy and value; auto: yes for images, text and LSTM
     core: Literal["none", "lstm"] = "none"
     core_size: int = 256
     last_action_reward: bool = False  # feed the last action (one-hot) and clipped reward to the core

@@ -45,6 +45,7 @@ class ObsSpec:
     low: float = -np.inf
     high: float = np.inf
     text: bool = False  # words as integers, 0 behind the last (envs/text.py)
+    codes: tuple[int, ...] = ()  # of the last axis's bytes, which are names and not amounts: how many each may be
 
     @property
     def is_numeric(self) -> bool:
@@ -53,7 +54,7 @@ class ObsSpec:
 
     @property
     def is_image(self) -> bool:
-        return len(self.shape) == 3 and self.dtype == "uint8"
+        return len(self.shape) == 3 and self.dtype == "uint8" and not self.codes
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,10 @@ class Spec:
     def to_json(self) -> dict[str, Any]:
         return {
             "env_id": self.env_id,
-            "obs": {k: [list(s.shape), s.dtype, *(["text"] if s.text else [])] for k, s in self.obs.items()},
+            "obs": {
+                k: [list(s.shape), s.dtype, *(["text"] if s.text else []), *(["codes", *s.codes] if s.codes else [])]
+                for k, s in self.obs.items()
+            },
             "action": [self.action.kind, list(self.action.sizes), list(self.action.low), list(self.action.high)],
         }
 

@@ -1,12 +1,13 @@
 """From gymnasium spaces to our `ObsSpec` and `ActionSpec`, and the conversions at the env's edge.
 
-Observations: Box, Discrete and MultiDiscrete (one-hot float32), MultiBinary, Text (word hashes), and Dict of those
-(flat, nested keys joined by "."). Actions: Discrete, MultiDiscrete, MultiBinary, Box of floats. Left out: Tuple, Graph,
-Sequence.
+Observations: Box, Discrete and MultiDiscrete (one-hot float32), MultiBinary, Text (word hashes), MiniGrid's grids
+(codes), and Dict of those (flat, nested keys joined by "."). Actions: Discrete, MultiDiscrete, MultiBinary, Box of
+floats. Left out: Tuple, Graph, Sequence.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ Convert = Callable[[Array], Array]
 # Kept as the env gives them, because torch has them too; anything else becomes float32.
 _KEPT = {"uint8", "int8", "int16", "int32", "int64", "float32", "bool"}
 _LARGEST_ONE_HOT = 65536
+# MiniGrid's and BabyAI's grid, which declares itself an image: what is in a cell, its colour, its state or direction.
+_GRID = re.compile(r"(MiniGrid|BabyAI)-")
+_GRID_CODES = (11, 6, 4)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ def _field(env_id: str, name: str, path: tuple[str, ...], space: spaces.Space[An
         dtype = space.dtype.name if space.dtype is not None and space.dtype.name in _KEPT else "float32"
         low, high = (float(np.min(space.low)), float(np.max(space.high))) if dtype == "uint8" else (-np.inf, np.inf)
         same = space.dtype is not None and space.dtype.name == dtype and space.shape != ()
-        return ObsField(name, path, ObsSpec(shape, dtype, low, high), None if same else _plain(space.shape, dtype))
+        codes = _GRID_CODES if _GRID.match(env_id) and name == "image" and shape[2:] == (len(_GRID_CODES),) else ()
+        spec = ObsSpec(shape, dtype, low, high, codes=codes)
+        return ObsField(name, path, spec, None if same else _plain(space.shape, dtype))
     raise ConfigError(
         f"env.id {env_id!r}: observation {name or 'space'!r} is {type(space).__name__}; "
         "it may be Box, Discrete, MultiDiscrete, MultiBinary, Text or a Dict of those"

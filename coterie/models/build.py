@@ -36,8 +36,8 @@ class Network(nn.Module):
         super().__init__()
         self.spec, self.config = spec, config
         self.recurrent = config.core == "lstm"
-        image = any(s.is_image for s in spec.obs.values())
-        share = q is not None or config.share == "yes" or (config.share == "auto" and (image or self.recurrent))
+        large = any(s.is_image or s.text or s.codes for s in spec.obs.values())
+        share = q is not None or config.share == "yes" or (config.share == "auto" and (large or self.recurrent))
         dist = make_distribution(spec.action)
         pair = None if share else build_pair(spec.obs, config)
         self.paired = pair is not None

@@ -2,7 +2,7 @@
 
 a3c (A3C, Accelerated Methods), a3c-gae (A3C with GAE; its FC-FC-LSTM is mlp and a core), gala (GALA), nature (DQN),
 nature-conv (without its last layer, for dueling streams), impala (IMPALA's ResNet), football (SEED RL's, with a fourth
-stage), mlp. An entry that is text has the torso of models/text.py, whatever is named here.
+stage), mlp. Whatever is named here, an entry that is text has the torso of models/text.py, and a grid of codes its own.
 """
 
 from __future__ import annotations
@@ -217,17 +217,58 @@ class MLPPair(nn.Module):
         return x
 
 
-class DictTorso(nn.Module):
-    """One torso for each entry of a dict observation, features side by side."""
+class GridTorso(nn.Module):
+    """Cells of codes (MiniGrid's) as one-hot vectors, two 3x3 convolutions, one layer: `[N, H, W, C]` -> `[N, 128]`.
 
-    def __init__(self, torsos: dict[str, nn.Module]) -> None:
+    A code is a name. As an amount, a part of 255, it is nearly nothing: a policy could not tell colours apart.
+    """
+
+    def __init__(self, shape: tuple[int, ...], codes: tuple[int, ...]) -> None:
+        super().__init__()
+        height, wide, _ = shape
+        pad = int(min(height, wide) < 5)
+        modules: list[nn.Module] = []
+        for a, b in ((sum(codes), 32), (32, 32)):
+            modules += [nn.Conv2d(a, b, 3, padding=pad), nn.ReLU(inplace=True)]
+            _init(modules[-2])  # type: ignore[arg-type]
+            height, wide = height - 2 + 2 * pad, wide - 2 + 2 * pad
+        linear = nn.Linear(32 * height * wide, 128)
+        _init(linear)
+        self.layers = nn.Sequential(*modules, nn.Flatten(), linear, nn.ReLU(inplace=True))
+        self.size = 128
+        names = [(channel, code) for channel, count in enumerate(codes) for code in range(count)]
+        self.register_buffer("channels", torch.tensor([x for x, _ in names]), persistent=False)
+        self.register_buffer("names", torch.tensor([x for _, x in names], dtype=torch.uint8), persistent=False)
+
+    channels: Tensor
+    names: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        hot = (x.index_select(3, self.channels) == self.names).permute(0, 3, 1, 2)
+        return self.layers(hot.to(compute_dtype(next(self.layers.parameters()))))  # type: ignore[no-any-return]
+
+
+class DictTorso(nn.Module):
+    """One torso for each entry of a dict observation, features side by side.
+
+    `joint`: a layer over them, without which heads right behind would add up what each entry says by itself: an
+    instruction could not say which object to walk to. A core is such a layer.
+    """
+
+    def __init__(self, torsos: dict[str, nn.Module], joint: bool) -> None:
         super().__init__()
         self.keys = list(torsos)
         self.torsos = nn.ModuleList(torsos.values())
         self.size = sum(cast(int, t.size) for t in torsos.values())
+        self.joint: nn.Linear | None = None
+        if joint:
+            self.joint = nn.Linear(self.size, 128)
+            _init(self.joint)
+            self.size = 128
 
     def forward(self, x: dict[str, Tensor]) -> Tensor:
-        return torch.cat([torso(x[key]).float() for key, torso in zip(self.keys, self.torsos, strict=True)], dim=-1)
+        y = torch.cat([torso(x[key]).float() for key, torso in zip(self.keys, self.torsos, strict=True)], dim=-1)
+        return y if self.joint is None else F.relu(self.joint(y.to(compute_dtype(self.joint.weight))))
 
 
 def layout(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], bool]:
@@ -239,6 +280,8 @@ def layout(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], bool]:
 def _one(spec: ObsSpec, config: ModelConfig) -> nn.Module:
     if spec.text:
         return TextTorso(spec)
+    if spec.codes:
+        return GridTorso(spec.shape, spec.codes)
     name, image = config.torso, None
     if spec.is_image:
         image, hwc = layout(spec.shape)
@@ -268,7 +311,8 @@ def build_torso(obs: dict[str, ObsSpec], config: ModelConfig) -> nn.Module:
         raise ConfigError(f"model.torso: {config.torso!r} is not one of {', '.join(NAMES)} or package.module:callable")
     if list(obs) == [""]:
         return _one(obs[""], config)
-    return DictTorso({key: _one(spec, config) for key, spec in obs.items()})
+    joint = len(obs) > 1 and config.core == "none"
+    return DictTorso({key: _one(spec, config) for key, spec in obs.items()}, joint)
 
 
 def build_pair(obs: dict[str, ObsSpec], config: ModelConfig) -> MLPPair | None:

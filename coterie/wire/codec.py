@@ -141,6 +141,8 @@ def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:
         x = arrays[f"obs/{key}"]
         if s.text and not ((x >= 0) & (x <= s.high)).all():
             raise Refused(f"{key!r} has a word that is none")
+        if s.codes and (x >= np.array(s.codes)).any():
+            raise Refused(f"{key!r} has a code that is none")
 
 
 WHOLE = "whole"  # of which envs a whole stack of frames is sent
