@@ -16,7 +16,7 @@ class Env:
 
     id: str = "CartPole-v1"  # EnvPool id, gymnasium id, dmlab/LEVEL, or package.module:callable
     backend: Literal["auto", "pool", "workers"] = "auto"  # pool: EnvPool; workers: gymnasium in worker processes
-    num_envs: int = 16  # simulators of each learner
+    num_envs: int = 16  # simulators of each learner; auto (or 0): as many as keep the cores busy
     groups: int = 0  # 2: alternate (one group steps while the other is acted on); 1: not; 0: whichever suits the env
     threads: int = 0  # env threads or worker processes of each learner; 0: one per core that it has
     action_repeat: int = 1  # times that the env takes each action, rewards added up (Atari: besides frame_skip)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from coterie.acting.decoupled import Stopped
 from coterie.config import Config
+from coterie.parts import settle
 from coterie.remote import Door, lend_actor, lend_envs
 from coterie.runs.config_io import parse_cli, validate
 from coterie.types import ConfigError
@@ -32,6 +33,7 @@ def _options(args: list[str], parser: argparse.ArgumentParser) -> tuple[Config, 
         raise ConfigError("--patience: must be above 0")
     config = parse_cli(replace(Config(), seed=options.seed, device="cpu"), rest)
     validate(config)
+    config = settle(config)
     token = read_token(options.token_file) if options.token_file else ""
     return config, Door(options.connect, token, options.cert, options.patience)
 

@@ -20,7 +20,7 @@ from coterie.algorithms.r2d2 import R2D2
 from coterie.algorithms.values import Means
 from coterie.algorithms.vtrace import VTrace
 from coterie.config import Config, elsewhere
-from coterie.envs.make import make_envs
+from coterie.envs.make import make_envs, make_spec
 from coterie.envs.owner import Envs
 from coterie.envs.pool import has_env
 from coterie.exchange.allreduce import AllReduce
@@ -45,6 +45,8 @@ from coterie.parallel.weights import Weights
 from coterie.tasks import task_config, tasks
 from coterie.types import AgentOutput, ConfigError, Inputs, Spec
 
+# For each core where env.num_envs is auto.
+_IMAGE_ENVS, _VECTOR_ENVS = 16, 32
 _CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks.md)
 
 
@@ -171,9 +173,29 @@ def make_model(config: Config, spec: Spec) -> Network:
         return Network(spec, config.model, config.q if config.algorithm in VALUE else None)
 
 
+def simulators(config: Config, learners: int) -> int:
+    """Each learner's, where `env.num_envs` is auto: so many for each of its cores, or for each of its actors, that the
+    columns of a batch and the tasks are shared out evenly.
+    """
+    spec = make_spec(replace(config.env, num_envs=1), config.atari)
+    width = _IMAGE_ENVS if any(s.is_image for s in spec.obs.values()) else _VECTOR_ENVS
+    cores, several = max(1, len(available_cores()) // learners), len(tasks(config.env.id))
+    batch = elsewhere(config).batch_size if config.acting != "inline" else 0
+    if batch and elsewhere(config).lockstep:
+        return batch
+    if config.acting != "decoupled":
+        return width * cores * several
+    if isinstance(config.actors, int):
+        actors = max(1, config.actors // learners)
+    else:
+        fair = [k for k in range(1, cores + several) if k * learners % several == 0]
+        actors = max([k for k in fair if k <= cores], default=fair[0])
+    return actors * (max(w for w in range(1, width + 1) if batch % w == 0) if batch else width)
+
+
 def settle(config: Config) -> Config:
-    """`auto` learners, actors and exchange as what they are on this machine: one learner for each GPU, or else each
-    core; one actor for each core, as far as the simulators can be shared out evenly.
+    """`auto` learners, simulators, actors and exchange as what they are on this machine: one learner for each GPU, or
+    else each core; one actor for each core, as far as the simulators can be shared out evenly.
     """
     learners = config.learners
     if learners == "auto":
@@ -182,6 +204,8 @@ def settle(config: Config) -> Config:
     exchange = config.exchange
     if exchange == "auto":
         exchange = "solo" if learners == 1 else "allreduce"
+    if not config.env.num_envs:
+        config = replace(config, env=replace(config.env, num_envs=simulators(config, learners)))
     actors = config.actors
     if actors == "auto" and config.acting == "central":
         actors = learners * len(tasks(config.env.id))  # a host has threads for all cores

@@ -35,7 +35,7 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         ((*TRAIN, "--learners", "2", "--exchange", "solo"), "learners: exchange solo is one learner"),
         ((*TRAIN, "--model.core", "gru"), "lstm"),
         ((*TRAIN, "--algo.gamma", "1.5"), "gamma"),
-        ((*TRAIN, "--env.num-envs", "0"), "env.num"),
+        ((*TRAIN, "--env.num-envs", "-1"), "env.num"),
         ((*TRAIN, "--model.last-action-reward", "True"), "model.last_action_reward: is fed to a core"),
         ((*TRAIN, "--env.groups", "2", "--env.num-envs", "3"), "even"),
         ((*TRAIN, "--ppo.minibatch-size", "100000"), "ppo.minibatch_size: is larger than a rollout"),

@@ -68,6 +68,8 @@ def _expected(kind: Any) -> str:
 
 def _coerce(name: str, kind: Any, value: Any) -> Any:
     """`value` as `kind`, or a ConfigError. A number that loses nothing may change its type: 1e6 is an integer."""
+    if name == "env.num_envs" and value == "auto":
+        return 0
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if get_origin(kind) in (Union, UnionType):
         for one in get_args(kind):
@@ -195,6 +197,8 @@ def _options(args: list[str]) -> dict[str, list[str]]:
         if not listed and len(values) != 1:
             wrong = f"takes one value, not {_shown(' '.join(values))}" if values else "needs a value"
             raise ConfigError(f"--{name}: {wrong}; it takes {_expected(kind)}")
+        if name == "env.num_envs" and values == ["auto"]:
+            values[:] = ["0"]
         if kind is int or (listed and get_args(kind)[0] is int):
             values[:] = [_whole(v) for v in values]
     return options
@@ -226,7 +230,7 @@ def cli_help(default: Config) -> str:
 # What a number must be: (fields, predicate, what it says).
 _RULES: tuple[tuple[str, Any, str], ...] = (
     (
-        "env.num_envs env.action_repeat algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip "
+        "env.action_repeat algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip "
         "atari.height "
         "atari.width atari.stack model.core_size eval.episodes eval.max_steps log.keep "
         "store.chunks store.local_steps gossip.peers decoupled.publish_every central.max_envs wire.max_message_mb "
@@ -235,8 +239,8 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "must be at least 1",
     ),
     (
-        "seed env.threads env.max_episode_steps env.reserve env.decorrelate env.replace_budget atari.noop_max "
-        "ppo.clip_value ppo.target_kl ppo.batch_size optim.max_grad_norm optim.sqrt_scaling_from "
+        "seed env.num_envs env.threads env.max_episode_steps env.reserve env.decorrelate env.replace_budget "
+        "atari.noop_max ppo.clip_value ppo.target_kl ppo.batch_size optim.max_grad_norm optim.sqrt_scaling_from "
         "optim.chunk eval.every eval.max_episode_steps torch_threads algo.value_coef algo.entropy_coef "
         "log.checkpoint_every log.every restarts env.delay log.cosines algo.poll gossip.mix_every "
         "decoupled.batch_size decoupled.queue decoupled.lag_alarm decoupled.restarts vtrace.rho_bar vtrace.c_bar "

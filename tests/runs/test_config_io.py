@@ -236,10 +236,13 @@ def test_help_lists_every_option_with_its_comment() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    *(({name: 0}, name) for name in ("learners", "steps", "env.num_envs", "algo.unroll_length", "ppo.epochs")),
+    *(({name: 0}, name) for name in ("learners", "steps", "algo.unroll_length", "ppo.epochs")),
     *(({name: 0}, name) for name in ("ppo.minibatch_size", "log.keep", "eval.episodes", "model.core_size")),
     *(({name: 0}, name) for name in ("atari.frame_skip", "atari.stack", "atari.height", "atari.width")),
-    *(({name: -1}, name) for name in ("seed", "atari.noop_max", "optim.chunk", "torch_threads", "eval.every")),
+    *(
+        ({name: -1}, name)
+        for name in ("seed", "env.num_envs", "atari.noop_max", "optim.chunk", "torch_threads", "eval.every")
+    ),
     *(({name: -0.1}, name) for name in ("algo.value_coef", "algo.entropy_coef", "optim.max_grad_norm", "log.every")),
     *(({name: -0.1}, name) for name in ("algo.gamma", "algo.gae_lambda", "atari.sticky_actions", "optim.alpha")),
     *(({name: 1.01}, name) for name in ("algo.gamma", "algo.gae_lambda", "atari.sticky_actions")),
