@@ -7,10 +7,11 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.launch.harness import PATIENCE, Meddler
+from tests.launch.harness import PATIENCE, Meddler, Outside
 from tests.launch.visitors import WIDTH, Client, Guest
 
 # For `--model.torso odd:NAME`: learners that are unlike the others. Loaded in the parent, too.
@@ -126,3 +127,16 @@ def clients(tmp_path) -> Iterator[Callable[..., Client]]:
         if client.process.poll() is None:
             client.process.kill()
         client.process.wait(30)
+
+
+@pytest.fixture
+def outside(tmp_path) -> Iterator[Callable[..., Outside]]:
+    runs: list[Outside] = []
+
+    def start(make: Callable[[Path], list[str]]) -> Outside:
+        runs.append(Outside(tmp_path, make))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.clear_up()

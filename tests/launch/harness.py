@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing.process
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -93,6 +96,65 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
+
+
+def tagged(tag: str) -> dict[int, str]:
+    """Processes of a run, found by their environment: whoever their parents are by now."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if tag.encode() in (folder / "environ").read_bytes() and not gone(int(folder.name)):
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+    return found
+
+
+def named_memory(pid: int) -> list[str]:
+    """What a process holds of shared memory that has a name, and could stay behind."""
+    found = []
+    for file in [*Path(f"/proc/{pid}/fd").iterdir(), *Path(f"/proc/{pid}/map_files").iterdir()]:
+        with suppress(OSError):
+            target = os.readlink(file)
+            if target.startswith("/dev/shm") and not target.endswith("(deleted)"):
+                found.append(target)
+    return found
+
+
+class Outside:
+    """A run in a process group of its own."""
+
+    def __init__(self, tmp_path: Path, make: Callable[[Path], list[str]]) -> None:
+        self.out, self.tag = tmp_path / "run", f"COTERIE_TEST={tmp_path}"
+        self.tmp = Path(tempfile.mkdtemp(prefix="ct-"))  # a socket's path must be short
+        key, _, value = self.tag.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "coterie.cli", *make(self.out)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, key: value, "TMPDIR": str(self.tmp)},
+            start_new_session=True,
+        )
+
+    def wait_for(self, pattern: str) -> None:
+        def there() -> bool:
+            assert self.process.poll() is None, self.process.communicate()
+            return any(file.stat().st_size for file in self.out.glob(pattern))
+
+        until(there, f"{pattern} appears")
+
+    def processes(self) -> dict[int, str]:
+        return tagged(self.tag)
+
+    def end(self) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, stdout, stderr
+
+    def clear_up(self) -> None:
+        for pid in self.processes():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+        shutil.rmtree(self.tmp, ignore_errors=True)
 
 
 class Meddler:

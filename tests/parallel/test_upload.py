@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU: on a stand-in that copies only when it is waited for, and on a real one if there is."""
+"""Batches on their way to a GPU: on a stand-in that copies only when waited for, and on a real one if there is."""
 
 from __future__ import annotations
 
