@@ -72,6 +72,32 @@ def test_a_lost_action_counts_for_nothing_but_without_a_correction():
     assert float(corrected.norm()) < 1e-5 * float(not_corrected.norm())
 
 
+@pytest.mark.parametrize(("bias", "share"), [(0.0, 1.0), (-12.0, 0.5), (-25.0, 0.0)])
+def test_epsilon_weighs_the_gradient_by_how_far_the_probability_is_above_it(bias, share):
+    """d log(pi + eps) = pi / (pi + eps) d log(pi): what the policy would never do again has no say (section 5.2.2)."""
+    quiet = {"algo.entropy_coef": 0.0, "algo.value_coef": 0.0}
+    rollout = make_rollout(VECTOR, 1, 4)
+    rollout = swap(rollout, action=torch.zeros_like(rollout.action))
+    found = {}
+    for kind in ("none", "epsilon"):
+        config = make_config(**quiet, **{"vtrace.correction": kind})
+        torch.manual_seed(0)
+        model = Network(VECTOR, config.model)
+        model.policy.bias.data[0] = bias
+        params = FlatParams(model)
+        algorithm = VTrace(config, VECTOR)
+        (part,) = next(algorithm.batches(model, rollout)).parts()
+        algorithm.loss(model, part).total.backward()
+        found[kind] = params.grad.clone()
+    inputs = Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward)
+    prob = model(inputs, None)[0][:-1].softmax(-1)[..., 0].detach()
+    expected = float((prob / (prob + 1e-6)).mean())
+    ratio = float(found["epsilon"].norm() / found["none"].norm())
+    assert found["none"].norm() > 1e-3
+    assert ratio == pytest.approx(expected, rel=0.1)
+    assert ratio == pytest.approx(share, abs=0.45)
+
+
 def test_the_fake_step_changes_no_gradient():
     config, rollout = make_config(), make_rollout(VECTOR, 10, 8)
     masked = ~rollout.mask
