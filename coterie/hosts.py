@@ -20,7 +20,7 @@ from coterie.acting.decoupled import Stopped
 from coterie.actor import Stages, env_loop
 from coterie.config import Config
 from coterie.envs.make import make_spec
-from coterie.parallel.affinity import available_cores, rss_mb
+from coterie.parallel.affinity import available_cores, keep_freed_memory, rss_mb
 from coterie.parallel.board import COUNTS
 from coterie.parts import Links, actor_env, envs_of, patience, resolve, settle
 from coterie.types import Array, Spec, TimeStep
@@ -129,6 +129,7 @@ class HostWork:
         self, config: Config, life: int, first_env: int, dialer: Dialer, check: Callable[[], None], union: bool = False
     ) -> None:
         torch.set_num_threads(1)
+        keep_freed_memory()
         layout = resolve(replace(config, device="cpu"), dialer.spec)
         if not config.env.threads:
             # A group whose actions are awaited leaves its threads idle: each has one for every core.

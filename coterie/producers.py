@@ -20,7 +20,7 @@ from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.models.build import acting_copy
 from coterie.models.heads import Moments
-from coterie.parallel.affinity import rss_mb
+from coterie.parallel.affinity import keep_freed_memory, rss_mb
 from coterie.parallel.board import COUNTS
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
@@ -64,6 +64,7 @@ class Unrolls:
         make_ledge: Callable[[FlatParams, Moments, list[slice], Stages], Ledge],
     ) -> None:  # fmt: skip
         torch.set_num_threads(1)
+        keep_freed_memory()
         layout = resolve(replace(mine, device="cpu"), spec)
         self.stages, self.count = Stages(), count
         self.model = make_model(config, spec)

@@ -33,6 +33,7 @@ from coterie.matrix import check
 from coterie.models.build import Network, acting_copy
 from coterie.norms import Norms
 from coterie.ops.optim import scaled_lr, schedule_value
+from coterie.parallel.affinity import keep_freed_memory
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.parts import (
@@ -75,6 +76,7 @@ class Learner:
             torch.cuda.set_device(layout.device)
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)
+        keep_freed_memory()
         self.model = make_model(config, self.spec).to(layout.device)
         self.params = FlatParams(self.model)
         self.algorithm = make_algorithm(config, self.spec, layout.means, links.rank)
