@@ -159,6 +159,17 @@ class Gradients:
         return {name: sum(float(sums[name]) for sums in done) for name in done[0]}
 
 
+def take_step(exchange: Exchange, params: FlatParams, totals: dict[str, float], lr: float, where: str) -> None:
+    """Let the gradient of a batch with the metrics `totals` have its effect, and add its norm to them."""
+    if any(not math.isfinite(v) for v in totals.values()):
+        params.grad.fill_(math.nan)  # a loss that is not finite must not pass because its gradient is
+    try:
+        totals["grad_norm"] = exchange.step(params, lr)
+    except CoterieError as error:
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in totals.items())
+        raise type(error)(f"{error} at {where} ({shown})") from None
+
+
 def learn(
     model: Network,
     params: FlatParams,
@@ -192,15 +203,9 @@ def learn(
             half = settings.norms.begin(progress.env_steps) if settings.norms is not None else None
             totals = gradients.compute(algorithm, batch, half)
             begin = stages.add("train", begin)
-            if any(not math.isfinite(v) for v in totals.values()):
-                params.grad.fill_(math.nan)  # a loss that is not finite must not pass because its gradient is
             if half is not None:
                 cast(Norms, settings.norms).gradient(half)
-            try:
-                totals["grad_norm"] = exchange.step(params, lr)
-            except CoterieError as error:
-                shown = ", ".join(f"{k} {v:.4g}" for k, v in totals.items())
-                raise type(error)(f"{error} at learner step {progress.learner_steps} ({shown})") from None
+            take_step(exchange, params, totals, lr, f"learner step {progress.learner_steps}")
             if half is not None:
                 cast(Norms, settings.norms).step()
             batch.metrics = totals

@@ -16,12 +16,12 @@ from coterie.algorithms.dqn import DQN
 from coterie.algorithms.r2d2 import R2D2
 from coterie.config import Config
 from coterie.exchange.solo import Guard, Solo
-from coterie.learner import Gradients, autocast
+from coterie.learner import Gradients, autocast, take_step
 from coterie.ops.optim import make_rule
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.parts import Layout, make_algorithm, make_model
-from coterie.types import CoterieError, Rollout, Spec
+from coterie.types import Rollout, Spec
 
 
 class Secondary:
@@ -45,12 +45,7 @@ class Secondary:
         lr *= (self.config.q.secondary_lr or self.config.optim.lr) / self.config.optim.lr
         for batch in self.algorithm.batches(self.model, rollout):
             totals = self.gradients.compute(self.algorithm, batch)
-            if any(not math.isfinite(v) for v in totals.values()):
-                self.params.grad.fill_(math.nan)
-            try:
-                totals["grad_norm"] = self.exchange.step(self.params, lr)
-            except CoterieError as error:
-                raise type(error)(f"secondary learner: {error} at its step {self.learner_steps}") from None
+            take_step(self.exchange, self.params, totals, lr, f"the secondary learner's step {self.learner_steps}")
             self.learner_steps += 1
             self.last = {name: value for name, value in totals.items() if math.isfinite(value)}
         self.algorithm.after_rollout(self.model, rollout)

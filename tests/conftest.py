@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -65,3 +67,9 @@ def make_config(**changes: object) -> Config:
 def small_model() -> Network:
     torch.manual_seed(0)
     return Network(VECTOR, Model(hidden=(16,)))
+
+
+def after(rollouts: int) -> Callable[[Rollout], bool]:
+    """For `Learner.run`: stop after so many rollouts."""
+    left = iter(range(rollouts - 1, -1, -1))
+    return lambda rollout: next(left) == 0

@@ -15,7 +15,7 @@ from coterie.norms import Norms
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.roles import Learner
-from tests.conftest import make_config
+from tests.conftest import after, make_config
 
 
 class Noise:
@@ -62,14 +62,7 @@ def test_any_algorithm_tells_them_and_learns_the_same(algorithm):
     found = []
     for every in (0, 40):
         learner = Learner(make_config(algorithm=algorithm, **small, **{"log.norms": every}))
-        count = 0
-
-        def stop(rollout):
-            nonlocal count
-            count += 1
-            return count == 6
-
-        learner.run(stop)
+        learner.run(after(6))
         gauges = learner.gauges()
         learner.close()
         found.append((learner.params.data.clone(), gauges))

@@ -81,7 +81,7 @@ def test_its_learning_rate_follows_the_primarys_schedule():
 def test_what_is_not_finite_is_told_apart_from_the_primarys():
     learner = Learner(make_config(**{**SMALL, "steps": 400}))
     learner.secondary.params.data.fill_(math.nan)
-    with pytest.raises(CoterieError, match=r"secondary learner: .* not finite"):
+    with pytest.raises(CoterieError, match=r"not finite at the secondary learner's step \d+"):
         learner.run(until(400))
     learner.close()
 

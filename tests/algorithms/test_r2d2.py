@@ -10,7 +10,7 @@ from coterie.algorithms.r2d2 import R2D2
 from coterie.ops.q import rescale, unscale
 from coterie.roles import Learner
 from tests.algorithms.values import CORE, build, drawn, moved
-from tests.conftest import VECTOR, make_config, make_rollout
+from tests.conftest import VECTOR, after, make_config, make_rollout
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -27,14 +27,7 @@ def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stor
         },
     )  # fmt: skip
     learner = Learner(config)
-    count = 0
-
-    def stop(rollout):
-        nonlocal count
-        count += 1
-        return count == 12
-
-    learner.run(stop)
+    learner.run(after(12))
     learner.close()
     ring = learner.algorithm.base.replay
     assert ring.size == 4 * 10

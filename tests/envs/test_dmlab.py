@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import warnings
@@ -243,22 +244,18 @@ def test_bad_settings_are_one_line_for_the_user(level, options, says):
     assert "\n" not in str(caught.value)
 
 
-def test_a_level_trains(tmp_path):
-    changes = {
-        "steps": 384,
-        "out": str(tmp_path / "run"),
-        "env.num_envs": 4,
-        "env.threads": 2,
-        "env.decorrelate": 0,
-        "env.kwargs": f'{{"width": 40, "height": 36, "level_cache": "{tmp_path / "maps"}"}}',
-        "algo.unroll_length": 16,
-        "ppo.batch_size": 0,
-        "ppo.minibatch_size": 32,
-        "ppo.epochs": 2,
-        "log.tensorboard": False,
-    }
-    summary = coterie.train(presets.ppo(env=f"dmlab/{LEVEL}", **changes), quiet=True)
+def train(tmp_path, preset, **changes):
+    small = {"out": str(tmp_path / "run"), "env.num_envs": 4, "env.threads": 1, "log.tensorboard": False}
+    size = {"width": 40, "height": 36, "level_cache": str(tmp_path / "maps")}
+    made = presets.make(preset, f"dmlab/{LEVEL}", **{**small, "env.kwargs": json.dumps(size), **changes})
+    summary = coterie.train(made, quiet=True)
     assert summary["status"] == "finished"
+    return summary
+
+
+def test_a_level_trains(tmp_path):
+    one_pass = {"ppo.batch_size": 0, "ppo.minibatch_size": 32, "ppo.epochs": 2, "algo.unroll_length": 16}
+    summary = train(tmp_path, "ppo", **one_pass, **{"steps": 384, "env.threads": 2, "env.decorrelate": 0})
     assert summary["env_steps"] >= 384 - 4 * STEPS
     assert summary["env_frames"] == 4 * summary["env_steps"]
     assert len(list((tmp_path / "maps").iterdir())) == 3
@@ -276,17 +273,6 @@ def test_presets_have_a_memory_that_sees_the_last_action_and_reward(preset, tors
 
 
 def test_a_level_trains_through_actors(tmp_path):
-    changes = {
-        "steps": 400,
-        "out": str(tmp_path / "run"),
-        "env.num_envs": 4,
-        "env.threads": 1,
-        "env.kwargs": '{"width": 40, "height": 36}',
-        "actors": 2,
-        "algo.unroll_length": 10,
-        "decoupled.batch_size": 4,
-        "log.tensorboard": False,
-    }
-    summary = coterie.train(presets.impala(env=f"dmlab/{LEVEL}", **changes), quiet=True)
-    assert summary["status"] == "finished"
+    actors = {"actors": 2, "decoupled.batch_size": 4}
+    summary = train(tmp_path, "impala", **actors, **{"steps": 400, "algo.unroll_length": 10})
     assert summary["env_steps"] >= 400
