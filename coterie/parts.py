@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from coterie.exchange.solo import Guard, Solo
 from coterie.exchange.store import Store, Turns
 from coterie.exchange.topology import matrices
 from coterie.learner import Exchange
-from coterie.matrix import VALUE
+from coterie.matrix import VALUE, first_rows
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule
@@ -175,22 +176,31 @@ def make_model(config: Config, spec: Spec) -> Network:
 
 def simulators(config: Config, learners: int) -> int:
     """Each learner's, where `env.num_envs` is auto: so many for each of its cores, or for each of its actors, that the
-    columns of a batch and the tasks are shared out evenly.
+    columns of a batch and the tasks are shared out evenly, and what has to be there before learning begins comes of
+    `q.learn_start` env steps.
     """
-    spec = make_spec(replace(config.env, num_envs=1), config.atari)
+    one = replace(config, env=replace(config.env, num_envs=1))
+    spec = make_spec(one.env, config.atari)
     width = _IMAGE_ENVS if any(s.is_image for s in spec.obs.values()) else _VECTOR_ENVS
     cores, several = max(1, len(available_cores()) // learners), len(tasks(config.env.id))
     batch = elsewhere(config).batch_size if config.acting != "inline" else 0
     if batch and elsewhere(config).lockstep:
         return batch
-    if config.acting != "decoupled":
-        return width * cores * several
+    most = config.central.max_envs if config.acting == "central" else sys.maxsize
+    if config.algorithm in VALUE:
+        most = min(most, int(config.q.learn_start // first_rows(one)))
+    step = 2 if config.env.groups == 2 else 1
     if isinstance(config.actors, int):
         actors = max(1, config.actors // learners)
-    else:
+    elif config.acting == "decoupled":
         fair = [k for k in range(1, cores + several) if k * learners % several == 0]
-        actors = max([k for k in fair if k <= cores], default=fair[0])
-    return actors * (max(w for w in range(1, width + 1) if batch % w == 0) if batch else width)
+        actors = max([k for k in fair if k <= cores and k * step <= most], default=fair[0])
+    else:
+        actors = several if config.acting == "central" else 1  # a host has threads for all cores
+    if config.acting != "decoupled":
+        width, batch = -(-width * cores // actors), 0
+    fitting = [w for w in range(step, width + 1, step) if batch % w == 0 and actors * w <= most]
+    return actors * max(fitting, default=step)
 
 
 def settle(config: Config) -> Config:
@@ -216,7 +226,10 @@ def settle(config: Config) -> Config:
         fitting = [
             k
             for k in range(1, envs + 1)
-            if envs % k == 0 and batch_size(config) % (envs // k) == 0 and k * learners % several == 0
+            if envs % k == 0
+            and batch_size(config) % (envs // k) == 0
+            and k * learners % several == 0
+            and (config.env.groups != 2 or envs // k % 2 == 0)
         ] or [1]
         actors = learners * max([k for k in fitting if k <= most], default=fitting[0])
     return replace(config, learners=learners, exchange=exchange, actors=actors)

@@ -17,7 +17,7 @@ _SMALLEST_IMAGE = 36  # pixels, what the presets' torsos need
 
 
 def _kind(spec: Spec) -> str:
-    # An image that no stack of convolutions fits (MiniGrid's 7x7 cells) is a vector of bytes.
+    # An image that no stack of convolutions fits is a vector of bytes.
     if any(s.is_image and sorted(s.shape)[1] >= _SMALLEST_IMAGE for s in spec.obs.values()):
         return "image"
     return "continuous" if spec.action.kind == "continuous" else "vector"

@@ -87,6 +87,17 @@ def test_actors_fit_the_simulators_that_are_asked_for(cores):
     assert layout("impala", "CartPole-v1", "--env.num-envs", "7", "--decoupled.batch-size", "7") == (1, 1, 7)
 
 
+@pytest.mark.parametrize("preset", sorted(presets.PRESETS))
+@pytest.mark.parametrize("env", ["CartPole-v1", "Breakout-v5"])
+def test_no_preset_refuses_it_whatever_the_machine(cores, preset, env):
+    if presets.make(preset, env).env.id != env:
+        pytest.skip("the preset has an env of its own")
+    for count in (1, 2, 16, 256):
+        cores(count)
+        for groups in ("0", "2"):
+            assert settled(preset, env, "--env.num-envs", "auto", "--env.groups", groups).env.num_envs >= 1
+
+
 def test_auto_is_a_word_of_this_option_only_and_is_settled_before_the_run(tmp_path):
     with pytest.raises(ConfigError, match=r"^--env\.threads: 'auto' is not an integer"):
         parse_cli(Config(), ["--env.threads", "auto"])

@@ -53,7 +53,7 @@ def _shares(n: int, cores: Sequence[int]) -> list[list[int]]:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 64 << 20  # allocations below this; replay and shared memory are above
+_KEPT_BYTES = 32 << 20  # allocations up to this: glibc below 2.35 takes no more
 
 
 def keep_freed_memory() -> None:
@@ -66,8 +66,8 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+    if mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) == 1:
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def rss_mb() -> float | None:

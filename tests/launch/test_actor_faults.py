@@ -93,10 +93,13 @@ def test_an_actor_killed_at_a_point_of_its_work(tmp_path, monkeypatch, meddler, 
     summary = check(meddler.out)
     assert (meddler.out / "log.txt").read_text().count("actor 0 was killed by SIGKILL") == 1
     assert summary["rows"]["rolled_back"] == 0
-    actors = 2 if exchange == "solo" else 4
-    # A rollout of the killed one, and what is open at the end, at most; of each life a step that nobody saw.
-    assert summary["rows"]["dropped"] <= (1 + actors) * CROWD * 5
-    assert summary["rows"]["produced"] <= tally.stat().st_size <= summary["rows"]["produced"] + 2 * actors * CROWD
+    actors, width = (2 if exchange == "solo" else 4), CROWD // 2
+    # Only what it had not handed over when it was killed, which is a whole rollout at these three points.
+    lost = point in ("before Slots.promise", "after Slots.promise", "before Slots.fill")
+    assert summary["rows"]["dropped"] in (range(1, 5 * width + 1) if lost else [0])
+    # Of each life a step that nobody saw.
+    produced = summary["rows"]["produced"]
+    assert produced <= tally.stat().st_size <= produced + (actors + 1) * 2 * width
     meddler.check_nothing_left()
 
 
@@ -113,17 +116,15 @@ def test_shared_memory_has_no_name_and_all_are_gone_after_a_signal(meddler, acti
             assert not named_memory(pid)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    before = set(os.listdir("/dev/shm"))
     assert meddler.run(arguments(meddler.out, acting), interrupt) == 75
     check(meddler.out)
     meddler.check_nothing_left()
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 @pytest.mark.parametrize("acting", ["decoupled", "central"])
 def test_a_second_signal_ends_actors_at_once(meddler, acting, capsys):
-    """They are in the middle of an env step of five seconds."""
-    own = {"env.delay": 5, "steps": 10**9}
+    """They are in the middle of an env step of a minute, or on the way to one."""
+    own, sent = {"env.delay": 60, "steps": 10**9}, []
 
     def interrupt_twice() -> None:
         children = 3 if acting == "decoupled" else 2
@@ -131,11 +132,11 @@ def test_a_second_signal_ends_actors_at_once(meddler, acting, capsys):
         time.sleep(1)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
+            sent.append(time.monotonic())
             time.sleep(0.3)
 
-    begin = time.monotonic()
     assert meddler.run(arguments(meddler.out, acting, **own), interrupt_twice) == 1
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - sent[1] < 30
     assert last_line(capsys) == "coterie: stopped at once; the last checkpoint stands"
     assert read_summary(meddler.out)["status"] == "failed"
     last_checkpoint(meddler.out)

@@ -240,8 +240,9 @@ def test_who_waits_for_a_learner_that_is_stopped_may_leave(meddler, guests, work
         finally:
             os.kill(pid, signal.SIGCONT)
         goes_on(meddler)
+        told = re.compile(r" env steps; actions came after [\d.]+ ms \(p50\), ")
+        meddler.until(lambda: any(map(told.search, mine[1].lines)), "it says how long actions take")
         finish(meddler, mine[1])
-        assert any(re.search(r" env steps; actions came after [\d.]+ ms \(p50\), ", x) for x in mine[1].lines)
 
     args = central if work is lend_envs else decoupled
     assert meddler.run(args(meddler.out, port), meddle) == 75

@@ -19,7 +19,7 @@ if {keep}:
     keep_freed_memory()
 
 def step():
-    kept = [torch.ones(40 << 20, dtype=torch.uint8) for _ in range(2)]
+    kept = [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(10)]
 
 for _ in range(5):
     step()
@@ -39,10 +39,24 @@ def faults(keep: bool) -> float:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 def test_the_next_step_gets_the_pages_of_the_last_one():
     plain, kept = faults(keep=False), faults(keep=True)
-    assert plain >= 40  # 2 blocks of 10,240 pages, or of 20 huge ones
+    assert plain >= 40  # 10 blocks of 2,048 pages, or of 4 huge ones
     assert kept < plain / 4
 
 
 def test_where_malloc_is_another_nothing_happens(monkeypatch):
     monkeypatch.setattr(affinity.ctypes, "CDLL", lambda name: object())
     affinity.keep_freed_memory()
+
+
+def test_nothing_is_changed_by_halves(monkeypatch):
+    """Where the first setting is refused, the second alone would fix a threshold that is too low."""
+    calls: list[int] = []
+
+    class Glibc:
+        def mallopt(self, what: int, value: int) -> int:
+            calls.append(what)
+            return 0
+
+    monkeypatch.setattr(affinity.ctypes, "CDLL", lambda name: Glibc())
+    affinity.keep_freed_memory()
+    assert calls == [affinity._M_MMAP_THRESHOLD]
