@@ -16,6 +16,7 @@ import torch
 from coterie.acting.central import Central
 from coterie.acting.decoupled import Decoupled
 from coterie.actor import Stages
+from coterie.auto import settle
 from coterie.config import Config
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.spaces import random_actions
@@ -27,7 +28,7 @@ from coterie.matrix import VALUE, check, first_rows
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, Post, listen
 from coterie.parallel.threads import Team
-from coterie.parts import Links, settle
+from coterie.parts import Links
 from coterie.roles import Learner
 from coterie.tasks import tasks
 from coterie.types import ConfigError, CoterieError, Inputs, Rollout

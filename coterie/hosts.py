@@ -18,11 +18,12 @@ import torch
 
 from coterie.acting.decoupled import Stopped
 from coterie.actor import Stages, env_loop
+from coterie.auto import resolve, settle
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.parallel.affinity import available_cores, keep_freed_memory, rss_mb
 from coterie.parallel.board import COUNTS
-from coterie.parts import Links, actor_env, envs_of, patience, resolve, settle
+from coterie.parts import Links, actor_env, envs_of, patience
 from coterie.types import Array, Spec, TimeStep
 from coterie.wire.client import Lost, Over, Stream, keep_trying, open_channel
 from coterie.wire.codec import Newest, timestep_layout

@@ -9,8 +9,8 @@ import threading
 from dataclasses import replace
 
 from coterie.acting.decoupled import Stopped
+from coterie.auto import settle
 from coterie.config import Config
-from coterie.parts import settle
 from coterie.remote import Door, lend_actor, lend_envs
 from coterie.runs.config_io import parse_cli, validate
 from coterie.types import ConfigError

@@ -16,6 +16,7 @@ from torch import Tensor
 from coterie.acting.decoupled import Desk, Stopped
 from coterie.acting.inline import Inline
 from coterie.actor import Recorder, Stages
+from coterie.auto import resolve, settle
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.models.build import acting_copy
@@ -35,8 +36,6 @@ from coterie.parts import (
     normalizers,
     patience,
     policy_of,
-    resolve,
-    settle,
 )
 from coterie.types import AgentOutput, Inputs, Spec
 

@@ -23,6 +23,7 @@ from coterie.actor import Recorder, Stages, local_fields
 from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import horizon
 from coterie.algorithms.r2d2 import R2D2
+from coterie.auto import batch_size, resolve, settle
 from coterie.config import Config, Wire
 from coterie.door import Hosts
 from coterie.envs.make import make_spec
@@ -39,7 +40,6 @@ from coterie.parallel.threads import Team
 from coterie.parts import (
     POLICY_SEED,
     Links,
-    batch_size,
     envs_of,
     ids_of,
     make_algorithm,
@@ -49,9 +49,7 @@ from coterie.parts import (
     patience,
     policy_of,
     replay_bytes,
-    resolve,
     seed_for,
-    settle,
 )
 from coterie.secondary import Secondary
 from coterie.types import AgentOutput, Inputs, Rollout

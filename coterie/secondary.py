@@ -14,13 +14,14 @@ from torch import Tensor
 
 from coterie.algorithms.dqn import DQN
 from coterie.algorithms.r2d2 import R2D2
+from coterie.auto import Layout
 from coterie.config import Config
 from coterie.exchange.solo import Guard, Solo
 from coterie.learner import Gradients, autocast, take_step
 from coterie.ops.optim import make_rule
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
-from coterie.parts import Layout, make_algorithm, make_model
+from coterie.parts import make_algorithm, make_model
 from coterie.types import Rollout, Spec
 
 

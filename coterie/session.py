@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.algorithms.values import room_for
+from coterie.auto import resolve, settle
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.evaluate import check_spec, open_run
@@ -18,7 +19,7 @@ from coterie.exchange.topology import matrices
 from coterie.launch.local import run_children, run_here
 from coterie.matrix import check
 from coterie.parallel.board import Board
-from coterie.parts import Links, replay_bytes, resolve, settle
+from coterie.parts import Links, replay_bytes
 from coterie.roles import Learner
 from coterie.run import EXIT_INTERRUPTED, Run
 from coterie.runs import checkpoint

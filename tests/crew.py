@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from coterie.auto import settle
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.launch.local import actor_process
 from coterie.launch.placement import Placement
 from coterie.parallel.processes import Child
-from coterie.parts import settle
 from coterie.roles import Learner
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import coterie
-from coterie import parts, presets
+from coterie import auto, presets
+from coterie.auto import settle
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.matrix import check
-from coterie.parts import settle
 from coterie.runs.config_io import load_config, parse_cli, validate
 from coterie.types import ConfigError
 
@@ -20,7 +20,7 @@ from coterie.types import ConfigError
 @pytest.fixture
 def cores(monkeypatch):
     def have(count: int) -> None:
-        monkeypatch.setattr(parts, "available_cores", lambda: list(range(count)))
+        monkeypatch.setattr(auto, "available_cores", lambda: list(range(count)))
 
     return have
 
@@ -38,24 +38,24 @@ def layout(preset: str, env: str, *args: str) -> tuple[Any, ...]:
 
 
 def test_an_actor_for_each_core_and_as_many_simulators_as_fill_a_batch(cores):
-    auto = ("--env.num-envs", "auto")
+    words = ("--env.num-envs", "auto")
     for count in (1, 2, 4, 8):
         cores(count)
         # The presets' batches have 32 and 8 rollouts: an actor's simulators divide them.
-        assert layout("impala", "Breakout-v5", *auto) == (1, count, 16 * count)
-        assert layout("impala", "CartPole-v1", *auto) == (1, count, 8 * count)
-        assert layout("impala", "CartPole-v1", *auto, "--decoupled.batch-size", "24") == (1, count, 24 * count)
-        assert layout("impala", "CartPole-v1", *auto, "--decoupled.batch-size", "0") == (1, count, 32 * count)
-        assert layout("impala", "CartPole-v1", *auto, "--decoupled.batch-size", "7") == (1, count, 7 * count)
-        assert layout("impala", "CartPole-v1", *auto, "--actors", "3") == (1, 3, 24)
+        assert layout("impala", "Breakout-v5", *words) == (1, count, 16 * count)
+        assert layout("impala", "CartPole-v1", *words) == (1, count, 8 * count)
+        assert layout("impala", "CartPole-v1", *words, "--decoupled.batch-size", "24") == (1, count, 24 * count)
+        assert layout("impala", "CartPole-v1", *words, "--decoupled.batch-size", "0") == (1, count, 32 * count)
+        assert layout("impala", "CartPole-v1", *words, "--decoupled.batch-size", "7") == (1, count, 7 * count)
+        assert layout("impala", "CartPole-v1", *words, "--actors", "3") == (1, 3, 24)
 
 
 def test_learners_share_the_cores(cores):
-    auto = ("--env.num-envs", "auto", "--exchange", "gossip")
+    words = ("--env.num-envs", "auto", "--exchange", "gossip")
     cores(4)
-    assert layout("impala", "CartPole-v1", *auto, "--learners", "2") == (2, 4, 16)
-    assert layout("impala", "CartPole-v1", *auto, "--learners", "8") == (8, 8, 8)
-    assert layout("a2c", "CartPole-v1", *auto, "--learners", "auto") == (4, "auto", 32)
+    assert layout("impala", "CartPole-v1", *words, "--learners", "2") == (2, 4, 16)
+    assert layout("impala", "CartPole-v1", *words, "--learners", "8") == (8, 8, 8)
+    assert layout("a2c", "CartPole-v1", *words, "--learners", "auto") == (4, "auto", 32)
     assert layout("a2c", "CartPole-v1", "--env.num-envs", "auto") == (1, "auto", 128)
     assert layout("ppo", "Breakout-v5", "--env.num-envs=auto") == (1, "auto", 64)
 

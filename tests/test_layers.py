@@ -42,7 +42,7 @@ LEVELS: list[list[str]] = [
         "envs.local",
     ],
     ["envs.worker_main", "envs.workers", "envs.repeat", "envs.make"],
-    ["models.cores", "models.text", "models.torsos", "models.heads", "models.build"],
+    ["models.cores", "models.text", "models.mlp", "models.torsos", "models.heads", "models.build"],
     ["replay.fifo", "replay.memory", "replay.owners", "replay.priority", "replay.ring", "replay.sequence"],
     ["wire.auth", "wire.codec", "wire.server", "wire.client"],
     ["actor"],
@@ -51,7 +51,7 @@ LEVELS: list[list[str]] = [
     ["exchange.topology", "exchange.gossip"],
     ["norms", "learner", "exchange.diagnostics"],
     ["acting.inline", "acting.decoupled", "acting.seats", "acting.central"],
-    ["matrix"],
+    ["matrix", "auto"],
     ["parts", "secondary", "door", "guests", "roles", "producers", "hosts", "preload", "remote"],
     [
         "evaluate",

@@ -8,16 +8,15 @@ stage), mlp. Whatever is named here, an entry that is text has the torso of mode
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coterie.config import Model as ModelConfig
+from coterie.models.mlp import MLPPair, MLPTorso, compute_dtype, init
 from coterie.models.text import TextTorso
 from coterie.types import ConfigError, ObsSpec
 
@@ -35,18 +34,6 @@ NAMES = (*_CONVS, *_RESNETS, "mlp", "auto")
 _SMALLEST_CONV_IMAGE = 36  # pixels; the 8-4-3 stacks need as many
 
 
-def _init(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2)) -> None:
-    nn.init.orthogonal_(layer.weight, gain)
-    assert layer.bias is not None
-    nn.init.zeros_(layer.bias)
-
-
-def compute_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype that the next matrix product runs in: autocast's, or the weights' own."""
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-
-
 class Frames(nn.Module):
     """The first convolution over uint8 frames: the division by 255 is folded into its weights, not done per pixel."""
 
@@ -54,7 +41,7 @@ class Frames(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(in_channels, out_channels, kernel, stride, padding)
         self.hwc = hwc
-        _init(self.conv)
+        init(self.conv)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.hwc:
@@ -81,7 +68,7 @@ class ConvTorso(nn.Module):
                 modules.append(Frames(channels, out, kernel, stride, 0, hwc))
             else:
                 modules.append(nn.Conv2d(channels, out, kernel, stride, pad))
-                _init(modules[-1])  # type: ignore[arg-type]
+                init(modules[-1])  # type: ignore[arg-type]
             modules.append(nn.ReLU(inplace=True))
             p = 0 if i == 0 else pad
             height, wide, channels = (height + 2 * p - kernel) // stride + 1, (wide + 2 * p - kernel) // stride + 1, out
@@ -89,7 +76,7 @@ class ConvTorso(nn.Module):
         self.size = channels * height * wide
         if width:
             linear = nn.Linear(self.size, width)
-            _init(linear)
+            init(linear)
             modules += [linear, nn.ReLU(inplace=True)]
             self.size = width
         self.layers = nn.Sequential(*modules)
@@ -105,8 +92,8 @@ class Residual(nn.Module):
         super().__init__()
         self.a = nn.Conv2d(channels, channels, 3, padding=1)
         self.b = nn.Conv2d(channels, channels, 3, padding=1)
-        _init(self.a)
-        _init(self.b, 1.0)
+        init(self.a)
+        init(self.b, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.b(F.relu(self.a(F.relu(x))))
@@ -125,96 +112,16 @@ class ImpalaTorso(nn.Module):
                 modules.append(Frames(c, out, 3, 1, 1, hwc))
             else:
                 modules.append(nn.Conv2d(c, out, 3, padding=1))
-                _init(modules[-1])  # type: ignore[arg-type]
+                init(modules[-1])  # type: ignore[arg-type]
             modules += [nn.MaxPool2d(3, 2, padding=1), Residual(out), Residual(out)]
             c, height, wide = out, (height + 1) // 2, (wide + 1) // 2
         linear = nn.Linear(c * height * wide, 256)
-        _init(linear)
+        init(linear)
         self.layers = nn.Sequential(*modules, nn.ReLU(), nn.Flatten(), linear, nn.ReLU(inplace=True))
         self.size = 256
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)  # type: ignore[no-any-return]
-
-
-class _Tanh(torch.autograd.Function):
-    """tanh(x) = 2 sigmoid(2x) - 1, in place but for the first step, and torch's own derivative.
-
-    Torch's tanh takes 2.6 ns an element on one core, this 0.7: a sixth of a small net's training time.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = _tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return torch.ops.aten.tanh_backward(grads[0], y)  # type: ignore[no-any-return]
-
-
-def _tanh(x: Tensor) -> Tensor:
-    y = torch.add(x, x).sigmoid_()
-    return y.add_(y).sub_(1)
-
-
-class Tanh(nn.Module):
-    """tanh by the fastest way."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda or x.dtype != torch.float32:  # in bfloat16 the difference would have no digits near 0
-            return torch.tanh(x)
-        return cast(Tensor, _Tanh.apply(x)) if x.requires_grad else _tanh(x)  # type: ignore[no-untyped-call]
-
-
-class MLPTorso(nn.Module):
-    """Layers of `hidden` over a flattened observation; bytes are divided by 255."""
-
-    def __init__(self, shape: tuple[int, ...], hidden: Sequence[int], activation: str, uint8: bool) -> None:
-        super().__init__()
-        size, modules = math.prod(shape), []
-        for width in hidden:
-            linear = nn.Linear(size, width)
-            _init(linear)
-            modules += [linear, Tanh() if activation == "tanh" else nn.ReLU()]
-            size = width
-        self.layers = nn.Sequential(*modules)
-        self.scale = 1 / 255 if uint8 else 1.0
-        self.size = size
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1)
-        x = x.to(compute_dtype(next(self.layers.parameters())) if len(self.layers) else torch.float32)
-        return self.layers(x if self.scale == 1 else x * self.scale)  # type: ignore[no-any-return]
-
-
-class MLPPair(nn.Module):
-    """The policy's and the value's MLP side by side: one batched product for each layer of both.
-
-    Half as many calls as two of them, which is what a small net's time goes into. `[N, *shape]` -> `[2, N, size]`.
-    """
-
-    def __init__(self, shape: tuple[int, ...], hidden: Sequence[int], activation: str) -> None:
-        super().__init__()
-        sizes = (math.prod(shape), *hidden)
-        for k, (a, b) in enumerate(pairwise(sizes)):
-            weight = torch.empty(2, a, b)
-            for tower in weight:
-                nn.init.orthogonal_(tower, math.sqrt(2))
-            self.register_parameter(f"weight_{k}", nn.Parameter(weight))
-            self.register_parameter(f"bias_{k}", nn.Parameter(torch.zeros(2, 1, b)))
-        self.activation = Tanh() if activation == "tanh" else nn.ReLU()
-        self.size = hidden[-1]
-
-    def forward(self, x: Tensor) -> Tensor:
-        # An nn.ParameterList takes longer to walk than a layer to compute.
-        layers = cast(list[Tensor], list(self._parameters.values()))
-        x = x.flatten(1).to(compute_dtype(layers[0])).expand(2, -1, -1)
-        for weight, bias in zip(layers[::2], layers[1::2], strict=True):
-            x = self.activation(torch.baddbmm(bias, x, weight))
-        return x
 
 
 class GridTorso(nn.Module):
@@ -230,10 +137,10 @@ class GridTorso(nn.Module):
         modules: list[nn.Module] = []
         for a, b in ((sum(codes), 32), (32, 32)):
             modules += [nn.Conv2d(a, b, 3, padding=pad), nn.ReLU(inplace=True)]
-            _init(modules[-2])  # type: ignore[arg-type]
+            init(modules[-2])  # type: ignore[arg-type]
             height, wide = height - 2 + 2 * pad, wide - 2 + 2 * pad
         linear = nn.Linear(32 * height * wide, 128)
-        _init(linear)
+        init(linear)
         self.layers = nn.Sequential(*modules, nn.Flatten(), linear, nn.ReLU(inplace=True))
         self.size = 128
         names = [(channel, code) for channel, count in enumerate(codes) for code in range(count)]
@@ -263,7 +170,7 @@ class DictTorso(nn.Module):
         self.joint: nn.Linear | None = None
         if joint:
             self.joint = nn.Linear(self.size, 128)
-            _init(self.joint)
+            init(self.joint)
             self.size = 128
 
     def forward(self, x: dict[str, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ import time
 
 import torch
 
-from coterie.models.torsos import MLPTorso
+from coterie.models.mlp import MLPTorso
 from coterie.runs import checkpoint
 
 RANK = multiprocessing.current_process().name.removeprefix("coterie-learner-")

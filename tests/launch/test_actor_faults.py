@@ -23,7 +23,7 @@ import os
 import signal
 from pathlib import Path
 
-from coterie.models.torsos import MLPTorso
+from coterie.models.mlp import MLPTorso
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 

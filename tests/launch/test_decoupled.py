@@ -194,7 +194,7 @@ def test_an_actor_that_hangs_is_named(tmp_path, meddler, capsys):
 def test_an_actors_error_ends_the_run_with_its_reason(tmp_path, monkeypatch, capsys):
     (tmp_path / "odd_torso.py").write_text(
         "import multiprocessing\n"
-        "from coterie.models.torsos import MLPTorso\n"
+        "from coterie.models.mlp import MLPTorso\n"
         "class Odd(MLPTorso):\n"
         "    def forward(self, x):\n"
         "        if 'actor-1' in multiprocessing.current_process().name:\n"

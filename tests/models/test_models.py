@@ -10,7 +10,8 @@ from coterie.config import Model
 from coterie.models.build import Network, acting_copy
 from coterie.models.cores import LSTMCore
 from coterie.models.heads import Normalizer
-from coterie.models.torsos import Residual, Tanh, build_torso
+from coterie.models.mlp import Tanh
+from coterie.models.torsos import Residual, build_torso
 from coterie.parallel.params import FlatParams
 from coterie.types import ActionSpec, ConfigError, Inputs, ObsSpec, Spec
 from tests.conftest import IMAGE, VECTOR, make_rollout
