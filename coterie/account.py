@@ -41,6 +41,7 @@ class Account:
             # What was acted and not learned at the end of the life before is lost.
             self.last_eval, self.dropped = state["last_eval"], state["dropped"] + state.get("in_flight", 0)
             self.lags = Counter({int(k): v for k, v in state.get("lags", {}).items()})
+            self.lag_by_row, self.rollouts = state.get("lag_by_row", []), state.get("rollouts", 0)
             self._load_episodes(state)
             self.begin_stages = dict(state["stages"])
             # What was told to the world after the checkpoint (`reached` env steps) is learned again.
@@ -167,6 +168,8 @@ class Account:
             "dropped": self.dropped + self.board.sum("dropped"),
             "in_flight": self._in_flight() if last else 0,
             "lags": {str(lag): rows for lag, rows in self.lags.items()},
+            "lag_by_row": self.lag_by_row,
+            "rollouts": self.rollouts,
             "episodes": self.episodes.state_dict(),
             "tasks": {task: games.state_dict() for task, games in self.tasks.items()},
         }

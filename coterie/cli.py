@@ -75,9 +75,7 @@ def _train_config(args: list[str]) -> Config:
     if "--help" in options or "-h" in options:
         print(cli_help(default))
         raise SystemExit(0)
-    config = parse_cli(default, options)
-    validate(config)
-    return config
+    return validate(parse_cli(default, options))
 
 
 def _only(options: list[str], sections: tuple[str, ...]) -> list[str]:

@@ -31,9 +31,7 @@ def _options(args: list[str], parser: argparse.ArgumentParser) -> tuple[Config, 
         split(options.connect)
     if not options.patience > 0:
         raise ConfigError("--patience: must be above 0")
-    config = parse_cli(replace(Config(), seed=options.seed, device="cpu"), rest)
-    validate(config)
-    config = settle(config)
+    config = settle(validate(parse_cli(replace(Config(), seed=options.seed, device="cpu"), rest)))
     token = read_token(options.token_file) if options.token_file else ""
     return config, Door(options.connect, token, options.cert, options.patience)
 

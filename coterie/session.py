@@ -31,7 +31,7 @@ __all__ = ["EXIT_INTERRUPTED", "resume", "train"]
 
 def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     """Train a new run and return its summary (also in `summary.json`). Raises `CoterieError` when it fails."""
-    validate(config)
+    config = validate(config)
     folder = Path(config.out) if config.out else _new_folder(config)
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("log.wandb: needs `pip install 'coterie[wandb]'`")
@@ -50,8 +50,7 @@ def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[s
     folder = Path(folder)
     config = open_run(folder)
     if steps:
-        config = replace(config, steps=steps)
-        validate(config)
+        config = validate(replace(config, steps=steps))
     path = checkpoint.latest(folder / "checkpoints")
     if path is None:
         raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")

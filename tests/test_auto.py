@@ -10,7 +10,7 @@ import pytest
 import coterie
 from coterie import auto, presets
 from coterie.auto import settle
-from coterie.config import Config
+from coterie.config import Config, Env
 from coterie.envs.make import make_spec
 from coterie.matrix import check
 from coterie.runs.config_io import load_config, parse_cli, validate
@@ -103,6 +103,10 @@ def test_auto_is_a_word_of_this_option_only_and_is_settled_before_the_run(tmp_pa
         parse_cli(Config(), ["--env.threads", "auto"])
     with pytest.raises(ConfigError, match=r"^env\.num_envs: -1 must not be negative"):
         validate(presets.make("a2c", "CartPole-v1", **{"env.num_envs": -1}))
+    word: Any = "auto"
+    assert validate(Config(env=Env(num_envs=word))).env.num_envs == 0
+    with pytest.raises(ConfigError, match=r"^env\.num_envs: 'many' is not an integer"):
+        coterie.train(Config(env=replace(Env(), num_envs="many")))  # a dataclass takes anything
     made = presets.make("a2c", "CartPole-v1", **{"env.num_envs": "auto"}, out=str(tmp_path / "run"), steps=2000)
     coterie.train(replace(made, log=replace(made.log, tensorboard=False)), quiet=True)
     kept = load_config(tmp_path / "run" / "config.json")

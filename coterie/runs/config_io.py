@@ -276,8 +276,9 @@ def get(config: Config, name: str) -> Any:
     return value
 
 
-def validate(config: Config) -> None:
-    """Refuse values that cannot work."""
+def validate(config: Config) -> Config:
+    """`config` with each field as its type, whoever made it; values that cannot work are refused."""
+    config = from_dict(to_dict(config))
     for name, kind in _TYPES.items():
         value = get(config, name)
         if kind is float and not math.isfinite(value):
@@ -296,6 +297,7 @@ def validate(config: Config) -> None:
         kwargs = None
     if not isinstance(kwargs, dict):
         raise ConfigError(f"env.kwargs: {_shown(config.env.kwargs)} is not a JSON object")
+    return config
 
 
 def _check_schedule(name: str, schedule: Schedule) -> None:

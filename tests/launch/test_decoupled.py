@@ -77,6 +77,10 @@ def test_through_every_exchange(tmp_path, exchange):
     before, summary = summary["rows"], check(out)
     assert summary["env_steps"] >= 4000
     assert summary["rows"]["dropped"] == before["in_flight"]
+    # Both are of the whole run, the life before the resume with it.
+    lags, by_row = {int(k): n for k, n in summary["policy_lag"].items()}, summary["policy_lag_by_row"]
+    mean = sum(lag * n for lag, n in lags.items()) / sum(lags.values())
+    assert sum(by_row) / len(by_row) == pytest.approx(mean, abs=1e-3)
 
 
 @pytest.mark.parametrize("handed_over", [True, False])

@@ -285,8 +285,8 @@ def test_impossible_values_are_refused_by_name(overrides: dict[str, Any], name: 
 )
 def test_values_at_the_edge_pass(overrides: dict[str, Any]) -> None:
     config = replace(Config(), overrides)
-    assert validate(config) is None
-    assert validate(from_dict(config_io.to_dict(config))) is None
+    assert validate(config) == config
+    assert validate(from_dict(config_io.to_dict(config))) == config
 
 
 def test_the_command_line_does_not_wait_for_torch() -> None:
