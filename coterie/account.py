@@ -20,6 +20,8 @@ from coterie.runs.metrics import Episodes
 from coterie.tasks import overall, tasks
 from coterie.types import Spec
 
+_SUMMED = ("wire/refused", "inference/envs", "inference/streams")  # of all learners; of other gauges the mean
+
 
 class Account:
     """Counts are the board's; the rest is added up here. `state`: of the checkpoint that the run goes on from."""
@@ -40,9 +42,7 @@ class Account:
             self.life, self.seconds_before, self.begin_steps = state["life"] + 1, state["seconds"], state["env_steps"]
             # What was acted and not learned at the end of the life before is lost.
             self.last_eval, self.dropped = state["last_eval"], state["dropped"] + state.get("in_flight", 0)
-            self.lags = Counter({int(k): v for k, v in state.get("lags", {}).items()})
-            self.lag_by_row, self.rollouts = state.get("lag_by_row", []), state.get("rollouts", 0)
-            self._load_episodes(state)
+            self._load_history(state)
             self.begin_stages = dict(state["stages"])
             # What was told to the world after the checkpoint (`reached` env steps) is learned again.
             self.rolled_back = state["rolled_back"] + max(0, reached - self.begin_steps)
@@ -148,9 +148,12 @@ class Account:
         self.board, self.reports, self.acted, self.metrics, self.batches = board, {}, {}, {}, 0
         self.line_steps, self.last_eval = state["env_steps"], state["last_eval"]
         self.begin_stages, self.line_stages = dict(self.stages), dict(self.stages)  # new processes count from 0
-        self._load_episodes(state)
+        self.line_lags.clear()
+        self._load_history(state)
 
-    def _load_episodes(self, state: dict[str, Any]) -> None:
+    def _load_history(self, state: dict[str, Any]) -> None:
+        self.lags = Counter({int(k): v for k, v in state.get("lags", {}).items()})
+        self.lag_by_row, self.rollouts = list(state.get("lag_by_row", ())), state.get("rollouts", 0)
         self.episodes.load_state_dict(state["episodes"])
         for task, games in self.tasks.items():
             games.load_state_dict(state["tasks"][task])
@@ -218,7 +221,10 @@ class Account:
         }
         for name in sorted({name for r in reports for name in r["gauges"]}):
             values = [r["gauges"][name] for r in reports if name in r["gauges"]]
-            line[name] = max(values) if name.endswith("/max") else sum(values) / len(values)
+            if name in _SUMMED:
+                line[name] = sum(values)
+            else:
+                line[name] = max(values) if name.endswith("/max") else sum(values) / len(values)
         for stage, seconds in self.stages.items():
             line[f"stage/{stage}"] = (seconds - self.line_stages.get(stage, 0.0)) / elapsed
         self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +24,8 @@ from coterie.wire.server import Answer
 
 _FIRST = 1 << 16  # of the producers of slots that are guests
 _NAP_S = 1e-3
+_MOST = 1e15  # as of a reward: its square, summed over a batch, is still a float32
+_ROUNDING = 1e-4  # by which the logarithm of a certain action's probability may be above 0
 
 
 def rollout_tensors(spec: Spec, unroll_length: int, width: int, core: tuple[int, ...]) -> Layout:
@@ -47,6 +50,7 @@ class Guests:
         self.learners = config.learners
         self.env_id = config.env.id
         self.produced = 0
+        self.told: Callable[[], None] = lambda: None  # hears of every change of `produced`
         self.arrived: dict[_Push, tuple[dict[str, Array], Answer]] = {}  # the first to come first, one of each
         self.news = threading.Condition()
         self.newest: tuple[int, dict[str, Array]] = (-1, {})  # weights as they are sent, once for all who pull
@@ -60,28 +64,43 @@ class Guests:
         said = {"number": number, "learners": self.learners, "settings": self.settings}
         if hello.envs == 0:
             return Visitor(said)
-        if hello.env_id != self.env_id or hello.envs != self.slots.width:
-            raise Refused(f"the run's actors have {self.slots.width} envs of {self.env_id} each")
-        if layout_from(hello.sends, self.reads.most).tensors != self.reads.tensors:
-            raise Refused("its rollouts are not the run's")
+        self._admit(hello, self.reads, "its rollouts are not the run's")
         first = self.numbers.first_env(hello.run_id, hello.group, hello.envs)
         return _Push(self, number, first, said)
 
-    def pull(self, hello: Any) -> _Pull:
+    def pull(self, hello: Any) -> _Pull | Visitor:
         said = {"number": self.numbers.of(hello.run_id), "learners": self.learners, "settings": self.settings}
+        if hello.envs == 0:
+            return Visitor(said)
+        self._admit(hello, _Pull.reads, "a question for weights is the version that one has")
         return _Pull(self, said)
 
+    def _admit(self, hello: Any, reads: Layout, why: str) -> None:
+        if hello.env_id != self.env_id or hello.envs != self.slots.width:
+            raise Refused(f"the run's actors have {self.slots.width} envs of {self.env_id} each")
+        if layout_from(hello.sends, reads.most).tensors != reads.tensors:
+            raise Refused(why)
+
     def check(self, arrays: dict[str, Array]) -> None:
-        """What a learner's tensors may not hold must not reach them."""
+        """What a learner's tensors may not hold must not reach them, nor what no recorder writes."""
         check_values(self.spec, arrays)
+        for name, x in arrays.items():
+            if x.dtype.kind == "f" and not name.startswith("obs/") and not (np.abs(x) <= _MOST).all():  # NaN, too
+                raise Refused(f"{name} is not a number up to {_MOST:g}")
         kind, sizes, action = self.spec.action.kind, np.array(self.spec.action.sizes), arrays["action"]
-        if kind != "continuous" and not ((action >= 0) & (action < (sizes if kind == "multi" else sizes[0]))).all():
+        chosen = kind != "continuous"
+        if chosen and not ((action >= 0) & (action < (sizes if kind == "multi" else sizes[0]))).all():
             raise Refused("an action is none of the env's")
-        version = arrays["version"]
-        if version.min() < 0:
+        if chosen and (arrays["log_prob"] > _ROUNDING).any():
+            raise Refused("an action has a probability above 1")
+        if (arrays["version"] < 0).any():
             raise Refused("it acted with weights that there have not been")
-        if not all(np.isfinite(arrays[name]).all() for name in ("episode_return", "episode_length")):
-            raise Refused("a game's return or length is not finite")
+        length = arrays["episode_length"]
+        if (length < 0).any():
+            raise Refused("a game has a negative length")
+        told = arrays["terminated"] | arrays["truncated"] | (length != 0) | (arrays["reward"][1:] != 0)
+        if (told & arrays["is_first"][1:]).any():
+            raise Refused("the fake step to the first row of an episode has a reward or an end")
 
     def arrive(self, seat: _Push, arrays: dict[str, Array], answer: Answer) -> None:
         with self.news:
@@ -138,6 +157,7 @@ class Guests:
                 into[name].numpy()[...] = x
             into["env_id"].numpy()[:] = np.arange(seat.first_env_id, seat.first_env_id + self.slots.width)
             self.produced += int(np.count_nonzero(~arrays["is_first"][1:]))
+            self.told()
             self.slots.fill(at)
             answer({}, self.weights.version)
 
@@ -150,15 +170,23 @@ class _Push:
     def __init__(self, guests: Guests, number: int, first_env_id: int, said: dict[str, Any]) -> None:
         self.guests, self.number, self.first_env_id, self.said = guests, number, first_env_id, said
         self.reads, self.alive = guests.reads, True
+        self.asked, self.version = False, 0  # the newest of the weights that its rollouts were acted with
 
     def welcome(self) -> dict[str, Any]:
         return {**self.said, "first_env_id": self.first_env_id}
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         self.guests.check(arrays)
-        if arrays["version"].max() > max(0, self.guests.weights.version):
-            answer({}, self.guests.weights.version)  # the run has gone back meanwhile: this is of the time after
+        oldest, newest, published = arrays["version"].min(), arrays["version"].max(), self.guests.weights.version
+        first, self.asked = not self.asked, True
+        if newest > max(0, published):
+            if not first:
+                raise Refused("it acted with weights that there have not been")
+            answer({}, published)  # the run has gone back meanwhile: this is of the time after
             return
+        if oldest < self.version:  # for as long as a stream lasts they only become newer
+            raise Refused("it acted with older weights than before")
+        self.version = int(newest)
         self.guests.arrive(self, arrays, answer)
 
     def leave(self) -> None:

@@ -125,7 +125,7 @@ def actor_env(config: Config, number: int, rank: int) -> tuple[Config, int]:
     assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
     width = config.env.num_envs * config.learners // max(1, config.actors)
     several = tasks(config.env.id)
-    mine = task_config(config, several[(number * config.learners + rank) % len(several)])
+    mine = task_config(config, several[(rank * (config.actors // config.learners) + number) % len(several)])
     delayed = config.env.delay_learner in (-1, rank)
     env = replace(mine.env, num_envs=width, delay=config.env.delay * delayed, delay_learner=-1)
     return replace(mine, env=env), rank * config.env.num_envs + number * width

@@ -5,6 +5,7 @@ A role is built from a config and its links to the others: a bench, a test and e
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -52,7 +53,7 @@ from coterie.parts import (
     seed_for,
 )
 from coterie.secondary import Secondary
-from coterie.types import AgentOutput, Inputs, Rollout
+from coterie.types import AgentOutput, ConfigError, Inputs, Rollout
 from coterie.wire.auth import offset, read_token, server_credentials
 from coterie.wire.server import Desk, Limits, Server
 
@@ -79,6 +80,7 @@ class Learner:
         self.params = FlatParams(self.model)
         self.algorithm = make_algorithm(config, self.spec, layout.means, links.rank)
         self.progress, self.stages = Progress(), Stages()
+        self._telling = threading.Lock()
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         moments = normalizers(config, self.model)
         self.exchange = make_exchange(config, self.params, moments, links)
@@ -106,6 +108,9 @@ class Learner:
             )  # fmt: skip
             if config.wire.bind:
                 self.guests = Guests(config, self.spec, links.rank, self.acting, self._core())
+                self.guests.told = self.tell
+                if (need := self.guests.reads.most) > config.wire.max_message_mb << 20:
+                    raise ConfigError(f"wire.max_message_mb: a rollout of an actor's has {-(-need // 2**20)} MB")
                 desks = {"PushRollouts": self.guests.push, "PullParameters": self.guests.pull}
                 self._serve(offset(config.wire.bind, links.rank), desks, config.wire)
         self.norms = Norms(self.params, config.log.norms)
@@ -163,7 +168,7 @@ class Learner:
             shape, twins, policy, self.model.initial_state, make_fields, links.board, links.rank, self.stages,
             layout.device,
         )  # fmt: skip
-        central.is_over = self._is_over
+        central.is_over, central.told = self._is_over, self.tell
         try:
             if links.address:
                 self._serve(links.address, {"Infer": Hosts(config, self.spec, links.rank, central, True)})
@@ -227,6 +232,7 @@ class Learner:
         self.before = counts
         self.exchange.guard.skipped = counts.get("skipped", 0)
         self.exchange.steps.start(self.progress.env_steps, total)
+        self.algorithm.clock.env_steps = total  # the first rollout is acted before the loop tells
 
     def counts(self) -> dict[str, int]:
         """What the board tells of this learner."""
@@ -244,6 +250,11 @@ class Learner:
             "replaced": self.before.get("replaced", 0) + acted.get("replaced", 0),
             "dropped": acted.get("dropped", 0),
         }
+
+    def tell(self) -> None:
+        """Write that on the board. Also in the thread that receives rows: who is killed has told of all of them."""
+        with self._telling:
+            self.links.board.write(self.links.rank, self.counts())
 
     def failures(self) -> list[str]:
         """What the log should know of: envs that were replaced, clients that were not let in."""

@@ -37,13 +37,13 @@ class Service:
 
     def run(self) -> None:
         """Train to the end of the run, then go on carrying out orders until the last."""
-        self.board.write(self.rank, self.learner.counts())
+        self.learner.tell()
         self.post("note", self.learner.describe())
         # Given before anybody began: the checkpoint at step 0. Who comes back has no weights worth saving yet.
         if self.board.order[0] > self.done and not self.learner.links.rejoin:
             self.obey()
         self.learner.run(self.after_rollout)
-        self.board.write(self.rank, self.learner.counts())  # hosts had gone on during the last rollout's training
+        self.learner.tell()  # hosts had gone on during the last rollout's training
         self.report()
         self.post("idle", None)
         while not self.over:
@@ -57,7 +57,7 @@ class Service:
         """True ends the training: by budget, or because whoever runs the learners says so."""
         learner = self.learner
         self.games += [(*game, i) for game, i in zip(rollout.episodes, rollout.episode_env, strict=True)]
-        self.board.write(self.rank, learner.counts())
+        learner.tell()
         if time.monotonic() - self.reported >= self.every:
             self.report()
         order, stop = learner.exchange.agree(self.board.order[0] > self.done, self.board.stopping)
@@ -104,6 +104,7 @@ class Service:
                 raise
             return  # the order was given up meanwhile: somebody who was to take part is gone
         digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
+        self.report()  # so that what the checkpoint says of all rows is said of these, too
         self.post("saved", {"order": number, "counts": learner.counts(), "digest": digest})
         self.over = bool(what & LAST)
 

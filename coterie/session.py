@@ -80,7 +80,7 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
         if learner is not None and saved is not None and state is not None:
             learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
             learner.start(state["learners"][0], state["env_steps"])
-            board.write(0, learner.counts())
+            learner.tell()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             save_config(folder / "config.json", config)  # a later resume goes on towards the same total

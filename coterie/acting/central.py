@@ -52,6 +52,7 @@ class Central:
         self.free, self.ready = queue.SimpleQueue[Fields | None](), queue.SimpleQueue[Fields]()
         for _ in range(shape.batches):
             self.free.put(make_fields(shape.batch_size))
+        self.told: Callable[[], None] = lambda: None  # hears of every change of `produced`
         self.is_over: Callable[[], bool] = lambda: False  # nothing more is due to come, if nothing comes
         self.columns = 0  # of rollouts that are whole and have not been learned from
         self.published = 0
@@ -197,6 +198,7 @@ class Central:
             if question.seat.counted:
                 self.produced += question.seat.seen
             question.seat.seen = 0
+        self.told()
         states = [q.seat.state for q in batch]
         ids = _cat([torch.from_numpy(q.seat.ids) for q in batch])
         out, after = self.policy(model, _join(inputs), None if states[0] is None else _cat(states), ids)

@@ -65,9 +65,11 @@ class Decoupled:
             self._wait(opened[0])
             batch = opened.popleft()
             self.waiting = sum(self.slots.is_full(j) for j in opened)
+            begin = time.perf_counter()
             there = self.uploads.get(batch)
             if self.waiting and self.slots.is_full(opened[0]):
                 self.uploads.send(opened[0])
+            self.stages.add("upload", begin)
             yield as_rollout(self.slots.fields[batch], self.device, there)
             self.uploads.free(batch)
             free.append(batch)

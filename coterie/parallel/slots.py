@@ -73,7 +73,9 @@ class Slots:
         return whole
 
     def take(self, producer: int) -> tuple[int, int] | None:
-        """Producer: (batch, slot) to fill next, or None. The one it holds already, else the oldest that is open."""
+        """Producer: (batch, slot) to fill next, or None. The one it holds already, else the oldest that is open: what a
+        dead one held may be filled by another after a newer slot of its own, so that two of its rollouts are swapped.
+        """
         empty = self.full != self.ticket
         fence()  # who is told to hold a slot that is empty now, not who held it before
         if (at := self._oldest(empty & (self.holder == producer))) is not None:

@@ -160,7 +160,10 @@ class Ring:
             raise ConfigError(f"replay.capacity: {self.ring} rows for each env are too few for rollouts of {t}")
         begun = self.count[env] > 0
         here = env * self.ring + self.count[env] % self.ring
-        follows = begun & ~self._breaks(here, {k: x[0] for k, x in obs.items()})
+        # An env that was started again may show what it showed last: then it says that an episode begins, where none
+        # had ended.
+        anew = is_first[0] & self.valid[self._at(env, self.count[env] - 1)]
+        follows = begun & ~anew & ~self._breaks(here, {k: x[0] for k, x in obs.items()})
         self._close(env[begun & ~follows])
         first = self.count[env]
         at = self._at(env, first + np.arange(t + 1)[:, None])  # [t+1, b]

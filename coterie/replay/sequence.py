@@ -112,13 +112,14 @@ class SequenceRing:
         obs = rollout.obs if isinstance(rollout.obs, dict) else {"": rollout.obs}
         number = self.count[env]
         at, before = self._at(env, number), self._at(env, number - 1)
-        follows = number > 0
+        is_first = block(rollout.is_first)
+        follows = (number > 0) & (self.is_first[before, -1] == is_first[:, 0])
         for key, x in obs.items():
             new = block(x)
             follows &= (self.obs[key][before, -1] == new[:, 0]).reshape(len(env), -1).all(1)
             self.obs[key][at] = new
         self.run[at] = np.where(follows, self.run[before], 0) + 1
-        self.is_first[at], self.action[at] = block(rollout.is_first), block(rollout.prev_action)
+        self.is_first[at], self.action[at] = is_first, block(rollout.prev_action)
         self.seen_reward[at], self.terminated[at] = block(rollout.prev_reward), block(rollout.terminated)
         self.value[at], self.reward[at] = block(rollout.behavior_value), reward.T
         assert rollout.core_state is not None

@@ -41,6 +41,8 @@ def split(address: str) -> tuple[str, int]:
 def offset(address: str, by: int) -> str:
     """The address of learner `by`: the next ports, or sockets beside the first one's."""
     if address.startswith("unix:"):
+        if address == "unix:":
+            raise ConfigError("address: 'unix:' names no path")
         return f"{address}.{by}" if by else address
     host, port = split(address)
     return f"[{host}]:{port + by}" if ":" in host else f"{host}:{port + by}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from coterie.types import Array, ConfigError, CoterieError
 from coterie.wire.auth import channel_credentials, is_local
@@ -70,7 +72,7 @@ class Stream:
         self._out = queue.SimpleQueue[Any]()
         self._heard, self._waits = time.monotonic(), True
         self._closed = threading.Event()
-        stub = channel.stream_stream(f"/{SERVICE}/{method}", Frame.SerializeToString, Frame.FromString)
+        stub: Any = channel.stream_stream(f"/{SERVICE}/{method}")  # of bytes, which are counted
         metadata = (("authorization", f"Bearer {token}"),) if token else None
         self._call: Any = stub(iter(self._out.get, None), metadata=metadata)
         threading.Thread(target=self._watch, name="coterie-wire-watch", daemon=True).start()
@@ -109,21 +111,25 @@ class Stream:
         self._call.cancel()
 
     def _put(self, frame: Any) -> None:
-        self.bytes_out += frame.ByteSize()
-        self._out.put(frame)
+        data = frame.SerializeToString()
+        self.bytes_out += len(data)
+        self._out.put(data)
 
     def _next(self) -> Any:
         self._heard, self._waits = time.monotonic(), True
         try:
             while True:
-                frame = next(self._call)
+                data = next(self._call)
                 self._heard = time.monotonic()
-                self.bytes_in += frame.ByteSize()
+                self.bytes_in += len(data)
+                frame = Frame.FromString(data)
                 kind = frame.WhichOneof("kind")
                 if kind == "over":
                     raise Over(frame.over.reason)
                 if kind is not None:
                     return frame
+        except DecodeError:
+            raise CoterieError("the server's bytes are no frame") from None
         except StopIteration:
             raise Lost("the server ended the stream") from None
         except grpc.RpcError as error:
@@ -154,9 +160,9 @@ class Stream:
 
 
 def back_off(first: float = 0.1, most: float = 10.0) -> Iterator[float]:
-    """Seconds to wait before each next try."""
+    """Seconds to wait before each next try, at least half of them: clients that one server has lost come back apart."""
     while True:
-        yield first
+        yield random.uniform(first / 2, first)
         first = min(most, first * 2)
 
 

@@ -127,7 +127,7 @@ class Server:
             ]
         )
         methods: dict[str, Any] = {
-            name: grpc.stream_stream_rpc_method_handler(self._handler(desk), None, Frame.SerializeToString)
+            name: grpc.stream_stream_rpc_method_handler(self._handler(desk))  # bytes, which are counted
             for name, desk in self.desks.items()
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
@@ -209,6 +209,8 @@ class _Stream:
         if self.server.over is not None:  # it ended during the handshake
             return await self.end(self.server.over)
         self.seat = seat = desk(hello.hello)
+        if seat.reads.most + _ROUND > (limit := self.server.limits.message_bytes):
+            raise Refused(f"its frames have up to {seat.reads.most} bytes, and wire.max_message_mb allows {limit}")
         self.server.opened(self)
         await self._write(Frame(welcome={**seat.welcome(), "credits": 1, "sends": seat.writes.message()}))
         loop = asyncio.get_running_loop()
@@ -252,9 +254,10 @@ class _Stream:
             raise Refused("these bytes are no frame") from None
 
     async def _write(self, frame: Any) -> None:
-        self.server.bytes_out += frame.ByteSize()
+        data = frame.SerializeToString()
+        self.server.bytes_out += len(data)
         async with self._writing:
-            await self.context.write(frame)
+            await self.context.write(data)
 
     async def end(self, reason: str) -> None:
         await self._write(Frame(over={"reason": reason}))

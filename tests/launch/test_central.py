@@ -124,8 +124,12 @@ def test_a_host_killed_twice_at_once_and_one_that_is_stopped(meddler):
 
 
 @pytest.mark.parametrize("exchange", ["solo", pytest.param("gossip", marks=slow)])
-def test_a_killed_learner_comes_back_with_its_hosts(meddler, exchange):
-    out = meddler.out
+def test_a_killed_learner_comes_back_with_its_hosts(tmp_path, monkeypatch, meddler, exchange):
+    """Long rollouts: what the learner was told of and had not learned from yet is in the books, too."""
+    out, tally = meddler.out, tmp_path / "tally"
+    (tmp_path / "tally_env.py").write_text(TALLY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    env = {"env.id": "tally_env:Tally", "env.kwargs": json.dumps({"path": str(tally)}), "env.delay": 0.01}
 
     def kill() -> None:
         meddler.at_work()
@@ -134,8 +138,12 @@ def test_a_killed_learner_comes_back_with_its_hosts(meddler, exchange):
         meddler.until(lambda: meddler.saved() > at, "a later checkpoint")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    assert meddler.run(options(out, exchange, **ENDLESS), kill) == 75
+    long = {"algo.unroll-length": 20, "log.checkpoint_every": 4}
+    assert meddler.run(options(out, exchange, **{**ENDLESS, **env, **long}), kill) == 75
     summary = check(out)
+    hosts = sum(isinstance(x, str) for x, _ in meddler.started)
+    taken = tally.stat().st_size
+    assert summary["rows"]["produced"] <= taken <= summary["rows"]["produced"] + 2 * hosts * 2
     assert [x for x, _ in meddler.started].count(0) == 2
     assert [x for x, _ in meddler.started].count("actor 0") == 2
     assert (summary["rows"]["rolled_back"] > 0) == (exchange == "solo")

@@ -133,8 +133,11 @@ def test_killed_actors_come_back_and_every_row_is_accounted_for(tmp_path, monkey
 
 
 @pytest.mark.parametrize("exchange", ["solo", "gossip"])
-def test_a_killed_learner_comes_back_with_its_actors(meddler, exchange):
-    out = meddler.out
+def test_a_killed_learner_comes_back_with_its_actors(tmp_path, monkeypatch, meddler, exchange):
+    out, tally = meddler.out, tmp_path / "tally"
+    (tmp_path / "tally_env.py").write_text(TALLY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    env = {"env.id": "tally_env:Tally", "env.kwargs": json.dumps({"path": str(tally)}), "env.delay": 0.01}
 
     def kill() -> None:
         meddler.at_work()
@@ -143,8 +146,13 @@ def test_a_killed_learner_comes_back_with_its_actors(meddler, exchange):
         meddler.until(lambda: meddler.saved() > at, "a later checkpoint")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    assert meddler.run(options(out, exchange, **ENDLESS), kill) == 75
+    assert meddler.run(options(out, exchange, **{**ENDLESS, **env}), kill) == 75
     summary = check(out)
+    actors = sum(isinstance(x, str) for x, _ in meddler.started)
+    taken = tally.stat().st_size
+    assert summary["rows"]["produced"] <= taken <= summary["rows"]["produced"] + 2 * actors * CROWD
+    if exchange == "solo":  # what was rolled back is not in the histogram either
+        assert sum(summary["policy_lag"].values()) == summary["env_steps"] + summary["masked_steps"]
     assert [x for x, _ in meddler.started].count(0) == 2
     assert [x for x, _ in meddler.started].count("actor 0") == 2
     assert (summary["rows"]["rolled_back"] > 0) == (exchange == "solo")
