@@ -131,7 +131,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, s: c.acting != "inline" and not _even(c),
         "actors",
-        "must be a multiple of the learners and of the tasks, and share out env.num_envs x learners evenly",
+        "must be a multiple of the learners and of the tasks, and share out env.num_envs x learners evenly: give other "
+        "numbers, or leave both at auto",
     ),
     Refusal(
         lambda c, s: len(tasks(c.env.id)) > 1 and c.acting == "inline",

@@ -8,9 +8,10 @@ from typing import Any
 from coterie.config import Atari, Config, Env, Model, Schedule
 from coterie.envs.make import make_spec
 from coterie.runs.config_io import replace as override
+from coterie.tasks import tasks
 from coterie.types import Spec
 
-__all__ = ["LINEAR", "of_env", "override", "start"]
+__all__ = ["LINEAR", "of_env", "override", "shared", "start"]
 
 LINEAR = Schedule("linear")
 _SMALLEST_IMAGE = 36  # pixels, what the presets' torsos need
@@ -26,6 +27,11 @@ def _kind(spec: Spec) -> str:
 def of_env(overrides: dict[str, Any]) -> dict[str, Any]:
     """The options that decide what the environment is, which a preset must know first."""
     return {k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))}
+
+
+def shared(env: str, num_envs: int) -> int:
+    """So many simulators; of several tasks as many as are shared out evenly (0, which is auto)."""
+    return num_envs if len(tasks(env)) == 1 else 0
 
 
 def start(preset: str, env: str, overrides: dict[str, Any]) -> tuple[Config, str]:

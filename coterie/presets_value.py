@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.config import R2D2, Algo, Config, Model, Optim, Q, Replay, Reward
-from coterie.presets_parts import LINEAR, of_env, override, start
+from coterie.presets_parts import LINEAR, of_env, override, shared, start
 
 
 def dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """DQN (Accelerated Methods 4.2): batches of 32, each env step trained on 8 times, RMSProp at 2.5e-4, target network
-    every 10,000 env steps, epsilon from 1 to 0.1 over a million env steps, single-step. Vectors: our own, double and
-    three-step.
+    """DQN (Accelerated Methods 4.2): 32 simulators, batches of 32, each env step trained on 8 times, RMSProp at 2.5e-4,
+    target network every 10,000 env steps, epsilon from 1 to 0.1 over a million env steps, single-step. Vectors: our
+    own, double and three-step.
     """
     config, kind = start("dqn", env, overrides)
     config = replace(config, algorithm="dqn", reward=Reward())
@@ -23,7 +23,7 @@ def dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
         config = replace(
             config,
             steps=10_000_000,
-            env=replace(config.env, num_envs=16),
+            env=replace(config.env, num_envs=32),
             reward=Reward(clip="sign"),
             model=Model(torso="nature"),
             algo=Algo(unroll_length=4),
@@ -52,7 +52,7 @@ def dqn_512(env: str = "Pong-v5", **overrides: Any) -> Config:
     base = dqn(env, **of_env(overrides))
     config = replace(base, preset="dqn-512", q=replace(base.q, batch_size=512))
     if base.model.torso == "nature":
-        config = replace(config, env=replace(config.env, num_envs=32), optim=replace(base.optim, lr=7.5e-4))
+        config = replace(config, optim=replace(base.optim, lr=7.5e-4))
     return override(config, overrides)
 
 
@@ -117,14 +117,13 @@ def rainbow(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 
 def rainbow_512(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """Epsilon-Rainbow with batches of 512 (Accelerated Methods, Table 1): eps 0.005 / 512, and Adam's rate grown by the
-    root of the batch.
+    """Epsilon-Rainbow with batches of 512 (Accelerated Methods, Table 1): eps 0.005 / 512. Adam's rate, grown by the
+    root of the batch, is ours: the paper's for this batch is not known.
     """
     base = rainbow(env, **of_env(overrides))
     config = replace(base, preset="rainbow-512", q=replace(base.q, batch_size=512))
     if base.model.torso == "nature-conv":
-        optim = replace(base.optim, lr=2.5e-4, eps=0.005 / 512)
-        config = replace(config, env=replace(config.env, num_envs=32), optim=optim)
+        config = replace(config, optim=replace(base.optim, lr=2.5e-4, eps=0.005 / 512))
     return override(config, overrides)
 
 
@@ -137,6 +136,7 @@ def apex_dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
         base,
         preset="apex-dqn",
         acting="decoupled",
+        env=replace(base.env, num_envs=shared(env, base.env.num_envs)),
         q=replace(
             base.q,
             double=True,
@@ -160,9 +160,11 @@ def apex_dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
 def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
     """R2D2 with central inference (SEED RL, gcp/train_atari.sh): sequences of 80 after a burn-in of 40, 64 in a batch,
     each env step trained on 0.75 times, priorities (0.9, 0.6), n = 5, gamma 0.997, an epsilon for each env, 0.4^(1 to
-    8), Adam at 1e-4; the losses of a sequence's 80 steps are means here, which its eps and clip follow. All 18 actions,
-    lives and rewards as they are. Replay of 400,000 env steps (12 GiB) where the paper's took 85 GB. Vectors: our own
-    settings.
+    8), TensorFlow's Adam at 1e-4; the losses of a sequence's 80 steps are means here, which its eps and clip follow.
+    First priorities by the values that acted. All 18 actions, lives and rewards as they are, and the paper's 40 billion
+    frames: it copies its target network every 17 million env steps. Ours: 64 simulators (the paper's 610), a replay of
+    400,000 env steps (12 GiB; 85 GB) of which a tenth is gathered first (a twentieth), a bias in the advantages' layer.
+    Vectors: our own settings.
     """
     base = dqn(env, **of_env({"atari.episodic_life": False, "atari.full_action_set": True, **overrides}))
     config = replace(
@@ -172,12 +174,13 @@ def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
         acting="central",
         reward=Reward(),
         q=Q(n_step=5, huber=0.0, epsilon_end=0.4, ladder=7.0, eval_epsilon=0.001),
-        replay=Replay(capacity=1_000_000, alpha=0.9, beta=0.6, beta_end=0.6),
+        replay=Replay(capacity=1_000_000, alpha=0.9, beta=0.6, beta_end=0.6, initial="acting"),
     )
     if base.model.torso == "nature":
         config = replace(
             config,
-            env=replace(config.env, num_envs=64),
+            steps=10_000_000_000,
+            env=replace(config.env, num_envs=shared(env, 64)),
             model=Model(torso="nature", core="lstm", core_size=512, last_action_reward=True),
             algo=Algo(unroll_length=40, gamma=0.997),
             q=replace(
@@ -185,12 +188,12 @@ def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
             ),
             replay=replace(config.replay, capacity=400_000),
             r2d2=R2D2(length=80, burn_in=40, stride=80),
-            optim=Optim("adam", lr=1e-4, eps=1e-3 / 80, max_grad_norm=1.0),
+            optim=Optim("adam_eps_hat", lr=1e-4, eps=1e-3 / 80, max_grad_norm=1.0),
         )
     else:
         config = replace(
             config,
-            env=replace(config.env, num_envs=16),
+            env=replace(config.env, num_envs=shared(env, 16)),
             model=replace(base.model, hidden=(128,), core="lstm", core_size=128, last_action_reward=True),
             algo=Algo(unroll_length=10, gamma=0.99),
             q=replace(config.q, batch_size=16, intensity=16.0, learn_start=4_000, target_every=1_000),
@@ -207,6 +210,8 @@ def _range(env: str) -> tuple[float, float, float]:
         return -4.0, 4.0, 0.01
     if env.startswith("CartPole"):
         return 0.0, 100.0, 1.0
+    if env.startswith(("MountainCar-", "Acrobot")):
+        return -10.0, 0.0, 0.1
     return -10.0, 10.0, 1.0
 
 

@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.config import Algo, Central, Config, Decoupled, Model, Optim, Reward, VTrace
-from coterie.presets_parts import LINEAR, of_env, override, start
+from coterie.presets_parts import LINEAR, of_env, override, shared, start
 
 
 def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """IMPALA (Table G.1): decoupled actors, V-trace, losses summed over batches of 32 rollouts of 20 steps, RMSProp
-    with eps 0.01 inside the root, gradients clipped to 40; feed-forward on four frames, with GALA's net in the place of
-    the shallow one. `dmlab/...`: the shallow net with its LSTM of 256, last action and reward, unrolls of 100, and the
-    rates of the authors' code. Vectors and continuous control: our own settings.
+    """IMPALA (Table G.1): decoupled actors with as many simulators as keep the cores busy, V-trace, losses summed over
+    batches of 32 rollouts of 20 steps, RMSProp with eps 0.01 inside the root, gradients clipped to 40; feed-forward on
+    four frames, with GALA's net in the place of the shallow one. For a few million env steps on two cores these rates
+    are slow: docs/results.md has the options that Pong was learned with. `dmlab/...`: the shallow net with its LSTM of
+    256, last action and reward, unrolls of 100, and the rates of the authors' code. Vectors and continuous control: our
+    own settings.
     """
     return override(_impala(env, overrides)[0], overrides)
 
@@ -21,12 +23,11 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
 def _impala(env: str, overrides: dict[str, Any]) -> tuple[Config, str]:
     """Before anything else is overridden than what the environment is; and its kind."""
     config, kind = start("impala", env, overrides)
-    config = replace(config, algorithm="vtrace", acting="decoupled")
+    config = replace(config, algorithm="vtrace", acting="decoupled", env=replace(config.env, num_envs=0))
     if kind == "image":
         config = replace(
             config,
             steps=10_000_000,
-            env=replace(config.env, num_envs=64),
             decoupled=Decoupled(batch_size=32),
             reward=Reward(clip="clamp"),
             model=Model(torso="gala"),
@@ -77,7 +78,8 @@ def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
     """
     base, kind = _impala(env, of_env(overrides))
     central = Central(batch_size=base.decoupled.batch_size)
-    config = replace(base, preset="seed-vtrace", acting="central", central=central, decoupled=Decoupled())
+    envs = replace(base.env, num_envs=shared(env, 64 if kind == "image" else 16))
+    config = replace(base, preset="seed-vtrace", acting="central", env=envs, central=central, decoupled=Decoupled())
     if kind == "image":
         config = replace(
             config,

@@ -10,6 +10,7 @@ import pytest
 
 from coterie import cli, matrix, presets
 from coterie.envs.make import make_spec
+from coterie.types import ConfigError
 
 
 def run(capsys, *args: str) -> tuple[int, str, str]:
@@ -59,8 +60,13 @@ def test_bad_usage_is_one_line_and_exit_2(capsys, args, says):
     assert len(err) < 400
 
 
+CENTRAL = {"acting": "central", "central.lockstep": True}
+DECOUPLED = {"acting": "decoupled", "decoupled.lockstep": True}
+R2D2 = {"algorithm": "r2d2", "model.core": "lstm", "algo.unroll_length": 20}
+
+
 @pytest.mark.parametrize("refusal", matrix.REFUSALS, ids=lambda r: r.field)
-def test_each_refusal_has_a_config_that_meets_it(refusal):
+def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
     meets = {
         "q.secondary_batch": {"q.secondary_batch": 64},
         "learners": {"learners": 2, "exchange": "solo"},
@@ -69,31 +75,30 @@ def test_each_refusal_has_a_config_that_meets_it(refusal):
         "device": {"learners": 2, "exchange": "hogwild", "device": "cuda"},
         "model.last_action_reward": {"model.last_action_reward": True},
         "model.share": {"model.share": "no", "model.core": "lstm"},
-        "env.groups": {"env.groups": 2, "env.num_envs": 3, "acting": "decoupled", "actors": 1},
         "acting": {"actors": 2},
         "ppo.minibatch_size": {"ppo.minibatch_size": 10**6},
         "model.normalize_obs": {"model.normalize_obs": True},
         "ACTING.lockstep": {"acting": "decoupled", "actors": 2},
-        "env.reset": {"acting": "central", "env.reset": "wait", "central.lockstep": True},
-        "central.batch_max": {"acting": "central", "central.batch_min": 9, "central.batch_max": 8},
-        "central.max_envs": {"acting": "central", "central.max_envs": 2},
+        "env.reset": {**CENTRAL, "env.reset": "wait"},
+        "central.batch_max": {**CENTRAL, "central.batch_min": 9, "central.batch_max": 8},
+        "central.max_envs": {**CENTRAL, "central.max_envs": 2},
         "wire.bind": {"wire.bind": "127.0.0.1:8765"},
-        "decoupled.batch_size": {"acting": "decoupled", "actors": 2, "decoupled.batch_size": 20},
-        "ACTING.batch_size": {
-            "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20, "decoupled.lockstep": True,
+        "decoupled.batch_size": {
+            "algorithm": "vtrace", "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20,
         },
-        "actors": {"acting": "decoupled", "learners": 2, "actors": 3, "decoupled.lockstep": True},
+        "ACTING.batch_size": {**DECOUPLED, "actors": 2, "decoupled.batch_size": 20},
+        "actors": {**DECOUPLED, "learners": 2, "actors": 3},
         "env.id": {"env.id": "CartPole-v1,CartPole-v1"},
-        "decoupled.publish_every": {"acting": "decoupled", "decoupled.publish_every": 2},
+        "decoupled.publish_every": {**DECOUPLED, "decoupled.publish_every": 2},
         "vtrace.replay_capacity": {"algorithm": "vtrace", "vtrace.replay_capacity": 8},
         "algo.entropy_target": {"algo.entropy_target": 0.5, "algo.entropy_coef": 0.0},
         "algorithm": {"algorithm": "dqn"},
         "reward.normalize": {"algorithm": "dqn", "reward.normalize": True},
         "q.learn_start": {"algorithm": "dqn", "q.learn_start": 10},
         "q.v_min": {"algorithm": "dqn", "q.atoms": 51, "q.v_min": 1.0, "q.v_max": 1.0},
-        "q.atoms": {"algorithm": "r2d2", "q.atoms": 51},
+        "q.atoms": {**R2D2, "q.atoms": 51},
         "replay.initial": {"algorithm": "dqn", "q.atoms": 51, "replay.initial": "acting"},
-        "r2d2.length": {"algorithm": "r2d2", "r2d2.length": 81},
+        "r2d2.length": {**R2D2, "r2d2.length": 81},
         "vtrace.minibatch": {"algorithm": "vtrace", "vtrace.minibatch": 5},
         "vtrace.replay_share": {"algorithm": "vtrace", "vtrace.replay_share": 1.0},
         "vtrace.rho_bar": {"algorithm": "vtrace", "vtrace.rho_bar": 0.5},
@@ -101,14 +106,21 @@ def test_each_refusal_has_a_config_that_meets_it(refusal):
     meets["model.core"] = (
         {"algorithm": "r2d2"} if "r2d2 replays" in refusal.reason else {"algorithm": "dqn", "model.core": "lstm"}
     )
+    odd = {"env.groups": 2, "env.num_envs": 3}
+    meets["env.groups"] = (
+        {**CENTRAL, "env.groups": 2} if "lockstep" in refusal.reason else
+        {**DECOUPLED, **odd, "actors": 1} if "each actor" in refusal.reason else odd
+    )  # fmt: skip
     env = {"model.normalize_obs": "Pong-v5", "algorithm": "Pendulum-v1"}.get(refusal.field, "CartPole-v1")
     good = presets.ppo(env=env)
     changes = meets[refusal.field]
-    if "lockstep" in refusal.reason and refusal.field == "env.groups":
-        changes = {"acting": "central", "central.lockstep": True, "env.groups": 2}
     bad = presets.ppo(env=env, **changes)
     assert not refusal.applies(good, make_spec(good.env, good.atari))
-    assert refusal.applies(bad, make_spec(bad.env, bad.atari))
+    with pytest.raises(ConfigError) as error:
+        matrix.check(bad, make_spec(bad.env, bad.atari))
+    line = str(error.value)
+    assert line == f"{refusal.field.replace('ACTING', bad.acting)}: {refusal.reason}"
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize("name", ["a2c", "ppo"])

@@ -14,34 +14,50 @@ from tests.conftest import VECTOR, after, make_config, make_rollout
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stored):
-    """With unchanged weights the learner's values are those that acted, from the first row on, over resets; with zeros
-    in the place of the stored state they are not.
+@pytest.mark.parametrize(("kept", "begins"), [(300, range(10)), (5, range(7, 10))], ids=["whole", "wrapped"])
+def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stored, kept, begins):
+    """With unchanged weights the learner's values are those that acted, from the first row on, over resets, and what
+    the burn-in leaves behind is the state that acting had then; with zeros in the place of the stored state they are
+    not. `kept`: rollouts of each env that the ring has room for, of the 12 that there are.
     """
     config = make_config(
         env="coterie.envs.testing:CountingEnv",
         **{
             **CORE, "env.num_envs": 4, "env.groups": 1, "env.threads": 1, "algo.unroll_length": 3, "r2d2.length": 6,
-            "r2d2.burn_in": 3, "r2d2.stride": 3, "model.last_action_reward": True, "replay.capacity": 4000,
+            "r2d2.burn_in": 3, "r2d2.stride": 3, "model.last_action_reward": True, "replay.capacity": 4 * kept * 3,
             "q.learn_start": 1000, "q.epsilon_end": 0.5,
         },
     )  # fmt: skip
-    learner = Learner(config)
-    learner.run(after(12))
+    learner, stop = Learner(config), after(12)
+    states, values = [], []  # those that acted, `[rollouts, envs, ...]`
+
+    def look(rollout):
+        states.append(rollout.core_state.clone())
+        values.append(rollout.behavior_value[:-1].clone())
+        return stop(rollout)
+
+    learner.run(look)
     learner.close()
     ring = learner.algorithm.base.replay
-    assert ring.size == 4 * 10
     picks = ring.draw(40)
+    drawn = [*zip((picks.index // ring.ring).tolist(), picks.stamp.tolist(), strict=True)]
+    assert {*drawn} == {(env, begin) for env in range(4) for begin in begins}
     rows = ring.gather(picks)
     state = rows.core_state if stored else torch.zeros_like(rows.core_state)
-    params, _, _ = learner.model(rows.inputs, state)
+    with torch.no_grad():
+        params, _, _ = learner.model(rows.inputs, state)
+        _, warm = learner.algorithm._warm(learner.model, rows.inputs, state)
     value = params[:-1].gather(-1, rows.action[..., None])[..., 0]
-    acted = ring._rows(ring.value, picks.index)[:-1]
+    acted = torch.stack([torch.cat([x[:, env] for x in values[i : i + 3]]) for env, i in drawn], 1)
+    then = torch.stack([states[i + 1][env] for env, i in drawn])
     assert rows.inputs.is_first[1:-1].any()
     if stored:
+        assert torch.equal(state, torch.stack([states[i][env] for env, i in drawn]))
         torch.testing.assert_close(value, acted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(warm, then, atol=1e-5, rtol=1e-5)
     else:
         assert (value - acted).abs().max() > 1e-3
+        assert (warm - then).abs().max() > 1e-3
 
 
 def test_r2d2s_targets_and_priorities():

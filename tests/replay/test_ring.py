@@ -2,112 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 import torch
 
 from coterie.replay.priority import Picks
 from coterie.replay.ring import Ring
-from coterie.types import ActionSpec, ConfigError, CoterieError, ObsSpec, Rollout, Spec
-
-GAMMA = 0.9
-STACK = 3
-IMAGE = Spec("x", {"": ObsSpec((STACK, 5, 4), "uint8")}, ActionSpec("categorical", (4,)))
-DICT = Spec("x", {"a": ObsSpec((3,), "float32"), "b": ObsSpec((2, 2), "int64")}, ActionSpec("categorical", (4,)))
+from coterie.types import ConfigError, CoterieError, Rollout
+from tests.replay.lives import DICT, GAMMA, IMAGE, STACK, Life, join, tell
 
 
-@dataclass
-class Life:
-    """All rows of one env: what was seen, done and got, and what the row was followed by."""
-
-    rng: np.random.Generator
-    spec: Spec
-    seen: list[dict[str, np.ndarray]] = field(default_factory=list)
-    first: list[bool] = field(default_factory=list)
-    rows: list[tuple[int, float, bool, bool, bool]] = field(default_factory=list)  # action, reward, flags, valid
-    breaks: set[int] = field(default_factory=set)  # rows that no step was taken from: another life follows
-
-    def obs(self, first: bool) -> dict[str, np.ndarray]:
-        if self.spec is DICT:
-            return {"a": self.rng.random(3, np.float32), "b": self.rng.integers(0, 9, (2, 2))}
-        frame = self.rng.integers(0, 255, (5, 4), np.uint8)
-        kind = self.rng.integers(3) if first else 1
-        if not self.seen or kind == 0:
-            return {"": np.stack([frame] * STACK)}
-        if kind == 1:  # it goes on, also beyond the loss of a life
-            return {"": np.concatenate([self.seen[-1][""][1:], frame[None]])}
-        return {"": self.rng.integers(0, 255, (STACK, 5, 4)).astype(np.uint8)}  # no promise was made
-
-    def look(self, first: bool) -> None:
-        self.seen.append(self.obs(first))
-        self.first.append(first)
-
-    def live(self, steps: int, again: bool) -> Rollout:
-        """The next rollout of this env. `again`: it was started anew, and nothing led here."""
-        if not self.seen:
-            self.look(True)
-        elif again:
-            self.breaks.add(len(self.seen) - 1)
-            self.rows.append((0, 0.0, False, False, False))
-            self.look(True)
-        begin = len(self.seen) - 1
-        for _ in range(steps):
-            last = self.rows[-1] if self.rows and len(self.seen) - 1 not in self.breaks else None
-            ended = last is not None and (last[2] or last[3]) and not self.first[-1]
-            replaced = not ended and self.rng.random() < 0.04
-            if ended or replaced:
-                self.rows.append((int(self.rng.integers(4)), 0.0, False, False, False))
-                self.look(True)
-                continue
-            dice = self.rng.random()
-            term, trunc = dice < 0.12, dice > 0.9
-            self.rows.append((int(self.rng.integers(4)), float(np.float32(self.rng.normal())), term, trunc, True))
-            self.look(False)
-        rows, seen = self.rows[begin:], self.seen[begin:]
-        obs = {k: torch.from_numpy(np.stack([x[k] for x in seen]))[:, None] for k in seen[0]}
-        action, reward, term, trunc = (torch.tensor([row[i] for row in rows])[:, None] for i in range(4))
-        none = torch.zeros(1, 1)
-        return Rollout(
-            obs.get("", obs), torch.tensor(self.first[begin:])[:, None],
-            torch.cat((none.long(), action)), torch.cat((none, reward)), action, reward.float(), term, trunc,
-            torch.zeros(steps, 1), torch.zeros(steps + 1, 1), torch.zeros(steps, 1, dtype=torch.long),
-            torch.zeros(1, dtype=torch.long),
-        )  # fmt: skip
-
-    def after(self, row: int) -> str:
-        _, _, term, trunc, _ = self.rows[row]
-        if term:
-            return "nothing"
-        replaced = row + 1 < len(self.rows) and not self.rows[row + 1][4]
-        return "cut" if trunc or replaced or row + 1 in self.breaks else "more"
-
-    def transition(self, row: int, n: int) -> tuple[float, float, int]:
-        """Return, discount and place of what follows, by going there."""
-        total, discount = 0.0, 1.0
-        for i in range(n):
-            total += discount * self.rows[row + i][1]
-            discount *= GAMMA
-            after = self.after(row + i)
-            if after != "more":
-                return total, 0.0 if after == "nothing" else discount, row + i + 1
-        return total, discount, row + n
-
-
-def join(rollouts: list[Rollout], ids: list[int]) -> Rollout:
-    fields = {}
-    for k, x in vars(rollouts[0]).items():
-        if isinstance(x, dict):
-            fields[k] = {name: torch.cat([getattr(r, k)[name] for r in rollouts], 1) for name in x}
-        elif isinstance(x, torch.Tensor) and k != "env_id":
-            fields[k] = torch.cat([getattr(r, k) for r in rollouts], 1)
-    return Rollout(**fields, env_id=torch.tensor(ids))
-
-
-def check(ring: Ring, lives: dict[int, Life], n: int) -> int:
-    leaves = ring.priorities.tree.leaves
-    drawable = set(np.flatnonzero(leaves > 0).tolist())
+def drawable(ring: Ring, lives: dict[int, Life], n: int) -> dict[int, tuple[Life, int]]:
+    """What should be drawn, by its place."""
     spare = STACK - 1 if ring.frames else 0
     expected = {}
     for env_id, life in lives.items():
@@ -116,11 +22,15 @@ def check(ring: Ring, lives: dict[int, Life], n: int) -> int:
         for row in range(max(0, count - ring.ring + 1 + spare), count - n + 1):
             if life.rows[row][4]:
                 expected[env * ring.ring + row % ring.ring] = (life, row)
-    assert drawable == expected.keys()
-    assert ring.size == len(drawable)
-    if not drawable:
+    return expected
+
+
+def check(ring: Ring, lives: dict[int, Life], n: int) -> int:
+    at, expected = np.flatnonzero(ring.priorities.tree.leaves > 0), drawable(ring, lives, n)
+    assert set(at.tolist()) == expected.keys()
+    assert ring.size == len(at)
+    if not len(at):
         return 0
-    at = np.array(sorted(drawable))
     found = ring.gather(Picks(at, ring.stamp[at], np.ones(len(at), np.float32)))
     for i, place in enumerate(at.tolist()):
         life, row = expected[place]
@@ -147,8 +57,7 @@ def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n, disk):
     for turn in range(40):
         steps = int(rng.integers(1, 9))
         ids = [int(rng.choice(list(lives))) for _ in range(3)] if turn else list(lives)  # an env may be there twice
-        rollouts = [lives[env_id].live(steps, rng.random() < 0.1) for env_id in ids]
-        whole = join(rollouts, ids)
+        whole = tell(lives, ids, steps, rng)
         ring.add(whole, whole.reward.numpy())
         checked += check(ring, lives, n)
     assert checked > 1000
@@ -156,6 +65,53 @@ def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n, disk):
     again.load_state_dict({k: x.clone() for k, x in ring.state_dict().items()})
     assert check(again, lives, n)
     assert any(len(x.whole) for x in ring.obs.values()) == bool(frames)
+
+
+def chance(drawn: np.ndarray, share: np.ndarray) -> float:
+    """That draws in proportion to `share` scatter at least that much: chi-square, one degree less than there are."""
+    expected = share / share.sum() * drawn.sum()
+    assert expected.min() > 5
+    square = ((drawn - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(drawn) - 1) / 2).double(), torch.tensor(square / 2)))
+
+
+def test_chance_is_that_of_the_tables():
+    for degrees, square in ((10, 29.588), (60, 99.607)):  # exceeded once in a thousand times
+        share = np.ones(degrees + 1)
+        drawn = 1e6 + np.sqrt(1e6 * square / 2) * np.array([1, -1] + [0] * (degrees - 1))
+        assert chance(drawn, share) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_how_often_each_row_is_drawn_after_wraps_and_new_priorities(alpha):
+    """The priorities are kept here, too, and are not asked of the ring."""
+    rng = np.random.default_rng(0)
+    lives = {env_id: Life(rng, DICT) for env_id in (3, 17)}
+    ring, highest, late = Ring(DICT, 2, 2 * 61, GAMMA, 3, alpha=alpha), 1.0, 0
+    known: dict[tuple[int, int], float] = {}  # place and row of all that may be drawn
+    for turn in range(80):
+        picks = ring.draw(32) if turn else None
+        whole = tell(lives, list(lives), int(rng.integers(4, 9)), rng)
+        ring.add(whole, whole.reward.numpy())
+        rows = [(place, row) for place, (_, row) in drawable(ring, lives, 3).items()]
+        known = {x: known.get(x, highest) for x in rows}
+        if picks is None:
+            continue
+        fresh = rng.uniform(0.5, 4.0 if turn < 40 else 2.0, 32)
+        ring.update(picks, fresh)
+        said = dict(zip(zip(picks.index[::-1], picks.stamp[::-1], strict=True), fresh[::-1], strict=True))
+        late += len(said.keys() - known.keys())
+        known |= {x: priority for x, priority in said.items() if x in known}
+        highest = max(highest, *known.values())
+    assert late > 0
+    assert ring.count.min() > 5 * ring.ring
+    at, priority = np.array([place for place, _ in known]), np.array([*known.values()])
+    for count in (1, 32):  # independent draws, and those of shares, which scatter less
+        found = np.concatenate([ring.draw(count).index for _ in range(20_000 // count)])
+        drawn = np.bincount(found, minlength=122)
+        assert drawn[at].sum() == len(found)
+        assert chance(drawn[at], priority**alpha) > 1e-3
+        assert chance(drawn[at], priority ** (alpha + 0.2)) < 1e-3
 
 
 def test_an_env_that_is_new_takes_the_place_of_the_one_not_heard_of_for_the_longest_time():
