@@ -74,6 +74,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "length + stride + algo.unroll_length): there is nothing to draw before",
     ),
     Refusal(
+        lambda c, s: c.algorithm in VALUE and _ring(c) <= _least_ring(c),
+        "replay.capacity",
+        "is too small: each env of each learner needs more than algo.unroll_length + q.n_step + atari.stack rows, for "
+        "r2d2 more than r2d2.burn_in + r2d2.length, rounded down to whole rollouts",
+    ),
+    Refusal(
         lambda c, s: c.q.secondary_batch > 0 and (c.algorithm not in VALUE or c.exchange != "solo"),
         "q.secondary_batch",
         "a secondary learner follows one learner that has a replay: dqn or r2d2 with exchange solo",
@@ -225,6 +231,18 @@ def first_rows(config: Config) -> int:
     if config.algorithm == "r2d2":
         return config.env.num_envs * (sum(_lengths(config)) + config.algo.unroll_length)
     return 2 * config.env.num_envs * (config.algo.unroll_length + config.q.n_step)
+
+
+def _ring(config: Config) -> int:
+    """Rows that a learner's replay keeps of each env; of r2d2 whole rollouts."""
+    rows = config.replay.capacity // _learners(config) // config.env.num_envs
+    return rows // config.algo.unroll_length * config.algo.unroll_length if config.algorithm == "r2d2" else rows
+
+
+def _least_ring(config: Config) -> int:
+    if config.algorithm == "r2d2":
+        return config.r2d2.burn_in + config.r2d2.length
+    return config.algo.unroll_length + config.q.n_step + config.atari.stack
 
 
 def _lengths(config: Config) -> tuple[int, int, int]:

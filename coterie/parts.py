@@ -71,8 +71,8 @@ def make_algorithm(config: Config, spec: Spec, means: Means = _PLAIN, rank: int 
 
 
 def replay_bytes(config: Config, spec: Spec) -> int:
-    """What the replay of all learners takes when it is full: 0 where there is none, or it is on disk."""
-    if config.algorithm not in VALUE or config.replay.disk:
+    """What the replay of all learners takes when it is full, in memory or on disk: 0 where there is none."""
+    if config.algorithm not in VALUE:
         return 0
     own = R2D2 if config.algorithm == "r2d2" else DQN
     return own.replay_bytes(config, spec) * (config.learners if isinstance(config.learners, int) else 1)

@@ -221,7 +221,8 @@ class Learner:
         else:
             acting = f"{config.env.num_envs} envs in {lay.groups} group(s) on {lay.env_threads} thread(s)"
         if need := replay_bytes(config, self.spec):
-            acting += f", replay of {config.replay.capacity:,} env steps in {need / 2**30:.2f} GiB"
+            where = " on disk" if config.replay.disk else ""
+            acting += f", replay of {config.replay.capacity:,} env steps in {need / 2**30:.2f} GiB{where}"
         return f"{acting}, {lay.torch_threads} training thread(s), {lay.device}, {kind}; {count:,} weights"
 
     def start(self, counts: dict[str, int], total: int) -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coterie.algorithms.values import room_for
 from coterie.auto import resolve, settle
 from coterie.config import Config
 from coterie.envs.make import make_spec
@@ -20,6 +19,7 @@ from coterie.launch.local import run_children, run_here
 from coterie.matrix import check
 from coterie.parallel.board import Board
 from coterie.parts import Links, replay_bytes
+from coterie.replay.memory import room_for
 from coterie.roles import Learner
 from coterie.run import EXIT_INTERRUPTED, Run
 from coterie.runs import checkpoint
@@ -67,7 +67,8 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
     spec = make_spec(config.env, config.atari)
     check(config, spec)
     resolve(config, spec)
-    room_for(replay_bytes(config, spec), f"{config.replay.capacity:,} env steps")
+    if need := replay_bytes(config, spec):
+        room_for("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
     assert isinstance(config.learners, int)
     board = Board(config.learners)  # of the first moments: children get another
     board.release()

@@ -43,7 +43,7 @@ LEVELS: list[list[str]] = [
     ],
     ["envs.worker_main", "envs.workers", "envs.repeat", "envs.make"],
     ["models.cores", "models.text", "models.mlp", "models.torsos", "models.heads", "models.build"],
-    ["replay.fifo", "replay.memory", "replay.owners", "replay.priority", "replay.ring", "replay.sequence"],
+    ["replay.memory", "replay.fifo", "replay.owners", "replay.priority", "replay.ring", "replay.sequence"],
     ["wire.auth", "wire.codec", "wire.server", "wire.client"],
     ["actor"],
     ["algorithms.a2c", "algorithms.ppo", "algorithms.vtrace", "algorithms.values", "algorithms.dqn", "algorithms.r2d2"],

@@ -9,9 +9,11 @@ import pytest
 from coterie import cli
 from coterie.config import Atari, Env
 from coterie.envs.make import make_spec
+from coterie.parts import actor_env
 from coterie.runs.metrics import read_metrics
 from coterie.tasks import overall
 from coterie.types import ConfigError
+from tests.conftest import make_config
 
 # Games of 5 steps in which action 1 pays; each task refuses an action that it has not.
 MODULE = """
@@ -70,6 +72,15 @@ def test_a_policy_learns_two_tasks_and_each_return_is_told(both, tmp_path, capsy
     assert [(t["env"], t["mean_return"]) for t in result["tasks"]] == [("toy_tasks:two", 5.0), ("toy_tasks:five", 50.0)]
     assert result["mean_return"] == 27.5
     assert cli.main(["resume", str(out), "--steps", "21000"]) == 0
+
+
+@pytest.mark.parametrize(("learners", "actors"), [(1, 2), (2, 4), (2, 8), (4, 8), (3, 6)])
+def test_each_learner_has_actors_of_each_task(both, learners, actors):
+    config = make_config(**{"env.id": both, "acting": "decoupled", "learners": learners, "actors": actors})
+    each = actors // learners
+    for rank in range(learners):
+        shares = [actor_env(config, number, rank)[0].env.id for number in range(each)]
+        assert {shares.count(task) for task in both.split(",")} == {each // 2}
 
 
 def test_atari_tasks_share_the_full_action_set():

@@ -6,7 +6,6 @@ batches are drawn while a batch's worth is.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,9 +22,7 @@ from coterie.envs.pool import is_atari
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.threads import Team
 from coterie.replay.priority import Picks
-from coterie.types import AgentOutput, Array, ConfigError, Inputs, Rollout, Spec
-
-_FREE = 0.8  # of the machine's memory that replay may take
+from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec
 
 
 def greedy(values: Tensor, explore: Tensor | None, rng: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -226,15 +223,6 @@ class Values:
 
 def _nothing() -> None:
     pass
-
-
-def room_for(need: int, what: str) -> None:
-    """Refuse what the machine's memory cannot hold."""
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if need > _FREE * have:
-        raise ConfigError(
-            f"replay.capacity: {what} need {need / 2**30:.1f} GiB of memory, and the machine has {have / 2**30:.1f} GiB"
-        )
 
 
 def stack_of(config: Config) -> int:

@@ -19,6 +19,15 @@ def available_cores() -> list[int]:
         return cores
 
 
+def machine_memory() -> int:
+    """Bytes of the machine's memory, limited by a container's (cgroup v2) where that is set."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return whole
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a learner runs."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
-from coterie.types import ConfigError, CoreState, Inputs, Obs, Rollout
-
-_FREE = 0.8  # of the machine's memory that the rollouts may take
+from coterie.replay.memory import room_for
+from coterie.types import CoreState, Inputs, Obs, Rollout
 
 
 class Fifo:
@@ -49,12 +46,7 @@ class Fifo:
 
     def _room(self, fields: list[tuple[int, Tensor]], columns: int) -> None:
         need = sum(x.numel() * x.element_size() for _, x in fields) // columns * self.capacity
-        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if need > _FREE * have:
-            raise ConfigError(
-                f"vtrace.replay_capacity: {self.capacity:,} rollouts need {need / 2**30:.1f} GiB of memory, and the "
-                f"machine has {have / 2**30:.1f} GiB"
-            )
+        room_for("vtrace.replay_capacity", need, f"{self.capacity:,} rollouts")
 
 
 def _fields(rollout: Rollout) -> list[tuple[int, Tensor]]:

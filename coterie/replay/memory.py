@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 
 import numpy as np
 
+from coterie.parallel.affinity import machine_memory
 from coterie.types import Array, ConfigError
+
+_FREE = 0.8  # of the machine's memory that replay may take
+
+
+def room_for(field: str, need: int, what: str, disk: str = "") -> None:
+    """Refuse, in the name of an option, what the machine's memory cannot hold; on a disk, what has no room there."""
+    if disk:
+        memory((1,), "uint8", disk)  # can it be written to?
+        have, where, share = shutil.disk_usage(disk).free, f"free in {disk}", 1.0
+    else:
+        have, where, share = machine_memory(), "of memory in the machine", _FREE
+    if need > share * have:
+        raise ConfigError(f"{field}: {what} need {need / 2**30:.1f} GiB, and there are {have / 2**30:.1f} {where}")
 
 
 def memory(shape: tuple[int, ...], dtype: str, disk: str = "") -> Array:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coterie.parallel import affinity
-from coterie.parallel.affinity import Place, available_cores, place
+from coterie.parallel.affinity import Place, available_cores, machine_memory, place
 
 
 def test_without_gpus_all_cores_are_shared_out_in_order():
@@ -93,6 +93,14 @@ def test_a_quota_of_the_container_limits_the_cores(monkeypatch, tmp_path, text, 
     monkeypatch.setattr(affinity, "Path", lambda path: file if path == "/sys/fs/cgroup/cpu.max" else Path(path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7, 3, 5, 1}, raising=False)
     assert available_cores() == [1, 3, 5, 7][:count]
+
+
+@pytest.mark.parametrize(("text", "limit"), [("1048576\n", 1 << 20), ("max\n", None), ("", None)])
+def test_a_limit_of_the_container_is_the_machines_memory(monkeypatch, tmp_path, text, limit):
+    file = tmp_path / "memory.max"
+    file.write_text(text)
+    monkeypatch.setattr(affinity, "Path", lambda path: file if path == "/sys/fs/cgroup/memory.max" else Path(path))
+    assert machine_memory() == (limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 @pytest.mark.parametrize("text", ["", "max", None])

@@ -51,7 +51,11 @@ class Life:
         elif again:
             self.breaks.add(len(self.seen) - 1)
             self.rows.append((0, 0.0, False, False, False))
-            self.look(True)
+            if not self.first[-1] and self.rng.random() < 0.5:  # an episode begins with what was seen last
+                self.seen.append(self.seen[-1])
+                self.first.append(True)
+            else:
+                self.look(True)
         begin = len(self.seen) - 1
         for _ in range(steps):
             last = self.rows[-1] if self.rows and len(self.seen) - 1 not in self.breaks else None
