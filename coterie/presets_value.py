@@ -162,9 +162,9 @@ def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
     each env step trained on 0.75 times, priorities (0.9, 0.6), n = 5, gamma 0.997, an epsilon for each env, 0.4^(1 to
     8), TensorFlow's Adam at 1e-4; the losses of a sequence's 80 steps are means here, which its eps and clip follow.
     First priorities by the values that acted. All 18 actions, lives and rewards as they are, and the paper's 40 billion
-    frames: it copies its target network every 17 million env steps. Ours: 64 simulators (the paper's 610), a replay of
-    400,000 env steps (12 GiB; 85 GB) of which a tenth is gathered first (a twentieth), a bias in the advantages' layer.
-    Vectors: our own settings.
+    frames: it copies its target network every 17 million env steps. A twentieth of the replay is gathered first. Ours:
+    64 simulators (the paper's 610), a replay of a million env steps (7.4 GiB; 8 million in 85 GB), a bias in the
+    advantages' layer. Vectors: our own settings.
     """
     base = dqn(env, **of_env({"atari.episodic_life": False, "atari.full_action_set": True, **overrides}))
     config = replace(
@@ -184,9 +184,8 @@ def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
             model=Model(torso="nature", core="lstm", core_size=512, last_action_reward=True),
             algo=Algo(unroll_length=40, gamma=0.997),
             q=replace(
-                config.q, dueling=512, batch_size=64, intensity=0.75, learn_start=40_000, target_every=2_500 * 6_827
+                config.q, dueling=512, batch_size=64, intensity=0.75, learn_start=50_000, target_every=2_500 * 6_827
             ),
-            replay=replace(config.replay, capacity=400_000),
             r2d2=R2D2(length=80, burn_in=40, stride=80),
             optim=Optim("adam_eps_hat", lr=1e-4, eps=1e-3 / 80, max_grad_norm=1.0),
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.a2c import Loss, combine, slices
-from coterie.algorithms.values import Means, Values, size_of
+from coterie.algorithms.values import Means, Values, size_of, stack_of
 from coterie.config import Config
 from coterie.models.build import Network
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
@@ -66,14 +66,15 @@ class R2D2:
         assert rollout.core_state is not None
         return SequenceRing(
             self.spec, *size_of(self.config), unroll, (own.burn_in + own.length) // unroll, own.stride // unroll,
-            tuple(rollout.core_state.shape[1:]), alpha=replay.alpha, seed=self.seed, disk=replay.disk,
-            judge=self._first if replay.initial == "acting" else None,
+            tuple(rollout.core_state.shape[1:]), frames=stack_of(self.config), alpha=replay.alpha, seed=self.seed,
+            disk=replay.disk, judge=self._first if replay.initial == "acting" else None,
         )  # fmt: skip
 
     @staticmethod
     def replay_bytes(config: Config, spec: Spec) -> int:
         """What the replay of one learner takes when it is full."""
-        return SequenceRing.bytes_for(spec, *size_of(config), config.algo.unroll_length, (2, config.model.core_size))
+        core = (2, config.model.core_size)
+        return SequenceRing.bytes_for(spec, *size_of(config), config.algo.unroll_length, core, stack_of(config))
 
     def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
         """Keep the rollout, then draw what is due."""

@@ -7,7 +7,7 @@ overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,11 +47,21 @@ class Transitions:
 class Storage:
     """One entry of the observations: rows `[envs x ring, *shape]`, or their newest frames. `frames`: of each stack."""
 
+    NAMES = ("obs", "depth", "whole_at", "whole")  # of its state
+
     def __init__(self, envs: int, ring: int, shape: tuple[int, ...], dtype: str, frames: int, disk: str) -> None:
         self.ring, self.frames = ring, frames
         self.rows = memory((envs * ring, *(shape[1:] if frames else shape)), dtype, disk)
         self.depth = np.zeros(envs * ring if frames else 0, np.uint8)  # rows before this one that its stack has
         self.whole: dict[int, Array] = {}  # stacks that are not their rows' newest frames
+
+    def lead(self, at: Array, obs: Array) -> None:
+        """All frames but the newest of the stacks `obs` `[b, *shape]`, in the places before `at` `[b]`, where those are
+        to be written next.
+        """
+        for k in range(1, self.frames):
+            self.rows[at - k] = obs[:, -1 - k]
+        self.depth[at - 1] = self.frames - 2
 
     def write(self, at: Array, obs: Array, fresh: Array) -> None:
         """Rows `obs` `[t, b, *shape]` at places `at` `[t, b]`, the first first. `fresh` `[b]`: nothing leads there."""
@@ -88,6 +98,18 @@ class Storage:
                 if place in self.whole:
                     out[i] = self.whole[place]
         return torch.from_numpy(out)
+
+    def state_dict(self) -> dict[str, Array]:
+        whole = sorted(self.whole)
+        state = {"obs": self.rows, "depth": self.depth, "whole_at": np.array(whole, np.int64)}
+        return state | ({"whole": np.stack([self.whole[place] for place in whole])} if whole else {})
+
+    def load_state_dict(self, state: Mapping[str, Array | None]) -> None:
+        rows, depth, places = state["obs"], state["depth"], state["whole_at"]
+        assert rows is not None and depth is not None and places is not None  # noqa: PT018
+        self.rows[...], self.depth[...] = rows, depth
+        stacks = state.get("whole")
+        self.whole = {} if stacks is None else dict(zip(places.tolist(), stacks, strict=True))
 
     def _before(self, at: Array) -> Array:
         return np.where(at % self.ring == 0, at + self.ring - 1, at - 1)
@@ -260,10 +282,7 @@ class Ring:
         state = {name: getattr(self, name) for name in _ARRAYS} | self.priorities.state_dict()
         state["owner"] = self.owners.table()
         for i, x in enumerate(self.obs.values()):
-            whole = sorted(x.whole)
-            state |= {f"obs/{i}": x.rows, f"depth/{i}": x.depth, f"whole_at/{i}": np.array(whole, np.int64)}
-            if whole:
-                state[f"whole/{i}"] = np.stack([x.whole[place] for place in whole])
+            state |= {f"{name}/{i}": array for name, array in x.state_dict().items()}
         return {f"replay/{name}": torch.from_numpy(x) for name, x in state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -273,9 +292,7 @@ class Ring:
         self.priorities.load_state_dict(of)
         self.owners.load(of["owner"])
         for i, x in enumerate(self.obs.values()):
-            x.rows[...], x.depth[...] = of[f"obs/{i}"], of[f"depth/{i}"]
-            places = of[f"whole_at/{i}"].tolist()
-            x.whole = dict(zip(places, of[f"whole/{i}"], strict=True)) if places else {}
+            x.load_state_dict({name: of.get(f"{name}/{i}") for name in Storage.NAMES})
 
 
 _ARRAYS = ("action", "reward", "value", "after", "valid", "stamp", "count")

@@ -1,7 +1,8 @@
 """Overlapping sequences for recurrent networks (R2D2; Kapturowski et al. 2019).
 
 Rollouts are kept as blocks, each with the recurrent state that acting had before its first row. A sequence is a few
-blocks of one env in a row, and the state that is stored with it is that of its very first row, burn-in or not.
+blocks of one env in a row, and the state that is stored with it is that of its very first row, burn-in or not. Of
+stacks of frames a block has each frame once.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.replay.memory import memory
 from coterie.replay.owners import Owners
 from coterie.replay.priority import LEAST, Picks, Priorities
+from coterie.replay.ring import Storage
 from coterie.types import Array, ConfigError, Inputs, Obs, Rollout, Spec
 
 # Rewards `[T, n]`, values of the actions taken `[T+1, n]`, terminated and mask `[T, n]` -> priorities `[n]`.
@@ -55,12 +56,13 @@ class Sequences:
 
 class SequenceRing:
     """Blocks of `unroll` rows of `envs` simulators. `blocks`: how many a sequence is long; `stride`: how many lie
-    between the beginnings of two. `judge`: first priorities from the values that acted; None: the highest so far.
+    between the beginnings of two; `frames`: of each stack. `judge`: first priorities from the values that acted; None:
+    the highest so far.
     """
 
     def __init__(
         self, spec: Spec, envs: int, capacity: int, unroll: int, blocks: int, stride: int, core: tuple[int, ...], *,
-        alpha: float = 0.0, seed: int = 0, disk: str = "", judge: Judge | None = None,
+        frames: int = 0, alpha: float = 0.0, seed: int = 0, disk: str = "", judge: Judge | None = None,
     ) -> None:  # fmt: skip
         self.unroll, self.blocks, self.stride, self.judge = unroll, blocks, stride, judge
         self.ring = capacity // envs // unroll
@@ -69,7 +71,12 @@ class SequenceRing:
                 f"replay.capacity: {self.ring} rollouts for each env are too few for sequences of {blocks}"
             )
         places, t = envs * self.ring, unroll
-        self.obs = {k: memory((places, t + 1, *s.shape), s.dtype, disk) for k, s in spec.obs.items()}
+        self.obs = dict[str, Storage]()
+        self.before = dict[str, int]()  # frames of a block that its first row's stack has besides its own
+        for key, s in spec.obs.items():
+            self.before[key] = max(0, frames - 1) if s.is_image else 0
+            depth = frames if s.is_image else 0
+            self.obs[key] = Storage(places, t + 1 + self.before[key], s.shape, s.dtype, depth, disk)
         self.is_first = np.zeros((places, t + 1), bool)
         self.action = np.zeros((places, t + 1, *spec.action.shape), spec.action.dtype)  # a row before row 0, as below
         self.seen_reward = np.zeros((places, t + 1), np.float32)  # raw: what the network is told
@@ -85,10 +92,13 @@ class SequenceRing:
         self.draw, self.update = self.priorities.draw, self.priorities.update
 
     @staticmethod
-    def bytes_for(spec: Spec, envs: int, capacity: int, unroll: int, core: tuple[int, ...]) -> int:
+    def bytes_for(spec: Spec, envs: int, capacity: int, unroll: int, core: tuple[int, ...], frames: int = 0) -> int:
         """What it takes, in bytes, without starting."""
-        each = sum(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize for s in spec.obs.values())
-        each = (unroll + 1) * (each + 1 + 8 + 4 + 4) + unroll * (4 + 1) + 4 * int(np.prod(core)) + 24
+        each = (unroll + 1) * (1 + 8 + 4 + 4) + unroll * (4 + 1) + 4 * int(np.prod(core)) + 24
+        for s in spec.obs.values():
+            stacked = bool(frames) and s.is_image
+            size = int(np.prod(s.shape[1:] if stacked else s.shape)) * np.dtype(s.dtype).itemsize
+            each += (unroll + 1 + (frames - 1) * stacked) * (size + stacked)
         return each * (capacity // envs // unroll) * envs
 
     @property
@@ -115,9 +125,13 @@ class SequenceRing:
         is_first = block(rollout.is_first)
         follows = (number > 0) & (self.is_first[before, -1] == is_first[:, 0])
         for key, x in obs.items():
-            new = block(x)
-            follows &= (self.obs[key][before, -1] == new[:, 0]).reshape(len(env), -1).all(1)
-            self.obs[key][at] = new
+            new = x.index_select(1, columns.to(x.device)).cpu().numpy()
+            last = self.obs[key].read(self._places(key, before, self.unroll)).numpy()
+            follows &= (last == new[0]).reshape(len(env), -1).all(1)
+            rows = self._places(key, at, np.arange(self.unroll + 1)[:, None])
+            if self.before[key]:
+                self.obs[key].lead(rows[0], new[0])
+            self.obs[key].write(rows, new, np.zeros(len(env), bool))
         self.run[at] = np.where(follows, self.run[before], 0) + 1
         self.is_first[at], self.action[at] = is_first, block(rollout.prev_action)
         self.seen_reward[at], self.terminated[at] = block(rollout.prev_reward), block(rollout.terminated)
@@ -147,7 +161,7 @@ class SequenceRing:
     def gather(self, picks: Picks, obs: bool = True) -> Sequences:
         """Copy what was drawn. Nothing may be added before this has ended."""
         at = picks.index
-        seen: Obs = {k: self._rows(x, at) for k, x in self.obs.items()} if obs else {}
+        seen: Obs = {k: self._seen(k, at) for k in self.obs} if obs else {}
         is_first, action = self._rows(self.is_first, at), self._rows(self.action, at)
         return Sequences(
             Inputs(seen[""] if list(seen) == [""] else seen, is_first, action, self._rows(self.seen_reward, at)),
@@ -160,10 +174,29 @@ class SequenceRing:
             picks,
         )
 
+    def _places(self, key: str, at: Array, row: Array | int) -> Array:
+        """Where an entry of the observations has the rows of the blocks at `at`."""
+        store = self.obs[key]
+        place: Array = at * store.ring + self.before[key] + row
+        return place
+
+    def _blocks(self, at: Array) -> Array:
+        """The blocks `[n, blocks]` of the sequences that begin at `at`."""
+        begin = at // self.ring * self.ring
+        blocks: Array = begin[:, None] + (at[:, None] - begin[:, None] + np.arange(self.blocks)) % self.ring
+        return blocks
+
+    def _seen(self, key: str, at: Array) -> Tensor:
+        """The observations `[T+1, n, *shape]` of the sequences at `at`."""
+        row = np.arange(self.blocks * self.unroll + 1)
+        block = np.minimum(row // self.unroll, self.blocks - 1)
+        places = self._places(key, self._blocks(at).T[block], (row - block * self.unroll)[:, None])
+        rows = self.obs[key].read(places.reshape(-1))
+        return rows.view(*places.shape, *rows.shape[1:])
+
     def _rows(self, x: Array, at: Array) -> Tensor:
         """The rows of all blocks of the sequences at `at`, `[T or T+1, n, ...]`; row T of the last block only."""
-        begin = at // self.ring * self.ring
-        blocks = begin[:, None] + (at[:, None] - begin[:, None] + np.arange(self.blocks)) % self.ring
+        blocks = self._blocks(at)
         taken = torch.from_numpy(x).index_select(0, torch.from_numpy(blocks.reshape(-1)))
         taken = taken.view(*blocks.shape, *taken.shape[1:])
         rows = taken[:, :, : self.unroll].flatten(1, 2)
@@ -173,7 +206,9 @@ class SequenceRing:
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {name: getattr(self, name) for name in _ARRAYS} | self.priorities.state_dict()
-        state |= {f"obs/{i}": x for i, x in enumerate(self.obs.values())} | {"owner": self.owners.table()}
+        state["owner"] = self.owners.table()
+        for i, x in enumerate(self.obs.values()):
+            state |= {f"{name}/{i}": array for name, array in x.state_dict().items()}
         return {f"replay/{name}": torch.from_numpy(x) for name, x in state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -181,7 +216,7 @@ class SequenceRing:
         for name in _ARRAYS:
             getattr(self, name)[...] = of[name]
         for i, x in enumerate(self.obs.values()):
-            x[...] = of[f"obs/{i}"]
+            x.load_state_dict({name: of.get(f"{name}/{i}") for name in Storage.NAMES})
         self.priorities.load_state_dict(of)
         self.owners.load(of["owner"])
 

@@ -18,7 +18,7 @@ def rows(seed: int) -> Ring:
 
 
 def sequences(seed: int) -> SequenceRing:
-    return SequenceRing(IMAGE, 3, 3 * 7 * 4, 4, 3, 1, (2,), alpha=0.6, seed=seed)
+    return SequenceRing(IMAGE, 3, 3 * 7 * 4, 4, 3, 1, (2,), frames=STACK, alpha=0.6, seed=seed)
 
 
 @pytest.mark.parametrize("make", [rows, sequences])

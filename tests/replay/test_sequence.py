@@ -7,7 +7,7 @@ import pytest
 
 from coterie.replay.priority import Picks
 from coterie.replay.sequence import SequenceRing
-from tests.replay.lives import DICT, IMAGE, Life, tell
+from tests.replay.lives import DICT, IMAGE, STACK, Life, tell
 
 UNROLL, BLOCKS, KEPT = 4, 3, 7  # rows of a rollout, rollouts of a sequence and of an env
 
@@ -60,8 +60,12 @@ def test_what_may_be_drawn_is_rows_that_followed_each_other(tmp_path, spec, stri
     rng = np.random.default_rng(stride)
     lives = {env_id: Life(rng, spec, number=env_id) for env_id in (3, 17, 1 << 20, 5)}  # more than there are rings
     folder = str(tmp_path) if disk else ""
-    ring = SequenceRing(spec, 3, 3 * KEPT * UNROLL, UNROLL, BLOCKS, stride, (2,), alpha=0.6, disk=folder)
-    assert all(isinstance(x, np.memmap) == disk for x in ring.obs.values())
+    frames = STACK if spec is IMAGE and stride == 1 else 0  # or whole stacks
+    sizes = (3, 3 * KEPT * UNROLL, UNROLL, BLOCKS, stride, (2,))
+    ring = SequenceRing(spec, *sizes, frames=frames, alpha=0.6, disk=folder)
+    assert all(isinstance(x.rows, np.memmap) == disk for x in ring.obs.values())
+    each = next(iter(ring.obs.values())).rows.nbytes
+    assert each <= 3 * KEPT * (UNROLL + STACK) * 20 if frames else spec is DICT or each == 3 * KEPT * (UNROLL + 1) * 60
     told: Told = [[], [], []]
     checked = 0
     for _ in range(80):
@@ -75,7 +79,7 @@ def test_what_may_be_drawn_is_rows_that_followed_each_other(tmp_path, spec, stri
             ring.update(ring.draw(8), rng.exponential(size=8))
     assert min(map(len, told)) > 5 * KEPT
     assert checked > 200
-    again = SequenceRing(spec, 3, 3 * KEPT * UNROLL, UNROLL, BLOCKS, stride, (2,), alpha=0.6)
+    again = SequenceRing(spec, *sizes, frames=frames, alpha=0.6)
     again.load_state_dict({k: x.clone() for k, x in ring.state_dict().items()})
     assert check(again, lives, told)
 
