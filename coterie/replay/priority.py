@@ -43,7 +43,9 @@ class SumTree:
         self.leaves[index] = value
         self.filled += int(np.count_nonzero(self.leaves[index]))
         for below, above in zip(self.levels, self.levels[1:], strict=False):
-            index = np.unique(index // _WIDTH)
+            index = index // _WIDTH
+            if len(index) > _WIDTH:  # to sum the same children again costs less than to sort few
+                index = np.unique(index)
             above.reshape(-1)[index] = below[index].sum(1)
 
     def find(self, mass: Array) -> Array:

@@ -186,7 +186,8 @@ class Ring:
         # had ended.
         anew = is_first[0] & self.valid[self._at(env, self.count[env] - 1)]
         follows = begun & ~anew & ~self._breaks(here, {k: x[0] for k, x in obs.items()})
-        self._close(env[begun & ~follows])
+        if (ended := begun & ~follows).any():
+            self._close(env[ended])
         first = self.count[env]
         at = self._at(env, first + np.arange(t + 1)[:, None])  # [t+1, b]
         for key, x in obs.items():
@@ -217,16 +218,21 @@ class Ring:
     def _show(self, env: Array, t: int) -> None:
         """After `t` more rows: those whose returns are whole now may be drawn, those that the cursor nears may not."""
         begin = self.count[env] - t - self.n_step + 1
-        rows = begin + np.arange(t)[:, None]
-        # The newest wait for what follows; the oldest have lost the frames before them.
-        self.priorities.hide(self._at(env, begin + np.arange(t + self.n_step - 1 + max(1, self.frames))[:, None]))
+        rows = begin + np.arange(t + self.n_step - 1 + max(1, self.frames))[:, None]
         at = self._at(env, rows)
-        at = at[(rows >= 0) & self.valid[at]]
-        priority = np.full(len(at), self.priorities.highest)
-        if self.judged:
-            n_step, discount, then = self.window(at)
-            priority = np.abs(n_step + discount * self.value[then] - self.value[at]) + LEAST
-        self.priorities.set(at, priority)
+        # Hidden are the newest, which wait for what follows, and the oldest, which have lost the frames before them.
+        priority = np.zeros(at.shape)
+        there = (rows[:t] >= 0) & self.valid[at[:t]]
+        priority[:t][there] = self._first(at[:t][there])
+        self.priorities.set(at.reshape(-1), priority.reshape(-1))
+
+    def _first(self, at: Array) -> Array | float:
+        """Priorities of what is new."""
+        if not self.judged:
+            return self.priorities.highest
+        n_step, discount, then = self.window(at)
+        error: Array = np.abs(n_step + discount * self.value[then] - self.value[at])
+        return error + LEAST
 
     def _breaks(self, at: Array, obs: dict[str, Array]) -> Array:
         """Which envs `[b]` show something other than what they showed last."""
