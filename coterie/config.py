@@ -160,6 +160,7 @@ class Replay:
     """What value learning keeps of the past, each learner its own."""
 
     capacity: int = 1_000_000  # env steps, of all learners together
+    envs: int = 0  # most simulators that a learner has, with those of hosts and actors that come; 0: env.num_envs
     alpha: float = 0.0  # priority's exponent; 0: all are equally likely
     beta: float = 0.4  # of the importance weights at the beginning of the run
     beta_end: float = 1.0  # and at its end

@@ -80,6 +80,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "r2d2 more than r2d2.burn_in + r2d2.length, rounded down to whole rollouts",
     ),
     Refusal(
+        lambda c, s: c.algorithm in VALUE and 0 < c.replay.envs < c.env.num_envs,
+        "replay.envs",
+        "must not be below env.num_envs",
+    ),
+    Refusal(
         lambda c, s: c.q.secondary_batch > 0 and (c.algorithm not in VALUE or c.exchange != "solo"),
         "q.secondary_batch",
         "a secondary learner follows one learner that has a replay: dqn or r2d2 with exchange solo",
@@ -235,7 +240,7 @@ def first_rows(config: Config) -> int:
 
 def _ring(config: Config) -> int:
     """Rows that a learner's replay keeps of each env; of r2d2 whole rollouts."""
-    rows = config.replay.capacity // _learners(config) // config.env.num_envs
+    rows = config.replay.capacity // _learners(config) // (config.replay.envs or config.env.num_envs)
     return rows // config.algo.unroll_length * config.algo.unroll_length if config.algorithm == "r2d2" else rows
 
 

@@ -24,6 +24,7 @@ from coterie.actor import Recorder, Stages, local_fields
 from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import horizon
 from coterie.algorithms.r2d2 import R2D2
+from coterie.algorithms.values import size_of
 from coterie.auto import batch_size, resolve, settle
 from coterie.config import Config, Wire
 from coterie.door import Hosts
@@ -31,7 +32,7 @@ from coterie.envs.make import make_spec
 from coterie.exchange.diagnostics import Sampled
 from coterie.guests import Guests
 from coterie.learner import Gradients, LearnSettings, Progress, autocast, learn
-from coterie.matrix import check
+from coterie.matrix import VALUE, check
 from coterie.models.build import Network, acting_copy
 from coterie.norms import Norms
 from coterie.ops.optim import scaled_lr, schedule_value
@@ -159,9 +160,13 @@ class Learner:
             return self.algorithm.act(model, inputs, state, self.algorithm.explore(env_id.to(layout.device)), rng)
 
         own = config.central
+        most = own.max_envs
+        if config.algorithm in VALUE:  # each has a ring of the replay
+            most = min(most, size_of(config)[0])
         shape = Shape(
-            self.spec, config.env.num_envs, horizon(config), batch_size(config), 1 if own.lockstep else 2 + own.queue,
-            own.batch_min, own.batch_max, own.wait, own.lockstep, own.newest_frame, own.max_envs, patience(config),
+            self.spec, config.env.num_envs if config.actors else 0, horizon(config), batch_size(config),
+            1 if own.lockstep else 2 + own.queue, own.batch_min, own.batch_max, own.wait, own.lockstep,
+            own.newest_frame, most, patience(config),
         )  # fmt: skip
         twins = [acting_copy(self.model, layout.dtype, apart=True) for _ in range(2)]
         central = Central(

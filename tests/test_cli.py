@@ -96,6 +96,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "reward.normalize": {"algorithm": "dqn", "reward.normalize": True},
         "q.learn_start": {"algorithm": "dqn", "q.learn_start": 10},
         "replay.capacity": {"algorithm": "dqn", "replay.capacity": 50},
+        "replay.envs": {"algorithm": "dqn", "replay.envs": 1},
         "q.v_min": {"algorithm": "dqn", "q.atoms": 51, "q.v_min": 1.0, "q.v_max": 1.0},
         "q.atoms": {**R2D2, "q.atoms": 51},
         "replay.initial": {"algorithm": "dqn", "q.atoms": 51, "replay.initial": "acting"},

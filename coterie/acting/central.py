@@ -272,7 +272,8 @@ class Central:
             kept = max(0, shape.envs - sum(s.width for s in self.seats.values() if s.place[0] < REMOTE))
         if width < 1 or beside + width > shape.max_envs - kept:
             own = f" ({kept} of them kept for the run's own)" if kept else ""
-            raise Refused(f"{width} envs beside {beside}: central.max_envs is {shape.max_envs}{own}")
+            room = f"there is room for {shape.max_envs}{own}: central.max_envs, replay.envs"
+            raise Refused(f"{width} envs beside {beside}: {room}")
         if old is not None:
             self._leave(old)
         # One to write while the other waits to be taken over.

@@ -233,4 +233,4 @@ def stack_of(config: Config) -> int:
 def size_of(config: Config) -> tuple[int, int]:
     """Envs and rows of one learner's replay."""
     learners = config.learners if isinstance(config.learners, int) else 1
-    return config.env.num_envs, config.replay.capacity // learners
+    return config.replay.envs or config.env.num_envs, config.replay.capacity // learners

@@ -246,7 +246,7 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "decoupled.batch_size decoupled.queue decoupled.lag_alarm decoupled.restarts vtrace.rho_bar vtrace.c_bar "
         "vtrace.pg_rho_bar vtrace.replay_capacity central.batch_size central.queue central.lag_alarm central.restarts "
         "central.batch_min central.batch_max central.wait vtrace.minibatch q.dueling q.huber q.ladder q.learn_start "
-        "replay.alpha replay.beta replay.beta_end r2d2.burn_in log.norms q.secondary_batch q.secondary_lr",
+        "replay.alpha replay.beta replay.beta_end replay.envs r2d2.burn_in log.norms q.secondary_batch q.secondary_lr",
         lambda x: x >= 0,
         "must not be negative",
     ),
