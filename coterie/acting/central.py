@@ -160,7 +160,7 @@ class Central:
         if self.shape.lockstep:
             return self._turn(pending), _LOOK_S
         # Rollouts of streams that have ended wait, too: new ones are not begun beside any number of them.
-        room = self.columns < 2 * self.shape.max_envs + self.shape.batches * self.shape.batch_size
+        room = self.columns < 2 * self.envs + self.shape.batches * self.shape.batch_size
         ready = [q for q in pending.values() if q.seat.may_go(room)]
         rows = sum(q.seat.width for q in ready)
         left = self.shape.wait - (time.perf_counter() - min((q.since for q in ready), default=0.0))

@@ -171,6 +171,25 @@ def test_lockstep_is_the_same_twice(tmp_path, changes):
     assert digests[0] == digests[1]
 
 
+def test_what_goes_over_the_wire_as_newest_frames_changes_nothing(tmp_path):
+    """Lives are lost on the way, where EnvPool's stacks go on, and games end, where they do not."""
+    digests, sent = [], []
+    changes = {"central.lockstep": True, "actors": 1, "steps": 1200, "algo.unroll-length": 10, "model.torso": "a3c"}
+    for newest in (False, True):
+        out = tmp_path / str(newest)
+        args = options(out, **{**changes, "central.newest_frame": newest})
+        args[args.index("CartPole-v1")] = "Breakout-v5"
+        assert cli.main(args) == 0
+        summary = check(out)
+        assert 0 < summary["episodes"] < summary["masked_steps"]
+        digests.append(summary["digest"])
+        sent.append(
+            [line["wire/bytes_in_per_step"] for line in read_metrics(out) if "wire/bytes_in_per_step" in line][-1]
+        )
+    assert digests[0] == digests[1]
+    assert sent[1] < sent[0] / 2
+
+
 @slow
 def test_in_lockstep_a_killed_host_comes_back_and_nothing_is_learned_with_a_lag(meddler):
     def kill() -> None:

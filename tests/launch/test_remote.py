@@ -199,7 +199,8 @@ def test_a_frozen_connection_is_given_up_and_made_again(meddler, guests):
     meddler.check_nothing_left()
 
 
-def test_hosts_are_spread_over_the_learners(meddler, guests):
+@pytest.mark.parametrize("exchange", ["gossip", "allreduce"])
+def test_hosts_are_spread_over_the_learners(meddler, guests, exchange):
     port = free_ports(2)
 
     def meddle() -> None:
@@ -215,8 +216,11 @@ def test_hosts_are_spread_over_the_learners(meddler, guests):
     def learned() -> list[int]:
         return [x["learned"] for x in last_checkpoint(meddler.out)[1]["learners"]]
 
-    assert meddler.run(central(meddler.out, port, "gossip"), meddle) == 75
-    check(meddler.out)
+    assert meddler.run(central(meddler.out, port, exchange), meddle) == 75
+    summary = check(meddler.out)
+    if exchange == "allreduce":
+        assert len(summary["digests"]) == 2
+        assert len(set(summary["digests"])) == 1
     meddler.check_nothing_left()
 
 
@@ -262,6 +266,24 @@ def test_a_learner_that_nobody_came_to_does_not_keep_the_run_from_its_end(meddle
     learned = [x["learned"] for x in last_checkpoint(meddler.out)[1]["learners"]]
     assert learned[0] >= 500
     assert learned[1] == 0
+    meddler.check_nothing_left()
+
+
+@slow
+@pytest.mark.parametrize("exchange", ["gossip", "allreduce"])
+def test_a_learner_whose_hosts_have_left_does_not_keep_the_run_from_its_end(meddler, guests, exchange):
+    """Under allreduce the other one waits for its gradient."""
+    port = free_ports(2)
+
+    def meddle() -> None:
+        mine = [guests(lend_envs, port) for _ in range(2)]
+        meddler.until(lambda: all(one.there() for one in mine), "both are let in")
+        meddler.at_work()
+        assert "left: " in mine[1].end()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert meddler.run(central(meddler.out, port, exchange), meddle) == 75
+    check(meddler.out)
     meddler.check_nothing_left()
 
 
