@@ -27,6 +27,7 @@ from coterie.runs.metrics import RunWriter, read_metrics
 from coterie.types import CoterieError, Spec
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: checkpointed on a signal, run `resume`
+_STARVED_S = 20.0  # that learners wait for rollouts after a signal
 
 
 class Run:
@@ -53,6 +54,8 @@ class Run:
         self.over = False
         self.signal: signal.Signals | None = None
         self.noted = self.alarmed = False
+        self.waiting_since = 0.0  # after a signal: since when all learners wait
+        self.starved = False  # they have for too long: the last checkpoint has to do
 
     @property
     def board(self) -> Board:
@@ -137,11 +140,13 @@ class Run:
         """Do what is due by now. Called after every message, and in between where there are several learners."""
         now, account = time.monotonic(), self.account
         if self.signal is not None and not self.noted:
-            self.noted = True
+            self.noted, self.waiting_since = True, now
             self.display.note(f"{self.signal.name}: a checkpoint, then the end (again: stop at once)")
             self.board.stop()
         if self.order is not None and self.members <= self.saved.keys():
             self._seal()
+        if self.signal is not None:
+            self._see_who_waits(now)
         if self.over:
             return
         if account.reports and now - account.last_line >= self.config.log.every:
@@ -162,6 +167,14 @@ class Run:
                 self._order(SAVE)
         if account.reports:
             self.display.update(account.status())
+
+    def _see_who_waits(self, now: float) -> None:
+        """After a signal: learners that all wait for what nobody makes, such as one that has no hosts and others that
+        wait for its gradient, cannot come to a checkpoint.
+        """
+        if self.over or self.idle or not self.board.all_wait(self.members):
+            self.waiting_since = now
+        self.starved = now - self.waiting_since > _STARVED_S
 
     def _line(self) -> None:
         line, alarm = self.account.line(), elsewhere(self.config).lag_alarm

@@ -116,7 +116,9 @@ class Crew:
             if self.lost is not None and time.monotonic() - self.lost[0] > _GRACE_S:
                 self._restart_all(self.lost[1])
             run.poll()
-            if reason := run.stalled():
+            if run.starved:
+                self._end_at_the_last()
+            elif reason := run.stalled():
                 raise CoterieError(reason)
 
     def close(self) -> None:
@@ -219,23 +221,37 @@ class Crew:
             child.kill()
 
     def _restart_all(self, reason: str) -> None:
-        run = self.run
+        self._end_all()
+        if self.run.board.stopping:
+            raise CoterieError(f"{reason}, while the run was ending")
+        self._count_restart(reason, f"all learners go back to {self._go_back(reason)}")
+        self._start_all(self.state)
+
+    def _end_at_the_last(self) -> None:
+        """No learner comes to a checkpoint any more: what came after the last one is lost."""
+        reason = "all learners wait for rollouts that nobody makes"
+        self._end_all()
+        self.run.writer.log(f"{reason}; the run ends at {self._go_back(reason)}")
+        self.run.join(self.group.board, [], self.state)
+        self.run.over = True
+
+    def _end_all(self) -> None:
         for child in self.children.values():
             child.kill()
         self.children.clear()
         self.due.clear()
-        run.actors.clear()
+        self.run.actors.clear()
         self.lost = None
-        if run.board.stopping:
-            raise CoterieError(f"{reason}, while the run was ending")
-        self.saved = checkpoint.latest(run.root)
+
+    def _go_back(self, reason: str) -> str:
+        """A new group with the state of the last checkpoint; returns that one's name."""
+        self.saved = checkpoint.latest(self.run.root)
         if self.saved is None:
             raise CoterieError(f"{reason}, before there was a checkpoint")
-        self._count_restart(reason, f"all learners go back to {self.saved.name}")
         self.state = checkpoint.load(self.saved)[1]
         self.group.close()
         self.group = self._group()
-        self._start_all(self.state)
+        return self.saved.name
 
     def _count_restart(self, reason: str, what: str) -> None:
         run = self.run

@@ -94,6 +94,9 @@ class Board:
         finally:
             self._waiting[rank] = 0
 
+    def all_wait(self, ranks: Iterable[int]) -> bool:
+        return all(self._waiting[rank] for rank in ranks)
+
     def stale(self, ranks: Iterable[int], before: float) -> list[int]:
         """Those of `ranks` without a sign of life since `before`; who merely waits for others only if all do."""
         all_of_them = list(ranks)

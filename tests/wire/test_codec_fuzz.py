@@ -1,4 +1,6 @@
-"""Broken frames by the hundred thousand: each is refused, in one way, and none costs more memory than it has."""
+"""Broken frames by the hundred thousand: each is refused, in one way, and none costs more memory than it has. A seeded
+mutator (`harness.mutated`) makes them; test_codec.py has what hypothesis makes.
+"""
 
 from __future__ import annotations
 
