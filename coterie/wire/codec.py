@@ -137,6 +137,11 @@ def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:
         raise Refused(f"a reward is beyond {_MOST_REWARD:g}: no loss would be finite")
     if (np.isnan(arrays["episode_return"]) != np.isnan(arrays["episode_length"])).any():
         raise Refused("a game has a return without a length, or a length without a return")
+    # Of a NaN neither is true.
+    if any((np.abs(arrays[f"episode_{name}"]) > _MOST_REWARD).any() for name in ("return", "length")):
+        raise Refused(f"a game's return or length is beyond {_MOST_REWARD:g}")
+    if (arrays["episode_length"] < 0).any():
+        raise Refused("a game has a negative length")
     for key, s in spec.obs.items():
         x = arrays[f"obs/{key}"]
         if s.text and not ((x >= 0) & (x <= s.high)).all():

@@ -153,6 +153,25 @@ def test_what_is_not_finite_is_refused(house: House):
     assert house.works()
 
 
+@pytest.mark.parametrize(
+    ("name", "bad", "why"),
+    [
+        ("episode_return", 1e308, "a game's return or length is beyond 1e+15"),
+        ("episode_length", 1e300, "a game's return or length is beyond 1e+15"),
+        ("episode_length", -5.0, "a game has a negative length"),
+    ],
+)
+def test_a_game_that_the_books_cannot_bear_is_refused(house: House, name: str, bad: float, why: str):
+    layout = timestep_layout(house.spec, 2, house.newest)
+    seen = house.seen(2)
+    for one in ("episode_return", "episode_length"):
+        seen[one][1] = bad if one == name else 1.0
+    with channel_to(house.server.address) as channel:
+        said = Raw(channel, house.hello(), data_frame(0, layout.pack(Newest(layout).split(seen)))).end()
+    assert said == (StatusCode.INVALID_ARGUMENT, why)
+    assert house.works()
+
+
 def test_a_host_that_starts_again_takes_its_place(house: House):
     """Its old stream may still seem to live; together they would be too many."""
     with channel_to(house.server.address) as channel:
