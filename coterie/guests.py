@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,8 +17,10 @@ import torch
 from coterie.acting.decoupled import Decoupled
 from coterie.actor import rollout_layout
 from coterie.algorithms.ppo import horizon
+from coterie.algorithms.values import size_of
 from coterie.config import Config
 from coterie.door import Numbers, Visitor, settings_of
+from coterie.matrix import VALUE
 from coterie.runs.config_io import to_dict
 from coterie.types import Array, CoterieError, Spec
 from coterie.wire.codec import Layout, Refused, Tensor, check_values, layout_from
@@ -49,6 +53,10 @@ class Guests:
         self.reads = rollout_tensors(spec, horizon(config), self.slots.width, core)
         self.learners = config.learners
         self.env_id = config.env.id
+        # Simulators that there is room for beside the run's own: in value learning each has a ring of the replay.
+        own = config.env.num_envs if config.actors else 0
+        self.room = size_of(config)[0] - own if config.algorithm in VALUE else sys.maxsize
+        self.here = Counter[int]()  # streams of rollouts, by their first env
         self.produced = 0
         self.told: Callable[[], None] = lambda: None  # hears of every change of `produced`
         self.arrived: dict[_Push, tuple[dict[str, Array], Answer]] = {}  # the first to come first, one of each
@@ -66,6 +74,11 @@ class Guests:
             return Visitor(said)
         self._admit(hello, self.reads, "its rollouts are not the run's")
         first = self.numbers.first_env(hello.run_id, hello.group, hello.envs)
+        if first not in self.here and (len(self.here) + 1) * hello.envs > self.room:
+            raise Refused(
+                f"{hello.envs} envs beside {len(self.here)} actors': there is room for {self.room}: replay.envs"
+            )
+        self.here[first] += 1
         return _Push(self, number, first, said)
 
     def pull(self, hello: Any) -> _Pull | Visitor:
@@ -190,6 +203,8 @@ class _Push:
 
     def leave(self) -> None:
         self.alive = False
+        self.guests.here[self.first_env_id] -= 1
+        self.guests.here += Counter()  # without those that are 0
         self.guests.forget(self)
 
 

@@ -44,29 +44,22 @@ SMALL: dict[str, Any] = {
     "decoupled.batch_size": 0,
     "log.tensorboard": False,
 }
-# Double and three-step, as the preset has them.
-DQN: dict[str, Any] = {
-    "steps": 10_000, "env.num_envs": 8, "optim.lr": 2e-3, "q.batch_size": 64, "q.intensity": 12.0, "q.learn_start": 300,
-    "q.target_every": 100, "q.epsilon_steps": 2500,
-}  # fmt: skip
-OWN: dict[str, tuple[str, dict[str, Any]]] = {  # the preset that each begins with, and what is smaller or faster
-    "a2c": ("a2c", {"steps": 60_000, "algo.unroll_length": 10, "optim.lr": 4e-3}),
-    "ppo": (
-        "ppo",
-        {
-            "steps": 40_000, "algo.unroll_length": 20, "algo.gamma": 0.99, "ppo.minibatch_size": 160, "optim.lr": 3e-3,
-        },
-    ),
-    "vtrace": ("impala", {"steps": 50_000, "algo.unroll_length": 10, "reward.scale": 1.0, "optim.lr": 5e-3}),
-    "dqn": ("dqn", DQN),
-    "r2d2": (
-        "seed-r2d2",
-        {
-            **CUE, "steps": 7000, "env.num_envs": 8, "algo.unroll_length": 5, "model.core_size": 32, "optim.lr": 4e-3,
-            "q.batch_size": 64, "q.intensity": 16.0, "q.learn_start": 300, "q.target_every": 200, "r2d2.length": 5,
-            "r2d2.burn_in": 5, "r2d2.stride": 5,
-        },
-    ),
+PRESET = {"a2c": "a2c", "ppo": "ppo", "vtrace": "impala", "dqn": "dqn", "r2d2": "seed-r2d2"}
+OWN: dict[str, dict[str, Any]] = {  # what is smaller than the preset's, or faster
+    "a2c": {"steps": 60_000, "algo.unroll_length": 10, "optim.lr": 4e-3},
+    "ppo": {
+        "steps": 40_000, "algo.unroll_length": 20, "algo.gamma": 0.99, "ppo.minibatch_size": 160, "optim.lr": 3e-3,
+    },
+    "vtrace": {"steps": 50_000, "algo.unroll_length": 10, "reward.scale": 1.0, "optim.lr": 5e-3},
+    "dqn": {
+        "steps": 10_000, "env.num_envs": 8, "optim.lr": 4e-3, "q.batch_size": 64, "q.intensity": 12.0,
+        "q.learn_start": 300, "q.target_every": 100, "q.epsilon_steps": 2500,
+    },
+    "r2d2": {
+        **CUE, "steps": 7000, "env.num_envs": 8, "algo.unroll_length": 5, "model.core_size": 32, "optim.lr": 4e-3,
+        "q.batch_size": 64, "q.intensity": 16.0, "q.learn_start": 300, "q.target_every": 200, "r2d2.length": 5,
+        "r2d2.burn_in": 5, "r2d2.stride": 5,
+    },
 }  # fmt: skip
 # Value learning's variants, one cell each. Returns are from -1 to 1.
 RETURNS = {"q.v_min": -2.0, "q.v_max": 2.0}
@@ -79,10 +72,9 @@ VARIANTS: dict[str, tuple[Cell, dict[str, Any]]] = {
 
 def cell_config(cell: Cell, preset: str = "", **changes: Any) -> Config:
     algorithm, acting, exchange = cell
-    base, own = OWN[algorithm]
     fields = {
         **SMALL,
-        **own,
+        **OWN[algorithm],
         "acting": acting,
         "exchange": exchange,
         "learners": 1 if exchange == "solo" else 2,
@@ -90,7 +82,7 @@ def cell_config(cell: Cell, preset: str = "", **changes: Any) -> Config:
         "central.lockstep": algorithm in matrix.ON_POLICY,
         **changes,
     }
-    return presets.make(preset or base, fields.pop("env.id", CATCH), **fields)
+    return presets.make(preset or PRESET[algorithm], fields.pop("env.id", CATCH), **fields)
 
 
 def refusal(config: Config) -> str:

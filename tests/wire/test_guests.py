@@ -296,6 +296,24 @@ def test_numbers_that_are_none_are_refused(house: House):
     house.is_refused("episode_", house.hello(), changed(house, "episode_return", np.nan, episode_length=np.nan))
 
 
+def test_actors_have_room_in_a_replay_or_are_refused(open_house: Callable[..., House]):
+    house = open_house()
+    assert house.guests.room > 1 << 30, "V-trace keeps nothing of them"
+    value = {"algorithm": "dqn", "acting": "decoupled", "actors": 2, "env.num_envs": 8, "algo.unroll_length": UNROLL}
+    for more, room in (({}, 0), ({"replay.envs": 12}, 4), ({"replay.envs": 12, "actors": 0}, 12)):
+        guests = Guests(make_config(**value | more), VECTOR, 0, house.guests.acting, ())
+        assert guests.room == room
+        guests.close()
+    house.guests.room = WIDTH
+    with channel_to(house.server.address) as channel:
+        one = Raw(channel, house.hello(run_id=1), method=path(PUSH), metadata=GIVEN)
+        assert one.next().WhichOneof("kind") == "welcome"
+        house.is_refused("2 envs beside 1 actors'", house.hello(run_id=2), house.question(PUSH))
+        assert house.ends(house.hello(run_id=1), house.question(PUSH))[0] == StatusCode.OK, "it came again"
+        one.end()
+    assert house.ends(house.hello(run_id=2), house.question(PUSH))[0] == StatusCode.OK
+
+
 def test_numbers_that_nobody_can_bear_are_refused(house: House):
     """They are finite, but not what becomes of them: a priority, a square, a sum."""
     for name in floats(house):
