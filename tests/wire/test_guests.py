@@ -4,6 +4,7 @@ recorder could have written, and the others go on.
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -155,6 +156,7 @@ def path(method: str) -> str:
 @pytest.fixture
 def open_house(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., House]]:
     """Makes one, which must be as good as new in the end."""
+    gc.collect()  # what other tests left in their loops is told of now, and not in the midst of this one
     made: list[House] = []
 
     def make(kind: str = "vector", core: tuple[int, ...] = ()) -> House:
