@@ -31,8 +31,8 @@ CATCH = "coterie.envs.testing:Catch"
 # right, whatever is done (-0.5). Four rows of an episode, the reset's among them, and unrolls of five: sequences begin
 # anywhere in it, some of them after the cue.
 CUE = {"env.id": "coterie.envs.testing:Cue", "env.kwargs": '{"delay": 2}'}
-# Of the last 100 training games, exploration and all. Runs have 0.8 and more. The bounds are two standard errors of 100
-# games (0.1) below, and more.
+# Of the last 100 training games, exploration and all. Runs have 0.8 and more; the bounds are at least two standard
+# errors of 100 games (0.1) below.
 ENOUGH = 0.4
 
 SMALL: dict[str, Any] = {
@@ -148,12 +148,8 @@ def check_intensity(config: Config, out: Path, summary: dict[str, Any]) -> None:
     assert most - len(learners) * (config.q.intensity * before + batch) < samples <= most
 
 
-def named(cell: Cell) -> str:
-    return "-".join(cell)
-
-
 @pytest.mark.parametrize(
-    "cell", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow, id=named(x)) for x in CELLS]
+    "cell", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow, id="-".join(x)) for x in CELLS]
 )
 def test_every_cell_learns(tmp_path: Path, cell: Cell) -> None:
     assert train(cell_config(cell), tmp_path / "run")["mean_return"] >= ENOUGH
