@@ -221,10 +221,8 @@ class Account:
         }
         for name in sorted({name for r in reports for name in r["gauges"]}):
             values = [r["gauges"][name] for r in reports if name in r["gauges"]]
-            if name in _SUMMED:
-                line[name] = sum(values)
-            else:
-                line[name] = max(values) if name.endswith("/max") else sum(values) / len(values)
+            total = max(values) if name.endswith("/max") else sum(values)
+            line[name] = total if name.endswith("/max") or name in _SUMMED else total / len(values)
         for stage, seconds in self.stages.items():
             line[f"stage/{stage}"] = (seconds - self.line_stages.get(stage, 0.0)) / elapsed
         self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps

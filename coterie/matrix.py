@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import NamedTuple, get_args, get_type_hints
 
+from coterie.algorithms.values import size_of
 from coterie.config import Config, elsewhere
 from coterie.tasks import tasks
 from coterie.types import ConfigError, Spec
@@ -231,6 +233,11 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+def room_of(config: Config) -> int:
+    """Simulators that a learner can learn from: in value learning each has a ring of its replay."""
+    return size_of(config)[0] if config.algorithm in VALUE else sys.maxsize
+
+
 def first_rows(config: Config) -> int:
     """Env steps of a learner after which there is something to draw in any case."""
     if config.algorithm == "r2d2":
@@ -240,7 +247,8 @@ def first_rows(config: Config) -> int:
 
 def _ring(config: Config) -> int:
     """Rows that a learner's replay keeps of each env; of r2d2 whole rollouts."""
-    rows = config.replay.capacity // _learners(config) // (config.replay.envs or config.env.num_envs)
+    envs, capacity = size_of(config)
+    rows = capacity // envs
     return rows // config.algo.unroll_length * config.algo.unroll_length if config.algorithm == "r2d2" else rows
 
 

@@ -24,7 +24,6 @@ from coterie.actor import Recorder, Stages, local_fields
 from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import horizon
 from coterie.algorithms.r2d2 import R2D2
-from coterie.algorithms.values import size_of
 from coterie.auto import batch_size, resolve, settle
 from coterie.config import Config, Wire
 from coterie.door import Hosts
@@ -32,7 +31,7 @@ from coterie.envs.make import make_spec
 from coterie.exchange.diagnostics import Sampled
 from coterie.guests import Guests
 from coterie.learner import Gradients, LearnSettings, Progress, autocast, learn
-from coterie.matrix import VALUE, check
+from coterie.matrix import check, room_of
 from coterie.models.build import Network, acting_copy
 from coterie.norms import Norms
 from coterie.ops.optim import scaled_lr, schedule_value
@@ -160,9 +159,7 @@ class Learner:
             return self.algorithm.act(model, inputs, state, self.algorithm.explore(env_id.to(layout.device)), rng)
 
         own = config.central
-        most = own.max_envs
-        if config.algorithm in VALUE:  # each has a ring of the replay
-            most = min(most, size_of(config)[0])
+        most = min(own.max_envs, room_of(config))
         shape = Shape(
             self.spec, config.env.num_envs if config.actors else 0, horizon(config), batch_size(config),
             1 if own.lockstep else 2 + own.queue, own.batch_min, own.batch_max, own.wait, own.lockstep,

@@ -47,8 +47,6 @@ class Transitions:
 class Storage:
     """One entry of the observations: rows `[envs x ring, *shape]`, or their newest frames. `frames`: of each stack."""
 
-    NAMES = ("obs", "depth", "whole_at", "whole")  # of its state
-
     def __init__(self, envs: int, ring: int, shape: tuple[int, ...], dtype: str, frames: int, disk: str) -> None:
         self.ring, self.frames = ring, frames
         self.rows = memory((envs * ring, *(shape[1:] if frames else shape)), dtype, disk)
@@ -104,15 +102,23 @@ class Storage:
         state = {"obs": self.rows, "depth": self.depth, "whole_at": np.array(whole, np.int64)}
         return state | ({"whole": np.stack([self.whole[place] for place in whole])} if whole else {})
 
-    def load_state_dict(self, state: Mapping[str, Array | None]) -> None:
-        rows, depth, places = state["obs"], state["depth"], state["whole_at"]
-        assert rows is not None and depth is not None and places is not None  # noqa: PT018
-        self.rows[...], self.depth[...] = rows, depth
-        stacks = state.get("whole")
-        self.whole = {} if stacks is None else dict(zip(places.tolist(), stacks, strict=True))
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        self.rows[...], self.depth[...] = state["obs"], state["depth"]
+        self.whole = dict(zip(state["whole_at"].tolist(), state.get("whole", ()), strict=True))
 
     def _before(self, at: Array) -> Array:
         return np.where(at % self.ring == 0, at + self.ring - 1, at - 1)
+
+
+def stored(obs: Mapping[str, Storage]) -> dict[str, Array]:
+    """All entries' states in one, by name and number."""
+    return {f"{name}/{i}": array for i, x in enumerate(obs.values()) for name, array in x.state_dict().items()}
+
+
+def restore(obs: Mapping[str, Storage], state: Mapping[str, Array]) -> None:
+    for i, x in enumerate(obs.values()):
+        end = f"/{i}"
+        x.load_state_dict({k.removesuffix(end): array for k, array in state.items() if k.endswith(end)})
 
 
 class Ring:
@@ -287,8 +293,7 @@ class Ring:
         """All of it, not copied."""
         state = {name: getattr(self, name) for name in _ARRAYS} | self.priorities.state_dict()
         state["owner"] = self.owners.table()
-        for i, x in enumerate(self.obs.values()):
-            state |= {f"{name}/{i}": array for name, array in x.state_dict().items()}
+        state |= stored(self.obs)
         return {f"replay/{name}": torch.from_numpy(x) for name, x in state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -297,8 +302,7 @@ class Ring:
             getattr(self, name)[...] = of[name]
         self.priorities.load_state_dict(of)
         self.owners.load(of["owner"])
-        for i, x in enumerate(self.obs.values()):
-            x.load_state_dict({name: of.get(f"{name}/{i}") for name in Storage.NAMES})
+        restore(self.obs, of)
 
 
 _ARRAYS = ("action", "reward", "value", "after", "valid", "stamp", "count")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie.replay.owners import Owners
 from coterie.replay.priority import LEAST, Picks, Priorities
-from coterie.replay.ring import Storage
+from coterie.replay.ring import Storage, restore, stored
 from coterie.types import Array, ConfigError, Inputs, Obs, Rollout, Spec
 
 # Rewards `[T, n]`, values of the actions taken `[T+1, n]`, terminated and mask `[T, n]` -> priorities `[n]`.
@@ -207,16 +207,14 @@ class SequenceRing:
     def state_dict(self) -> dict[str, Tensor]:
         state = {name: getattr(self, name) for name in _ARRAYS} | self.priorities.state_dict()
         state["owner"] = self.owners.table()
-        for i, x in enumerate(self.obs.values()):
-            state |= {f"{name}/{i}": array for name, array in x.state_dict().items()}
+        state |= stored(self.obs)
         return {f"replay/{name}": torch.from_numpy(x) for name, x in state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         of = {k.removeprefix("replay/"): x.numpy() for k, x in state.items() if k.startswith("replay/")}
         for name in _ARRAYS:
             getattr(self, name)[...] = of[name]
-        for i, x in enumerate(self.obs.values()):
-            x.load_state_dict({name: of.get(f"{name}/{i}") for name in Storage.NAMES})
+        restore(self.obs, of)
         self.priorities.load_state_dict(of)
         self.owners.load(of["owner"])
 

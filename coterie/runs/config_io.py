@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import json
 import math
@@ -22,10 +23,12 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 from coterie.config import Config, Schedule
 from coterie.types import ConfigError, CoterieError
 
+_hints = functools.cache(get_type_hints)  # resolving the names of a module takes a millisecond
+
 
 def fields(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, type) of every field."""
-    for name, kind in get_type_hints(cls).items():
+    for name, kind in _hints(cls).items():
         if dataclasses.is_dataclass(kind):
             yield from fields(cast(type, kind), f"{prefix}{name}.")
         else:
@@ -100,7 +103,7 @@ def from_dict(data: dict[str, Any]) -> Config:
 def _build(cls: type, data: Any, prefix: str) -> Any:
     if not isinstance(data, dict):
         raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {_shown(data)} is not an object of fields")
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     values = {}
     for name, value in data.items():
         if name not in hints:

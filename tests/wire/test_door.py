@@ -156,8 +156,8 @@ def test_what_is_not_finite_is_refused(house: House):
 @pytest.mark.parametrize(
     ("name", "bad", "why"),
     [
-        ("episode_return", 1e308, "a game's return or length is beyond 1e+15"),
-        ("episode_length", 1e300, "a game's return or length is beyond 1e+15"),
+        ("episode_return", 1e308, "episode_return is beyond 1e+15: no loss would be finite"),
+        ("episode_length", 1e300, "episode_length is beyond 1e+15: no loss would be finite"),
         ("episode_length", -5.0, "a game has a negative length"),
     ],
 )
