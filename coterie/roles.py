@@ -6,8 +6,7 @@ A role is built from a config and its links to the others: a bench, a test and e
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import horizon
 from coterie.algorithms.r2d2 import R2D2
 from coterie.auto import batch_size, resolve, settle
-from coterie.config import Config, Wire
+from coterie.config import Config
 from coterie.door import Hosts
 from coterie.envs.make import make_spec
 from coterie.exchange.diagnostics import Sampled
@@ -53,9 +52,8 @@ from coterie.parts import (
     seed_for,
 )
 from coterie.secondary import Secondary
+from coterie.servers import Servers
 from coterie.types import AgentOutput, ConfigError, Inputs, Rollout
-from coterie.wire.auth import offset, read_token, server_credentials
-from coterie.wire.server import Desk, Limits, Server
 
 
 class Learner:
@@ -89,9 +87,8 @@ class Learner:
         self.actor, self.refresh_actor = acting_copy(self.model, layout.dtype)
         self.rngs: list[torch.Generator] = []
         self.acting: Inline | Decoupled | Central
-        self.servers: list[Server] = []
+        self.servers = Servers(config.wire)
         self.guests: Guests | None = None
-        self.refused = deque[str](maxlen=100)  # who was not let in, and why, since that was last asked
         if config.acting == "inline":
             self.acting = self._inline(life)
         elif config.acting == "central":
@@ -112,7 +109,7 @@ class Learner:
                 if (need := self.guests.reads.most) > config.wire.max_message_mb << 20:
                     raise ConfigError(f"wire.max_message_mb: a rollout of an actor's has {-(-need // 2**20)} MB")
                 desks = {"PushRollouts": self.guests.push, "PullParameters": self.guests.pull}
-                self._serve(offset(config.wire.bind, links.rank), desks, config.wire)
+                self.servers.invite(links.rank, desks)
         self.norms = Norms(self.params, config.log.norms)
         self.trainers = Team(layout.torch_threads if config.model.compile == "none" else 1)
         self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
@@ -173,10 +170,10 @@ class Learner:
         central.is_over, central.told = self._is_over, self.tell
         try:
             if links.address:
-                self._serve(links.address, {"Infer": Hosts(config, self.spec, links.rank, central, True)})
+                self.servers.listen(links.address, {"Infer": Hosts(config, self.spec, links.rank, central, True)})
             if config.wire.bind:
                 desks = {"Infer": Hosts(config, self.spec, links.rank, central, False)}
-                self._serve(offset(config.wire.bind, links.rank), desks, config.wire)
+                self.servers.invite(links.rank, desks)
         except BaseException:
             central.close()
             raise
@@ -188,19 +185,6 @@ class Learner:
         """
         ended = self.links.board.stopping or self.exchange.steps.total >= self.config.steps
         return ended and self.config.exchange != "allreduce"
-
-    def _serve(self, address: str, desks: Mapping[str, Desk], wire: Wire | None = None) -> None:
-        """Listen: to the run's own children, or (`wire`) to whoever has the token."""
-        own = wire or Wire()
-        server = Server(
-            address,
-            desks,
-            token=read_token(own.token_file) if own.token_file else "",
-            credentials=server_credentials(own.cert, own.key) if own.cert else None,
-            limits=Limits(self.config.wire.max_message_mb << 20),
-            on_refused=self.refused.append,
-        )
-        self.servers.append(server)
 
     def lr(self, env_steps: int) -> float:
         optim, alone = self.config.optim, self.config.exchange in ("hogwild", "store")
@@ -261,33 +245,21 @@ class Learner:
 
     def failures(self) -> list[str]:
         """What the log should know of: envs that were replaced, clients that were not let in."""
-        refused = [self.refused.popleft() for _ in range(len(self.refused))]
-        return [f"replaced {reason}" for reason in self.acting.failures()] + refused
+        return [f"replaced {reason}" for reason in self.acting.failures()] + self.servers.refused()
 
     def gauges(self) -> dict[str, float]:
         """What the algorithm, the acting and the exchange can tell about themselves, for the metrics."""
         tell = getattr(self.exchange, "gauges", None)
         found, self.norms.found = self.norms.found, {}
+        came = self.acting.counts().get("produced", 0) if self.guests is None else self.guests.produced
         return (
             found
             | self.algorithm.gauges()
             | self.acting.gauges()
-            | self._traffic()
+            | self.servers.traffic(came)
             | (tell() if tell is not None else {})
             | (self.secondary.gauges() if self.secondary is not None else {})
         )
-
-    def _traffic(self) -> dict[str, float]:
-        """What went over the wire for each env step, in bytes."""
-        if not self.servers:
-            return {}
-        came = self.acting.counts().get("produced", 0) if self.guests is None else self.guests.produced
-        steps = max(1, came)
-        return {
-            "wire/bytes_in_per_step": sum(s.bytes_in for s in self.servers) / steps,
-            "wire/bytes_out_per_step": sum(s.bytes_out for s in self.servers) / steps,
-            "wire/refused": sum(s.refused.total() for s in self.servers),
-        }
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
@@ -314,13 +286,13 @@ class Learner:
     def _leave_open(self, kind: type[BaseException] | None, *_: object) -> None:
         """Where it is this learner that ends, and not the run, clients are to come again."""
         if kind is not None:
-            for server in self.servers:
+            for server in self.servers.open:
                 server.close(None)
 
     def _doors(self) -> ExitStack:
         """What ends when training does; hosts are told before their actions stop."""
         doors = ExitStack()
-        for part in (self.acting, self.guests, *self.servers):
+        for part in (self.acting, self.guests, *self.servers.open):
             if part is not None:
                 doors.callback(part.close)
         return doors

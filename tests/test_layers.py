@@ -52,7 +52,7 @@ LEVELS: list[list[str]] = [
     ["norms", "learner", "exchange.diagnostics"],
     ["acting.inline", "acting.decoupled", "acting.seats", "acting.central"],
     ["matrix", "auto"],
-    ["parts", "secondary", "door", "guests", "roles", "producers", "hosts", "preload", "remote"],
+    ["parts", "secondary", "door", "guests", "servers", "roles", "producers", "hosts", "preload", "remote"],
     [
         "evaluate",
         "watch",
