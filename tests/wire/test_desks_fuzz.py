@@ -20,7 +20,7 @@ from grpc import StatusCode
 from coterie.wire.codec import Newest, timestep_layout
 from coterie.wire.server import Server
 from tests.conftest import IMAGE, VECTOR
-from tests.wire import test_door, test_guests
+from tests.wire import guest_house, test_door
 from tests.wire.harness import Desk, data_frame, hello_frame, mutated, works
 from tests.wire.test_codec_fuzz import peak_mb
 
@@ -135,7 +135,7 @@ def hosts(address: str, newest: bool) -> Iterator[Door]:
 
 
 def guests(address: str, method: str) -> Iterator[Door]:
-    house = test_guests.House(address, VECTOR, (2, 4))
+    house = guest_house.House(address, VECTOR, (2, 4))
     house.publish(0)
     content = [house.question(method, k) for k in range(GOOD)]
     streams = ([house.hello(method, run_id=k), *content] for k in itertools.count())
@@ -156,8 +156,8 @@ DOORS: dict[str, Callable[[str], Iterator[Door]]] = {
     "echo": echo,
     "hosts": lambda address: hosts(address, False),
     "newest": lambda address: hosts(address, True),
-    "push": lambda address: guests(address, test_guests.PUSH),
-    "pull": lambda address: guests(address, test_guests.PULL),
+    "push": lambda address: guests(address, guest_house.PUSH),
+    "pull": lambda address: guests(address, guest_house.PULL),
 }
 
 

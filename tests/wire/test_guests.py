@@ -9,148 +9,18 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from grpc import StatusCode
 
-from coterie import presets
-from coterie.acting.central import REMOTE
-from coterie.acting.decoupled import Stopped
-from coterie.actor import Recorder, local_fields, rollout_layout
-from coterie.auto import settle
-from coterie.envs.make import make_spec
 from coterie.guests import Guests
-from coterie.parallel.slots import Slots
-from coterie.parallel.weights import Weights
-from coterie.producers import Unrolls
-from coterie.types import ActionSpec, Array, Spec
 from coterie.wire.client import ask_settings
-from coterie.wire.codec import Layout, Tensor, layout_from
-from coterie.wire.server import SERVICE, Limits, Server
-from tests.conftest import IMAGE, VECTOR, make_config
-from tests.wire.harness import Raw, channel_to, data_frame, hello_frame, is_empty, mutated, until
-
-TOKEN = "a-token-of-enough-characters"
-GIVEN = (("authorization", f"Bearer {TOKEN}"),)
-PUSH, PULL = "PushRollouts", "PullParameters"
-ASKS = Layout([Tensor("version", "int64", (1,))])  # a question for weights
-UNROLL, WIDTH, SIZE, MOMENTS = 5, 2, 7, 3
-MOST = 1 << 17  # bytes of a message; more than any rollout here has
-SPECS = {
-    "vector": VECTOR,
-    "image": IMAGE,
-    "multi": Spec("made-up", VECTOR.obs, ActionSpec("multi", (4, 2))),
-    "continuous": Spec("made-up", VECTOR.obs, ActionSpec("continuous", low=(-1.0, -1.0), high=(1.0, 1.0))),
-}
-Rollout = dict[str, Array]
-
-
-class House:
-    """A learner that only takes rollouts, and the doors to it."""
-
-    def __init__(self, address: str, spec: Spec, core: tuple[int, ...] = ()) -> None:
-        changes = {"acting": "decoupled", "env.num_envs": WIDTH, "algo.unroll_length": UNROLL}
-        self.slots = Slots(rollout_layout(spec, UNROLL, WIDTH, core), 2, WIDTH, WIDTH)
-        self.weights = Weights(SIZE, MOMENTS)
-        self.learned: list[Rollout] = []
-        acting: Any = SimpleNamespace(
-            slots=self.slots, weights=self.weights, params=SimpleNamespace(data=torch.zeros(SIZE)),
-            moments=SimpleNamespace(size=MOMENTS),
-        )  # fmt: skip
-        self.guests = Guests(make_config(**changes), spec, 0, acting, core)
-        self.lines: list[str] = []
-        self.server = Server(
-            address, {PUSH: self.guests.push, PULL: self.guests.pull}, token=TOKEN, limits=Limits(message_bytes=MOST),
-            on_refused=self.lines.append,
-        )  # fmt: skip
-        for batch in range(self.slots.batches):
-            self.slots.open(batch, 0)
-
-    def publish(self, version: int) -> None:
-        self.weights.publish(torch.full((SIZE,), float(version)), torch.zeros(MOMENTS, dtype=torch.float64), version)
-
-    def learn(self) -> int:
-        """Take what is there; returns how many rollouts that were in all."""
-        for batch in range(self.slots.batches):
-            if self.slots.is_full(batch):
-                self.learned.append({k: x.numpy().copy() for k, x in self.slots.fields[batch].items()})
-                self.slots.open(batch, 0)
-        return len(self.learned)
-
-    def rollout(self, version: int = 0) -> Rollout:
-        """What a recorder may write: env 0 ends a game in row 1, whose row 2 is the fake step; env 1 goes on."""
-        arrays = {t.name: np.zeros(t.shape, t.dtype) for t in self.guests.reads.tensors}
-        for name, x in arrays.items():
-            if x.dtype.kind == "f" and not name.startswith("episode_"):
-                x[...] = np.arange(x.size).reshape(x.shape) / x.size - 1
-        arrays["is_first"][3, 0] = arrays["terminated"][1, 0] = True
-        arrays["reward"][3, 0] = 0
-        arrays["episode_length"][1, 0], arrays["episode_return"][1, 0] = 2, -1.5
-        arrays["version"][...] = version
-        return arrays
-
-    def pack(self, arrays: Rollout) -> bytes:
-        return self.guests.reads.pack(arrays)
-
-    def hello(self, method: str = PUSH, layout: Layout | None = None, **changes: Any) -> bytes:
-        sends = self.guests.reads if method == PUSH else ASKS
-        return hello_frame(layout or sends, **{"env_id": "CartPole-v1", "envs": WIDTH, **changes})
-
-    def question(self, method: str, number: int = 0) -> bytes:
-        """A good one."""
-        return data_frame(
-            number, self.pack(self.rollout()) if method == PUSH else ASKS.pack({"version": np.array([-1])})
-        )
-
-    def ends(self, *frames: bytes, method: str = PUSH, metadata: Any = GIVEN) -> tuple[StatusCode, str]:
-        """How a stream of these frames ends."""
-        with channel_to(self.server.address) as channel:
-            return Raw(channel, *frames, method=path(method), metadata=metadata).end()
-
-    def is_refused(self, why: str, *frames: bytes, method: str = PUSH) -> None:
-        """It ends these streams with their reason, counts them, and tells of a client once; nobody learns from them."""
-        learned = self.learn()
-        for _ in range(2):
-            before = self.server.refused.total()
-            status, said = self.ends(*frames, method=method)
-            assert (status, why in said) == (StatusCode.INVALID_ARGUMENT, True), (status, said)
-            assert self.server.refused == {"unix": before + 1}
-        assert len(self.lines) == 1
-        assert self.lines[0].startswith("refused unix: ")
-        assert self.learn() == learned
-
-    def works(self) -> bool:
-        """A good guest gets the weights, and what it records is learned from, as it is and once."""
-        learned, version = self.learn(), self.weights.version
-        with channel_to(self.server.address) as channel:
-            pull = Raw(channel, self.hello(PULL), self.question(PULL), method=path(PULL), metadata=GIVEN)
-            sends = layout_from(pull.next().welcome.sends, MOST)
-            data = pull.next().data
-            assert data.version == version
-            assert (sends.unpack(data.tensors)["params"] == version).all()
-            sent = self.rollout(version)
-            frames = [data_frame(n, self.pack(sent)) for n in range(2)]
-            push = Raw(channel, self.hello(run_id=99), *frames, method=path(PUSH), metadata=GIVEN)
-            first = push.next().welcome.first_env_id
-            assert first >= REMOTE
-            for n in range(2):
-                data = push.next().data
-                assert (data.number, data.version, data.tensors) == (n, version, b"")
-            assert self.learn() == learned + 2
-            for got in self.learned[-2:]:
-                assert got.pop("env_id").tolist() == list(range(first, first + WIDTH))
-                assert got.keys() == sent.keys()
-                assert all(np.array_equal(got[name], x) for name, x in sent.items())
-            assert [one.end()[0] for one in (pull, push)] == [StatusCode.OK] * 2
-        return True
-
-
-def path(method: str) -> str:
-    return f"/{SERVICE}/{method}"
+from coterie.wire.codec import Layout, Tensor
+from tests.conftest import VECTOR, make_config
+from tests.wire.guest_house import ASKS, GIVEN, MOST, PULL, PUSH, SPECS, TOKEN, UNROLL, WIDTH, House, path
+from tests.wire.harness import Raw, channel_to, data_frame, is_empty, mutated, until
 
 
 @pytest.fixture
@@ -464,74 +334,3 @@ def test_who_is_gone_leaves_nothing(open_house: Callable[..., House]):
     assert house.learn() == 2
     assert house.works()
     assert house.learn() == 4
-
-
-# What real recorders write must pass.
-
-BREAKS = '"probability": 0.05}'
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "in place": ("impala", "CountingEnv", {"env.time_limit": "terminate", "env.groups": 2}),
-    "wait": ("impala", "CountingEnv", {"env.reset": "wait", "env.kwargs": '{"continuous": true}'}),
-    "swap": ("impala", "CountingEnv", {"env.reset": "swap", "model.core": "lstm", "model.core_size": 8}),
-    "nan": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "nan_reward", ' + BREAKS}),
-    "nan obs": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "nan_obs", ' + BREAKS, "env.reset": "swap"}),
-    "raise": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "raise", ' + BREAKS, "env.reset": "wait"}),
-    "certain": ("dqn", "CountingEnv", {"acting": "decoupled", "q.epsilon": 1e-6, "q.epsilon_end": 1e-6}),
-    "text": ("impala", "Told", {}),
-    "lives": ("impala", "Breakout-v5", {"model.torso": "a3c", "env.num_envs": 8, "algo.unroll_length": 40}),
-}
-
-
-class Ledge:
-    """Keeps what an actor leaves, until there was enough to see."""
-
-    def __init__(self, spec: Spec, unroll: int, width: int, core: tuple[int, ...], groups: list[slice]) -> None:
-        self.fields = local_fields(spec, unroll, width, torch.device("cpu"), core)
-        self.first = Recorder(self.fields, groups, torch.device("cpu"))
-        self.kept: list[Rollout] = []
-
-    def pull(self) -> int:
-        return len(self.kept)
-
-    def next(self) -> Recorder:
-        return self.first
-
-    def check(self) -> None:
-        pass
-
-    def leave(self) -> None:
-        self.kept.append({k: x.numpy().copy() for k, x in self.fields.items()})
-        if sum(np.count_nonzero(x["episode_length"]) for x in self.kept) > 8:
-            raise Stopped
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_recorders_write_is_taken(case: str):
-    preset, env, changes = CASES[case]
-    env_id = env if "-" in env else f"coterie.envs.testing:{env}"
-    own = {"env.num_envs": 4, "algo.unroll_length": 7, "env.threads": 1, "env.replace_budget": 10_000, "device": "cpu"}
-    config = settle(getattr(presets, preset)(env=env_id, **{**own, **changes, "learners": 1, "actors": 1}))
-    spec = make_spec(config.env, config.atari)
-    core, ledges = (2, 8) if case == "swap" else (), list[Ledge]()
-
-    def ledge(params: Any, moments: Any, groups: list[slice], stages: Any) -> Ledge:
-        ledges.append(Ledge(spec, config.algo.unroll_length, config.env.num_envs, core, groups))
-        return ledges[0]
-
-    unrolls = Unrolls(config, config, spec, 0, 0, lambda rows: None, ledge)
-    try:
-        unrolls.run(lambda: None)
-    finally:
-        unrolls.close()
-    kept, house = ledges[0].kept, SimpleNamespace(spec=spec)
-    for arrays in kept:
-        Guests.check(house, arrays)  # type: ignore[arg-type]
-
-    def count(of: Callable[[Rollout], Array]) -> int:
-        return sum(int(np.count_nonzero(of(x))) for x in kept)
-
-    fake, ended = count(lambda x: x["is_first"][1:]), count(lambda x: x["terminated"] | x["truncated"])
-    games = count(lambda x: x["episode_length"])
-    assert fake > 5, "there are steps that are none"
-    assert (ended > games) == (case == "lives")
-    assert (unrolls.envs.replaced > 0) == (env == "FlakyEnv")
