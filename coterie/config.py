@@ -261,10 +261,14 @@ class Store:
 class Gossip:
     """Learners that average with their peers."""
 
-    topology: str = "ring"  # ring, exponential, static-exponential, bipartite, complete, or a JSON file of matrices
+    # A JSON file has matrices; auto is ring, and complete where others may join.
+    topology: str = "auto"  # auto, ring, exponential, static-exponential, bipartite, complete, or a JSON file
     peers: int = 1  # ring: in-peers of each learner; exponential: peers at a time
     tau: int = -1  # mixes that a learner may miss before it waits for its peers; 0: lockstep; -1: any
     mix_every: int = 0  # learner steps between mixes; 0: once for each rollout
+    bind: str = ""  # HOST:PORT at which runs on other machines may join (docs/learners.md), with wire's token and keys
+    connect: str = ""  # HOST:PORT of such a run, with whose learners this run's gossip
+    seats: int = 0  # with bind: most learners, here and elsewhere; 0: 8 more than here
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,26 @@ REFUSALS: tuple[Refusal, ...] = (
         "hosts and actors that come by themselves are for decoupled or central acting, one task, and no lockstep",
     ),
     Refusal(
+        lambda c, s: bool(c.gossip.bind or c.gossip.connect) and c.exchange != "gossip",
+        "gossip.bind",
+        "and gossip.connect are for exchange gossip",
+    ),
+    Refusal(
+        lambda c, s: bool(c.gossip.bind) and bool(c.gossip.connect),
+        "gossip.connect",
+        "a run listens (gossip.bind) or connects, not both",
+    ),
+    Refusal(
+        lambda c, s: bool(c.gossip.bind) and isinstance(c.learners, int) and 0 < c.gossip.seats <= c.learners,
+        "gossip.seats",
+        "counts all learners, here and elsewhere: more than learners",
+    ),
+    Refusal(
+        lambda c, s: bool(c.gossip.connect) and c.gossip.topology != "auto",
+        "gossip.topology",
+        "is that of the run at gossip.connect: leave it at auto",
+    ),
+    Refusal(
         lambda c, s: c.algorithm == "vtrace" and not 0 <= c.vtrace.replay_share < 1,
         "vtrace.replay_share",
         "is a share of a batch: at least 0 and below 1",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from coterie.envs.make import make_envs
 from coterie.envs.owner import Envs
 from coterie.exchange.allreduce import AllReduce
 from coterie.exchange.central import Central, Shift, central_memory
-from coterie.exchange.gossip import Gossip, gossip_memory
+from coterie.exchange.gossip import Circle, Gossip, gossip_memory
 from coterie.exchange.hogwild import Hogwild
 from coterie.exchange.solo import Guard, Solo
 from coterie.exchange.store import Store, Turns
@@ -151,6 +153,9 @@ def acting_memory(config: Config, spec: Spec, model: Network) -> tuple[Slots, We
     return slots, Weights(size, normalizers(config, model).size)
 
 
+_GUESTS = 8  # learners of other machines that there is room for
+
+
 @dataclass(frozen=True)
 class Links:
     """What ties a learner to the others: its place among them, the board, and the memory that its exchange needs."""
@@ -160,6 +165,7 @@ class Links:
     memory: SharedArrays | None = None
     rendezvous: Path | None = None  # allreduce: the file where they meet
     gradients: SharedArrays | None = None  # where gradients are left to be compared
+    circle: Circle | None = None  # gossip: who takes part, where that is not only this run's learners
     rejoin: bool = False  # gossip: the others are at work already
     gpu: int = 0
     core: int = -1  # the core that this learner shares with others; -1: it has cores of its own
@@ -178,10 +184,29 @@ def normalizers(config: Config, model: Network) -> Moments:
     return Moments(cast(list[Normalizer], used))
 
 
-def exchange_memory(config: Config, params: FlatParams, moments: Moments, learners: int) -> SharedArrays | None:
+def circle_of(config: Config, learners: int) -> Circle:
+    """So many learners that gossip, and room for those who may come; the run's own are the first."""
+    own = config.gossip
+    seats = (own.seats or learners + _GUESTS) if own.bind else learners
+    topology = ("complete" if own.bind else "ring") if own.topology == "auto" else own.topology
+    return Circle(0, matrices(topology, seats, own.peers))
+
+
+def net_of(model: Network) -> str:
+    """A digest of what the weights are called and how large they are: learners with other ones cannot average."""
+    shapes = [(name, list(p.shape)) for name, p in model.state_dict().items()]
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+
+
+def exchange_memory(
+    config: Config, params: FlatParams, moments: Moments, learners: int, circle: Circle | None = None
+) -> SharedArrays | None:
     """The memory that the learners' exchange needs, with these weights where it holds any."""
     if config.exchange == "gossip":
-        return gossip_memory(learners, len(params.data), moments.size)
+        circle = circle or circle_of(config, learners)
+        memory = gossip_memory(circle.seats, len(params.data), moments.size)
+        memory.arrays["here"][circle.first : circle.first + learners] = 1
+        return memory
     if config.exchange in ("hogwild", "store"):
         chunks = config.store.chunks if config.exchange == "store" else 1
         return central_memory(params.data.cpu(), make_rule(config.optim), chunks, moments.read())
@@ -210,7 +235,7 @@ def make_exchange(config: Config, params: FlatParams, moments: Moments, links: L
         return Gossip(
             params, rule, guard, moments, memory, board,
             OwnSteps(learners) if lockstep else BoardSteps(board, rank), rank,
-            matrices(config.gossip.topology, learners, config.gossip.peers),
+            links.circle or circle_of(config, learners),
             tau=config.gossip.tau, mix_every=config.gossip.mix_every, timeout=timeout, rejoin=links.rejoin,
         )  # fmt: skip
     if config.exchange == "hogwild":

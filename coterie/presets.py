@@ -112,7 +112,7 @@ def gala_a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     16 simulators each, n = 5, RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation.
     """
     base = a2c(env, **of_env(overrides))
-    config = replace(base, preset="gala-a2c", exchange="gossip", learners="auto", gossip=Gossip("ring", mix_every=1))
+    config = replace(base, preset="gala-a2c", exchange="gossip", learners="auto", gossip=Gossip(mix_every=1))
     if base.model.torso == "a3c":
         config = replace(
             config,

@@ -1,4 +1,4 @@
-"""The servers of a learner: who may connect to them, who was refused, what went over the wire."""
+"""The servers of a learner, or of a run: who may connect to them, who was refused, what went over the wire."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ class Servers:
 
     def listen(self, address: str, desks: Mapping[str, Desk]) -> None:
         """To the run's own children."""
-        self._open(address, desks, Wire())
+        self._open(address, desks, Wire(), "")
 
     def invite(self, rank: int, desks: Mapping[str, Desk]) -> None:
         """To whoever has the token, at the address of learner `rank`."""
-        self._open(offset(self.wire.bind, rank), desks, self.wire)
+        self._open(offset(self.wire.bind, rank), desks, self.wire, "wire.bind")
 
-    def _open(self, address: str, desks: Mapping[str, Desk], own: Wire) -> None:
+    def invite_peers(self, address: str, desks: Mapping[str, Desk]) -> None:
+        """To runs that gossip with this one."""
+        self._open(address, desks, self.wire, "gossip.bind")
+
+    def _open(self, address: str, desks: Mapping[str, Desk], own: Wire, field: str) -> None:
         server = Server(
             address,
             desks,
@@ -33,6 +37,7 @@ class Servers:
             credentials=server_credentials(own.cert, own.key) if own.cert else None,
             limits=Limits(self.wire.max_message_mb << 20),
             on_refused=self._refused.append,
+            field=field,
         )
         self.open.append(server)
 

@@ -14,11 +14,10 @@ from coterie.auto import resolve, settle
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.evaluate import check_spec, open_run
-from coterie.exchange.topology import matrices
 from coterie.launch.local import run_children, run_here
 from coterie.matrix import check
 from coterie.parallel.board import Board
-from coterie.parts import Links, replay_bytes
+from coterie.parts import Links, circle_of, replay_bytes
 from coterie.replay.memory import room_for
 from coterie.roles import Learner
 from coterie.run import EXIT_INTERRUPTED, Run
@@ -76,7 +75,7 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
     life = 0 if state is None else state["life"] + 1
     learner = Learner(config, life, Links(board=board)) if here else None
     if not here and config.exchange == "gossip":
-        matrices(config.gossip.topology, config.learners, config.gossip.peers)
+        circle_of(config, config.learners)
     try:
         if learner is not None and saved is not None and state is not None:
             learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))

@@ -30,16 +30,19 @@ class Consensus:
 
     At `tau` 0 beside it the bound of Proposition 1, b <- beta (b + |U|) with U what the updates since the last mix
     changed; at a finite `tau` the radius of Proposition 2, with beta as if every message came tau mixes late.
+    `whole`: all places are those of learners that began together. Else who is there counts, and there are no bounds.
     """
 
-    def __init__(self, shared: SharedArrays, sequence: Sequence[Array], tau: int) -> None:
-        self.arrays, self.sequence, self.tau = shared.arrays, list(sequence), tau
+    def __init__(self, shared: SharedArrays, sequence: Sequence[Array], tau: int, whole: bool = True) -> None:
+        self.arrays, self.sequence, self.tau, self.whole = shared.arrays, list(sequence), tau, whole
         self.betas = [contraction([p]) for p in self.sequence]
         self.bound, self.mixes, self.longest = 0.0, 0, 0.0
         self.lost = False  # the ring of update lengths went around faster than it was read
 
     def read(self) -> dict[str, float]:
         a = self.arrays
+        if not self.whole:
+            return self._of_those_here()
         self._advance(int(a["mixed"].min()))
         snapshot = self._snapshot()
         if snapshot is None:
@@ -57,6 +60,14 @@ class Consensus:
                 ahead = beta ** (-(self.tau + period) / (self.tau + period + 1))
                 found["consensus/radius"] = self.longest * ahead / (1 - beta)
         return found
+
+    def _of_those_here(self) -> dict[str, float]:
+        a = self.arrays
+        seats = np.flatnonzero((a["here"] == 1) & (a["begun"] > 0))
+        if len(seats) < 2:
+            return {}
+        messages = a["message"][seats].astype(np.float64)  # of different mixes, and perhaps torn: still a distance
+        return {"consensus/distance": float(np.linalg.norm(messages - messages.mean(0)))}
 
     def _advance(self, until: int) -> None:
         """Take in the lengths of the updates before mixes that all learners have told."""

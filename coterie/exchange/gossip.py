@@ -12,7 +12,8 @@ has reached, with a peer's weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -38,29 +39,44 @@ def gossip_memory(learners: int, weights: int, moments: int) -> SharedArrays:
             "told": ((learners,), "int64"),  # and those that are complete: the last has the number told - 1
             "mixed": ((learners,), "int64"),
             "joined": ((learners,), "int64"),  # the number of its first message
+            "here": ((learners,), "int64"),  # 1 while it takes part
             "moved": ((learners, RECENT), "float64"),  # squared length of the updates before each mix
         },
         name="coterie-gossip",
     )
 
 
+@dataclass(frozen=True)
+class Circle:
+    """All learners that gossip, here and elsewhere."""
+
+    first: int  # which of them is this run's first
+    sequence: list[Array]  # matrices of all of them
+
+    @property
+    def seats(self) -> int:
+        return len(self.sequence[0])
+
+
 class Gossip:
-    """The exchange of learner `rank`. `mix_every` updates between mixes, or one mix for each rollout (0)."""
+    """The exchange of the run's learner `rank`. `shared` has a place for everyone in the circle; who is on another
+    machine is heard there, too (peers.py). `mix_every` updates between mixes, or one mix for each rollout (0).
+    """
 
     def __init__(
         self, params: FlatParams, rule: Rule, guard: Guard, moments: Moments, shared: SharedArrays, board: Board,
-        steps: Steps, rank: int, sequence: Sequence[Array], *, tau: int, mix_every: int, timeout: float,
-        rejoin: bool = False,
+        steps: Steps, rank: int, circle: Circle, *, tau: int, mix_every: int, timeout: float, rejoin: bool = False,
     ) -> None:  # fmt: skip
         self.alone = alone = Solo(params, rule, guard)
         self.agree, self.state_dict, self.load_state_dict = alone.agree, alone.state_dict, alone.load_state_dict
         self.params, self.guard, self.moments, self.board, self.steps = params, guard, moments, board, steps
-        self.rank, self.sequence, self.timeout, self.rejoin = rank, list(sequence), timeout, rejoin
+        self.rank, self.sequence, self.timeout, self.rejoin = rank, circle.sequence, timeout, rejoin
+        self.seat = circle.first + rank
         self.tau, self.mix_every = tau, mix_every
         self.message = torch.from_numpy(shared.arrays["message"])
         self.sums = torch.from_numpy(shared.arrays["moments"])
-        self.begun, self.told, self.mixed, self.joined = (
-            shared.arrays[k] for k in ("begun", "told", "mixed", "joined")
+        self.begun, self.told, self.mixed, self.joined, self.here = (
+            shared.arrays[k] for k in ("begun", "told", "mixed", "joined", "here")
         )
         self.moved = shared.arrays["moved"]
         self.hears = [[np.flatnonzero(m[i]) for i in range(len(m))] for m in self.sequence]
@@ -78,7 +94,7 @@ class Gossip:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.board.here[self.rank] = 0  # what it said stays; nobody waits for more
+        self.here[self.seat] = 0  # what it said stays; nobody waits for more
 
     def pull(self, params: FlatParams) -> None:
         """Peers push; there is nothing to fetch."""
@@ -122,10 +138,10 @@ class Gossip:
 
     def _tell(self, params: FlatParams) -> bool:
         """Leave a message where the out-peers find it, if all of them have read the last one."""
-        i, number = self.rank, int(self.told[self.rank])
+        i, number = self.seat, int(self.told[self.seat])
         if number > self.joined[i]:
             for j in self.heard_by[(number - 1) % len(self.sequence)][i]:
-                if j != i and self.board.here[j] and self.joined[j] < number and self.mixed[j] < number:
+                if j != i and self.here[j] and self.joined[j] < number and self.mixed[j] < number:
                     return False
         norm = float(params.data.dot(params.data))
         if norm - norm != 0:
@@ -141,13 +157,13 @@ class Gossip:
 
     def _hear(self, params: FlatParams) -> bool:
         """Average with the in-peers' messages of this mix's number, if all are there."""
-        i, number = self.rank, int(self.mixed[self.rank])
+        i, number = self.seat, int(self.mixed[self.seat])
         expected = []
         for j in self.hears[number % len(self.sequence)][i]:
             if j == i or self.joined[j] > number:
                 continue
             if self.told[j] <= number:
-                if self.board.here[j]:
+                if self.here[j]:
                     return False
                 if self.told[j] <= number:  # it may have spoken just before it left
                     continue
@@ -171,19 +187,21 @@ class Gossip:
     def _rejoin(self) -> None:
         """Come back with the weights of a peer that is there, and a number that nobody has reached."""
         # Where nobody is there, what they said last still is.
-        ranks = sorted(range(len(self.told)), key=lambda j: (-self.board.here[j], -self.told[j]))
+        ranks = sorted(range(len(self.told)), key=lambda j: (-self.here[j], -self.told[j]))
         any(self._copy(j) for j in ranks)
         first = 3 + int(max(self.told.max(), self.mixed.max()))  # they go on meanwhile
-        for numbers in (self.begun, self.told, self.mixed, self.joined):
-            numbers[self.rank] = first
+        if self.begun[self.seat]:  # else it has never said anything, and there is nothing to take over
+            self.begun[self.seat] = first
+        for numbers in (self.told, self.mixed, self.joined):
+            numbers[self.seat] = first
         self.anchor.copy_(self.params.data)
-        self.board.here[self.rank] = 1
+        self.here[self.seat] = 1
 
     def _copy(self, j: int) -> bool:
         """Take over the last message of learner `j`, unless it has said nothing or overwrites it all the time."""
         for _ in range(1000):
             seen = int(self.told[j])
-            if seen == 0:
+            if seen == 0 or self.begun[j] == 0:
                 return False
             weights, sums = self.message[j].clone(), self.sums[j].clone()
             if int(self.begun[j]) == seen == int(self.told[j]):
@@ -195,9 +213,9 @@ class Gossip:
 
     def gauges(self) -> dict[str, float]:
         """How often peers were slow, and how far behind the in-peers this learner's mixes are."""
-        behind = max((int(n) for n in self.mixed), default=0) - int(self.mixed[self.rank])
+        behind = int(self.mixed[self.here == 1].max(initial=self.mixed[self.seat]) - self.mixed[self.seat])
         return {
-            "gossip/mixes": int(self.mixed[self.rank]),
+            "gossip/mixes": int(self.mixed[self.seat]),
             "gossip/messages_skipped": self.skipped_messages,
             "gossip/waited_s": self.waited,
             "gossip/mixes_behind": behind,

@@ -14,8 +14,10 @@ from typing import Any
 from coterie.config import Config, elsewhere
 from coterie.hosts import Host
 from coterie.launch.placement import Placement
+from coterie.link import Link
 from coterie.parallel.processes import Child, Post, listen
 from coterie.parts import Links, make_model
+from coterie.peers import Meeting
 from coterie.producers import Actor
 from coterie.roles import Learner
 from coterie.run import Run
@@ -80,10 +82,13 @@ class Crew:
         self.run, self.config, self.saved, self.state = run, config, saved, state
         self.children: dict[int, Child] = {}
         self.lost: tuple[float, str] | None = None  # when a learner missed another, and what it said
+        self.link = self._connect() if config.gossip.connect else None
         self.group = self._group()
         self.due: dict[int, float] = {}  # when actors that died are started again
         self.deaths = 0  # of actors
         self.ends: dict[int, tuple[float, int]] = {}  # of each actor: when it died last, and how often in a row
+        self.peers: Meeting | Link | None = self.link  # runs on other machines
+        self.joins = False  # the learners begin with the weights of such a run's
         run.on_end = self._dismiss
 
     def _group(self) -> Placement:
@@ -92,7 +97,7 @@ class Crew:
         if self.saved is not None:
             everything, state = checkpoint.load(self.saved)
             tensors = checkpoint.learner(everything, state["present"][0])
-        group = Placement(self.config, self.run.spec, tensors)
+        group = Placement(self.config, self.run.spec, tensors, self.link.circle if self.link is not None else None)
         group.board.beat[:] = time.monotonic()
         for rank in range(group.learners):
             counts = {} if self.state is None else self.state["learners"][rank]
@@ -100,9 +105,36 @@ class Crew:
             group.board.write(rank, {**counts, "started": learned, "produced": learned, "dropped": 0})
         return group
 
+    def _connect(self) -> Link | None:
+        """To the run that this one gossips with. A run that has begun can do without it."""
+        new, where = self.saved is None, self.config.gossip.connect
+        try:
+            return Link(self.config, self.run.learners, lambda: None, must=new)
+        except CoterieError as error:
+            if new:
+                raise
+            self._say(f"nobody to gossip with at {where} ({error}): this run goes on by itself")
+            return None
+
+    def _meet(self) -> None:
+        group = self.group
+        if self.config.gossip.bind:
+            assert group.circle is not None
+            assert group.memory is not None
+            self.peers = Meeting(self.config, group.circle, group.memory, group.learners, group.net)
+        elif self.link is not None:
+            assert group.memory is not None
+            self.joins = self.link.attach(group.memory, group.net, self.saved is None)
+            self._say(f"gossip with the run at {self.config.gossip.connect}")
+
+    def _say(self, line: str) -> None:
+        self.run.writer.log(line)
+        self.run.display.note(line)
+
     def work(self) -> None:
         """Start everybody and see the run through."""
         run = self.run
+        self._meet()
         self._start_all()
         where = sorted({place.cores for place in self.group.places})
         run.display.note("cores " + ", ".join("+".join(map(str, cores)) for cores in where))
@@ -113,6 +145,8 @@ class Crew:
                     self._handle(row, kind, content)
             for row in [row for row, when in self.due.items() if time.monotonic() >= when]:
                 self._start_actor(row)
+            for line in self.peers.tell() if self.peers is not None else ():
+                self._say(line)
             if self.lost is not None and time.monotonic() - self.lost[0] > _GRACE_S:
                 self._restart_all(self.lost[1])
             run.poll()
@@ -124,6 +158,8 @@ class Crew:
     def close(self) -> None:
         for child in self.children.values():
             child.kill()
+        if self.peers is not None:
+            self.peers.close()
         self.group.close()
 
     def _name(self, row: int) -> str:
@@ -160,6 +196,7 @@ class Crew:
         for row in rows:
             self._drop_actor(row)
         run.account.lose(rank, rows)
+        self.group.leave(rank)
         if run.board.stopping or run.idle:  # the end is near: the others finish without it
             run.members.discard(rank)
             if not run.members:
@@ -262,10 +299,13 @@ class Crew:
         run.display.note(f"{reason}; {what}")
 
     def _start_all(self, back: dict[str, Any] | None = None) -> None:
-        self.run.join(self.group.board, self.group.readers(), back)
+        readers = self.group.readers()
+        if (peers := self.peers) is not None:
+            readers.append(lambda: peers.gauges(self.run.account.env_steps))
+        self.run.join(self.group.board, readers, back)
         self.run.poll()
         for rank in range(self.group.learners):
-            self._start(rank, self.saved, self.run.board.read(rank))
+            self._start(rank, self.saved, self.run.board.read(rank), rejoin=self.joins)
             for row in self.group.rows(rank):
                 self._start_actor(row)
 

@@ -13,7 +13,7 @@ import torch
 from coterie.config import Config
 from coterie.exchange.central import fill
 from coterie.exchange.diagnostics import Consensus, Cosines, cosine_memory
-from coterie.exchange.topology import matrices
+from coterie.exchange.gossip import Circle
 from coterie.models.build import Network
 from coterie.parallel.affinity import available_cores, place
 from coterie.parallel.board import Board
@@ -21,7 +21,7 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import own_folder
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
-from coterie.parts import Links, acting_memory, exchange_memory, make_model, normalizers
+from coterie.parts import Links, acting_memory, circle_of, exchange_memory, make_model, net_of, normalizers
 from coterie.runs import checkpoint
 from coterie.types import Spec
 
@@ -29,7 +29,9 @@ from coterie.types import Spec
 class Placement:
     """Where the learners and actors of a run sit and what they share; made anew when all of them start again."""
 
-    def __init__(self, config: Config, spec: Spec, tensors: checkpoint.Tensors | None = None) -> None:
+    def __init__(
+        self, config: Config, spec: Spec, tensors: checkpoint.Tensors | None = None, circle: Circle | None = None
+    ) -> None:
         assert isinstance(config.learners, int)
         self.config, self.learners = config, config.learners
         gpus = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
@@ -41,8 +43,10 @@ class Placement:
         model = make_model(config, spec)
         if tensors:
             model.load_state_dict(tensors["model"])
+        self.net = net_of(model)
         params, moments = FlatParams(model), normalizers(config, model)
-        self.memory = exchange_memory(config, params, moments, self.learners)
+        self.circle = circle or (circle_of(config, self.learners) if config.exchange == "gossip" else None)
+        self.memory = exchange_memory(config, params, moments, self.learners, self.circle)
         if tensors and self.memory is not None and config.exchange in ("hogwild", "store"):
             fill(self.memory, tensors["exchange"], moments.read())
         self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
@@ -60,6 +64,11 @@ class Placement:
         for memory in self.acting.pop(rank, ()):
             memory.close()
         self.acting[rank] = acting_memory(self.config, spec, model)
+
+    def leave(self, rank: int) -> None:
+        """A learner is gone: who gossips does not wait for it."""
+        if self.circle is not None and self.memory is not None:
+            self.memory.arrays["here"][self.circle.first + rank] = 0
 
     def rows(self, rank: int) -> list[int]:
         """The board's rows of a learner's actors: actor i is learner i mod L's."""
@@ -95,6 +104,7 @@ class Placement:
             memory=self.memory,
             rendezvous=self.meeting / "allreduce" if self.meeting is not None else None,
             gradients=self.gradients,
+            circle=self.circle,
             rejoin=rejoin,
             gpu=max(place.gpu, 0),
             core=place.cores[0] if shared else -1,
@@ -106,12 +116,14 @@ class Placement:
     def readers(self) -> list[Callable[[], dict[str, float]]]:
         """What the lines of metrics tell of the learners' agreement."""
         config, found = self.config, list[Callable[[], dict[str, float]]]()
-        gossip = config.exchange == "gossip"
-        sequence = matrices(config.gossip.topology, self.learners, config.gossip.peers) if gossip else []
-        if gossip and self.memory is not None:
-            found.append(Consensus(self.memory, sequence, config.gossip.tau).read)
+        if self.circle is not None and self.memory is not None:
+            whole = self.circle.seats == self.learners
+            found.append(Consensus(self.memory, self.circle.sequence, config.gossip.tau, whole).read)
         if self.gradients is not None:
-            peers = np.sum(sequence, 0) if gossip else np.ones((self.learners, self.learners))
+            peers = np.ones((self.learners, self.learners))
+            if self.circle is not None:
+                own = slice(self.circle.first, self.circle.first + self.learners)
+                peers = np.sum(self.circle.sequence, 0)[own, own]
             found.append(Cosines(self.gradients, peers).read)
         return found
 

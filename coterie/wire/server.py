@@ -64,16 +64,16 @@ Desk = Callable[[Any], Seat]  # takes a Hello; raises Refused
 
 
 class Server:
-    """Serves `desks` (by the name of the RPC) at `address`: unix:PATH or HOST:PORT."""
+    """Serves `desks` (by the name of the RPC) at `address`: unix:PATH or HOST:PORT, which is the setting `field`."""
 
     def __init__(
         self, address: str, desks: Mapping[str, Desk], *, token: str = "",
         credentials: grpc.ServerCredentials | None = None, limits: Limits | None = None,
-        on_refused: Callable[[str], None] = lambda line: None,
+        on_refused: Callable[[str], None] = lambda line: None, field: str = "wire.bind",
     ) -> None:  # fmt: skip
         if not is_local(address) and (credentials is None or not token):
-            raise ConfigError(f"wire.bind: {address} can be reached from elsewhere: it needs TLS and a token")
-        self.address, self.desks, self.token, self.credentials = address, desks, token, credentials
+            raise ConfigError(f"{field}: {address} can be reached from elsewhere: it needs TLS and a token")
+        self.address, self.desks, self.token, self.credentials, self.field = address, desks, token, credentials, field
         self.limits, self.on_refused = limits or Limits(), on_refused
         self.refused = Counter[str]()  # by client
         self.bytes_in = self.bytes_out = 0
@@ -137,7 +137,7 @@ class Server:
             else:
                 self._server.add_secure_port(self.address, self.credentials)
         except RuntimeError:
-            raise CoterieError(f"wire.bind: cannot listen at {self.address}: is it taken?") from None
+            raise CoterieError(f"{self.field}: cannot listen at {self.address}: is it taken?") from None
         await self._server.start()
 
     async def _stop(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.exchange.gossip import Gossip, gossip_memory
+from coterie.exchange.gossip import Circle, Gossip, gossip_memory
 from coterie.exchange.solo import Guard
 from coterie.models.heads import Moments, Normalizer
 from coterie.parallel.board import Board, BoardSteps
@@ -27,6 +27,10 @@ class Crowd:
     shared: SharedArrays
     board: Board
     size: int  # weights of each, without padding
+
+    @property
+    def here(self) -> Array:
+        return self.shared.arrays["here"]
 
     def weights(self) -> Array:
         """`[n, size]`, float64."""
@@ -48,16 +52,16 @@ def one(
     params = flat(len(start))
     params.data[: len(start)] = torch.as_tensor(start, dtype=torch.float32)
     return Gossip(
-        params, rule or Sgd(), Guard(0.0, skip), Moments(norms), shared, board, BoardSteps(board, rank), rank, sequence,
-        tau=tau, mix_every=mix_every, timeout=timeout, rejoin=rejoin,
+        params, rule or Sgd(), Guard(0.0, skip), Moments(norms), shared, board, BoardSteps(board, rank), rank,
+        Circle(0, list(sequence)), tau=tau, mix_every=mix_every, timeout=timeout, rejoin=rejoin,
     )  # fmt: skip
 
 
 def crowd(start: Array, sequence: Sequence[Array], norms: Sequence[Sequence[Normalizer]] = (), **how) -> Crowd:
     n, size = start.shape
     board = Board(n)
-    board.here[:] = 1
     shared = gossip_memory(n, len(flat(size).data), Moments(norms[0]).size if norms else 0)
+    shared.arrays["here"][:] = 1
     learners = [
         one(shared, board, sequence, rank, start[rank], norms=norms[rank] if norms else (), **how) for rank in range(n)
     ]

@@ -1,0 +1,131 @@
+"""Learners of other machines, in the memory where a run's own leave their messages (exchange/gossip.py).
+
+Every run has a place in it for every learner. A `Mirror` at each end of a link tells the other end what has changed in
+the places that it answers for, and writes down what it is told: to the exchange everybody is here. Nobody waits for a
+link: what was overtaken by newer messages is not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from coterie.parallel.shm import SharedArrays, fence
+from coterie.types import Array
+from coterie.wire.codec import Layout, Refused, Tensor
+
+AHEAD = 3  # mixes between a peer's coming and its first message: the others go on meanwhile
+_STATE = ("here", "told", "mixed", "joined")
+_LEAD = 1 << 20  # messages that a peer may be ahead of all others
+_MOST = 1e15  # of a weight: its square is still a float32
+
+
+def news_layout(seats: int, weights: int, moments: int) -> Layout:
+    """How far each learner is, and at most one message."""
+    return Layout(
+        [
+            Tensor("state", "int64", (seats, len(_STATE))),
+            Tensor("speaks", "bool", (1,)),
+            Tensor("seat", "int64", (1,)),
+            Tensor("message", "float32", (0, weights), "speaks"),
+            Tensor("moments", "float64", (0, moments), "speaks"),
+        ]
+    )
+
+
+def next_number(memory: SharedArrays) -> int:
+    """Of the first message of one who comes now."""
+    a = memory.arrays
+    return AHEAD + int(max(a["told"].max(), a["mixed"].max()))
+
+
+class Mirror:
+    """One end of a link. It answers for the seats `own`, the other end for `theirs`. The other end's numbers are
+    `shift` above the memory's, and the first that concern both ends is `start` (in the memory's numbers).
+    """
+
+    def __init__(
+        self, memory: SharedArrays, own: Sequence[int], theirs: Sequence[int], start: int, shift: int = 0
+    ) -> None:
+        self.a, self.own, self.theirs, self.start, self.shift = memory.arrays, list(own), list(theirs), start, shift
+        self.sent: Array | None = None  # the last state that went
+        self.spoken = dict.fromkeys(self.own, 0)  # number of messages of which the last has been sent
+        self.seen: Array | None = None  # the last state that came
+
+    def news(self) -> dict[str, Array] | None:
+        """What the other end does not know yet; None: nothing."""
+        a = self.a
+        state = np.zeros((len(a["told"]), len(_STATE)), np.int64)
+        for k, name in enumerate(_STATE):
+            state[self.own, k] = a[name][self.own]
+        fence()
+        wanted = a["here"][self.theirs].any()  # who is not there yet needs one message of each, to begin with
+        new = (j for j in self.own if state[j, 1] > max(state[j, 3], self.spoken[j]) and (wanted or not self.spoken[j]))
+        said = next(new, -1)
+        message = a["message"][:0]
+        moments = a["moments"][:0]
+        if said >= 0:
+            number = int(a["begun"][said])
+            message, moments = a["message"][said : said + 1].copy(), a["moments"][said : said + 1].copy()
+            fence()
+            if number != a["told"][said] or number != a["begun"][said]:  # it is being overwritten: next time
+                said, message, moments = -1, message[:0], moments[:0]
+            else:
+                self.spoken[said] = number
+        for j in self.own:  # nobody may be told of a message that has not come
+            state[j, 1] = max(self.spoken[j], state[j, 3])
+        state[self.own, 3] = np.maximum(state[self.own, 3], self.start)
+        state[self.own, 1:] += self.shift
+        if said < 0 and self.sent is not None and (state == self.sent).all():
+            return None
+        self.sent = state
+        seat = np.array([said])
+        return {"state": state, "speaks": seat >= 0, "seat": seat, "message": message, "moments": moments}
+
+    def take(self, arrays: dict[str, Array]) -> None:
+        """Write down what the other end says. Raises `Refused` where that cannot be."""
+        a, state = self.a, arrays["state"]
+        said = int(arrays["seat"][0]) if arrays["speaks"][0] else -1
+        self._check(state, said, arrays)
+        for j in self.theirs:
+            here, told, mixed, joined = (int(x) for x in state[j])
+            number = max(told - self.shift, 0)
+            if j == said or a["begun"][j]:  # who has never said anything has begun nothing
+                a["begun"][j] = number
+            if j == said:
+                fence()
+                a["message"][j], a["moments"][j] = arrays["message"][0], arrays["moments"][0]
+                fence()
+            a["joined"][j] = max(joined - self.shift, self.start)
+            a["told"][j] = number
+            a["mixed"][j] = max(mixed - self.shift, 0)
+            fence()
+            a["here"][j] = here
+        self.seen = state.copy()
+
+    def _check(self, state: Array, said: int, arrays: dict[str, Array]) -> None:
+        others = np.ones(len(state), bool)
+        others[self.theirs] = False
+        if state[others].any() or (arrays["speaks"][0] and said not in self.theirs):
+            raise Refused("it speaks for learners that are not its own")
+        for name in ("message", "moments"):
+            if not (np.abs(arrays[name]) < _MOST).all():  # nor a NaN
+                raise Refused(f"its {name} are not finite")
+        before = np.zeros_like(state) if self.seen is None else self.seen
+        ahead = max(int(self.a[k].max()) for k in ("told", "mixed")) + self.shift
+        most = max(ahead, self.start + self.shift) + _LEAD
+        for j in self.theirs:
+            here, told, mixed, joined = (int(x) for x in state[j])
+            if here not in (0, 1) or not all(0 <= x <= most for x in (told, mixed, joined)):
+                raise Refused("its numbers of messages cannot be")
+            if (state[j, 1:] < before[j, 1:]).any():
+                raise Refused("its numbers of messages go back")
+            if told > max(before[j, 1], joined) and j != said:
+                raise Refused("it tells of a message that has not come")
+            if j == said and told == before[j, 1]:
+                raise Refused("its message has come before")
+
+    def part(self) -> None:
+        """The link is gone, and so are those at its other end; what they said stays."""
+        self.a["here"][self.theirs] = 0

@@ -1,0 +1,230 @@
+"""Learners in memories of their own, mirrored, gossip like learners in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coterie.exchange.gossip import Circle, Gossip, gossip_memory
+from coterie.exchange.mirror import Mirror, news_layout, next_number
+from coterie.exchange.solo import Guard
+from coterie.exchange.topology import matrices
+from coterie.models.heads import Moments
+from coterie.parallel.board import Board, BoardSteps
+from coterie.parallel.shm import SharedArrays
+from coterie.types import Array
+from coterie.wire.codec import Refused
+from tests.exchange.gossip_harness import crowd, distance
+from tests.exchange.harness import Sgd, flat
+
+SIZE = len(flat(4).data)
+
+
+class Link:
+    """Two ends, and what travels between them, through the frame's layout."""
+
+    def __init__(self, one: Mirror, other: Mirror, seats: int) -> None:
+        self.ends, self.layout = ((one, other), (other, one)), news_layout(seats, SIZE, 1)
+
+    def carry(self, most: int = 100) -> int:
+        """Everything there is to tell; returns how many frames went."""
+        went = 0
+        for _ in range(most):
+            found = [(to, news) for mouth, to in self.ends if (news := mouth.news()) is not None]
+            for to, news in found:
+                to.take(self.layout.unpack(self.layout.pack(news)))
+            went += len(found)
+            if not found:
+                return went
+        raise AssertionError("it never ends")
+
+
+def machine(seats: int, own: list[int], start: Array, topology: str = "complete", **how: Any) -> tuple[Any, ...]:
+    """Memory and learners of one machine."""
+    memory, board, learners = gossip_memory(seats, SIZE, 0), Board(len(own)), list[Gossip]()
+    memory.arrays["here"][own] = 1
+    circle = Circle(own[0], matrices(topology, seats))
+    for rank, seat in enumerate(own):
+        params = flat(4)
+        params.data[:4] = params.data.new_tensor(start[seat])
+        steps = BoardSteps(board, rank)
+        own_settings = {"tau": -1, "mix_every": 1, "timeout": 0.0, **how}
+        learners.append(
+            Gossip(params, Sgd(), Guard(0.0, False), Moments([]), memory, board, steps, rank, circle, **own_settings)
+        )
+    return memory, learners
+
+
+def weights(learners: list[Gossip]) -> Array:
+    return np.stack([x.params.data[:4].double().numpy() for x in learners])
+
+
+def linked(one: SharedArrays, left: list[int], other: SharedArrays, right: list[int], start: int = 0, shift: int = 0):
+    seats = len(one.arrays["told"])
+    return Link(Mirror(one, left, right, start + shift), Mirror(other, right, left, start, shift), seats)
+
+
+@pytest.mark.parametrize("topology", ["ring", "exponential", "complete"])
+def test_two_machines_do_what_one_does(topology):
+    start = np.random.default_rng(0).standard_normal((4, 4))
+    one = crowd(start, matrices(topology, 4))
+    memory, learners = machine(4, [0, 1], start, topology)
+    other, more = machine(4, [2, 3], start, topology)
+    link = linked(memory, [0, 1], other, [2, 3])
+    for _ in range(12):
+        one.round()
+        for x in [*learners, *more]:
+            assert x._tell(x.params)
+        link.carry()
+        for x in [*learners, *more]:
+            assert x._hear(x.params)
+        link.carry()
+        np.testing.assert_array_equal(weights([*learners, *more]), one.weights())
+
+
+def test_who_listens_passes_on_what_each_says():
+    start = np.eye(3, 4)
+    memory, [hub] = machine(3, [0], start)
+    (left, [x]), (right, [y]) = machine(3, [1], start), machine(3, [2], start)
+    links = [
+        Link(Mirror(memory, [0, 2], [1], 0), Mirror(left, [1], [0, 2], 0), 3),
+        Link(Mirror(memory, [0, 1], [2], 0), Mirror(right, [2], [0, 1], 0), 3),
+    ]
+
+    def carry() -> None:
+        while sum(link.carry() for link in links):
+            pass
+
+    carry()
+    for learner in (hub, x, y):
+        assert learner._tell(learner.params)
+    carry()
+    for learner in (hub, x, y):
+        assert learner._hear(learner.params)
+    np.testing.assert_allclose(weights([hub, x, y])[:, :3], 1 / 3, atol=1e-6)
+
+
+def test_nobody_waits_for_a_link_and_what_was_overtaken_is_not_sent():
+    memory, [x] = machine(2, [0], np.eye(2, 4))
+    other, [y] = machine(2, [1], np.eye(2, 4))
+    link = linked(memory, [0], other, [1])
+    link.carry()
+    for _ in range(5):
+        x.step(x.params, 1.0)
+    assert (x.skipped_messages, x.mixed[0]) == (4, 0)  # told once, and trained on
+    assert link.carry() == 1  # one message
+    y.step(y.params, 1.0)
+    link.carry()
+    assert y.params.data[:2].tolist() == [0.5, 0.5]
+    x.step(x.params, 1.0)
+    assert x.params.data[:2].tolist() == [0.5, 0.5]
+
+
+def test_without_the_link_each_side_goes_on_and_comes_together_again():
+    """Also where the numbers of both sides have gone apart meanwhile, either way."""
+    rng = np.random.default_rng(1)
+    memory, [x] = machine(2, [0], np.eye(2, 4), "exponential")
+    other, [y] = machine(2, [1], np.eye(2, 4), "exponential")
+    link = linked(memory, [0], other, [1])
+
+    def train(count: int, *learners: Gossip) -> None:
+        for _ in range(count):
+            link.carry()
+            for one in learners:
+                one.step(one.params, 1.0)
+        link.carry()
+
+    train(10, x, y)
+    assert distance(weights([x, y])) < 0.01
+    for stays in (y, x):
+        for mirror in (link.ends[0][0], link.ends[1][0]):
+            mirror.part()
+        before = int(stays.mixed[stays.seat])
+        for _ in range(30):
+            stays.step(stays.params, 1.0)  # alone: nobody is waited for
+        assert stays.mixed[stays.seat] == before + 30
+        for one in (x, y):
+            one.params.data[:4] += one.params.data.new_tensor(rng.standard_normal(4))
+        first, mine = next_number(memory), int(max(y.told[1], y.mixed[1]))
+        link = linked(memory, [0], other, [1], mine + 3, first - mine)
+        apart = distance(weights([x, y]))
+        train(30, x, y)
+        assert distance(weights([x, y])) < 0.01 * apart
+        assert weights([x, y]).max() < 5  # averages, whatever was in the memory
+
+
+def test_one_who_is_not_there_yet_hears_one_message_of_each():
+    memory, [x] = machine(2, [0], np.eye(2, 4))
+    other, _ = machine(2, [1], np.eye(2, 4))
+    for _ in range(7):
+        x.step(x.params, 1.0)  # alone
+    other.arrays["here"][1] = 0
+    link = linked(memory, [0], other, [1], next_number(memory))
+    sent = 0
+    for _ in range(7):
+        x.step(x.params, 1.0)
+        news = link.ends[0][0].news()
+        sent += 0 if news is None else int(news["speaks"][0])
+        if news is not None:
+            link.ends[0][1].take(news)
+    assert sent == 1
+    assert other.arrays["message"][0, :2].tolist() == [1, 0]
+
+
+def test_a_message_that_is_being_written_waits():
+    memory, [x] = machine(2, [0], np.eye(2, 4))
+    mirror = Mirror(memory, [0], [1], 0)
+    memory.arrays["here"][1] = 1
+    x.step(x.params, 1.0)
+    memory.arrays["begun"][0] += 1
+    news = mirror.news()
+    assert news is not None
+    assert not news["speaks"][0]
+    assert news["state"][0].tolist() == [1, 0, 0, 0]
+    memory.arrays["begun"][0] -= 1
+    news = mirror.news()
+    assert news is not None
+    assert (news["speaks"][0], news["seat"][0], news["state"][0, 1]) == (True, 0, 1)
+    assert mirror.news() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda n: n["message"].__setitem__((0, 0), np.nan), "its message are not finite"),
+        (lambda n: n["message"].__setitem__((0, 0), -1e20), "its message are not finite"),
+        (lambda n: n["moments"].__setitem__((0, 0), np.inf), "its moments are not finite"),
+        (lambda n: n["seat"].__setitem__(0, 0), "it speaks for learners that are not its own"),
+        (lambda n: n["seat"].__setitem__(0, 9), "it speaks for learners that are not its own"),
+        (lambda n: n["seat"].__setitem__(0, -1), "it speaks for learners that are not its own"),
+        (lambda n: n["state"].__setitem__((0, 0), 1), "it speaks for learners that are not its own"),
+        (lambda n: n["state"].__setitem__((1, 0), 2), "its numbers of messages cannot be"),
+        (lambda n: n["state"].__setitem__((1, 1), -1), "its numbers of messages cannot be"),
+        (lambda n: n["state"].__setitem__((1, 2), 1 << 40), "its numbers of messages cannot be"),
+        (lambda n: n["state"].__setitem__((1, 1), 0), "its numbers of messages go back"),
+        (lambda n: n["speaks"].__setitem__(0, False), "it tells of a message that has not come"),
+        (lambda n: n["state"].__setitem__((1, 1), 1), "its message has come before"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(change, reason):
+    memory, [x] = machine(2, [1], np.eye(2, 4))
+    other, _ = machine(2, [0], np.eye(2, 4))
+    mouth, ear = Mirror(memory, [1], [0], 0), Mirror(other, [0], [1], 0)
+    memory.arrays["here"][0] = 1
+    x._tell(x.params)
+    ear.take(mouth.news())
+    memory.arrays["mixed"][0] = 1
+    x._tell(x.params)
+    news = mouth.news()
+    assert news is not None
+    before = {k: v.copy() for k, v in other.arrays.items()}
+    bad = {k: v.copy() for k, v in news.items()}
+    change(bad)
+    with pytest.raises(Refused, match=reason):
+        ear.take(bad)
+    for name, x0 in before.items():
+        np.testing.assert_array_equal(other.arrays[name], x0, name)
+    ear.take(news)
+    assert other.arrays["told"][1] == 2
