@@ -102,6 +102,21 @@ def lend(words: list[str], env: dict[str, str]) -> None:
             ender.join()
 
 
+def join(words: list[str], env: dict[str, str]) -> None:
+    """The command beside a run that it gossips with."""
+    at, address = words.index("--gossip.connect"), words[words.index("--gossip.connect") + 1]
+    listens = [*words[:at], "--gossip.bind", address, *words[at + 2 :], "--wire.key=runs/keys/key.pem", "--out", "hub"]
+    endless = [sys.executable, "-m", "coterie.cli", *shrink(listens), "--steps", "1000000000", "--log.every", "0.5"]
+    with subprocess.Popen(endless, env=env) as process:
+        try:
+            assert run([*shrink(words), "--out", "guest"]) == 0
+            assert read_metrics(Path("guest"))[-1]["wire/bytes_in_per_step"] > 0
+            process.terminate()
+            assert process.wait(60) == 75
+        finally:
+            process.kill()
+
+
 COMMANDS = [
     pytest.param(line, id=f"{page.name}-{i}") for page in PAGES for i, line in enumerate(dict.fromkeys(commands(page)))
 ]
@@ -131,7 +146,9 @@ def test_a_command_runs(line, tmp_path, monkeypatch, capsys):
             start = ["coterie", "train", "ppo", "--env", "CartPole-v1", "--out", words[2]]
             assert run(shrink(start)) == 0
         if "--wire.cert" in words:
-            assert run(["keys", "runs/keys"]) == 0
+            assert run(["keys", "runs/keys", "--host", "127.0.0.1"]) == 0
+        if "--gossip.connect" in words:
+            return join(words, env)
         assert run(shrink(words)) == 0, f"{line}\n{capsys.readouterr().err[-2000:]}"
     shutil.rmtree(tmp_path, ignore_errors=True)
 

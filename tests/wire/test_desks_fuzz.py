@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc import StatusCode
 
 from coterie.wire.codec import Newest, timestep_layout
 from coterie.wire.server import Server
 from tests.conftest import IMAGE, VECTOR
-from tests.wire import guest_house, test_door
+from tests.wire import guest_house, test_door, test_link
 from tests.wire.harness import Desk, data_frame, hello_frame, mutated, works
 from tests.wire.test_codec_fuzz import peak_mb
 
@@ -152,11 +153,34 @@ def guests(address: str, method: str) -> Iterator[Door]:
     house.server.close()
 
 
+def gossip(address: str) -> Iterator[Door]:
+    hub = test_link.Hub(address)
+
+    def streams() -> Iterator[list[bytes]]:
+        for k in itertools.count():
+            seat = 1 + k % (test_link.SEATS - 1)
+            said = [data_frame(n, test_link.news(seat, n + 1)) for n in range(GOOD)]
+            yield [test_link.hello(run_id=k, number=seat), *said]
+
+    def still_gossips() -> bool:
+        guest = test_link.Guest(address)
+        try:
+            test_link.agree(hub.learner, guest.learner)
+        finally:
+            guest.link.close()
+        return bool(np.isfinite(hub.memory.arrays["message"]).all())
+
+    yield Door(hub.meeting.servers.open[0], "Gossip", streams(), still_gossips)
+    hub.meeting.close()
+    assert not hub.meeting.guests
+
+
 DOORS: dict[str, Callable[[str], Iterator[Door]]] = {
     "echo": echo,
     "hosts": lambda address: hosts(address, False),
     "newest": lambda address: hosts(address, True),
     "push": lambda address: guests(address, guest_house.PUSH),
+    "gossip": gossip,
     "pull": lambda address: guests(address, guest_house.PULL),
 }
 

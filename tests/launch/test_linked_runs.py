@@ -1,0 +1,191 @@
+"""Runs that gossip with each other, each with its own folder, as processes of their own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from coterie import cli
+from coterie.runs.metrics import read_metrics
+from tests.launch.harness import PATIENCE, options, read_summary, until
+from tests.launch.test_remote_networks import ip, networks
+from tests.launch.visitors import free_ports
+
+__all__ = ["networks"]  # a fixture
+ENDLESS = 10**9
+
+
+class Linked:
+    """One of the runs."""
+
+    def __init__(self, folder: Path, args: list[str], prefix: tuple[str, ...] = ()) -> None:
+        self.out = folder
+        self.path = folder.with_suffix(".txt")
+        with self.path.open("a") as file:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "coterie.cli", *args], stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def line(self) -> dict[str, float]:
+        lines = read_metrics(self.out) if (self.out / "metrics.jsonl").exists() else []
+        return lines[-1] if lines else {}
+
+    def log(self) -> str:
+        file = self.out / "log.txt"
+        return file.read_text() if file.exists() else ""
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        def there() -> object:
+            assert self.process.poll() is None, self.path.read_text()
+            return condition()
+
+        until(there, what)
+
+    def trains(self, steps: int = 1000) -> None:
+        """It goes on, so many env steps."""
+        before = self.line().get("env_steps", 0)
+        self.until(lambda: self.line().get("env_steps", 0) > before + steps, "it trains")
+
+    def gossips(self, peers: int) -> None:
+        """Its learners mix with those of so many others."""
+        self.until(lambda: self.line().get("gossip/peers") == peers, f"it has {peers} peers: {self.line()}")
+        mixes = self.line()["gossip/mixes"]
+        self.until(lambda: self.line()["gossip/mixes"] > mixes + 20, "they mix")
+        self.until(lambda: "consensus/distance" in self.line(), "it tells how far apart they are")
+
+    def end(self, number: int = 0) -> dict[str, object]:
+        """Of 75 after a signal and 0 without; returns the summary, whose rows add up."""
+        if number:
+            self.process.send_signal(number)
+        assert self.process.wait(PATIENCE) == (75 if number else 0), self.path.read_text()
+        summary = read_summary(self.out)
+        rows = summary["rows"]
+        assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
+        assert rows["learned"] == summary["env_steps"]
+        return summary
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Callable[..., Linked]]:
+    made: list[Linked] = []
+
+    def start(name: str, prefix: tuple[str, ...] = (), resume: bool = False, **changes: object) -> Linked:
+        own = {"learners": 1, "steps": ENDLESS, "env.delay": 0.005, "log.checkpoint_every": 0.5, **changes}
+        args = ["resume", str(tmp_path / name)] if resume else options(tmp_path / name, "gossip", **own)
+        made.append(Linked(tmp_path / name, args, prefix))
+        return made[-1]
+
+    yield start
+    for one in made:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.wait(30)
+
+
+def test_runs_come_and_go_while_others_train(runs):
+    """One finishes, one is killed, one is told to stop, one outlives the run that listens."""
+    at = f"127.0.0.1:{free_ports()}"
+    early = runs("early", **{"gossip.connect": at, "steps": 80_000, "learners": 2})  # before there is a run
+    hub = runs("hub", **{"gossip.bind": at})
+    early.gossips(1)
+    hub.gossips(2)
+    early.end()
+    hub.until(lambda: hub.line()["gossip/peers"] == 0, "it has left")
+    killed, told = (runs(name, **{"gossip.connect": at}) for name in ("killed", "told"))
+    hub.gossips(2)
+    killed.gossips(2)
+    killed.process.kill()
+    hub.gossips(1)
+    told.trains()
+    told.end(signal.SIGTERM)
+    last = runs("last", **{"gossip.connect": at})
+    last.gossips(1)
+    hub.end(signal.SIGINT)
+    last.until(lambda: "this one goes on without it" in last.log(), "it is told")
+    last.trains()
+    last.end(signal.SIGTERM)
+    assert "gossip with the run at" in last.log()
+
+
+def test_the_run_that_listens_is_killed_and_resumed(runs):
+    at = f"127.0.0.1:{free_ports()}"
+    hub, other = runs("hub", **{"gossip.bind": at}), runs("other", **{"gossip.connect": at})
+    other.gossips(1)
+    hub.until(lambda: list(hub.out.glob("checkpoints/step_*")), "it has a checkpoint")
+    hub.process.kill()
+    hub.process.wait()
+    other.until(lambda: "is away" in other.log(), "it is missed")
+    other.trains()
+    hub = runs("hub", resume=True)
+    other.until(lambda: f"back at {at}" in other.log(), "it is found")
+    other.gossips(1)
+    hub.gossips(1)
+    other.end(signal.SIGTERM)
+    hub.trains()
+    hub.end(signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_that_finds_nobody_goes_on_by_itself(runs):
+    at = f"127.0.0.1:{free_ports()}"
+    hub, other = runs("hub", **{"gossip.bind": at}), runs("other", **{"gossip.connect": at})
+    other.gossips(1)
+    for one in (other, hub):
+        one.end(signal.SIGTERM)
+    alone = runs("other", resume=True)
+    alone.until(lambda: "this run goes on by itself" in alone.log(), "it looks for the other")
+    alone.trains()
+    alone.end(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("away", [3.0, pytest.param(60.0, marks=pytest.mark.slow)])
+def test_three_networks(tmp_path, runs, networks, away):
+    """Each run has a network namespace of its own; TLS and a token; the link of one is down for a while."""
+    keys = tmp_path / "keys"
+    assert cli.main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
+    port = free_ports()
+    common = {"wire.token-file": keys / "token", "wire.cert": keys / "cert.pem"}
+    hub = runs("hub", **common, **{"gossip.bind": f"0.0.0.0:{port}", "wire.key": keys / "key.pem"})
+    mine = [
+        runs(name, prefix=("ip", "netns", "exec", name), **common, **{"gossip.connect": f"{address}:{port}"})
+        for name, address, _ in networks
+    ]
+    for one in (hub, *mine):
+        one.gossips(2)
+    ip("link", "set", networks[0][2], "down")
+    time.sleep(away)
+    for one in (hub, *mine):
+        one.trains()
+    ip("link", "set", networks[0][2], "up")
+    for one in (hub, *mine):
+        one.gossips(2)
+    for one in (*mine, hub):
+        one.end(signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_three_networks_learn(tmp_path, runs, networks):
+    """CartPole, solved by all."""
+    keys = tmp_path / "keys"
+    assert cli.main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
+    port = free_ports()
+    common = {"wire.token-file": keys / "token", "wire.cert": keys / "cert.pem", "steps": 300_000, "env.delay": 0}
+    common |= {"gossip.mix_every": 1}
+    hub = runs("hub", **common, **{"gossip.bind": f"0.0.0.0:{port}", "wire.key": keys / "key.pem"})
+    mine = [
+        runs(name, prefix=("ip", "netns", "exec", name), **common, **{"gossip.connect": f"{address}:{port}"})
+        for name, address, _ in networks
+    ]
+    best = {one.out: 0.0 for one in (hub, *mine)}
+    while any(one.process.poll() is None for one in (hub, *mine)):
+        time.sleep(0.2)
+    for one in (hub, *mine):
+        assert one.process.wait() == 0, one.path.read_text()
+        best[one.out] = max(line["mean_return"] or 0 for line in read_metrics(one.out))
+    assert min(best.values()) >= 475, best

@@ -1,0 +1,310 @@
+"""Runs that meet to gossip: who is let in, who leaves, who comes back, and what of it the others notice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from grpc import StatusCode
+
+from coterie.exchange.gossip import Circle, Gossip
+from coterie.exchange.mirror import news_layout
+from coterie.exchange.topology import matrices
+from coterie.link import Link
+from coterie.peers import HEARS, Meeting
+from coterie.types import ConfigError, CoterieError
+from tests.conftest import make_config
+from tests.exchange.gossip_harness import distance
+from tests.exchange.test_mirror import SIZE, machine, weights
+from tests.proxy import Proxy
+from tests.wire.harness import Raw, channel_to, data_frame, hello_frame
+
+METHOD = "/coterie.v1.Coterie/Gossip"
+SEATS, NET, WAIT_S = 3, "a net", 20.0
+
+
+class Hub:
+    """A run with one learner, to which others come."""
+
+    def __init__(self, address: str, **changes: Any) -> None:
+        self.address = address
+        self.memory, [self.learner] = machine(SEATS, [0], np.eye(SEATS, 4))
+        config = make_config(**{"exchange": "gossip", "gossip.bind": address, **changes})
+        self.meeting = Meeting(config, Circle(0, matrices("complete", SEATS)), self.memory, 1, NET)
+
+    @property
+    def here(self) -> list[int]:
+        return self.memory.arrays["here"].tolist()
+
+
+class Guest:
+    """A run that comes, with one learner."""
+
+    def __init__(self, address: str, net: str = NET, learners: int = 1, **changes: Any) -> None:
+        config = make_config(**{"exchange": "gossip", "gossip.connect": address, "log.stall": 0.5, **changes})
+        self.link = Link(config, learners, lambda: None, must=True)
+        self.memory, [self.learner] = machine(SEATS, [self.link.seat], np.eye(SEATS, 4))
+        self.joins = self.link.attach(self.memory, net, join=True)
+        self.learner.rejoin = self.joins
+        self.learner.__enter__()
+
+    def said(self) -> str:
+        return "; ".join(self.link.lines)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/s"
+
+
+@pytest.fixture
+def hubs() -> Iterator[Callable[..., Hub]]:
+    made: list[Hub] = []
+
+    def make(*args: Any, **kwargs: Any) -> Hub:
+        made.append(Hub(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.meeting.close()
+
+
+@pytest.fixture
+def guests() -> Iterator[Callable[..., Guest]]:
+    made: list[Guest] = []
+
+    def make(*args: Any, **kwargs: Any) -> Guest:
+        made.append(Guest(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.link.close()
+
+
+def until(condition: Callable[[], object], what: str, *learners: Gossip) -> None:
+    """These learners train meanwhile."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, what
+        for one in learners:
+            one.step(one.params, 1.0)
+        time.sleep(0.002)
+
+
+def agree(*learners: Gossip) -> None:
+    rng = np.random.default_rng(len(learners))
+    for one in learners:
+        one.params.data[:4] = one.params.data.new_tensor(rng.standard_normal(4))
+    until(lambda: distance(weights(list(learners))) < 1e-3, "they come together", *learners)
+
+
+def test_runs_come_and_go(address, hubs, guests):
+    hub = hubs(address)
+    until(lambda: hub.learner.mixed[0] > 5, "the first trains alone", hub.learner)
+    hub.learner.params.data[:4] = hub.learner.params.data.new_tensor([3.0, 1, 4, 1])
+    until(lambda: hub.memory.arrays["message"][0, 0] == 3, "it says so", hub.learner)
+    one = guests(address)
+    assert one.joins
+    assert one.learner.params.data[:4].tolist() == [3, 1, 4, 1]  # it begins with the other's weights
+    agree(hub.learner, one.learner)
+    other = guests(address)
+    agree(hub.learner, one.learner, other.learner)
+    assert (one.link.seat, other.link.seat, hub.here) == (1, 2, [1, 1, 1])
+    assert hub.meeting.gauges(1)["gossip/peers"] == 2
+    assert one.link.gauges(1)["gossip/peers"] == 2
+    one.learner.__exit__(None, None, None)
+    one.link.close()
+    until(lambda: hub.here == [1, 0, 1], "it has left")
+    until(lambda: other.memory.arrays["here"].tolist() == [1, 0, 1], "the others are told")
+    agree(hub.learner, other.learner)
+    third = guests(address)
+    assert third.link.seat == 1
+    agree(hub.learner, other.learner, third.learner)
+    assert hub.meeting.gauges(10)["wire/bytes_in_per_step"] > 4 * SIZE
+    assert third.link.gauges(10)["wire/bytes_out_per_step"] > 0.4 * SIZE
+
+
+def test_before_anybody_has_said_anything_everybody_keeps_its_weights(address, hubs, guests):
+    hub = hubs(address)
+    one = guests(address)
+    assert not one.joins
+    assert one.learner.params.data[:4].tolist() == [0, 1, 0, 0]
+    agree(hub.learner, one.learner)
+
+
+def test_there_is_room_for_so_many(address, hubs, guests):
+    hubs(address)
+    guests(address)
+    with pytest.raises(CoterieError, match=r"no room for 2 more learners: gossip\.seats 3"):
+        guests(address, learners=2)
+    guests(address)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"env.id": "Acrobot-v1"}, "the run's envs are CartPole-v1, not Acrobot-v1"),
+        ({"net": "another"}, "gossip.connect: the run's network is another one"),
+    ],
+)
+def test_who_does_not_fit_is_told_why(address, hubs, guests, changes, reason):
+    hub = hubs(address)
+    with pytest.raises(CoterieError, match=reason):
+        guests(address, **changes)
+    until(lambda: hub.here == [1, 0, 0], "it is gone")
+
+
+def test_a_token_is_asked_for(tmp_path, address, hubs, guests):
+    for name in ("right", "wrong"):
+        (tmp_path / name).write_text(f"{name} and long enough")
+        (tmp_path / name).chmod(0o600)
+    hub = hubs(address, **{"wire.token_file": str(tmp_path / "right")})
+    for changes in ({}, {"wire.token_file": str(tmp_path / "wrong")}):
+        with pytest.raises(CoterieError, match="no such token"):
+            guests(address, **changes)
+    assert hub.meeting.tell() == ["refused unix: no such token"]
+    agree(hub.learner, guests(address, **{"wire.token_file": str(tmp_path / "right")}).learner)
+
+
+def test_elsewhere_needs_tls_and_a_token():
+    with pytest.raises(ConfigError, match=r"gossip\.bind: 0\.0\.0\.0:1 can be reached from elsewhere"):
+        Hub("0.0.0.0:1")
+
+
+def test_messages_larger_than_the_wire_takes_are_refused_at_the_start(address):
+    config = make_config(**{"exchange": "gossip", "gossip.bind": address, "wire.max_message_mb": 1})
+    circle = Circle(0, matrices("complete", SEATS))
+    memory = machine(SEATS, [0], np.eye(SEATS, 4))[0]
+    memory.arrays["message"] = np.zeros((SEATS, 1 << 19), np.float32)
+    with pytest.raises(ConfigError, match=r"wire\.max_message_mb: a message has 2 MB, not 1"):
+        Meeting(config, circle, memory, 1, NET)
+
+
+def test_the_end_of_the_run_that_listens_is_not_the_others(address, hubs, guests):
+    hub, one = hubs(address), guests(address)
+    agree(hub.learner, one.learner)
+    hub.meeting.close()
+    until(lambda: "is over (the run has ended): this one goes on without it" in one.said(), "it is told")
+    before = int(one.learner.mixed[one.learner.seat])
+    until(lambda: one.learner.mixed[one.learner.seat] > before + 20, "it goes on", one.learner)
+    assert one.link.gauges(1)["gossip/peers"] == 0
+
+
+def test_a_run_that_is_started_again_finds_the_others(address, hubs, guests):
+    """Its numbers begin anew."""
+    hub, one = hubs(address), guests(address)
+    for _ in range(2):
+        agree(hub.learner, one.learner)
+        until(lambda: one.learner.mixed[1] > 50, "there are numbers", hub.learner, one.learner)
+        hub.meeting._closed.set()
+        for server in hub.meeting.servers.open:
+            server.close(None)
+        until(lambda: "is away" in one.said(), "it is missed", one.learner)
+        one.link.lines.clear()
+        hub = hubs(address)
+        until(lambda: f"back at {address}" in one.said(), "it is found", hub.learner, one.learner)
+        one.link.lines.clear()
+    agree(hub.learner, one.learner)
+
+
+@pytest.mark.parametrize("how", ["cut", "frozen"])
+def test_a_link_that_breaks_is_mended(how, hubs, guests):
+    with Proxy(0) as proxy:
+        hub = None
+        for port in range(43_000, 43_100):
+            try:
+                hub = hubs(f"127.0.0.1:{port}")
+                break
+            except CoterieError:
+                continue
+        assert hub is not None
+        proxy.target = port
+        one = guests(f"127.0.0.1:{proxy.port}")
+        agree(hub.learner, one.learner)
+        if how == "cut":
+            for _ in range(3):
+                until(lambda: proxy.cut() > 0, "there is a connection", hub.learner, one.learner)
+            until(lambda: "back at" in one.said(), "it comes back", hub.learner, one.learner)
+        else:
+            proxy.frozen.set()
+            before = [int(x.made) for x in (hub.learner, one.learner)]
+            until(
+                lambda: hub.learner.made > before[0] + 50 and one.learner.made > before[1] + 50, "nobody waits",
+                hub.learner, one.learner,
+            )  # fmt: skip
+            proxy.frozen.clear()
+        agree(hub.learner, one.learner)
+
+
+def news(seat: int, told: int = 1, **changes: Any) -> bytes:
+    state = np.zeros((SEATS, 4), np.int64)
+    state[seat] = [1, told, told - 1, 0]
+    good = {
+        "state": state,
+        "speaks": np.array([True]),
+        "seat": np.array([seat]),
+        "message": np.full((1, SIZE), 0.5, np.float32),
+        "moments": np.zeros((1, 1)),
+    }
+    return news_layout(SEATS, SIZE, 1).pack({**good, **changes})
+
+
+def hello(**changes: Any) -> bytes:
+    return hello_frame(news_layout(SEATS, SIZE, 1), **{"env_id": "CartPole-v1", "number": -1, **changes})
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([hello(), data_frame(0, news(2))], "it speaks for learners that are not its own"),
+        ([hello(), data_frame(0, news(1)), data_frame(1, news(1))], "its message has come before"),
+        ([hello(), data_frame(0, news(1, message=np.full((1, SIZE), np.nan)))], "its message are not finite"),
+        ([hello(), data_frame(0, news(1)[:-1])], "a frame of"),
+        ([hello(envs=4)], "no room for 4 more learners"),
+        ([hello(envs=2**32 - 1)], "no room for 4294967295 more learners"),
+        ([hello(env_id="x")], "the run's envs are CartPole-v1"),
+        ([hello(sends=[])], "not of the run's network"),
+        ([hello(group=HEARS, sends=[])], "the stream of group 0 comes first"),
+        ([hello(envs=0, sends=[]), data_frame(0, b"")], "a stream of 0 envs has nothing to show"),
+    ],
+)
+def test_what_no_run_sends_ends_its_stream(address, hubs, guests, frames, reason):
+    hub = hubs(address)
+    one = guests(address) if "speaks" not in reason and "its " not in reason and "frame" not in reason else None
+    with channel_to(address) as channel:
+        status, said = Raw(channel, *frames, method=METHOD).end()
+    assert (status, reason in said) == (StatusCode.INVALID_ARGUMENT, True), (status, said)
+    until(lambda: hub.here == [1, int(one is not None), 0], "it is out")
+    assert [line.startswith("refused unix: ") for line in hub.meeting.tell()] == [True]
+    agree(hub.learner, (one or guests(address)).learner)
+
+
+def test_a_run_that_comes_again_takes_its_own_seat(address, hubs):
+    """The end of its first stream was not noticed."""
+    hub = hubs(address)
+    with channel_to(address) as channel:
+        first = Raw(channel, hello(run_id=7), data_frame(0, news(1)), method=METHOD)
+        assert first.next().welcome.first_env_id == 1
+        first.next()
+        assert hub.here == [1, 1, 0]
+        again = Raw(channel, hello(run_id=7), method=METHOD)
+        assert again.next().welcome.first_env_id == 1
+        assert hub.here == [1, 0, 0]  # until it says that it is there
+        other = Raw(channel, hello(run_id=8), method=METHOD)
+        assert other.next().welcome.first_env_id == 2
+        first.out.put(data_frame(1, news(1, 2)))
+        again.out.put(data_frame(0, news(1, 1)))
+        again.next()
+        assert hub.here == [1, 1, 0]
+        first.out.put(None)
+        time.sleep(0.2)
+        assert hub.here == [1, 1, 0]  # the end of the old stream is not that of the run
+        for stream in (again, other):
+            stream.out.put(None)
+    until(lambda: not hub.meeting.guests, "both have left")
