@@ -103,13 +103,21 @@ def _most(fitting: list[int], limit: int) -> int:
     return max([k for k in fitting if k <= limit], default=fitting[0])
 
 
+def gpus_of(config: Config) -> tuple[int, int]:
+    """GPUs that train, and after them those that only choose actions (`central.inference_gpus`)."""
+    there = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
+    acting = config.central.inference_gpus if config.acting == "central" else 0
+    if acting and acting >= there:
+        raise ConfigError(f"central.inference_gpus: there are {there} GPUs here, and one at least has to train")
+    return there - acting, acting
+
+
 def settle(config: Config) -> Config:
     """`auto` learners, simulators, actors and exchange as what they are on this machine: one learner for each GPU, or
     else each core; one actor for each core, as far as the simulators can be shared out evenly.
     """
-    learners = config.learners
+    learners, (gpus, _) = config.learners, gpus_of(config)
     if learners == "auto":
-        gpus = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
         learners = 1 if config.exchange == "solo" else gpus or len(available_cores())
     exchange = config.exchange
     if exchange == "auto":

@@ -207,6 +207,7 @@ class Central:
     wait: float = 0.002  # seconds that batch_min is waited for, from the first who asks
     newest_frame: bool = False  # send only the newest frame of a stack, which is put together on the learner
     max_envs: int = 4096  # of one learner, with those of hosts that come by themselves
+    inference_gpus: int = 0  # GPUs that only choose actions, for the learners in turns; 0: each learner's own does
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def ids_of(envs: Envs, first: int) -> list[Tensor]:
 
 def make_model(config: Config, spec: Spec) -> Network:
     """The network with the run's initial weights: the same for every learner."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(config.seed))
         return Network(spec, config.model, config.q if config.algorithm in VALUE else None)
 
@@ -168,6 +168,7 @@ class Links:
     circle: Circle | None = None  # gossip: who takes part, where that is not only this run's learners
     rejoin: bool = False  # gossip: the others are at work already
     gpu: int = 0
+    inference_gpu: int = -1  # central: the GPU that chooses actions; -1: the learner's device does
     core: int = -1  # the core that this learner shares with others; -1: it has cores of its own
     slots: Slots | None = None  # decoupled: where this learner's actors leave rollouts
     weights: Weights | None = None  # and take weights

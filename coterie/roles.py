@@ -146,14 +146,16 @@ class Learner:
 
     def _central(self, life: int) -> Central:
         config, layout, links = self.config, self.layout, self.links
-        make_fields = partial(local_fields, self.spec, horizon(config), device=layout.device, core=self._core())
-        rng = torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, life, links.rank))
+        apart = layout.device.type == "cuda" and links.inference_gpu >= 0
+        device = torch.device("cuda", links.inference_gpu) if apart else layout.device
+        make_fields = partial(local_fields, self.spec, horizon(config), device=device, core=self._core())
+        rng = torch.Generator(device).manual_seed(seed_for(config.seed, POLICY_SEED, life, links.rank))
         self.rngs = [rng]
 
         def policy(
             model: Network, inputs: Inputs, state: Tensor | None, env_id: Tensor
         ) -> tuple[AgentOutput, Tensor | None]:
-            return self.algorithm.act(model, inputs, state, self.algorithm.explore(env_id.to(layout.device)), rng)
+            return self.algorithm.act(model, inputs, state, self.algorithm.explore(env_id.to(device)), rng)
 
         own = config.central
         most = min(own.max_envs, room_of(config))
@@ -162,9 +164,9 @@ class Learner:
             1 if own.lockstep else 2 + own.queue, own.batch_min, own.batch_max, own.wait, own.lockstep,
             own.newest_frame, most, patience(config),
         )  # fmt: skip
-        twins = [acting_copy(self.model, layout.dtype, apart=True) for _ in range(2)]
+        twins = [acting_copy(self.model, layout.dtype, True, device) for _ in range(2)]
         central = Central(
-            shape, twins, policy, self.model.initial_state, make_fields, links.board, links.rank, self.stages,
+            shape, twins, policy, twins[0][0].initial_state, make_fields, links.board, links.rank, self.stages, device,
             layout.device,
         )  # fmt: skip
         central.is_over, central.told = self._is_over, self.tell

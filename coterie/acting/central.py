@@ -35,14 +35,18 @@ _LOOK_S = 0.5  # between two looks at whether everybody is still there
 
 
 class Central:
-    """A source of rollouts of envs elsewhere. `make_fields(width)`: the arrays of a rollout of so many envs."""
+    """A source of rollouts of envs elsewhere. `make_fields(width)`: the arrays of a rollout of so many envs. `device`
+    is where actions are chosen, `trains_on` where rollouts are learned from.
+    """
 
     def __init__(
         self, shape: Shape, twins: Sequence[Twin], policy: Policy, initial_state: Callable[[int], Tensor | None],
         make_fields: Callable[[int], Fields], board: Board, rank: int, stages: Stages, device: torch.device,
+        trains_on: torch.device,
     ) -> None:  # fmt: skip
         self.shape, self.twins, self.policy, self.initial_state = shape, twins, policy, initial_state
         self.make_fields, self.board, self.rank, self.stages, self.device = make_fields, board, rank, stages, device
+        self.trains_on = trains_on
         self.seats: dict[tuple[int, int], Seat] = {}  # by client and group
         self.envs = 0  # of all seats
         self.produced = self.dropped = 0  # valid rows received; of rollouts that will never be whole
@@ -95,7 +99,7 @@ class Central:
             if (fields := self._wait()) is None:
                 return
             self.columns -= self.shape.batch_size
-            yield as_rollout(fields, self.device)
+            yield as_rollout(fields, self.trains_on)
             self.free.put(fields)
 
     def rest(self) -> int:

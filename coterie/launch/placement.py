@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 
+from coterie.auto import gpus_of
 from coterie.config import Config
 from coterie.exchange.central import fill
 from coterie.exchange.diagnostics import Consensus, Cosines, cosine_memory
@@ -34,8 +34,8 @@ class Placement:
     ) -> None:
         assert isinstance(config.learners, int)
         self.config, self.learners = config, config.learners
-        gpus = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
-        self.places = place(self.learners, available_cores(), gpus)
+        self.gpus, self.inference_gpus = gpus_of(config)
+        self.places = place(self.learners, available_cores(), self.gpus)
         self.actors = config.actors if config.acting != "inline" and isinstance(config.actors, int) else 0
         self.board = Board(self.learners, self.actors)
         self.board.here[:] = 1
@@ -107,6 +107,7 @@ class Placement:
             circle=self.circle,
             rejoin=rejoin,
             gpu=max(place.gpu, 0),
+            inference_gpu=self.gpus + rank % self.inference_gpus if self.inference_gpus else -1,
             core=place.cores[0] if shared else -1,
             slots=slots,
             weights=weights,

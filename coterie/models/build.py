@@ -165,9 +165,11 @@ def _fold(obs: Obs, axes: int) -> Obs:
     return obs.flatten(0, axes - 1)
 
 
-def acting_copy(model: Network, dtype: torch.dtype, apart: bool = False) -> tuple[Network, Callable[[], None]]:
+def acting_copy(
+    model: Network, dtype: torch.dtype, apart: bool = False, device: torch.device | None = None
+) -> tuple[Network, Callable[[], None]]:
     """A copy that only acts, with torsos in `dtype`, and a call that brings it up to date. `apart`: it is a copy in
-    any case, since it acts while the model is trained.
+    any case, since it acts while the model is trained, perhaps on another `device`.
 
     Converting the weights once for each publication is cheaper than autocast's conversion at every call. In float32
     the model acts itself, and so does one whose torso is the user's own, which may take no other dtype.
@@ -175,7 +177,7 @@ def acting_copy(model: Network, dtype: torch.dtype, apart: bool = False) -> tupl
     own = dtype == torch.float32 or ":" in model.config.torso
     if own and not apart:
         return model, lambda: None
-    twin = copy.deepcopy(model).requires_grad_(False)
+    twin = copy.deepcopy(model).to(device).requires_grad_(False)
     for torso in () if own else (twin.torso, twin.value_torso):
         if torso is not None:
             torso.to(dtype)

@@ -44,7 +44,8 @@ class Rig:
         self.error: Exception | None = None
         self.central = Central(
             self.shape, [self._twin() for _ in range(2)], self._policy, lambda width: torch.zeros(width, 1),
-            partial(local_fields, spec, self.shape.unroll_length, device=CPU, core=(1,)), Board(1), 0, Stages(), CPU,
+            partial(local_fields, spec, self.shape.unroll_length, device=CPU, core=(1,)), Board(1), 0, Stages(),
+            CPU, CPU,
         )  # fmt: skip
 
     def _twin(self) -> Any:

@@ -89,7 +89,7 @@ def test_a_real_model_acts_with_copies_of_its_weights():
     assert all(mine.isdisjoint(x.data_ptr() for x in (*t.parameters(), *t.buffers())) for t, _ in twins)
     central = Central(
         Shape(VECTOR, 2, 50, 2, 3), twins, policy, lambda width: None,
-        partial(local_fields, VECTOR, 50, device=CPU), Board(1), 0, Stages(), CPU,
+        partial(local_fields, VECTOR, 50, device=CPU), Board(1), 0, Stages(), CPU, CPU,
     )  # fmt: skip
     try:
         seat, answers = central.sit(0, 0, 0, 2), []
@@ -123,6 +123,17 @@ def test_a_real_model_acts_with_copies_of_its_weights():
         torch.testing.assert_close(after, torch.cat((params, value[:, None]), 1))
     finally:
         central.close()
+
+
+def test_rollouts_go_to_the_device_that_trains(rig):
+    """Which another device chose the actions for."""
+    one = rig()
+    for n in range(2):
+        Client(one, n).go()
+    one.central.trains_on = torch.device("meta")
+    rollout = next(one.rollouts())
+    assert {x.device.type for x in (rollout.action, rollout.reward, rollout.behavior_log_prob)} == {"meta"}
+    assert {x.device.type for x in one.central.ready.get(timeout=WAIT_S).values()} == {"cpu"}
 
 
 def test_the_recurrent_state_goes_on_from_rollout_to_rollout(rig):
