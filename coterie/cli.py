@@ -158,6 +158,7 @@ def evaluate(args: list[str]) -> int:
         raise ConfigError("--seed: must not be negative")
     from coterie.evaluate import evaluate_run
     from coterie.runs.metrics import clean
+    from coterie.tasks import are_normalized
 
     result = evaluate_run(
         options.run, episodes=options.episodes, sampled=options.sampled, seed=options.seed, learner=options.learner
@@ -168,7 +169,11 @@ def evaluate(args: list[str]) -> int:
     for task in result.get("tasks", []):
         print(f"{task['env']}: {task['mean_return']:.2f} +- {task['stderr']:.2f} ({task['episodes']} games)")
     how = "sampled" if options.sampled else "greedy"
-    line = f"{result['env']}: {result['mean_return']:.2f} +- {result['stderr']:.2f} ({result['episodes']} games, {how}"
+    score = f"{result['mean_return']:.2f} +- {result['stderr']:.2f}"
+    if several := [task["env"] for task in result.get("tasks", [])]:
+        what = "mean human-normalised score, each capped at 1" if are_normalized(several) else "mean of the returns"
+        score = f"{what}: {result['score']:.3g}"
+    line = f"{result['env']}: {score} ({result['episodes']} games, {how}"
     if result["human_normalized"] is not None:
         line += f", human-normalised {100 * result['human_normalized']:.0f}%"
     print(line + f", checkpoint at {result['checkpoint_env_steps']:,} env steps)")

@@ -56,7 +56,7 @@ class Scores:
         return {
             "env": self.env_id,
             "episodes": len(self.returns),
-            "mean_return": self.mean,
+            "mean_return": float(np.mean([s.mean for s in self.tasks])) if self.tasks else self.mean,
             "stderr": self.stderr,
             "min": min(self.returns, default=math.nan),
             "max": max(self.returns, default=math.nan),
@@ -64,7 +64,7 @@ class Scores:
             "human_normalized": normalized,
             "unfinished": self.unfinished,
             "returns": self.returns,
-            **({"tasks": [s.to_json() for s in self.tasks]} if self.tasks else {}),
+            **({"score": self.mean, "tasks": [s.to_json() for s in self.tasks]} if self.tasks else {}),
         }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -30,3 +30,8 @@ def overall(means: Mapping[str, float]) -> float:
     scores = [human_normalized(task, mean) for task, mean in means.items()]
     known = [np.minimum(1.0, s) for s in scores if s is not None]  # a NaN stays one
     return float(np.mean(known if len(known) == len(scores) else list(means.values())))
+
+
+def are_normalized(tasks: Iterable[str]) -> bool:
+    """Whether all have a reference."""
+    return all(human_normalized(task, 0.0) is not None for task in tasks)

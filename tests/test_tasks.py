@@ -9,9 +9,10 @@ import pytest
 from coterie import cli
 from coterie.config import Atari, Env
 from coterie.envs.make import make_spec
+from coterie.evaluate import Scores
 from coterie.parts import actor_env
 from coterie.runs.metrics import read_metrics
-from coterie.tasks import overall
+from coterie.tasks import are_normalized, overall
 from coterie.types import ConfigError
 from tests.conftest import make_config
 
@@ -70,7 +71,9 @@ def test_a_policy_learns_two_tasks_and_each_return_is_told(both, tmp_path, capsy
     assert cli.main(["eval", str(out), "--episodes", "4", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [(t["env"], t["mean_return"]) for t in result["tasks"]] == [("toy_tasks:two", 5.0), ("toy_tasks:five", 50.0)]
-    assert result["mean_return"] == 27.5
+    assert result["mean_return"] == result["score"] == 27.5
+    assert cli.main(["eval", str(out), "--episodes", "4"]) == 0
+    assert f"{both}: mean of the returns: 27.5 (8 games, greedy, " in capsys.readouterr().out
     assert cli.main(["resume", str(out), "--steps", "21000"]) == 0
 
 
@@ -92,6 +95,11 @@ def test_atari_tasks_share_the_full_action_set():
 def test_the_score_is_normalised_and_capped_where_all_have_a_reference():
     assert overall({"Pong-v5": 21.0, "Breakout-v5": 1.7}) == pytest.approx(0.5)
     assert overall({"Pong-v5": 21.0, "CartPole-v1": 100.0}) == 60.5
+    each = [Scores("Pong-v5", [21.0, 19.0]), Scores("Breakout-v5", [1.7, 1.7])]
+    told = Scores("Pong-v5,Breakout-v5", [21.0, 19.0, 1.7, 1.7], [9, 9, 9, 9], tasks=each).to_json()
+    assert told["mean_return"] == pytest.approx(10.85)
+    assert told["score"] == pytest.approx(0.5)
+    assert (are_normalized(["Pong-v5", "Breakout-v5"]), are_normalized(["Pong-v5", "CartPole-v1"])) == (True, False)
 
 
 @pytest.mark.parametrize(
