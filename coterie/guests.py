@@ -36,7 +36,9 @@ def rollout_tensors(spec: Spec, unroll_length: int, width: int, core: tuple[int,
 
 
 def weights_tensors(size: int, moments: int) -> Layout:
-    return Layout([Tensor("params", "float32", (size,)), Tensor("moments", "float64", (moments,))])
+    """What an actor acts with; `moments` of 0: the network has no normalizers."""
+    sums = [Tensor("moments", "float64", (moments,))] if moments else []  # a frame has no empty tensors
+    return Layout([Tensor("params", "float32", (size,)), *sums])
 
 
 class Guests:

@@ -142,7 +142,8 @@ class Wire:
             answer, version = self._ask("PullParameters", {"version": np.array([self.version])})
             if answer:
                 self.params.data.copy_(torch.from_numpy(answer["params"].copy()))
-                self.moments.write(torch.from_numpy(answer["moments"].copy()))
+                if self.moments.size:
+                    self.moments.write(torch.from_numpy(answer["moments"].copy()))
                 self.version = version
             if self.version >= 0:
                 self.stages.add("pull", begin)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from coterie.remote import lend_actor
 from tests.launch.harness import until
 from tests.launch.test_decoupled import check
@@ -11,7 +13,8 @@ from tests.launch.visitors import decoupled, finish, free_ports, goes_on
 from tests.proxy import Proxy
 
 
-def test_an_actor_comes_and_goes(meddler, clients):
+@pytest.mark.parametrize("normalises", [True, False])  # False: there is nothing to send beside the weights
+def test_an_actor_comes_and_goes(meddler, clients, normalises):
     port = free_ports()
 
     def meddle() -> None:
@@ -28,7 +31,8 @@ def test_an_actor_comes_and_goes(meddler, clients):
         goes_on(meddler)
         finish(meddler)
 
-    assert meddler.run(decoupled(meddler.out, port), meddle) == 75
+    args = decoupled(meddler.out, port, **{"model.normalize_obs": normalises})
+    assert meddler.run(args, meddle) == 75
     check(meddler.out)
     meddler.check_nothing_left()
 
