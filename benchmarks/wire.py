@@ -1,6 +1,6 @@
 """What the wire carries: streams of a trivial env from a few processes through one server, without training.
 
-    python benchmarks/wire.py [--streams 1,4,16,64,256] [--envs 32] [--processes 4] [--seconds 5] [--out FILE.json]
+    python benchmarks/wire.py [--streams 1,4,16,64,256] [--envs 32] [--processes 4] [--seconds 5] [--address HOST:PORT] [--out FILE.json]
 
 Prints env steps/s, messages/s, the latency of an answer as a client sees it (p50, p99), and the server's memory.
 """
@@ -81,10 +81,10 @@ def rss_mb(pid: int) -> float:
     return pages * 4096 / 2**20
 
 
-def measure(streams: int, envs: int, processes: int, seconds: float) -> dict[str, Any]:
+def measure(streams: int, envs: int, processes: int, seconds: float, address: str = "") -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        address = f"unix:{folder}/wire"
+        address = address or f"unix:{folder}/wire"
         ready, told = spawn.Event(), spawn.Queue()
         server = spawn.Process(target=serve, args=(address, envs * streams, ready), daemon=True)
         server.start()
@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--envs", type=int, default=32)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--address", default="", help="HOST:PORT on loopback; empty: a unix socket")
     parser.add_argument("--out", default="")
     parser.add_argument("--cost", action="store_true", help="what an env step of Atari costs on the wire instead")
     options = parser.parse_args()
@@ -212,7 +213,8 @@ def main() -> None:
         for newest in (False, True, False, True):
             print({k: round(v, 1) if isinstance(v, float) else v for k, v in cost(options.envs, newest).items()})
         return
-    found = [measure(int(n), options.envs, options.processes, options.seconds) for n in options.streams.split(",")]
+    how = options.envs, options.processes, options.seconds, options.address
+    found = [measure(int(n), *how) for n in options.streams.split(",")]
     for row in found:
         print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     if options.out:
