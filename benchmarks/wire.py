@@ -1,6 +1,7 @@
 """What the wire carries: streams of a trivial env from a few processes through one server, without training.
 
-    python benchmarks/wire.py [--streams 1,4,16,64,256] [--envs 32] [--processes 4] [--seconds 5] [--address HOST:PORT] [--out FILE.json]
+    python benchmarks/wire.py [--streams 1,4,16,64,256] [--envs 32] [--processes 4] [--seconds 5]
+        [--address HOST:PORT] [--out FILE.json]
 
 Prints env steps/s, messages/s, the latency of an answer as a client sees it (p50, p99), and the server's memory.
 """

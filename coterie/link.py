@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -19,35 +19,81 @@ from coterie.exchange.gossip import Circle
 from coterie.exchange.mirror import AHEAD, Mirror, news_layout
 from coterie.parallel.shm import SharedArrays
 from coterie.peers import HEARS, LEAVE_S, NAP_S, TELLS
-from coterie.types import ConfigError, CoterieError
-from coterie.wire.auth import read_token
+from coterie.types import Array, ConfigError, CoterieError
+from coterie.wire.auth import is_local, read_token
 from coterie.wire.client import Lost, Over, Stream, back_off, keep_trying, open_channel
 from coterie.wire.codec import Layout, Refused
 
+_PATIENCE_S = 600.0  # that a new run looks for the others
+_ALONE_S = 30.0  # that a resumed run does, before it goes on without them
 _WEIGHTS_S = 30.0  # that a run that joins waits for the others' weights
-_ALONE_S = 30.0  # that a resumed run looks for the others before it goes on without them
+_BEHIND = 100  # mixes after which a run that nobody waited for joins anew
+
+
+class _Meeting(NamedTuple):
+    """What a meeting says of itself."""
+
+    env_id: str
+    net: str
+    weights: int
+    moments: int
+    sequence: list[Array]
+
+    @property
+    def layout(self) -> Layout:
+        return news_layout(len(self.sequence[0]), self.weights, self.moments)
+
+
+def _read(text: str) -> _Meeting:
+    try:
+        said = json.loads(text)
+        sequence = [np.asarray(m, float) for m in said["sequence"]]
+        seats = len(sequence[0])
+        if not all(m.shape == (seats, seats) and np.isfinite(m).all() for m in sequence):
+            raise ValueError
+        return _Meeting(str(said["env_id"]), str(said["net"]), int(said["weights"]), int(said["moments"]), sequence)
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise CoterieError("what listens there is no meeting of runs: is this the same version of coterie?") from None
 
 
 class Link:
-    """The connection of a run to a meeting, from the first welcome to the end of either. `check` raises where nobody
-    waits for it any longer; `must`: the run cannot begin without.
+    """The connection of a run to a meeting, from the first welcome to the end of either. `resumed`: the run can do
+    without. `say` hears of what goes on while it is looked for. Raises `CoterieError` where there is none.
     """
 
-    def __init__(self, config: Config, learners: int, check: Callable[[], None], must: bool) -> None:
-        self.address, self.env_id, self.learners, self.check = config.gossip.connect, config.env.id, learners, check
+    def __init__(self, config: Config, learners: int, resumed: bool, say: Callable[[str], None]) -> None:
+        self.address, self.env_id, self.learners = config.gossip.connect, config.env.id, learners
+        self.silence = config.log.stall / 2
         self.wire: Wire = config.wire
-        self.token = read_token(config.wire.token_file) if config.wire.token_file else ""
+        if not self.wire.cert and not is_local(self.address):
+            raise ConfigError(f"gossip.connect: {self.address} is not on this machine: give wire.cert, its certificate")
+        self.token = read_token(self.wire.token_file) if self.wire.token_file else ""
         self.run_id = random.SystemRandom().getrandbits(64)
         self.channel: grpc.Channel | None = None
         self.lines = deque[str](maxlen=100)
         self.bytes_in = self.bytes_out = 0
         self.streams: list[Stream] = []
-        self.seat, self._here = -1, False
+        self.seat = -1
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        patience = 10 + 2 * config.log.stall if must else _ALONE_S
-        self.settings: dict[str, Any] = keep_trying(self._visit, self.address, patience, check, self.lines.append)
-        self._open()
+
+        def come() -> None:
+            try:
+                self.meeting = self._visit()
+                self._open()
+            except BaseException:
+                self._hang_up()
+                raise
+
+        try:
+            patience = _ALONE_S if resumed else _PATIENCE_S
+            keep_trying(come, self.address, patience, lambda: None, say)
+        except Over as over:
+            self.close()
+            raise CoterieError(f"gossip.connect: the run at {self.address} is over: {over}") from None
+        except BaseException:
+            self.close()
+            raise
 
     def _hello(self, group: int) -> dict[str, Any]:
         return {
@@ -64,39 +110,49 @@ class Link:
         if self._closed.is_set():
             raise CoterieError("the run has ended")
 
-    def _visit(self) -> dict[str, Any]:
+    def _visit(self) -> _Meeting:
         stream = self._stream({**self._hello(0), "envs": 0}, Layout(()))
         stream.close()
-        settings: dict[str, Any] = json.loads(stream.welcome.settings)
-        if settings["env_id"] != self.env_id:
-            raise CoterieError(f"gossip.connect: the run's envs are {settings['env_id']}, not {self.env_id}")
-        return settings
+        meeting = _read(stream.welcome.settings)
+        if meeting.env_id != self.env_id:
+            raise CoterieError(f"gossip.connect: the run's envs are {meeting.env_id}, not {self.env_id}")
+        return meeting
 
     def _open(self) -> None:
         """Both streams. Raises `Lost` where the meeting is away."""
-        told = self.settings
-        layout = news_layout(len(told["sequence"][0]), told["weights"], told["moments"])
+        layout = self.meeting.layout
         tell = self._stream(self._hello(TELLS), layout)
         self.streams = [tell]
         seat = tell.welcome.first_env_id
         if self.seat not in (-1, seat):
             raise Lost(f"seat {self.seat} is taken")
-        self.seat, now = seat, json.loads(tell.welcome.settings)
-        self.first, self.said = int(now["first"]), int(now["said"])
-        self.streams.append(self._stream(self._hello(HEARS), Layout(())))
+        try:
+            now = json.loads(tell.welcome.settings)
+            self.first, self.said = int(now["first"]), int(now["said"])
+        except (ValueError, KeyError, TypeError):
+            raise CoterieError("its welcome has no number to begin with") from None
+        try:
+            hear = self._stream(self._hello(HEARS), Layout(()))
+        except CoterieError as error:  # it lets in who has told: the other stream is gone
+            raise Lost(str(error)) from None
+        self.streams.append(hear)
+        if hear.reads.tensors != layout.tensors:
+            raise CoterieError("its news are not what it said that they are: is this the same version of coterie?")
+        self.seat = seat
 
     @property
     def circle(self) -> Circle:
-        return Circle(self.seat, [np.asarray(m, float) for m in self.settings["sequence"]])
+        return Circle(self.seat, self.meeting.sequence)
 
-    def attach(self, memory: SharedArrays, net: str, join: bool) -> bool:
+    def check(self, net: str, weights: int, moments: int) -> None:
+        """Raises `ConfigError` where these are not what the others average."""
+        if (net, weights, moments) != (self.meeting.net, self.meeting.weights, self.meeting.moments):
+            raise ConfigError("gossip.connect: the run's network or normalizers are others: give both the same model")
+
+    def attach(self, memory: SharedArrays, join: bool, stop: Callable[[], bool] = lambda: False) -> bool:
         """Begin, with this run's learners not at work yet. `join`: they want the others' weights; returns whether
-        there are any.
+        there are any. Does not wait for them once `stop` says so.
         """
-        if net != self.settings["net"]:
-            raise ConfigError(
-                "gossip.connect: the run's network is another one: give both runs the same model settings"
-            )
         self.memory, a = memory, memory.arrays
         self.own = list(range(self.seat, self.seat + self.learners))
         for name in ("told", "mixed", "joined"):
@@ -104,44 +160,52 @@ class Link:
         if coming := join and self.said > 0:
             a["here"][self.own] = 0  # until they have the others' weights
         self.others = [j for j in range(len(a["told"])) if j not in self.own]
-        self._thread = threading.Thread(target=self._work, name="coterie-gossip", daemon=True)
-        self._thread.start()
+        self._thread = thread = threading.Thread(target=self._work, name="coterie-gossip", daemon=True)
+        thread.start()
         end = time.monotonic() + _WEIGHTS_S
-        while coming and np.count_nonzero(a["begun"][self.others]) < self.said and time.monotonic() < end:
-            self.check()
+
+        def all_here() -> bool:
+            return bool(np.count_nonzero(a["begun"][self.others]) >= self.said)
+
+        while coming and not all_here() and not stop() and thread.is_alive() and time.monotonic() < end:
             time.sleep(NAP_S)
         return coming
 
     def _work(self) -> None:
-        fresh = True
-        while not self._closed.is_set():
-            mirror = self._mirror(fresh)
-            fresh = False
-            try:
-                self._talk(mirror)
-            except Over as over:
-                self.lines.append(f"the run at {self.address} is over ({over}): this one goes on without it")
-                return
-            except Lost as error:
-                self.lines.append(f"the run at {self.address} is away ({error}): this one goes on meanwhile")
-            except (CoterieError, Refused) as error:
-                self.lines.append(f"no more gossip with {self.address}: {error}")
-                return
-            finally:
-                mirror.part()
-                self._hang_up()
-            if not self._come_back():
-                return
+        try:
+            fresh = True
+            while not self._closed.is_set():
+                if not self._meet(self._mirror(fresh)) or not self._come_back():
+                    return
+                fresh = False
+        except Exception as error:  # it must not end without a word
+            self.lines.append(f"no more gossip with {self.address}: {error!r}")
 
     def _mirror(self, fresh: bool) -> Mirror:
         """Of this connection. The meeting's numbers may be anywhere: it was away for long, or has begun anew."""
         if fresh:
-            return Mirror(self.memory, self.own, self.others, self.first)
+            return Mirror(self.memory, self.own, self.others, self.first, silence=self.silence)
         a = self.memory.arrays
         mine = int(max(a[k][self.own].max() for k in ("told", "mixed")))
-        period = len(self.settings["sequence"])
+        period = len(self.meeting.sequence)
         shift = -(-(self.first - mine) // period) * period
-        return Mirror(self.memory, self.own, self.others, mine + AHEAD, shift)
+        return Mirror(self.memory, self.own, self.others, mine + AHEAD, shift, self.silence)
+
+    def _meet(self, mirror: Mirror) -> bool:
+        """Gossip for as long as there is a connection; returns whether to look for another."""
+        try:
+            self._talk(mirror)
+        except Over as over:
+            self.lines.append(f"the run at {self.address} is over ({over}): this one goes on without it")
+            return False
+        except Lost as error:
+            self.lines.append(f"the run at {self.address} is away ({error}): this one goes on meanwhile")
+        except (CoterieError, Refused) as error:
+            self.lines.append(f"the run at {self.address} ended the gossip ({error}): this one goes on meanwhile")
+        finally:
+            mirror.part()
+            self._hang_up()
+        return True
 
     def _talk(self, mirror: Mirror) -> None:
         tell, hear = self.streams
@@ -156,25 +220,26 @@ class Link:
                 failed.append(error)
                 tell.close()
 
-        self._here = True
         ear = threading.Thread(target=listen, name="coterie-gossip-ear", daemon=True)
         ear.start()
         try:
-            while not self._closed.is_set():
+            while not self._closed.is_set() and not failed:
                 self._say(tell, mirror)
-                if failed:
-                    raise failed[0]
-            self._say(tell, mirror)  # that they have left
+                if mirror.behind() > _BEHIND:
+                    raise Lost("the others did not wait")
+            if not failed:
+                self._say(tell, mirror)  # that they have left
         except Lost:
-            if failed and not isinstance(failed[0], Lost):
-                raise failed[0] from None  # why the stream was closed
-            raise
+            if not failed:
+                raise
         finally:
-            self._here = False
             hear.close()
             ear.join(LEAVE_S)
+        if failed and not self._closed.is_set():
+            raise failed[0]
 
     def _say(self, tell: Stream, mirror: Mirror) -> None:
+        mirror.look()
         if (news := mirror.news()) is None:
             self._closed.wait(NAP_S)
             return
@@ -188,23 +253,25 @@ class Link:
         self.streams = []
 
     def _come_back(self) -> bool:
+        """Returns False where that is no longer possible, or wanted."""
+        said = ""
         for wait in back_off():
             if self._closed.wait(wait):
                 return False
             try:
-                fresh = self._visit()
-                if fresh != self.settings:
+                meeting = self._visit()
+                if str(meeting) != str(self.meeting):
                     self.lines.append(f"the run at {self.address} has become another one: this one goes on without it")
                     return False
                 self._open()
-            except Lost:
-                self._hang_up()
-            except Over:
+            except Over as over:
+                self.lines.append(f"the run at {self.address} is over ({over}): this one goes on without it")
                 return False
             except CoterieError as error:
-                self.lines.append(f"no more gossip with {self.address}: {error}")
                 self._hang_up()
-                return False
+                if not isinstance(error, Lost) and str(error) != said:
+                    self.lines.append(f"not back at {self.address}: {error}")
+                    said = str(error)
             else:
                 self.lines.append(f"back at {self.address}")
                 return True
@@ -217,14 +284,15 @@ class Link:
     def gauges(self, env_steps: int) -> dict[str, float]:
         open_ones = list(self.streams)
         came, went = (sum(getattr(s, k) for s in open_ones) for k in ("bytes_in", "bytes_out"))
-        a, steps = self.memory.arrays, max(1, env_steps)
+        steps = max(1, env_steps)
         return {
-            "gossip/peers": int(a["here"][self.others].sum()) if self._here else 0,
-            "wire/bytes_in_per_step": (self.bytes_in + came) / steps,
-            "wire/bytes_out_per_step": (self.bytes_out + went) / steps,
+            "gossip/peers": int(self.memory.arrays["here"][self.others].sum()),
+            "gossip/bytes_in_per_step": (self.bytes_in + came) / steps,
+            "gossip/bytes_out_per_step": (self.bytes_out + went) / steps,
         }
 
-    def close(self) -> None:
+    def close(self, over: bool = True) -> None:
+        """Whether this run has ended for good is all the same to the others."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(LEAVE_S)

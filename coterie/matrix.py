@@ -198,9 +198,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "counts all learners, here and elsewhere: more than learners",
     ),
     Refusal(
-        lambda c, s: bool(c.gossip.connect) and c.gossip.topology != "auto",
+        lambda c, s: bool(c.gossip.bind or c.gossip.connect) and c.gossip.topology not in ("auto", "complete"),
         "gossip.topology",
-        "is that of the run at gossip.connect: leave it at auto",
+        "between machines all hear all, since anybody may come and go: use auto",
     ),
     Refusal(
         lambda c, s: c.algorithm == "vtrace" and not 0 <= c.vtrace.replay_share < 1,

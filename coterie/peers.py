@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from coterie.wire.codec import Layout, Refused, layout_from
 from coterie.wire.server import Answer
 
 TELLS, HEARS = 0, 1  # groups of a guest's two streams
-NAP_S = 2e-3  # between two looks for news
+NAP_S = 5e-3  # between two looks for news, each of which takes 50 us
 LEAVE_S = 2.0
 
 
@@ -37,6 +38,8 @@ class Meeting:
             "sequence": [m.tolist() for m in circle.sequence],
         }  # fmt: skip
         self.guests: dict[int, _Guest] = {}  # by the run_id of their runs
+        self.silence = config.log.stall / 2
+        self.lines = deque[str](maxlen=100)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self.servers = Servers(config.wire)
         self.servers.invite_peers(config.gossip.bind, {"Gossip": self.sit})
@@ -49,6 +52,8 @@ class Meeting:
             return Visitor(said | {"settings": json.dumps(self.settings)})
         if hello.env_id != self.env_id:
             raise Refused(f"the run's envs are {self.env_id}, not {hello.env_id[:100]!r}")
+        if hello.group not in (TELLS, HEARS):
+            raise Refused(f"there is no group {hello.group}")
         expected = self.layout if hello.group == TELLS else Layout(())
         if layout_from(hello.sends, self.layout.most).tensors != expected.tensors:
             raise Refused("its messages are not of the run's network")
@@ -78,9 +83,10 @@ class Meeting:
             raise Refused(f"there is no room for {hello.envs} more learners: gossip.seats {self.circle.seats}")
         seats = list(range(at, at + hello.envs))
         others = [j for j in range(self.circle.seats) if j not in seats]
-        a, first = self.memory.arrays, next_number(self.memory)
+        a, first = self.memory.arrays, next_number(self.memory, seats)
+        a["begun"][seats] = 0  # what others said at these seats is not theirs
         said = int(np.count_nonzero((a["told"] > a["joined"])[others] & (a["here"] == 1)[others]))
-        mirror = Mirror(self.memory, others, seats, first)
+        mirror = Mirror(self.memory, others, seats, first, silence=self.silence)
         return _Guest(hello.run_id, seats, mirror, said, _Hears(self.layout, {}))
 
     def leave(self, guest: _Guest) -> None:
@@ -98,24 +104,35 @@ class Meeting:
     def _work(self) -> None:
         while not self._closed.wait(NAP_S):
             with self._lock:
-                waiting = [guest for guest in self.guests.values() if guest.hears.answer is not None]
-            for guest in waiting:
-                if (news := guest.mirror.news()) is not None:
-                    answer, guest.hears.answer = guest.hears.answer, None
-                    if answer is not None:
-                        answer(news, 0)
+                guests = list(self.guests.values())
+            for guest in guests:
+                try:
+                    self._tell(guest)
+                except Exception as error:  # not the others' fault
+                    self.lines.append(f"gossip: no more news for seat {guest.seats[0]}: {error!r}")
+                    self.leave(guest)
+
+    def _tell(self, guest: _Guest) -> None:
+        guest.mirror.look()
+        if (answer := guest.hears.answer) is not None and (news := guest.mirror.news()) is not None:
+            guest.hears.answer = None
+            answer(news, 0)
 
     def tell(self) -> list[str]:
         """What the log should know of."""
-        return self.servers.refused()
+        return self.servers.refused() + [self.lines.popleft() for _ in range(len(self.lines))]
 
     def gauges(self, env_steps: int) -> dict[str, float]:
-        return {"gossip/peers": sum(len(g.seats) for g in self.guests.values()), **self.servers.traffic(env_steps)}
+        with self._lock:
+            seats = [j for guest in self.guests.values() for j in guest.seats]
+        sent = {name.replace("wire/", "gossip/"): x for name, x in self.servers.traffic(env_steps).items()}
+        return {"gossip/peers": int(self.memory.arrays["here"][seats].sum()), **sent}
 
-    def close(self) -> None:
+    def close(self, over: bool) -> None:
+        """`over`: the run has ended for good, and nobody needs to look for it."""
         self._closed.set()
         for server in self.servers.open:
-            server.close()
+            server.close(*(() if over else (None,)))
         self._thread.join(LEAVE_S)
 
 

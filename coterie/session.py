@@ -15,9 +15,11 @@ from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.evaluate import check_spec, open_run
 from coterie.launch.local import run_children, run_here
+from coterie.link import Link
 from coterie.matrix import check
 from coterie.parallel.board import Board
-from coterie.parts import Links, circle_of, replay_bytes
+from coterie.parallel.params import FlatParams
+from coterie.parts import Links, circle_of, make_model, net_of, normalizers, replay_bytes
 from coterie.replay.memory import room_for
 from coterie.roles import Learner
 from coterie.run import EXIT_INTERRUPTED, Run
@@ -76,6 +78,7 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
     learner = Learner(config, life, Links(board=board)) if here else None
     if not here and config.exchange == "gossip":
         circle_of(config, config.learners)
+    link, lonely = _link(config, spec, saved is not None, quiet) if config.gossip.connect else (None, "")
     try:
         if learner is not None and saved is not None and state is not None:
             learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
@@ -90,13 +93,42 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
             raise CoterieError(f"out: cannot write to {folder}: {error.strerror or error}") from None
         run = Run(config, folder, spec, board, state=state, quiet=quiet)
     except BaseException:
-        if learner is not None:
-            learner.close()
+        for part in (learner, link):
+            if part is not None:
+                part.close()
         raise
+    if lonely:
+        run.writer.log(lonely)
     if learner is not None:
         return run_here(run, learner)
     del board  # its memory goes with the last who holds it: the run, until there is the children's
-    return run_children(run, config, saved, state)
+    return run_children(run, config, saved, state, link)
+
+
+def _link(config: Config, spec: Spec, resumed: bool, quiet: bool) -> tuple[Link | None, str]:
+    """The way to the run that this one gossips with. A resumed run can do without: then the reason."""
+    assert isinstance(config.learners, int)
+
+    def say(line: str) -> None:
+        if not quiet:
+            print(line, flush=True)
+
+    try:
+        link = Link(config, config.learners, resumed, say)
+    except ConfigError:
+        raise
+    except CoterieError as error:
+        if not resumed:
+            raise
+        say(line := f"{error}: this run goes on by itself")
+        return None, line
+    try:
+        model = make_model(config, spec)
+        link.check(net_of(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
+    except BaseException:
+        link.close()
+        raise
+    return link, ""
 
 
 def _new_folder(config: Config) -> Path:

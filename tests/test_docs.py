@@ -110,7 +110,7 @@ def join(words: list[str], env: dict[str, str]) -> None:
     with subprocess.Popen(endless, env=env) as process:
         try:
             assert run([*shrink(words), "--out", "guest"]) == 0
-            assert read_metrics(Path("guest"))[-1]["wire/bytes_in_per_step"] > 0
+            assert read_metrics(Path("guest"))[-1]["gossip/bytes_in_per_step"] > 0
             process.terminate()
             assert process.wait(60) == 75
         finally:

@@ -23,7 +23,7 @@ from coterie.exchange.solo import Guard, NonFinite, Rule, Solo, Steps
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
-from coterie.parallel.shm import SharedArrays
+from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array, CoterieError
 
 RECENT = 4096  # mixes for which the lengths of the updates before them are kept, for the bound of Proposition 1
@@ -189,10 +189,13 @@ class Gossip:
         # Where nobody is there, what they said last still is.
         ranks = sorted(range(len(self.told)), key=lambda j: (-self.here[j], -self.told[j]))
         any(self._copy(j) for j in ranks)
-        first = 3 + int(max(self.told.max(), self.mixed.max()))  # they go on meanwhile
+        there = (self.here == 1) | (np.arange(len(self.here)) == self.seat)  # who has left may have been anywhere
+        first = 3 + int(max(self.told[there].max(), self.mixed[there].max()))  # they go on meanwhile
         if self.begun[self.seat]:  # else it has never said anything, and there is nothing to take over
             self.begun[self.seat] = first
-        for numbers in (self.told, self.mixed, self.joined):
+        self.joined[self.seat] = first  # before `told`: what it said in its life before is no new message
+        fence()
+        for numbers in (self.told, self.mixed):
             numbers[self.seat] = first
         self.anchor.copy_(self.params.data)
         self.here[self.seat] = 1

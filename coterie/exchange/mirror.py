@@ -7,6 +7,7 @@ link: what was overtaken by newer messages is not sent.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,24 +35,31 @@ def news_layout(seats: int, weights: int, moments: int) -> Layout:
     )
 
 
-def next_number(memory: SharedArrays) -> int:
-    """Of the first message of one who comes now."""
+def next_number(memory: SharedArrays, seats: Sequence[int]) -> int:
+    """Of the first message of those who come now to these seats."""
     a = memory.arrays
-    return AHEAD + int(max(a["told"].max(), a["mixed"].max()))
+    numbers = np.maximum(a["told"], a["mixed"])
+    there = int(numbers[a["here"] == 1].max(initial=0))
+    before = int(numbers[list(seats)].max(initial=0))  # of who was there: numbers do not go back
+    return AHEAD + (max(there, before) if before < there + _LEAD else there)
 
 
 class Mirror:
     """One end of a link. It answers for the seats `own`, the other end for `theirs`. The other end's numbers are
-    `shift` above the memory's, and the first that concern both ends is `start` (in the memory's numbers).
+    `shift` above the memory's, and the first that concern both ends is `start` (in the memory's numbers). Who is there
+    and has not moved for `silence` seconds is not waited for until it does.
     """
 
     def __init__(
-        self, memory: SharedArrays, own: Sequence[int], theirs: Sequence[int], start: int, shift: int = 0
-    ) -> None:
+        self, memory: SharedArrays, own: Sequence[int], theirs: Sequence[int], start: int, shift: int = 0,
+        silence: float = float("inf"),
+    ) -> None:  # fmt: skip
         self.a, self.own, self.theirs, self.start, self.shift = memory.arrays, list(own), list(theirs), start, shift
+        self.silence = silence
         self.sent: Array | None = None  # the last state that went
         self.spoken = dict.fromkeys(self.own, 0)  # number of messages of which the last has been sent
         self.seen: Array | None = None  # the last state that came
+        self.moved = dict.fromkeys(self.theirs, time.monotonic())
 
     def news(self) -> dict[str, Array] | None:
         """What the other end does not know yet; None: nothing."""
@@ -60,11 +68,8 @@ class Mirror:
         for k, name in enumerate(_STATE):
             state[self.own, k] = a[name][self.own]
         fence()
-        wanted = a["here"][self.theirs].any()  # who is not there yet needs one message of each, to begin with
-        new = (j for j in self.own if state[j, 1] > max(state[j, 3], self.spoken[j]) and (wanted or not self.spoken[j]))
-        said = next(new, -1)
-        message = a["message"][:0]
-        moments = a["moments"][:0]
+        said = self._new(state)
+        message, moments = a["message"][:0], a["moments"][:0]
         if said >= 0:
             number = int(a["begun"][said])
             message, moments = a["message"][said : said + 1].copy(), a["moments"][said : said + 1].copy()
@@ -76,12 +81,38 @@ class Mirror:
         for j in self.own:  # nobody may be told of a message that has not come
             state[j, 1] = max(self.spoken[j], state[j, 3])
         state[self.own, 3] = np.maximum(state[self.own, 3], self.start)
-        state[self.own, 1:] += self.shift
-        if said < 0 and self.sent is not None and (state == self.sent).all():
-            return None
+        state[self.own, 1:] = np.maximum(state[self.own, 1:] + self.shift, 0)
+        if self.sent is not None:
+            state[:, 1:] = np.maximum(state[:, 1:], self.sent[:, 1:])  # of one who came to the seat of another
+            if said < 0 and (state == self.sent).all():
+                return None
         self.sent = state
         seat = np.array([said])
         return {"state": state, "speaks": seat >= 0, "seat": seat, "message": message, "moments": moments}
+
+    def _new(self, state: Array) -> int:
+        """Who has said what the other end should hear; -1: nobody."""
+        wanted = self.a["here"][self.theirs].any()  # who is not there yet needs one message of each, to begin with
+        for j in self.own:
+            number, first = int(state[j, 1]), int(state[j, 3])
+            before = 0 if self.sent is None else int(self.sent[j, 1])
+            new = number > max(first, self.spoken[j]) and number + self.shift > before
+            if new and (wanted or not self.spoken[j]):
+                return j
+        return -1
+
+    def look(self) -> None:
+        """Nobody waits any longer for those who have not moved for so long."""
+        late = time.monotonic() - self.silence
+        for j in self.theirs:
+            if self.moved[j] < late:
+                self.a["here"][j] = 0
+
+    def behind(self) -> int:
+        """Mixes that the others are ahead of all who are here at this end: they no longer waited for them."""
+        a = self.a
+        others, mine = (a["mixed"][[j for j in seats if a["here"][j]]] for seats in (self.theirs, self.own))
+        return int(others.min() - mine.max()) if len(others) and len(mine) else 0
 
     def take(self, arrays: dict[str, Array]) -> None:
         """Write down what the other end says. Raises `Refused` where that cannot be."""
@@ -89,6 +120,8 @@ class Mirror:
         said = int(arrays["seat"][0]) if arrays["speaks"][0] else -1
         self._check(state, said, arrays)
         for j in self.theirs:
+            if moves := self.seen is None or bool((state[j] != self.seen[j]).any()):
+                self.moved[j] = time.monotonic()
             here, told, mixed, joined = (int(x) for x in state[j])
             number = max(told - self.shift, 0)
             if j == said or a["begun"][j]:  # who has never said anything has begun nothing
@@ -101,7 +134,8 @@ class Mirror:
             a["told"][j] = number
             a["mixed"][j] = max(mixed - self.shift, 0)
             fence()
-            a["here"][j] = here
+            if moves:
+                a["here"][j] = here
         self.seen = state.copy()
 
     def _check(self, state: Array, said: int, arrays: dict[str, Array]) -> None:
@@ -113,8 +147,7 @@ class Mirror:
             if not (np.abs(arrays[name]) < _MOST).all():  # nor a NaN
                 raise Refused(f"its {name} are not finite")
         before = np.zeros_like(state) if self.seen is None else self.seen
-        ahead = max(int(self.a[k].max()) for k in ("told", "mixed")) + self.shift
-        most = max(ahead, self.start + self.shift) + _LEAD
+        most = max(self.start, *(int(self.a[k][self.own].max()) for k in ("told", "mixed"))) + self.shift + _LEAD
         for j in self.theirs:
             here, told, mixed, joined = (int(x) for x in state[j])
             if here not in (0, 1) or not all(0 <= x <= most for x in (told, mixed, joined)):

@@ -78,11 +78,13 @@ def actor_process(post: Post, config: Config, life: int, links: Links, number: i
 class Crew:
     """The learners and actors of a run as processes, by their rows of the board."""
 
-    def __init__(self, run: Run, config: Config, saved: Path | None, state: dict[str, Any] | None) -> None:
+    def __init__(
+        self, run: Run, config: Config, saved: Path | None, state: dict[str, Any] | None, link: Link | None
+    ) -> None:
         self.run, self.config, self.saved, self.state = run, config, saved, state
         self.children: dict[int, Child] = {}
         self.lost: tuple[float, str] | None = None  # when a learner missed another, and what it said
-        self.link = self._connect() if config.gossip.connect else None
+        self.link = link
         self.group = self._group()
         self.due: dict[int, float] = {}  # when actors that died are started again
         self.deaths = 0  # of actors
@@ -105,17 +107,6 @@ class Crew:
             group.board.write(rank, {**counts, "started": learned, "produced": learned, "dropped": 0})
         return group
 
-    def _connect(self) -> Link | None:
-        """To the run that this one gossips with. A run that has begun can do without it."""
-        new, where = self.saved is None, self.config.gossip.connect
-        try:
-            return Link(self.config, self.run.learners, lambda: None, must=new)
-        except CoterieError as error:
-            if new:
-                raise
-            self._say(f"nobody to gossip with at {where} ({error}): this run goes on by itself")
-            return None
-
     def _meet(self) -> None:
         group = self.group
         if self.config.gossip.bind:
@@ -124,7 +115,7 @@ class Crew:
             self.peers = Meeting(self.config, group.circle, group.memory, group.learners, group.net)
         elif self.link is not None:
             assert group.memory is not None
-            self.joins = self.link.attach(group.memory, group.net, self.saved is None)
+            self.joins = self.link.attach(group.memory, self.saved is None, lambda: self.run.signal is not None)
             self._say(f"gossip with the run at {self.config.gossip.connect}")
 
     def _say(self, line: str) -> None:
@@ -159,7 +150,7 @@ class Crew:
         for child in self.children.values():
             child.kill()
         if self.peers is not None:
-            self.peers.close()
+            self.peers.close(self.run.over and self.run.signal is None)
         self.group.close()
 
     def _name(self, row: int) -> str:
@@ -319,7 +310,14 @@ class Crew:
         self.children[rank] = Child(f"coterie-learner-{rank}", self.group.places[rank].cores, learner_process, args)
 
 
-def run_children(run: Run, config: Config, saved: Path | None, state: dict[str, Any] | None) -> dict[str, Any]:
-    """Train with several learners, each a process."""
-    crew = Crew(run, config, saved, state)
+def run_children(
+    run: Run, config: Config, saved: Path | None, state: dict[str, Any] | None, link: Link | None = None
+) -> dict[str, Any]:
+    """Train with several learners, each a process. `link`: to a run elsewhere with which they gossip."""
+    try:
+        crew = Crew(run, config, saved, state, link)
+    except BaseException:
+        if link is not None:
+            link.close()
+        raise
     return run.go(crew.work, crew.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from coterie.parallel.shm import SharedArrays
 from coterie.types import Array
 from coterie.wire.codec import Refused
 from tests.exchange.gossip_harness import crowd, distance
-from tests.exchange.harness import Sgd, flat
+from tests.exchange.harness import Sgd, flat, together
 
 SIZE = len(flat(4).data)
 
@@ -147,7 +148,7 @@ def test_without_the_link_each_side_goes_on_and_comes_together_again():
         assert stays.mixed[stays.seat] == before + 30
         for one in (x, y):
             one.params.data[:4] += one.params.data.new_tensor(rng.standard_normal(4))
-        first, mine = next_number(memory), int(max(y.told[1], y.mixed[1]))
+        first, mine = next_number(memory, [1]), int(max(y.told[1], y.mixed[1]))
         link = linked(memory, [0], other, [1], mine + 3, first - mine)
         apart = distance(weights([x, y]))
         train(30, x, y)
@@ -161,7 +162,7 @@ def test_one_who_is_not_there_yet_hears_one_message_of_each():
     for _ in range(7):
         x.step(x.params, 1.0)  # alone
     other.arrays["here"][1] = 0
-    link = linked(memory, [0], other, [1], next_number(memory))
+    link = linked(memory, [0], other, [1], next_number(memory, [1]))
     sent = 0
     for _ in range(7):
         x.step(x.params, 1.0)
@@ -228,3 +229,83 @@ def test_what_cannot_be_is_refused_and_changes_nothing(change, reason):
         np.testing.assert_array_equal(other.arrays[name], x0, name)
     ear.take(news)
     assert other.arrays["told"][1] == 2
+
+
+def test_several_learners_come_back_to_one_that_has_begun_anew():
+    """Its numbers are far below theirs; one of them is dead, one is writing."""
+    memory, [hub] = machine(4, [0], np.eye(4))
+    other, mine = machine(4, [1, 2, 3], np.eye(4))
+    for seat in (1, 2, 3):
+        for name in ("told", "mixed", "joined"):
+            other.arrays[name][seat] = 500
+    for _ in range(90):  # without a link
+        for x in mine[:2]:
+            x.step(x.params, 1.0)
+    other.arrays["here"][3] = 0
+    other.arrays["begun"][1] += 1
+    first, top = next_number(memory, [1, 2, 3]), int(max(other.arrays[k][1:].max() for k in ("told", "mixed")))
+    assert first - top < -400
+    link = linked(memory, [0], other, [1, 2, 3], top + 3, first - top)
+    link.carry()
+    other.arrays["begun"][1] -= 1
+    for _ in range(30):
+        link.carry()
+        for x in (hub, *mine[:2]):
+            x.step(x.params, 1.0)
+    link.carry()
+    assert distance(weights([hub, *mine[:2]])) < 1e-3
+    assert (memory.arrays["told"] >= 0).all()
+
+
+def test_numbers_that_are_passed_on_do_not_go_back():
+    """One who comes to the seat of another may be behind it."""
+    memory, _ = machine(3, [0], np.eye(3, 4))
+    to = Mirror(memory, [0, 1], [2], 0)
+    memory.arrays["told"][1], memory.arrays["mixed"][1], memory.arrays["joined"][1] = 50, 49, 3
+    memory.arrays["begun"][1] = 50
+    memory.arrays["here"][1:] = 1
+    first = to.news()
+    assert first is not None
+    for name in ("told", "mixed"):
+        memory.arrays[name][1] = 9
+    memory.arrays["joined"][1] = 60
+    again = to.news()
+    assert again is not None
+    assert (again["state"][:, 1:] >= first["state"][:, 1:]).all()
+    assert not again["speaks"][0]
+
+
+def test_who_is_far_ahead_does_not_lead_newcomers_astray():
+    memory, _ = machine(3, [0], np.eye(3, 4))
+    memory.arrays["mixed"][1] = 1 << 20  # and has left
+    assert next_number(memory, [2]) == 3
+    assert next_number(memory, [1]) == 3
+    memory.arrays["mixed"][1] = 1000
+    assert next_number(memory, [1]) == 1003
+    memory.arrays["here"][1] = 1
+    assert next_number(memory, [2]) == 1003
+
+
+def test_who_says_nothing_is_not_waited_for_until_it_moves():
+    memory, [x] = machine(2, [0], np.eye(2, 4), tau=0, timeout=5.0)
+    other, [y] = machine(2, [1], np.eye(2, 4))
+    near, far = Mirror(memory, [0], [1], 0, silence=0.2), Mirror(other, [1], [0], 0)
+    link = Link(near, far, 2)
+    link.carry()
+
+    def carry() -> None:
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            near.look()
+            time.sleep(0.01)
+
+    assert memory.arrays["here"][1] == 1
+    together([carry, lambda: x.step(x.params, 1.0)])  # it waits, and then does not
+    assert (memory.arrays["here"][1], x.mixed[0]) == (0, 1)
+    for _ in range(200):
+        x.step(x.params, 1.0)
+    link.carry()
+    assert far.behind() > 100  # it joins anew, instead of having everybody wait until it has caught up
+    y.step(y.params, 1.0)
+    link.carry()
+    assert memory.arrays["here"][1] == 1

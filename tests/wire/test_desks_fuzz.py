@@ -171,7 +171,7 @@ def gossip(address: str) -> Iterator[Door]:
         return bool(np.isfinite(hub.memory.arrays["message"]).all())
 
     yield Door(hub.meeting.servers.open[0], "Gossip", streams(), still_gossips)
-    hub.meeting.close()
+    hub.meeting.close(True)
     assert not hub.meeting.guests
 
 

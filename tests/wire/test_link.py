@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
+import coterie.link
 from coterie.exchange.gossip import Circle, Gossip
 from coterie.exchange.mirror import news_layout
 from coterie.exchange.topology import matrices
-from coterie.link import Link
+from coterie.link import Link, _read
 from coterie.peers import HEARS, Meeting
 from coterie.types import ConfigError, CoterieError
+from coterie.wire.client import Over
+from coterie.wire.codec import Layout
 from tests.conftest import make_config
 from tests.exchange.gossip_harness import distance
 from tests.exchange.test_mirror import SIZE, machine, weights
@@ -46,11 +51,20 @@ class Guest:
 
     def __init__(self, address: str, net: str = NET, learners: int = 1, **changes: Any) -> None:
         config = make_config(**{"exchange": "gossip", "gossip.connect": address, "log.stall": 0.5, **changes})
-        self.link = Link(config, learners, lambda: None, must=True)
-        self.memory, [self.learner] = machine(SEATS, [self.link.seat], np.eye(SEATS, 4))
-        self.joins = self.link.attach(self.memory, net, join=True)
-        self.learner.rejoin = self.joins
-        self.learner.__enter__()
+        self.heard: list[str] = []
+        self.link = Link(config, learners, False, self.heard.append)
+        try:
+            self.link.check(net, SIZE, 1)
+        except ConfigError:
+            self.link.close()
+            raise
+        own = list(range(self.link.seat, self.link.seat + learners))
+        self.memory, self.learners = machine(SEATS, own, np.eye(SEATS, 4))
+        self.learner = self.learners[0]
+        self.joins = self.link.attach(self.memory, join=True)
+        for one in self.learners:
+            one.rejoin = self.joins
+            one.__enter__()
 
     def said(self) -> str:
         return "; ".join(self.link.lines)
@@ -71,7 +85,7 @@ def hubs() -> Iterator[Callable[..., Hub]]:
 
     yield make
     for one in made:
-        one.meeting.close()
+        one.meeting.close(True)
 
 
 @pytest.fixture
@@ -126,8 +140,8 @@ def test_runs_come_and_go(address, hubs, guests):
     third = guests(address)
     assert third.link.seat == 1
     agree(hub.learner, other.learner, third.learner)
-    assert hub.meeting.gauges(10)["wire/bytes_in_per_step"] > 4 * SIZE
-    assert third.link.gauges(10)["wire/bytes_out_per_step"] > 0.4 * SIZE
+    assert hub.meeting.gauges(10)["gossip/bytes_in_per_step"] > 4 * SIZE
+    assert third.link.gauges(10)["gossip/bytes_out_per_step"] > 0.4 * SIZE
 
 
 def test_before_anybody_has_said_anything_everybody_keeps_its_weights(address, hubs, guests):
@@ -150,7 +164,7 @@ def test_there_is_room_for_so_many(address, hubs, guests):
     ("changes", "reason"),
     [
         ({"env.id": "Acrobot-v1"}, "the run's envs are CartPole-v1, not Acrobot-v1"),
-        ({"net": "another"}, "gossip.connect: the run's network is another one"),
+        ({"net": "another"}, "gossip.connect: the run's network or normalizers are others"),
     ],
 )
 def test_who_does_not_fit_is_told_why(address, hubs, guests, changes, reason):
@@ -189,7 +203,7 @@ def test_messages_larger_than_the_wire_takes_are_refused_at_the_start(address):
 def test_the_end_of_the_run_that_listens_is_not_the_others(address, hubs, guests):
     hub, one = hubs(address), guests(address)
     agree(hub.learner, one.learner)
-    hub.meeting.close()
+    hub.meeting.close(True)
     until(lambda: "is over (the run has ended): this one goes on without it" in one.said(), "it is told")
     before = int(one.learner.mixed[one.learner.seat])
     until(lambda: one.learner.mixed[one.learner.seat] > before + 20, "it goes on", one.learner)
@@ -202,9 +216,7 @@ def test_a_run_that_is_started_again_finds_the_others(address, hubs, guests):
     for _ in range(2):
         agree(hub.learner, one.learner)
         until(lambda: one.learner.mixed[1] > 50, "there are numbers", hub.learner, one.learner)
-        hub.meeting._closed.set()
-        for server in hub.meeting.servers.open:
-            server.close(None)
+        hub.meeting.close(False)
         until(lambda: "is away" in one.said(), "it is missed", one.learner)
         one.link.lines.clear()
         hub = hubs(address)
@@ -242,6 +254,82 @@ def test_a_link_that_breaks_is_mended(how, hubs, guests):
         agree(hub.learner, one.learner)
 
 
+def test_a_break_between_its_two_streams_is_no_end(address, hubs, guests, monkeypatch):
+    hub, opened = hubs(address), []
+    stream = Link._stream
+
+    def breaks_once(link: Link, hello: dict[str, Any], sends: Layout) -> Any:
+        opened.append(hello["group"])
+        if hello["group"] == HEARS and opened.count(HEARS) == 1:
+            raise CoterieError("the server refused: the stream of group 0 comes first (invalid_argument)")
+        return stream(link, hello, sends)
+
+    monkeypatch.setattr(Link, "_stream", breaks_once)
+    one = guests(address)
+    assert opened.count(HEARS) == 2
+    agree(hub.learner, one.learner)
+    assert len(hub.meeting.guests) == 1
+
+
+def test_who_cannot_come_in_leaves_nothing_behind(address, hubs, monkeypatch):
+    hub, before = hubs(address), threading.active_count()
+    monkeypatch.setattr(coterie.link, "_read", lambda text: (_ for _ in ()).throw(CoterieError("no meeting")))
+    with pytest.raises(CoterieError, match="no meeting"):
+        Guest(address)
+    monkeypatch.undo()
+    wrong = hub.meeting.layout
+    hub.meeting.layout = news_layout(SEATS, SIZE, 2)
+    with pytest.raises(CoterieError):
+        Guest(address)
+    hub.meeting.layout = wrong
+    until(lambda: not hub.meeting.guests and threading.active_count() <= before, "it is gone")
+
+
+def test_a_run_that_has_ended_is_none_to_join(address, hubs, monkeypatch):
+    hubs(address)
+
+    def over(link: Link) -> None:
+        raise Over("the run has ended")
+
+    monkeypatch.setattr(Link, "_visit", over)
+    with pytest.raises(CoterieError, match=r"gossip\.connect: the run at .* is over: the run has ended"):
+        Guest(address)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sequence": []}', '{"sequence": [[1, 2]], "env_id": ""}'])
+def test_settings_that_are_none_are_one_line(text):
+    with pytest.raises(CoterieError, match="is no meeting of runs"):
+        _read(text)
+
+
+def test_two_learners_of_one_run(address, hubs, guests):
+    """Their run comes back to one that has begun anew."""
+    hub, two = hubs(address), guests(address, learners=2)
+    agree(hub.learner, *two.learners)
+    until(lambda: two.learner.mixed[1] > 100, "there are numbers", hub.learner, *two.learners)
+    hub.meeting.close(False)
+    until(lambda: "is away" in two.said(), "it is missed", *two.learners)
+    hub = hubs(address)
+    until(lambda: f"back at {address}" in two.said(), "it is found", hub.learner, *two.learners)
+    agree(hub.learner, *two.learners)
+    assert "ended the gossip" not in two.said()
+
+
+def test_what_was_said_at_a_seat_before_is_not_taken_for_the_newcomers(address, hubs, guests):
+    hub, one = hubs(address), guests(address)
+    agree(hub.learner, one.learner)
+    one.link.close()
+    until(lambda: not hub.meeting.guests, "it has left")
+    assert hub.memory.arrays["begun"][1] > 0
+    with channel_to(address) as channel:
+        stream = Raw(channel, hello(run_id=9), method=METHOD)
+        stream.next()
+        assert hub.memory.arrays["begun"][1] == 0
+        stream.out.put(None)
+        with suppress(StopIteration):
+            stream.next()
+
+
 def news(seat: int, told: int = 1, **changes: Any) -> bytes:
     state = np.zeros((SEATS, 4), np.int64)
     state[seat] = [1, told, told - 1, 0]
@@ -270,6 +358,7 @@ def hello(**changes: Any) -> bytes:
         ([hello(envs=2**32 - 1)], "no room for 4294967295 more learners"),
         ([hello(env_id="x")], "the run's envs are CartPole-v1"),
         ([hello(sends=[])], "not of the run's network"),
+        ([hello(group=2, sends=[])], "there is no group 2"),
         ([hello(group=HEARS, sends=[])], "the stream of group 0 comes first"),
         ([hello(envs=0, sends=[]), data_frame(0, b"")], "a stream of 0 envs has nothing to show"),
     ],
