@@ -31,6 +31,7 @@ Often used with train:
   --env Pong-v5                 an EnvPool id, a gymnasium id, dmlab/LEVEL, or package.module:callable
   --env.num-envs 64             simulators of each learner
   --learners auto               one learner for each core or GPU, or a number
+  --chaos                       kill, stop and slow the run's processes now and then
   --exchange gossip             allreduce, hogwild, store, gossip: how several learners agree
   --model.torso a3c             a3c, a3c-gae, gala, nature, impala, football, mlp
   --model.core lstm
@@ -60,7 +61,8 @@ def _train_config(args: list[str]) -> Config:
         args = ["ppo", "--help"]
     if not args or args[0].startswith("-"):
         raise ConfigError(f"PRESET: give one of {', '.join(presets.PRESETS)}; see `coterie list presets`")
-    name, options = args[0], args[1:]
+    name = args[0]
+    options = ["--chaos.every=10" if option == "--chaos" else option for option in args[1:]]
     # The env decides which of the preset's settings apply, so its own options are read first.
     early = parse_cli(Config(atari=Atari(episodic_life=True)), _only(options, ("--env", "--atari")))
     named = any(option.partition("=")[0] in ("--env", "--env.id") for option in options)

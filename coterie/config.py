@@ -273,6 +273,14 @@ class Gossip:
 
 
 @dataclass(frozen=True)
+class Chaos:
+    """Faults on purpose: processes of the run are killed, stopped and slowed, links to other runs are cut."""
+
+    every: float = 0.0  # seconds between two of them on average; 0: none. --chaos alone: 10
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class Eval:
     """Evaluation while training, on envs of its own. It decides which checkpoint is best."""
 
@@ -332,6 +340,7 @@ class Config:
     hogwild: Hogwild = field(default_factory=Hogwild)
     store: Store = field(default_factory=Store)
     gossip: Gossip = field(default_factory=Gossip)
+    chaos: Chaos = field(default_factory=Chaos)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)
 

@@ -277,6 +277,13 @@ class Link:
                 return True
         raise AssertionError
 
+    def cut(self) -> bool:
+        """End the streams without a word, as a broken network does; returns whether there were any."""
+        open_ones = list(self.streams)
+        for stream in open_ones:
+            stream.close()
+        return bool(open_ones)
+
     def tell(self) -> list[str]:
         """What the log should know of."""
         return [self.lines.popleft() for _ in range(len(self.lines))]

@@ -183,6 +183,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "hosts and actors that come by themselves are for decoupled or central acting, one task, and no lockstep",
     ),
     Refusal(
+        lambda c, s: c.chaos.every > 0 and c.acting == "inline" and c.exchange == "solo",
+        "chaos.every",
+        "a lone learner that acts itself has no processes to disturb: give it learners, actors or hosts",
+    ),
+    Refusal(
         lambda c, s: bool(c.gossip.bind or c.gossip.connect) and c.exchange != "gossip",
         "gossip.bind",
         "and gossip.connect are for exchange gossip",

@@ -54,6 +54,7 @@ class Run:
         self.over = False
         self.signal: signal.Signals | None = None
         self.noted = self.alarmed = False
+        self.more: dict[str, Any] = {}  # for the summary
         self.waiting_since = 0.0  # after a signal: since when all learners wait
         self.starved = False  # they have for too long: the last checkpoint has to do
 
@@ -111,7 +112,8 @@ class Run:
         return summary
 
     def _summary(self, status: str, reason: str) -> dict[str, Any]:
-        return {"status": status, "reason": reason, "folder": str(self.folder), **self.account.summary(self.digests)}
+        told = {**self.account.summary(self.digests), **self.more}
+        return {"status": status, "reason": reason, "folder": str(self.folder), **told}
 
     def receive(self, rank: int, kind: str, content: Any) -> None:
         """The message of a learner, or of an actor (`rank`: its row of the board); then see what is due."""

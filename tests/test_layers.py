@@ -77,6 +77,7 @@ LEVELS: list[list[str]] = [
         "account",
         "run",
         "launch.placement",
+        "launch.chaos",
         "launch.local",
         "bench",
         "session",

@@ -13,6 +13,7 @@ from typing import Any
 
 from coterie.config import Config, elsewhere
 from coterie.hosts import Host
+from coterie.launch.chaos import Disturber
 from coterie.launch.placement import Placement
 from coterie.link import Link
 from coterie.parallel.processes import Child, Post, listen
@@ -90,6 +91,7 @@ class Crew:
         self.deaths = 0  # of actors
         self.ends: dict[int, tuple[float, int]] = {}  # of each actor: when it died last, and how often in a row
         self.peers: Meeting | Link | None = self.link  # runs on other machines
+        self.chaos: Disturber | None = None
         self.joins = False  # the learners begin with the weights of such a run's
         run.on_end = self._dismiss
 
@@ -127,6 +129,15 @@ class Crew:
         run = self.run
         self._meet()
         self._start_all()
+        if self.config.chaos.every:
+            self.chaos = Disturber(
+                self.config.chaos,
+                self.group.learners,
+                lambda line: run.writer.log(line),
+                self._name,
+                self._is_spared,
+                self._cut,
+            )
         where = sorted({place.cores for place in self.group.places})
         run.display.note("cores " + ", ".join("+".join(map(str, cores)) for cores in where))
         while not run.over:
@@ -136,6 +147,8 @@ class Crew:
                     self._handle(row, kind, content)
             for row in [row for row, when in self.due.items() if time.monotonic() >= when]:
                 self._start_actor(row)
+            if self.chaos is not None:
+                self.chaos.poll(self.children, calm=bool(run.idle) or run.signal is not None)
             for line in self.peers.tell() if self.peers is not None else ():
                 self._say(line)
             if self.lost is not None and time.monotonic() - self.lost[0] > _GRACE_S:
@@ -146,7 +159,21 @@ class Crew:
             elif reason := run.stalled():
                 raise CoterieError(reason)
 
+    def _is_spared(self, row: int) -> bool:
+        """Whether the run could not bear that this one is killed by chaos: the budget is for deaths of other causes."""
+        own, account = self.config, self.run.account
+        if row >= self.group.learners:
+            return self.deaths >= elsewhere(own).restarts
+        lone = own.exchange == "gossip" and self.group.learners == 1 and self.peers is None
+        return lone or account.restarts >= own.restarts or checkpoint.latest(self.run.root) is None
+
+    def _cut(self) -> bool:
+        return self.link is not None and self.link.cut()
+
     def close(self) -> None:
+        if self.chaos is not None:
+            self.chaos.close()
+            self.run.more["chaos"] = dict(self.chaos.done)
         for child in self.children.values():
             child.kill()
         if self.peers is not None:

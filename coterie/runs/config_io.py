@@ -246,6 +246,7 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "atari.noop_max ppo.clip_value ppo.target_kl ppo.batch_size optim.max_grad_norm optim.sqrt_scaling_from "
         "optim.chunk eval.every eval.max_episode_steps torch_threads algo.value_coef algo.entropy_coef "
         "log.checkpoint_every log.every restarts env.delay log.cosines algo.poll gossip.mix_every gossip.seats "
+        "chaos.every chaos.seed "
         "decoupled.batch_size decoupled.queue decoupled.lag_alarm decoupled.restarts vtrace.rho_bar vtrace.c_bar "
         "vtrace.pg_rho_bar vtrace.replay_capacity central.batch_size central.queue central.lag_alarm central.restarts "
         "central.batch_min central.batch_max central.wait vtrace.minibatch q.dueling q.huber q.ladder q.learn_start "
