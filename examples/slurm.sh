@@ -1,0 +1,34 @@
+#!/bin/bash
+# SEED RL under SLURM: the first node learns, all others step environments for it. What is preempted goes on by itself.
+#   sbatch examples/slurm.sh
+#SBATCH --job-name=coterie
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --signal=TERM@120
+set -u
+RUN=${RUN:-$PWD/runs/slurm}               # on a file system that all nodes see
+ENV=${ENV:-Breakout-v5}
+PORT=${PORT:-8765}
+HEAD=${HEAD:-$(hostname -s)}              # this script runs on the first node
+KEYS=$RUN.keys
+
+rm -rf "$KEYS" && coterie keys "$KEYS" --host "$HEAD"
+if [ -e "$RUN/checkpoints" ]; then
+  learn=(coterie resume "$RUN")
+else
+  learn=(coterie train seed-vtrace --env "$ENV" --actors 0 --out "$RUN" --wire.bind "0.0.0.0:$PORT"
+    --wire.token-file "$KEYS/token" --wire.cert "$KEYS/cert.pem" --wire.key "$KEYS/key.pem" ${OPTIONS:-})
+fi
+srun --nodes=1 --ntasks=1 --nodelist="$HEAD" "${learn[@]}" &
+learner=$!
+srun --nodes=$((SLURM_NNODES - 1)) --exclude="$HEAD" coterie envs --connect "$HEAD:$PORT" --env "$ENV" \
+  --env.num-envs 64 --token-file "$KEYS/token" --cert "$KEYS/cert.pem" &
+wait $learner
+code=$?
+if [ $code -eq 75 ]; then                 # checkpointed on the signal: there is more to do
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
