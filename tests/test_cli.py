@@ -65,6 +65,9 @@ DECOUPLED = {"acting": "decoupled", "decoupled.lockstep": True}
 R2D2 = {"algorithm": "r2d2", "model.core": "lstm", "algo.unroll_length": 20}
 
 
+GOSSIP = {"exchange": "gossip", "gossip.bind": "127.0.0.1:8790"}
+
+
 @pytest.mark.parametrize("refusal", matrix.REFUSALS, ids=lambda r: r.field)
 def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
     meets = {
@@ -83,6 +86,11 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "central.batch_max": {**CENTRAL, "central.batch_min": 9, "central.batch_max": 8},
         "central.max_envs": {**CENTRAL, "central.max_envs": 2},
         "wire.bind": {"wire.bind": "127.0.0.1:8765"},
+        "chaos.every": {"chaos.every": 1.0},
+        "gossip.bind": {"gossip.bind": "127.0.0.1:8790"},
+        "gossip.connect": {**GOSSIP, "gossip.connect": "127.0.0.1:8790"},
+        "gossip.seats": {**GOSSIP, "gossip.seats": 1},
+        "gossip.topology": {**GOSSIP, "gossip.topology": "ring"},
         "decoupled.batch_size": {
             "algorithm": "vtrace", "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20,
         },
