@@ -86,7 +86,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "central.batch_max": {**CENTRAL, "central.batch_min": 9, "central.batch_max": 8},
         "central.max_envs": {**CENTRAL, "central.max_envs": 2},
         "wire.bind": {"wire.bind": "127.0.0.1:8765"},
-        "chaos.every": {"chaos.every": 1.0},
+        "chaos.every": {"exchange": "solo", "chaos.every": 1.0},
         "gossip.bind": {"gossip.bind": "127.0.0.1:8790"},
         "gossip.connect": {**GOSSIP, "gossip.connect": "127.0.0.1:8790"},
         "gossip.seats": {**GOSSIP, "gossip.seats": 1},
