@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,19 @@ torch.set_num_threads(1)
 
 VECTOR = Spec("made-up", {"": ObsSpec((3,), "float32")}, ActionSpec("categorical", (4,)))
 IMAGE = Spec("made-up", {"": ObsSpec((2, 36, 36), "uint8")}, ActionSpec("categorical", (4,)))
+
+
+def made_by(kind: Callable[..., Any], end: Callable[[Any], object]) -> Iterator[Callable[..., Any]]:
+    """The body of a fixture: gives what makes any number of `kind`, each of which is ended after the test."""
+    made: list[Any] = []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made.append(kind(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        end(one)
 
 
 def make_rollout(spec: Spec, t: int, b: int, seed: int = 0, core_size: int = 0) -> Rollout:

@@ -133,7 +133,7 @@ class Crew:
             self.chaos = Disturber(
                 self.config.chaos,
                 self.group.learners,
-                lambda line: run.writer.log(line),
+                lambda line: run.writer.log(line),  # the writer is another one after a restart
                 self._name,
                 self._is_spared,
                 self._cut,

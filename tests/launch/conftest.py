@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.harness import PATIENCE, Meddler, Outside
+from tests.launch.harness import PATIENCE, Meddler, Outside, put_down
 from tests.launch.visitors import WIDTH, Client, Guest
 
 # For `--model.torso odd:NAME`: learners that are unlike the others. Loaded in the parent, too.
@@ -124,9 +124,7 @@ def clients(tmp_path) -> Iterator[Callable[..., Client]]:
 
     yield start
     for client in made:
-        if client.process.poll() is None:
-            client.process.kill()
-        client.process.wait(30)
+        put_down(client.process)
 
 
 @pytest.fixture

@@ -98,6 +98,13 @@ def gone(pid: int) -> bool:
         return True
 
 
+def put_down(process: subprocess.Popen[Any]) -> None:
+    """It is gone after this, however it was."""
+    if process.poll() is None:
+        process.kill()
+    process.wait(30)
+
+
 def tagged(tag: str) -> dict[int, str]:
     """Processes of a run, found by their environment: whoever their parents are by now."""
     found = {}

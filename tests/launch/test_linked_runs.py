@@ -13,7 +13,8 @@ import pytest
 
 from coterie import cli
 from coterie.runs.metrics import read_metrics
-from tests.launch.harness import PATIENCE, options, read_summary, until
+from tests.conftest import made_by
+from tests.launch.harness import PATIENCE, options, put_down, read_summary, until
 from tests.launch.test_remote_networks import ip, networks
 from tests.launch.visitors import free_ports
 
@@ -73,19 +74,12 @@ class Linked:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Callable[..., Linked]]:
-    made: list[Linked] = []
-
     def start(name: str, prefix: tuple[str, ...] = (), resume: bool = False, **changes: object) -> Linked:
         own = {"learners": 1, "steps": ENDLESS, "env.delay": 0.005, "log.checkpoint_every": 0.5, **changes}
         args = ["resume", str(tmp_path / name)] if resume else options(tmp_path / name, "gossip", **own)
-        made.append(Linked(tmp_path / name, args, prefix))
-        return made[-1]
+        return Linked(tmp_path / name, args, prefix)
 
-    yield start
-    for one in made:
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.wait(30)
+    yield from made_by(start, lambda run: put_down(run.process))
 
 
 def test_runs_come_and_go_while_others_train(runs):

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from coterie.wire.server import Server
+from tests.conftest import made_by
+from tests.wire import link_house
 from tests.wire.harness import Desk, is_empty, until
 
 
@@ -42,3 +44,18 @@ def serve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable
     gc.collect(1)  # what was never awaited or retrieved is told of now
     told = [r.getMessage() for when in ("setup", "call") for r in caplog.get_records(when) if r.levelname != "DEBUG"]
     assert told == [], "asyncio and gRPC log what the server did not catch"
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/s"
+
+
+@pytest.fixture
+def hubs() -> Iterator[Callable[..., link_house.Hub]]:
+    yield from made_by(link_house.Hub, lambda hub: hub.meeting.close(True))
+
+
+@pytest.fixture
+def guests() -> Iterator[Callable[..., link_house.Guest]]:
+    yield from made_by(link_house.Guest, lambda guest: guest.link.close())

@@ -21,7 +21,7 @@ from grpc import StatusCode
 from coterie.wire.codec import Newest, timestep_layout
 from coterie.wire.server import Server
 from tests.conftest import IMAGE, VECTOR
-from tests.wire import guest_house, test_door, test_link
+from tests.wire import guest_house, link_house, test_door
 from tests.wire.harness import Desk, data_frame, hello_frame, mutated, works
 from tests.wire.test_codec_fuzz import peak_mb
 
@@ -154,18 +154,18 @@ def guests(address: str, method: str) -> Iterator[Door]:
 
 
 def gossip(address: str) -> Iterator[Door]:
-    hub = test_link.Hub(address)
+    hub = link_house.Hub(address)
 
     def streams() -> Iterator[list[bytes]]:
         for k in itertools.count():
-            seat = 1 + k % (test_link.SEATS - 1)
-            said = [data_frame(n, test_link.news(seat, n + 1)) for n in range(GOOD)]
-            yield [test_link.hello(run_id=k, number=seat), *said]
+            seat = 1 + k % (link_house.SEATS - 1)
+            said = [data_frame(n, link_house.news(seat, n + 1)) for n in range(GOOD)]
+            yield [link_house.hello(run_id=k, number=seat), *said]
 
     def still_gossips() -> bool:
-        guest = test_link.Guest(address)
+        guest = link_house.Guest(address)
         try:
-            test_link.agree(hub.learner, guest.learner)
+            link_house.agree(hub.learner, guest.learner)
         finally:
             guest.link.close()
         return bool(np.isfinite(hub.memory.arrays["message"]).all())

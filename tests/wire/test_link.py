@@ -4,118 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from grpc import StatusCode
 
 import coterie.link
-from coterie.exchange.gossip import Circle, Gossip
 from coterie.exchange.mirror import news_layout
-from coterie.exchange.topology import matrices
-from coterie.link import Link, _read
-from coterie.peers import HEARS, Meeting
-from coterie.types import ConfigError, CoterieError
+from coterie.link import Link
+from coterie.peers import HEARS
+from coterie.types import CoterieError
 from coterie.wire.client import Over
 from coterie.wire.codec import Layout
-from tests.conftest import make_config
-from tests.exchange.gossip_harness import distance
-from tests.exchange.test_mirror import SIZE, machine, weights
+from tests.exchange.test_mirror import SIZE
 from tests.proxy import Proxy
-from tests.wire.harness import Raw, channel_to, data_frame, hello_frame
-
-METHOD = "/coterie.v1.Coterie/Gossip"
-SEATS, NET, WAIT_S = 3, "a net", 20.0
-
-
-class Hub:
-    """A run with one learner, to which others come."""
-
-    def __init__(self, address: str, **changes: Any) -> None:
-        self.address = address
-        self.memory, [self.learner] = machine(SEATS, [0], np.eye(SEATS, 4))
-        config = make_config(**{"exchange": "gossip", "gossip.bind": address, **changes})
-        self.meeting = Meeting(config, Circle(0, matrices("complete", SEATS)), self.memory, 1, NET)
-
-    @property
-    def here(self) -> list[int]:
-        return self.memory.arrays["here"].tolist()
-
-
-class Guest:
-    """A run that comes, with one learner."""
-
-    def __init__(self, address: str, net: str = NET, learners: int = 1, **changes: Any) -> None:
-        config = make_config(**{"exchange": "gossip", "gossip.connect": address, "log.stall": 0.5, **changes})
-        self.heard: list[str] = []
-        self.link = Link(config, learners, False, self.heard.append)
-        try:
-            self.link.check(net, SIZE, 1)
-        except ConfigError:
-            self.link.close()
-            raise
-        own = list(range(self.link.seat, self.link.seat + learners))
-        self.memory, self.learners = machine(SEATS, own, np.eye(SEATS, 4))
-        self.learner = self.learners[0]
-        self.joins = self.link.attach(self.memory, join=True)
-        for one in self.learners:
-            one.rejoin = self.joins
-            one.__enter__()
-
-    def said(self) -> str:
-        return "; ".join(self.link.lines)
-
-
-@pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"unix:{tmp_path}/s"
-
-
-@pytest.fixture
-def hubs() -> Iterator[Callable[..., Hub]]:
-    made: list[Hub] = []
-
-    def make(*args: Any, **kwargs: Any) -> Hub:
-        made.append(Hub(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.meeting.close(True)
-
-
-@pytest.fixture
-def guests() -> Iterator[Callable[..., Guest]]:
-    made: list[Guest] = []
-
-    def make(*args: Any, **kwargs: Any) -> Guest:
-        made.append(Guest(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.link.close()
-
-
-def until(condition: Callable[[], object], what: str, *learners: Gossip) -> None:
-    """These learners train meanwhile."""
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, what
-        for one in learners:
-            one.step(one.params, 1.0)
-        time.sleep(0.002)
-
-
-def agree(*learners: Gossip) -> None:
-    rng = np.random.default_rng(len(learners))
-    for one in learners:
-        one.params.data[:4] = one.params.data.new_tensor(rng.standard_normal(4))
-    until(lambda: distance(weights(list(learners))) < 1e-3, "they come together", *learners)
+from tests.wire.harness import Raw, channel_to, data_frame
+from tests.wire.link_house import METHOD, SEATS, Guest, agree, hello, news, until
 
 
 def test_runs_come_and_go(address, hubs, guests):
@@ -158,46 +62,6 @@ def test_there_is_room_for_so_many(address, hubs, guests):
     with pytest.raises(CoterieError, match=r"no room for 2 more learners: gossip\.seats 3"):
         guests(address, learners=2)
     guests(address)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"env.id": "Acrobot-v1"}, "the run's envs are CartPole-v1, not Acrobot-v1"),
-        ({"net": "another"}, "gossip.connect: the run's network or normalizers are others"),
-    ],
-)
-def test_who_does_not_fit_is_told_why(address, hubs, guests, changes, reason):
-    hub = hubs(address)
-    with pytest.raises(CoterieError, match=reason):
-        guests(address, **changes)
-    until(lambda: hub.here == [1, 0, 0], "it is gone")
-
-
-def test_a_token_is_asked_for(tmp_path, address, hubs, guests):
-    for name in ("right", "wrong"):
-        (tmp_path / name).write_text(f"{name} and long enough")
-        (tmp_path / name).chmod(0o600)
-    hub = hubs(address, **{"wire.token_file": str(tmp_path / "right")})
-    for changes in ({}, {"wire.token_file": str(tmp_path / "wrong")}):
-        with pytest.raises(CoterieError, match="no such token"):
-            guests(address, **changes)
-    assert hub.meeting.tell() == ["refused unix: no such token"]
-    agree(hub.learner, guests(address, **{"wire.token_file": str(tmp_path / "right")}).learner)
-
-
-def test_elsewhere_needs_tls_and_a_token():
-    with pytest.raises(ConfigError, match=r"gossip\.bind: 0\.0\.0\.0:1 can be reached from elsewhere"):
-        Hub("0.0.0.0:1")
-
-
-def test_messages_larger_than_the_wire_takes_are_refused_at_the_start(address):
-    config = make_config(**{"exchange": "gossip", "gossip.bind": address, "wire.max_message_mb": 1})
-    circle = Circle(0, matrices("complete", SEATS))
-    memory = machine(SEATS, [0], np.eye(SEATS, 4))[0]
-    memory.arrays["message"] = np.zeros((SEATS, 1 << 19), np.float32)
-    with pytest.raises(ConfigError, match=r"wire\.max_message_mb: a message has 2 MB, not 1"):
-        Meeting(config, circle, memory, 1, NET)
 
 
 def test_the_end_of_the_run_that_listens_is_not_the_others(address, hubs, guests):
@@ -296,12 +160,6 @@ def test_a_run_that_has_ended_is_none_to_join(address, hubs, monkeypatch):
         Guest(address)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sequence": []}', '{"sequence": [[1, 2]], "env_id": ""}'])
-def test_settings_that_are_none_are_one_line(text):
-    with pytest.raises(CoterieError, match="is no meeting of runs"):
-        _read(text)
-
-
 def test_two_learners_of_one_run(address, hubs, guests):
     """Their run comes back to one that has begun anew."""
     hub, two = hubs(address), guests(address, learners=2)
@@ -328,50 +186,6 @@ def test_what_was_said_at_a_seat_before_is_not_taken_for_the_newcomers(address, 
         stream.out.put(None)
         with suppress(StopIteration):
             stream.next()
-
-
-def news(seat: int, told: int = 1, **changes: Any) -> bytes:
-    state = np.zeros((SEATS, 4), np.int64)
-    state[seat] = [1, told, told - 1, 0]
-    good = {
-        "state": state,
-        "speaks": np.array([True]),
-        "seat": np.array([seat]),
-        "message": np.full((1, SIZE), 0.5, np.float32),
-        "moments": np.zeros((1, 1)),
-    }
-    return news_layout(SEATS, SIZE, 1).pack({**good, **changes})
-
-
-def hello(**changes: Any) -> bytes:
-    return hello_frame(news_layout(SEATS, SIZE, 1), **{"env_id": "CartPole-v1", "number": -1, **changes})
-
-
-@pytest.mark.parametrize(
-    ("frames", "reason"),
-    [
-        ([hello(), data_frame(0, news(2))], "it speaks for learners that are not its own"),
-        ([hello(), data_frame(0, news(1)), data_frame(1, news(1))], "its message has come before"),
-        ([hello(), data_frame(0, news(1, message=np.full((1, SIZE), np.nan)))], "its message are not finite"),
-        ([hello(), data_frame(0, news(1)[:-1])], "a frame of"),
-        ([hello(envs=4)], "no room for 4 more learners"),
-        ([hello(envs=2**32 - 1)], "no room for 4294967295 more learners"),
-        ([hello(env_id="x")], "the run's envs are CartPole-v1"),
-        ([hello(sends=[])], "not of the run's network"),
-        ([hello(group=2, sends=[])], "there is no group 2"),
-        ([hello(group=HEARS, sends=[])], "the stream of group 0 comes first"),
-        ([hello(envs=0, sends=[]), data_frame(0, b"")], "a stream of 0 envs has nothing to show"),
-    ],
-)
-def test_what_no_run_sends_ends_its_stream(address, hubs, guests, frames, reason):
-    hub = hubs(address)
-    one = guests(address) if "speaks" not in reason and "its " not in reason and "frame" not in reason else None
-    with channel_to(address) as channel:
-        status, said = Raw(channel, *frames, method=METHOD).end()
-    assert (status, reason in said) == (StatusCode.INVALID_ARGUMENT, True), (status, said)
-    until(lambda: hub.here == [1, int(one is not None), 0], "it is out")
-    assert [line.startswith("refused unix: ") for line in hub.meeting.tell()] == [True]
-    agree(hub.learner, (one or guests(address)).learner)
 
 
 def test_a_run_that_comes_again_takes_its_own_seat(address, hubs):
