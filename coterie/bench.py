@@ -20,7 +20,7 @@ from coterie.auto import settle
 from coterie.config import Config
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.spaces import random_actions
-from coterie.launch.local import actor_process
+from coterie.launch.children import actor_process
 from coterie.launch.placement import Placement
 from coterie.learner import Gradients, LearnSettings, autocast
 from coterie.learner import learn as train

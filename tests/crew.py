@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from coterie.auto import settle
 from coterie.config import Config
 from coterie.envs.make import make_spec
-from coterie.launch.local import actor_process
+from coterie.launch.children import actor_process
 from coterie.launch.placement import Placement
 from coterie.parallel.processes import Child
 from coterie.roles import Learner

@@ -78,6 +78,7 @@ LEVELS: list[list[str]] = [
         "run",
         "launch.placement",
         "launch.chaos",
+        "launch.children",
         "launch.local",
         "bench",
         "session",

@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from coterie.config import Config, elsewhere
-from coterie.hosts import Host
 from coterie.launch.chaos import Disturber
+from coterie.launch.children import actor_process, learner_process
 from coterie.launch.placement import Placement
 from coterie.link import Link
-from coterie.parallel.processes import Child, Post, listen
-from coterie.parts import Links, make_model
+from coterie.parallel.processes import Child, listen
+from coterie.parts import make_model
 from coterie.peers import Meeting
-from coterie.producers import Actor
 from coterie.roles import Learner
 from coterie.run import Run
 from coterie.runs import checkpoint
 from coterie.serve import Service
 from coterie.types import ConfigError, CoterieError
 
-_REPORT_S = 0.25  # between two reports of a child
 _GRACE_S = 1.0  # for the learner whose end made the others fail to be found
 _LEAVE_S = 5.0  # for actors to leave at the end of a run
 _BACK_OFF_S = 60.0  # most that an actor waits before it is started again
@@ -45,35 +43,6 @@ def run_here(run: Run, learner: Learner) -> dict[str, Any]:
         return run.go(Service(learner, run.folder, post).run, learner.close)
     finally:
         stop_watching()
-
-
-def learner_process(
-    post: Post, config: Config, folder: Path, life: int, links: Links, counts: dict[str, int], total: int,
-    saved: Path | None,
-    done: int,
-) -> None:  # fmt: skip
-    """A child: one learner, from the beginning or from its part of a checkpoint."""
-    learner = Learner(config, life, links)
-    try:
-        if saved is not None:
-            tensors, state = checkpoint.load(saved)
-            if links.rank in state["present"]:
-                learner.load(checkpoint.learner(tensors, links.rank))
-            else:  # it was gone at the end: it goes on from what another had learned
-                learner.model.load_state_dict(checkpoint.learner(tensors, state["present"][0])["model"])
-        learner.start(counts, total)
-        Service(learner, folder, post, _REPORT_S, done).run()
-    finally:
-        learner.close()
-
-
-def actor_process(post: Post, config: Config, life: int, links: Links, number: int, row: int) -> None:
-    """A child: one actor, or one env host."""
-    actor = (Host if config.acting == "central" else Actor)(config, life, links, number, row)
-    try:
-        actor.run(post)
-    finally:
-        actor.close()
 
 
 class Crew:
