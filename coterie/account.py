@@ -127,7 +127,6 @@ class Account:
         for row in actors:
             self.board.write(row, {"produced": 0, "delivered": 0})
             self.acted.pop(row, None)
-        self.board.here[rank] = 0
         self.reports.pop(rank, None)
 
     def lose_actor(self, row: int, delivered: int = 0) -> None:
@@ -221,8 +220,10 @@ class Account:
         }
         for name in sorted({name for r in reports for name in r["gauges"]}):
             values = [r["gauges"][name] for r in reports if name in r["gauges"]]
-            total = max(values) if name.endswith("/max") else sum(values)
-            line[name] = total if name.endswith("/max") or name in _SUMMED else total / len(values)
+            if name.endswith("/max"):
+                line[name] = max(values)
+            else:
+                line[name] = sum(values) / (1 if name in _SUMMED else len(values))
         for stage, seconds in self.stages.items():
             line[f"stage/{stage}"] = (seconds - self.line_stages.get(stage, 0.0)) / elapsed
         self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps

@@ -11,23 +11,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import grpc
 import numpy as np
 
 from coterie.config import Config, Wire
-from coterie.exchange.gossip import Circle
-from coterie.exchange.mirror import AHEAD, Mirror, news_layout
+from coterie.exchange.gossip import AHEAD, Circle, begin_at
+from coterie.exchange.mirror import Mirror, news_layout
+from coterie.exchange.topology import matrices
 from coterie.parallel.shm import SharedArrays
 from coterie.peers import HEARS, LEAVE_S, NAP_S, TELLS
-from coterie.types import Array, ConfigError, CoterieError
-from coterie.wire.auth import is_local, read_token
+from coterie.types import ConfigError, CoterieError
+from coterie.wire.auth import read_token
 from coterie.wire.client import Lost, Over, Stream, back_off, keep_trying, open_channel
 from coterie.wire.codec import Layout, Refused
 
+_SEATS = 1024  # that a meeting may have: everybody keeps a place for everybody
 _PATIENCE_S = 600.0  # that a new run looks for the others
 _ALONE_S = 30.0  # that a resumed run does, before it goes on without them
 _WEIGHTS_S = 30.0  # that a run that joins waits for the others' weights
-_BEHIND = 100  # mixes after which a run that nobody waited for joins anew
 
 
 class _Meeting(NamedTuple):
@@ -37,22 +37,21 @@ class _Meeting(NamedTuple):
     net: str
     weights: int
     moments: int
-    sequence: list[Array]
+    seats: int
 
     @property
     def layout(self) -> Layout:
-        return news_layout(len(self.sequence[0]), self.weights, self.moments)
+        return news_layout(self.seats, self.weights, self.moments)
 
 
 def _read(text: str) -> _Meeting:
     try:
         said = json.loads(text)
-        sequence = [np.asarray(m, float) for m in said["sequence"]]
-        seats = len(sequence[0])
-        if not all(m.shape == (seats, seats) and np.isfinite(m).all() for m in sequence):
+        sizes = [int(said[name]) for name in ("weights", "moments", "seats")]
+        if min(sizes) < 1 or not 1 < sizes[2] <= _SEATS:
             raise ValueError
-        return _Meeting(str(said["env_id"]), str(said["net"]), int(said["weights"]), int(said["moments"]), sequence)
-    except (ValueError, KeyError, TypeError, IndexError):
+        return _Meeting(str(said["env_id"]), str(said["net"]), *sizes)
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise CoterieError("what listens there is no meeting of runs: is this the same version of coterie?") from None
 
 
@@ -65,11 +64,9 @@ class Link:
         self.address, self.env_id, self.learners = config.gossip.connect, config.env.id, learners
         self.silence = config.log.stall / 2
         self.wire: Wire = config.wire
-        if not self.wire.cert and not is_local(self.address):
-            raise ConfigError(f"gossip.connect: {self.address} is not on this machine: give wire.cert, its certificate")
         self.token = read_token(self.wire.token_file) if self.wire.token_file else ""
         self.run_id = random.SystemRandom().getrandbits(64)
-        self.channel: grpc.Channel | None = None
+        self.channel = open_channel(self.address, self.wire.cert, "gossip.connect", "wire.cert")
         self.lines = deque[str](maxlen=100)
         self.bytes_in = self.bytes_out = 0
         self.streams: list[Stream] = []
@@ -102,8 +99,6 @@ class Link:
         }  # fmt: skip
 
     def _stream(self, hello: dict[str, Any], sends: Layout) -> Stream:
-        if self.channel is None:
-            self.channel = open_channel(self.address, self.wire.cert)
         return Stream(self.channel, "Gossip", hello, sends, token=self.token, check=self._check)
 
     def _check(self) -> None:
@@ -142,7 +137,7 @@ class Link:
 
     @property
     def circle(self) -> Circle:
-        return Circle(self.seat, self.meeting.sequence)
+        return Circle(self.seat, matrices("complete", self.meeting.seats))
 
     def check(self, net: str, weights: int, moments: int) -> None:
         """Raises `ConfigError` where these are not what the others average."""
@@ -155,8 +150,7 @@ class Link:
         """
         self.memory, a = memory, memory.arrays
         self.own = list(range(self.seat, self.seat + self.learners))
-        for name in ("told", "mixed", "joined"):
-            a[name][self.own] = self.first
+        begin_at(a, self.own, self.first)
         if coming := join and self.said > 0:
             a["here"][self.own] = 0  # until they have the others' weights
         self.others = [j for j in range(len(a["told"])) if j not in self.own]
@@ -187,9 +181,7 @@ class Link:
             return Mirror(self.memory, self.own, self.others, self.first, silence=self.silence)
         a = self.memory.arrays
         mine = int(max(a[k][self.own].max() for k in ("told", "mixed")))
-        period = len(self.meeting.sequence)
-        shift = -(-(self.first - mine) // period) * period
-        return Mirror(self.memory, self.own, self.others, mine + AHEAD, shift, self.silence)
+        return Mirror(self.memory, self.own, self.others, mine + AHEAD, self.first - mine, self.silence)
 
     def _meet(self, mirror: Mirror) -> bool:
         """Gossip for as long as there is a connection; returns whether to look for another."""
@@ -225,8 +217,6 @@ class Link:
         try:
             while not self._closed.is_set() and not failed:
                 self._say(tell, mirror)
-                if mirror.behind() > _BEHIND:
-                    raise Lost("the others did not wait")
             if not failed:
                 self._say(tell, mirror)  # that they have left
         except Lost:
@@ -260,7 +250,7 @@ class Link:
                 return False
             try:
                 meeting = self._visit()
-                if str(meeting) != str(self.meeting):
+                if meeting != self.meeting:
                     self.lines.append(f"the run at {self.address} has become another one: this one goes on without it")
                     return False
                 self._open()
@@ -305,5 +295,4 @@ class Link:
             self._thread.join(LEAVE_S)
         with suppress(Exception):
             self._hang_up()
-        if self.channel is not None:
-            self.channel.close()
+        self.channel.close()

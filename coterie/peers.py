@@ -11,8 +11,8 @@ import numpy as np
 
 from coterie.config import Config
 from coterie.door import Visitor
-from coterie.exchange.gossip import Circle
-from coterie.exchange.mirror import Mirror, news_layout, next_number
+from coterie.exchange.gossip import Circle, begin_at, next_number
+from coterie.exchange.mirror import Mirror, news_layout
 from coterie.parallel.shm import SharedArrays
 from coterie.servers import Servers
 from coterie.types import Array, ConfigError
@@ -34,8 +34,7 @@ class Meeting:
         if self.layout.most > (most := config.wire.max_message_mb) << 20:
             raise ConfigError(f"wire.max_message_mb: a message has {self.layout.most / 2**20:.0f} MB, not {most}")
         self.settings = {
-            "env_id": config.env.id, "net": net, "weights": weights, "moments": moments,
-            "sequence": [m.tolist() for m in circle.sequence],
+            "env_id": config.env.id, "net": net, "weights": weights, "moments": moments, "seats": circle.seats,
         }  # fmt: skip
         self.guests: dict[int, _Guest] = {}  # by the run_id of their runs
         self.silence = config.log.stall / 2
@@ -83,8 +82,9 @@ class Meeting:
             raise Refused(f"there is no room for {hello.envs} more learners: gossip.seats {self.circle.seats}")
         seats = list(range(at, at + hello.envs))
         others = [j for j in range(self.circle.seats) if j not in seats]
-        a, first = self.memory.arrays, next_number(self.memory, seats)
+        a, first = self.memory.arrays, next_number(self.memory.arrays, seats)
         a["begun"][seats] = 0  # what others said at these seats is not theirs
+        begin_at(a, seats, first)
         said = int(np.count_nonzero((a["told"] > a["joined"])[others] & (a["here"] == 1)[others]))
         mirror = Mirror(self.memory, others, seats, first, silence=self.silence)
         return _Guest(hello.run_id, seats, mirror, said, _Hears(self.layout, {}))
@@ -125,14 +125,15 @@ class Meeting:
     def gauges(self, env_steps: int) -> dict[str, float]:
         with self._lock:
             seats = [j for guest in self.guests.values() for j in guest.seats]
-        sent = {name.replace("wire/", "gossip/"): x for name, x in self.servers.traffic(env_steps).items()}
-        return {"gossip/peers": int(self.memory.arrays["here"][seats].sum()), **sent}
+        return {
+            "gossip/peers": int(self.memory.arrays["here"][seats].sum()),
+            **self.servers.traffic(env_steps, "gossip"),
+        }
 
     def close(self, over: bool) -> None:
         """`over`: the run has ended for good, and nobody needs to look for it."""
         self._closed.set()
-        for server in self.servers.open:
-            server.close(*(() if over else (None,)))
+        self.servers.close(over)
         self._thread.join(LEAVE_S)
 
 

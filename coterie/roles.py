@@ -148,7 +148,7 @@ class Learner:
         config, layout, links = self.config, self.layout, self.links
         apart = layout.device.type == "cuda" and links.inference_gpu >= 0
         device = torch.device("cuda", links.inference_gpu) if apart else layout.device
-        make_fields = partial(local_fields, self.spec, horizon(config), device=device, core=self._core())
+        make_fields = partial(local_fields, self.spec, horizon(config), core=self._core())
         rng = torch.Generator(device).manual_seed(seed_for(config.seed, POLICY_SEED, life, links.rank))
         self.rngs = [rng]
 
@@ -288,8 +288,7 @@ class Learner:
     def _leave_open(self, kind: type[BaseException] | None, *_: object) -> None:
         """Where it is this learner that ends, and not the run, clients are to come again."""
         if kind is not None:
-            for server in self.servers.open:
-                server.close(None)
+            self.servers.close(over=False)
 
     def _doors(self) -> ExitStack:
         """What ends when training does; hosts are told before their actions stop."""

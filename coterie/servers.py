@@ -45,13 +45,18 @@ class Servers:
         """Who was not let in since this was last asked."""
         return [self._refused.popleft() for _ in range(len(self._refused))]
 
-    def traffic(self, env_steps: int) -> dict[str, float]:
+    def close(self, over: bool) -> None:
+        """`over`: the run has ended for good; otherwise clients are to come again."""
+        for server in self.open:
+            server.close(*(() if over else (None,)))
+
+    def traffic(self, env_steps: int, what: str = "wire") -> dict[str, float]:
         """What went over the wire for each of so many env steps, in bytes."""
         if not self.open:
             return {}
         steps = max(1, env_steps)
         return {
-            "wire/bytes_in_per_step": sum(s.bytes_in for s in self.open) / steps,
-            "wire/bytes_out_per_step": sum(s.bytes_out for s in self.open) / steps,
-            "wire/refused": sum(s.refused.total() for s in self.open),
+            f"{what}/bytes_in_per_step": sum(s.bytes_in for s in self.open) / steps,
+            f"{what}/bytes_out_per_step": sum(s.bytes_out for s in self.open) / steps,
+            f"{what}/refused": sum(s.refused.total() for s in self.open),
         }

@@ -27,9 +27,10 @@ def overall(means: Mapping[str, float]) -> float:
     """One number for the mean returns of all tasks: the mean human-normalised score, each capped at 1, where all have a
     reference; else the mean of the returns.
     """
-    scores = [human_normalized(task, mean) for task, mean in means.items()]
-    known = [np.minimum(1.0, s) for s in scores if s is not None]  # a NaN stays one
-    return float(np.mean(known if len(known) == len(scores) else list(means.values())))
+    scores = {task: human_normalized(task, mean) for task, mean in means.items()}
+    if are_normalized(scores):
+        return float(np.mean([np.minimum(1.0, s) for s in scores.values() if s is not None]))  # a NaN stays one
+    return float(np.mean(list(means.values())))
 
 
 def are_normalized(tasks: Iterable[str]) -> bool:

@@ -35,14 +35,14 @@ _LOOK_S = 0.5  # between two looks at whether everybody is still there
 
 
 class Central:
-    """A source of rollouts of envs elsewhere. `make_fields(width)`: the arrays of a rollout of so many envs. `device`
-    is where actions are chosen, `trains_on` where rollouts are learned from.
+    """A source of rollouts of envs elsewhere. `make_fields(width, device)`: a rollout's arrays for so many envs.
+    `device` is where actions are chosen, `trains_on` where rollouts are learned from.
     """
 
     def __init__(
         self, shape: Shape, twins: Sequence[Twin], policy: Policy, initial_state: Callable[[int], Tensor | None],
-        make_fields: Callable[[int], Fields], board: Board, rank: int, stages: Stages, device: torch.device,
-        trains_on: torch.device,
+        make_fields: Callable[[int, torch.device], Fields], board: Board, rank: int, stages: Stages,
+        device: torch.device, trains_on: torch.device,
     ) -> None:  # fmt: skip
         self.shape, self.twins, self.policy, self.initial_state = shape, twins, policy, initial_state
         self.make_fields, self.board, self.rank, self.stages, self.device = make_fields, board, rank, stages, device
@@ -55,7 +55,7 @@ class Central:
         self.finished = queue.SimpleQueue[tuple[Seat, Recorder] | None]()
         self.free, self.ready = queue.SimpleQueue[Fields | None](), queue.SimpleQueue[Fields]()
         for _ in range(shape.batches):
-            self.free.put(make_fields(shape.batch_size))
+            self.free.put(make_fields(shape.batch_size, trains_on))
         self.told: Callable[[], None] = lambda: None  # hears of every change of `produced`
         self.is_over: Callable[[], bool] = lambda: False  # nothing more is due to come, if nothing comes
         self.columns = 0  # of rollouts that are whole and have not been learned from
@@ -281,7 +281,7 @@ class Central:
         if old is not None:
             self._leave(old)
         # One to write while the other waits to be taken over.
-        buffers = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
+        buffers = [Recorder(self.make_fields(width, self.device), [slice(0, width)], self.device) for _ in range(2)]
         state = self.initial_state(width)
         seat = Seat(shape, (number, group), first_env, width, buffers, state, self.inbox.put, self.leave)
         self.seats = {**self.seats, seat.place: seat}  # another thread may go through them

@@ -12,7 +12,7 @@ has reached, with a peer's weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -27,6 +27,9 @@ from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array, CoterieError
 
 RECENT = 4096  # mixes for which the lengths of the updates before them are kept, for the bound of Proposition 1
+AHEAD = 3  # mixes between a peer's coming and its first message: the others go on meanwhile
+_BEHIND = 100  # mixes: who is so far behind its in-peers was not waited for
+LEAD = 1 << 20  # messages that a peer may be ahead of all others
 
 
 def gossip_memory(learners: int, weights: int, moments: int) -> SharedArrays:
@@ -44,6 +47,22 @@ def gossip_memory(learners: int, weights: int, moments: int) -> SharedArrays:
         },
         name="coterie-gossip",
     )
+
+
+def next_number(arrays: Mapping[str, Array], seats: Sequence[int]) -> int:
+    """A number that nobody has reached, for the first message of those who come now to these seats."""
+    numbers = np.maximum(arrays["told"], arrays["mixed"])
+    there = int(numbers[arrays["here"] == 1].max(initial=0))  # who has left may have been anywhere
+    before = int(numbers[list(seats)].max(initial=0))  # but of these seats: numbers do not go back
+    return AHEAD + (max(there, before) if before < there + LEAD else there)
+
+
+def begin_at(arrays: Mapping[str, Array], seats: Sequence[int], number: int) -> None:
+    """The first message from these seats has this number."""
+    own = list(seats)
+    arrays["joined"][own] = number  # before `told`: what was said there before is no new message
+    fence()
+    arrays["told"][own] = arrays["mixed"][own] = number
 
 
 @dataclass(frozen=True)
@@ -78,7 +97,7 @@ class Gossip:
         self.begun, self.told, self.mixed, self.joined, self.here = (
             shared.arrays[k] for k in ("begun", "told", "mixed", "joined", "here")
         )
-        self.moved = shared.arrays["moved"]
+        self.arrays, self.moved = shared.arrays, shared.arrays["moved"]
         self.hears = [[np.flatnonzero(m[i]) for i in range(len(m))] for m in self.sequence]
         self.heard_by = [[np.flatnonzero(m[:, i]) for i in range(len(m))] for m in self.sequence]
         self.due = 0  # times that a mix was due since the last one
@@ -116,6 +135,8 @@ class Gossip:
         """Algorithm 1, lines 5 to 8. Past the bound `tau`, wait for what would otherwise be skipped."""
         self.due += 1
         begin = time.monotonic()
+        if self._left_behind():
+            begin_at(self.arrays, [self.seat], next_number(self.arrays, [self.seat]))
         if self.tau == 0:  # lockstep: tell what has not been mixed yet, then mix
             self._wait(lambda: self._tell(params), "an out-peer has not read", begin)
             self._wait(lambda: self._hear(params), "no message from an in-peer", begin)
@@ -124,6 +145,14 @@ class Gossip:
             if not self._hear(params) and 0 < self.tau < self.due:
                 self._wait(lambda: self._tell_and_hear(params), "no message from an in-peer", begin)
         self.waited += time.monotonic() - begin
+
+    def _left_behind(self) -> bool:
+        """Whether the others have gone on without this learner, as they do when it says nothing for long: they must not
+        average with its messages of long ago, nor it with theirs, until it has caught up.
+        """
+        peers = self.hears[int(self.mixed[self.seat]) % len(self.sequence)][self.seat]
+        reached = self.mixed[[j for j in peers if self.here[j]]]
+        return bool((reached > self.mixed[self.seat] + _BEHIND).any())
 
     def _tell_and_hear(self, params: FlatParams) -> bool:
         self._tell(params)  # a peer may be waiting for this very message
@@ -189,14 +218,10 @@ class Gossip:
         # Where nobody is there, what they said last still is.
         ranks = sorted(range(len(self.told)), key=lambda j: (-self.here[j], -self.told[j]))
         any(self._copy(j) for j in ranks)
-        there = (self.here == 1) | (np.arange(len(self.here)) == self.seat)  # who has left may have been anywhere
-        first = 3 + int(max(self.told[there].max(), self.mixed[there].max()))  # they go on meanwhile
+        first = next_number(self.arrays, [self.seat])
         if self.begun[self.seat]:  # else it has never said anything, and there is nothing to take over
             self.begun[self.seat] = first
-        self.joined[self.seat] = first  # before `told`: what it said in its life before is no new message
-        fence()
-        for numbers in (self.told, self.mixed):
-            numbers[self.seat] = first
+        begin_at(self.arrays, [self.seat], first)
         self.anchor.copy_(self.params.data)
         self.here[self.seat] = 1
 

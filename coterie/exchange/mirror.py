@@ -12,13 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from coterie.exchange.gossip import LEAD
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array
 from coterie.wire.codec import Layout, Refused, Tensor
 
-AHEAD = 3  # mixes between a peer's coming and its first message: the others go on meanwhile
 _STATE = ("here", "told", "mixed", "joined")
-_LEAD = 1 << 20  # messages that a peer may be ahead of all others
 _MOST = 1e15  # of a weight: its square is still a float32
 
 
@@ -33,15 +32,6 @@ def news_layout(seats: int, weights: int, moments: int) -> Layout:
             Tensor("moments", "float64", (0, moments), "speaks"),
         ]
     )
-
-
-def next_number(memory: SharedArrays, seats: Sequence[int]) -> int:
-    """Of the first message of those who come now to these seats."""
-    a = memory.arrays
-    numbers = np.maximum(a["told"], a["mixed"])
-    there = int(numbers[a["here"] == 1].max(initial=0))
-    before = int(numbers[list(seats)].max(initial=0))  # of who was there: numbers do not go back
-    return AHEAD + (max(there, before) if before < there + _LEAD else there)
 
 
 class Mirror:
@@ -97,7 +87,8 @@ class Mirror:
             number, first = int(state[j, 1]), int(state[j, 3])
             before = 0 if self.sent is None else int(self.sent[j, 1])
             new = number > max(first, self.spoken[j]) and number + self.shift > before
-            if new and (wanted or not self.spoken[j]):
+            whole = int(self.a["begun"][j]) == number  # else it is being written: others are not to wait for that
+            if new and whole and (wanted or not self.spoken[j]):
                 return j
         return -1
 
@@ -107,12 +98,6 @@ class Mirror:
         for j in self.theirs:
             if self.moved[j] < late:
                 self.a["here"][j] = 0
-
-    def behind(self) -> int:
-        """Mixes that the others are ahead of all who are here at this end: they no longer waited for them."""
-        a = self.a
-        others, mine = (a["mixed"][[j for j in seats if a["here"][j]]] for seats in (self.theirs, self.own))
-        return int(others.min() - mine.max()) if len(others) and len(mine) else 0
 
     def take(self, arrays: dict[str, Array]) -> None:
         """Write down what the other end says. Raises `Refused` where that cannot be."""
@@ -147,7 +132,7 @@ class Mirror:
             if not (np.abs(arrays[name]) < _MOST).all():  # nor a NaN
                 raise Refused(f"its {name} are not finite")
         before = np.zeros_like(state) if self.seen is None else self.seen
-        most = max(self.start, *(int(self.a[k][self.own].max()) for k in ("told", "mixed"))) + self.shift + _LEAD
+        most = max(self.start, *(int(self.a[k][self.own].max()) for k in ("told", "mixed"))) + self.shift + LEAD
         for j in self.theirs:
             here, told, mixed, joined = (int(x) for x in state[j])
             if here not in (0, 1) or not all(0 <= x <= most for x in (told, mixed, joined)):

@@ -33,7 +33,7 @@ class Disturber:
         self.done = Counter[str]()
         self.due = time.monotonic() + self._pause()
         self.resting: dict[int, tuple[Child, float]] = {}  # who is stopped, by row, and until when
-        self.slowed: dict[int, tuple[Child, float, float]] = {}  # until when, and when to stop or go on next
+        self.slowed: dict[int, tuple[Child, float, float, bool]] = {}  # until when, when to change, whether it rests
 
     def _pause(self) -> float:
         return self.rng.expovariate(1 / self.own.every)
@@ -66,7 +66,7 @@ class Disturber:
             _signal(child, signal.SIGSTOP)
             self.resting[row] = child, now + seconds
         elif kind == "slow":
-            self.slowed[row] = child, now + _SLOWED_S, now
+            self.slowed[row] = child, now + _SLOWED_S, now, False
         self.done[kind] += 1
         self.say(f"chaos: {self.name(row)} {what[kind]}" if kind in what else "chaos: links are cut")
 
@@ -77,18 +77,17 @@ class Disturber:
                 del self.resting[row]
 
     def _slow(self, children: Mapping[int, Child], now: float) -> None:
-        for row, (child, until, turn) in list(self.slowed.items()):
+        for row, (child, until, turn, rests) in list(self.slowed.items()):
             if now >= until or children.get(row) is not child:
                 _signal(child, signal.SIGCONT)
                 del self.slowed[row]
             elif now >= turn:
-                rests = int((until - now) / _SLICE_S) % 2 == 0
-                _signal(child, signal.SIGSTOP if rests else signal.SIGCONT)
-                self.slowed[row] = child, until, now + _SLICE_S
+                _signal(child, signal.SIGCONT if rests else signal.SIGSTOP)
+                self.slowed[row] = child, until, now + _SLICE_S, not rests
 
     def close(self) -> None:
         """Everybody goes on."""
-        for child in (*(c for c, _ in self.resting.values()), *(c for c, _, _ in self.slowed.values())):
+        for child in (*(c for c, _ in self.resting.values()), *(c for c, *_ in self.slowed.values())):
             _signal(child, signal.SIGCONT)
         self.resting.clear()
         self.slowed.clear()
@@ -96,5 +95,5 @@ class Disturber:
 
 def _signal(child: Child, number: int) -> None:
     if child.process.pid is not None:
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # it is gone, and somebody else may have its number
             os.kill(child.process.pid, number)

@@ -129,12 +129,11 @@ class Crew:
                 raise CoterieError(reason)
 
     def _is_spared(self, row: int) -> bool:
-        """Whether the run could not bear that this one is killed by chaos: the budget is for deaths of other causes."""
+        """Whether the run could not bear that this one is killed by chaos, or by anything else right after it."""
         own, account = self.config, self.run.account
         if row >= self.group.learners:
-            return self.deaths >= elsewhere(own).restarts
-        lone = own.exchange == "gossip" and self.group.learners == 1 and self.peers is None
-        return lone or account.restarts >= own.restarts or checkpoint.latest(self.run.root) is None
+            return self.deaths + 1 >= elsewhere(own).restarts
+        return account.restarts + 1 >= own.restarts or checkpoint.latest(self.run.root) is None
 
     def _cut(self) -> bool:
         return self.link is not None and self.link.cut()
@@ -195,7 +194,8 @@ class Crew:
         run.board.beat[rank] = time.monotonic()
         if rows:
             self.group.renew(rank, run.spec, make_model(self.config, run.spec))
-        self._start(rank, None, run.board.read(rank), rejoin=True)
+        # With what the others learned since, where there are others.
+        self._start(rank, checkpoint.latest(run.root), run.board.read(rank), rejoin=True)
         for row in rows:
             self._start_actor(row)
 
@@ -288,7 +288,8 @@ class Crew:
     def _start_all(self, back: dict[str, Any] | None = None) -> None:
         readers = self.group.readers()
         if (peers := self.peers) is not None:
-            readers.append(lambda: peers.gauges(self.run.account.env_steps))
+            account = self.run.account
+            readers.append(lambda: peers.gauges(account.env_steps - account.begin_steps))
         self.run.join(self.group.board, readers, back)
         self.run.poll()
         for rank in range(self.group.learners):

@@ -36,10 +36,12 @@ class Lost(CoterieError):
     """The stream is gone: the server may be back after a while."""
 
 
-def open_channel(address: str, cert: str = "") -> grpc.Channel:
-    """A connection to unix:PATH or HOST:PORT; `cert`: the certificate (PEM) that the server must have."""
+def open_channel(address: str, cert: str = "", field: str = "--connect", option: str = "--cert") -> grpc.Channel:
+    """A connection to unix:PATH or HOST:PORT; `cert`: the certificate (PEM) that the server must have. `field` and
+    `option` are what the person who gave the two calls them.
+    """
     if not cert and not is_local(address):
-        raise ConfigError(f"--connect: {address} is not on this machine: give its certificate with --cert")
+        raise ConfigError(f"{field}: {address} is not on this machine: give its certificate with {option}")
     options = [
         ("grpc.max_receive_message_length", _MOST_BYTES),
         ("grpc.max_send_message_length", -1),

@@ -44,7 +44,7 @@ class Rig:
         self.error: Exception | None = None
         self.central = Central(
             self.shape, [self._twin() for _ in range(2)], self._policy, lambda width: torch.zeros(width, 1),
-            partial(local_fields, spec, self.shape.unroll_length, device=CPU, core=(1,)), Board(1), 0, Stages(),
+            partial(local_fields, spec, self.shape.unroll_length, core=(1,)), Board(1), 0, Stages(),
             CPU, CPU,
         )  # fmt: skip
 

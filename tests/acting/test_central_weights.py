@@ -89,7 +89,7 @@ def test_a_real_model_acts_with_copies_of_its_weights():
     assert all(mine.isdisjoint(x.data_ptr() for x in (*t.parameters(), *t.buffers())) for t, _ in twins)
     central = Central(
         Shape(VECTOR, 2, 50, 2, 3), twins, policy, lambda width: None,
-        partial(local_fields, VECTOR, 50, device=CPU), Board(1), 0, Stages(), CPU, CPU,
+        partial(local_fields, VECTOR, 50), Board(1), 0, Stages(), CPU, CPU,
     )  # fmt: skip
     try:
         seat, answers = central.sit(0, 0, 0, 2), []

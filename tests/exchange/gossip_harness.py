@@ -12,11 +12,14 @@ from torch import Tensor
 
 from coterie.exchange.gossip import Circle, Gossip, gossip_memory
 from coterie.exchange.solo import Guard
+from coterie.exchange.topology import matrices
 from coterie.models.heads import Moments, Normalizer
 from coterie.parallel.board import Board, BoardSteps
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array
 from tests.exchange.harness import Sgd, flat, together
+
+SIZE = len(flat(4).data)  # weights that `machine` gives a learner, with padding
 
 
 @dataclass
@@ -47,13 +50,13 @@ class Crowd:
 def one(
     shared: SharedArrays, board: Board, sequence: Sequence[Array], rank: int, start: Array, *, tau: int = 0,
     mix_every: int = 1, timeout: float = 30.0, rule: object = None, skip: bool = False, rejoin: bool = False,
-    norms: Sequence[Normalizer] = (),
+    norms: Sequence[Normalizer] = (), first: int = 0,
 ) -> Gossip:  # fmt: skip
     params = flat(len(start))
     params.data[: len(start)] = torch.as_tensor(start, dtype=torch.float32)
     return Gossip(
         params, rule or Sgd(), Guard(0.0, skip), Moments(norms), shared, board, BoardSteps(board, rank), rank,
-        Circle(0, list(sequence)), tau=tau, mix_every=mix_every, timeout=timeout, rejoin=rejoin,
+        Circle(first, list(sequence)), tau=tau, mix_every=mix_every, timeout=timeout, rejoin=rejoin,
     )  # fmt: skip
 
 
@@ -66,6 +69,22 @@ def crowd(start: Array, sequence: Sequence[Array], norms: Sequence[Sequence[Norm
         one(shared, board, sequence, rank, start[rank], norms=norms[rank] if norms else (), **how) for rank in range(n)
     ]
     return Crowd(learners, shared, board, size)
+
+
+def machine(seats: int, own: list[int], start: Array, topology: str = "complete", **how) -> tuple[SharedArrays, list]:
+    """Memory and learners of one machine of several, which nobody waits for."""
+    memory, board = gossip_memory(seats, SIZE, 0), Board(len(own))
+    memory.arrays["here"][own] = 1
+    settings = {"tau": -1, "timeout": 0.0, **how}
+    return memory, [
+        one(memory, board, matrices(topology, seats), rank, start[seat], first=own[0], **settings)
+        for rank, seat in enumerate(own)
+    ]
+
+
+def weights(learners: Sequence[Gossip]) -> Array:
+    """`[n, 4]`, float64."""
+    return np.stack([x.params.data[:4].double().numpy() for x in learners])
 
 
 def step(x: Gossip, grad: Tensor | None = None, lr: float = 1.0) -> None:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 
-from coterie.exchange.gossip import Circle, Gossip, gossip_memory
-from coterie.exchange.mirror import Mirror, news_layout, next_number
-from coterie.exchange.solo import Guard
+from coterie.exchange.gossip import Gossip, next_number
+from coterie.exchange.mirror import Mirror, news_layout
 from coterie.exchange.topology import matrices
-from coterie.models.heads import Moments
-from coterie.parallel.board import Board, BoardSteps
 from coterie.parallel.shm import SharedArrays
-from coterie.types import Array
 from coterie.wire.codec import Refused
-from tests.exchange.gossip_harness import crowd, distance
-from tests.exchange.harness import Sgd, flat, together
-
-SIZE = len(flat(4).data)
+from tests.exchange.gossip_harness import SIZE, crowd, distance, machine, weights
+from tests.exchange.harness import together
 
 
 class Link:
@@ -40,26 +33,6 @@ class Link:
             if not found:
                 return went
         raise AssertionError("it never ends")
-
-
-def machine(seats: int, own: list[int], start: Array, topology: str = "complete", **how: Any) -> tuple[Any, ...]:
-    """Memory and learners of one machine."""
-    memory, board, learners = gossip_memory(seats, SIZE, 0), Board(len(own)), list[Gossip]()
-    memory.arrays["here"][own] = 1
-    circle = Circle(own[0], matrices(topology, seats))
-    for rank, seat in enumerate(own):
-        params = flat(4)
-        params.data[:4] = params.data.new_tensor(start[seat])
-        steps = BoardSteps(board, rank)
-        own_settings = {"tau": -1, "mix_every": 1, "timeout": 0.0, **how}
-        learners.append(
-            Gossip(params, Sgd(), Guard(0.0, False), Moments([]), memory, board, steps, rank, circle, **own_settings)
-        )
-    return memory, learners
-
-
-def weights(learners: list[Gossip]) -> Array:
-    return np.stack([x.params.data[:4].double().numpy() for x in learners])
 
 
 def linked(one: SharedArrays, left: list[int], other: SharedArrays, right: list[int], start: int = 0, shift: int = 0):
@@ -148,7 +121,7 @@ def test_without_the_link_each_side_goes_on_and_comes_together_again():
         assert stays.mixed[stays.seat] == before + 30
         for one in (x, y):
             one.params.data[:4] += one.params.data.new_tensor(rng.standard_normal(4))
-        first, mine = next_number(memory, [1]), int(max(y.told[1], y.mixed[1]))
+        first, mine = next_number(memory.arrays, [1]), int(max(y.told[1], y.mixed[1]))
         link = linked(memory, [0], other, [1], mine + 3, first - mine)
         apart = distance(weights([x, y]))
         train(30, x, y)
@@ -162,7 +135,7 @@ def test_one_who_is_not_there_yet_hears_one_message_of_each():
     for _ in range(7):
         x.step(x.params, 1.0)  # alone
     other.arrays["here"][1] = 0
-    link = linked(memory, [0], other, [1], next_number(memory, [1]))
+    link = linked(memory, [0], other, [1], next_number(memory.arrays, [1]))
     sent = 0
     for _ in range(7):
         x.step(x.params, 1.0)
@@ -243,7 +216,7 @@ def test_several_learners_come_back_to_one_that_has_begun_anew():
             x.step(x.params, 1.0)
     other.arrays["here"][3] = 0
     other.arrays["begun"][1] += 1
-    first, top = next_number(memory, [1, 2, 3]), int(max(other.arrays[k][1:].max() for k in ("told", "mixed")))
+    first, top = next_number(memory.arrays, [1, 2, 3]), int(max(other.arrays[k][1:].max() for k in ("told", "mixed")))
     assert first - top < -400
     link = linked(memory, [0], other, [1, 2, 3], top + 3, first - top)
     link.carry()
@@ -278,12 +251,12 @@ def test_numbers_that_are_passed_on_do_not_go_back():
 def test_who_is_far_ahead_does_not_lead_newcomers_astray():
     memory, _ = machine(3, [0], np.eye(3, 4))
     memory.arrays["mixed"][1] = 1 << 20  # and has left
-    assert next_number(memory, [2]) == 3
-    assert next_number(memory, [1]) == 3
+    assert next_number(memory.arrays, [2]) == 3
+    assert next_number(memory.arrays, [1]) == 3
     memory.arrays["mixed"][1] = 1000
-    assert next_number(memory, [1]) == 1003
+    assert next_number(memory.arrays, [1]) == 1003
     memory.arrays["here"][1] = 1
-    assert next_number(memory, [2]) == 1003
+    assert next_number(memory.arrays, [2]) == 1003
 
 
 def test_who_says_nothing_is_not_waited_for_until_it_moves():
@@ -305,7 +278,51 @@ def test_who_says_nothing_is_not_waited_for_until_it_moves():
     for _ in range(200):
         x.step(x.params, 1.0)
     link.carry()
-    assert far.behind() > 100  # it joins anew, instead of having everybody wait until it has caught up
-    y.step(y.params, 1.0)
+    y.step(y.params, 1.0)  # far behind by now: it goes on where the others are, and nobody waits until it has caught up
+    assert y.mixed[1] > x.mixed[0]
     link.carry()
     assert memory.arrays["here"][1] == 1
+
+
+def test_a_hub_that_was_not_waited_for_goes_on_where_the_others_are():
+    """It evaluates for long, say. Its guests have gone on meanwhile, and it must not be held at what they last said."""
+    start = np.eye(3, 4)
+    memory, [hub] = machine(3, [0], start)
+    (left, [x]), (right, [y]) = machine(3, [1], start), machine(3, [2], start)
+    ends = [Mirror(memory, [0, 2], [1], 0), Mirror(memory, [0, 1], [2], 0)]
+    far = [Mirror(left, [1], [0, 2], 0, silence=0.0), Mirror(right, [2], [0, 1], 0, silence=0.0)]
+    links = [Link(*pair, 3) for pair in zip(ends, far, strict=True)]
+
+    def train(count: int, *learners: Gossip) -> None:
+        for _ in range(count):
+            for one in learners:
+                one.params.data[0] += 1.0
+                one.step(one.params, 1.0)
+            while sum(link.carry() for link in links):
+                pass
+
+    train(10, hub, x, y)
+    for one in far:
+        one.look()
+    assert (left.arrays["here"][0], right.arrays["here"][0]) == (0, 0)
+    train(500, x, y)
+    assert min(x.mixed[1], y.mixed[2]) > 200
+    before, mixed = float(hub.params.data[0]), int(hub.mixed[0])
+    train(20, hub, x, y)
+    assert hub.params.data[0] > before + 100  # an average with what the others say now
+    assert hub.mixed[0] > mixed + 200
+    assert (left.arrays["here"][0], right.arrays["here"][0]) == (1, 1)
+    assert distance(weights([hub, x, y])[:, :1]) < 5
+
+
+def test_who_is_in_the_midst_of_a_message_does_not_silence_others():
+    memory, [x, y] = machine(4, [0, 1], np.eye(4))
+    other, _ = machine(4, [2, 3], np.eye(4))
+    link = linked(memory, [0, 1], other, [2, 3])
+    link.carry()
+    for one in (x, y):
+        assert one._tell(one.params)
+    memory.arrays["begun"][0] += 1  # and was killed there
+    link.carry()
+    assert other.arrays["told"].tolist() == [0, 1, 0, 0]
+    assert other.arrays["message"][1, :4].tolist() == [0, 1, 0, 0]

@@ -15,8 +15,7 @@ from coterie.link import Link
 from coterie.peers import Meeting
 from coterie.types import ConfigError
 from tests.conftest import make_config
-from tests.exchange.gossip_harness import distance
-from tests.exchange.test_mirror import SIZE, machine, weights
+from tests.exchange.gossip_harness import SIZE, distance, machine, weights
 from tests.wire.harness import hello_frame
 
 METHOD = "/coterie.v1.Coterie/Gossip"

@@ -49,7 +49,7 @@ class House:
 
         self.central = Central(
             shape, [(model, lambda: None)] * 2, policy, lambda width: None,
-            partial(local_fields, spec, UNROLL, device=CPU), Board(1), 0, Stages(), CPU, CPU,
+            partial(local_fields, spec, UNROLL), Board(1), 0, Stages(), CPU, CPU,
         )  # fmt: skip
         self.central.publish(0)
         hosts = Hosts(config, spec, 0, self.central, False)

@@ -16,7 +16,7 @@ from coterie.peers import HEARS
 from coterie.types import CoterieError
 from coterie.wire.client import Over
 from coterie.wire.codec import Layout
-from tests.exchange.test_mirror import SIZE
+from tests.exchange.gossip_harness import SIZE
 from tests.proxy import Proxy
 from tests.wire.harness import Raw, channel_to, data_frame
 from tests.wire.link_house import METHOD, SEATS, Guest, agree, hello, news, until

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from grpc import StatusCode
@@ -12,7 +14,7 @@ from coterie.link import _read
 from coterie.peers import HEARS, Meeting
 from coterie.types import ConfigError, CoterieError
 from tests.conftest import make_config
-from tests.exchange.test_mirror import SIZE, machine
+from tests.exchange.gossip_harness import SIZE, machine
 from tests.wire.harness import Raw, channel_to, data_frame
 from tests.wire.link_house import METHOD, NET, SEATS, Hub, agree, hello, news, until
 
@@ -57,10 +59,17 @@ def test_messages_larger_than_the_wire_takes_are_refused_at_the_start(address):
         Meeting(config, circle, memory, 1, NET)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sequence": []}', '{"sequence": [[1, 2]], "env_id": ""}'])
+def _settings(**changes: object) -> str:
+    return json.dumps({"env_id": "", "net": "", "weights": 4, "moments": 1, "seats": 2, **changes})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", _settings(seats=1), _settings(seats=10**6), _settings(weights=0), _settings(moments="x")]
+)
 def test_settings_that_are_none_are_one_line(text):
     with pytest.raises(CoterieError, match="is no meeting of runs"):
         _read(text)
+    assert _read(_settings()).seats == 2
 
 
 @pytest.mark.parametrize(
