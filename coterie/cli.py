@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from coterie.config import Atari, Config
@@ -17,6 +18,7 @@ from coterie.types import ConfigError, CoterieError
 HELP = """coterie: distributed deep reinforcement learning
 
   coterie train PRESET [--env ID] [--steps N] [--seed S] [--out DIR] [--SECTION.FIELD VALUE ...]
+  coterie train FILE.json [...]      with another run's config.json
   coterie resume RUN [--steps N]     go on from the last checkpoint
   coterie eval RUN [--episodes N] [--sampled] [--learner best|mean|INDEX] [--json]
   coterie watch RUN [--out FILE.mp4] record an episode
@@ -31,6 +33,7 @@ Often used with train:
   --env Pong-v5                 an EnvPool id, a gymnasium id, dmlab/LEVEL, or package.module:callable
   --env.num-envs 64             simulators of each learner
   --learners auto               one learner for each core or GPU, or a number
+  --launch ray                  on the machines of a Ray cluster: --ray.address auto
   --chaos                       kill, stop and slow the run's processes now and then
   --exchange gossip             allreduce, hogwild, store, gossip: how several learners agree
   --model.torso a3c             a3c, a3c-gae, gala, nature, impala, football, mlp
@@ -55,13 +58,15 @@ class _Parser(argparse.ArgumentParser):
 def _train_config(args: list[str]) -> Config:
     """The preset for the env that was named, with every other option applied."""
     from coterie import presets
-    from coterie.runs.config_io import cli_help, parse_cli, validate
+    from coterie.runs.config_io import cli_help, load_config, parse_cli, validate
 
     if args and args[0] in ("-h", "--help"):
         args = ["ppo", "--help"]
     if not args or args[0].startswith("-"):
         raise ConfigError(f"PRESET: give one of {', '.join(presets.PRESETS)}; see `coterie list presets`")
     name = args[0]
+    if name.endswith(".json"):  # another run's config.json
+        return validate(parse_cli(load_config(Path(name)), args[1:]))
     options = ["--chaos.every=10" if option == "--chaos" else option for option in args[1:]]
     # The env decides which of the preset's settings apply, so its own options are read first.
     early = parse_cli(Config(atari=Atari(episodic_life=True)), _only(options, ("--env", "--atari")))
@@ -125,6 +130,12 @@ def resume(args: list[str]) -> int:
         raise ConfigError(f"--steps: {options.steps} is not a whole number of env steps")
     from coterie.session import resume as run
 
+    if "://" in options.run:  # what --ray.storage has
+        from coterie.runs.ship import fetch
+
+        url, options.run = options.run, f"runs/{options.run.rstrip('/').rpartition('/')[2]}"
+        fetch(url, Path(options.run))
+        print(f"{url} is in {options.run} now")
     return _report(run(options.run, steps=int(options.steps)))
 
 

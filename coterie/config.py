@@ -222,6 +222,15 @@ class Wire:
 
 
 @dataclass(frozen=True)
+class Ray:
+    """With launch ray: the cluster (docs/nodes.md)."""
+
+    address: str = ""  # of a cluster that this machine belongs to: auto, or HOST:PORT; empty: this machine alone
+    runtime_env: str = "{}"  # JSON object for Ray, such as {"working_dir": "."} for code of your own
+    storage: str = ""  # where checkpoints are put besides the run folder: a path, or a URL that fsspec knows
+
+
+@dataclass(frozen=True)
 class Optim:
     """The update rule."""
 
@@ -313,7 +322,7 @@ class Config:
     algorithm: Literal["a2c", "ppo", "vtrace", "dqn", "r2d2"] = "a2c"
     acting: Literal["inline", "decoupled", "central"] = "inline"
     exchange: Literal["auto", "solo", "allreduce", "hogwild", "store", "gossip"] = "auto"  # auto: solo, or allreduce
-    launch: Literal["local"] = "local"
+    launch: Literal["local", "ray"] = "local"  # ray: on the machines of a Ray cluster
     learners: int | Literal["auto"] = 1  # auto: one for each core, or for each GPU where there are any
     actors: int | Literal["auto"] = "auto"  # actors, or env hosts, of all learners together
     restarts: int = 3  # learners that may be killed, and are started again, before the run fails
@@ -336,6 +345,7 @@ class Config:
     decoupled: Decoupled = field(default_factory=Decoupled)
     central: Central = field(default_factory=Central)
     wire: Wire = field(default_factory=Wire)
+    ray: Ray = field(default_factory=Ray)
     optim: Optim = field(default_factory=Optim)
     hogwild: Hogwild = field(default_factory=Hogwild)
     store: Store = field(default_factory=Store)

@@ -43,6 +43,8 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
             )
     except OSError as error:
         raise CoterieError(f"out: cannot read {folder}: {error.strerror or error}") from None
+    if config.launch == "ray":
+        return _on_ray(config, folder, False, quiet)
     return _go(config, folder, None, None, quiet)
 
 
@@ -52,6 +54,8 @@ def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[s
     config = open_run(folder)
     if steps:
         config = validate(replace(config, steps=steps))
+    if config.launch == "ray":
+        return _on_ray(config, folder, True, quiet)
     path = checkpoint.latest(folder / "checkpoints")
     if path is None:
         raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
@@ -60,6 +64,12 @@ def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[s
         raise ConfigError(f"--steps: the run has its {state['env_steps']:,} env steps already; give a larger total")
     check_spec(folder, config)
     return _go(config, folder, path, state, quiet)
+
+
+def _on_ray(config: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, Any]:
+    from coterie.launch.ray import run_on_ray  # which only this needs
+
+    return run_on_ray(config, folder, resumed, quiet)
 
 
 def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:

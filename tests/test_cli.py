@@ -212,3 +212,17 @@ def test_doctor_finds_this_machine_fit():
     assert "Pong-v5 steps" in done.stdout
     assert "MISSING" not in done.stdout
     assert "SLOW" not in done.stdout
+
+
+def test_another_runs_config_is_a_preset(tmp_path, capsys):
+    """`train FILE.json`: with options of one's own on top."""
+    first = ["train", "ppo", "--env", "CartPole-v1", "--steps", "64", "--env.num-envs", "4", "--optim.lr", "0.123"]
+    small = ["--algo.unroll-length", "8", "--ppo.batch-size", "0", "--ppo.minibatch-size", "8", "--ppo.epochs", "1"]
+    assert cli.main([*first, *small, "--out", str(tmp_path / "one")]) == 0
+    config = tmp_path / "one" / "config.json"
+    assert cli.main(["train", str(config), "--seed", "3", "--out", str(tmp_path / "two")]) == 0
+    one, two = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two"))
+    assert (two["seed"], two["optim"]["lr"], two["env"]) == (3, 0.123, one["env"])
+    capsys.readouterr()
+    assert cli.main(["train", str(tmp_path / "no.json")]) == 1
+    assert "no.json: cannot be read: No such file" in capsys.readouterr().err

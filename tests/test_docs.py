@@ -59,6 +59,8 @@ def shrink(command: list[str]) -> list[str]:
 
 def run(args: list[str]) -> int:
     """In this process: starting Python and torch anew for each takes longer than most commands do."""
+    if "--launch" in args:  # Ray has threads and warnings of its own
+        return subprocess.run([sys.executable, "-m", "coterie.cli", *args], timeout=300).returncode
     try:
         return cli.main(args)
     except SystemExit as end:  # --help

@@ -1,0 +1,368 @@
+"""The parts of a run on a cluster: placed, watched, started again. Ray finds the places; what is here asks it.
+
+A part is a `coterie` command on one machine: `train` or `resume` for learners that share its memory (a site), `envs` or
+`actor` for whoever steps environments elsewhere. What a site writes into its run folder comes back to where the run was
+started, and goes along when the site moves to another machine.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+from coterie import __version__
+from coterie.config import elsewhere
+from coterie.launch.layout import Layout, Machine, lender_args, site_config, targets
+from coterie.launch.node import News, Node
+from coterie.run import EXIT_INTERRUPTED
+from coterie.runs import checkpoint, ship
+from coterie.runs.config_io import save_config, to_dict
+from coterie.types import ConfigError, CoterieError
+from coterie.wire.auth import CERT, TOKEN, make_keys
+
+_POLL_S = 0.5
+_HINTS = ("evaluate: ", "resume: ", "watch: ")  # how to go on with a run: this one is not where its site says
+_PLACE_S = 600.0  # for Ray to find a place for learners; others are waited for as long as it takes
+_WARN_S = 15.0  # after which the reason is said
+_SILENT_S = 60.0  # that a machine may take to answer
+_LEAVE_S = 20.0  # for those that step envs to leave at the end
+_LEFT_S = 5.0  # before one that has left is started again
+_STORE_S = 10.0  # between two looks at what storage has not yet
+_BACK_OFF_S = 1.0  # before a command that failed is started again
+
+
+class Part:
+    """One command of the run, wherever Ray has put it. `folder`: a copy of its run folder, where it has one (a site).
+
+    `asked` is the answer that is awaited, to: `news` (it works), `open` (it waits for a place), or `started` (it was
+    lost: has it been started anew, or was it out of reach?).
+    """
+
+    def __init__(self, name: str, handle: Any, restarts: int, ports: int, folder: Path | None = None) -> None:
+        self.name, self.handle, self.restarts, self.ports, self.folder = name, handle, restarts, ports, folder
+        self.address = "", 0
+        self.stamps: ship.Stamps = {}
+        self.asked: Any = None
+        self.what = "open"
+        self.since, self.not_before = time.monotonic(), 0.0  # it was asked, it is asked again
+        self.warned = False  # that there is no place for it
+        self.reason = ""  # why it was lost
+        self.code: int | None = None
+        self.last = ""  # line that it printed
+
+
+class Fleet:
+    """All parts of a run, from the first command to the summary."""
+
+    def __init__(self, ray: Any, layout: Layout, folder: Path, quiet: bool, machines: list[Machine]) -> None:
+        self.ray, self.layout, self.folder, self.quiet = ray, layout, folder, quiet
+        self.config = config = layout.config
+        self.signal: signal.Signals | None = None
+        self.restarts = 0
+        self.stored, self.stored_at, self.warned = ship.Stamps(), time.monotonic(), False
+        self.hosts = sorted({m.address for m in machines})
+        self.keys = self._make_keys() if len(self.hosts) > 1 else {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_config(folder / "config.json", config)
+            self.log = (folder / "ray.txt").open("a")
+        except OSError as error:
+            raise CoterieError(f"out: cannot write to {folder}: {error.strerror or error}") from None
+        self.sites = [
+            Part(
+                f"site {k}", self._place(site.machine, site.cpus, site.gpus, config.restarts), config.restarts,
+                2 * site.learners + 1,  # for envs or actors, and for gossip
+                folder / "sites" / str(k) if k else folder,
+            )
+            for k, site in enumerate(layout.sites)
+        ]  # fmt: skip
+        budget = elsewhere(config).restarts
+        self.lenders = [
+            Part(f"{x.kind} {x.number}", self._place(x.machine, 1, 0, budget), budget, 1) for x in layout.lenders
+        ]
+
+    def _make_keys(self) -> dict[str, bytes]:
+        """A token and a pair of keys for this run, for all addresses that it has."""
+        with TemporaryDirectory() as new:
+            return {path.name: path.read_bytes() for path in make_keys(f"{new}/keys", self.hosts)}
+
+    def _place(self, machine: Machine, cpus: int, gpus: int, restarts: int) -> Any:
+        """A Ray actor on that machine; on another one when it comes back from the dead and that is gone."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(machine.id, soft=True)
+        made = self.ray.remote(Node).options(
+            num_cpus=cpus, num_gpus=gpus, max_restarts=restarts, scheduling_strategy=strategy
+        )
+        return made.remote(__version__)
+
+    def say(self, line: str) -> None:
+        self.log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+        self.log.flush()
+        if not self.quiet:
+            print(line, flush=True)
+
+    def work(self, resumed: bool) -> tuple[str, str]:
+        """Start all parts and see them through; returns the status of the run and the reason."""
+        self.targets = targets(self.layout, [self._reached(site) if resumed else 0 for site in self.sites])
+        before = {s: signal.signal(s, self._hear) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._start_sites(resumed)
+            told = False
+            while any(site.code is None for site in self.sites):
+                if self.signal is not None and not told:
+                    told = True
+                    self.say(f"{self.signal.name}: a checkpoint of every site, then the end (again: stop at once)")
+                    for site in self.sites:
+                        site.handle.stop.remote()
+                self._poll([*self.sites, *self.lenders])
+                self._store()
+            self._dismiss()
+        except CoterieError:
+            with suppress(Exception):  # what the others have learned is kept
+                self._halt(self.sites)
+            raise
+        finally:
+            self._store(last=True)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if any(site.code == EXIT_INTERRUPTED for site in self.sites):
+            return "interrupted", self.signal.name if self.signal is not None else ""
+        return "finished", ""
+
+    def _store(self, last: bool = False) -> None:
+        """Bring `ray.storage` up to date. Where it is away, the run goes on, and that is tried again."""
+        if not self.config.ray.storage or not (last or time.monotonic() > self.stored_at + _STORE_S):
+            return
+        self.stored_at = time.monotonic()
+        try:
+            new = ship.changes(self.folder, self.stored)
+            ship.store(self.config.ray.storage, new, self.folder)
+            self.stored, self.warned = new.stamps, False
+        except CoterieError as error:
+            if not self.warned or last:
+                self.say(str(error))
+            self.warned = True
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+    # Places
+
+    def _ask(self, part: Part, what: str, *args: Any, seconds: float = _SILENT_S) -> Any:
+        """Call a part and wait for its answer."""
+        try:
+            return self.ray.get(getattr(part.handle, what).remote(*args), timeout=seconds)
+        except self.ray.exceptions.GetTimeoutError:
+            raise CoterieError(f"ray: no answer of {part.name} for {seconds:.0f} s; {self._free()}") from None
+        except self.ray.exceptions.RayTaskError as error:
+            raise CoterieError(f"{part.name}: {first_line(error.cause or error)}") from None
+
+    def _free(self) -> str:
+        free, there = self.ray.available_resources(), self.ray.cluster_resources()
+        return "free are " + ", ".join(f"{free.get(k, 0):g} of {there.get(k, 0):g} {k}s" for k in ("CPU", "GPU"))
+
+    def _start_sites(self, resume: bool) -> None:
+        """Start all sites once they have a place; whoever steps envs for them starts when it has one."""
+        for site in self.sites:
+            if not site.address[1]:
+                site.address = self._ask(site, "open", *self._way(site), seconds=_PLACE_S)
+        if self.keys and any(site.address[0] not in self.hosts for site in self.sites):
+            self.hosts = sorted({*self.hosts, *(site.address[0] for site in self.sites)})
+            self.keys = self._make_keys()  # a machine that was not there before
+        for k in range(len(self.sites)):
+            self._start_site(k, resume)
+        for i, part in enumerate(self.lenders):
+            if part.address[1]:
+                self._start_lender(i)
+
+    def _reached(self, site: Part) -> int:
+        """Env steps of a site's last checkpoint."""
+        assert site.folder is not None
+        path = checkpoint.latest(site.folder / "checkpoints")
+        return 0 if path is None else int(json.loads((path / "state.json").read_text())["env_steps"])
+
+    def _way(self, part: Part) -> tuple[str, int]:
+        return ("" if self.keys else "127.0.0.1"), part.ports
+
+    def _start_site(self, k: int, resume: bool) -> None:
+        site, own = self.sites[k], self.layout.sites[k]
+        assert site.folder is not None
+        config = site_config(self.layout, k, site.address, self.sites[0].address, bool(self.keys), self.targets[k])
+        files = {"config.json": json.dumps(to_dict(config)).encode(), **self.keys}
+        if resume and checkpoint.latest(site.folder / "checkpoints") is not None:
+            everything = ship.changes(site.folder, {}, skip=("sites", "ray.txt", "config.json"))
+            site.stamps = self._ask(site, "start", ["resume", "{here}/run"], files, everything, seconds=_PLACE_S)
+        else:
+            args = ["train", "{here}/config.json", "--out", "{here}/run"]
+            site.stamps = self._ask(site, "start", args, files)
+        site.code, site.asked, site.what = None, None, "news"
+        learners = f"{own.learners} learners" if own.learners > 1 else "a learner"
+        self.say(f"{site.name}: {learners} at {site.address[0]}")
+
+    def _start_lender(self, i: int) -> None:
+        part, lender = self.lenders[i], self.layout.lenders[i]
+        args = lender_args(self.layout, lender, self.sites[lender.site].address, bool(self.keys))
+        self._ask(part, "start", args, {name: x for name, x in self.keys.items() if name in (TOKEN, CERT)})
+        part.code, part.asked, part.what = None, None, "news"
+        self.say(f"{part.name}: at {part.address[0]}, for {self.sites[lender.site].name}")
+
+    # What happens
+
+    def _poll(self, parts: list[Part]) -> None:
+        """Ask everybody, and hear who answers."""
+        now = time.monotonic()
+        for part in parts:
+            if part.asked is None and part.code is None and now >= part.not_before:
+                args = {"news": (part.stamps,), "open": self._way(part), "started": ()}[part.what]
+                part.asked = getattr(part.handle, part.what).remote(*args)
+        asked = {part.asked: part for part in parts if part.asked is not None}
+        if asked:
+            ready, _ = self.ray.wait(list(asked), num_returns=len(asked), timeout=_POLL_S)
+            for part in (asked[ref] for ref in ready):
+                self._hear_of(part)
+            for part in parts:
+                if part.asked is not None:
+                    self._miss(part, now - part.since)
+        time.sleep(max(0.0, _POLL_S - (time.monotonic() - now)))
+
+    def _miss(self, part: Part, seconds: float) -> None:
+        """A part has not answered for so long."""
+        if part.what == "news" and seconds > _SILENT_S:
+            part.since = time.monotonic()
+            self.say(f"{part.name}: no answer for {_SILENT_S:.0f} s: it is given up")
+            self.ray.kill(part.handle, no_restart=False)
+        elif part.what != "news" and seconds > _PLACE_S and part.folder is not None:
+            raise CoterieError(f"ray: no place for {part.name} for {_PLACE_S:.0f} s; {self._free()}")
+        elif part.what != "news" and seconds > _WARN_S and not part.warned:
+            part.warned = True
+            self.say(f"{part.name}: waits for a place; {self._free()}")
+
+    def _hear_of(self, part: Part) -> None:
+        errors = self.ray.exceptions
+        try:
+            answer = self.ray.get(part.asked)
+        except errors.RayTaskError as error:
+            raise CoterieError(f"{part.name}: {first_line(error.cause or error)}") from None
+        except errors.ActorDiedError as error:
+            raise CoterieError(f"{part.name} is lost, and Ray does not start it again: {first_line(error)}") from None
+        except errors.RayActorError:
+            if part.what == "news":
+                part.reason, part.since = "its machine is gone or out of reach", time.monotonic()
+            part.what, part.asked, part.not_before = "started", None, time.monotonic() + _POLL_S
+            return
+        part.asked = None
+        if part.what == "news":
+            part.since = time.monotonic()
+            self._hear_news(part, answer)
+        elif part.what == "open":
+            self._settle(part, answer)
+        elif answer:
+            self.say(f"{part.name}: was out of reach for {time.monotonic() - part.since:.0f} s")
+            part.what = "news"
+        else:
+            self._count(part, part.reason)
+
+    def _hear_news(self, part: Part, news: News) -> None:
+        self._keep(part, news)
+        alone = len(self.sites) == 1 and part.folder is not None
+        for line in news.lines:
+            if not line.startswith(_HINTS):
+                self.say(line if alone else f"{part.name}: {line}")
+        part.last = next((x for x in reversed(news.lines) if x.strip()), part.last)
+        if news.code is None:
+            return
+        said = part.last.removeprefix("coterie: ")
+        if news.code == 2:
+            raise ConfigError(f"{part.name}: {said}")
+        if news.code == 1 and part.folder is not None:
+            raise CoterieError(f"{part.name}: {said}")
+        stopped = self.signal is not None or all(site.code is not None for site in self.sites)
+        if stopped or (part.folder is not None and news.code == 0):
+            part.code = news.code
+        elif news.code == 0:  # the run is over, as will be heard soon, or somebody has told it to leave
+            part.what, part.since, part.not_before = "open", time.monotonic(), time.monotonic() + _LEFT_S
+        else:
+            self._count(
+                part, f"its command ended with exit code {news.code}" + (f" ({said})" if news.code == 1 else "")
+            )
+
+    def _keep(self, part: Part, news: News) -> None:
+        """What has changed in a site's folder, in the copy here."""
+        if part.folder is not None and news.changes:
+            ship.take(part.folder, news.changes, skip=("config.json",) if part.folder == self.folder else ())
+        part.stamps = news.changes.stamps
+
+    def _count(self, part: Part, reason: str) -> None:
+        """A part is to be started again."""
+        part.restarts, self.restarts = part.restarts - 1, self.restarts + 1
+        if part.restarts < 0:
+            what = "restarts" if part.folder is not None else f"{self.config.acting}.restarts"
+            raise CoterieError(f"{part.name}: {reason}; {what} are used up")
+        self.say(f"{part.name}: {reason}; it is started again")
+        part.what, part.warned, part.since = "open", False, time.monotonic()
+        part.not_before = time.monotonic() + _BACK_OFF_S
+
+    def _settle(self, part: Part, address: tuple[str, int]) -> None:
+        """A part has a place: its command starts there, from what its last checkpoint has."""
+        before, part.address = part.address, address
+        if part.folder is None:
+            self._start_lender(self.lenders.index(part))
+            return
+        k = self.sites.index(part)
+        if (k == 0 and len(self.sites) > 1) or (self.keys and address[0] not in self.hosts):
+            self.say(f"{part.name} is at {address[0]} now: all go on from their checkpoints")
+            self._halt([site for site in self.sites if site is not part])
+            self._start_sites(resume=True)
+            return
+        self._start_site(k, resume=True)
+        for i, lender in enumerate(self.layout.lenders):
+            if lender.site == k and address != before and self.lenders[i].address[1]:
+                self._start_lender(i)
+
+    def _halt(self, parts: list[Part]) -> None:
+        """End commands in good order, and keep what they leave."""
+        end = time.monotonic() + _SILENT_S
+        at_work = [part for part in parts if part.code is None and part.what == "news"]
+        for part in at_work:
+            part.handle.stop.remote()
+        for part in at_work:
+            part.asked = None
+            while part.code is None and time.monotonic() < end:
+                with suppress(self.ray.exceptions.RayActorError):
+                    news: News = self._ask(part, "news", part.stamps)
+                    self._keep(part, news)
+                    part.code = news.code
+                time.sleep(0.1)
+
+    def _dismiss(self) -> None:
+        """All sites have ended: whoever steps envs is told by them, or now."""
+        end = time.monotonic() + _LEAVE_S
+        for part in self.lenders:
+            part.handle.stop.remote()
+        at_work = [part for part in self.lenders if part.what == "news"]
+        while any(part.code is None for part in at_work) and time.monotonic() < end:
+            self._poll(at_work)
+
+    def close(self) -> None:
+        parts = [*self.sites, *self.lenders]
+        closing = [part.handle.close.remote() for part in parts]
+        with suppress(Exception):  # what is gone needs no end
+            self.ray.wait(closing, num_returns=len(closing), timeout=_LEAVE_S)
+        for part in parts:
+            with suppress(Exception):
+                self.ray.kill(part.handle)
+        self.log.close()
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

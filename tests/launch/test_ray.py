@@ -1,0 +1,165 @@
+"""Runs on a Ray cluster of three machines, each in a network namespace of its own with an address of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie import cli
+from coterie.runs.metrics import read_metrics
+from tests.launch.harness import PATIENCE, put_down, read_summary, until
+from tests.launch.ray_cluster import Cluster, cluster
+
+pytestmark = pytest.mark.xdist_group("ray")  # one cluster for all
+LONG_S = 400.0
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("cluster")) as one:
+        yield one
+
+
+class OnRay:
+    """A run that was started at the cluster's head."""
+
+    def __init__(self, machines: Cluster, folder: Path, *args: str) -> None:
+        self.out, self.path = folder, folder.with_suffix(".txt")
+        with self.path.open("a") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "coterie.cli", *args], stdout=file, stderr=subprocess.STDOUT, env=machines.env
+            )
+
+    def text(self) -> str:
+        return self.path.read_text()
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        def there() -> object:
+            assert self.process.poll() is None, self.text()
+            return condition()
+
+        until(there, what)
+
+    def steps(self, site: int = 0) -> int:
+        folder = self.out / "sites" / str(site) if site else self.out
+        lines = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+        return int(lines[-1]["env_steps"]) if lines else 0
+
+    def end(self, code: int = 0) -> dict[str, Any]:
+        """Returns the summary, whose rows add up."""
+        assert self.process.wait(LONG_S) == code, self.text()
+        summary = read_summary(self.out)
+        rows = summary["rows"]
+        assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
+        assert rows["learned"] == summary["env_steps"]
+        return summary
+
+
+@pytest.fixture
+def start(machines: Cluster, tmp_path: Path) -> Iterator[Callable[..., OnRay]]:
+    made: list[OnRay] = []
+
+    def begin(preset: str, steps: int, **changes: object) -> OnRay:
+        out = tmp_path / preset
+        options = {
+            "launch": "ray",
+            "ray.address": machines.address,
+            "steps": steps,
+            "out": out,
+            "log.every": 1,
+            **changes,
+        }
+        args = [x for key, value in options.items() for x in (f"--{key}", str(value))]
+        made.append(OnRay(machines, out, "train", preset, "--env", "CartPole-v1", *args))
+        return made[-1]
+
+    yield begin
+    for run in made:
+        put_down(run.process)
+
+
+def test_gossip_over_two_machines_is_stopped_and_goes_on(tmp_path, machines, start):
+    bucket = tmp_path / "bucket" / "moved"
+    run = start("gala-ppo", 10**9, learners=2, **{"ray.storage": f"file://{bucket}", "log.checkpoint_every": 2})
+    run.until(lambda: run.steps(0) > 3000 and run.steps(1) > 3000, "both train")
+    run.until(
+        lambda: all(read_metrics(f)[-1].get("gossip/peers") == 1 for f in (run.out, run.out / "sites/1")), "gossip"
+    )
+    run.process.send_signal(signal.SIGTERM)
+    summary = run.end(75)
+    assert (summary["status"], summary["reason"], summary["ray"]) == (
+        "interrupted", "SIGTERM", {"machines": 3, "restarts": 0},
+    )  # fmt: skip
+    assert summary["env_steps"] == sum(one["env_steps"] for one in summary["sites"])
+    assert "site 1: a learner at" in (run.out / "ray.txt").read_text()
+    before = [(run.out / name / "metrics.jsonl").read_text().count("\n") for name in ("", "sites/1")]
+    again = OnRay(machines, run.out, "resume", str(run.out), "--steps", str(summary["env_steps"] + 4000))
+    try:
+        summary = again.end()
+    finally:
+        put_down(again.process)
+    assert summary["status"] == "finished"
+    after = [(run.out / name / "metrics.jsonl").read_text().count("\n") for name in ("", "sites/1")]
+    assert all(x > y for x, y in zip(after, before, strict=True))  # the same curves, longer
+    assert cli.main(["eval", str(run.out), "--episodes", "2"]) == 0
+    assert json.loads((bucket / "config.json").read_text())["launch"] == "ray"
+    assert list(bucket.glob("checkpoints/step_*/manifest.json"))
+
+
+def test_a_cluster_that_is_not_there_is_one_line(tmp_path, machines):
+    args = ["--launch", "ray", "--ray.address", "127.0.0.1:1", "--out", str(tmp_path / "x")]
+    run = OnRay(machines, tmp_path / "x", "train", "ppo", *args)
+    assert run.process.wait(PATIENCE) == 1
+    assert run.text().splitlines()[-1].startswith("coterie: ray.address: nobody listens at 127.0.0.1:1")
+    assert not (tmp_path / "x").exists()
+
+
+def test_too_few_machines_are_one_line(tmp_path, machines):
+    args = ["--launch", "ray", "--ray.address", machines.address, "--out", str(tmp_path / "x"), "--learners", "9"]
+    run = OnRay(machines, tmp_path / "x", "train", "a2c", "--env", "CartPole-v1", "--exchange", "hogwild", *args)
+    assert run.process.wait(PATIENCE) == 2
+    assert run.text().splitlines()[-1].startswith("coterie: ray: the run needs 9 CPUs")
+
+
+def test_hosts_on_three_machines_of_which_one_is_lost(machines, start):
+    """The last of those that share the cluster: the machine does not come back, and there is no other place."""
+    run = start("seed-vtrace", 10**9)
+    run.until(lambda: run.steps() > 3000, "it trains")
+    told = re.findall(r"^envs \d: at ([0-9.]+), for site 0$", run.text(), re.MULTILINE)
+    assert set(told) == {machine.address for machine in machines.machines}
+    machines.machines.pop().kill()
+    run.until(lambda: "waits for a place; free are 0 of 4 CPUs" in run.text(), "it is missed")
+    before = run.steps()
+    run.until(lambda: run.steps() > before + 1000, "the others go on")
+    run.process.send_signal(signal.SIGTERM)
+    run.end(75)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "steps", "changes"),
+    [
+        ("ppo", 200_000, {"learners": 2}),
+        ("impala", 150_000, {}),
+        ("seed-vtrace", 150_000, {}),
+        ("gala-ppo", 300_000, {"learners": 3}),
+    ],
+)
+def test_cartpole_is_solved_across_machines(tmp_path_factory, tmp_path, preset, steps, changes):
+    with cluster(tmp_path_factory.mktemp("solved")) as machines:
+        options = {"launch": "ray", "ray.address": machines.address, "steps": steps, "out": tmp_path / "run", **changes}
+        args = [x for key, value in options.items() for x in (f"--{key}", str(value))]
+        run = OnRay(machines, tmp_path / "run", "train", preset, "--env", "CartPole-v1", *args)
+        try:
+            summary = run.end()
+        finally:
+            put_down(run.process)
+        assert summary["mean_return"] >= 400
