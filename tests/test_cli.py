@@ -168,7 +168,7 @@ def test_lists(capsys):
     code, out, _ = run(capsys, "list", "presets")
     assert [line.split()[0] for line in out.splitlines()] == list(presets.PRESETS)
     code, out, _ = run(capsys, "list", "matrix")
-    assert "| ppo | inline | solo, allreduce, hogwild, store, gossip | local |" in out
+    assert "| ppo | inline | solo, allreduce, hogwild, store, gossip | local, ray |" in out
 
 
 def test_train_eval_and_bench_print_what_follows(tmp_path, capsys):
