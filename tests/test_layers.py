@@ -83,6 +83,18 @@ LEVELS: list[list[str]] = [
         "bench",
         "session",
     ],
+    [
+        "plan.services",
+        "plan.layout",
+        "plan.parts",
+        "plan.learners",
+        "plan.acting",
+        "plan.simulate",
+        "plan.search",
+        "plan.wire",
+        "plan.measure",
+        "plan.command",
+    ],
     ["sweep", "doctor", "lend"],
     ["cli"],
 ]
