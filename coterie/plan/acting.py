@@ -60,9 +60,8 @@ def inline(learner: Learner, place: Place, draw: Draw) -> Process:
         held = None
         if turns is not None:
             yield (held := turns.request())
+        learner.snapshot, version = learner.room.updates, learner.steps
         yield learner.chip.work(learner.costs.unroll.fixed, "act")
-        learner.snapshot = learner.room.updates
-        version = learner.steps
         if members == 1:
             yield from member(0)
         else:

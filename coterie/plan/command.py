@@ -108,15 +108,15 @@ def _hardware(asked: argparse.Namespace) -> Hardware:
 
 def _search(config: Config, services: Services, most: Hardware, asked: argparse.Namespace) -> int:
     spec = make_spec(config.env, config.atari)
-    best, fastest = cheapest(config, spec, services, most, asked.target, config.seed)
+    best, most_of = cheapest(config, spec, services, most, asked.target, config.seed)
     if asked.json:
         told: dict[str, Any] = {"services": services.to_json(), "target": asked.target}
-        print(json.dumps({**told, "cheapest": best and best.to_json(), "fastest": fastest and fastest.to_json()}))
+        print(json.dumps({**told, "cheapest": best and best.to_json(), "beyond": most_of and most_of.to_json()}))
         return 0
     print(_about(config, services, most))
     if best is None:
-        most_of = f"; the fastest makes {fastest.frames_per_s:,.0f}" if fastest else ""
-        print(f"no layout within these bounds makes {asked.target:,.0f} frames/s{most_of}")
+        said = f"; {most_of.layout.name} on all of it makes {most_of.frames_per_s:,.0f}" if most_of else ""
+        print(f"no layout within these bounds makes {asked.target:,.0f} frames/s{said}")
         return 0
     lay, h = best.layout, best.layout.hardware
     machines = f"{h.cores} core(s)" + f", {lay.gpus} GPU(s)" * (lay.gpus > 0)

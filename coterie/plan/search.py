@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 
@@ -36,10 +37,9 @@ def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[Layout]:
 def cheapest(
     config: Config, spec: Spec, services: Services, most: Hardware, target: float, seed: int = 0
 ) -> tuple[Result | None, Result | None]:
-    """What reaches `target` frames/s for the fewest dollars per hour, the fastest of several; and, where nothing does,
-    the fastest of what was looked at.
+    """What reaches `target` frames/s for the fewest dollars per hour, the fastest of several; or None, and what the
+    layout makes that could make the most if nobody in it had to wait.
     """
-    fastest: Result | None = None
     found = sorted(candidates(config, spec, most), key=lambda x: x.dollars_per_hour)
     for _, same in groupby(found, key=lambda x: x.dollars_per_hour):
         best: Result | None = None
@@ -53,10 +53,11 @@ def cheapest(
             if best is None or result.frames_per_s > best.frames_per_s:
                 best = result
         if best is not None and best.frames_per_s >= target:
-            return best, best
-        if best is not None and (fastest is None or best.frames_per_s > fastest.frames_per_s):
-            fastest = best
-    return None, fastest
+            return best, None
+    for one in sorted(found, key=lambda x: -ceiling(x, services)):
+        with suppress(CoterieError):
+            return None, simulate(one, services, seed)
+    return None, None
 
 
 def _doubling(first: int, most: int) -> list[int]:

@@ -160,12 +160,15 @@ class World:
 
 
 def simulate(layout: Layout, services: Services, seed: int = 0, rollouts: int = 0, limit: int = 400_000) -> Result:
-    """Rates, lag and shares over so many rollouts of each learner (0: about 1200 rows of each env), once all of a
+    """Rates, lag and shares over so many batches of each learner (0: about 1200 rows of each env), once all of a
     layout's memory has been used.
     """
     world = World(layout, services, seed)
     rollouts = rollouts or max(10, min(60, 1200 // layout.unroll))
-    full = -(-layout.envs // (layout.batch * layout.learners)) + 2 * layout.batches + 2
+    # Envs that began together end their unrolls together: only over whole rounds of all of them is a rate one.
+    cycle = layout.envs / (layout.batch * layout.learners)
+    rollouts = round(max(3, math.ceil(rollouts / cycle)) * cycle) if cycle > 1 else rollouts
+    full = math.ceil(cycle) + 2 * layout.batches + 2
     world.run(full * layout.learners, limit // 2)
     before = world.clocks()
     for learner in world.learners:
