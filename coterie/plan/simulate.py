@@ -23,6 +23,7 @@ from coterie.plan.parts import Cores, Link, Meeting
 from coterie.plan.services import Costs, Services
 from coterie.types import CoterieError
 
+_ENOUGH, _LEAST, _MOST_EVENTS = 300_000, 6, 10_000_000  # events and rounds to look at
 _SATURATED = 0.95  # of what a part can do: it is what the others wait for
 
 
@@ -56,6 +57,7 @@ class World:
         self.layout, self.services = layout, services
         self.sim = sim = simpy.Environment()
         self.rng = np.random.default_rng(seed)
+        self.events = 0
         h, n = layout.hardware, layout.learners
         places = place(n, range(h.cores), layout.gpus)
         pools: dict[tuple[int, ...], Cores] = {}
@@ -124,16 +126,23 @@ class World:
         cv = self.services.env_cv
         return float(self.rng.gamma(steps * cv**-2, mean * cv**2)) if cv and mean else mean * steps
 
-    def run(self, rollouts: int, limit: int) -> None:
-        """Until learners have learned from so many rollouts more, or `limit` events have happened."""
-        goal = sum(x.rollouts for x in self.learners) + rollouts
-        for _ in range(limit):
+    def run(self, rollouts: int) -> None:
+        """Until learners have learned from so many rollouts more."""
+        goal = self.rollouts + rollouts
+        while self.rollouts < goal:
+            if self.events >= _MOST_EVENTS:
+                raise CoterieError(
+                    f"plan: {self.layout.name} with {self.layout.envs} envs is too large to be simulated"
+                )
             try:
                 self.sim.step()
             except simpy.core.EmptySchedule:
                 raise CoterieError(f"plan: nobody in the layout {self.layout.name} can go on") from None
-            if sum(x.rollouts for x in self.learners) >= goal:
-                break
+            self.events += 1
+
+    @property
+    def rollouts(self) -> int:
+        return sum(x.rollouts for x in self.learners)
 
     def counts(self) -> dict[str, int]:
         return {
@@ -159,26 +168,27 @@ class World:
         return found
 
 
-def simulate(layout: Layout, services: Services, seed: int = 0, rollouts: int = 0, limit: int = 400_000) -> Result:
-    """Rates, lag and shares over so many batches of each learner (0: about 1200 rows of each env), once all of a
-    layout's memory has been used.
+def simulate(layout: Layout, services: Services, seed: int = 0) -> Result:
+    """Rates, lag and shares, once all of a layout's memory has been used, over about 1200 rows of each env or, of large
+    layouts, fewer.
     """
     world = World(layout, services, seed)
-    rollouts = rollouts or max(10, min(60, 1200 // layout.unroll))
-    # Envs that began together end their unrolls together: only over whole rounds of all of them is a rate one.
-    cycle = layout.envs / (layout.batch * layout.learners)
-    rollouts = round(max(3, math.ceil(rollouts / cycle)) * cycle) if cycle > 1 else rollouts
-    full = math.ceil(cycle) + 2 * layout.batches + 2
-    world.run(full * layout.learners, limit // 2)
-    before = world.clocks()
+    # Envs that began together end their unrolls together, and learners that meet go on together: only over whole rounds
+    # of all of them is a rate one.
+    rounds = max(8, min(60, 1200 // layout.unroll))
+    cycle = max(1, math.ceil(layout.envs / (layout.batch * layout.learners))) * layout.learners
+    world.run(cycle + (2 * layout.batches + 2) * layout.learners)
     for learner in world.learners:
         learner.lag_max = 0
-    world.run(rollouts * layout.learners, limit)
+    before, done = world.clocks(), 0
+    while done < rounds and (done < _LEAST or world.events < _ENOUGH):
+        world.run(cycle)
+        done += 1
     after = world.clocks()
     clocks = defaultdict[str, float](float, {k: after[k] - before.get(k, 0.0) for k in after})
-    if not (seconds := clocks["time"]) or not clocks["learned"]:
-        raise CoterieError(f"plan: {layout.name} is too large to be simulated")
-    rate = clocks["learned"] / seconds * services.valid
+    if not (seconds := clocks["time"]):
+        raise CoterieError("plan: nothing in the services costs any time")
+    rate = done * cycle * layout.batch * layout.unroll / seconds * services.valid
     frames = rate * services.action_repeat
     busy, parts = _shares(world, clocks)
     return Result(

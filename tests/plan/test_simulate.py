@@ -100,9 +100,9 @@ def test_central_with_one_server_is_a_closed_queue():
 def test_more_hosts_help_until_inference_is_full_and_never_hurt():
     costs = replace(BARE, act=Line(0.0002, 0.001))
     rates = []
-    for hosts in (1, 2, 4, 8, 16, 32):
+    for hosts in (1, 2, 4, 8, 16, 24):
         hardware = Hardware(cores=4, hosts=hosts, latency=0.001)
-        own = layout("central", hardware=hardware, producers=hosts, unroll=20, batch=4, batches=64)
+        own = layout("central", hardware=hardware, producers=hosts, unroll=10, batch=4, batches=64)
         rates.append(simulate(own, services(costs)).env_steps_per_s)
     assert all(b >= 0.99 * a for a, b in pairwise(rates))
     assert rates[1] == pytest.approx(2 * rates[0], rel=0.1)
@@ -185,8 +185,8 @@ def test_what_holds_of_every_layout(own):
 
 def test_rows_are_kept_at_every_moment():
     world = World(EVERY[3], services(env_cv=0.5))
-    for _ in range(40):
-        world.run(1, 37)
+    for _ in range(400):
+        world.sim.step()
         counts = world.counts()
         assert counts["produced"] == counts["learned"] + counts["in_flight"]
 
@@ -194,7 +194,7 @@ def test_rows_are_kept_at_every_moment():
 def test_value_learning_trains_as_often_as_its_intensity_says():
     half = layout(steps=0.5, samples=8.0)
     world = World(half, services())
-    world.run(10, 10_000)
+    world.run(10)
     (learner,) = world.learners
     assert (learner.rollouts, learner.steps) == (10, 5)
 
