@@ -37,8 +37,10 @@ class Layout:
         return Means(self.dtype, self.chunk, self.torch_threads)
 
 
-def resolve(config: Config, spec: Spec, gpu: int = 0) -> Layout:
-    """Turn every `auto` and 0 into a choice, by rules that depend on the machine and the env, never on timing."""
+def resolve(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Layout:
+    """Turn every `auto` and 0 into a choice, by rules that depend on the machine and the env, never on timing.
+    `cores`: of a machine that is only thought of (here as below); 0: as many as this process may use.
+    """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is not available here; use cpu or auto")
     cuda = config.device == "cuda" or (
@@ -47,7 +49,7 @@ def resolve(config: Config, spec: Spec, gpu: int = 0) -> Layout:
     device = torch.device(f"cuda:{gpu}" if cuda else "cpu")
     image = any(s.is_image for s in spec.obs.values())
     bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_is_fast(device.type))
-    cores = len(available_cores())
+    cores = cores or len(available_cores())
     # A second thread pays where a forward pass takes long; a small net's calls would only wait for the interpreter.
     threads = config.torch_threads or (cores if image and not cuda else 1)
     # Two groups: for images each has a thread; otherwise one thread acts for them in turns, which pays while a group's
@@ -69,7 +71,7 @@ def resolve(config: Config, spec: Spec, gpu: int = 0) -> Layout:
     )
 
 
-def simulators(config: Config, learners: int) -> int:
+def simulators(config: Config, learners: int, cores: int = 0) -> int:
     """Each learner's, where `env.num_envs` is auto: so many for each of its cores, or for each of its actors, that the
     columns of a batch and the tasks are shared out evenly, and what has to be there before learning begins comes of
     `q.learn_start` env steps.
@@ -77,7 +79,7 @@ def simulators(config: Config, learners: int) -> int:
     one = replace(config, env=replace(config.env, num_envs=1))
     spec = make_spec(one.env, config.atari)
     width = _IMAGE_ENVS if any(s.is_image for s in spec.obs.values()) else _VECTOR_ENVS
-    cores, several = max(1, len(available_cores()) // learners), len(tasks(config.env.id))
+    cores, several = max(1, (cores or len(available_cores())) // learners), len(tasks(config.env.id))
     batch = elsewhere(config).batch_size if config.acting != "inline" else 0
     if batch and elsewhere(config).lockstep:
         return batch
@@ -112,23 +114,24 @@ def gpus_of(config: Config) -> tuple[int, int]:
     return there - acting, acting
 
 
-def settle(config: Config) -> Config:
+def settle(config: Config, cores: int = 0) -> Config:
     """`auto` learners, simulators, actors and exchange as what they are on this machine: one learner for each GPU, or
     else each core; one actor for each core, as far as the simulators can be shared out evenly.
     """
     learners, (gpus, _) = config.learners, gpus_of(config)
+    cores = cores or len(available_cores())
     if learners == "auto":
-        learners = 1 if config.exchange == "solo" else gpus or len(available_cores())
+        learners = 1 if config.exchange == "solo" else gpus or cores
     exchange = config.exchange
     if exchange == "auto":
         exchange = "solo" if learners == 1 else "allreduce"
     if not config.env.num_envs:
-        config = replace(config, env=replace(config.env, num_envs=simulators(config, learners)))
+        config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))
     actors = config.actors
     if actors == "auto" and config.acting == "central":
         actors = learners * len(tasks(config.env.id))  # a host has threads for all cores
     elif actors == "auto" and config.acting == "decoupled":
-        most = max(1, len(available_cores()) // learners)
+        most = max(1, cores // learners)
         envs, several = config.env.num_envs, len(tasks(config.env.id))
         # Each learner's, so that its simulators, the tasks, and the columns of a batch are shared out evenly.
         fitting = [

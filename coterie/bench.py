@@ -115,7 +115,7 @@ def _measure(learner: Learner, seconds: float, sync: Sync) -> dict[str, Any]:
     turn = seconds / (3 * _ROUNDS + 1)
     rates: dict[str, list[float]] = {"env_only": [], "acting": [], "training": []}
     env_only = _EnvOnly(learner)
-    training = _Training(learner)
+    training = Training(learner)
     stages = Stages()
     try:
         with learner.exchange:
@@ -191,7 +191,7 @@ def _measure_children(config: Config, seconds: float) -> list[dict[str, Any]]:
     return [found[rank] for rank in sorted(found)]
 
 
-class _Training:
+class Training:
     """The learner's own loop, held after each turn; `learn=False` throws its rollouts away untrained."""
 
     def __init__(self, learner: Learner) -> None:

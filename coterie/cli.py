@@ -23,6 +23,7 @@ HELP = """coterie: distributed deep reinforcement learning
   coterie eval RUN [--episodes N] [--sampled] [--learner best|mean|INDEX] [--json]
   coterie watch RUN [--out FILE.mp4] record an episode
   coterie bench PRESET [--seconds N] [--json] [--SECTION.FIELD VALUE ...]
+  coterie plan PRESET [--services FILE] [--target FRAMES_PER_S] [...]      which layout, on what hardware
   coterie envs --connect HOST:PORT --env ID [--token-file F] [--cert C]    step envs for a run elsewhere
   coterie actor --connect HOST:PORT --env ID [--token-file F] [--cert C]   act for a run elsewhere
   coterie keys DIR [--host NAME]     a token, a key and its certificate for such runs
@@ -230,6 +231,12 @@ def bench(args: list[str]) -> int:
     return 0
 
 
+def plan(args: list[str]) -> int:
+    from coterie.plan.command import plan as run
+
+    return run(args, _Parser("coterie plan", add_help=False, allow_abbrev=False), _train_config)
+
+
 def listing(args: list[str]) -> int:
     parser = _Parser("coterie list")
     parser.add_argument("what", choices=("envs", "presets", "matrix"))
@@ -289,6 +296,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": evaluate,
     "watch": watch,
     "bench": bench,
+    "plan": plan,
     "envs": partial(_lend, "envs"),
     "actor": partial(_lend, "actor"),
     "keys": keys,

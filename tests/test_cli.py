@@ -48,6 +48,17 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("watch", "/nowhere"), "RUN: /nowhere is not a run folder"),
         (("list", "games"), "envs"),
         (("bench", "ppo", "--seconds", "long"), "--seconds"),
+        (("plan", "poo"), "preset: 'poo' is unknown"),
+        (("plan", "ppo", "--seconds", "0"), "--seconds: 0 is not a number of seconds from 1"),
+        (("plan", "ppo", "--cores", "none"), "--cores: invalid int value: 'none'"),
+        (("plan", "ppo", "--cores", "0"), "--cores: must be at least 1, not 0"),
+        (("plan", "ppo", "--latency", "-1"), "--latency: must be at least 0, not -1"),
+        (("plan", "ppo", "--bandwidth", "0"), "--bandwidth: must be above 0 bytes/s, not 0"),
+        (("plan", "ppo", "--core-hour", "nan"), "--core-hour: must be at least 0, not nan"),
+        (("plan", "ppo", "--target", "0"), "--target: 0 is not a number of frames/s above 0"),
+        (("plan", "ppo", "--services", "/nowhere"), "--services: /nowhere cannot be read as JSON"),
+        (("plan", "ppo", "--env.num-env", "3"), "env.num"),
+        (("plan", "impala", "--env", "Pong-v5,Breakout-v5"), "env.id: plan looks at one task at a time"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(capsys, args, says):

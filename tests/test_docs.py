@@ -46,6 +46,12 @@ def shrink(command: list[str]) -> list[str]:
         if any(word.count(",") == 2 and "-v5" in word for word in command):  # three tasks share them out
             small[small.index("--env.num-envs") + 1] = "6"
         return [*command, *small, *more]
+    if "plan" in command:
+        small = {"--seconds": "1", "--cores": "2", "--hosts": "1", "--host-cores": "1"}
+        for option, value in small.items():
+            if option in command:
+                command[command.index(option) + 1] = value
+        return [*command, "--env.num-envs", "4", "--env.decorrelate", "0", "--algo.unroll-length", "8"]
     if "bench" in command:
         if "--seconds" in command:
             command[command.index("--seconds") + 1] = "1"
@@ -147,6 +153,9 @@ def test_a_command_runs(line, tmp_path, monkeypatch, capsys):
         if words[1] in ("eval", "watch", "resume"):
             start = ["coterie", "train", "ppo", "--env", "CartPole-v1", "--out", words[2]]
             assert run(shrink(start)) == 0
+        if "--services" in words:
+            services = Path(words[words.index("--services") + 1])
+            assert run(shrink(["coterie", *words[1:5], "--seconds", "1", "--save-services", str(services)])) == 0
         if "--wire.cert" in words:
             assert run(["keys", "runs/keys", "--host", "127.0.0.1"]) == 0
         if "--gossip.connect" in words:

@@ -88,6 +88,18 @@ LEVELS: list[list[str]] = [
         "launch.ray",
         "session",
     ],
+    [
+        "plan.services",
+        "plan.layout",
+        "plan.parts",
+        "plan.learners",
+        "plan.acting",
+        "plan.simulate",
+        "plan.search",
+        "plan.wire",
+        "plan.measure",
+        "plan.command",
+    ],
     ["sweep", "doctor", "lend"],
     ["cli"],
 ]
