@@ -114,19 +114,22 @@ def test_gossip_over_two_machines_is_stopped_and_goes_on(tmp_path, machines, sta
     assert list(bucket.glob("checkpoints/step_*/manifest.json"))
 
 
-def test_a_cluster_that_is_not_there_is_one_line(tmp_path, machines):
-    args = ["--launch", "ray", "--ray.address", "127.0.0.1:1", "--out", str(tmp_path / "x")]
-    run = OnRay(machines, tmp_path / "x", "train", "ppo", *args)
-    assert run.process.wait(PATIENCE) == 1
-    assert run.text().splitlines()[-1].startswith("coterie: ray.address: nobody listens at 127.0.0.1:1")
+@pytest.mark.parametrize(
+    ("address", "learners", "code", "said"),
+    [
+        ("127.0.0.1:1", 1, 1, "ray.address: nobody listens at 127.0.0.1:1"),
+        ("", 9, 2, "ray: the run needs 9 CPUs (9 on one machine), the machines have 2, 2, 2"),
+    ],
+)
+def test_what_cannot_be_is_one_line(tmp_path, machines, address, learners, code, said):
+    args = ["--ray.address", address or machines.address, "--learners", str(learners), "--out", str(tmp_path / "x")]
+    run = OnRay(machines, tmp_path / "x", "train", "a2c", "--env", "CartPole-v1", "--launch", "ray", *args)
+    try:
+        assert run.process.wait(PATIENCE) == code
+    finally:
+        put_down(run.process)
+    assert run.text().splitlines()[-1].startswith(f"coterie: {said}")
     assert not (tmp_path / "x").exists()
-
-
-def test_too_few_machines_are_one_line(tmp_path, machines):
-    args = ["--launch", "ray", "--ray.address", machines.address, "--out", str(tmp_path / "x"), "--learners", "9"]
-    run = OnRay(machines, tmp_path / "x", "train", "a2c", "--env", "CartPole-v1", "--exchange", "hogwild", *args)
-    assert run.process.wait(PATIENCE) == 2
-    assert run.text().splitlines()[-1].startswith("coterie: ray: the run needs 9 CPUs")
 
 
 def test_hosts_on_three_machines_of_which_one_is_lost(machines, start):
