@@ -47,11 +47,10 @@ def shrink(command: list[str]) -> list[str]:
             small[small.index("--env.num-envs") + 1] = "6"
         return [*command, *small, *more]
     if "plan" in command:
-        small = {"--seconds": "1", "--cores": "2", "--hosts": "1", "--host-cores": "1"}
-        for option, value in small.items():
-            if option in command:
-                command[command.index(option) + 1] = value
-        return [*command, "--env.num-envs", "4", "--env.decorrelate", "0", "--algo.unroll-length", "8"]
+        for option in {"--cores", "--hosts", "--host-cores"} & set(command):
+            command[command.index(option) + 1] = "1"
+        small = ["--seconds", "1", "--env.num-envs", "4", "--env.decorrelate", "0", "--algo.unroll-length", "8"]
+        return [*command, *small]
     if "bench" in command:
         if "--seconds" in command:
             command[command.index("--seconds") + 1] = "1"
