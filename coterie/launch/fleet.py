@@ -19,6 +19,7 @@ from typing import Any
 from coterie import __version__
 from coterie.config import elsewhere
 from coterie.launch.layout import Layout, Machine, lender_args, site_config, targets
+from coterie.launch.leash import GRACE_S
 from coterie.launch.node import News, Node
 from coterie.run import EXIT_INTERRUPTED
 from coterie.runs import checkpoint, ship
@@ -65,11 +66,15 @@ class Fleet:
         self.config = config = layout.config
         self.signal: signal.Signals | None = None
         self.restarts = 0
-        self.stored, self.stored_at, self.warned = ship.Stamps(), time.monotonic(), False
+        self.stored, self.stored_at, self.warned = dict[int, ship.Stamps](), time.monotonic(), False
         self.hosts = sorted({m.address for m in machines})
         self.keys = self._make_keys() if len(self.hosts) > 1 else {}
+        folders = [folder / "sites" / str(k) if k else folder for k in range(len(layout.sites))]
+        self.targets = targets(layout, [_reached(own) for own in folders])  # before anything is written
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            for own in folders:  # as many as there are sites, for who resumes
+                own.mkdir(parents=True, exist_ok=True)
+                (own / "summary.json").unlink(missing_ok=True)
             save_config(folder / "config.json", config)
             self.log = (folder / "ray.txt").open("a")
         except OSError as error:
@@ -78,7 +83,7 @@ class Fleet:
             Part(
                 f"site {k}", self._place(site.machine, site.cpus, site.gpus, config.restarts), config.restarts,
                 2 * site.learners + 1,  # for envs or actors, and for gossip
-                folder / "sites" / str(k) if k else folder,
+                folders[k],
             )
             for k, site in enumerate(layout.sites)
         ]  # fmt: skip
@@ -110,41 +115,49 @@ class Fleet:
 
     def work(self, resumed: bool) -> tuple[str, str]:
         """Start all parts and see them through; returns the status of the run and the reason."""
-        self.targets = targets(self.layout, [self._reached(site) if resumed else 0 for site in self.sites])
         before = {s: signal.signal(s, self._hear) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._start_sites(resumed)
             told = False
             while any(site.code is None for site in self.sites):
-                if self.signal is not None and not told:
-                    told = True
-                    self.say(f"{self.signal.name}: a checkpoint of every site, then the end (again: stop at once)")
+                if self.signal is not None:
+                    if not told:
+                        told = True
+                        self.say(f"{self.signal.name}: a checkpoint of every site, then the end (again: stop at once)")
+                        for site in self.sites:
+                            site.handle.stop.remote()
                     for site in self.sites:
-                        site.handle.stop.remote()
+                        if (
+                            site.code is None and site.what != "news"
+                        ):  # it is not at work: its last checkpoint has to do
+                            site.code = EXIT_INTERRUPTED
                 self._poll([*self.sites, *self.lenders])
-                self._store()
+                self.store()
             self._dismiss()
         except CoterieError:
             with suppress(Exception):  # what the others have learned is kept
                 self._halt(self.sites)
             raise
         finally:
-            self._store(last=True)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if any(site.code == EXIT_INTERRUPTED for site in self.sites):
-            return "interrupted", self.signal.name if self.signal is not None else ""
+        if self.signal is not None and any(site.code != 0 for site in self.sites):
+            return "interrupted", self.signal.name
         return "finished", ""
 
-    def _store(self, last: bool = False) -> None:
+    def store(self, last: bool = False) -> None:
         """Bring `ray.storage` up to date. Where it is away, the run goes on, and that is tried again."""
         if not self.config.ray.storage or not (last or time.monotonic() > self.stored_at + _STORE_S):
             return
         self.stored_at = time.monotonic()
         try:
-            new = ship.changes(self.folder, self.stored)
-            ship.store(self.config.ray.storage, new, self.folder)
-            self.stored, self.warned = new.stamps, False
+            for k, site in enumerate(self.sites):
+                assert site.folder is not None
+                url = self.config.ray.storage.rstrip("/") + (f"/sites/{k}" if k else "")
+                new = ship.changes(site.folder, self.stored.get(k, {}), skip=("sites",))
+                ship.store(url, new, site.folder)
+                self.stored[k] = new.stamps
+            self.warned = False
         except CoterieError as error:
             if not self.warned or last:
                 self.say(str(error))
@@ -159,12 +172,32 @@ class Fleet:
 
     def _ask(self, part: Part, what: str, *args: Any, seconds: float = _SILENT_S) -> Any:
         """Call a part and wait for its answer."""
+        errors, end = self.ray.exceptions, time.monotonic() + seconds
+        ref = getattr(part.handle, what).remote(*args)
+        while not self.ray.wait([ref], timeout=1.0)[0]:
+            if what == "open" and self.signal is not None:
+                raise CoterieError(f"{self.signal.name} before {part.name} had a place")
+            if time.monotonic() > end:
+                raise CoterieError(f"ray: no answer of {part.name} for {seconds:.0f} s; {self._free()}")
         try:
-            return self.ray.get(getattr(part.handle, what).remote(*args), timeout=seconds)
-        except self.ray.exceptions.GetTimeoutError:
-            raise CoterieError(f"ray: no answer of {part.name} for {seconds:.0f} s; {self._free()}") from None
-        except self.ray.exceptions.RayTaskError as error:
-            raise CoterieError(f"{part.name}: {first_line(error.cause or error)}") from None
+            return self.ray.get(ref)
+        except errors.ActorDiedError as error:
+            raise CoterieError(f"{part.name} is lost, and Ray does not start it again: {last_line(error)}") from None
+        except errors.RayActorError:
+            raise  # it may come back
+        except errors.RayError as error:
+            raise CoterieError(f"{part.name}: {first_line(getattr(error, 'cause', None) or error)}") from None
+
+    def _begin(self, part: Part, *args: Any) -> bool:
+        """Start a part's command; False: it was lost again."""
+        try:
+            part.stamps = self._ask(part, "start", *args, seconds=_PLACE_S)
+        except self.ray.exceptions.RayActorError:
+            part.what, part.asked, part.since = "started", None, time.monotonic()
+            part.reason = part.reason or "its machine is gone or out of reach"
+            return False
+        part.code, part.asked, part.what = None, None, "news"
+        return True
 
     def _free(self) -> str:
         free, there = self.ray.available_resources(), self.ray.cluster_resources()
@@ -172,23 +205,18 @@ class Fleet:
 
     def _start_sites(self, resume: bool) -> None:
         """Start all sites once they have a place; whoever steps envs for them starts when it has one."""
-        for site in self.sites:
+        todo = [site for site in self.sites if site.code != 0 and (site.what == "news" or not site.address[1])]
+        for site in todo:
             if not site.address[1]:
                 site.address = self._ask(site, "open", *self._way(site), seconds=_PLACE_S)
         if self.keys and any(site.address[0] not in self.hosts for site in self.sites):
             self.hosts = sorted({*self.hosts, *(site.address[0] for site in self.sites)})
             self.keys = self._make_keys()  # a machine that was not there before
-        for k in range(len(self.sites)):
-            self._start_site(k, resume)
+        for site in todo:
+            self._start_site(self.sites.index(site), resume)
         for i, part in enumerate(self.lenders):
-            if part.address[1]:
+            if part.what == "news" and part.code is None:  # others are told when they have a place
                 self._start_lender(i)
-
-    def _reached(self, site: Part) -> int:
-        """Env steps of a site's last checkpoint."""
-        assert site.folder is not None
-        path = checkpoint.latest(site.folder / "checkpoints")
-        return 0 if path is None else int(json.loads((path / "state.json").read_text())["env_steps"])
 
     def _way(self, part: Part) -> tuple[str, int]:
         return ("" if self.keys else "127.0.0.1"), part.ports
@@ -198,22 +226,24 @@ class Fleet:
         assert site.folder is not None
         config = site_config(self.layout, k, site.address, self.sites[0].address, bool(self.keys), self.targets[k])
         files = {"config.json": json.dumps(to_dict(config)).encode(), **self.keys}
+        if resume and _reached(site.folder) >= self.targets[k]:
+            site.code = 0  # it was lost when it had done all that it had to
+            return
         if resume and checkpoint.latest(site.folder / "checkpoints") is not None:
-            everything = ship.changes(site.folder, {}, skip=("sites", "ray.txt", "config.json"))
-            site.stamps = self._ask(site, "start", ["resume", "{here}/run"], files, everything, seconds=_PLACE_S)
+            everything = ship.changes(site.folder, {}, skip=("sites", "ray.txt", "config.json", "summary.json"))
+            begun = self._begin(site, ["resume", "{here}/run"], files, everything)
         else:
-            args = ["train", "{here}/config.json", "--out", "{here}/run"]
-            site.stamps = self._ask(site, "start", args, files)
-        site.code, site.asked, site.what = None, None, "news"
+            begun = self._begin(site, ["train", "{here}/config.json", "--out", "{here}/run"], files)
+        if not begun:
+            return
         learners = f"{own.learners} learners" if own.learners > 1 else "a learner"
         self.say(f"{site.name}: {learners} at {site.address[0]}")
 
     def _start_lender(self, i: int) -> None:
         part, lender = self.lenders[i], self.layout.lenders[i]
         args = lender_args(self.layout, lender, self.sites[lender.site].address, bool(self.keys))
-        self._ask(part, "start", args, {name: x for name, x in self.keys.items() if name in (TOKEN, CERT)})
-        part.code, part.asked, part.what = None, None, "news"
-        self.say(f"{part.name}: at {part.address[0]}, for {self.sites[lender.site].name}")
+        if self._begin(part, args, {name: x for name, x in self.keys.items() if name in (TOKEN, CERT)}):
+            self.say(f"{part.name}: at {part.address[0]}, for {self.sites[lender.site].name}")
 
     # What happens
 
@@ -224,11 +254,14 @@ class Fleet:
             if part.asked is None and part.code is None and now >= part.not_before:
                 args = {"news": (part.stamps,), "open": self._way(part), "started": ()}[part.what]
                 part.asked = getattr(part.handle, part.what).remote(*args)
+                if part.what == "news":
+                    part.since = now
         asked = {part.asked: part for part in parts if part.asked is not None}
         if asked:
             ready, _ = self.ray.wait(list(asked), num_returns=len(asked), timeout=_POLL_S)
-            for part in (asked[ref] for ref in ready):
-                self._hear_of(part)
+            for ref in ready:
+                if asked[ref].asked is ref:  # and it has not been started anew because of another's answer
+                    self._hear_of(asked[ref])
             for part in parts:
                 if part.asked is not None:
                     self._miss(part, now - part.since)
@@ -253,8 +286,8 @@ class Fleet:
         except errors.RayTaskError as error:
             raise CoterieError(f"{part.name}: {first_line(error.cause or error)}") from None
         except errors.ActorDiedError as error:
-            raise CoterieError(f"{part.name} is lost, and Ray does not start it again: {first_line(error)}") from None
-        except errors.RayActorError:
+            raise CoterieError(f"{part.name} is lost, and Ray does not start it again: {last_line(error)}") from None
+        except errors.RayError:
             if part.what == "news":
                 part.reason, part.since = "its machine is gone or out of reach", time.monotonic()
             part.what, part.asked, part.not_before = "started", None, time.monotonic() + _POLL_S
@@ -285,7 +318,8 @@ class Fleet:
             raise ConfigError(f"{part.name}: {said}")
         if news.code == 1 and part.folder is not None:
             raise CoterieError(f"{part.name}: {said}")
-        stopped = self.signal is not None or all(site.code is not None for site in self.sites)
+        own = part if part.folder is not None else self.sites[self.layout.lenders[self.lenders.index(part)].site]
+        stopped = self.signal is not None or own.code is not None
         if stopped or (part.folder is not None and news.code == 0):
             part.code = news.code
         elif news.code == 0:  # the run is over, as will be heard soon, or somebody has told it to leave
@@ -314,6 +348,8 @@ class Fleet:
     def _settle(self, part: Part, address: tuple[str, int]) -> None:
         """A part has a place: its command starts there, from what its last checkpoint has."""
         before, part.address = part.address, address
+        if self.signal is not None:
+            return
         if part.folder is None:
             self._start_lender(self.lenders.index(part))
             return
@@ -321,11 +357,12 @@ class Fleet:
         if (k == 0 and len(self.sites) > 1) or (self.keys and address[0] not in self.hosts):
             self.say(f"{part.name} is at {address[0]} now: all go on from their checkpoints")
             self._halt([site for site in self.sites if site is not part])
+            part.what, part.code = "news", None
             self._start_sites(resume=True)
             return
         self._start_site(k, resume=True)
         for i, lender in enumerate(self.layout.lenders):
-            if lender.site == k and address != before and self.lenders[i].address[1]:
+            if lender.site == k and address != before and self.lenders[i].what == "news":
                 self._start_lender(i)
 
     def _halt(self, parts: list[Part]) -> None:
@@ -349,18 +386,31 @@ class Fleet:
         for part in self.lenders:
             part.handle.stop.remote()
         at_work = [part for part in self.lenders if part.what == "news"]
-        while any(part.code is None for part in at_work) and time.monotonic() < end:
-            self._poll(at_work)
+        with suppress(CoterieError):  # the run is over: who is lost now is not missed
+            while any(part.code is None for part in at_work) and time.monotonic() < end:
+                self._poll(at_work)
 
     def close(self) -> None:
         parts = [*self.sites, *self.lenders]
         closing = [part.handle.close.remote() for part in parts]
         with suppress(Exception):  # what is gone needs no end
-            self.ray.wait(closing, num_returns=len(closing), timeout=_LEAVE_S)
+            self.ray.wait(closing, num_returns=len(closing), timeout=GRACE_S + _LEAVE_S)
         for part in parts:
             with suppress(Exception):
                 self.ray.kill(part.handle)
         self.log.close()
+
+
+def _reached(folder: Path) -> int:
+    """Env steps of a site's last checkpoint."""
+    path = checkpoint.latest(folder / "checkpoints")
+    return 0 if path is None else int(json.loads((path / "state.json").read_text())["env_steps"])
+
+
+def last_line(error: BaseException) -> str:
+    """Of an actor that could not be made: what its own error says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if getattr(error, "actor_init_failed", False) and lines else first_line(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -86,12 +86,19 @@ def lay_out(config: Config, machines: list[Machine], sites: int = 0) -> Layout:
     config = replace(config, learners=learners, exchange=exchange)
     if not config.env.num_envs:
         config = replace(config, env=replace(config.env, num_envs=simulators(config, learners)))
-    count = sites or (min(learners, len(machines)) if exchange == "gossip" else 1)
-    if count > len(machines):
-        raise ConfigError(f"ray: the run had {count} machines for its learners, the cluster has {len(machines)}")
-    shares = [learners // count + (k < learners % count) for k in range(count)]
-    places = tuple(Site(m, n, n * per_learner, n if gpus else 0) for m, n in zip(ordered[:count], shares, strict=True))
-    taken = Counter({site.machine.id: site.cpus for site in places})
+    room = [m for m in ordered if _room(m, per_learner, bool(gpus))] or ordered
+    count = sites or (min(learners, len(room)) if exchange == "gossip" else 1)
+    places_of = [room[k % len(room)] for k in range(count)]  # a resumed run may have fewer machines than it had
+    shares = [1] * count
+    for _ in range(learners - count):  # to whoever has most room
+        shares[max(range(count), key=lambda k: _room(places_of[k], per_learner, bool(gpus)) - shares[k])] += 1
+    for m, n in zip(places_of, shares, strict=True):
+        if gpus and n > m.gpus and not sites:
+            raise ConfigError(f"ray: {n} learners would share a machine that has {m.gpus} GPUs: fewer learners")
+    places = tuple(Site(m, n, n * per_learner, n if gpus else 0) for m, n in zip(places_of, shares, strict=True))
+    taken = Counter[str]()
+    for site in places:
+        taken[site.machine.id] += site.cpus
     free = {m.id: m.cpus - taken[m.id] for m in machines}
     config = replace(config, actors=_actors(config, sum(max(0, n) for n in free.values())))
     lenders: list[Lender] = []
@@ -102,13 +109,18 @@ def lay_out(config: Config, machines: list[Machine], sites: int = 0) -> Layout:
             machine = max(machines, key=lambda m: free[m.id])
             free[machine.id] -= 1
             lenders.append(Lender(kind, i, i % count, machine))
-    if any(n < 0 for n in free.values()):
+    if any(n < 0 for n in free.values()) and not sites:  # a resumed run's parts wait for their places
         need = sum(site.cpus for site in places) + len(lenders)
         raise ConfigError(
             f"ray: the run needs {need} CPUs ({', '.join(f'{s.cpus} on one machine' for s in places)}), the machines "
             f"have {', '.join(str(m.cpus) for m in machines)}: fewer learners or actors"
         )
     return Layout(config, places, tuple(lenders))
+
+
+def _room(machine: Machine, per_learner: int, gpus: bool) -> int:
+    """Learners that a machine has room for."""
+    return machine.gpus if gpus else machine.cpus // per_learner
 
 
 def _learners(config: Config, machines: list[Machine], per_learner: int, gpus: bool) -> int:
@@ -118,7 +130,7 @@ def _learners(config: Config, machines: list[Machine], per_learner: int, gpus: b
     own = machines if config.exchange == "gossip" else machines[:1]
     if config.acting != "inline" and not gpus:
         return len(own)
-    return max(1, sum(m.gpus if gpus else m.cpus // per_learner for m in own))
+    return max(1, sum(_room(m, per_learner, gpus) for m in own))
 
 
 def _actors(config: Config, free: int) -> int | Literal["auto"]:

@@ -5,6 +5,7 @@ When that closes, by a word or by death, the command gets SIGTERM and time for a
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import sys
 import threading
 
 GRACE_S = 60.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # before the fork
 
 
 def main(command: list[str]) -> int:
@@ -34,6 +37,9 @@ def main(command: list[str]) -> int:
 
 
 def _default_signals() -> None:
+    """The command's, between fork and exec: it hears of the leash's own death, too, where the system can tell."""
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 

@@ -33,19 +33,23 @@ def run_on_ray(config: Config, folder: Path, resumed: bool, quiet: bool) -> dict
     try:
         sites = 1 + len(list(folder.glob("sites/*"))) if resumed else 0
         fleet = Fleet(ray, lay_out(config, machines, sites), folder, quiet, machines)
-        told: dict[str, Any] = {"status": "failed", "reason": "stopped at once by a second signal"}
+        told: dict[str, Any] = {"status": "failed", "reason": ""}
         try:
             told = dict(zip(("status", "reason"), fleet.work(resumed), strict=True))
-        except CoterieError as error:
-            told["reason"] = str(error)
+        except KeyboardInterrupt:
+            told["reason"] = "stopped at once by a second signal"
+            raise
+        except Exception as error:
+            told["reason"] = first_line(error)
             raise
         finally:
-            fleet.close()
-            told |= {"folder": str(folder), "seconds": time.monotonic() - begin}
-            told["ray"] = {"machines": len(fleet.hosts), "restarts": fleet.restarts}
-            total = _together([site.folder for site in fleet.sites if site.folder is not None]) | told
+            told |= {"folder": str(folder), "ray": {"machines": len(fleet.hosts), "restarts": fleet.restarts}}
+            own = [site.folder for site in fleet.sites if site.folder is not None]
+            total = {"seconds": time.monotonic() - begin} | _together(own) | told
             with suppress(OSError):
                 (folder / "summary.json").write_text(json.dumps(clean(total), indent=1) + "\n")
+            fleet.store(last=True)
+            fleet.close()
         return total
     finally:
         ray.shutdown()
@@ -60,7 +64,9 @@ def connect(config: Config) -> tuple[Any, list[Machine]]:
     except ImportError:
         raise ConfigError("launch: ray needs `pip install 'coterie[ray]'`") from None
     ray: Any = found  # half of it has no types
-    where: dict[str, Any] = {"address": config.ray.address} if config.ray.address else {"include_dashboard": False}
+    where: dict[str, Any] = {"address": config.ray.address or "local"}  # by itself Ray joins whatever it finds here
+    if not config.ray.address:
+        where["include_dashboard"] = False
     try:
         code = dict(json.loads(config.ray.runtime_env))
     except (ValueError, TypeError):
@@ -98,5 +104,6 @@ def _together(folders: list[Path]) -> dict[str, Any]:
         total["env_steps_per_s"] = sum(one["env_steps_per_s"] for one in found)
         means = [one["mean_return"] for one in found if one["mean_return"] is not None]
         total["mean_return"] = sum(means) / len(means) if means else None
+        total["seconds"] = max(one["seconds"] for one in found)
         total["sites"] = found
     return total

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from coterie.types import CoterieError
 
 _CHECKPOINTS, _MANIFEST = "checkpoints", "manifest.json"
-Stamps = dict[str, tuple[int, int]]  # size in bytes and time of change in ns of each file by its name
+Stamps = dict[str, tuple[int, int, int]]  # of each file by its name: bytes, time of change in ns, inode
 
 
 class Changes(NamedTuple):
@@ -46,7 +46,7 @@ def _files(folder: Path, skip: tuple[str, ...]) -> Iterable[str]:
         yield from ((here / name).as_posix() for name in names if not name.startswith("."))
 
 
-def changes(folder: Path, known: Mapping[str, tuple[int, int]], skip: tuple[str, ...] = ()) -> Changes:
+def changes(folder: Path, known: Mapping[str, tuple[int, int, int]], skip: tuple[str, ...] = ()) -> Changes:
     """What is new in `folder`, but for `skip` in it, since it had the stamps `known` ({}: everything). What vanishes
     meanwhile is left out.
     """
@@ -54,14 +54,15 @@ def changes(folder: Path, known: Mapping[str, tuple[int, int]], skip: tuple[str,
     for name in sorted(_files(folder, skip)):
         with suppress(FileNotFoundError):
             there = (folder / name).stat()
-            stamps[name] = there.st_size, there.st_mtime_ns
+            stamps[name] = there.st_size, there.st_mtime_ns, there.st_ino
     whole = {_checkpoint(name) for name, stamp in stamps.items() if known.get(name) != stamp} - {""}
     files, torn = dict[str, tuple[int, bytes]](), set[str]()
-    for name, (size, when) in list(stamps.items()):
-        before, changed = known.get(name, (0, 0))
-        if (before, changed) == (size, when) and _checkpoint(name) not in whole:
+    for name, stamp in list(stamps.items()):
+        if known.get(name) == stamp and _checkpoint(name) not in whole:
             continue
-        begin = before if _grows(name) and size > before else 0
+        size, _, inode = stamp
+        before, _, same = known.get(name, (0, 0, inode))
+        begin = before if _grows(name) and size > before and same == inode else 0  # else it is another file by now
         try:
             with (folder / name).open("rb") as file:
                 file.seek(begin)
@@ -128,7 +129,8 @@ def store(url: str, new: Changes, folder: Path) -> None:
             system.makedirs(at.rpartition("/")[0], exist_ok=True)
             system.pipe_file(at, (folder / name).read_bytes())
         for checkpoint in new.gone:
-            system.rm(f"{root}/{_CHECKPOINTS}/{checkpoint}", recursive=True)
+            with suppress(FileNotFoundError):
+                system.rm(f"{root}/{_CHECKPOINTS}/{checkpoint}", recursive=True)
     except Exception as error:  # every kind of storage has its own
         raise CoterieError(f"ray.storage: cannot write to {url}: {' '.join(str(error).split()) or error!r}") from None
 
@@ -141,8 +143,13 @@ def fetch(url: str, folder: Path) -> None:
         system, root = fsspec.core.url_to_fs(url)
         if not system.exists(f"{root}/config.json"):
             raise FileNotFoundError("there is no config.json")
-        folder.mkdir(parents=True, exist_ok=False)
-        system.get(f"{root}/", f"{folder}/", recursive=True)
+        if folder.exists():
+            raise FileExistsError(f"{folder} is there already: resume that, or remove it")
+        draft = folder.with_name(f".{folder.name}.new")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        system.get(f"{root}/", f"{draft}/", recursive=True)
+        draft.rename(folder)
     except Exception as error:
         raise CoterieError(f"RUN: cannot get {url}: {' '.join(str(error).split()) or error!r}") from None
 

@@ -80,8 +80,19 @@ def test_what_does_not_fit_is_refused(preset, changes, said):
 
 def test_a_resumed_run_has_as_many_sites_as_before():
     assert len(layout("gala-a2c", [HERE, THERE, FAR], sites=2, learners=4).sites) == 2
-    with pytest.raises(ConfigError, match="ray: the run had 3 machines for its learners, the cluster has 1"):
-        layout("gala-a2c", [HERE], sites=3, learners=3)
+    found = layout("gala-a2c", [HERE, THERE], sites=3, learners=3)  # and a machine less
+    assert [s.machine.id for s in found.sites] == ["a", "b", "a"]
+    assert len(layout("seed-vtrace", [Machine("x", "10.0.0.7", 2, 0)], sites=1, actors=8).lenders) == 8  # most wait
+
+
+def test_learners_are_shared_out_by_the_room_that_machines_have():
+    big, small = Machine("big", "10.0.0.1", 8, 0), Machine("small", "10.0.0.2", 2, 0)
+    assert places(layout("gala-a2c", [small, big], learners="auto")) == [("small", 2, 2, 0), ("big", 8, 8, 0)]
+    machines = [Machine("four", "10.0.0.1", 8, 4), Machine("one", "10.0.0.2", 8, 1), HERE]
+    found = layout("gala-a2c", machines, learners="auto")
+    assert places(found) == [("four", 4, 4, 4), ("one", 1, 1, 1)]
+    with pytest.raises(ConfigError, match="ray: 5 learners would share a machine that has 4 GPUs"):
+        layout("a2c", machines, learners=5, exchange="allreduce")
 
 
 def test_sites_share_the_budget_and_find_each_other():

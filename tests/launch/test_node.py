@@ -128,6 +128,18 @@ def test_a_word_on_the_leash_ends_it_too():
     process.communicate()
 
 
+def test_who_kills_the_leash_ends_the_command_too(tmp_path):
+    """As Ray does with the children of its workers."""
+    code = CHILD.replace("sys.exit(75)", f"(open({str(tmp_path / 'told')!r}, 'w').close(), sys.exit(75))")
+    process = on_leash(code)
+    process.kill()
+    end = time.monotonic() + PATIENCE
+    while not (tmp_path / "told").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.communicate()
+
+
 def test_signals_to_the_leash_itself_are_not_the_commands():
     process = on_leash()
     for number in (signal.SIGTERM, signal.SIGINT):
