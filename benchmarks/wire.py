@@ -120,31 +120,11 @@ def measure(streams: int, envs: int, processes: int, seconds: float, address: st
     }
 
 
-class Echo:
-    """A seat that answers at once."""
-
-    alive = True
-
-    def __init__(self, reads: Any, writes: Any) -> None:
-        self.reads, self.writes = reads, writes
-        self.actions = {t.name: np.zeros(t.shape, t.dtype) for t in writes.tensors}
-
-    def welcome(self) -> dict[str, Any]:
-        return {}
-
-    def ask(self, arrays: dict[str, Any], answer: Any) -> None:
-        answer(self.actions, 0)
-
-    def leave(self) -> None:
-        pass
-
-
 def echo(address: str, envs: int, newest: bool, ready: Any) -> None:
-    from coterie.wire.codec import action_layout, timestep_layout
+    from coterie.plan.wire import Echo
     from coterie.wire.server import Server
 
-    spec = atari()
-    Server(address, {"Infer": lambda hello: Echo(timestep_layout(spec, envs, newest), action_layout(spec, envs))})
+    Server(address, {"Infer": lambda hello: Echo(atari(), envs, newest)})
     ready.set()
     time.sleep(3600)
 

@@ -131,12 +131,6 @@ def resume(args: list[str]) -> int:
         raise ConfigError(f"--steps: {options.steps} is not a whole number of env steps")
     from coterie.session import resume as run
 
-    if "://" in options.run:  # what --ray.storage has
-        from coterie.runs.ship import fetch
-
-        url, options.run = options.run, f"runs/{options.run.rstrip('/').rpartition('/')[2]}"
-        fetch(url, Path(options.run))
-        print(f"{url} is in {options.run} now")
     return _report(run(options.run, steps=int(options.steps)))
 
 
@@ -170,9 +164,8 @@ def evaluate(args: list[str]) -> int:
         raise ConfigError("--episodes: must be at least 1")
     if options.seed < 0:
         raise ConfigError("--seed: must not be negative")
-    from coterie.evaluate import evaluate_run
+    from coterie.evaluate import evaluate_run, show
     from coterie.runs.metrics import clean
-    from coterie.tasks import are_normalized
 
     result = evaluate_run(
         options.run, episodes=options.episodes, sampled=options.sampled, seed=options.seed, learner=options.learner
@@ -180,17 +173,7 @@ def evaluate(args: list[str]) -> int:
     if options.json:
         print(json.dumps(clean(result)))
         return 0
-    for task in result.get("tasks", []):
-        print(f"{task['env']}: {task['mean_return']:.2f} +- {task['stderr']:.2f} ({task['episodes']} games)")
-    how = "sampled" if options.sampled else "greedy"
-    score = f"{result['mean_return']:.2f} +- {result['stderr']:.2f}"
-    if several := [task["env"] for task in result.get("tasks", [])]:
-        what = "mean human-normalised score, each capped at 1" if are_normalized(several) else "mean of the returns"
-        score = f"{what}: {result['score']:.3g}"
-    line = f"{result['env']}: {score} ({result['episodes']} games, {how}"
-    if result["human_normalized"] is not None:
-        line += f", human-normalised {100 * result['human_normalized']:.0f}%"
-    print(line + f", checkpoint at {result['checkpoint_env_steps']:,} env steps)")
+    print(show(result))
     return 0
 
 

@@ -22,7 +22,7 @@ from coterie.models.build import Network
 from coterie.parts import AnyAlgorithm, make_algorithm, make_model
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
-from coterie.tasks import overall, task_config, tasks
+from coterie.tasks import are_normalized, overall, task_config, tasks
 from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, TimeStep
 
 _MOST_ENVS = 16
@@ -262,3 +262,21 @@ def evaluate_run(
         max_steps=episodes * _LONGEST_GAME,
     )
     return {"run": str(folder), "checkpoint_env_steps": policy.step, "sampled": sampled, **scores.to_json()}
+
+
+def show(result: dict[str, Any]) -> str:
+    """What `evaluate_run` found, for people."""
+    several = result.get("tasks", [])
+    lines = [
+        f"{task['env']}: {task['mean_return']:.2f} +- {task['stderr']:.2f} ({task['episodes']} games)"
+        for task in several
+    ]
+    score = f"{result['mean_return']:.2f} +- {result['stderr']:.2f}"
+    if several:
+        known = are_normalized(task["env"] for task in several)
+        what = "mean human-normalised score, each capped at 1" if known else "mean of the returns"
+        score = f"{what}: {result['score']:.3g}"
+    line = f"{result['env']}: {score} ({result['episodes']} games, {'sampled' if result['sampled'] else 'greedy'}"
+    if result["human_normalized"] is not None:
+        line += f", human-normalised {100 * result['human_normalized']:.0f}%"
+    return "\n".join([*lines, f"{line}, checkpoint at {result['checkpoint_env_steps']:,} env steps)"])

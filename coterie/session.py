@@ -25,6 +25,7 @@ from coterie.roles import Learner
 from coterie.run import EXIT_INTERRUPTED, Run
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
+from coterie.runs.ship import fetch
 from coterie.types import ConfigError, CoterieError, Spec
 
 __all__ = ["EXIT_INTERRUPTED", "resume", "train"]
@@ -49,7 +50,12 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
 
 
 def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[str, Any]:
-    """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps)."""
+    """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps).
+    From a URL, where `ray.storage` has put it, the run comes to `runs/` first.
+    """
+    if "://" in str(folder):
+        url, folder = str(folder), Path("runs") / str(folder).rstrip("/").rpartition("/")[2]
+        fetch(url, folder)
     folder = Path(folder)
     config = open_run(folder)
     if steps:

@@ -84,6 +84,7 @@ LEVELS: list[list[str]] = [
         "launch.layout",
         "launch.leash",
         "launch.node",
+        "launch.calls",
         "launch.fleet",
         "launch.ray",
         "session",

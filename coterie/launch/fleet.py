@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
-from coterie import __version__
 from coterie.config import elsewhere
+from coterie.launch.calls import SILENT_S, Calls, Part
 from coterie.launch.layout import Layout, Machine, lender_args, site_config, targets
 from coterie.launch.leash import GRACE_S
-from coterie.launch.node import News, Node
+from coterie.launch.node import News
 from coterie.run import EXIT_INTERRUPTED
 from coterie.runs import checkpoint, ship
 from coterie.runs.config_io import save_config, to_dict
@@ -31,42 +31,21 @@ _POLL_S = 0.5
 _HINTS = ("evaluate: ", "resume: ", "watch: ")  # how to go on with a run: this one is not where its site says
 _PLACE_S = 600.0  # for Ray to find a place for learners; others are waited for as long as it takes
 _WARN_S = 15.0  # after which the reason is said
-_SILENT_S = 60.0  # that a machine may take to answer
 _LEAVE_S = 20.0  # for those that step envs to leave at the end
 _LEFT_S = 5.0  # before one that has left is started again
 _STORE_S = 10.0  # between two looks at what storage has not yet
 _BACK_OFF_S = 1.0  # before a command that failed is started again
 
 
-class Part:
-    """One command of the run, wherever Ray has put it. `folder`: a copy of its run folder, where it has one (a site).
-
-    `asked` is the answer that is awaited, to: `news` (it works), `open` (it waits for a place), or `started` (it was
-    lost: has it been started anew, or was it out of reach?).
-    """
-
-    def __init__(self, name: str, handle: Any, restarts: int, ports: int, folder: Path | None = None) -> None:
-        self.name, self.handle, self.restarts, self.ports, self.folder = name, handle, restarts, ports, folder
-        self.address = "", 0
-        self.stamps: ship.Stamps = {}
-        self.asked: Any = None
-        self.what = "open"
-        self.since, self.not_before = time.monotonic(), 0.0  # it was asked, it is asked again
-        self.warned = False  # that there is no place for it
-        self.reason = ""  # why it was lost
-        self.code: int | None = None
-        self.last = ""  # line that it printed
-
-
 class Fleet:
     """All parts of a run, from the first command to the summary."""
 
     def __init__(self, ray: Any, layout: Layout, folder: Path, quiet: bool, machines: list[Machine]) -> None:
-        self.ray, self.layout, self.folder, self.quiet = ray, layout, folder, quiet
+        self.calls = Calls(ray, self._check)
+        self.layout, self.folder, self.quiet = layout, folder, quiet
         self.config = config = layout.config
         self.signal: signal.Signals | None = None
         self.restarts = 0
-        self.stored, self.stored_at, self.warned = dict[int, ship.Stamps](), time.monotonic(), False
         self.hosts = sorted({m.address for m in machines})
         self.keys = self._make_keys() if len(self.hosts) > 1 else {}
         folders = [folder / "sites" / str(k) if k else folder for k in range(len(layout.sites))]
@@ -79,9 +58,13 @@ class Fleet:
             self.log = (folder / "ray.txt").open("a")
         except OSError as error:
             raise CoterieError(f"out: cannot write to {folder}: {error.strerror or error}") from None
+        own_storage = config.ray.storage.rstrip("/")
+        under = [f"/sites/{k}" if k else "" for k in range(len(folders))]
+        pairs = [(own, own_storage + name) for own, name in zip(folders, under, strict=True)]
+        self.storage = ship.Storage(pairs, skip=("sites",)) if own_storage else None
         self.sites = [
             Part(
-                f"site {k}", self._place(site.machine, site.cpus, site.gpus, config.restarts), config.restarts,
+                f"site {k}", self.calls.place(site.machine, site.cpus, site.gpus, config.restarts), config.restarts,
                 2 * site.learners + 1,  # for envs or actors, and for gossip
                 folders[k],
             )
@@ -89,23 +72,13 @@ class Fleet:
         ]  # fmt: skip
         budget = elsewhere(config).restarts
         self.lenders = [
-            Part(f"{x.kind} {x.number}", self._place(x.machine, 1, 0, budget), budget, 1) for x in layout.lenders
+            Part(f"{x.kind} {x.number}", self.calls.place(x.machine, 1, 0, budget), budget, 1) for x in layout.lenders
         ]
 
     def _make_keys(self) -> dict[str, bytes]:
         """A token and a pair of keys for this run, for all addresses that it has."""
         with TemporaryDirectory() as new:
             return {path.name: path.read_bytes() for path in make_keys(f"{new}/keys", self.hosts)}
-
-    def _place(self, machine: Machine, cpus: int, gpus: int, restarts: int) -> Any:
-        """A Ray actor on that machine; on another one when it comes back from the dead and that is gone."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        strategy = NodeAffinitySchedulingStrategy(machine.id, soft=True)
-        made = self.ray.remote(Node).options(
-            num_cpus=cpus, num_gpus=gpus, max_restarts=restarts, scheduling_strategy=strategy
-        )
-        return made.remote(__version__)
 
     def say(self, line: str) -> None:
         self.log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
@@ -146,22 +119,15 @@ class Fleet:
         return "finished", ""
 
     def store(self, last: bool = False) -> None:
-        """Bring `ray.storage` up to date. Where it is away, the run goes on, and that is tried again."""
-        if not self.config.ray.storage or not (last or time.monotonic() > self.stored_at + _STORE_S):
-            return
-        self.stored_at = time.monotonic()
-        try:
-            for k, site in enumerate(self.sites):
-                assert site.folder is not None
-                url = self.config.ray.storage.rstrip("/") + (f"/sites/{k}" if k else "")
-                new = ship.changes(site.folder, self.stored.get(k, {}), skip=("sites",))
-                ship.store(url, new, site.folder)
-                self.stored[k] = new.stamps
-            self.warned = False
-        except CoterieError as error:
-            if not self.warned or last:
-                self.say(str(error))
-            self.warned = True
+        """Bring `ray.storage` up to date."""
+        if self.storage is not None and (last or time.monotonic() > self.storage.tried + _STORE_S):
+            for line in self.storage.bring():
+                self.say(line)
+
+    def _check(self, part: Part) -> None:
+        """While a place is waited for."""
+        if self.signal is not None:
+            raise CoterieError(f"{self.signal.name} before {part.name} had a place")
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
@@ -170,45 +136,23 @@ class Fleet:
 
     # Places
 
-    def _ask(self, part: Part, what: str, *args: Any, seconds: float = _SILENT_S) -> Any:
-        """Call a part and wait for its answer."""
-        errors, end = self.ray.exceptions, time.monotonic() + seconds
-        ref = getattr(part.handle, what).remote(*args)
-        while not self.ray.wait([ref], timeout=1.0)[0]:
-            if what == "open" and self.signal is not None:
-                raise CoterieError(f"{self.signal.name} before {part.name} had a place")
-            if time.monotonic() > end:
-                raise CoterieError(f"ray: no answer of {part.name} for {seconds:.0f} s; {self._free()}")
-        try:
-            return self.ray.get(ref)
-        except errors.ActorDiedError as error:
-            raise CoterieError(f"{part.name} is lost, and Ray does not start it again: {last_line(error)}") from None
-        except errors.RayActorError:
-            raise  # it may come back
-        except errors.RayError as error:
-            raise CoterieError(f"{part.name}: {first_line(getattr(error, 'cause', None) or error)}") from None
-
     def _begin(self, part: Part, *args: Any) -> bool:
         """Start a part's command; False: it was lost again."""
         try:
-            part.stamps = self._ask(part, "start", *args, seconds=_PLACE_S)
-        except self.ray.exceptions.RayActorError:
+            part.stamps = self.calls.ask(part, "start", *args, seconds=_PLACE_S)
+        except self.calls.errors.RayActorError:
             part.what, part.asked, part.since = "started", None, time.monotonic()
             part.reason = part.reason or "its machine is gone or out of reach"
             return False
         part.code, part.asked, part.what = None, None, "news"
         return True
 
-    def _free(self) -> str:
-        free, there = self.ray.available_resources(), self.ray.cluster_resources()
-        return "free are " + ", ".join(f"{free.get(k, 0):g} of {there.get(k, 0):g} {k}s" for k in ("CPU", "GPU"))
-
     def _start_sites(self, resume: bool) -> None:
         """Start all sites once they have a place; whoever steps envs for them starts when it has one."""
         todo = [site for site in self.sites if site.code != 0 and (site.what == "news" or not site.address[1])]
         for site in todo:
             if not site.address[1]:
-                site.address = self._ask(site, "open", *self._way(site), seconds=_PLACE_S)
+                site.address = self.calls.ask(site, "open", *self._way(site), seconds=_PLACE_S)
         if self.keys and any(site.address[0] not in self.hosts for site in self.sites):
             self.hosts = sorted({*self.hosts, *(site.address[0] for site in self.sites)})
             self.keys = self._make_keys()  # a machine that was not there before
@@ -258,7 +202,7 @@ class Fleet:
                     part.since = now
         asked = {part.asked: part for part in parts if part.asked is not None}
         if asked:
-            ready, _ = self.ray.wait(list(asked), num_returns=len(asked), timeout=_POLL_S)
+            ready, _ = self.calls.ray.wait(list(asked), num_returns=len(asked), timeout=_POLL_S)
             for ref in ready:
                 if asked[ref].asked is ref:  # and it has not been started anew because of another's answer
                     self._hear_of(asked[ref])
@@ -269,25 +213,23 @@ class Fleet:
 
     def _miss(self, part: Part, seconds: float) -> None:
         """A part has not answered for so long."""
-        if part.what == "news" and seconds > _SILENT_S:
+        if part.what == "news" and seconds > SILENT_S:
             part.since = time.monotonic()
-            self.say(f"{part.name}: no answer for {_SILENT_S:.0f} s: it is given up")
-            self.ray.kill(part.handle, no_restart=False)
+            self.say(f"{part.name}: no answer for {SILENT_S:.0f} s: it is given up")
+            self.calls.ray.kill(part.handle, no_restart=False)
         elif part.what != "news" and seconds > _PLACE_S and part.folder is not None:
-            raise CoterieError(f"ray: no place for {part.name} for {_PLACE_S:.0f} s; {self._free()}")
+            raise CoterieError(f"ray: no place for {part.name} for {_PLACE_S:.0f} s; {self.calls.free()}")
         elif part.what != "news" and seconds > _WARN_S and not part.warned:
             part.warned = True
-            self.say(f"{part.name}: waits for a place; {self._free()}")
+            self.say(f"{part.name}: waits for a place; {self.calls.free()}")
 
     def _hear_of(self, part: Part) -> None:
-        errors = self.ray.exceptions
+        errors = self.calls.errors
         try:
-            answer = self.ray.get(part.asked)
-        except errors.RayTaskError as error:
-            raise CoterieError(f"{part.name}: {first_line(error.cause or error)}") from None
-        except errors.ActorDiedError as error:
-            raise CoterieError(f"{part.name} is lost, and Ray does not start it again: {last_line(error)}") from None
-        except errors.RayError:
+            answer = self.calls.ray.get(part.asked)
+        except errors.RayError as error:
+            if (why := self.calls.final(part, error)) is not None:
+                raise why from None
             if part.what == "news":
                 part.reason, part.since = "its machine is gone or out of reach", time.monotonic()
             part.what, part.asked, part.not_before = "started", None, time.monotonic() + _POLL_S
@@ -367,15 +309,15 @@ class Fleet:
 
     def _halt(self, parts: list[Part]) -> None:
         """End commands in good order, and keep what they leave."""
-        end = time.monotonic() + _SILENT_S
+        end = time.monotonic() + SILENT_S
         at_work = [part for part in parts if part.code is None and part.what == "news"]
         for part in at_work:
             part.handle.stop.remote()
         for part in at_work:
             part.asked = None
             while part.code is None and time.monotonic() < end:
-                with suppress(self.ray.exceptions.RayActorError):
-                    news: News = self._ask(part, "news", part.stamps)
+                with suppress(self.calls.errors.RayActorError):
+                    news: News = self.calls.ask(part, "news", part.stamps)
                     self._keep(part, news)
                     part.code = news.code
                 time.sleep(0.1)
@@ -394,10 +336,10 @@ class Fleet:
         parts = [*self.sites, *self.lenders]
         closing = [part.handle.close.remote() for part in parts]
         with suppress(Exception):  # what is gone needs no end
-            self.ray.wait(closing, num_returns=len(closing), timeout=GRACE_S + _LEAVE_S)
+            self.calls.ray.wait(closing, num_returns=len(closing), timeout=GRACE_S + _LEAVE_S)
         for part in parts:
             with suppress(Exception):
-                self.ray.kill(part.handle)
+                self.calls.ray.kill(part.handle)
         self.log.close()
 
 
@@ -405,14 +347,3 @@ def _reached(folder: Path) -> int:
     """Env steps of a site's last checkpoint."""
     path = checkpoint.latest(folder / "checkpoints")
     return 0 if path is None else int(json.loads((path / "state.json").read_text())["env_steps"])
-
-
-def last_line(error: BaseException) -> str:
-    """Of an actor that could not be made: what its own error says."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if getattr(error, "actor_init_failed", False) and lines else first_line(error)
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

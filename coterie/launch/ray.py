@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from coterie.config import Config
-from coterie.launch.fleet import Fleet, first_line
+from coterie.launch.calls import first_line
+from coterie.launch.fleet import Fleet
 from coterie.launch.layout import Machine, lay_out
 from coterie.runs.metrics import clean
 from coterie.types import ConfigError, CoterieError

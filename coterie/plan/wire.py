@@ -16,13 +16,13 @@ from coterie.wire.codec import action_layout, timestep_layout
 from coterie.wire.server import Answer, Server
 
 
-class _Echo:
+class Echo:
     """A seat that answers at once."""
 
     alive = True
 
-    def __init__(self, spec: Spec, envs: int) -> None:
-        self.reads, self.writes = timestep_layout(spec, envs), action_layout(spec, envs)
+    def __init__(self, spec: Spec, envs: int, newest: bool = False) -> None:
+        self.reads, self.writes = timestep_layout(spec, envs, newest), action_layout(spec, envs)
         self.actions = {t.name: np.zeros(t.shape, t.dtype) for t in self.writes.tensors}
 
     def welcome(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class _Echo:
 def wire_cost(spec: Spec, envs: int, seconds: float) -> float:
     """Core-seconds of a question of so many envs and its answer, both ends together."""
     folder = own_folder("/tmp")  # a socket's path has 107 bytes at most
-    server = Server(f"unix:{folder / 'wire'}", {"Infer": lambda hello: _Echo(spec, envs)})
+    server = Server(f"unix:{folder / 'wire'}", {"Infer": lambda hello: Echo(spec, envs)})
     try:
         layout = timestep_layout(spec, envs)
         seen = {t.name: np.zeros(t.shape, t.dtype) for t in layout.tensors}

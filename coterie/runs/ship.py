@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -133,6 +134,29 @@ def store(url: str, new: Changes, folder: Path) -> None:
                 system.rm(f"{root}/{_CHECKPOINTS}/{checkpoint}", recursive=True)
     except Exception as error:  # every kind of storage has its own
         raise CoterieError(f"ray.storage: cannot write to {url}: {' '.join(str(error).split()) or error!r}") from None
+
+
+class Storage:
+    """Copies of folders at paths or URLs. Where those are away, that is said once, and tried again."""
+
+    def __init__(self, pairs: list[tuple[Path, str]], skip: tuple[str, ...] = ()) -> None:
+        self.pairs, self.skip = pairs, skip
+        self.stamps: dict[str, Stamps] = {}
+        self.tried, self.warned = time.monotonic(), False
+
+    def bring(self) -> list[str]:
+        """Bring all up to date; returns what there is to say."""
+        self.tried = time.monotonic()
+        try:
+            for folder, url in self.pairs:
+                new = changes(folder, self.stamps.get(url, {}), self.skip)
+                store(url, new, folder)
+                self.stamps[url] = new.stamps
+        except CoterieError as error:
+            said, self.warned = self.warned, True
+            return [] if said else [str(error)]
+        self.warned = False
+        return []
 
 
 def fetch(url: str, folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import made_by
 from tests.launch.harness import PATIENCE, Meddler, Outside, put_down
 from tests.launch.visitors import WIDTH, Client, Guest
 
@@ -99,18 +100,12 @@ def meddler(tmp_path, monkeypatch) -> Iterator[Meddler]:
 
 @pytest.fixture
 def guests() -> Iterator[Callable[..., Guest]]:
-    made: list[Guest] = []
-
-    def make(*args: object, **kwargs: object) -> Guest:
-        made.append(Guest(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for guest in made:
+    def end(guest: Guest) -> None:
         guest.left.set()
-    for guest in made:
         guest.thread.join(PATIENCE / 2)
         assert not guest.thread.is_alive()
+
+    yield from made_by(Guest, end)
 
 
 @pytest.fixture
