@@ -12,8 +12,10 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
@@ -249,16 +251,27 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def _aside(path: Path) -> Path:
+    """Take a checkpoint's or draft's name from it in one go, before its files go one by one.
+
+    A crash half-way must not leave a manifest over missing files, and a learner that still writes into a draft that was
+    given up finds it there or not, but never half of it.
+    """
+    return path.rename(path.with_name(f".draft-gone-{uuid4().hex}"))
+
+
 def _discard(path: Path) -> None:
-    """Delete a checkpoint. Renamed first: a crash half-way must not leave a manifest over missing files."""
     if path.exists():
-        shutil.rmtree(path.rename(path.with_name(f".draft-gone-{path.name}")), ignore_errors=True)
+        shutil.rmtree(_aside(path), ignore_errors=True)
 
 
 def sweep(root: Path) -> None:
     """Clear up what was never completed; a run folder has one writer."""
     for path in root.glob(".draft-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        gone = path
+        with suppress(OSError):  # a disk may be too full for another name
+            gone = _aside(path)
+        shutil.rmtree(gone, ignore_errors=True)
     for old in root.glob(f"step_*{_OLD}"):
         final = old.with_name(old.name.removesuffix(_OLD))
         if final.exists():

@@ -33,8 +33,10 @@ _GRACE_S = 1.0  # for streams to end by themselves
 _START_S = 30.0
 _REASON = 400  # characters of a reason: it travels in a header, of which gRPC takes 8 KiB
 
-# A header in no encoding is no token, and the peer is refused; gRPC would print a traceback of each.
-logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record.msg).startswith("Invalid encoding"))
+# A header in no encoding is no token, and the peer is refused; a peer may be gone before it hears why its stream ends.
+# gRPC would print a traceback of each.
+_PEERS_FAULT = ("Invalid encoding", "ExecuteBatchError raised in core")
+logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record.msg).startswith(_PEERS_FAULT))
 
 Answer = Callable[[Mapping[str, Array], int], None]  # arrays, and the version of the weights
 

@@ -276,3 +276,18 @@ def test_a_disk_that_is_truly_full(small_disk: Path) -> None:
         assert [p.name for p in small_disk.iterdir()] == [before.name]
     assert checkpoint.load(before)[1]["step"] == 1
     assert checkpoint.load(save(small_disk, 2))[1]["step"] == 2
+
+
+def test_a_draft_that_was_given_up_is_gone_before_its_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner that still writes into it is to see that it was given up, not that the disk fails."""
+    draft = checkpoint.open_draft(tmp_path, "order_1")
+    checkpoint.write(draft, {"learner_0/model": {"w": torch.zeros(2)}})
+    there = list[bool]()
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: (there.append(draft.exists()), rmtree(path, **how)))
+    (tmp_path / ".draft-gone-once").mkdir()  # a crash while one was deleted
+    checkpoint.open_draft(tmp_path, "order_2")
+    assert there == [False, False]
+    assert [p.name for p in tmp_path.iterdir()] == [".draft-order_2"]
