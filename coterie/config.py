@@ -268,6 +268,16 @@ class Store:
 
 
 @dataclass(frozen=True)
+class Allreduce:
+    """Learners on other machines whose gradients count as well (docs/learners.md)."""
+
+    bind: str = ""  # HOST:PORT of this machine at which the others meet
+    connect: str = ""  # HOST:PORT of the machine where they do
+    machines: int = 2  # with bind: so many are awaited, itself included; more may come later
+    trusted_network: bool = False  # torch.distributed has no TLS and no token: true says that the network is your own
+
+
+@dataclass(frozen=True)
 class Gossip:
     """Learners that average with their peers."""
 
@@ -349,6 +359,7 @@ class Config:
     optim: Optim = field(default_factory=Optim)
     hogwild: Hogwild = field(default_factory=Hogwild)
     store: Store = field(default_factory=Store)
+    allreduce: Allreduce = field(default_factory=Allreduce)
     gossip: Gossip = field(default_factory=Gossip)
     chaos: Chaos = field(default_factory=Chaos)
     eval: Eval = field(default_factory=Eval)

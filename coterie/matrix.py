@@ -10,6 +10,7 @@ from coterie.algorithms.values import size_of
 from coterie.config import Config, elsewhere
 from coterie.tasks import tasks
 from coterie.types import ConfigError, Spec
+from coterie.wire.auth import is_local, split
 
 ALGORITHMS: tuple[str, ...] = get_args(get_type_hints(Config)["algorithm"])
 ACTING: tuple[str, ...] = get_args(get_type_hints(Config)["acting"])
@@ -27,6 +28,11 @@ class Refusal(NamedTuple):
     applies: Callable[[Config, Spec], bool]
     field: str
     reason: str
+
+
+def _rings(config: Config) -> bool:
+    """Whether learners on other machines have part in every update."""
+    return bool(config.allreduce.bind or config.allreduce.connect)
 
 
 def _image(spec: Spec) -> bool:
@@ -186,6 +192,33 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c, s: c.chaos.every > 0 and c.acting == "inline" and c.exchange == "solo",
         "chaos.every",
         "a lone learner that acts itself has no processes to disturb: give it learners, actors or hosts",
+    ),
+    Refusal(
+        lambda c, s: _rings(c) and c.exchange != "allreduce",
+        "allreduce.bind",
+        "and allreduce.connect are for exchange allreduce",
+    ),
+    Refusal(
+        lambda c, s: bool(c.allreduce.bind) and bool(c.allreduce.connect),
+        "allreduce.connect",
+        "a run listens (allreduce.bind) or connects, not both",
+    ),
+    Refusal(
+        lambda c, s: bool(c.allreduce.bind) and split(c.allreduce.bind)[0] in ("0.0.0.0", "::"),
+        "allreduce.bind",
+        "needs the address by which the other machines know this one, not that of all its networks",
+    ),
+    Refusal(
+        lambda c, s: _rings(c) and c.algorithm in VALUE,
+        "algorithm",
+        "a machine that comes later has nothing to replay yet, while the others wait for its gradient: use gossip",
+    ),
+    Refusal(
+        lambda c, s: (
+            _rings(c) and not c.allreduce.trusted_network and not is_local(c.allreduce.bind or c.allreduce.connect)
+        ),
+        "allreduce.trusted_network",
+        "torch.distributed has neither TLS nor a token: true says that nobody else is on the network in between",
     ),
     Refusal(
         lambda c, s: bool(c.gossip.bind or c.gossip.connect) and c.exchange != "gossip",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -29,6 +30,7 @@ from coterie.exchange.allreduce import AllReduce
 from coterie.exchange.central import Central, Shift, central_memory
 from coterie.exchange.gossip import Circle, Gossip, gossip_memory
 from coterie.exchange.hogwild import Hogwild
+from coterie.exchange.ring import Ring
 from coterie.exchange.solo import Guard, Solo
 from coterie.exchange.store import Store, Turns
 from coterie.exchange.topology import matrices
@@ -45,6 +47,7 @@ from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.tasks import task_config, tasks
 from coterie.types import AgentOutput, Inputs, Spec
+from coterie.wire.auth import split
 
 
 def seed_for(seed: int, *key: int) -> int:
@@ -219,6 +222,29 @@ def patience(config: Config) -> float:
     return 10 + 2 * config.log.stall
 
 
+def _ring(config: Config, params: FlatParams, board: Board, rank: int) -> Ring:
+    """The way of learner `rank` to learners of other machines, who must train the very same."""
+    own = config.allreduce
+    width = [config.env.num_envs, batch_size(config)] if config.algorithm == "ppo" else []  # as many learner steps
+    same = [
+        asdict(config.algo),
+        config.optim.rule,
+        params.slices,
+        width,
+        config.ppo if config.algorithm == "ppo" else 0,
+    ]
+    digest = hashlib.sha256(repr(same).encode()).hexdigest()[:8]
+    kind = f"{config.algorithm} on {config.env.id} (weights and settings {digest})"
+
+    def ended() -> bool:
+        board.beat[rank] = time.monotonic()  # who waits for other machines is not the one that hangs
+        return board.stopping
+
+    return Ring(
+        split(own.bind or own.connect), own.machines if own.bind else 0, kind, config.seed, patience(config), ended
+    )
+
+
 def make_exchange(config: Config, params: FlatParams, moments: Moments, links: Links) -> Exchange:
     rule = make_rule(config.optim)
     timeout = patience(config)
@@ -228,7 +254,8 @@ def make_exchange(config: Config, params: FlatParams, moments: Moments, links: L
     rank, learners, board = links.rank, links.learners, links.board
     if config.exchange == "allreduce":
         meeting = links.rendezvous or own_folder() / "meeting"
-        return AllReduce(params, rule, guard, moments, board, rank, meeting, timeout)
+        across = _ring(config, params, board, rank) if config.allreduce.bind or config.allreduce.connect else None
+        return AllReduce(params, rule, guard, moments, board, rank, meeting, timeout, across, config.steps)
     memory = links.memory or exchange_memory(config, params, moments, learners)
     assert memory is not None
     if config.exchange == "gossip":

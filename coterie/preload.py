@@ -4,7 +4,12 @@ A signal to the whole process group (a terminal, `timeout`, a batch system) is f
 server must outlive it, or nobody would know how its children end.
 """
 
+import os
 import signal
+
+os.environ.setdefault(
+    "TORCH_CPP_LOG_LEVEL", "ERROR"
+)  # else it prints traces of what is handled: a machine that is gone
 
 import coterie.hosts
 import coterie.producers

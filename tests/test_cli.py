@@ -77,6 +77,7 @@ R2D2 = {"algorithm": "r2d2", "model.core": "lstm", "algo.unroll_length": 20}
 
 
 GOSSIP = {"exchange": "gossip", "gossip.bind": "127.0.0.1:8790"}
+RING = {"learners": 2, "exchange": "allreduce", "allreduce.bind": "127.0.0.1:8791"}
 
 
 @pytest.mark.parametrize("refusal", matrix.REFUSALS, ids=lambda r: r.field)
@@ -98,6 +99,9 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "central.max_envs": {**CENTRAL, "central.max_envs": 2},
         "wire.bind": {"wire.bind": "127.0.0.1:8765"},
         "chaos.every": {"exchange": "solo", "chaos.every": 1.0},
+        "allreduce.bind": {"allreduce.bind": "127.0.0.1:8791"},
+        "allreduce.connect": {**RING, "allreduce.connect": "127.0.0.1:8791"},
+        "allreduce.trusted_network": {**RING, "allreduce.bind": "10.0.0.1:8791"},
         "gossip.bind": {"gossip.bind": "127.0.0.1:8790"},
         "gossip.connect": {**GOSSIP, "gossip.connect": "127.0.0.1:8790"},
         "gossip.seats": {**GOSSIP, "gossip.seats": 1},
@@ -132,7 +136,12 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         {**CENTRAL, "env.groups": 2} if "lockstep" in refusal.reason else
         {**DECOUPLED, **odd, "actors": 1} if "each actor" in refusal.reason else odd
     )  # fmt: skip
-    env = {"model.normalize_obs": "Pong-v5", "algorithm": "Pendulum-v1"}.get(refusal.field, "CartPole-v1")
+    if "nothing to replay" in refusal.reason:
+        meets["algorithm"] = {**RING, "algorithm": "dqn"}
+    if "all its networks" in refusal.reason:
+        meets["allreduce.bind"] = {**RING, "allreduce.bind": "0.0.0.0:8791"}
+    odd_env = {"model.normalize_obs": "Pong-v5", "algorithm": "Pendulum-v1"}
+    env = "CartPole-v1" if "allreduce.bind" in meets[refusal.field] else odd_env.get(refusal.field, "CartPole-v1")
     good = presets.ppo(env=env)
     changes = meets[refusal.field]
     bad = presets.ppo(env=env, **changes)

@@ -4,12 +4,17 @@ A2C and PPO on several devices (Accelerated Methods 4.3; GALA's baseline, its fo
 learn as one learner of L x b. What else must be decided together travels behind the gradient in the same message:
 whether a gradient is unusable, rows begun, an order to save, the end. Left out: overlap with the backward pass, which
 on one machine would save a part of a cost that is below a tenth already.
+
+Learners of several machines add up twice: those of one machine among themselves, then the first of each with the first
+ones of the others (ring.py). What they count, and when they save and end, stays their own machine's.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -18,23 +23,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coterie.exchange.ring import Ring
 from coterie.exchange.solo import Guard, Rule, Solo, Steps
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import PeerLost
 
-_BAD, _ROWS, _ORDER, _STOP = range(4)  # places in the tail
+_BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _MEET, _BROKEN = range(8)  # places in the tail
 
 
 class AllReduce:
-    """The exchange of learner `rank` of `learners`; `store` is a file for their rendezvous."""
+    """The exchange of learner `rank` of those here; `store` is a file for their rendezvous. `across`: with whom there
+    are more on other machines, who leave when they have had `budget` env steps.
+    """
 
     def __init__(
         self, params: FlatParams, rule: Rule, guard: Guard, moments: Moments, board: Board, rank: int,
-        store: Path, timeout: float,
+        store: Path, timeout: float, across: Ring | None = None, budget: int = 0,
     ) -> None:  # fmt: skip
         self.alone = alone = Solo(params, rule, guard)
+        self.params, self.across, self.budget = params, across, budget
         self.state_dict, self.load_state_dict = alone.state_dict, alone.load_state_dict
         self.guard, self.moments, self.board = guard, moments, board
         self.rank, self.learners, self.store, self.timeout = rank, len(board.here), store, timeout
@@ -42,6 +51,9 @@ class AllReduce:
         self.told = False  # a message was sent since the last rollout
         self.order = self.stop = False  # this learner's wishes; the group's are answered by `agree`
         self.agreed = (False, False)
+        self.all_learners, self.lr = self.learners, 0.0  # those who had part in the last message, and their mean rate
+        self.broken = self.meets = False  # the ring is; the machines meet after this rollout
+        self.lost_updates = 0
         self.base = moments.read()
 
     def __enter__(self) -> AllReduce:
@@ -61,11 +73,15 @@ class AllReduce:
             )
         except RuntimeError as error:
             raise PeerLost(f"allreduce: the learners do not meet: {str(error).splitlines()[0]}") from error
+        if self.across is not None:
+            self._meet()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.across is not None and self.rank == 0:
+            self.across.close(over=kind is None)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -94,23 +110,35 @@ class AllReduce:
         bad = params.nonfinite(params.grad) if not bool(torch.isfinite(params.grad.sum())) else None
         if bad is not None:
             params.grad.zero_()
-        if self._message(params, params.bucket, bad is not None):
+        several = self._message(params, params.bucket, bad is not None, lr)
+        if several and (bad is not None or self.guard.skip or self.across is None):
             if bad is None and not self.guard.skip:
                 raise PeerLost("allreduce: the gradient of another learner is not finite")
             self.guard.refuse(bad or "another learner", params)
             return float("nan")
-        params.grad.div_(self.learners)
-        return self.alone.step(params, lr)  # all have the same mean: they decide alike
+        if several or self.broken:  # another machine's gradient is not finite, or is missing
+            self.lost_updates += 1
+            params.grad.zero_()
+            return float("nan")
+        params.grad.div_(self.all_learners)
+        return self.alone.step(params, self.lr if self.across is not None else lr)  # all have the same mean
 
-    def _message(self, params: FlatParams, what: Tensor, bad: bool) -> bool:
+    def _message(self, params: FlatParams, what: Tensor, bad: bool, lr: float = 0.0) -> bool:
         """Add up `what`, whose last numbers are the flags; returns whether any learner's gradient is not finite."""
-        params.tail[:4] = torch.tensor([bad, self.rows, self.order, self.stop], dtype=torch.float32)
+        flags = [bad, self.rows, self.order, self.stop, 1, lr, self._is_to_meet(), 0]
+        params.tail[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
         self.rows, self.told = 0, True
         self._sum(what)
-        several, rows, order, stop = params.tail[:4].tolist()
+        _, rows, order, stop = params.tail[:_LEARNERS].tolist()
         self._total += int(rows)
         self.agreed = (order > 0, stop > 0)
-        return bool(several > 0)
+        if self.across is not None:
+            self._sum_across(self.across, what, params.tail)
+            self.all_learners = round(float(params.tail[_LEARNERS]))
+            self.lr = float(params.tail[_LR]) / self.all_learners
+            self.broken = bool(params.tail[_BROKEN] > 0)
+            self.meets = self.broken or bool(params.tail[_MEET] > 0)
+        return bool(params.tail[_BAD] > 0)
 
     @torch.no_grad()
     def after_rollout(self, params: FlatParams) -> None:
@@ -123,17 +151,74 @@ class AllReduce:
         if self.moments.size:
             new = self.moments.read() - self.base
             self._sum(new)
+            if self.across is not None and not self.broken:
+                self._sum_across(self.across, new)
             self.base += new
             self.moments.write(self.base)
+        if self.meets and not self._leaves(0):
+            self._meet()
 
     def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
         """What the last message said; this learner's own wishes go with the next."""
         self.order, self.stop = order and not self.agreed[0], stop
         return self.agreed
 
+    def _is_to_meet(self) -> bool:
+        """Whether somebody is to come to the ring, or this machine is about to leave it."""
+        if self.across is None or self.rank:
+            return False
+        return self.across.called() or self.stop or self._leaves(self.rows * self.learners)
+
+    def _leaves(self, rows: int) -> bool:
+        """Whether this machine's learners end after this rollout, when there are so many more rows."""
+        return self.agreed[1] or self._total + rows >= self.budget
+
+    def _meet(self) -> None:
+        """All machines' first learners meet, and each tells the others of its machine what came of it."""
+        assert self.across is not None
+        state = [self.params.data, *self.alone.state.values()]
+        if self.moments.size:
+            state.append(self.moments.read())
+        with self._waiting():
+            if self.rank == 0:
+                self.across.meet(state)
+            for tensor in state if self.learners > 1 else ():
+                dist.broadcast(tensor, 0)
+        if self.moments.size:
+            self.moments.write(state[-1])
+            self.base = self.moments.read()
+        self.meets = False
+
     def _sum(self, tensor: Tensor) -> None:
+        with self._waiting():
+            dist.all_reduce(tensor)
+
+    def _sum_across(self, across: Ring, what: Tensor, tail: Tensor | None = None) -> None:
+        """Add up with other machines. Where that fails, `tail` says so, or there is the sum of this machine still."""
+        with self._waiting():
+            if self.rank == 0:
+                mine = what.clone() if tail is None else torch.tensor([0.0, 0, 0, 0, 1, 0, 0, 1])
+                if not across.sum(what):
+                    (what if tail is None else tail[: len(mine)]).copy_(mine)
+            if self.learners > 1:
+                dist.broadcast(what, 0)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
         try:
             with self.board.waits(self.rank):
-                dist.all_reduce(tensor)
+                yield
         except RuntimeError as error:
             raise PeerLost(f"allreduce: another learner is gone or hangs: {str(error).splitlines()[0]}") from error
+
+    def gauges(self) -> dict[str, float]:
+        """How many machines train together, and updates that were not made because one was lost."""
+        if self.across is None or self.rank:
+            return {}
+        return {"allreduce/machines": self.across.size, "allreduce/updates_lost": self.lost_updates}
+
+    def tell(self) -> list[str]:
+        """What the log should know of."""
+        if self.across is None:
+            return []
+        return [self.across.lines.popleft() for _ in range(len(self.across.lines))]

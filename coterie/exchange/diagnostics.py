@@ -149,6 +149,10 @@ class Sampled:
         tell = getattr(self.inner, "gauges", None)
         return tell() if tell is not None else {}
 
+    def tell(self) -> list[str]:
+        tell = getattr(self.inner, "tell", None)
+        return tell() if tell is not None else []
+
 
 class Cosines:
     """Pairwise cosine similarities of the learners' latest sampled gradients; peers and others apart."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from coterie.auto import batch_size, simulators
 from coterie.config import Config, Env, elsewhere
+from coterie.matrix import VALUE
 from coterie.ops.optim import scaled_lr
 from coterie.tasks import tasks
 from coterie.types import ConfigError
@@ -64,13 +65,16 @@ def acts_elsewhere(config: Config) -> bool:
 
 
 def lay_out(config: Config, machines: list[Machine], sites: int = 0) -> Layout:
-    """Gossiping learners are spread over the machines (`sites`: over so many, as they were before), all others share
-    the memory of one, the first that has a GPU where any has. What steps envs elsewhere takes the cores that are left.
+    """Gossiping learners are spread over the machines (`sites`: over so many, as they were before), synchronous ones
+    over as few as have room for them where the network is trusted; all others share the memory of one, the first that
+    has a GPU where any has. What steps envs elsewhere takes the cores that are left.
     """
     for field, value in (
         ("wire.bind", config.wire.bind),
         ("gossip.bind", config.gossip.bind),
         ("gossip.connect", config.gossip.connect),
+        ("allreduce.bind", config.allreduce.bind),
+        ("allreduce.connect", config.allreduce.connect),
     ):
         if value:
             raise ConfigError(
@@ -87,7 +91,7 @@ def lay_out(config: Config, machines: list[Machine], sites: int = 0) -> Layout:
     if not config.env.num_envs:
         config = replace(config, env=replace(config.env, num_envs=simulators(config, learners)))
     room = [m for m in ordered if _room(m, per_learner, bool(gpus))] or ordered
-    count = sites or (min(learners, len(room)) if exchange == "gossip" else 1)
+    count = sites or _sites(config, learners, [_room(m, per_learner, bool(gpus)) for m in room])
     places_of = [room[k % len(room)] for k in range(count)]  # a resumed run may have fewer machines than it had
     shares = [1] * count
     for _ in range(learners - count):  # to whoever has most room
@@ -118,6 +122,20 @@ def lay_out(config: Config, machines: list[Machine], sites: int = 0) -> Layout:
     return Layout(config, places, tuple(lenders))
 
 
+def _spreads(config: Config) -> bool:
+    """Whether learners on several machines can have part in one run."""
+    across = config.exchange in ("allreduce", "auto") and config.allreduce.trusted_network
+    return config.exchange == "gossip" or (across and config.algorithm not in VALUE)
+
+
+def _sites(config: Config, learners: int, room: list[int]) -> int:
+    """Over how many machines the learners are spread, which have room for so many each."""
+    if config.exchange == "gossip":
+        return min(learners, len(room))
+    enough = (k for k in range(1, len(room) + 1) if sum(room[:k]) >= learners)
+    return next(enough, len(room)) if _spreads(config) else 1
+
+
 def _room(machine: Machine, per_learner: int, gpus: bool) -> int:
     """Learners that a machine has room for."""
     return machine.gpus if gpus else machine.cpus // per_learner
@@ -127,7 +145,7 @@ def _learners(config: Config, machines: list[Machine], per_learner: int, gpus: b
     """`auto`: one for each GPU, else one for each core, or one for each machine where others step the envs."""
     if config.exchange == "solo":
         return 1
-    own = machines if config.exchange == "gossip" else machines[:1]
+    own = machines if _spreads(config) else machines[:1]
     if config.acting != "inline" and not gpus:
         return len(own)
     return max(1, sum(_room(m, per_learner, gpus) for m in own))
@@ -210,7 +228,12 @@ def site_config(
         config = replace(config, actors=config.actors * own // all_learners)
     if len(layout.sites) > 1:
         at = f"{_host(hub[0])}:{hub[1] + layout.sites[0].learners}"
-        gossip = replace(gossip, bind="" if k else at, connect=at if k else "", seats=0 if k else all_learners)
+        bind, connect = ("", at) if k else (at, "")
+        if config.exchange == "gossip":
+            gossip = replace(gossip, bind=bind, connect=connect, seats=0 if k else all_learners)
+        else:
+            ring = replace(config.allreduce, bind=bind, connect=connect, machines=len(layout.sites))
+            config = replace(config, allreduce=ring)
     return replace(config, wire=wire, gossip=gossip)
 
 

@@ -236,7 +236,8 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "env.action_repeat algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip "
         "atari.height "
         "atari.width atari.stack model.core_size eval.episodes eval.max_steps log.keep "
-        "store.chunks store.local_steps gossip.peers decoupled.publish_every central.max_envs wire.max_message_mb "
+        "store.chunks store.local_steps allreduce.machines gossip.peers decoupled.publish_every central.max_envs "
+        "wire.max_message_mb "
         "q.batch_size q.n_step q.target_every q.epsilon_steps r2d2.length r2d2.stride replay.capacity",
         lambda x: x >= 1,
         "must be at least 1",

@@ -115,6 +115,22 @@ def tagged(tag: str) -> dict[int, str]:
     return found
 
 
+def family(pid: int) -> list[int]:
+    """A process and all that it has started, and these have."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, IndexError, ValueError):
+                parents.setdefault(int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]), []).append(
+                    int(entry.name)
+                )
+    found, todo = [], [pid]
+    while todo:
+        found.append(one := todo.pop())
+        todo += parents.get(one, [])
+    return found
+
+
 def named_memory(pid: int) -> list[str]:
     """What a process holds of shared memory that has a name, and could stay behind."""
     found = []

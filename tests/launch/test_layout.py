@@ -7,7 +7,9 @@ import math
 import pytest
 
 from coterie import presets
+from coterie.envs.make import make_spec
 from coterie.launch.layout import Layout, Machine, lay_out, lender_args, site_config, targets
+from coterie.matrix import check
 from coterie.ops.optim import scaled_lr
 from coterie.runs.config_io import parse_cli, validate
 from coterie.types import ConfigError
@@ -33,6 +35,11 @@ def test_gossiping_learners_are_spread_and_others_share_a_machine():
     assert places(layout("gala-a2c", [HERE, THERE, FAR], learners=2)) == [("a", 1, 1, 0), ("b", 1, 1, 0)]
     for exchange in ("allreduce", "hogwild", "store"):
         assert places(layout("a2c", [HERE, THERE], learners=3, exchange=exchange)) == [("a", 3, 3, 0)]
+    trusted = {"allreduce.trusted_network": True}
+    assert places(layout("a2c", [HERE, THERE], learners=3, **trusted)) == [("a", 3, 3, 0)]
+    assert places(layout("a2c", [HERE, THERE, FAR], learners=6, **trusted)) == [("a", 3, 3, 0), ("b", 3, 3, 0)]
+    assert places(layout("a2c", [HERE, THERE], learners="auto", **trusted)) == [("a", 4, 4, 0), ("b", 4, 4, 0)]
+    assert places(layout("dqn", [HERE, THERE], learners="auto", **trusted)) == [("a", 4, 4, 0)]  # they have a replay
 
 
 def test_auto_learners():
@@ -110,6 +117,16 @@ def test_sites_share_the_budget_and_find_each_other():
         assert math.isclose(scaled_lr(one.optim, 99), scaled_lr(found.config.optim, 48))
         assert one.launch == "local"
         validate(one)
+
+
+def test_synchronous_sites_find_each_other():
+    found = layout("ppo", [HERE, THERE], learners=6, **{"allreduce.trusted_network": True})
+    hub, other = (site_config(found, k, (ONE, TWO)[k], ONE, keys=True) for k in (0, 1))
+    assert (hub.learners, hub.allreduce.bind, hub.allreduce.machines) == (3, "10.0.0.1:9003", 2)
+    assert (other.learners, other.allreduce.connect, other.allreduce.bind) == (3, "10.0.0.1:9003", "")
+    assert (hub.gossip.bind, hub.seed != other.seed, hub.env.num_envs) == ("", True, other.env.num_envs)
+    for one in (hub, other):
+        check(one, make_spec(one.env, one.atari))
 
 
 def test_one_site_needs_no_gossip_with_others():

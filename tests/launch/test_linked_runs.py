@@ -15,7 +15,7 @@ from coterie import cli
 from coterie.runs.metrics import read_metrics
 from tests.conftest import made_by
 from tests.launch.harness import PATIENCE, options, put_down, read_summary, until
-from tests.launch.test_remote_networks import ip, networks
+from tests.launch.namespaces import ip, networks
 from tests.launch.visitors import free_ports
 
 __all__ = ["networks"]  # a fixture

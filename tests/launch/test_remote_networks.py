@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 
 from coterie import cli
+from tests.launch.namespaces import ip, networks
 from tests.launch.test_decoupled import check
 from tests.launch.visitors import central, finish, free_ports, goes_on
 
+__all__ = ["networks"]  # a fixture
 slow = pytest.mark.slow
-
-
-def ip(*args: str) -> None:
-    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=30)
-
-
-@pytest.fixture
-def networks() -> Iterator[list[tuple[str, str, str]]]:
-    """Two network namespaces: each one's name, the address that it has this machine at, and its link here."""
-    if shutil.which("ip") is None:
-        pytest.skip("there is no `ip` here")
-    if os.geteuid():
-        pytest.skip("network namespaces need root")
-    tag, made = os.getpid() % 10_000, list[tuple[str, str, str]]()
-    try:
-        for k in range(2):
-            name, link, net = f"ct{tag}n{k}", f"ct{tag}v{k}", f"10.{213 + k}.{tag % 250}"
-            try:
-                ip("netns", "add", name)
-                made.append((name, f"{net}.1", link))
-                ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-            ip("addr", "add", f"{net}.1/24", "dev", link)
-            ip("link", "set", link, "up")
-            ip("-n", name, "addr", "add", f"{net}.2/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-        yield made
-    finally:
-        for name, _, link in made:
-            with suppress(subprocess.CalledProcessError):
-                ip("link", "del", link)
-            with suppress(subprocess.CalledProcessError):
-                ip("netns", "del", name)
 
 
 @pytest.mark.parametrize("away", [1.0, pytest.param(50.0, marks=slow)])

@@ -1,0 +1,199 @@
+"""Machines that come, go, hang and come back, as threads: each has a ring of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from coterie.exchange import convener, ring
+from coterie.exchange.ring import Ring
+from coterie.types import CoterieError
+from tests.launch.harness import until
+from tests.launch.visitors import free_ports
+
+PATIENCE_S = 30.0
+
+
+class Machine:
+    """A ring, and weights that go up by what all say together (its own number): each step is a sum, then a boundary."""
+
+    def __init__(
+        self, port: int, number: int, machines: int = 0, kind: str = "it", patience: float = PATIENCE_S, who: str = ""
+    ) -> None:
+        self.over = threading.Event()
+        self.ring = Ring(("127.0.0.1", port), machines, kind, number, patience, self.over.is_set)
+        self.ring.who = who or str(number)
+        self.number, self.weights = number, torch.full((3,), float(number))
+        self.error: BaseException | None = None
+        self.pause = threading.Event()
+        self.paused = threading.Event()
+        self.made = self.lost = 0
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        try:
+            self.ring.meet([self.weights])
+            while not self.over.is_set():
+                self._step()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ring.close(over=self.error is None)
+
+    def _step(self) -> None:
+        if self.pause.is_set():
+            self.paused.set()
+            while self.pause.is_set():
+                time.sleep(0.01)
+        message = torch.tensor([float(self.number), 1.0, float(self.ring.called())])
+        if self.ring.sum(message):
+            self.weights += message[0]
+            self.made += 1
+        else:
+            self.lost += 1
+        if self.ring.broken or message[2] > 0:
+            self.ring.meet([self.weights])
+
+    def end(self) -> None:
+        self.pause.clear()
+        self.over.set()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Machine]]:
+    monkeypatch.setattr(convener, "SILENT_S", 1.5)
+    monkeypatch.setattr(ring, "SILENT_S", 1.5)
+    monkeypatch.setattr(ring, "BEAT_S", 0.2)
+    monkeypatch.setattr(ring, "_POLL_S", 0.2)
+    port, made = free_ports(), list[Machine]()
+
+    def make(number: int, **options: object) -> Machine:
+        made.append(Machine(port, number, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.end()
+
+
+def train(machines: list[Machine], size: int) -> None:
+    """All go on, as one ring of so many."""
+    until(lambda: all(m.ring.size == size and not m.ring.broken for m in machines), f"a ring of {size}")
+    before = [m.made for m in machines]
+    until(lambda: all(m.made > b + 3 for m, b in zip(machines, before, strict=True)), "sums")
+    assert not any(m.error for m in machines)
+
+
+def rest(machines: list[Machine]) -> None:
+    """All stop at the same sum, with the same weights."""
+    machines[0].pause.set()
+    machines[0].paused.wait(PATIENCE_S)
+    time.sleep(0.3)  # the others wait in the next sum
+    assert len({m.ring.sums for m in machines}) == 1
+    assert all(torch.equal(m.weights, machines[0].weights) for m in machines)
+    machines[0].pause.clear()
+
+
+def test_all_begin_with_the_first_ones_state_and_stay_equal(machine):
+    machines = [machine(1, machines=3), machine(2), machine(4)]
+    train(machines, 3)
+    rest(machines)
+    first = machines[0]
+    assert torch.equal(first.weights, torch.full((3,), 1.0 + 7.0 * first.made))  # 1 + 2 + 4 for each sum
+
+
+def test_nobody_begins_before_all_are_there(machine):
+    machines = [machine(1, machines=3), machine(2)]
+    time.sleep(1.0)
+    assert not any(m.made for m in machines)
+    train([*machines, machine(3)], 3)
+
+
+def test_one_that_comes_later_takes_what_the_others_have(machine):
+    machines = [machine(1, machines=2), machine(2)]
+    train(machines, 2)
+    machines.append(machine(3))
+    train(machines, 3)
+    rest(machines)
+    assert sum(m.lost for m in machines) == 0, "nothing is lost when somebody comes"
+
+
+def test_one_that_leaves_is_told_of_and_the_others_go_on(machine):
+    machines = [machine(1, machines=3), machine(2), machine(3)]
+    train(machines, 3)
+    machines.pop().end()
+    train(machines, 2)
+    rest(machines)
+    assert any("has left" in line for line in machines[0].ring.lines)
+
+
+def test_one_that_hangs_is_given_up_and_comes_back(machine):
+    machines = [machine(1, machines=3), machine(2), machine(3)]
+    train(machines, 3)
+    hangs = machines[1]
+    hangs.ring._closed.set()  # no more signs of life
+    hangs.pause.set()
+    others = [machines[0], machines[2]]
+    train(others, 2)
+    rest(others)
+    assert any("is lost" in line for line in machines[0].ring.lines)
+    hangs.ring._closed.clear()
+    threading.Thread(target=hangs.ring._beat, args=(ring._again(hangs.ring.store),), daemon=True).start()
+    hangs.pause.clear()
+    train(machines, 3)
+    rest(machines)
+
+
+def test_the_first_one_may_be_lost_and_takes_the_others_state_when_it_is_back(machine):
+    machines = [machine(1, machines=3), machine(2), machine(3)]
+    train(machines, 3)
+    first = machines[0]
+    made = first.ring.sums
+    first.error = RuntimeError("it is killed")
+    first.end()
+    del first
+    machines[0] = machine(1, machines=3)
+    train(machines, 3)
+    assert machines[0].ring.sums > made
+    rest(machines)
+
+
+def test_when_the_first_one_has_ended_the_others_go_on_alone(machine):
+    machines = [machine(1, machines=3), machine(2), machine(3)]
+    train(machines, 3)
+    machines[0].end()
+    train(machines[1:], 1)
+    assert all(m.ring.alone for m in machines[1:])
+
+
+def test_who_trains_something_else_is_not_let_in(machine):
+    machines = [machine(1, machines=2), machine(2)]
+    train(machines, 2)
+    stranger = machine(3, kind="other")
+    until(lambda: stranger.error is not None, "it is refused")
+    assert isinstance(stranger.error, CoterieError)
+    assert "allreduce.connect: the run there trains it, this one other" in str(stranger.error)
+    train(machines, 2)
+
+
+def test_two_with_the_same_seed_would_see_the_same_episodes(machine):
+    machines = [machine(1, machines=2), machine(2)]
+    train(machines, 2)
+    twin = machine(2, who="another")
+    until(lambda: twin.error is not None, "it is refused")
+    assert "a run with --seed 2 is there" in str(twin.error)
+    train(machines, 2)
+
+
+def test_nobody_there_is_an_error_after_a_while(machine):
+    lonely = machine(2, patience=1.5)
+    until(lambda: lonely.error is not None, "it gives up")
+    assert "allreduce: no ring with the machine at 127.0.0.1:" in str(lonely.error)
+    assert isinstance(lonely.error, CoterieError)

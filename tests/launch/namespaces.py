@@ -1,0 +1,87 @@
+"""Machines on this one: network namespaces, each with an address of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+
+def _can() -> None:
+    if shutil.which("ip") is None:
+        pytest.skip("there is no `ip` here")
+    if os.geteuid():
+        pytest.skip("network namespaces need root")
+
+
+def ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=30)
+
+
+@pytest.fixture
+def networks() -> Iterator[list[tuple[str, str, str]]]:
+    """Two network namespaces: each one's name, the address that it has this machine at, and its link here."""
+    _can()
+    tag, made = os.getpid() % 10_000, list[tuple[str, str, str]]()
+    try:
+        for k in range(2):
+            name, link, net = f"ct{tag}n{k}", f"ct{tag}v{k}", f"10.{213 + k}.{tag % 250}"
+            try:
+                ip("netns", "add", name)
+                made.append((name, f"{net}.1", link))
+                ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+            ip("addr", "add", f"{net}.1/24", "dev", link)
+            ip("link", "set", link, "up")
+            ip("-n", name, "addr", "add", f"{net}.2/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield made
+    finally:
+        for name, _, link in made:
+            with suppress(subprocess.CalledProcessError):
+                ip("link", "del", link)
+            with suppress(subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+
+@contextmanager
+def bridged(count: int, letter: str) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """So many namespaces on one bridge, where all reach each other: this machine's address there, and each one's name,
+    address and link. `letter`: in their names, for who is at work at the same time.
+    """
+    _can()
+    tag = os.getpid() % 10_000
+    bridge, net, made = (
+        f"ct{letter}{tag}",
+        f"10.{217 + (tag + ord(letter)) % 30}.{tag % 250}",
+        list[tuple[str, str, str]](),
+    )
+    try:
+        try:
+            ip("link", "add", bridge, "type", "bridge")
+            ip("addr", "add", f"{net}.1/24", "dev", bridge)
+            ip("link", "set", bridge, "up")
+            for k in range(count):
+                name, link = f"ct{letter}{tag}n{k}", f"ct{letter}{tag}v{k}"
+                ip("netns", "add", name)
+                made.append((name, f"{net}.{k + 2}", link))
+                ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+                ip("link", "set", link, "master", bridge, "up")
+                ip("-n", name, "addr", "add", f"{net}.{k + 2}/24", "dev", "eth0")
+                ip("-n", name, "link", "set", "eth0", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        yield f"{net}.1", made
+    finally:
+        for name, _, link in made:
+            for what in (("link", "del", link), ("netns", "del", name)):
+                with suppress(subprocess.CalledProcessError):
+                    ip(*what)
+        with suppress(subprocess.CalledProcessError):
+            ip("link", "del", bridge)
