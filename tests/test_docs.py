@@ -124,6 +124,21 @@ def join(words: list[str], env: dict[str, str]) -> None:
             process.kill()
 
 
+def together(words: list[str], env: dict[str, str]) -> None:
+    """The command beside a run that it makes every update with."""
+    at = words.index("--allreduce.connect")
+    listens = [*words[:at], "--allreduce.bind", words[at + 1], *words[at + 2 :], "--seed", "7", "--out", "first"]
+    endless = [sys.executable, "-m", "coterie.cli", *shrink(listens), "--steps", "1000000000", "--log.every", "0.5"]
+    with subprocess.Popen(endless, env=env) as process:
+        try:
+            assert run([*shrink(words), "--steps", "2000", "--out", "second"]) == 0
+            assert read_metrics(Path("second"))[-1]["allreduce/machines"] == 2
+            process.terminate()
+            assert process.wait(60) == 75
+        finally:
+            process.kill()
+
+
 COMMANDS = [
     pytest.param(line, id=f"{page.name}-{i}") for page in PAGES for i, line in enumerate(dict.fromkeys(commands(page)))
 ]
@@ -159,6 +174,10 @@ def test_a_command_runs(line, tmp_path, monkeypatch, capsys):
             assert run(["keys", "runs/keys", "--host", "127.0.0.1"]) == 0
         if "--gossip.connect" in words:
             return join(words, env)
+        if "--allreduce.connect" in words:
+            return together(words, env)
+        if "--allreduce.machines" in words:
+            words[words.index("--allreduce.machines") + 1] = "1"
         assert run(shrink(words)) == 0, f"{line}\n{capsys.readouterr().err[-2000:]}"
     shutil.rmtree(tmp_path, ignore_errors=True)
 
