@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from tests.launch.slow_link import SlowLink
+
 
 def _can() -> None:
     if shutil.which("ip") is None:
@@ -50,11 +52,16 @@ def networks() -> Iterator[list[tuple[str, str, str]]]:
 
 
 @contextmanager
-def bridged(count: int, letter: str) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+def bridged(
+    count: int, letter: str, slow: list[SlowLink] | None = None
+) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     """So many namespaces on one bridge, where all reach each other: this machine's address there, and each one's name,
-    address and link. `letter`: in their names, for who is at work at the same time.
+    address and link. `letter`: in their names, for who is at work at the same time. `slow`: takes the links, which can
+    be slowed down then.
     """
     _can()
+    if slow is not None and not os.access("/dev/net/tun", os.W_OK):
+        pytest.skip("there is no /dev/net/tun here")
     tag = os.getpid() % 10_000
     bridge, net, made = (
         f"ct{letter}{tag}",
@@ -70,7 +77,11 @@ def bridged(count: int, letter: str) -> Iterator[tuple[str, list[tuple[str, str,
                 name, link = f"ct{letter}{tag}n{k}", f"ct{letter}{tag}v{k}"
                 ip("netns", "add", name)
                 made.append((name, f"{net}.{k + 2}", link))
-                ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+                if slow is None:
+                    ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+                else:
+                    slow.append(SlowLink(link, f"{link}x"))
+                    ip("link", "set", f"{link}x", "netns", name, "name", "eth0")
                 ip("link", "set", link, "master", bridge, "up")
                 ip("-n", name, "addr", "add", f"{net}.{k + 2}/24", "dev", "eth0")
                 ip("-n", name, "link", "set", "eth0", "up")
@@ -79,6 +90,8 @@ def bridged(count: int, letter: str) -> Iterator[tuple[str, list[tuple[str, str,
             pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
         yield f"{net}.1", made
     finally:
+        for one in slow or ():
+            one.close()
         for name, _, link in made:
             for what in (("link", "del", link), ("netns", "del", name)):
                 with suppress(subprocess.CalledProcessError):

@@ -1,0 +1,192 @@
+"""Four architectures on three machines, each in a network namespace of its own; one is lost, slow, or cut off.
+
+`make chaos` runs it and leaves what was measured in runs/faults.json: the table of docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from coterie import cli
+from coterie.runs.metrics import read_metrics
+from tests.launch.harness import family, put_down, read_summary
+from tests.launch.namespaces import bridged
+from tests.launch.slow_link import SlowLink
+from tests.launch.visitors import free_ports
+
+pytestmark = pytest.mark.slow
+PATIENCE_S = 400.0
+SOLVED = 400.0  # mean return of 100 games while training
+DELAY_S, RATE = 0.02, 1e6  # each way, and bytes per second
+CUT_S = 10.0
+ENDLESS = "1000000000"
+
+
+class Part:
+    """A command on one of the machines."""
+
+    def __init__(self, args: list[str], prefix: tuple[str, ...], folder: Path, name: str) -> None:
+        self.out = folder / name
+        self.output = folder / f"{name}.txt"
+        self.trains = args[0] == "train"
+        more = ["--out", str(self.out), "--steps", ENDLESS, "--log.every", "0.25", "--log.tensorboard", "False"]
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "coterie.cli", *args, *(more if self.trains else [])],
+                stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def lines(self) -> list[dict[str, float]]:
+        return read_metrics(self.out) if (self.out / "metrics.jsonl").exists() else []
+
+    def kill(self) -> None:
+        for pid in family(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def commands(kind: str, here: str, keys: Path) -> tuple[list[str], list[str]]:
+    """That of the first machine, and that of each other one."""
+    at = f"{here}:{free_ports()}"
+    env = ["--env", "CartPole-v1"]
+    token = ["token-file", f"{keys}/token", "cert", f"{keys}/cert.pem"]
+    wire = [word if i % 2 else f"--wire.{word}" for i, word in enumerate([*token, "key", f"{keys}/key.pem"])]
+    client = ["--connect", at, *env, *(word if i % 2 else f"--{word}" for i, word in enumerate(token))]
+    sync = ["train", "ppo", *env, "--exchange", "allreduce", "--learners", "1", "--allreduce.trusted-network", "True"]
+    gala = ["train", "gala-ppo", *env, "--learners", "1"]
+    return {
+        "sync PPO": (
+            [*sync, "--allreduce.bind", at, "--allreduce.machines", "3"],
+            [*sync, "--allreduce.connect", at],
+        ),
+        "GALA-PPO": ([*gala, "--gossip.bind", at, *wire], [*gala, "--gossip.connect", at, *wire[:4]]),
+        "IMPALA": (["train", "impala", *env, "--actors", "1", "--wire.bind", at, *wire], ["actor", *client]),
+        "SEED": (["train", "seed-vtrace", *env, "--actors", "0", "--wire.bind", at, *wire], ["envs", *client]),
+    }[kind]
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[str, list[tuple[str, str, str]], list[SlowLink]]]:
+    links: list[SlowLink] = []
+    with bridged(2, "f", links) as (here, made):
+        yield here, made, links
+
+
+def until(condition, what: str, parts: list[Part]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        for part in parts:
+            assert part.process.poll() is None, part.output.read_text()[-2000:]
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+def solved(part: Part) -> bool:
+    return bool(part.lines()) and (part.lines()[-1]["mean_return"] or 0) >= SOLVED
+
+
+class Watch:
+    """The env steps of a run by time, as its lines of metrics come."""
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.times, self.steps = part, [time.monotonic()], [0.0]
+
+    def look(self) -> None:
+        lines = self.part.lines()
+        if lines and lines[-1]["env_steps"] != self.steps[-1]:
+            self.times.append(time.monotonic())
+            self.steps.append(lines[-1]["env_steps"])
+
+    def rate(self, begin: float, end: float) -> float:
+        i, j = (min(bisect_left(self.times, t), len(self.times) - 1) for t in (begin, end))
+        return (self.steps[j] - self.steps[i]) / max(1e-9, self.times[j] - self.times[i]) if j > i else 0.0
+
+    def still(self, since: float) -> float:
+        """The longest time without a step."""
+        after = self.times[max(0, bisect_left(self.times, since) - 1) :]
+        return max((b - a for a, b in itertools.pairwise(after)), default=0.0)
+
+
+def note(row: dict[str, object]) -> None:
+    if path := os.environ.get("COTERIE_FAULTS"):
+        rows = json.loads(Path(path).read_text()) if Path(path).exists() else []
+        rows = [x for x in rows if (x["what"], x["fault"]) != (row["what"], row["fault"])]
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps([*rows, row], indent=1) + "\n")
+
+
+@pytest.mark.parametrize("fault", ["none", "lost", "slow", "cut"])
+@pytest.mark.parametrize("kind", ["sync PPO", "GALA-PPO", "IMPALA", "SEED"])
+def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
+    here, made, links = machines
+    keys = tmp_path / "keys"
+    assert cli.main(["keys", str(keys), "--host", here]) == 0
+    first, other = commands(kind, here, keys)
+    parts = [Part(first, (), tmp_path, "0")]
+    try:
+        for k, (name, _, _) in enumerate(made, 1):
+            seed = ["--seed", str(k)] if other[0] == "train" else []
+            parts.append(Part([*other, *seed], ("ip", "netns", "exec", name), tmp_path, str(k)))
+        hub = Watch(parts[0])
+        learners = [part for part in parts if part.trains]
+
+        def goes_on(seconds: float = 0.0) -> None:
+            end = time.monotonic() + seconds
+            until(lambda: hub.look() or time.monotonic() >= end, f"{seconds} s", parts)
+
+        until(
+            lambda: hub.look() or all(p.lines() and p.lines()[-1]["env_steps"] > 5000 for p in learners), "all", parts
+        )
+        goes_on(5.0)
+        at = time.monotonic()
+        before = hub.rate(at - 4.0, at)
+        if fault == "lost":
+            parts.pop(1).kill()
+            learners = [part for part in parts if part.trains]
+        elif fault == "slow":
+            links[0].delay, links[0].rate = DELAY_S, RATE
+        elif fault == "cut":
+            links[0].down = True
+            goes_on(CUT_S)
+            links[0].down = False
+        until(
+            lambda: hub.look() or hub.rate(time.monotonic() - 2.0, time.monotonic()) > 0.25 * before,
+            "it goes on",
+            parts,
+        )
+        goes_on(10.0)
+        after = hub.rate(time.monotonic() - 8.0, time.monotonic())
+        until(lambda: hub.look() or all(solved(part) for part in learners), "all solve it", parts)
+        for part in reversed(parts):
+            part.process.send_signal(signal.SIGTERM)
+            assert part.process.wait(120) == (75 if part.trains else 0), part.output.read_text()[-2000:]
+        found = [read_summary(part.out) for part in learners]
+        for one in found:
+            rows = one["rows"]
+            assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
+        note({
+            "what": kind,
+            "fault": fault,
+            "steps_per_s_before": round(before),
+            "steps_per_s_after": round(after),
+            "seconds_without_a_step": round(hub.still(at), 1),
+            "steps_dropped": sum(one["rows"]["dropped"] + one["rows"]["rolled_back"] for one in found),
+            "updates_lost": max((part.lines()[-1].get("allreduce/updates_lost", 0) for part in learners), default=0),
+            "seconds_to_solved": round(hub.times[-1] - hub.times[0]),
+        })  # fmt: skip
+    finally:
+        for part in parts:
+            put_down(part.process)
