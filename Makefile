@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all lint proto clean
+.PHONY: train test test-all chaos lint proto clean
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "coterie needs Python 3.11 or newer; set PYTHON="; exit 1; }
@@ -19,6 +19,11 @@ test: $(VENV)/installed lint
 
 test-all: $(VENV)/installed lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# Faults on three machines (root, half an hour), then an hour of chaos on Pong: docs/faults.md.
+chaos: $(VENV)/installed
+	COTERIE_FAULTS=runs/faults.json $(BIN)/python -m pytest tests/launch/test_fault_table.py $(ARGS)
+	COTERIE_CHAOS_S=3600 COTERIE_CHAOS=runs/chaos.json $(BIN)/python -m pytest tests/launch/test_long_chaos.py $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

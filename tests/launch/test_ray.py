@@ -179,7 +179,7 @@ def test_hosts_on_three_machines_of_which_one_is_lost(machines, start):
 @pytest.mark.parametrize(
     ("preset", "steps", "changes"),
     [
-        ("ppo", 200_000, {"learners": 2}),
+        ("ppo", 200_000, {"learners": 3, "allreduce.trusted_network": True}),  # more than a machine has room for
         ("impala", 150_000, {}),
         ("seed-vtrace", 150_000, {}),
         ("gala-ppo", 300_000, {"learners": 3}),

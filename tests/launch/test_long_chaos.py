@@ -1,0 +1,118 @@
+"""Two linked runs on Pong under chaos for as long as one likes: no hang, no leak, exact accounts, and they learn on.
+
+`make chaos` takes an hour over it and leaves what was seen in runs/chaos.json; by itself it is a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coterie.runs.metrics import read_metrics
+from tests.launch.harness import family, gone, put_down, until
+from tests.launch.test_linked_runs import Linked
+from tests.launch.visitors import free_ports
+
+pytestmark = pytest.mark.slow
+SECONDS = float(os.environ.get("COTERIE_CHAOS_S", "60"))
+SETTLE_S = 20.0  # of which the first look is
+EVERY_S = 5.0
+
+
+def rss_mb(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    except (OSError, IndexError):  # it has just been killed
+        return 0.0
+
+
+class Seen:
+    """What a run takes of the machine, look by look."""
+
+    def __init__(self, run: Linked) -> None:
+        self.run, self.rows = run, list[tuple[float, int, int, float, float]]()
+
+    def look(self) -> None:
+        mine = family(self.run.process.pid)
+        descriptors = len(os.listdir(f"/proc/{self.run.process.pid}/fd"))
+        self.rows.append(
+            (time.monotonic(), len(mine), descriptors, rss_mb(self.run.process.pid), sum(map(rss_mb, mine)))
+        )
+
+    def summary(self) -> dict[str, float]:
+        t, processes, descriptors, memory, whole = (np.array(x, float) for x in zip(*self.rows, strict=True))
+        later = t > t[0] + (t[-1] - t[0]) / 2
+        slope = np.polyfit(t[later], memory[later], 1)[0] * 3600 if later.sum() > 2 else 0.0
+        return {
+            "processes_most": processes.max(),
+            "descriptors_first": descriptors[0],
+            "descriptors_most_in_second_half": descriptors[later].max(),
+            "descriptors_last": descriptors[-1],
+            "parent_rss_mb_first": memory[0],
+            "parent_rss_mb_last": memory[-1],
+            "parent_rss_mb_per_hour_in_second_half": float(slope),
+            "all_rss_mb_median_of_first_half": float(np.median(whole[~later])),
+            "all_rss_mb_median_of_second_half": float(np.median(whole[later])),
+        }
+
+
+def start(out: Path, seed: int, way: tuple[str, str]) -> Linked:
+    options = {
+        "env": "Pong-v5", "model.torso": "a3c", "exchange": "gossip", "learners": 1, "actors": 2, "steps": 10**9,
+        "restarts": 10**6, "decoupled.restarts": 10**6, "chaos.every": 20, "chaos.seed": seed, "seed": seed,
+        "log.checkpoint_every": 20, "log.tensorboard": False, "log.every": 5, "out": out, way[0]: way[1],
+    }  # fmt: skip
+    return Linked(out, ["train", "impala", *(x for k, v in options.items() for x in (f"--{k}", str(v)))])
+
+
+def test_pong_under_chaos(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    at = f"127.0.0.1:{free_ports()}"
+    runs = [start(tmp_path / "hub", 0, ("gossip.bind", at)), start(tmp_path / "guest", 1, ("gossip.connect", at))]
+    try:
+        for run in runs:
+            run.trains(2000)
+        seen = [Seen(run) for run in runs]
+        time.sleep(min(SETTLE_S, SECONDS / 4))
+        end = time.monotonic() + SECONDS
+        last, since = [0.0, 0.0], [time.monotonic()] * 2
+        while time.monotonic() < end:
+            for k, run in enumerate(runs):
+                assert run.process.poll() is None, run.path.read_text()[-3000:]
+                seen[k].look()
+                if (steps := run.line().get("env_steps", 0)) != last[k]:
+                    last[k], since[k] = steps, time.monotonic()
+                assert time.monotonic() - since[k] < 120, f"{run.out} hangs: {run.log()[-3000:]}"
+            time.sleep(EVERY_S)
+        mine = {pid for run in runs for pid in family(run.process.pid)}
+        found = [run.end(signal.SIGTERM) for run in reversed(runs)][::-1]
+        report = []
+        for run, one, summary in zip(runs, seen, found, strict=True):
+            returns = [line["mean_return"] for line in read_metrics(run.out) if line["mean_return"] is not None]
+            rows = summary["rows"]
+            assert min(rows.values()) >= 0, rows
+            report.append({
+                "seconds": round(SECONDS), "chaos": summary["chaos"], "rows": rows,
+                "mean_return_first": returns[0], "mean_return_last": returns[-1],
+                **{k: round(v, 1) for k, v in one.summary().items()},
+            })  # fmt: skip
+            seconds = one.rows[-1][0] - one.rows[0][0]
+            kept = report[-1]
+            assert kept["descriptors_last"] <= kept["descriptors_first"] + 4, kept
+            if seconds > 1800:  # an hour's trend cannot be told from a minute
+                assert kept["parent_rss_mb_per_hour_in_second_half"] < 0.05 * kept["parent_rss_mb_last"], kept
+                assert kept["mean_return_last"] > kept["mean_return_first"], kept
+        if path := os.environ.get("COTERIE_CHAOS"):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(json.dumps(report, indent=1) + "\n")
+        until(lambda: all(map(gone, mine)), "no process is left", 30)
+        assert set(os.listdir("/dev/shm")) <= before, "shared memory is left"
+    finally:
+        for run in runs:
+            put_down(run.process)
