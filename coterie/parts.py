@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +23,7 @@ from coterie.algorithms.r2d2 import R2D2
 from coterie.algorithms.values import Means
 from coterie.algorithms.vtrace import VTrace
 from coterie.auto import Layout, batch_size
-from coterie.config import Config
+from coterie.config import Config, Schedule
 from coterie.envs.make import make_envs
 from coterie.envs.owner import Envs
 from coterie.exchange.allreduce import AllReduce
@@ -222,18 +222,16 @@ def patience(config: Config) -> float:
     return 10 + 2 * config.log.stall
 
 
-def _ring(config: Config, params: FlatParams, board: Board, rank: int) -> Ring:
+def _ring(config: Config, params: FlatParams, moments: Moments, board: Board, rank: int) -> Ring:
     """The way of learner `rank` to learners of other machines, who must train the very same."""
     own = config.allreduce
-    width = [config.env.num_envs, batch_size(config)] if config.algorithm == "ppo" else []  # as many learner steps
-    same = [
-        asdict(config.algo),
-        config.optim.rule,
-        params.slices,
-        width,
-        config.ppo if config.algorithm == "ppo" else 0,
-    ]
-    digest = hashlib.sha256(repr(same).encode()).hexdigest()[:8]
+    optim = replace(config.optim, lr=0.0, schedule=Schedule(), sqrt_scaling_from=0, chunk=0)  # the rest is each one's
+    parts: list[object] = [replace(config.algo, poll=0), optim, params.slices, moments.size]
+    if config.algorithm == "ppo":  # as many learner steps for each rollout
+        parts += [config.ppo, config.env.num_envs, batch_size(config)]
+    if config.algorithm == "vtrace":
+        parts += [config.vtrace, batch_size(config) if config.vtrace.minibatch else 0]
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
     kind = f"{config.algorithm} on {config.env.id} (weights and settings {digest})"
 
     def ended() -> bool:
@@ -254,7 +252,9 @@ def make_exchange(config: Config, params: FlatParams, moments: Moments, links: L
     rank, learners, board = links.rank, links.learners, links.board
     if config.exchange == "allreduce":
         meeting = links.rendezvous or own_folder() / "meeting"
-        across = _ring(config, params, board, rank) if config.allreduce.bind or config.allreduce.connect else None
+        across = (
+            _ring(config, params, moments, board, rank) if config.allreduce.bind or config.allreduce.connect else None
+        )
         return AllReduce(params, rule, guard, moments, board, rank, meeting, timeout, across, config.steps)
     memory = links.memory or exchange_memory(config, params, moments, learners)
     assert memory is not None

@@ -246,10 +246,8 @@ class Learner:
             self.links.board.write(self.links.rank, self.counts())
 
     def failures(self) -> list[str]:
-        """What the log should know of: replaced envs, clients that were not let in, machines that came or went."""
-        tell = getattr(self.exchange, "tell", None)
-        lines = tell() if tell is not None else []
-        return [f"replaced {reason}" for reason in self.acting.failures()] + self.servers.refused() + lines
+        """What the log should know of: envs that were replaced, clients that were not let in."""
+        return [f"replaced {reason}" for reason in self.acting.failures()] + self.servers.refused()
 
     def gauges(self) -> dict[str, float]:
         """What the algorithm, the acting and the exchange can tell about themselves, for the metrics."""

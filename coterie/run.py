@@ -124,6 +124,9 @@ class Run:
             self.account.take(rank, content)
             for reason in content["failures"]:
                 self.writer.log(reason)
+        elif kind == "said":
+            self.writer.log(content)
+            self.display.note(content)
         elif kind == "acted":
             self.account.take_acted(rank, content)
             for reason in content["failures"]:

@@ -51,6 +51,7 @@ LEVELS: list[list[str]] = [
         "exchange.solo",
         "exchange.central",
         "exchange.convener",
+        "exchange.contact",
         "exchange.ring",
         "exchange.allreduce",
         "exchange.hogwild",

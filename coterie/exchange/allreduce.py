@@ -69,7 +69,8 @@ class AllReduce:
                 init_method=f"file://{self.store}",
                 rank=self.rank,
                 world_size=self.learners,
-                timeout=timedelta(seconds=self.timeout),
+                # Who has died closes its connections; who waits for other machines may do so for longer.
+                timeout=timedelta(seconds=self.timeout * (1 if self.across is None else 4)),
             )
         except RuntimeError as error:
             raise PeerLost(f"allreduce: the learners do not meet: {str(error).splitlines()[0]}") from error
@@ -125,7 +126,7 @@ class AllReduce:
 
     def _message(self, params: FlatParams, what: Tensor, bad: bool, lr: float = 0.0) -> bool:
         """Add up `what`, whose last numbers are the flags; returns whether any learner's gradient is not finite."""
-        flags = [bad, self.rows, self.order, self.stop, 1, lr, self._is_to_meet(), 0]
+        flags = [bad, self.rows, self.order, self.stop, 1, lr, 0, 0]
         params.tail[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
         self.rows, self.told = 0, True
         self._sum(what)
@@ -155,7 +156,7 @@ class AllReduce:
                 self._sum_across(self.across, new)
             self.base += new
             self.moments.write(self.base)
-        if self.meets and not self._leaves(0):
+        if self.meets and not self._leaves():
             self._meet()
 
     def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
@@ -163,15 +164,9 @@ class AllReduce:
         self.order, self.stop = order and not self.agreed[0], stop
         return self.agreed
 
-    def _is_to_meet(self) -> bool:
-        """Whether somebody is to come to the ring, or this machine is about to leave it."""
-        if self.across is None or self.rank:
-            return False
-        return self.across.called() or self.stop or self._leaves(self.rows * self.learners)
-
-    def _leaves(self, rows: int) -> bool:
-        """Whether this machine's learners end after this rollout, when there are so many more rows."""
-        return self.agreed[1] or self._total + rows >= self.budget
+    def _leaves(self) -> bool:
+        """Whether this machine's learners end after this rollout."""
+        return self.agreed[1] or self._total >= self.budget
 
     def _meet(self) -> None:
         """All machines' first learners meet, and each tells the others of its machine what came of it."""
@@ -194,12 +189,13 @@ class AllReduce:
             dist.all_reduce(tensor)
 
     def _sum_across(self, across: Ring, what: Tensor, tail: Tensor | None = None) -> None:
-        """Add up with other machines. Where that fails, `tail` says so, or there is the sum of this machine still."""
+        """Add up with other machines; `tail` says where that failed, and whether somebody is to come or to leave."""
         with self._waiting():
             if self.rank == 0:
-                mine = what.clone() if tail is None else torch.tensor([0.0, 0, 0, 0, 1, 0, 0, 1])
-                if not across.sum(what):
-                    (what if tail is None else tail[: len(mine)]).copy_(mine)
+                if tail is not None:
+                    tail[_MEET] = float(across.called() or self._leaves())
+                if not across.sum(what) and tail is not None:
+                    tail[_BROKEN] = 1
             if self.learners > 1:
                 dist.broadcast(what, 0)
 
@@ -216,9 +212,3 @@ class AllReduce:
         if self.across is None or self.rank:
             return {}
         return {"allreduce/machines": self.across.size, "allreduce/updates_lost": self.lost_updates}
-
-    def tell(self) -> list[str]:
-        """What the log should know of."""
-        if self.across is None:
-            return []
-        return [self.across.lines.popleft() for _ in range(len(self.across.lines))]

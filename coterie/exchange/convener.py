@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -36,6 +37,7 @@ class Ticket:
     seed: int  # of its envs
     sums: int  # that it has had part in
     ring: int  # the one that it was in; 0: none
+    whole: bool  # which was not broken: all who were in it have the same
     first: bool  # it is this machine
 
 
@@ -81,7 +83,8 @@ class Convener:
             if (one := self.at_work.pop(uid, None)) is not None and uid not in self.waiting:
                 self.say(f"allreduce: {one.name} {'has left' if self.beats[uid][0] == GONE else 'is lost'}")
                 self.store.set(f"broken/{self.ring}", "1")
-            self.waiting.pop(uid, None)
+            if uid in self.waiting:  # where it only was out of reach, it is to ask again
+                self._answer(self.waiting.pop(uid)[0], {"again": True})
         if self.waiting and self.at_work.keys() <= self.waiting.keys() and now - self.came > _SETTLE_S:
             self._call(now)
 
@@ -91,14 +94,24 @@ class Convener:
         self.read = last
         for number, since in list(self.unread):
             if self.store.check([f"ticket/{number}"]):
-                ticket = Ticket(**json.loads(self.store.get(f"ticket/{number}")))
+                try:
+                    ticket = Ticket(**json.loads(self.store.get(f"ticket/{number}")))
+                except (TypeError, ValueError):
+                    self._answer(number, {"refused": "the run there is of another version of Coterie"})
+                    self.unread.remove((number, since))
+                    continue
                 if self._twin(ticket) and now - since < 1.5 * SILENT_S:  # who is not known to be lost yet
                     continue
                 self._take(number, ticket, now)
                 self.store.delete_key(f"ticket/{number}")
             elif now - since < STORE_S:
                 continue
+            else:
+                self._answer(number, {"again": True})
             self.unread.remove((number, since))
+
+    def _answer(self, number: int, content: dict[str, Any]) -> None:
+        self.store.set(f"call/{number}", json.dumps(content))
 
     def _twin(self, ticket: Ticket) -> bool:
         others = (*self.at_work.values(), *(other for _, other in self.waiting.values()))
@@ -111,7 +124,7 @@ class Convener:
         elif self._twin(ticket):
             reason = f"a run with --seed {ticket.seed} is there, and would see the same episodes: give this one another"
         if reason:
-            self.store.set(f"call/{number}", json.dumps({"refused": reason}))
+            self._answer(number, {"refused": reason})
             return
         self.waiting[ticket.uid], self.came = (number, ticket), now
         self.beats[ticket.uid] = "", now
@@ -135,10 +148,10 @@ class Convener:
                 return
         self.ring = max(self.ring, before) + 1
         source = max(range(len(chosen)), key=lambda i: (tickets[i].sums, tickets[i].first))
-        equal = len({(ticket.ring, ticket.sums) for ticket in tickets}) == 1 and before > 0
+        equal = len({(ticket.ring, ticket.sums) for ticket in tickets}) == 1 and all(t.whole for t in tickets)
         for place, (number, _) in enumerate(chosen):
             call = Call(self.ring, place, len(chosen), source, equal)
-            self.store.set(f"call/{number}", json.dumps(asdict(call)))
+            self._answer(number, asdict(call))
         self.at_work = {ticket.uid: ticket for ticket in tickets}
         self.waiting = {}
 
@@ -149,7 +162,8 @@ class Convener:
         if not over:
             return
         end = time.monotonic() + SILENT_S
-        others = [uid for uid in {*self.at_work, *self.waiting} if self.beats[uid][0] != GONE]
+        there = [*self.at_work.values(), *(ticket for _, ticket in self.waiting.values())]
+        others = {ticket.uid for ticket in there if not ticket.first and self.beats[ticket.uid][0] != GONE}
         with suppress(RuntimeError):
             self.store.set("over", "1")
             while time.monotonic() < end and any(self._lives(uid, time.monotonic()) for uid in others):

@@ -109,6 +109,7 @@ class Sampled:
         self.stamp, self.begun = shared.arrays["stamp"], shared.arrays["begun"]
         self.rows = self.taken = 0
         self.guard: Guard = inner.guard
+        self.across = getattr(inner, "across", None)  # who may have something to say
         self.pull, self.after_rollout, self.agree = inner.pull, inner.after_rollout, inner.agree
         self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
 
@@ -148,10 +149,6 @@ class Sampled:
     def gauges(self) -> dict[str, float]:
         tell = getattr(self.inner, "gauges", None)
         return tell() if tell is not None else {}
-
-    def tell(self) -> list[str]:
-        tell = getattr(self.inner, "tell", None)
-        return tell() if tell is not None else []
 
 
 class Cosines:

@@ -88,7 +88,7 @@ def listen(children: Iterable[Child], seconds: float) -> Iterator[tuple[Child, s
 
 def own_folder(where: str | None = None) -> Path:
     """A new temporary folder with its owner in its name; those of owners that were killed are removed first."""
-    base, owner = Path(where or tempfile.gettempdir()), _space()
+    base, owner = Path(where or tempfile.gettempdir()), pid_space()
     for folder in base.glob(f"coterie-{owner}-*-*"):
         with contextlib.suppress(OSError, ValueError):  # somebody else's, or gone meanwhile
             if folder.stat().st_uid == os.getuid() and not _exists(int(folder.name.split("-")[2])):
@@ -96,7 +96,7 @@ def own_folder(where: str | None = None) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"coterie-{owner}-{os.getpid()}-", dir=base))
 
 
-def _space() -> str:
+def pid_space() -> str:
     """The pid namespace: in a container that shares the folder with others, their processes are not to be seen."""
     try:
         return f"{os.stat('/proc/self/ns/pid').st_ino:x}"

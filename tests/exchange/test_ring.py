@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from coterie.exchange import convener, ring
+from coterie.exchange import contact, convener, ring
 from coterie.exchange.ring import Ring
 from coterie.types import CoterieError
 from tests.launch.harness import until
@@ -27,6 +29,8 @@ class Machine:
         self.over = threading.Event()
         self.ring = Ring(("127.0.0.1", port), machines, kind, number, patience, self.over.is_set)
         self.ring.who = who or str(number)
+        self.lines = list[str]()
+        self.ring.say = self.lines.append
         self.number, self.weights = number, torch.full((3,), float(number))
         self.error: BaseException | None = None
         self.pause = threading.Event()
@@ -50,6 +54,7 @@ class Machine:
             self.paused.set()
             while self.pause.is_set():
                 time.sleep(0.01)
+            self.paused.clear()
         message = torch.tensor([float(self.number), 1.0, float(self.ring.called())])
         if self.ring.sum(message):
             self.weights += message[0]
@@ -68,9 +73,10 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Machine]]:
-    monkeypatch.setattr(convener, "SILENT_S", 1.5)
-    monkeypatch.setattr(ring, "SILENT_S", 1.5)
-    monkeypatch.setattr(ring, "BEAT_S", 0.2)
+    monkeypatch.setattr(convener, "SILENT_S", 4.0)
+    monkeypatch.setattr(contact, "SILENT_S", 4.0)
+    monkeypatch.setattr(contact, "BEAT_S", 0.2)
+    monkeypatch.setattr(ring, "SILENT_S", 4.0)
     monkeypatch.setattr(ring, "_POLL_S", 0.2)
     port, made = free_ports(), list[Machine]()
 
@@ -94,10 +100,9 @@ def train(machines: list[Machine], size: int) -> None:
 def rest(machines: list[Machine]) -> None:
     """All stop at the same sum, with the same weights."""
     machines[0].pause.set()
-    machines[0].paused.wait(PATIENCE_S)
-    time.sleep(0.3)  # the others wait in the next sum
-    assert len({m.ring.sums for m in machines}) == 1
-    assert all(torch.equal(m.weights, machines[0].weights) for m in machines)
+    assert machines[0].paused.wait(PATIENCE_S)
+    until(lambda: len({m.ring.sums for m in machines}) == 1, "the others wait in the next sum", 10)
+    until(lambda: all(torch.equal(m.weights, machines[0].weights) for m in machines), "all have the same weights", 10)
     machines[0].pause.clear()
 
 
@@ -131,21 +136,21 @@ def test_one_that_leaves_is_told_of_and_the_others_go_on(machine):
     machines.pop().end()
     train(machines, 2)
     rest(machines)
-    assert any("has left" in line for line in machines[0].ring.lines)
+    assert any("has left" in line for line in machines[0].lines)
 
 
-def test_one_that_hangs_is_given_up_and_comes_back(machine):
+def test_one_that_hangs_is_given_up_and_comes_back(machine, monkeypatch):
     machines = [machine(1, machines=3), machine(2), machine(3)]
     train(machines, 3)
     hangs = machines[1]
-    hangs.ring._closed.set()  # no more signs of life
     hangs.pause.set()
+    assert hangs.paused.wait(PATIENCE_S)
+    monkeypatch.setattr(hangs.ring.contact, "_talk", lambda store: time.sleep(6.0))  # no signs of life
     others = [machines[0], machines[2]]
     train(others, 2)
     rest(others)
-    assert any("is lost" in line for line in machines[0].ring.lines)
-    hangs.ring._closed.clear()
-    threading.Thread(target=hangs.ring._beat, args=(ring._again(hangs.ring.store),), daemon=True).start()
+    assert any("is lost" in line for line in machines[0].lines)
+    monkeypatch.undo()
     hangs.pause.clear()
     train(machines, 3)
     rest(machines)
@@ -197,3 +202,56 @@ def test_nobody_there_is_an_error_after_a_while(machine):
     until(lambda: lonely.error is not None, "it gives up")
     assert "allreduce: no ring with the machine at 127.0.0.1:" in str(lonely.error)
     assert isinstance(lonely.error, CoterieError)
+
+
+def test_who_was_silent_while_it_waited_asks_again(machine, monkeypatch):
+    machines = [machine(1, machines=3), machine(2)]
+    until(lambda: len(machines[0].ring.convener.waiting) == 2 if machines[0].ring.convener else False, "both wait")
+    quiet, talk = machines[1].ring.contact, machines[1].ring.contact._talk
+    monkeypatch.setattr(quiet, "_talk", lambda store: time.sleep(6.0))
+    until(lambda: not machines[0].ring.convener.waiting.keys() & {quiet.uid}, "it is forgotten")
+    monkeypatch.setattr(quiet, "_talk", talk)
+    train([*machines, machine(3)], 3)
+    rest(machines)
+
+
+def test_a_machine_that_is_lost_while_a_ring_forms_leaves_the_others_with_the_same_weights(machine, monkeypatch):
+    """Both had been told of the ring that never was: that does not mean that they have the same."""
+    monkeypatch.setattr(ring, "_FORM_S", 2.0)
+    first = machine(1, machines=3)
+    until(lambda: first.ring.contact is not None and first.ring.contact.store is not None, "it listens")
+    store = contact.TCPStore(*first.ring.address, None, False, wait_for_workers=False)
+    store.set("beat/lost", "0")
+    lost = convener.Ticket("lost", "lost", "it", 9, 0, 0, False, False)
+    store.set(f"ticket/{store.add('tickets', 1)}", json.dumps(asdict(lost)))
+    machines = [first, machine(2)]
+    train(machines, 2)
+    rest(machines)
+    assert any("lost is lost" in line or "no ring" in line for line in first.lines)
+
+
+def test_a_ticket_that_nobody_can_read_is_refused(machine):
+    machines = [machine(1, machines=2), machine(2)]
+    train(machines, 2)
+    store = contact.TCPStore(*machines[0].ring.address, None, False, wait_for_workers=False)
+    for text in ("{", "[]", '{"uid": "x"}', '{"uid": "x", "more": 1}'):
+        number = store.add("tickets", 1)
+        store.set(f"ticket/{number}", text)
+        until(lambda number=number: store.check([f"call/{number}"]), "an answer", 20)
+        assert b"another version" in store.get(f"call/{number}")
+    machines.append(machine(3))
+    train(machines, 3)
+
+
+def test_one_comes_late_to_a_sum_that_was_given_up(machine):
+    machines = [machine(1, machines=2), machine(2)]
+    train(machines, 2)
+    late = machines[1]
+    late.pause.set()
+    assert late.paused.wait(PATIENCE_S)
+    until(lambda: machines[0].ring.group is not None, "it waits for the other")
+    machines[0].ring.contact.broken = True
+    until(lambda: machines[0].ring.broken, "it gives up")
+    late.pause.clear()
+    train(machines, 2)
+    rest(machines)
