@@ -124,8 +124,7 @@ def settle(config: Config, cores: int = 0) -> Config:
         learners = 1 if config.exchange == "solo" else gpus or cores
     exchange = config.exchange
     if exchange == "auto":
-        alone = learners == 1 and not config.allreduce.bind and not config.allreduce.connect
-        exchange = "solo" if alone else "allreduce"
+        exchange = "solo" if learners == 1 and not config.allreduce.address else "allreduce"
     if not config.env.num_envs:
         config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))
     actors = config.actors

@@ -276,6 +276,11 @@ class Allreduce:
     machines: int = 2  # with bind: so many are awaited, itself included; more may come later
     trusted_network: bool = False  # torch.distributed has no TLS and no token: true says that the network is your own
 
+    @property
+    def address(self) -> str:
+        """Where the machines meet; empty where there is but one."""
+        return self.bind or self.connect
+
 
 @dataclass(frozen=True)
 class Gossip:

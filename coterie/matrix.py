@@ -30,11 +30,6 @@ class Refusal(NamedTuple):
     reason: str
 
 
-def _rings(config: Config) -> bool:
-    """Whether learners on other machines have part in every update."""
-    return bool(config.allreduce.bind or config.allreduce.connect)
-
-
 def _image(spec: Spec) -> bool:
     return any(s.is_image for s in spec.obs.values())
 
@@ -194,7 +189,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "a lone learner that acts itself has no processes to disturb: give it learners, actors or hosts",
     ),
     Refusal(
-        lambda c, s: _rings(c) and c.exchange != "allreduce",
+        lambda c, s: bool(c.allreduce.address) and c.exchange != "allreduce",
         "allreduce.bind",
         "and allreduce.connect are for exchange allreduce",
     ),
@@ -209,13 +204,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "needs the address by which the other machines know this one, not that of all its networks",
     ),
     Refusal(
-        lambda c, s: _rings(c) and c.algorithm in VALUE,
+        lambda c, s: bool(c.allreduce.address) and c.algorithm in VALUE,
         "algorithm",
         "a machine that comes later has nothing to replay yet, while the others wait for its gradient: use gossip",
     ),
     Refusal(
         lambda c, s: (
-            _rings(c) and not c.allreduce.trusted_network and not is_local(c.allreduce.bind or c.allreduce.connect)
+            bool(c.allreduce.address) and not c.allreduce.trusted_network and not is_local(c.allreduce.address)
         ),
         "allreduce.trusted_network",
         "torch.distributed has neither TLS nor a token: true says that nobody else is on the network in between",

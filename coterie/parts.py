@@ -238,9 +238,7 @@ def _ring(config: Config, params: FlatParams, moments: Moments, board: Board, ra
         board.beat[rank] = time.monotonic()  # who waits for other machines is not the one that hangs
         return board.stopping
 
-    return Ring(
-        split(own.bind or own.connect), own.machines if own.bind else 0, kind, config.seed, patience(config), ended
-    )
+    return Ring(split(own.address), own.machines if own.bind else 0, kind, config.seed, patience(config), ended)
 
 
 def make_exchange(config: Config, params: FlatParams, moments: Moments, links: Links) -> Exchange:
@@ -252,9 +250,7 @@ def make_exchange(config: Config, params: FlatParams, moments: Moments, links: L
     rank, learners, board = links.rank, links.learners, links.board
     if config.exchange == "allreduce":
         meeting = links.rendezvous or own_folder() / "meeting"
-        across = (
-            _ring(config, params, moments, board, rank) if config.allreduce.bind or config.allreduce.connect else None
-        )
+        across = _ring(config, params, moments, board, rank) if config.allreduce.address else None
         return AllReduce(params, rule, guard, moments, board, rank, meeting, timeout, across, config.steps)
     memory = links.memory or exchange_memory(config, params, moments, learners)
     assert memory is not None

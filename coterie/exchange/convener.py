@@ -63,6 +63,7 @@ class Convener:
         self.unread: list[tuple[int, float]] = []  # tickets that are still being written
         self.ring = self.read = 0
         self.warned = False
+        self.heard = 0.0  # when it was last looked who lives: a few calls of the store for each
         self.begin = self.came = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="coterie-convener", daemon=True)
@@ -77,6 +78,14 @@ class Convener:
 
     def _look(self, now: float) -> None:
         self._read(now)
+        if now - self.heard > BEAT_S / 4:
+            self.heard = now
+            self._miss(now)
+        if self.waiting and self.at_work.keys() <= self.waiting.keys() and now - self.came > _SETTLE_S:
+            self._call(now)
+
+    def _miss(self, now: float) -> None:
+        """Who has left, or gives no sign of life, is not counted on."""
         for uid in {*self.at_work, *self.waiting}:
             if self._lives(uid, now):
                 continue
@@ -85,8 +94,6 @@ class Convener:
                 self.store.set(f"broken/{self.ring}", "1")
             if uid in self.waiting:  # where it only was out of reach, it is to ask again
                 self._answer(self.waiting.pop(uid)[0], {"again": True})
-        if self.waiting and self.at_work.keys() <= self.waiting.keys() and now - self.came > _SETTLE_S:
-            self._call(now)
 
     def _read(self, now: float) -> None:
         last = self.store.add("tickets", 0)
