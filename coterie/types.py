@@ -170,3 +170,9 @@ class Rollout:
     def mask(self) -> Tensor:
         """`[T, B]` bool, False on the fake step of an autoreset and on the step of an env that was replaced."""
         return ~self.is_first[1:]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the trace that others' libraries put behind it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

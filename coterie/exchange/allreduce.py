@@ -29,6 +29,7 @@ from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import PeerLost
+from coterie.types import first_line
 
 _BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _MEET, _BROKEN = range(8)  # places in the tail
 
@@ -73,7 +74,7 @@ class AllReduce:
                 timeout=timedelta(seconds=self.timeout * (1 if self.across is None else 4)),
             )
         except RuntimeError as error:
-            raise PeerLost(f"allreduce: the learners do not meet: {str(error).splitlines()[0]}") from error
+            raise PeerLost(f"allreduce: the learners do not meet: {first_line(error)}") from error
         if self.across is not None:
             self._meet()
         return self
@@ -205,7 +206,7 @@ class AllReduce:
             with self.board.waits(self.rank):
                 yield
         except RuntimeError as error:
-            raise PeerLost(f"allreduce: another learner is gone or hangs: {str(error).splitlines()[0]}") from error
+            raise PeerLost(f"allreduce: another learner is gone or hangs: {first_line(error)}") from error
 
     def gauges(self) -> dict[str, float]:
         """How many machines train together, and updates that were not made because one was lost."""

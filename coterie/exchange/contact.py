@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from coterie.exchange.convener import BEAT_S, GONE, LOOK_S, SILENT_S, STORE_S, Ticket
+from coterie.types import first_line
 
 Address = tuple[str, int]
 
@@ -82,7 +83,7 @@ class Contact:
                 self._wake.clear()
             store.set(f"beat/{self.uid}", GONE)
         except (RuntimeError, OSError) as error:
-            self.error = (str(error).splitlines() or [repr(error)])[0][:200]
+            self.error = first_line(error)
 
     def _talk(self, store: TCPStore) -> None:
         if self._to_break:

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from coterie.exchange.contact import Address, Contact, again
 from coterie.exchange.convener import LOOK_S, SILENT_S, STORE_S, Call, Convener, Ticket
 from coterie.parallel.processes import pid_space
-from coterie.types import CoterieError
+from coterie.types import CoterieError, first_line
 
 _FORM_S = 20.0  # for a ring's connections to be made
 _POLL_S = 1.0  # between two looks, in the middle of a sum, whether somebody is lost
@@ -83,7 +83,7 @@ class Ring:
             work = begin(own)
             reason = self._wait(work)
         except RuntimeError as error:
-            reason = _line(error)
+            reason = first_line(error)
         if not reason:
             tensor.copy_(own)
             return
@@ -126,7 +126,7 @@ class Ring:
             try:
                 return self._meet(state, whole)
             except RuntimeError as error:
-                reason, whole = _line(error), False
+                reason, whole = first_line(error), False
                 self.broken, self.group = True, None
                 if self.contact is not None:
                     self.contact.close()
@@ -217,7 +217,3 @@ class Ring:
         if self.contact is not None:
             self.contact.close()
         self.contact = self.master = None
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0][:200]

@@ -11,7 +11,7 @@ from coterie import __version__
 from coterie.launch.layout import Machine
 from coterie.launch.node import Node
 from coterie.runs import ship
-from coterie.types import CoterieError
+from coterie.types import CoterieError, first_line
 
 SILENT_S = 60.0  # that a machine may take to answer
 
@@ -86,8 +86,3 @@ def _last_line(error: BaseException) -> str:
     """Of an actor that could not be made: what its own error says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if getattr(error, "actor_init_failed", False) and lines else first_line(error)
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

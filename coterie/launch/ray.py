@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from coterie.config import Config
-from coterie.launch.calls import first_line
 from coterie.launch.fleet import Fleet
 from coterie.launch.layout import Machine, lay_out
 from coterie.runs.metrics import clean
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError, first_line
 from coterie.wire.auth import split
 
 _CONNECT_S = 10.0

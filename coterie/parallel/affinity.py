@@ -79,10 +79,10 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def rss_mb() -> float | None:
-    """Resident memory of this process in MiB; None where the system does not say."""
+def rss_mb(pid: int | str = "self") -> float | None:
+    """Resident memory of a process in MiB; None where the system does not say."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
         return None
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coterie.parallel.affinity import rss_mb
 from coterie.runs.metrics import read_metrics
 from tests.launch.harness import family, gone, put_down, until
 from tests.launch.test_linked_runs import Linked
@@ -23,13 +24,6 @@ pytestmark = pytest.mark.slow
 SECONDS = float(os.environ.get("COTERIE_CHAOS_S", "60"))
 SETTLE_S = 20.0  # of which the first look is
 EVERY_S = 5.0
-
-
-def rss_mb(pid: int) -> float:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-    except (OSError, IndexError):  # it has just been killed
-        return 0.0
 
 
 class Seen:
@@ -42,7 +36,13 @@ class Seen:
         mine = family(self.run.process.pid)
         descriptors = len(os.listdir(f"/proc/{self.run.process.pid}/fd"))
         self.rows.append(
-            (time.monotonic(), len(mine), descriptors, rss_mb(self.run.process.pid), sum(map(rss_mb, mine)))
+            (
+                time.monotonic(),
+                len(mine),
+                descriptors,
+                rss_mb(self.run.process.pid) or 0.0,
+                sum(rss_mb(pid) or 0.0 for pid in mine),
+            )
         )
 
     def summary(self) -> dict[str, float]:
