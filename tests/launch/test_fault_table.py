@@ -27,7 +27,7 @@ from tests.launch.slow_link import SlowLink
 from tests.launch.visitors import free_ports
 
 pytestmark = pytest.mark.slow
-PATIENCE_S = 400.0
+PATIENCE_S = 900.0  # synchronous learners on a slow link take 8 minutes
 SOLVED = 400.0  # mean return of 100 games while training
 DELAY_S, RATE = 0.02, 1e6  # each way, and bytes per second
 CUT_S = 10.0
@@ -162,13 +162,15 @@ def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
             links[0].down = True
             goes_on(CUT_S)
             links[0].down = False
+        # Synchronous learners wait for a slow link at every sum; after anything else they are soon as fast as before.
+        share, window = (0.01, 20.0) if fault == "slow" else (0.25, 2.0)
         until(
-            lambda: hub.look() or hub.rate(max(at, time.monotonic() - 2.0), time.monotonic()) > 0.25 * before,
+            lambda: hub.look() or hub.rate(max(at, time.monotonic() - window), time.monotonic()) > share * before,
             "it goes on",  # after the fault
             parts,
         )
-        goes_on(10.0)
-        after = hub.rate(time.monotonic() - 8.0, time.monotonic())
+        goes_on(window + 8.0)
+        after = hub.rate(time.monotonic() - window - 6.0, time.monotonic())
         until(lambda: hub.look() or all(solved(part) for part in learners), "all solve it", parts)
         for part in reversed(parts):
             part.process.send_signal(signal.SIGTERM)

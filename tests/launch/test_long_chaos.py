@@ -62,9 +62,17 @@ class Seen:
         }
 
 
+# What learns Pong soonest here (docs/results.md). Frames of 42 pixels are faster, and nothing is learned from them.
+LEARNS = {
+    "model.torso": "a3c", "env.num_envs": 16, "decoupled.batch_size": 8, "vtrace.loss": "mean",
+    "optim.rule": "adam", "optim.lr": 4e-4, "optim.eps": 1e-5, "optim.max_grad_norm": 0.5,
+}  # fmt: skip
+BETTER = 1.0  # points of an hour's last tenth over its first: chance makes 0.2 of them
+
+
 def start(out: Path, seed: int, way: tuple[str, str]) -> Linked:
     options = {
-        "env": "Pong-v5", "model.torso": "a3c", "exchange": "gossip", "learners": 1, "actors": 2, "steps": 10**9,
+        "env": "Pong-v5", **LEARNS, "exchange": "gossip", "learners": 1, "actors": 2, "steps": 10**9,
         "restarts": 10**6, "decoupled.restarts": 10**6, "chaos.every": 20, "chaos.seed": seed, "seed": seed,
         "log.checkpoint_every": 20, "log.tensorboard": False, "log.every": 5, "out": out, way[0]: way[1],
     }  # fmt: skip
@@ -94,23 +102,24 @@ def test_pong_under_chaos(tmp_path):
         found = [run.end(signal.SIGTERM) for run in reversed(runs)][::-1]
         report = []
         for run, one, summary in zip(runs, seen, found, strict=True):
-            returns = [line["mean_return"] for line in read_metrics(run.out) if line["mean_return"] is not None]
+            returns = [x for line in read_metrics(run.out) if (x := line.get("mean_return")) is not None]
+            tenth = max(1, len(returns) // 10)
             rows = summary["rows"]
             assert min(rows.values()) >= 0, rows
             report.append({
                 "seconds": round(SECONDS), "chaos": summary["chaos"], "rows": rows,
-                "mean_return_first": returns[0], "mean_return_last": returns[-1],
+                "mean_return_first": round(float(np.mean(returns[:tenth])), 2),
+                "mean_return_last": round(float(np.mean(returns[-tenth:])), 2),
                 **{k: round(v, 1) for k, v in one.summary().items()},
             })  # fmt: skip
-            seconds = one.rows[-1][0] - one.rows[0][0]
-            kept = report[-1]
-            assert kept["descriptors_last"] <= kept["descriptors_first"] + 4, kept
-            if seconds > 1800:  # an hour's trend cannot be told from a minute
-                assert kept["parent_rss_mb_per_hour_in_second_half"] < 0.05 * kept["parent_rss_mb_last"], kept
-                assert kept["mean_return_last"] > kept["mean_return_first"], kept
-        if path := os.environ.get("COTERIE_CHAOS"):
+        if path := os.environ.get("COTERIE_CHAOS"):  # also where something below is not as it should be
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(json.dumps(report, indent=1) + "\n")
+        for kept in report:
+            assert kept["descriptors_last"] <= kept["descriptors_first"] + 4, kept
+            if SECONDS > 1800:  # an hour's trend cannot be told from a minute
+                assert kept["parent_rss_mb_per_hour_in_second_half"] < 0.05 * kept["parent_rss_mb_last"], kept
+                assert kept["mean_return_last"] > kept["mean_return_first"] + BETTER, kept
         until(lambda: all(map(gone, mine)), "no process is left", 30)
         assert set(os.listdir("/dev/shm")) <= before, "shared memory is left"
     finally:
