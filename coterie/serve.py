@@ -106,6 +106,7 @@ class Service:
                 raise
             return  # the order was given up meanwhile: somebody who was to take part is gone
         digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
+        self.gauged = 0.0  # also of a run that is shorter than the time between two readings
         self.report()  # so that what the checkpoint says of all rows is said of these, too
         self.post("saved", {"order": number, "counts": learner.counts(), "digest": digest})
         self.over = bool(what & LAST)

@@ -98,9 +98,11 @@ class Board:
         return all(self._waiting[rank] for rank in ranks)
 
     def stale(self, ranks: Iterable[int], before: float) -> list[int]:
-        """Those of `ranks` without a sign of life since `before`; who merely waits for others only if all do."""
+        """Those of `ranks` without a sign of life since `before`, the longest first: others may have gone on after it.
+        Who merely waits for others only if all do.
+        """
         all_of_them = list(ranks)
-        silent = [rank for rank in all_of_them if self.beat[rank] < before]
+        silent = sorted((r for r in all_of_them if self.beat[r] < before), key=lambda r: float(self.beat[r]))
         return [r for r in silent if not self._waiting[r]] or (silent if len(silent) == len(all_of_them) else [])
 
     def stop(self) -> None:

@@ -153,3 +153,11 @@ def test_staleness_is_what_others_did_between_a_snapshot_and_its_update() -> Non
     theirs.add(4)
     staleness.update()
     assert staleness.gauges() == {"staleness/mean": 8, "staleness/max": 20}
+
+
+def test_of_those_that_all_wait_the_one_silent_longest_is_named():
+    """It was stopped while it waited; the other went on until it had to wait for it."""
+    board = Board(2)
+    board.beat[:] = (20.0, 19.0)
+    with board.waits(0), board.waits(1):
+        assert board.stale([0, 1], 30.0) == [1, 0]
