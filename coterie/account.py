@@ -229,6 +229,8 @@ class Account:
         self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps
         self.metrics, self.batches = {}, 0
         self.line_lags.clear()
+        if joules := self.energy.joules():
+            line["joules"] = joules  # of this life of the run, and of the whole machine
         for read in self.readers:
             line |= read()
         return line

@@ -22,6 +22,9 @@ HELP = """coterie: distributed deep reinforcement learning
   coterie resume RUN [--steps N]     go on from the last checkpoint
   coterie eval RUN [--episodes N] [--sampled] [--learner best|mean|INDEX] [--json]
   coterie watch RUN [--out FILE.mp4] record an episode
+  coterie report RUN [--video]       one HTML page, with curves and where the time went
+  coterie compare RUN RUN ...        runs, or folders of runs, beside one another
+  coterie dashboard RUN [--port N]   the report's page live on 127.0.0.1, and the health of each process
   coterie bench PRESET [--seconds N] [--json] [--SECTION.FIELD VALUE ...]
   coterie plan PRESET [--services FILE] [--target FRAMES_PER_S] [...]      which layout, on what hardware
   coterie envs --connect HOST:PORT --env ID [--token-file F] [--cert C]    step envs for a run elsewhere
@@ -43,6 +46,7 @@ Often used with train:
   --eval.every 100000           evaluate every N env steps; decides the best checkpoint
   --device auto|cpu|cuda  --precision auto|fp32|bf16
   --seeds 0..2 --jobs 2         one run for each seed, two at a time
+  --grid optim.lr=1e-3,3e-4     one for each value; several are combined
 
 `coterie train PRESET --help` lists every option with its default and unit.
 Exit codes: 0 finished, 1 failed, 2 bad usage or config, 75 checkpointed on a signal (then: resume).
@@ -112,11 +116,21 @@ def _take(args: list[str], option: str) -> tuple[str | None, list[str]]:
 def train(args: list[str]) -> int:
     seeds, args = _take(args, "--seeds")
     jobs, args = _take(args, "--jobs")
+    grid = []
+    while (axis := _take(args, "--grid"))[0] is not None:
+        grid.append(str(axis[0]))
+        args = axis[1]
     config = _train_config(args)
-    if seeds is not None:
-        from coterie.sweep import run_seeds
+    if seeds is not None or grid:
+        from coterie.sweep import parse_grid, parse_jobs, parse_seeds, plan_runs, run_jobs
 
-        return run_seeds(args, config, seeds, jobs)
+        points = parse_grid(grid)
+        at_once, numbers = parse_jobs(jobs), parse_seeds(seeds) if seeds is not None else [config.seed]
+        for point in points:  # what cannot be is said before anything runs
+            _train_config([*args, *(word for name, value in point.items() for word in (f"--{name}", value))])
+        return run_jobs(plan_runs(args, config, numbers, points), at_once)
+    if jobs is not None:
+        raise ConfigError("--jobs: is for several runs; give --seeds or --grid, too")
     from coterie.session import train as run
 
     return _report(run(config))
@@ -194,6 +208,13 @@ def watch(args: list[str]) -> int:
     )
     print(f"{path}: {frames} frames, return {score:.1f}")
     return 0
+
+
+def _page(what: str, args: list[str]) -> int:
+    from coterie.report import command
+
+    run: Callable[[list[str], argparse.ArgumentParser], int] = getattr(command, what)
+    return run(args, _Parser(f"coterie {what}"))
 
 
 def bench(args: list[str]) -> int:
@@ -278,6 +299,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "resume": resume,
     "eval": evaluate,
     "watch": watch,
+    "report": partial(_page, "report"),
+    "compare": partial(_page, "compare"),
+    "dashboard": partial(_page, "dashboard"),
     "bench": bench,
     "plan": plan,
     "envs": partial(_lend, "envs"),

@@ -20,6 +20,7 @@ from typing import Any
 from coterie.account import Account
 from coterie.config import Config, elsewhere
 from coterie.evaluate import Scores
+from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
@@ -51,6 +52,8 @@ class Run:
         self.digests: dict[int, str] = {}
         self.on_end: Callable[[], None] = lambda: None  # called before the last order: nobody acts after it
         self.actors: set[int] = set()  # their rows of the board, where they are at work
+        # Name and pid of the process behind each row of the board.
+        self.processes: Callable[[], dict[int, tuple[str, int]]] = lambda: {0: ("learner 0", os.getpid())}
         self.over = False
         self.signal: signal.Signals | None = None
         self.noted = self.alarmed = False
@@ -184,6 +187,7 @@ class Run:
     def _line(self) -> None:
         line, alarm = self.account.line(), elsewhere(self.config).lag_alarm
         self.writer.write(line)
+        self.writer.processes(self._health(), self.account.restarts)
         if alarm and line.get("policy_lag/p95", 0) >= alarm:
             self.writer.log(
                 f"policy_lag {line['policy_lag/p95']:g} learner steps (p95), {self.config.acting}.lag_alarm {alarm}"
@@ -192,6 +196,17 @@ class Run:
                 self.display.note(f"the policy that acts is old: see policy_lag in {self.folder / 'metrics.jsonl'}")
             self.alarmed = True
         self.display.update({**self.account.status(), "losses": line})
+
+    def _health(self) -> list[dict[str, Any]]:
+        """What is known of each process: `rss_mb` is None where it is gone."""
+        now, board = time.monotonic(), self.board
+        return [
+            {
+                "name": name, "pid": pid, "silent_s": round(now - float(board.beat[row]), 1),
+                "env_steps": board.read(row)["produced"], "rss_mb": rss_mb(pid),
+            }
+            for row, (name, pid) in sorted(self.processes().items())
+        ]  # fmt: skip
 
     def _order(self, what: int) -> None:
         self.saved, self.scores = {}, None

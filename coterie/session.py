@@ -25,6 +25,7 @@ from coterie.roles import Learner
 from coterie.run import EXIT_INTERRUPTED, Run
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
+from coterie.runs.machine import describe
 from coterie.runs.ship import fetch
 from coterie.types import ConfigError, CoterieError, Spec
 
@@ -105,6 +106,8 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
             save_config(folder / "config.json", config)  # a later resume goes on towards the same total
             if state is None:
                 (folder / "spec.json").write_text(_spec_text(spec))
+                (folder / "machine.json").write_text(json.dumps(describe(), indent=1) + "\n")
+            (folder / "summary.json").unlink(missing_ok=True)  # of the life before
         except OSError as error:
             raise CoterieError(f"out: cannot write to {folder}: {error.strerror or error}") from None
         run = Run(config, folder, spec, board, state=state, quiet=quiet)

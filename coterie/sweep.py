@@ -1,20 +1,45 @@
-"""`train --seeds A..B --jobs K`: the same run for several seeds, K at a time, each on its own share of the cores."""
+"""Many runs, K at a time, each a process on its own share of the cores: seeds, small grids, and what a figure needs.
+
+What has finished is not run again, and what was interrupted is resumed: the same command goes on where it stopped.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 from coterie.config import Config
 from coterie.parallel.affinity import available_cores
-from coterie.types import ConfigError
+from coterie.runs import checkpoint
+from coterie.runs.metrics import RUN_FILES, read_metrics
+from coterie.types import ConfigError, CoterieError
+
+_RANK = (0, 75, 2, 1)  # exit codes, the worst last
+_GRACE_S = 120
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LINE_S = 10.0  # between two lines about all runs together
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: `coterie train ARGS` into `folder`."""
+
+    name: str
+    args: tuple[str, ...]
+    folder: Path
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -24,77 +49,201 @@ def parse_seeds(text: str) -> list[int]:
         if first <= last:
             return list(range(first, last + 1))
     elif re.fullmatch(r"\d+(,\d+)*", text):
-        return [int(n) for n in text.split(",")]
-    raise ConfigError(f"--seeds: {text!r} is not A..B with A <= B, or A,B,C")
+        seeds = [int(n) for n in text.split(",")]
+        if len(set(seeds)) == len(seeds):
+            return seeds
+    raise ConfigError(f"--seeds: {text!r} is not A..B with A <= B, or A,B,C that differ")
 
 
-def run_seeds(args: list[str], config: Config, seeds: str, jobs: str | None) -> int:
-    """Run every seed as a process of its own; returns the worst exit code. One line for each run that ends."""
-    todo = parse_seeds(seeds)
-    if jobs is not None and not re.fullmatch(r"[1-9]\d*", jobs):
-        raise ConfigError(f"--jobs: {jobs!r} is not a positive number")
-    slots = min(int(jobs or 1), len(todo))
+def parse_jobs(text: str | None) -> int:
+    if text is not None and not re.fullmatch(r"[1-9]\d*", text):
+        raise ConfigError(f"--jobs: {text!r} is not a positive number")
+    return int(text or 1)
+
+
+def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
+    """`optim.lr=1e-3,3e-4` and the like: every combination, the last axis fastest."""
+    names, values = [], []
+    for axis in axes:
+        name, _, rest = axis.partition("=")
+        each = [value for value in rest.split(",") if value]
+        if not name or not each:
+            raise ConfigError(f"--grid: {axis!r} is not OPTION=VALUE,VALUE,...")
+        if name in ("seed", "out"):
+            raise ConfigError(f"--grid: {name} is not for a grid; --seeds and --out are for it")
+        if len(set(each)) < len(each):
+            raise ConfigError(f"--grid: {axis!r} has a value twice")
+        if name in names:
+            raise ConfigError(f"--grid: {name} is there twice")
+        names.append(name)
+        values.append(each)
+    return [dict(zip(names, combination, strict=True)) for combination in itertools.product(*values)]
+
+
+def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: Sequence[dict[str, str]]) -> list[Job]:
+    """A run for each point of the grid and each seed; its folder's name tells which it is."""
+    base = config.out or time.strftime(f"runs/{config.preset}-{_plain(config.env.id)}-%m%d-%H%M%S")
+    jobs = []
+    for point in grid:
+        words = "".join(f"-{name.rpartition('.')[2]}-{_plain(value)}" for name, value in point.items())
+        options = [word for name, value in point.items() for word in (f"--{name}", value)]
+        for seed in seeds:
+            name = ", ".join([*(f"{k} {v}" for k, v in point.items()), f"seed {seed}"])
+            folder = Path(f"{base}{words}-seed{seed}")
+            jobs.append(Job(name, (*args, *options, "--seed", str(seed)), folder))
+    if len({job.folder for job in jobs}) < len(jobs):
+        raise ConfigError(
+            "--grid: two of its options have one last name and the same values; their folders would be one"
+        )
+    return jobs
+
+
+def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
+    """Run them; returns the worst exit code. A line for each run that ends, and now and then one about all."""
+    todo = []
+    for job in jobs:
+        if _same(job) and complete(job.folder):
+            print(f"{job.name}: {_ended(job.folder)} (was there) {job.folder}", flush=True)
+        else:
+            todo.append(job)
+    slots = max(1, min(at_once, len(todo)))
     cores = available_cores()
-    shares = [cores[i::slots] or cores for i in range(slots)]
-    base = Path(config.out or f"runs/{config.preset}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', config.env.id)}")
-    stamp = "" if config.out else time.strftime("-%m%d-%H%M%S")
-    running: dict[int, tuple[subprocess.Popen[bytes], int, Path]] = {}
-    worst = 0
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    shares = [cores[i::slots] or [cores[i % len(cores)]] for i in range(slots)]
+    running: dict[int, tuple[subprocess.Popen[bytes], Job]] = {}
+    done, worst, told, stop = len(jobs) - len(todo), 0, time.monotonic(), list[int]()
+    before = {number: signal.signal(number, lambda n, frame: stop.append(n)) for number in _STOP}
     try:
-        while todo or running:
+        while (todo or running) and not stop:
             for slot in range(slots):
                 if slot not in running and todo:
-                    seed = todo.pop(0)
-                    folder = Path(f"{base}{stamp}-seed{seed}")
-                    running[slot] = (_start(args, seed, folder, shares[slot]), seed, folder)
+                    job = todo.pop(0)
+                    running[slot] = (_start(job, shares[slot]), job)
             time.sleep(0.2)
-            for slot, (process, seed, folder) in list(running.items()):
+            for slot, (process, job) in list(running.items()):
                 if process.poll() is not None:
                     del running[slot]
+                    done += 1
                     worst = max(worst, _severity(process.returncode), key=_RANK.index)
-                    print(f"seed {seed}: {_result(folder)} (exit {process.returncode}) {folder}", flush=True)
-    except KeyboardInterrupt:
-        for process, _, _ in running.values():
-            process.terminate()  # they checkpoint; a terminal's Ctrl-C has reached them, too
-        for process, _, folder in running.values():
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                print(f"{folder}: did not end within {_GRACE_S} s and was killed; its last checkpoint stands")
-        return 75
+                    print(f"{job.name}: {_ended(job.folder)} (exit {process.returncode}) {job.folder}", flush=True)
+            if running and time.monotonic() - told > _LINE_S:
+                told = time.monotonic()
+                print(_together([job for _, job in running.values()], done, len(jobs)), flush=True)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        _end(running)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if stop:
+        print("stopped; with --out the same command goes on where they stopped")
+        return 75
     return worst
 
 
-_RANK = (0, 75, 2, 1)  # exit codes, the worst last
-_GRACE_S = 120
+def _end(running: dict[int, tuple[subprocess.Popen[bytes], Job]]) -> None:
+    """Ask all that run for a checkpoint and their end, and wait for that."""
+    for process, _ in running.values():
+        process.terminate()
+    for process, job in running.values():
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            print(f"{job.folder}: did not end within {_GRACE_S} s and was killed; its last checkpoint stands")
+
+
+def complete(folder: Path) -> bool:
+    """Whether a run has all its env steps, or its summary says that it has finished."""
+    with suppress(OSError, ValueError, KeyError):
+        if json.loads((folder / "summary.json").read_text())["status"] == "finished":
+            return True
+    newest = checkpoint.latest(folder / "checkpoints")
+    with suppress(OSError, ValueError, KeyError):  # killed between its last checkpoint and its summary
+        steps = json.loads((folder / "config.json").read_text())["steps"]
+        return newest is not None and bool(json.loads((newest / "state.json").read_text())["env_steps"] >= steps)
+    return False
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
+
+
+def _same(job: Job) -> bool:
+    """Whether this job was begun before. Raises `ConfigError` where its folder holds a run of something else."""
+    try:
+        before = json.loads(_note(job).read_text())
+    except (OSError, ValueError):
+        if (job.folder / "config.json").exists():
+            raise ConfigError(
+                f"--out: {job.folder} holds a run that this command did not begin; name another"
+            ) from None
+        return False
+    if before != list(job.args):
+        raise ConfigError(
+            f"--out: {job.folder} was begun with other options ({' '.join(before)}); name another, or remove it"
+        )
+    return True
+
+
+def _note(job: Job) -> Path:
+    """Beside the run's folder: the options that it was begun with."""
+    return Path(f"{job.folder}.args.json")
 
 
 def _severity(code: int) -> int:
     return code if code in _RANK else 1
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def _start(args: list[str], seed: int, folder: Path, cores: list[int]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "coterie.cli", "train", *args, "--seed", str(seed), "--out", str(folder)]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with Path(f"{folder}.txt").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+def _start(job: Job, cores: list[int]) -> subprocess.Popen[bytes]:
+    begun = _same(job)
+    resumed = begun and checkpoint.latest(job.folder / "checkpoints") is not None
+    words = ["resume", str(job.folder)] if resumed else ["train", *job.args, "--out", str(job.folder)]
+    job.folder.parent.mkdir(parents=True, exist_ok=True)
+    with _note(job).open("a+") as note, Path(f"{job.folder}.txt").open("ab" if resumed else "wb") as log:
+        try:
+            fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the run inherits it, and lets go of it when it ends
+        except OSError:
+            raise ConfigError(f"--out: {job.folder} is being trained by another process") from None
+        if begun and not resumed:
+            _clear(job.folder)
+        note.truncate(0)
+        note.write(json.dumps(list(job.args)))
+        note.flush()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "coterie", *words], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            pass_fds=[note.fileno()], process_group=0,  # Ctrl-C is for the sweep to pass on, once
+        )  # fmt: skip
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(process.pid, cores)  # before it has started a thread
+        with suppress(OSError):
+            os.sched_setaffinity(process.pid, cores)  # before it has started a thread
     return process
 
 
-def _result(folder: Path) -> str:
+def _clear(folder: Path) -> None:
+    """Remove what a run left that ended before its first checkpoint, and nothing else."""
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    for name in (*RUN_FILES, "events.out.*"):
+        for path in folder.glob(name):
+            path.unlink(missing_ok=True)
+
+
+def _together(jobs: Sequence[Job], done: int, whole: int) -> str:
+    """One line about all that run now, from their last lines of metrics."""
+    steps, rate = 0, 0.0
+    for job in jobs:
+        with suppress(CoterieError, IndexError):  # a line that is being written, or none yet
+            last = [line for line in read_metrics(job.folder) if "env_steps_per_s" in line][-1]
+            steps, rate = steps + last["env_steps"], rate + (last["env_steps_per_s"] or 0.0)
+    return f"{done} of {whole} done, {len(jobs)} run: {steps:,} env steps so far, {rate:,.0f} env steps/s together"
+
+
+def _result(summary: dict[str, Any]) -> str:
+    mean = summary["mean_return"]
+    shown = "-" if mean is None else f"{mean:.1f}"
+    return f"{summary['status']}, mean return {shown}, {summary['env_steps']:,} env steps"
+
+
+def _ended(folder: Path) -> str:
     try:
-        summary = json.loads((folder / "summary.json").read_text())
+        return _result(json.loads((folder / "summary.json").read_text()))
     except (OSError, ValueError):
         lines = Path(f"{folder}.txt").read_text().splitlines()
         return lines[-1] if lines else "no output"
-    return f"{summary['status']}, mean return {summary['mean_return']}, {summary['env_steps']:,} env steps"

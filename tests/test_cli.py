@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from coterie import cli, matrix, presets
+from coterie import __version__, cli, matrix, presets
 from coterie.envs.make import make_spec
 from coterie.types import ConfigError
 
@@ -42,10 +42,16 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         ((*TRAIN, "--ppo.minibatch-size", "100000"), "ppo.minibatch_size: is larger than a rollout"),
         ((*TRAIN, "--seeds", "3..1"), "--seeds: '3..1'"),
         ((*TRAIN, "--seeds", "0..1", "--jobs", "0"), "--jobs: '0'"),
+        ((*TRAIN, "--jobs", "2"), "--jobs: is for several runs"),
+        ((*TRAIN, "--seeds", "1,1"), "--seeds: '1,1'"),
+        ((*TRAIN, "--grid", "optim.lr"), "--grid: 'optim.lr' is not OPTION=VALUE,VALUE,..."),
+        ((*TRAIN, "--grid", "optim.lr=1e-3,fast"), "optim.lr"),
         (("resume", "/nowhere"), "RUN: /nowhere is not a run folder"),
         (("eval", "/nowhere"), "RUN: /nowhere is not a run folder"),
         (("eval", "/nowhere", "--episodes", "x"), "--episodes"),
         (("watch", "/nowhere"), "RUN: /nowhere is not a run folder"),
+        (("report", "/nowhere"), "/nowhere: no run is there"),
+        (("compare", "/nowhere", "/there"), "/nowhere: no run is there"),
         (("list", "games"), "envs"),
         (("bench", "ppo", "--seconds", "long"), "--seconds"),
         (("plan", "poo"), "preset: 'poo' is unknown"),
@@ -215,14 +221,9 @@ def test_train_eval_and_bench_print_what_follows(tmp_path, capsys):
     assert result["frames_per_s"] == result["training"]  # CartPole repeats no action
 
 
-def test_seeds_run_side_by_side(tmp_path, capsys):
-    out = str(tmp_path / "run")
-    options = ("--steps", "2000", "--log.tensorboard", "False", "--out", out, "--seeds", "4..5", "--jobs", "2")
-    code, text, _ = run(capsys, *TRAIN, *options)
-    assert code == 0, text
-    assert sorted(line.split(":")[0] for line in text.splitlines()) == ["seed 4", "seed 5"]
-    summaries = [json.loads((tmp_path / f"run-seed{s}" / "summary.json").read_text()) for s in (4, 5)]
-    assert summaries[0]["digest"] != summaries[1]["digest"]
+def test_it_is_a_module():
+    done = subprocess.run([sys.executable, "-m", "coterie", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == __version__
 
 
 def test_doctor_finds_this_machine_fit():

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -139,6 +140,19 @@ def together(words: list[str], env: dict[str, str]) -> None:
             process.kill()
 
 
+def show(words: list[str], env: dict[str, str]) -> None:
+    """The dashboard says where it is and ends with Ctrl-C."""
+    command = [sys.executable, "-m", "coterie.cli", *words[1:], "--port", "0"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("http://127.0.0.1:")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
 COMMANDS = [
     pytest.param(line, id=f"{page.name}-{i}") for page in PAGES for i, line in enumerate(dict.fromkeys(commands(page)))
 ]
@@ -164,9 +178,10 @@ def test_a_command_runs(line, tmp_path, monkeypatch, capsys):
         lend(words, env)
     else:
         assert words[0] == "coterie", line
-        if words[1] in ("eval", "watch", "resume"):
-            start = ["coterie", "train", "ppo", "--env", "CartPole-v1", "--out", words[2]]
-            assert run(shrink(start)) == 0
+        if words[1] in ("eval", "watch", "resume", "report", "compare", "dashboard"):
+            for out in [words[2]] if words[1] != "compare" else [f"{words[2]}/a", f"{words[2]}/b"]:
+                start = ["coterie", "train", "ppo", "--env", "CartPole-v1", "--out", out]
+                assert run(shrink(start)) == 0
         if "--services" in words:
             services = Path(words[words.index("--services") + 1])
             assert run(shrink(["coterie", *words[1:5], "--seconds", "1", "--save-services", str(services)])) == 0
@@ -178,6 +193,8 @@ def test_a_command_runs(line, tmp_path, monkeypatch, capsys):
             return together(words, env)
         if "--allreduce.machines" in words:
             words[words.index("--allreduce.machines") + 1] = "1"
+        if words[1] == "dashboard":
+            return show(words, env)
         assert run(shrink(words)) == 0, f"{line}\n{capsys.readouterr().err[-2000:]}"
     shutil.rmtree(tmp_path, ignore_errors=True)
 

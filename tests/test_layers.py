@@ -27,7 +27,7 @@ LEVELS: list[list[str]] = [
         "parallel.processes",
         "parallel.energy",
     ],
-    ["runs.config_io", "runs.checkpoint", "runs.ship", "runs.metrics", "runs.display"],
+    ["runs.config_io", "runs.checkpoint", "runs.ship", "runs.metrics", "runs.machine", "runs.display"],
     [
         "envs.testing",
         "envs.text",
@@ -110,8 +110,18 @@ LEVELS: list[list[str]] = [
         "plan.measure",
         "plan.command",
     ],
+    [
+        "report.runs",
+        "report.stats",
+        "report.charts",
+        "report.sections",
+        "report.page",
+        "report.dashboard",
+        "report.command",
+    ],
     ["sweep", "doctor", "lend"],
     ["cli"],
+    ["__main__"],
 ]
 RANK = {name: rank for rank, name in enumerate(name for level in LEVELS for name in level)}
 MODULES = sorted(

@@ -63,6 +63,7 @@ class Crew:
         self.chaos: Disturber | None = None
         self.joins = False  # the learners begin with the weights of such a run's
         run.on_end = self._dismiss
+        run.processes = self._processes
 
     def _group(self) -> Placement:
         """A new place for all learners, with the counts of the checkpoint that they go on from."""
@@ -152,6 +153,9 @@ class Crew:
         actor = row - self.group.learners
         kind = "host" if self.config.acting == "central" else "actor"
         return f"learner {row}" if actor < 0 else f"{kind} {actor}"
+
+    def _processes(self) -> dict[int, tuple[str, int]]:
+        return {row: (self._name(row), child.process.pid or 0) for row, child in self.children.items()}
 
     def _handle(self, row: int, kind: str, content: Any) -> None:
         if kind == "end":

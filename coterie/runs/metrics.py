@@ -15,6 +15,11 @@ from typing import Any
 
 from coterie.types import ConfigError, CoterieError
 
+# What a run writes into its folder besides checkpoints/ and TensorBoard's events.
+RUN_FILES = (
+    "config.json", "spec.json", "machine.json", "metrics.jsonl", "log.txt", "processes.json", "summary.json",
+)  # fmt: skip
+
 
 def clean(value: Any) -> Any:
     """Plain JSON: null for NaN and infinities, which JSON has not; numpy's and torch's single numbers as Python's."""
@@ -107,6 +112,12 @@ class RunWriter:
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self._log.flush()
 
+    def processes(self, rows: list[dict[str, Any]], restarts: int) -> None:
+        """Replace processes.json: the health of the run's processes, for who looks on."""
+        told = {"unix": round(time.time(), 3), "restarts": restarts, "processes": rows}
+        with _Reason(self.folder):
+            _write_whole(self.folder / "processes.json", json.dumps(clean(told)) + "\n", durable=False)
+
     def summary(self, data: dict[str, Any]) -> None:
         """Replace summary.json in one go."""
         with _Reason(self.folder):
@@ -131,14 +142,15 @@ class _Reason:
             raise CoterieError(f"cannot write to {self.folder}: {error.strerror or error}") from None
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one."""
+def _write_whole(path: Path, text: str, durable: bool = True) -> None:
+    """Write a file so that a crash leaves the old one or the new one. `durable`: also a crash of the machine."""
     draft = path.with_name(f".{path.name}")
     try:
         with draft.open("w") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)

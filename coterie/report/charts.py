@@ -1,0 +1,165 @@
+"""Charts as SVG text: axes with units, lines that differ by dash and marker as well as by colour."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+
+from coterie.types import Array, ConfigError
+
+# Okabe and Ito's colours, which those who see red and green alike can tell apart; without the yellow.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo")
+
+
+@dataclass(frozen=True)
+class Chart:
+    """`text` says in words what is drawn, for those who cannot see it."""
+
+    title: str
+    svg: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """`low` and `high` are a band around `y`, each `[N]`."""
+
+    label: str
+    x: Array
+    y: Array
+    low: Array | None = None
+    high: Array | None = None
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ConfigError("charts need: pip install 'coterie[plots]'") from None
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+@dataclass
+class Canvas:
+    """A figure that becomes the SVG of a chart."""
+
+    svg: str = ""
+
+
+@contextmanager
+def canvas(title: str, width: float = 6.0, height: float = 3.4) -> Iterator[tuple[Any, Any]]:
+    """Axes to draw on, and the canvas that has their SVG afterwards."""
+    plt = _pyplot()
+    import matplotlib as mpl
+
+    done = Canvas()
+    # Text stays text (it can be searched and read aloud); the salt keeps the ids of one page's charts apart.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif", "font.size": 9}):
+        figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+        try:
+            yield axes, done
+            out = io.StringIO()
+            figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        finally:
+            plt.close(figure)
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]  # neither an XML header nor a DOCTYPE, which names an address
+    done.svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+
+
+def lines(title: str, series: Sequence[Line], x: str, y: str, text: str = "", log_y: bool = False) -> Chart:
+    """Curves over one another; `x` and `y` are the axes' labels, with units."""
+    with canvas(title) as (axes, drawn):
+        styles = zip(cycle(COLOURS), cycle(_DASHES), cycle(_MARKERS), strict=False)
+        for line, (colour, dash, marker) in zip(series, styles, strict=False):
+            each = max(1, len(line.x) // 8)
+            axes.plot(
+                line.x, line.y, label=line.label, color=colour, linestyle=dash, marker=marker, markevery=each,
+                markersize=4, linewidth=1.6,
+            )  # fmt: skip
+            if line.low is not None and line.high is not None and np.isfinite(line.low).any():
+                axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.grid(alpha=0.3)
+        if log_y:
+            axes.set_yscale("log")
+        if len(series) > 1:
+            axes.legend(fontsize=8, framealpha=0.8)
+    ends = "; ".join(f"{line.label} ends at {line.y[-1]:.4g}" for line in series if len(line.y))
+    return Chart(title, drawn.svg, f"{text} {ends}.".strip())
+
+
+def histogram(title: str, counts: dict[int, float], x: str, y: str, text: str = "") -> Chart:
+    """Bars for whole numbers; what lies far out is put together so that there are at most some thirty."""
+    low, high = min(counts), max(counts)
+    width = max(1, -(-(high - low + 1) // 30))
+    bars: dict[int, float] = {}
+    for value, count in counts.items():
+        begin = low + (value - low) // width * width
+        bars[begin] = bars.get(begin, 0) + count
+    with canvas(title) as (axes, drawn):
+        axes.bar(list(bars), list(bars.values()), width=0.9 * width, align="edge" if width > 1 else "center",
+                 color=COLOURS[0])  # fmt: skip
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.grid(alpha=0.3, axis="y")
+    return Chart(title, drawn.svg, text)
+
+
+def stacked(title: str, x: Array, parts: dict[str, Array], x_label: str, y_label: str, text: str = "") -> Chart:
+    """Shares of one whole over `x`, one above another, hatched."""
+    with canvas(title) as (axes, drawn):
+        areas = axes.stackplot(x, list(parts.values()), labels=list(parts), colors=list(COLOURS), alpha=0.75)
+        for area, hatch in zip(areas, cycle(_HATCHES), strict=False):
+            area.set_hatch(hatch)
+            area.set_edgecolor("white")
+            area.set_linewidth(0)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return Chart(title, drawn.svg, text)
+
+
+def heatmap(title: str, table: Array, rows: Sequence[str], columns: Sequence[str], label: str, text: str = "") -> Chart:
+    """A table of numbers in [-1, 1] with each number written in its cell; NaN is left empty."""
+    with canvas(title, 1.6 + 0.6 * len(columns), 1.4 + 0.5 * len(rows)) as (axes, drawn):
+        image = axes.imshow(table, cmap="PuOr", vmin=-1, vmax=1, aspect="auto")
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_xlabel("learner")
+        axes.set_ylabel("learner")
+        for i, j in np.ndindex(*table.shape):
+            if np.isfinite(table[i, j]):
+                dark = abs(table[i, j]) > 0.7
+                axes.text(j, i, f"{table[i, j]:.2f}", ha="center", va="center", color="white" if dark else "black")
+        axes.figure.colorbar(image, ax=axes, label=label)
+    return Chart(title, drawn.svg, text)
+
+
+def intervals(title: str, rows: Sequence[tuple[str, float, float, float]], x: str, text: str = "") -> Chart:
+    """A dot with its interval for each `(label, value, low, high)`; NaN ends draw no interval."""
+    with canvas(title, height=0.9 + 0.35 * len(rows)) as (axes, drawn):
+        for i, ((_, value, low, high), colour, marker) in enumerate(
+            zip(rows, cycle(COLOURS), cycle(_MARKERS), strict=False)
+        ):
+            axes.plot([low, high], [i, i], color=colour, linewidth=6, alpha=0.35, solid_capstyle="butt")
+            axes.plot([value], [i], marker=marker, color=colour, linestyle="")
+        axes.set_yticks(range(len(rows)), [row[0] for row in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlabel(x)
+        axes.grid(alpha=0.3, axis="x")
+    return Chart(title, drawn.svg, text)

@@ -1,0 +1,65 @@
+"""Aggregates over runs and games as Agarwal et al. (2021, arXiv 2108.13264) recommend: the interquartile mean, and
+intervals from a bootstrap that is stratified by game.
+
+Theirs is the package rliable; it needs arch, seaborn and absl-py for these few lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from coterie.types import Array
+
+Statistic = Callable[[Array], float]
+_RESAMPLES = 2000
+
+
+def interquartile_mean(scores: Array) -> float:
+    """Mean of the middle half of all `scores`: a quarter of them, rounded down, goes at either end."""
+    x = np.sort(scores, axis=None)
+    cut = len(x) // 4
+    return float(x[cut : len(x) - cut].mean())
+
+
+def mean(scores: Array) -> float:
+    return float(np.mean(scores))
+
+
+def interval(
+    strata: Sequence[Array], statistic: Statistic = interquartile_mean, level: float = 0.95, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of `statistic` over all scores; each stratum (a game: one score a run) is drawn
+    from by itself. A single run tells nothing of its spread: the interval is NaN unless a stratum has two.
+    """
+    if all(len(scores) < 2 for scores in strata):
+        return float("nan"), float("nan")
+    rng = np.random.default_rng(seed)
+    drawn = [scores[rng.integers(len(scores), size=(_RESAMPLES, len(scores)))] for scores in strata]
+    found = np.array([statistic(row) for row in np.concatenate(drawn, axis=1)])
+    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def on_grid(series: Sequence[tuple[Array, Array]], points: int = 200) -> tuple[Array, Array]:
+    """Curves `(x, y)` on one grid of x that all of them cover, by linear interpolation: `[P]` and `[curves, P]`."""
+    series = [(x, y) for x, y in series if len(x)]
+    if not series:
+        return np.empty(0), np.empty((0, 0))
+    low, high = max(x[0] for x, _ in series), min(x[-1] for x, _ in series)
+    if high < low:  # one ends before another begins
+        return np.empty(0), np.empty((0, 0))
+    grid = np.linspace(low, high, points if high > low else 1)
+    return grid, np.stack([np.interp(grid, x, y) for x, y in series])
+
+
+def band(curves: Array, level: float = 0.95, seed: int = 0) -> tuple[Array, Array, Array]:
+    """Mean over runs of `[runs, P]` and its bootstrap interval point by point, each `[P]`; NaN for a single run."""
+    middle = curves.mean(0)
+    if len(curves) < 2:
+        return middle, np.full_like(middle, np.nan), np.full_like(middle, np.nan)
+    rng = np.random.default_rng(seed)
+    drawn = curves[rng.integers(len(curves), size=(_RESAMPLES, len(curves)))].mean(1)
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return middle, low, high
