@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all chaos lint proto clean
+.PHONY: train test test-all chaos reproduce-smoke lint proto clean
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "coterie needs Python 3.11 or newer; set PYTHON="; exit 1; }
@@ -24,6 +24,10 @@ test-all: $(VENV)/installed lint
 chaos: $(VENV)/installed
 	COTERIE_FAULTS=runs/faults.json $(BIN)/python -m pytest tests/launch/test_fault_table.py $(ARGS)
 	COTERIE_CHAOS_S=3600 COTERIE_CHAOS=runs/chaos.json $(BIN)/python -m pytest tests/launch/test_long_chaos.py $(ARGS)
+
+# Every figure of the papers at its smallest budget (half an hour): docs/reproduce.md.
+reproduce-smoke: $(VENV)/installed
+	$(BIN)/coterie reproduce all --budget smoke $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

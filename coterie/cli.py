@@ -27,6 +27,7 @@ HELP = """coterie: distributed deep reinforcement learning
   coterie dashboard RUN [--port N]   the report's page live on 127.0.0.1, and the health of each process
   coterie bench PRESET [--seconds N] [--json] [--SECTION.FIELD VALUE ...]
   coterie plan PRESET [--services FILE] [--target FRAMES_PER_S] [...]      which layout, on what hardware
+  coterie reproduce [FIGURE] [--budget smoke|small|full|N] [--dry-run]     a paper's figure, scaled to this machine
   coterie envs --connect HOST:PORT --env ID [--token-file F] [--cert C]    step envs for a run elsewhere
   coterie actor --connect HOST:PORT --env ID [--token-file F] [--cert C]   act for a run elsewhere
   coterie keys DIR [--host NAME]     a token, a key and its certificate for such runs
@@ -241,6 +242,12 @@ def plan(args: list[str]) -> int:
     return run(args, _Parser("coterie plan", add_help=False, allow_abbrev=False), _train_config)
 
 
+def reproduce(args: list[str]) -> int:
+    from coterie.reproduce.command import reproduce as run
+
+    return run(args, _Parser("coterie reproduce", allow_abbrev=False), _train_config)
+
+
 def listing(args: list[str]) -> int:
     parser = _Parser("coterie list")
     parser.add_argument("what", choices=("envs", "presets", "matrix"))
@@ -304,6 +311,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "dashboard": partial(_page, "dashboard"),
     "bench": bench,
     "plan": plan,
+    "reproduce": reproduce,
     "envs": partial(_lend, "envs"),
     "actor": partial(_lend, "actor"),
     "keys": keys,

@@ -120,6 +120,18 @@ LEVELS: list[list[str]] = [
         "report.command",
     ],
     ["sweep", "doctor", "lend"],
+    [
+        "reproduce.figure",
+        "reproduce.draw",
+        "reproduce.gala",
+        "reproduce.a3c_gae",
+        "reproduce.accelerated",
+        "reproduce.impala",
+        "reproduce.seed",
+        "reproduce.catalogue",
+        "reproduce.runs",
+        "reproduce.command",
+    ],
     ["cli"],
     ["__main__"],
 ]

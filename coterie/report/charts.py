@@ -18,16 +18,18 @@ from coterie.types import Array, ConfigError
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+HEAD = ("label", "x", "y", "low", "high")
 _HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo")
 
 
 @dataclass(frozen=True)
 class Chart:
-    """`text` says in words what is drawn, for those who cannot see it."""
+    """`text` says in words what is drawn, for those who cannot see it; `rows` are its numbers, as `HEAD` names them."""
 
     title: str
     svg: str
     text: str
+    rows: Sequence[Sequence[Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def canvas(title: str, width: float = 6.0, height: float = 3.4) -> Iterator[tupl
     done.svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
 
 
-def lines(title: str, series: Sequence[Line], x: str, y: str, text: str = "", log_y: bool = False) -> Chart:
+def lines(
+    title: str, series: Sequence[Line], x: str, y: str, text: str = "", log_y: bool = False, log_x: bool = False
+) -> Chart:
     """Curves over one another; `x` and `y` are the axes' labels, with units."""
     with canvas(title) as (axes, drawn):
         styles = zip(cycle(COLOURS), cycle(_DASHES), cycle(_MARKERS), strict=False)
@@ -97,10 +101,16 @@ def lines(title: str, series: Sequence[Line], x: str, y: str, text: str = "", lo
         axes.grid(alpha=0.3)
         if log_y:
             axes.set_yscale("log")
+        if log_x:
+            axes.set_xscale("log", base=2)
         if len(series) > 1:
             axes.legend(fontsize=8, framealpha=0.8)
     ends = "; ".join(f"{line.label} ends at {line.y[-1]:.4g}" for line in series if len(line.y))
-    return Chart(title, drawn.svg, f"{text} {ends}.".strip())
+    rows = []
+    for line in series:
+        low, high = (line.y if end is None else end for end in (line.low, line.high))
+        rows += [(line.label, *point) for point in zip(line.x, line.y, low, high, strict=True)]
+    return Chart(title, drawn.svg, f"{text} {ends}.".strip(), rows)
 
 
 def histogram(title: str, counts: dict[int, float], x: str, y: str, text: str = "") -> Chart:
@@ -117,7 +127,7 @@ def histogram(title: str, counts: dict[int, float], x: str, y: str, text: str = 
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.grid(alpha=0.3, axis="y")
-    return Chart(title, drawn.svg, text)
+    return Chart(title, drawn.svg, text, [("", value, count, "", "") for value, count in sorted(counts.items())])
 
 
 def stacked(title: str, x: Array, parts: dict[str, Array], x_label: str, y_label: str, text: str = "") -> Chart:
@@ -131,7 +141,8 @@ def stacked(title: str, x: Array, parts: dict[str, Array], x_label: str, y_label
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return Chart(title, drawn.svg, text)
+    rows = [(name, at, share, "", "") for name, part in parts.items() for at, share in zip(x, part, strict=True)]
+    return Chart(title, drawn.svg, text, rows)
 
 
 def heatmap(title: str, table: Array, rows: Sequence[str], columns: Sequence[str], label: str, text: str = "") -> Chart:
@@ -147,7 +158,8 @@ def heatmap(title: str, table: Array, rows: Sequence[str], columns: Sequence[str
                 dark = abs(table[i, j]) > 0.7
                 axes.text(j, i, f"{table[i, j]:.2f}", ha="center", va="center", color="white" if dark else "black")
         axes.figure.colorbar(image, ax=axes, label=label)
-    return Chart(title, drawn.svg, text)
+    cells = [(rows[i], columns[j], table[i, j], "", "") for i, j in np.ndindex(*table.shape)]
+    return Chart(title, drawn.svg, text, cells)
 
 
 def intervals(title: str, rows: Sequence[tuple[str, float, float, float]], x: str, text: str = "") -> Chart:
@@ -162,4 +174,4 @@ def intervals(title: str, rows: Sequence[tuple[str, float, float, float]], x: st
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlabel(x)
         axes.grid(alpha=0.3, axis="x")
-    return Chart(title, drawn.svg, text)
+    return Chart(title, drawn.svg, text, [(label, "", *numbers) for label, *numbers in rows])

@@ -47,8 +47,10 @@ AXES: tuple[Axis, ...] = (
 )
 
 
-def returns(methods: Sequence[Method]) -> list[Chart]:
-    """Returns per env step, second and kilojoule, a chart for each game: mean over seeds with a 95% band."""
+def returns(methods: Sequence[Method], about: str = "") -> list[Chart]:
+    """Returns per env step, second and kilojoule, a chart for each game: mean over seeds with a 95% band. `about`: what
+    their titles begin with.
+    """
     found = []
     games = list(dict.fromkeys(run.env for method in methods for run in method.runs))
     for game in games:
@@ -61,7 +63,7 @@ def returns(methods: Sequence[Method]) -> list[Chart]:
                     seeds = f", {len(each)} seeds" if len(each) > 1 else ""
                     curves.append(Line(f"{method.label}{seeds}", grid, *band(each)))
             if curves:
-                title = f"{game}: return per {unit}"
+                title = f"{about}{game}: return per {unit}"
                 text = (
                     "Mean over seeds, as far as all of them went; the band is a 95% bootstrap interval of that mean."
                     * any(curve.low is not None and np.isfinite(curve.low).any() for curve in curves)
@@ -155,9 +157,9 @@ def machinery(method: Method) -> list[Chart]:
     if consensus:
         positive = all((line.y > 0).any() for line in consensus)
         found.append(lines(f"Consensus: {who}", consensus, "env steps", "Frobenius norm", log_y=positive))
-    if (cosines := _cosines(run)) is not None:
-        ranks = [str(i) for i in range(len(cosines))]
-        found.append(heatmap(f"Gradients: {who}", cosines, ranks, ranks, "cosine of two learners' gradients",
+    if (pairs := cosines(run)) is not None:
+        ranks = [str(i) for i in range(len(pairs))]
+        found.append(heatmap(f"Gradients: {who}", pairs, ranks, ranks, "cosine of two learners' gradients",
                              "Mean over the run's comparisons."))  # fmt: skip
     stages = {name: run.series(name) for name in run.names("stage/")}
     if stages:
@@ -174,7 +176,7 @@ def machinery(method: Method) -> list[Chart]:
     return found
 
 
-def _cosines(run: RecordedRun) -> Array | None:
+def cosines(run: RecordedRun) -> Array | None:
     """`[learners, learners]` means of `cosine/i-j`, or None."""
     pairs = {}
     for name in run.names("cosine/"):

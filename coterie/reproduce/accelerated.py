@@ -1,0 +1,355 @@
+"""The figures and tables of Accelerated Methods: sampling, scaling, batch sizes, secondary learners, norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from coterie.report.charts import Line, lines
+from coterie.report.sections import Table, final_return
+from coterie.reproduce.draw import average, curves, human, number, rate, spread, swept
+from coterie.reproduce.figure import MISSING, Arm, Drawing, Figure, Result, Size
+
+_CARTPOLE, _BREAKOUT, _QBERT = ("CartPole-v1",), ("Breakout-v5",), ("Qbert-v5",)
+_GAMES = ("BeamRider-v5", "Breakout-v5", "Pong-v5", "Qbert-v5", "Seaquest-v5", "SpaceInvaders-v5")
+_GPUS = "A learner stands for a GPU; on a machine without GPUs learners share its cores."
+_SMALL_ENV = "CartPole-v1 stands for Atari at the small sizes; the frames of full runs are 84x84, not 104x80."
+_ENV = ("--env", "{env}")
+
+# Table 1: mean and median human-normalised score over 49 games.
+_TABLE_1 = {
+    "A2C, 16 simulators": "2.5 / 0.65", "A2C, 128 simulators": "8.0 / 0.48", "A3C, 3 x 16": "5.4 / 0.53",
+    "PPO, 8 simulators": "2.8 / 1.2", "PPO, 128 simulators": "9.8 / 0.97", "APPO, 8 x 8": "8.8 / 1.2",
+    "DQN, batch 32": "2.4 / 0.96", "DQN, batch 512": "9.8 / 1.4", "C51, batch 32": "25.5 / 2.1",
+    "C51, batch 2048": "22.1 / 2.9", "e-Rainbow, batch 512": "22.4 / 2.5",
+}  # fmt: skip
+# Table 2: hours for 50M steps on 1, 2, 4, 8 GPUs.
+_TABLE_2 = {
+    "A2C": (3.8, 2.2, 1.2, 0.59), "A3C": (math.nan, 2.4, 1.3, 0.65), "PPO": (4.4, 2.6, 1.5, 1.1),
+    "APPO": (math.nan, 2.8, 1.5, 0.71), "DQN, batch 512": (8.3, 4.8, 3.1, 2.6),
+    "e-Rainbow, batch 512": (14.1, 8.6, 6.6, 6.4), "C51, batch 2048": (10.7, 6.0, 2.8, 1.8),
+}  # fmt: skip
+# Table 3: thousands of samples/s with 8 GPUs, synchronous and asynchronous.
+_TABLE_3 = {64: (29.6, 31.9), 128: (33.0, 34.7), 256: (35.7, 36.7), 512: (35.8, 38.4)}
+
+
+def _replay(learn_start: int) -> tuple[str, ...]:
+    """What value learning needs where a run is short."""
+    return ("--q.learn-start", str(learn_start), "--replay.capacity", str(max(20_000, 4 * learn_start)))
+
+
+def _value(size: Size) -> tuple[str, ...]:
+    """The presets' own start and replay, except in runs that end before them."""
+    return () if size.steps >= 1_000_000 else _replay(max(500, size.steps // 20))
+
+
+def _sampling(size: Size) -> list[Arm]:
+    return [
+        Arm("a2c", ("a2c", *_ENV, "--env.num-envs", str(n), "--seconds", f"{size.seconds:g}"), n, verb="bench")
+        for n in size.points
+    ]
+
+
+def _sampled(results: Sequence[Result], size: Size) -> Drawing:
+    """Env steps/s of the envs alone, with actions chosen, and with training, from `coterie bench`."""
+    names = {"env_only": "envs alone (no inference)", "acting": "with batched inference", "training": "with training"}
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
+    rows = []
+    for result in results:
+        for told in result.told:
+            for name, (x, y) in found.items():
+                x.append(result.arm.x / told["cores"])
+                y.append(told[name])
+            rows.append([told["env"], number(result.arm.x), number(result.arm.x / told["cores"]),
+                         *(number(told[name]) for name in names)])  # fmt: skip
+    drawn = [Line(label, np.array(found[name][0]), np.array(found[name][1])) for name, label in names.items()]
+    chart = lines("Sampling", drawn, "simulators for each core", "env steps/s", log_x=True)
+    return Drawing([chart], [Table("Ours: env steps/s", ["env", "simulators", "for each core", *names.values()], rows)])
+
+
+def _scaling(size: Size) -> list[Arm]:
+    found = []
+    for n in size.points:
+        found.append(Arm(f"{n} simulators", ("a2c", *_ENV, "--env.num-envs", str(n)), panel="A2C"))
+        # PPO keeps its batch: the more simulators, the shorter the rollouts, down to 4 steps.
+        unroll = max(4, 2048 // n)
+        shape = ("--algo.unroll-length", str(unroll), "--ppo.minibatch-size", "512", "--ppo.batch-size", "0")
+        found.append(Arm(f"{n} simulators", ("ppo", *_ENV, "--env.num-envs", str(n), *shape), panel="PPO"))
+    for n in sorted({1, 2, size.learners}):
+        found.append(Arm(f"{n} learners", ("a3c-store", *_ENV, "--learners", str(n)), panel="A3C"))
+    for period in (1, 4):
+        found.append(Arm(f"{period} updates between syncs",
+                         ("appo", *_ENV, "--learners", str(size.learners), "--store.local-steps", str(period)),
+                         panel="APPO"))  # fmt: skip
+    return found
+
+
+def _batches(size: Size) -> list[Arm]:
+    return [
+        Arm(f"batch {n}", (preset, *_ENV, "--q.batch-size", str(n), *_value(size)), panel=name)
+        for preset, name in (("dqn", "DQN"), ("c51", "C51"))
+        for n in size.points
+    ]
+
+
+def _minutes(size: Size) -> list[Arm]:
+    many = ("--learners", str(size.learners))
+    return [
+        Arm("A2C", ("a2c", *_ENV, *many)), Arm("A3C", ("a3c-store", *_ENV, *many)),
+        Arm("PPO", ("ppo", *_ENV, *many)), Arm("APPO", ("appo", *_ENV, *many)),
+    ]  # fmt: skip
+
+
+def _methods(size: Size) -> list[Arm]:
+    value = _value(size)
+    found = {
+        "A2C, 16 simulators": ("a2c", *_ENV, "--env.num-envs", "16"),
+        "A2C, 128 simulators": ("a2c", *_ENV, "--env.num-envs", "128"),
+        "A3C, 3 x 16": ("a3c-store", *_ENV, "--learners", "3"),
+        "PPO, 8 simulators": ("ppo", *_ENV, "--env.num-envs", "8"),
+        "PPO, 128 simulators": ("ppo", *_ENV, "--env.num-envs", "128"),
+        "APPO, 8 x 8": ("appo", *_ENV, "--learners", str(min(8, size.learners))),
+        "DQN, batch 32": ("dqn", *_ENV, *value), "DQN, batch 512": ("dqn-512", *_ENV, *value),
+        "C51, batch 32": ("c51", *_ENV, *value), "C51, batch 2048": ("c51-2048", *_ENV, *value),
+        "e-Rainbow, batch 512": ("rainbow-512", *_ENV, *value),
+    }  # fmt: skip
+    return [Arm(label, args) for label, args in found.items()]
+
+
+def _scores(results: Sequence[Result], size: Size) -> Drawing:
+    ours = human(results, size).tables[0]
+    rows = [[row[0], _TABLE_1.get(row[0], MISSING), f"{row[1]} / {row[2]}", row[3]] for row in ours.rows]
+    each = [
+        [r.arm.label, env, spread([final_return(run) for run in r.runs if run.env == env])]
+        for r in results
+        for env in r.envs
+    ]
+    tables = [
+        Table("Table 1: mean / median human-normalised score", ["method", "paper, 49 games", "ours", "games"], rows),
+        Table("Ours: final return", ["method", "env", "return"], each),
+    ]
+    return Drawing((), tables)
+
+
+def _hours(size: Size) -> list[Arm]:
+    value = _value(size)
+    presets = {
+        "A2C": ("a2c",), "A3C": ("a3c-store",), "PPO": ("ppo",), "APPO": ("appo",),
+        "DQN, batch 512": ("dqn-512", *value), "e-Rainbow, batch 512": ("rainbow-512", *value),
+        "C51, batch 2048": ("c51-2048", *value),
+    }  # fmt: skip
+    return [
+        Arm(label, (*args[:1], *_ENV, "--learners", str(n), *args[1:]), n)
+        for label, args in presets.items()
+        for n in size.points
+        if n > 1 or label not in ("A3C", "APPO")
+    ]
+
+
+def _table_2(results: Sequence[Result], size: Size) -> Drawing:
+    rows = []
+    for result in results:
+        place = (1, 2, 4, 8).index(int(result.arm.x)) if result.arm.x in (1, 2, 4, 8) else None
+        paper = number(_TABLE_2[result.arm.label][place]) if place is not None else MISSING
+        hours = [50e6 / rate(run) / 3600 for run in result.runs]
+        rows.append([result.arm.label, number(result.arm.x), paper, spread(hours)])
+    return Drawing((), [Table("Table 2: hours for 50M env steps", ["method", "learners", "paper, GPUs", "ours"], rows)])
+
+
+def _synchrony(size: Size) -> list[Arm]:
+    each = max(1, size.learners)
+    found = []
+    for n in size.points:
+        base = (*_ENV, "--learners", str(each), "--env.num-envs", str(max(1, n // each)))
+        for label, args in (("synchronous", ("a2c", *base, "--exchange", "allreduce")),
+                            ("asynchronous", ("a3c-store", *base))):  # fmt: skip
+            found.append(Arm(label, args, n))
+    return found
+
+
+def _table_3(results: Sequence[Result], size: Size) -> Drawing:
+    drawn = swept(rate, "env steps/s", "simulators", "rate")(results, size)
+    rows = []
+    for result in results:
+        paper = _TABLE_3.get(int(result.arm.x))
+        kind = ("synchronous", "asynchronous").index(result.arm.label)
+        said = MISSING if paper is None else number(1000 * paper[kind])
+        rows.append([number(result.arm.x), result.arm.label, said, spread([rate(run) for run in result.runs])])
+    table = Table("Table 3: samples/s", ["simulators", "", "paper, 8 GPUs", "ours"], rows)
+    return Drawing(drawn.charts, [table])
+
+
+def _secondary(size: Size) -> list[Arm]:
+    small, large = min(size.points), max(size.points)
+    middle = sorted(size.points)[len(size.points) // 2]
+    pairs = ((large, small), (small, large), (middle, middle))
+    every = str(max(1000, size.steps // 5))
+    return [
+        Arm(f"{two} of {one}", ("c51", *_ENV, "--q.batch-size", str(one), "--q.secondary-batch", str(two),
+                                "--eval.every", every, *_value(size)))
+        for one, two in pairs
+    ]  # fmt: skip
+
+
+def _followed(results: Sequence[Result], size: Size) -> Drawing:
+    charts, rows = [], []
+    for result in results:
+        for env in result.envs:
+            found = []
+            for name, label in (("eval/return", "primary"), ("eval/secondary_return", "secondary")):
+                ends = []
+                for run in (run for run in result.runs if run.env == env):
+                    x, y = run.series(name)
+                    if len(x):
+                        found.append(Line(f"{label}, seed {run.seed}", x, y))
+                        ends.append(float(y[-1]))
+                rows.append([result.arm.label, env, label, spread(ends)])
+            if found:
+                title = f"{env}: batches of {result.arm.label.replace(' of ', ', and of a primary with ')}"
+                charts.append(lines(title, found, "env steps", "return of greedy games"))
+    text = "Batch sizes: secondary of primary. Both begin with the same weights; only the primary acts."
+    return Drawing(charts, [Table("Ours: last greedy evaluation", ["pair", "env", "learner", "return"], rows, text)])
+
+
+def _rules(size: Size) -> list[Arm]:
+    every = ("--log.norms", str(max(100, size.steps // 40)))
+    return [
+        Arm(f"{rule}, batch {n}", ("c51", *_ENV, "--q.batch-size", str(n), *options, *every, *_value(size)))
+        for rule, options in (("Adam", ()), ("RMSProp", ("--optim.rule", "rmsprop", "--optim.lr", "2.5e-4")))
+        for n in size.points
+    ]  # fmt: skip
+
+
+def _norms(results: Sequence[Result], size: Size) -> Drawing:
+    """The norms of the first and the last but one layer with weights, over the run."""
+    charts = []
+    layers = [n.removeprefix("norm/weights/") for r in results for run in r.runs for n in run.names("norm/weights/")]
+    matrices = [name for name in dict.fromkeys(layers) if name.endswith("weight")]
+    for layer in dict.fromkeys([*matrices[:1], *matrices[-2:-1]]):
+        for kind, what in (("weights", "weights"), ("gradient", "gradient, before clipping"), ("step", "step")):
+            found = []
+            for result in results:
+                for run in result.runs[:1]:
+                    x, y = run.series(f"norm/{kind}/{layer}")
+                    if len(x) > 1:
+                        found.append(Line(result.arm.label, x, y))
+            if found:
+                charts.append(lines(f"{layer}: {what}", found, "env steps", "Euclidean norm", log_y=kind != "weights"))
+    return Drawing(charts)
+
+
+def _halves(size: Size) -> list[Arm]:
+    every = ("--log.norms", str(max(100, size.steps // 40)))
+    return [
+        *(Arm("C51", ("c51", *_ENV, "--q.batch-size", str(n), *every, *_value(size)), n) for n in size.points),
+        *(Arm("A2C", ("a2c", *_ENV, "--env.num-envs", str(max(2, n // 5)), *every), max(2, n // 5) * 5)
+          for n in size.points),
+    ]  # fmt: skip
+
+
+def _saturation(results: Sequence[Result], size: Size) -> Drawing:
+    drawn = swept(
+        lambda run: average(run.series("cosine/half")[1]),
+        "cosine of half the batch's gradient with the whole's", "samples in a batch", "gradient saturation",
+    )(results, size)  # fmt: skip
+    said = [["noise alone (computed in the paper, too)", f"{1 / math.sqrt(2):.4f}"], ["one direction alone", "1"]]
+    return Drawing(drawn.charts, [*drawn.tables, Table("Where the cosine can lie", ["gradient", "cosine"], said)])
+
+
+FIGURES = [
+    Figure(
+        "accel-1b", "accel", "Figure 1b: sampling speed against simulators for each core", _sampling, _sampled,
+        {
+            "smoke": Size(0, _CARTPOLE, points=(4, 8), seconds=2),
+            "small": Size(0, _BREAKOUT, points=(4, 8, 16, 32), seconds=15),
+            "full": Size(0, _BREAKOUT, points=(4, 8, 16, 32, 64, 128), seconds=120),
+        },
+        ["This machine's cores instead of 1 to 16 and one GPU.", "84x84 frames instead of 104x80."], timed=True,
+    ),
+    Figure(
+        "accel-2", "accel", "Figure 2: A2C, A3C, PPO and APPO with more simulators or learners", _scaling, curves,
+        {
+            "smoke": Size(4_000, _CARTPOLE, 1, (16,)),
+            "small": Size(60_000, _CARTPOLE, 1, (16, 64, 256)),
+            "full": Size(25_000_000, _GAMES, 2, (16, 64, 128, 512), 8),
+        },
+        [_SMALL_ENV, _GPUS],
+    ),
+    Figure(
+        "accel-3", "accel", "Figure 3: DQN and C51 with batches of 32 to 2048", _batches, curves,
+        {
+            "smoke": Size(2_000, _CARTPOLE, 1, (32,)),
+            "small": Size(30_000, _CARTPOLE, 1, (32, 128, 512)),
+            "full": Size(50_000_000, _GAMES, 2, (32, 512, 2048)),
+        },
+        [_SMALL_ENV, "One learning rate for all batch sizes, the preset's."],
+    ),
+    Figure(
+        "accel-4", "accel", "Figure 4: returns over minutes with all learners", _minutes, curves,
+        {
+            "smoke": Size(4_000, _CARTPOLE, 1),
+            "small": Size(100_000, _CARTPOLE, 1),
+            "full": Size(25_000_000, _GAMES, 1, learners=8),
+        },
+        [_SMALL_ENV, _GPUS], timed=True,
+    ),
+    Figure(
+        "accel-table1", "accel", "Table 1: human-normalised scores of eleven methods", _methods, _scores,
+        {
+            "smoke": Size(1_500, _CARTPOLE, 1),
+            "small": Size(20_000, _CARTPOLE, 1),
+            "full": Size(25_000_000, _GAMES, 1, learners=8),
+        },
+        ["Six games of the paper's 49 (--env names others), and 25M env steps where value learning has 50M there.",
+         "On other envs than Atari there is no human score; the final returns are shown.", _GPUS],
+    ),
+    Figure(
+        "accel-table2", "accel", "Table 2: hours for 50M env steps against learners", _hours, _table_2,
+        {
+            "smoke": Size(1_500, _CARTPOLE, 1, (1, 2)),
+            "small": Size(12_000, _BREAKOUT, 1, (1, 2)),
+            "full": Size(1_000_000, _BREAKOUT, 1, (1, 2, 4, 8)),
+        },
+        [_GPUS, "Hours are extrapolated from the rate of a shorter run; short runs of value learning start to train "
+         "earlier, and keep less."], timed=True,
+    ),
+    Figure(
+        "accel-table3", "accel", "Table 3: synchronous and asynchronous sampling", _synchrony, _table_3,
+        {
+            "smoke": Size(4_000, _CARTPOLE, 1, (8, 16)),
+            "small": Size(20_000, _BREAKOUT, 1, (16, 32, 64)),
+            "full": Size(2_000_000, _BREAKOUT, 1, (64, 128, 256, 512), 8),
+        },
+        [_GPUS, "The paper's table is of sampling alone; here A2C and A3C train on what they sample."], timed=True,
+    ),
+    Figure(
+        "accel-5", "accel", "Figures 5 to 7: a secondary learner that trains from the primary's replay",
+        _secondary, _followed,
+        {
+            "smoke": Size(2_500, _CARTPOLE, 1, (16, 32, 64)),
+            "small": Size(25_000, _CARTPOLE, 1, (32, 128, 512)),
+            "full": Size(50_000_000, _QBERT, 2, (64, 256, 2048)),
+        },
+        [_SMALL_ENV, "Small sizes: 32 of 512, 512 of 32 and 128 of 128 instead of 64, 2048 and 256."],
+    ),
+    Figure(
+        "accel-8", "accel", "Figure 8: norms of weights, gradients and steps, Adam and RMSProp", _rules, _norms,
+        {
+            "smoke": Size(2_000, _CARTPOLE, 1, (32,)),
+            "small": Size(30_000, _CARTPOLE, 1, (32, 512)),
+            "full": Size(50_000_000, _QBERT, 1, (32, 2048)),
+        },
+        [_SMALL_ENV, "RMSProp with a learning rate of 2.5e-4; the paper's value for C51 is not available here."],
+    ),
+    Figure(
+        "accel-saturation", "accel", "Gradient saturation: half a batch beside the whole", _halves, _saturation,
+        {
+            "smoke": Size(3_000, _CARTPOLE, 1, (40,)),
+            "small": Size(20_000, _CARTPOLE, 2, (40, 160, 640)),
+            "full": Size(5_000_000, _BREAKOUT, 2, (32, 128, 512, 2048)),
+        },
+        [_SMALL_ENV],
+    ),
+]  # fmt: skip

@@ -1,0 +1,189 @@
+"""Every figure: what it would run is possible, and what it draws of known numbers is right."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coterie.cli import _train_config
+from coterie.reproduce.catalogue import FIGURES
+from coterie.reproduce.figure import MISSING, PAPERS
+from coterie.reproduce.runs import planned
+from tests.reproduce.made_up import cells, results
+
+OTHER = {
+    "consensus__distance": 1.0, "consensus__bound": 4.0, "cosine__0-1": 0.25, "cosine__peers": 0.3,
+    "cosine__others": 0.1, "latency__p50_ms": 1.5, "latency__p99_ms": 9.0, "cosine__half": 0.8,
+    "eval__return": 90.0, "eval__secondary_return": 45.0, "return__Pong-v5": 7.0, "return__Breakout-v5": 8.0,
+    **{f"norm__{kind}__torso.{i}.weight": 2.0 for kind in ("weights", "gradient", "step") for i in range(3)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_command_of_every_size_is_possible(name):
+    figure = FIGURES[name]
+    assert set(figure.sizes) == {"smoke", "small", "full"}
+    assert figure.paper in PAPERS
+    assert figure.scaled
+    for budget, size in figure.sizes.items():
+        plans = planned(figure, size, budget, Path("x"))
+        assert len({p.job.folder for p in plans}) == len({p.job.name for p in plans}) == len(plans)
+        if budget != "small":
+            for plan in {id(p.arm): p for p in plans if p.arm.verb == "train"}.values():
+                assert _train_config(list(plan.job.args)).steps == size.steps
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_draws_what_it_is_given(name):
+    figure = FIGURES[name]
+    drawn = figure.draw(results(figure, figure.sizes["smoke"], **OTHER), figure.sizes["smoke"])
+    assert drawn.charts or drawn.tables
+    assert not [c.title for c in drawn.charts if not c.rows]
+    assert all(len(row) == len(table.head) for table in drawn.tables for row in table.rows)
+    assert all(isinstance(cell, str) for table in drawn.tables for row in table.rows for cell in row)
+    titles = [chart.title for chart in drawn.charts]
+    assert len(set(titles)) == len(titles)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_of_runs_that_told_nothing_is_drawn_too(name):
+    figure, size = FIGURES[name], FIGURES[name].sizes["smoke"]
+    empty = results(figure, size)
+    for result in empty:
+        for run in result.runs:
+            run.lines.clear()
+        result.evaluations.clear()
+    figure.draw(empty, size)
+
+
+def test_convergent_is_more_than_half_of_the_nominal_score():
+    figure, size = FIGURES["gala-1a"], FIGURES["gala-1a"].sizes["small"]
+
+    def level(arm, env, seed):
+        if arm.label == "A2C":
+            return 100.0 if arm.x == 16 else 49.0
+        return 51.0 if seed else 49.0
+
+    chart = figure.draw(results(figure, size, level), size).charts[0]
+    found = {(label, x): y for label, x, y, *_ in chart.rows}
+    gala = next(label for label, _ in found if label.startswith("GALA"))
+    assert found["A2C", 16] == 100
+    assert found["A2C", 32] == found["A2C", 64] == 0
+    assert found[gala, 16] == pytest.approx(200 / 3)
+
+
+def test_table_1_of_gala_has_the_paper_beside_ours():
+    figure = FIGURES["gala-table1"]
+    size = figure.sizes["full"]
+    drawn = figure.draw(results(figure, size), size)
+    rows = {(method, env): (paper, ours) for method, env, paper, ours in drawn.tables[0].rows}
+    assert rows["GALA-A2C", "Breakout-v5"] == ("690 +- 72", "21 +- 0.5")
+    assert rows["IMPALA", "SpaceInvaders-v5"][0] == "4071 +- 393"
+    small = figure.draw(results(figure, figure.sizes["small"]), figure.sizes["small"])
+    assert {row[2] for row in small.tables[0].rows} == {MISSING}  # the paper has no CartPole
+
+
+def test_the_three_best_runs_are_the_best():
+    figure = FIGURES["gala-1"]
+    size = figure.sizes["full"]
+    drawn = figure.draw(results(figure, size, lambda arm, env, seed: 10.0 * seed), size)
+    ends = {}
+    for chart in drawn.charts:
+        if chart.title == "best 3 runs, Pong-v5: return per step":
+            for label, _, y, *_ in chart.rows:
+                ends[label] = y
+    assert len(ends) == 4
+    assert set(ends.values()) == {80.0}  # of 70, 80 and 90
+
+
+def test_distance_beside_its_bound():
+    figure = FIGURES["gala-2a"]
+    drawn = figure.draw(results(figure, figure.sizes["smoke"], **OTHER), figure.sizes["smoke"])
+    assert drawn.tables[0].rows[0][2:] == ["0.25", "0.25"]
+
+
+def test_hours_are_of_fifty_million_steps():
+    figure = FIGURES["accel-table2"]
+    size = figure.sizes["full"]
+    drawn = figure.draw(results(figure, size, rate=lambda arm: 50e6 / 3600), size)
+    rows = drawn.tables[0].rows
+    assert {row[3] for row in rows} == {"1"}
+    assert ["A2C", "8", "0.59", "1"] in rows
+    assert not [row for row in rows if row[:2] == ["A3C", "1"]]
+
+
+def test_sampling_is_over_simulators_for_each_core():
+    figure, size = FIGURES["accel-1b"], FIGURES["accel-1b"].sizes["smoke"]
+    (chart,) = figure.draw(results(figure, size), size).charts
+    assert ("envs alone (no inference)", 2.0, 4000.0, 4000.0, 4000.0) in chart.rows
+
+
+def test_a_secondary_learner_stands_beside_its_primary():
+    figure, size = FIGURES["accel-5"], FIGURES["accel-5"].sizes["small"]
+    assert [arm.label for arm in figure.arms(size)] == ["32 of 512", "512 of 32", "128 of 128"]
+    table = figure.draw(results(figure, size, **OTHER), size).tables[0]
+    assert [row[3] for row in table.rows[:2]] == ["90", "45"]
+
+
+def test_frames_are_compared_with_the_table():
+    figure, size = FIGURES["impala-table1"], FIGURES["impala-table1"].sizes["smoke"]
+    text = cells(figure.draw(results(figure, size, rate=lambda arm: 250.0), size).tables)
+    assert "IMPALA, actors on the same cores | 17K / 20.5K (48 actors) | 1,000" in text
+
+
+def test_all_corrections_with_and_without_replay():
+    figure, size = FIGURES["impala-table2"], FIGURES["impala-table2"].sizes["smoke"]
+    rows = figure.draw(results(figure, size), size).tables[0].rows
+    assert len(rows) == 8
+    assert rows[4][:3] == ["V-trace", "with replay", "47.1, 35.8, 34.5, 250.8, 46.9"]
+
+
+def test_one_agent_is_scored_by_task():
+    figure, size = FIGURES["impala-transfer"], FIGURES["impala-transfer"].sizes["smoke"]
+    rows = figure.draw(results(figure, size, **OTHER), size).tables[0].rows
+    assert [row[2] for row in rows] == ["7", "8"]
+
+
+def test_speed_is_a_ratio_to_impala():
+    figure, size = FIGURES["seed-table1"], FIGURES["seed-table1"].sizes["smoke"]
+    drawn = figure.draw(results(figure, size, rate=lambda arm: 300.0 if arm.label == "SEED" else 200.0), size)
+    assert [row[1] for row in drawn.tables[0].rows] == ["1.5"]
+    assert "2.5" in cells(drawn.tables)
+
+
+def test_dollars_of_both_layouts():
+    figure, size = FIGURES["seed-cost"], FIGURES["seed-cost"].sizes["small"]
+    drawn = figure.draw(results(figure, size), size)
+    assert {(label, y) for label, _, y, *_ in drawn.charts[0].rows} == {
+        ("IMPALA (decoupled)", 80.0), ("SEED (central)", 20.0)
+    }  # fmt: skip
+
+
+def test_settings_are_the_same_for_all_and_sorted():
+    figure, size = FIGURES["seed-4"], FIGURES["seed-4"].sizes["small"]
+    arms = figure.arms(size)
+    drawn = {arm.label: [a.args[-4:] for a in arms if a.label == arm.label] for arm in arms}
+    assert len({str(settings) for settings in drawn.values()}) == 1
+    assert len({str(s) for s in drawn["SEED"]}) == 8
+    chart = figure.draw(results(figure, size, lambda arm, env, seed: (arm.x * 5) % 8), size).charts[0]
+    assert [y for label, _, y, *_ in chart.rows if label == "A2C"] == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_median_over_games_is_of_normalised_scores():
+    figure = FIGURES["seed-7"]
+    size = figure.sizes["small"]  # Pong (random -20.7, human 14.6) and Breakout (1.7 and 30.5)
+    levels = {"Pong-v5": 14.6, "Breakout-v5": 30.5}
+    charts = figure.draw(results(figure, size, lambda arm, env, seed: levels[env]), size).charts
+    median = next(chart for chart in charts if chart.title == "Median over games per step")
+    assert median.rows[-1][2] == pytest.approx(1.0)
+
+
+def test_saturation_is_the_mean_cosine():
+    figure, size = FIGURES["accel-saturation"], FIGURES["accel-saturation"].sizes["smoke"]
+    drawn = figure.draw(results(figure, size, cosine__half=0.75), size)
+    assert all(y == pytest.approx(0.75) for _, _, y, *_ in drawn.charts[0].rows)
+    assert f"{1 / math.sqrt(2):.4f}" in cells(drawn.tables)
+    assert np.isclose(1 / math.sqrt(2), 0.7071, atol=1e-4)
