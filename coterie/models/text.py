@@ -51,5 +51,5 @@ class TextTorso(nn.Module):
         longest = x.shape[1] if torch.compiler.is_compiling() else max(1, int(count.max()))
         with torch.autocast(x.device.type, enabled=False):
             y, _ = self.lstm(self.embedding(x[:, :longest].t()))
-        last = y[(count - 1).clamp(min=0), torch.arange(len(x), device=x.device)]
+        last = y[(count - 1).clamp(min=0), torch.arange(x.shape[0], device=x.device)]
         return last * (count > 0)[:, None]  # type: ignore[no-any-return]
