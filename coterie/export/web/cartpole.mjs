@@ -13,8 +13,8 @@ export const reset = (random) => Array.from({ length: 4 }, () => 0.1 * random() 
 export function step([x, speed, angle, turn], action) {
   const force = action === 1 ? FORCE : -FORCE;
   const cos = Math.cos(angle), sin = Math.sin(angle);
-  const push = (force + POLE * HALF_LENGTH * turn * turn * sin) / MASS;
-  const turning = (GRAVITY * sin - cos * push) / (HALF_LENGTH * (4 / 3 - (POLE * cos * cos) / MASS));
+  const push = (force + POLE * HALF_LENGTH * (turn * turn) * sin) / MASS;
+  const turning = (GRAVITY * sin - cos * push) / (HALF_LENGTH * (4 / 3 - (POLE * (cos * cos)) / MASS));
   const acceleration = push - (POLE * HALF_LENGTH * turning * cos) / MASS;
   const state = [x + SECONDS * speed, speed + SECONDS * acceleration, angle + SECONDS * turn, turn + SECONDS * turning];
   const terminated = Math.abs(state[0]) > FARTHEST || Math.abs(state[2]) > STEEPEST;

@@ -3,7 +3,6 @@ import * as ort from "./ort.wasm.bundle.min.mjs";
 import * as env from "./cartpole.mjs";
 
 ort.env.wasm.numThreads = 1; // several need headers that a plain server does not send
-ort.env.wasm.wasmPaths = new URL(".", import.meta.url).href;
 
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
 
