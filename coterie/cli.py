@@ -25,6 +25,7 @@ HELP = """coterie: distributed deep reinforcement learning
   coterie report RUN [--video]       one HTML page, with curves and where the time went
   coterie compare RUN RUN ...        runs, or folders of runs, beside one another
   coterie dashboard RUN [--port N]   the report's page live on 127.0.0.1, and the health of each process
+  coterie export RUN [--out DIR] [--web]   the policy as ONNX, checked; with --web a page on which it plays
   coterie bench PRESET [--seconds N] [--json] [--SECTION.FIELD VALUE ...]
   coterie plan PRESET [--services FILE] [--target FRAMES_PER_S] [...]      which layout, on what hardware
   coterie reproduce [FIGURE] [--budget smoke|small|full|N] [--dry-run]     a paper's figure, scaled to this machine
@@ -218,6 +219,12 @@ def _page(what: str, args: list[str]) -> int:
     return run(args, _Parser(f"coterie {what}"))
 
 
+def export(args: list[str]) -> int:
+    from coterie.export.command import export as run
+
+    return run(args, _Parser("coterie export"))
+
+
 def bench(args: list[str]) -> int:
     seconds, args = _take(args, "--seconds")
     as_json = "--json" in args
@@ -309,6 +316,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": partial(_page, "report"),
     "compare": partial(_page, "compare"),
     "dashboard": partial(_page, "dashboard"),
+    "export": export,
     "bench": bench,
     "plan": plan,
     "reproduce": reproduce,

@@ -161,7 +161,7 @@ class Policy:
     def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: Network) -> None:
         self.folder, self.config, self.spec, self.step, self.model = folder, config, spec, step, model
         self.algorithm = make_algorithm(config, spec)
-        self._fields, self._actions = env_edges(config.env, config.atari)
+        self.fields, self.actions = env_edges(config.env, config.atari)
         self._state: Tensor | None = None
         self._first: Tensor | None = None
         self._last: Tensor | None = None
@@ -176,7 +176,7 @@ class Policy:
 
     @torch.inference_mode()
     def __call__(self, obs: Obs, *, reward: Array | None = None, sampled: bool = False) -> Array:
-        obs = flatten(obs, self._fields)
+        obs = flatten(obs, self.fields)
         tensors = {k: torch.as_tensor(x) for k, x in obs.items()} if isinstance(obs, dict) else torch.as_tensor(obs)
         batch = len(next(iter(tensors.values()))) if isinstance(tensors, dict) else len(tensors)
         if self._first is None or len(self._first) != batch:
@@ -189,7 +189,7 @@ class Policy:
         explore = torch.full((batch,), self.algorithm.sampled) if sampled else None
         out, self._state = self.algorithm.act(self.model, inputs, self._state, explore, self._rng)
         self._last, self._first = out.action, torch.zeros(batch, dtype=torch.bool)
-        return self._actions.to_env(out.action.numpy())
+        return self.actions.to_env(out.action.numpy())
 
 
 def open_run(folder: Path) -> Config:

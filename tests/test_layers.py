@@ -119,6 +119,7 @@ LEVELS: list[list[str]] = [
         "report.dashboard",
         "report.command",
     ],
+    ["export.graph", "export.check", "export.describe", "export.web", "export.command"],
     ["sweep", "doctor", "lend"],
     [
         "reproduce.figure",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from coterie.envs.text import text_rows, text_spec
+from coterie.envs.text import TEXT_FORM, text_rows, text_spec
 from coterie.types import ActionSpec, Array, ConfigError, Obs, ObsSpec
 
 Convert = Callable[[Array], Array]
@@ -36,6 +36,7 @@ class ObsField:
     path: tuple[str, ...]
     spec: ObsSpec
     convert: Convert | None  # None: as it is
+    form: str = "as it is"  # what `convert` makes of the env's own array, for people
 
 
 def _one_hot(sizes: Array, start: Array) -> Convert:
@@ -54,16 +55,18 @@ def _one_hot(sizes: Array, start: Array) -> Convert:
 
 def _field(env_id: str, name: str, path: tuple[str, ...], space: spaces.Space[Any], text: bool = False) -> ObsField:
     if text or (space.dtype is not None and space.dtype.kind == "U"):  # gymnasium's Text, minigrid's MissionSpace
-        return ObsField(name, path, text_spec(), text_rows)
+        return ObsField(name, path, text_spec(), text_rows, TEXT_FORM)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         counts = space.n if isinstance(space, spaces.Discrete) else space.nvec
         sizes = np.asarray(counts, np.int64).reshape(-1)
         start = np.broadcast_to(np.asarray(space.start, np.int64).reshape(-1), sizes.shape)
         if sizes.sum() > _LARGEST_ONE_HOT:
             raise ConfigError(f"env.id {env_id!r}: observation {name!r} has {sizes.sum()} values, too many to one-hot")
-        return ObsField(name, path, ObsSpec((int(sizes.sum()),), "float32", 0.0, 1.0), _one_hot(sizes, start))
+        spec = ObsSpec((int(sizes.sum()),), "float32", 0.0, 1.0)
+        form = f"one-hot vectors side by side, of as many values as {sizes.tolist()}, from {start.tolist()} on"
+        return ObsField(name, path, spec, _one_hot(sizes, start), form)
     if isinstance(space, spaces.MultiBinary):
-        return ObsField(name, path, ObsSpec(tuple(space.shape), "int8", 0.0, 1.0), _plain((), "int8"))
+        return ObsField(name, path, ObsSpec(tuple(space.shape), "int8", 0.0, 1.0), _plain((), "int8"), "as int8")
     if isinstance(space, spaces.Box):
         shape = tuple(space.shape) or (1,)
         dtype = space.dtype.name if space.dtype is not None and space.dtype.name in _KEPT else "float32"
@@ -71,7 +74,9 @@ def _field(env_id: str, name: str, path: tuple[str, ...], space: spaces.Space[An
         same = space.dtype is not None and space.dtype.name == dtype and space.shape != ()
         codes = _GRID_CODES if _GRID.match(env_id) and name == "image" and shape[2:] == (len(_GRID_CODES),) else ()
         spec = ObsSpec(shape, dtype, low, high, codes=codes)
-        return ObsField(name, path, spec, None if same else _plain(space.shape, dtype))
+        if same:
+            return ObsField(name, path, spec, None)
+        return ObsField(name, path, spec, _plain(space.shape, dtype), f"as {dtype}")
     raise ConfigError(
         f"env.id {env_id!r}: observation {name or 'space'!r} is {type(space).__name__}; "
         "it may be Box, Discrete, MultiDiscrete, MultiBinary, Text or a Dict of those"
@@ -109,23 +114,36 @@ def obs_fields(env_id: str, space: spaces.Space[Any], text: Collection[str] = ()
 
 @dataclass(frozen=True)
 class ActionMap:
-    """What a policy may choose, and how a batch of its choices becomes what the env takes."""
+    """What a policy may choose, and how a batch of its choices becomes what the env takes: in the env's shape, clipped
+    to +-`limit`, times `scale`, plus `offset`; None: that is left out.
+    """
 
     spec: ActionSpec
-    to_env: Convert
+    shape: tuple[int, ...]
+    offset: Array | None = None
+    scale: Array | None = None
+    limit: Array | None = None
+
+    def to_env(self, a: Array) -> Array:
+        """`[n, *spec.shape]` to `[n, *shape]`."""
+        a = a.reshape(len(a), *self.shape)
+        if self.limit is not None:
+            a = np.clip(a, -self.limit, self.limit)
+        if self.scale is not None:
+            a = self.scale * a
+        return a if self.offset is None else self.offset + a
 
 
 def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
-    """A policy's `[n]`, `[n, A]` actions to the env's: starts added, [-1, 1] stretched to finite bounds."""
+    """For the env's action space: starts added, [-1, 1] stretched to finite bounds."""
     if isinstance(space, spaces.Discrete):
-        start = int(space.start)
-        return ActionMap(ActionSpec("categorical", (int(space.n),)), (lambda a: a + start) if start else _same)
+        start = np.array(int(space.start)) if space.start else None
+        return ActionMap(ActionSpec("categorical", (int(space.n),)), (), start)
     if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
         shape = tuple(space.shape)
         sizes = np.full(shape, 2) if isinstance(space, spaces.MultiBinary) else np.asarray(space.nvec)
-        first = np.zeros(shape, np.int64) if isinstance(space, spaces.MultiBinary) else np.asarray(space.start)
-        spec = ActionSpec("multi", tuple(int(n) for n in sizes.reshape(-1)))
-        return ActionMap(spec, lambda a: a.reshape(len(a), *shape) + first)
+        first = None if isinstance(space, spaces.MultiBinary) else np.asarray(space.start)
+        return ActionMap(ActionSpec("multi", tuple(int(n) for n in sizes.reshape(-1))), shape, first)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         return _box_action(space)
     raise ConfigError(
@@ -134,12 +152,7 @@ def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
     )
 
 
-def _same(a: Array) -> Array:
-    return a
-
-
 def _box_action(space: spaces.Box) -> ActionMap:
-    shape = tuple(space.shape)
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     spec = ActionSpec("continuous", low=tuple(low.reshape(-1).tolist()), high=tuple(high.reshape(-1).tolist()))
     bounded = np.isfinite(low) & np.isfinite(high)
@@ -147,12 +160,7 @@ def _box_action(space: spaces.Box) -> ActionMap:
     half = np.where(bounded, (np.where(bounded, high, 0) - np.where(bounded, low, 0)) / 2, 1).astype(np.float32)
     limit = np.where(bounded, 1, np.inf).astype(np.float32)  # what has no bounds is passed as it is
     unit = bool((centre == 0).all() and (half == 1).all())
-
-    def to_env(a: Array) -> Array:
-        clipped = np.clip(a.reshape(len(a), *shape), -limit, limit)
-        return clipped if unit else centre + half * clipped
-
-    return ActionMap(spec, to_env)
+    return ActionMap(spec, tuple(space.shape), None if unit else centre, None if unit else half, limit)
 
 
 def flatten(obs: Any, fields: list[ObsField]) -> Obs:

@@ -20,6 +20,10 @@ from coterie.types import Array, ObsSpec
 WORDS = 40
 BUCKETS = 1000
 _WORD = re.compile(r"[\w']+")
+TEXT_FORM = (
+    f"words, which are what [\\w']+ finds in the text in lower case: crc32(UTF-8) % {BUCKETS - 1} + 1 of each, "
+    f"zeros behind the last, {WORDS} in all"
+)
 
 
 def text_spec() -> ObsSpec:

@@ -39,6 +39,8 @@ class TextTorso(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator] # the number of distinct rows changes from call to call
     def forward(self, x: Tensor) -> Tensor:
         x = x.long()
+        if torch.compiler.is_compiling():  # only torch.export comes here, which takes no sizes that data decide
+            return self._read(x)
         keys, which = torch.unique((x * self.mix).sum(1), return_inverse=True)
         some = which.new_empty(len(keys)).scatter_(0, which, torch.arange(len(x), device=x.device))
         return self._read(x[some]).index_select(0, which)
@@ -46,8 +48,8 @@ class TextTorso(nn.Module):
     def _read(self, x: Tensor) -> Tensor:
         """`[K, L]` -> `[K, 64]`."""
         count = (x != 0).sum(1)
-        longest = max(1, int(count.max()))
+        longest = x.shape[1] if torch.compiler.is_compiling() else max(1, int(count.max()))
         with torch.autocast(x.device.type, enabled=False):
             y, _ = self.lstm(self.embedding(x[:, :longest].t()))
-        last = y[(count - 1).clamp(min=0), torch.arange(len(x), device=x.device)]
+        last = y[(count - 1).clamp(min=0), torch.arange(x.shape[0], device=x.device)]
         return last * (count > 0)[:, None]  # type: ignore[no-any-return]
