@@ -330,6 +330,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
+    if "" not in sys.path:
+        sys.path.append("")  # package.module:callable may be in the folder that one is in
     if not args or args[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0

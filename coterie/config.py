@@ -297,6 +297,15 @@ class Gossip:
 
 
 @dataclass(frozen=True)
+class Own:
+    """Parts of your own, each package.module:callable, in the place of the run's (docs/extend.md). Empty: none."""
+
+    algorithm: str = ""  # --algorithm package.module:callable says the same, and so on
+    acting: str = ""
+    exchange: str = ""
+
+
+@dataclass(frozen=True)
 class Chaos:
     """Faults on purpose: processes of the run are killed, stopped and slowed, links to other runs are cut."""
 
@@ -366,6 +375,7 @@ class Config:
     store: Store = field(default_factory=Store)
     allreduce: Allreduce = field(default_factory=Allreduce)
     gossip: Gossip = field(default_factory=Gossip)
+    own: Own = field(default_factory=Own)
     chaos: Chaos = field(default_factory=Chaos)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)

@@ -8,6 +8,7 @@ from typing import NamedTuple, get_args, get_type_hints
 
 from coterie.algorithms.values import size_of
 from coterie.config import Config, elsewhere
+from coterie.own import check_own
 from coterie.tasks import tasks
 from coterie.types import ConfigError, Spec
 from coterie.wire.auth import is_local, split
@@ -356,6 +357,7 @@ def check(config: Config, spec: Spec) -> None:
     for refusal in REFUSALS:
         if refusal.applies(config, spec):
             raise ConfigError(f"{refusal.field.replace('ACTING', config.acting)}: {refusal.reason}")
+    check_own(config)
 
 
 def _only_lockstep(algorithm: str, acting: str) -> bool:

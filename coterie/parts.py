@@ -39,6 +39,7 @@ from coterie.matrix import VALUE
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule
+from coterie.own import in_place_of
 from coterie.parallel.board import Board, BoardSteps, OwnSteps
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import own_folder
@@ -67,12 +68,14 @@ Policy = Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None
 def make_algorithm(config: Config, spec: Spec, means: Means = _PLAIN, rank: int = 0) -> AnyAlgorithm:
     seed = seed_for(config.seed, BATCH_SEED, rank)
     if config.algorithm == "dqn":
-        return DQN(config, spec, seed, means)
+        return in_place_of(config, "algorithm", DQN)(config, spec, seed, means)
     if config.algorithm == "r2d2":
-        return R2D2(config, spec, seed, means)
+        return in_place_of(config, "algorithm", R2D2)(config, spec, seed, means)
     if config.algorithm == "ppo":
-        return PPO(config, spec, means.chunk, seed)
-    return VTrace(config, spec, means.chunk, seed) if config.algorithm == "vtrace" else A2C(config, spec, means.chunk)
+        return in_place_of(config, "algorithm", PPO)(config, spec, means.chunk, seed)
+    if config.algorithm == "vtrace":
+        return in_place_of(config, "algorithm", VTrace)(config, spec, means.chunk, seed)
+    return in_place_of(config, "algorithm", A2C)(config, spec, means.chunk)
 
 
 def replay_bytes(config: Config, spec: Spec) -> int:
@@ -226,7 +229,14 @@ def _ring(config: Config, params: FlatParams, moments: Moments, board: Board, ra
     """The way of learner `rank` to learners of other machines, who must train the very same."""
     own = config.allreduce
     optim = replace(config.optim, lr=0.0, schedule=Schedule(), sqrt_scaling_from=0, chunk=0)  # the rest is each one's
-    parts: list[object] = [replace(config.algo, poll=0), optim, params.slices, moments.size]
+    parts: list[object] = [
+        replace(config.algo, poll=0),
+        config.own.algorithm,
+        config.own.exchange,
+        optim,
+        params.slices,
+        moments.size,
+    ]
     if config.algorithm == "ppo":  # as many learner steps for each rollout
         parts += [config.ppo, config.env.num_envs, batch_size(config)]
     if config.algorithm == "vtrace":
@@ -246,17 +256,19 @@ def make_exchange(config: Config, params: FlatParams, moments: Moments, links: L
     timeout = patience(config)
     guard = Guard(config.optim.max_grad_norm, config.optim.on_nonfinite == "skip")
     if config.exchange == "solo":
-        return Solo(params, rule, guard)
+        return in_place_of(config, "exchange", Solo)(params, rule, guard)
     rank, learners, board = links.rank, links.learners, links.board
     if config.exchange == "allreduce":
         meeting = links.rendezvous or own_folder() / "meeting"
         across = _ring(config, params, moments, board, rank) if config.allreduce.address else None
-        return AllReduce(params, rule, guard, moments, board, rank, meeting, timeout, across, config.steps)
+        return in_place_of(config, "exchange", AllReduce)(
+            params, rule, guard, moments, board, rank, meeting, timeout, across, config.steps
+        )
     memory = links.memory or exchange_memory(config, params, moments, learners)
     assert memory is not None
     if config.exchange == "gossip":
         lockstep = config.gossip.tau == 0
-        return Gossip(
+        return in_place_of(config, "exchange", Gossip)(
             params, rule, guard, moments, memory, board,
             OwnSteps(learners) if lockstep else BoardSteps(board, rank), rank,
             links.circle or circle_of(config, learners),
@@ -267,9 +279,13 @@ def make_exchange(config: Config, params: FlatParams, moments: Moments, links: L
         # Bytes 0 and 1 of the memory are the locks of the weights and of the normalizers.
         shift = Shift(central.locks, 2 + links.core, board, rank) if links.core >= 0 else None
         own = config.hogwild.statistics == "own"
-        return Hogwild(params, rule, guard, central, BoardSteps(board, rank), own, shift)
+        return in_place_of(config, "exchange", Hogwild)(
+            params, rule, guard, central, BoardSteps(board, rank), own, shift
+        )
     central = Central(memory, moments, config.store.chunks, timeout)
     turns = Turns(board, rank, timeout) if config.store.fixed_turns else None
     steps = OwnSteps(learners) if turns else BoardSteps(board, rank)
     betas = (config.optim.beta1, config.optim.beta2)
-    return Store(params, rule, guard, central, steps, config.store.local_steps, betas, turns)
+    return in_place_of(config, "exchange", Store)(
+        params, rule, guard, central, steps, config.store.local_steps, betas, turns
+    )

@@ -206,6 +206,8 @@ def lend_actor(base: Config, door: Door, say: Say, leave: Callable[[], None]) ->
     run = from_dict(settings["config"])
     if ":" in run.model.torso and run.model.torso != base.model.torso:
         raise CoterieError(f"the run's torso is {run.model.torso}: if you trust it, name it with --model.torso")
+    if run.own.algorithm and run.own.algorithm != base.own.algorithm:
+        raise CoterieError(f"the run's algorithm is {run.own.algorithm}: if you trust it, name it with --algorithm")
     run = replace(run, seed=run_id >> 33)
     mine = _config(replace(run, env=replace(base.env, num_envs=settings["envs"], groups=run.env.groups)), settings)
     spec = make_spec(mine.env, mine.atari)

@@ -34,6 +34,7 @@ from coterie.matrix import check, room_of
 from coterie.models.build import Network, acting_copy
 from coterie.norms import Norms
 from coterie.ops.optim import scaled_lr, schedule_value
+from coterie.own import in_place_of
 from coterie.parallel.affinity import keep_freed_memory
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
@@ -97,7 +98,7 @@ class Learner:
             assert links.slots is not None
             assert links.weights is not None
             assert isinstance(config.actors, int)
-            self.acting = Decoupled(
+            self.acting = in_place_of(config, "acting", Decoupled)(
                 links.slots, links.weights, self.params, moments, links.board, links.rank,
                 config.actors // links.learners, self.stages, layout.device,
                 publish_every=config.decoupled.publish_every, lockstep=config.decoupled.lockstep,
@@ -127,7 +128,7 @@ class Learner:
         first = self.links.rank * config.env.num_envs
         envs, self.rngs = envs_of(config, layout, life, first)
         fields = local_fields(self.spec, horizon(config), config.env.num_envs, layout.device, self._core())
-        return Inline(
+        return in_place_of(config, "acting", Inline)(
             envs,
             policy_of(self.algorithm, self.actor, self.rngs, ids_of(envs, first)),
             Recorder(fields, envs.groups, layout.device),
@@ -165,7 +166,7 @@ class Learner:
             own.newest_frame, most, patience(config),
         )  # fmt: skip
         twins = [acting_copy(self.model, layout.dtype, True, device) for _ in range(2)]
-        central = Central(
+        central = in_place_of(config, "acting", Central)(
             shape, twins, policy, twins[0][0].initial_state, make_fields, links.board, links.rank, self.stages, device,
             layout.device,
         )  # fmt: skip

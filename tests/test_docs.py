@@ -19,9 +19,10 @@ import pytest
 from coterie import cli, matrix
 from coterie.presets_value import VALUE_PRESETS
 from coterie.runs.metrics import read_metrics
+from tests.extend.page import write_files
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SMALL = [
     *("--steps", "64", "--env.num-envs", "4", "--env.decorrelate", "0", "--algo.unroll-length", "8"),
     *("--ppo.batch-size", "0", "--ppo.minibatch-size", "8", "--ppo.epochs", "1", "--eval.every", "0"),
@@ -154,15 +155,19 @@ def show(words: list[str], env: dict[str, str]) -> None:
 
 
 COMMANDS = [
-    pytest.param(line, id=f"{page.name}-{i}") for page in PAGES for i, line in enumerate(dict.fromkeys(commands(page)))
+    pytest.param(page, line, id=f"{page.name}-{i}")
+    for page in PAGES
+    for i, line in enumerate(dict.fromkeys(commands(page)))
 ]
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_command_runs(line, tmp_path, monkeypatch, capsys):
+def test_a_command_runs(page, line, tmp_path, monkeypatch, capsys):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which the command line adds the folder that it is called in
+    write_files(tmp_path, page)
     words = shlex.split(line)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), line

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "coterie"
 # Level by level; inside a level, in order.
 LEVELS: list[list[str]] = [
-    ["types", "config", "atari57", "tasks"],
+    ["types", "config", "own", "atari57", "tasks"],
     ["ops.returns", "ops.policy", "ops.vtrace", "ops.dist", "ops.optim", "ops.q"],
     [
         "parallel.affinity",

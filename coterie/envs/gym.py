@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,7 @@ import gymnasium
 from gymnasium.wrappers import TimeLimit
 
 from coterie.envs.dmlab import PREFIX, DMLab
+from coterie.own import named
 from coterie.types import ConfigError
 
 GymEnv = gymnasium.Env[Any, Any]
@@ -26,14 +26,7 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
             return gymnasium.make(
                 env_id, max_episode_steps=max_episode_steps or None, disable_env_checker=True, **kwargs
             )
-    module, _, name = env_id.partition(":")
-    try:
-        target: Any = importlib.import_module(module)
-        for part in name.split("."):
-            target = getattr(target, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"env.id {env_id!r}: {error}") from error
-    env: GymEnv = target(**kwargs)
+    env: GymEnv = named("env.id", env_id)(**kwargs)
     if not (hasattr(env, "observation_space") and hasattr(env, "action_space") and hasattr(env, "step")):
         raise ConfigError(f"env.id {env_id!r} returned {type(env).__name__}, which is no gymnasium environment")
     return _limited(env, max_episode_steps)

@@ -43,9 +43,8 @@ class AllReduce:
         self, params: FlatParams, rule: Rule, guard: Guard, moments: Moments, board: Board, rank: int,
         store: Path, timeout: float, across: Ring | None = None, budget: int = 0,
     ) -> None:  # fmt: skip
-        self.alone = alone = Solo(params, rule, guard)
+        self.alone = Solo(params, rule, guard)
         self.params, self.across, self.budget = params, across, budget
-        self.state_dict, self.load_state_dict = alone.state_dict, alone.load_state_dict
         self.guard, self.moments, self.board = guard, moments, board
         self.rank, self.learners, self.store, self.timeout = rank, len(board.here), store, timeout
         self._total, self.rows = 0, 0  # rows that the next message will tell the others of
@@ -175,7 +174,7 @@ class AllReduce:
         state = [self.params.data, *self.alone.state.values()]
         if self.moments.size:
             state.append(self.moments.read())
-        with self._waiting():
+        with self.waiting():
             if self.rank == 0:
                 self.across.meet(state)
             for tensor in state if self.learners > 1 else ():
@@ -186,12 +185,12 @@ class AllReduce:
         self.meets = False
 
     def _sum(self, tensor: Tensor) -> None:
-        with self._waiting():
+        with self.waiting():
             dist.all_reduce(tensor)
 
     def _sum_across(self, across: Ring, what: Tensor, tail: Tensor | None = None) -> None:
         """Add up with other machines; `tail` says where that failed, and whether somebody is to come or to leave."""
-        with self._waiting():
+        with self.waiting():
             if self.rank == 0:
                 if tail is not None:
                     tail[_MEET] = float(across.called() or self._leaves())
@@ -201,12 +200,19 @@ class AllReduce:
                 dist.broadcast(what, 0)
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
+        """Around a collective: it is not this learner that hangs, and whoever is gone is named as the reason."""
         try:
             with self.board.waits(self.rank):
                 yield
         except RuntimeError as error:
             raise PeerLost(f"allreduce: another learner is gone or hangs: {first_line(error)}") from error
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.alone.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.alone.load_state_dict(state)
 
     def gauges(self) -> dict[str, float]:
         """How many machines train together, and updates that were not made because one was lost."""

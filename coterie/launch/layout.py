@@ -248,6 +248,8 @@ def lender_args(layout: Layout, lender: Lender, address: tuple[str, int], keys: 
             args += [f"--env.{field.name.replace('_', '-')}", str(value)]
     if ":" in config.model.torso:
         args += ["--model.torso", config.model.torso]
+    if config.own.algorithm and lender.kind == "actor":
+        args += ["--own.algorithm", config.own.algorithm]
     if keys:
         args += ["--token-file", "{here}/token", "--cert", "{here}/cert.pem"]
     return args

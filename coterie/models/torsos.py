@@ -7,8 +7,7 @@ stage), mlp. Whatever is named here, an entry that is text has the torso of mode
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from coterie.config import Model as ModelConfig
 from coterie.models.mlp import MLPPair, MLPTorso, compute_dtype, init
 from coterie.models.text import TextTorso
+from coterie.own import named
 from coterie.types import ConfigError, ObsSpec
 
 # (channels, kernel, stride) of each convolution, and the width of the layer after them (0: none, a core follows).
@@ -213,7 +213,7 @@ def build_torso(obs: dict[str, ObsSpec], config: ModelConfig) -> nn.Module:
     observation as the env gives it (`[N, ...]`, or a dict of such; text as rows of word hashes).
     """
     if ":" in config.torso:
-        return custom(config.torso)(obs, config)
+        return cast(nn.Module, named("model.torso", config.torso)(obs, config))
     if config.torso not in NAMES:
         raise ConfigError(f"model.torso: {config.torso!r} is not one of {', '.join(NAMES)} or package.module:callable")
     if list(obs) == [""]:
@@ -233,15 +233,3 @@ def build_pair(obs: dict[str, ObsSpec], config: ModelConfig) -> MLPPair | None:
     ):
         return None
     return MLPPair(obs[""].shape, config.hidden, config.activation)
-
-
-def custom(path: str) -> Callable[[dict[str, ObsSpec], ModelConfig], nn.Module]:
-    """Import `package.module:callable`."""
-    module, _, attribute = path.partition(":")
-    try:
-        found: Callable[[dict[str, ObsSpec], ModelConfig], nn.Module] = getattr(
-            importlib.import_module(module), attribute
-        )
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model.torso: cannot import {path!r}: {error}") from None
-    return found

@@ -21,6 +21,7 @@ from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from coterie.config import Config, Schedule
+from coterie.own import PARTS
 from coterie.types import ConfigError, CoterieError
 
 _hints = functools.cache(get_type_hints)  # resolving the names of a module takes a millisecond
@@ -135,11 +136,13 @@ def load_config(path: Path) -> Config:
 def replace(config: Config, overrides: dict[str, Any]) -> Config:
     """`config` with fields replaced, types checked: `{"env.id": "Pong-v5", "optim": Optim(), "learners": 2}`.
 
-    `env` with a text means `env.id`. Values that contradict each other are `validate`'s.
+    `env` with a text means `env.id`, `exchange` (and so on) with `package.module:callable` means `own.exchange`. Values
+    that contradict each other are `validate`'s.
     """
     data = to_dict(config)
     for given, value in overrides.items():
         name = "env.id" if given == "env" and isinstance(value, str) else given.replace("-", "_")
+        name = f"own.{name}" if name in PARTS and isinstance(value, str) and ":" in value else name
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)  # a whole section
         elif name not in _TYPES:
@@ -157,7 +160,8 @@ def replace(config: Config, overrides: dict[str, Any]) -> Config:
 def parse_cli(default: Config, args: list[str]) -> Config:
     """Apply command-line options to `default`: `--a.b-c V`, `--a.b_c V`, `--a.b=V`, lists as `--a.b V V V`.
 
-    Booleans take True or False; `--env ID` is `--env.id ID`; integers may be written 1e6.
+    Booleans take True or False; `--env ID` is `--env.id ID`, `--exchange package.module:callable` (and so on) is
+    `--own.exchange`; integers may be written 1e6.
     """
     import tyro
 
@@ -183,10 +187,11 @@ def _options(args: list[str]) -> dict[str, list[str]]:
     """The values of each option by dotted field, names and numbers of values checked; the last of its kind counts."""
     options: dict[str, list[str]] = {}
     values: list[str] | None = None
-    for arg in args:
+    for arg, after in zip(args, [*args[1:], ""], strict=True):
         if arg.startswith("--"):
             given, equals, value = arg[2:].partition("=")
             name = "env.id" if given == "env" else given.replace("-", "_")
+            name = f"own.{name}" if name in PARTS and ":" in (value if equals else after) else name
             if name not in _TYPES:
                 raise ConfigError(f"--{_name(given)}: no such option{_nearest(name)}")
             values = options[name] = [value] if equals else []

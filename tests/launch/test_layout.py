@@ -152,6 +152,12 @@ def test_an_actor_beside_each_learner_is_as_wide_as_those_elsewhere():
     assert options["--cert"] == "{here}/cert.pem"
 
 
+def test_an_actor_is_told_of_an_algorithm_of_ones_own():
+    found = layout("impala", [HERE, THERE], **{"own.algorithm": "a.b:c"})
+    actor = next(lender for lender in found.lenders if lender.kind == "actor")
+    assert lender_args(found, actor, ("::1", 7), keys=False)[-2:] == ["--own.algorithm", "a.b:c"]
+
+
 def test_a_hosts_options_are_the_command_lines():
     found = layout("seed-vtrace", [HERE], actors=2, **{"env.num_envs": 8, "env.delay": 0.5, "model.torso": "a.b:c"})
     args = lender_args(found, found.lenders[1], ("::1", 7), keys=False)

@@ -1,0 +1,43 @@
+"""The files that docs/extend.md shows, and the command line in a folder that has nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "extend.md"
+
+
+def write_files(folder: Path, page: Path = PAGE) -> list[str]:
+    """Write a page's titled blocks of Python as files; returns their names."""
+    blocks = re.findall(r'```python title="([\w.]+)"\n(.*?)```', page.read_text(), re.S)
+    for name, text in blocks:
+        (folder / name).write_text(text)
+    return [name for name, _ in blocks]
+
+
+def coterie(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """`coterie ARGS` from `folder`, as the installed command starts it: without that folder on Python's path (-P)."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-m", "coterie", *args]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+
+def train(folder: Path, out: str, *args: str) -> dict[str, Any]:
+    """`coterie train ARGS --out OUT`; returns its summary."""
+    done = coterie(folder, "train", *args, "--out", out, "--log.tensorboard", "False", "--device", "cpu")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads((folder / out / "summary.json").read_text())
+    return found
+
+
+def evaluate(folder: Path, run: str, episodes: int = 50) -> float:
+    done = coterie(folder, "eval", run, "--episodes", str(episodes), "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return float(json.loads(done.stdout)["mean_return"])
