@@ -103,6 +103,9 @@ def lines(
             axes.set_yscale("log")
         if log_x:
             axes.set_xscale("log", base=2)
+            ticks = sorted({float(at) for line in series for at in line.x})
+            axes.set_xticks(ticks, [f"{at:g}" for at in ticks])
+            axes.minorticks_off()
         if len(series) > 1:
             axes.legend(fontsize=8, framealpha=0.8)
     ends = "; ".join(f"{line.label} ends at {line.y[-1]:.4g}" for line in series if len(line.y))

@@ -7,6 +7,7 @@ from coterie.reproduce.figure import Arm, Figure, Size
 
 _WORKERS = "The paper has 64 workers (and 24, and 1 in one figure); this has as many as the size says."
 _V3 = "LunarLander-v3 and Hopper-v5 stand for the paper's v2; time limits are not treated as ends, as its code did."
+_NOT_READ = [("curves", "not read off here")]
 _CURVES = "The paper has curves of single runs over games of one worker; ours are over env steps of all workers."
 
 
@@ -53,6 +54,7 @@ FIGURES = [
             "full": Size(5_000_000, _HILL, 5, (1000,), 64),
         },
         [_WORKERS, _CURVES, "The small sizes step the bonus to 0 after fewer than the paper's 1,000 games a worker."],
+        said=_NOT_READ,
     ),
     Figure(
         "a3c-gae-3-lag", "a3c-gae", "Figure 3: the unroll length on LunarLander", _lag, curves,
@@ -62,6 +64,7 @@ FIGURES = [
             "full": Size(5_000_000, _MOON, 5, (4, 20, 100), 64),
         },
         [_WORKERS, _CURVES, _V3],
+        said=_NOT_READ,
     ),
     Figure(
         "a3c-gae-3-lambda", "a3c-gae", "Figure 3: lambda on LunarLander with unrolls of 100", _lambda, curves,
@@ -71,6 +74,7 @@ FIGURES = [
             "full": Size(5_000_000, _MOON, 5, (100,), 64),
         },
         [_WORKERS, _CURVES, _V3],
+        said=_NOT_READ,
     ),
     Figure(
         "a3c-gae-3-workers", "a3c-gae", "Figure 3: the number of workers, over time, on LunarLander", _workers, curves,
@@ -81,6 +85,7 @@ FIGURES = [
         },
         [_CURVES, _V3, "The paper's cluster has at least as many cores as workers; here workers share cores in turns."],
         timed=True,
+        said=_NOT_READ,
     ),
     Figure(
         "a3c-gae-4-lag", "a3c-gae", "Figure 4: the unroll length on Hopper", _lag, curves,
@@ -90,6 +95,7 @@ FIGURES = [
             "full": Size(5_000_000, _HOPPER, 5, (4, 20, 100), 64),
         },
         [_WORKERS, _CURVES, _V3],
+        said=_NOT_READ,
     ),
     Figure(
         "a3c-gae-4-lr", "a3c-gae", "Figure 4: the learning rate on Hopper", _rate, curves,
@@ -99,5 +105,6 @@ FIGURES = [
             "full": Size(5_000_000, _HOPPER, 5, (), 64),
         },
         [_WORKERS, _CURVES, _V3],
+        said=_NOT_READ,
     ),
 ]  # fmt: skip

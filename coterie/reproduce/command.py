@@ -103,14 +103,18 @@ def _written(
     """The page, its pictures, its numbers, its tables."""
     runs = [Method(result.arm.label, result.runs) for result in results if result.runs]
     envs = ", ".join(dict.fromkeys(env for result in results for env in result.envs)) or ", ".join(size.envs)
+    seeds = f"{size.seeds} seed{'s' * (size.seeds > 1)}"
     facts = [
-        f"{command}: {size.steps:,} env steps of each run, {size.seeds} seeds, {envs}." if size.steps
+        f"{command}: {size.steps:,} env steps of each run, {seeds}, {envs}." if size.steps
         else f"{command}: {size.seconds:g} s of each measurement, {envs}.",
         f"From {PAPERS[figure.paper]}.",
         f"Not as in the paper: {' '.join(figure.scaled)}",
     ]  # fmt: skip
     if unfinished := [str(r.folder) for result in results for r in result.runs if not r.finished]:
         facts.append(f"Have not finished, and are drawn as far as they went: {', '.join(unfinished)}.")
+    if figure.said:
+        stated = Table("What the paper states", ["", "paper"], figure.said)
+        drawn = Drawing(drawn.charts, [*drawn.tables, stated])
     page = Page(figure.title, facts, [
         Section("The figure", drawn.charts, drawn.tables),
         Section("Runs", tables=[outcomes(runs)] if runs else []),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from coterie.atari57 import human_normalized
 from coterie.report.charts import Line, lines
 from coterie.report.runs import Method, RecordedRun
-from coterie.report.sections import Table, final_return, machinery, returns
+from coterie.report.sections import Table, final_return, returns
 from coterie.report.stats import band
-from coterie.reproduce.figure import MISSING, Drawing, Result, Size
+from coterie.reproduce.figure import Drawing, Result, Size
 
 Measure = Callable[[RecordedRun], float]
 
@@ -21,12 +21,6 @@ def rate(run: RecordedRun, of: str = "env_steps_per_s") -> float:
     """Env steps/s (or `frames_per_s`) of a run, its start left out: the median of its lines after the first third."""
     x, y = run.series(of)
     return float(np.median(y[x >= x[-1] / 3])) if len(x) else math.nan
-
-
-def best_return(run: RecordedRun) -> float:
-    """The best mean return of 100 games that the run ever had."""
-    y = run.series(run.score)[1]
-    return float(y.max()) if len(y) else math.nan
 
 
 def frames_per_kj(run: RecordedRun) -> float:
@@ -104,27 +98,9 @@ def by_point(results: Sequence[Result], measure: Measure, x: str, what: str) -> 
     for result in results:
         for env in result.envs:
             values = [measure(run) for run in result.runs if run.env == env]
-            rows.append([result.arm.label, result.arm.panel, env, number(result.arm.x), spread(values)])
-    return Table(f"Ours: {what}", ["arm", "panel", "env", x, what], rows)
-
-
-def beside(
-    results: Sequence[Result], paper: Mapping[str, str], measure: Callable[[Result], str], head: tuple[str, str]
-) -> Table:
-    """The paper's numbers and ours, a row for each arm; `head` names the two columns."""
-    rows = [[result.arm.label, paper.get(result.arm.label, MISSING), measure(result)] for result in results]
-    named = {result.arm.label for result in results}
-    rows += [[label, value, "not run at this size"] for label, value in paper.items() if label not in named]
-    return Table("Beside the paper", ["", *head], rows)
-
-
-def by_mean(measure: Measure) -> Callable[[Result], str]:
-    return lambda result: spread([measure(run) for run in result.runs])
-
-
-def inner(results: Sequence[Result], size: Size) -> Drawing:
-    """Of each arm's first run: lag, consensus with its bound, cosines, stage times."""
-    return Drawing([chart for r in results if r.runs for chart in machinery(Method(r.arm.label, r.runs))])
+            label = f"{result.arm.panel}: {result.arm.label}" if result.arm.panel else result.arm.label
+            rows.append([label, env, number(result.arm.x), spread(values)])
+    return Table(f"Ours: {what}", ["arm", "env", x, what], rows)
 
 
 def together(*draws: Callable[[Sequence[Result], Size], Drawing]) -> Callable[[Sequence[Result], Size], Drawing]:

@@ -76,6 +76,7 @@ class Figure:
     draw: Draw
     sizes: Mapping[str, Size]
     scaled: Sequence[str]  # what is not as in the paper
+    said: Sequence[tuple[str, str]] = ()  # what the paper states, where no table of the drawing has it
     timed: bool = False  # what is drawn depends on how fast it goes: one run at a time
     evaluate: int = 0  # games of a greedy evaluation of the best seed's best checkpoint; 0: none
 

@@ -20,14 +20,13 @@ _CARTPOLE, _BREAKOUT, _MOON = ("CartPole-v1",), ("Breakout-v5",), ("LunarLander-
 _TPU = "The paper's machines (TPU cores, P100, 44 to 4,160 host cores) are not at hand: one machine, two ways."
 _GAMES = ("BeamRider-v5", "Breakout-v5", "Pong-v5", "Qbert-v5", "Seaquest-v5", "SpaceInvaders-v5")
 
-# What SEED states of its speed, as ratios to IMPALA on a P100.
 _SPEED = [
-    ["DeepMind Lab, 2 TPU v3 cores, to IMPALA on a P100", "2.5"],
-    ["8 cores, to 2", "4.4"],
-    ["8 cores, to IMPALA on a P100", "11"],
-    ["one P100 each", "1 / 1.58 (slower, and a frame 1.76 times cheaper)"],
-    ["football, 2 TPU v3 cores, to IMPALA", "1.6"],
-    ["football, 8 cores, to 2", "4.1"],
+    ("DeepMind Lab, 2 TPU v3 cores, to IMPALA on a P100", "2.5 times as fast"),
+    ("8 cores, to 2", "4.4 times"),
+    ("8 cores, to IMPALA on a P100", "11 times"),
+    ("one P100 each", "1.58 times slower, and a frame 1.76 times cheaper"),
+    ("football, 2 TPU v3 cores, to IMPALA", "1.6 times"),
+    ("football, 8 cores, to 2", "4.1 times"),
 ]
 
 
@@ -52,7 +51,7 @@ def _ratios(results: Sequence[Result], size: Size) -> Drawing:
         ]
         rows.append([f"this machine, {n} simulators, SEED to IMPALA", number(both[1] / both[0])])
     ratios = Table("Ours: SEED's speed as a multiple of IMPALA's", ["", "ratio"], rows)
-    return Drawing(drawn.charts, [ratios, Table("What the paper states", ["", "ratio"], _SPEED), *drawn.tables])
+    return Drawing(drawn.charts, [ratios, *drawn.tables])
 
 
 def _costs(size: Size) -> list[Arm]:
@@ -75,10 +74,8 @@ def _dollars(results: Sequence[Result], size: Size) -> Drawing:
     names = {"decoupled": "IMPALA (decoupled)", "central": "SEED (central)"}
     drawn = [Line(names[k], *map(np.array, zip(*sorted(v), strict=True))) for k, v in found.items() if v]
     charts = [lines("Dollars per billion frames", drawn, "hosts of 4 cores", "dollars")] if drawn else []
-    paper = [["DeepMind Lab, of IMPALA's", "about a quarter"], ["over all tasks, cheaper by", "40 to 80%"],
-             ["one P100 each, a frame cheaper by a factor of", "1.76"]]  # fmt: skip
     head = ["hosts", "acting", "frames/s (simulated)", "dollars per 1e9 frames", "bottleneck"]
-    return Drawing(charts, [Table("Ours, simulated", head, rows), Table("What the paper states", ["cost", ""], paper)])
+    return Drawing(charts, [Table("Ours, simulated", head, rows)])
 
 
 def _waits(size: Size) -> list[Arm]:
@@ -95,8 +92,8 @@ def _latency(results: Sequence[Result], size: Size) -> Drawing:
     for name, label in (("latency/p50_ms", "median"), ("latency/p99_ms", "99th percentile")):
         drawn = swept(told(name), "milliseconds", "simulators", f"inference latency, {label}")(results, size)
         charts += drawn.charts
-        rows += [[label, *row[2:]] for row in drawn.tables[0].rows]
-    tables = [Table("Table 13", ["", "env", "simulators", "ours, ms"], rows, MISSING + ".")]
+        rows += [[label, *row[1:]] for row in drawn.tables[0].rows]
+    tables = [Table("Ours", ["", "env", "simulators", "milliseconds"], rows)]
     return Drawing(charts, tables)
 
 
@@ -152,11 +149,6 @@ def _football(size: Size) -> list[Arm]:
                                   "--central.batch-size", str(max(1, size.points[0] // 4)))) ]  # fmt: skip
 
 
-def _stated(results: Sequence[Result], size: Size) -> Drawing:
-    rows = [["scoring reward, whole game", "0.46, and 4.76 at 4B frames"]]
-    return Drawing((), [Table("What the paper states", ["", ""], rows)])
-
-
 def _r2d2(size: Size) -> list[Arm]:
     short = ("--q.learn-start", str(max(500, size.steps // 20)), "--replay.capacity", "20000", "--r2d2.length", "16",
              "--r2d2.burn-in", "8", "--r2d2.stride", "8")  # fmt: skip
@@ -179,10 +171,7 @@ def _median_human(results: Sequence[Result], size: Size) -> Drawing:
             axis = "hours" if unit == "second" else label
             title = f"Median over games per {'hour' if unit == 'second' else unit}"
             charts.append(lines(title, drawn, axis, "median human-normalised score"))
-    paper = Table(
-        "What the paper states", ["", ""], [["R2D2, 57 games", "median 1880% in 1.8 days, 3.1 times as fast"]]
-    )
-    return Drawing(charts, [paper])
+    return Drawing(charts)
 
 
 def _normalised(run: RecordedRun, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -205,6 +194,7 @@ FIGURES = [
             "full": Size(2_000_000, _BREAKOUT, 3, (16, 64, 256)),
         },
         [_TPU, "Breakout-v5 stands for DeepMind Lab and football."], timed=True,
+        said=_SPEED,
     ),
     Figure(
         "seed-cost", "seed", "Tables 3 to 5: dollars for a billion frames, simulated", _costs, _dollars,
@@ -215,6 +205,10 @@ FIGURES = [
         },
         [_TPU, "`coterie plan` simulates both layouts from service times measured here; its error on real layouts and "
          "its assumed prices are on the page about it."],
+        said=[
+            ("DeepMind Lab, of IMPALA's cost", "about a quarter"), ("all tasks", "40 to 80% cheaper"),
+            ("one P100 each", "a frame 1.76 times cheaper"),
+        ],
     ),
     Figure(
         "seed-latency", "seed", "Table 13: inference latency", _waits, _latency,
@@ -224,6 +218,7 @@ FIGURES = [
             "full": Size(1_000_000, _BREAKOUT, 3, (8, 32, 128, 512)),
         },
         [_TPU, "Hosts on the same machine, over unix sockets."], timed=True,
+        said=[("latencies", MISSING)],
     ),
     Figure(
         "seed-4", "seed", "Figure 4: final returns over hyperparameter settings, sorted", _settings, _sorted,
@@ -234,6 +229,7 @@ FIGURES = [
         },
         ["CartPole-v1 or Atari stand for DeepMind Lab.", "Learning rate from 1e-4 to 5e-3 and entropy bonus from 5e-5 "
          "to 1e-2, log-uniform, the same draws for all; the paper's also vary the update rule's epsilon."],
+        said=[("curves", "not read off here")],
     ),
     Figure(
         "seed-5", "seed", "Figure 5: learning curves on first-person tasks", _against, curves,
@@ -243,15 +239,17 @@ FIGURES = [
             "full": Size(100_000_000, ("Basic-v1", "HealthGathering-v1", "MyWayHome-v1"), 3, (64,)),
         },
         ["ViZDoom's scenarios stand for DeepMind Lab's tasks.", "Paper's values are curves only."], timed=True,
+        said=[("curves", "not read off here")],
     ),
     Figure(
-        "seed-6", "seed", "Figure 6: football", _football, together(curves, _stated),
+        "seed-6", "seed", "Figure 6: football", _football, curves,
         {
             "smoke": Size(300, ("gfootball/academy_empty_goal_close-v1",), 1, (2,)),
             "small": Size(20_000, ("gfootball/academy_empty_goal_close-v1",), 1, (8,)),
             "full": Size(500_000_000, ("gfootball/11_vs_11_hard_stochastic-v1",), 3, (64,)),
         },
         ["An empty goal instead of the whole game at the small sizes."], timed=True,
+        said=[("scoring reward, whole game", "0.46, and 4.76 at 4B frames")],
     ),
     Figure(
         "seed-7", "seed", "Figure 7: R2D2 on Atari, median human-normalised score per hour and per frame",
@@ -263,6 +261,7 @@ FIGURES = [
         },
         ["Six games of 57; 200M env steps instead of 10e9.", "Small sizes: sequences of 16 after 8, trained early."],
         timed=True,
+        said=[("median over 57 games", "1880% in 1.8 days, 3.1 times as fast as R2D2")],
     ),
     Figure(
         "seed-batch", "seed", "More actors and larger batches cost sample efficiency", _wide,
@@ -273,5 +272,6 @@ FIGURES = [
             "full": Size(20_000_000, _BREAKOUT, 3, (32, 128, 512, 2048)),
         },
         ["The paper says so of 440,000 frames/s on Atari (in words).", "As many rollouts in a batch as simulators."],
+        said=[("440,000 frames/s on Atari", "cost sample efficiency (in words)")],
     ),
 ]  # fmt: skip

@@ -27,7 +27,7 @@ def drawn(tmp_path_factory):
 
 def test_a_page_pictures_numbers_and_tables_are_written(drawn):
     page = (drawn / "index.html").read_text()
-    assert "coterie reproduce gala-2a --budget smoke: 4,000 env steps of each run, 1 seeds, CartPole-v1." in page
+    assert "coterie reproduce gala-2a --budget smoke: 4,000 env steps of each run, 1 seed, CartPole-v1." in page
     assert "CartPole-v1 stands for the six Atari games" in page  # how it is scaled
     assert "remarkably tight" in page  # what the paper says
     assert "<svg" in page
