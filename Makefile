@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "coterie needs Python 3.11 or newer; set PYTHON="; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[video,gym,ray,dev,plots]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[video,gym,ray,dev,plots,export]'
 	@touch $@
 
 train: $(VENV)/installed

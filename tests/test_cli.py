@@ -52,6 +52,7 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("watch", "/nowhere"), "RUN: /nowhere is not a run folder"),
         (("report", "/nowhere"), "/nowhere: no run is there"),
         (("compare", "/nowhere", "/there"), "/nowhere: no run is there"),
+        (("export", "/nowhere"), "RUN: /nowhere is not a run folder"),
         (("list", "games"), "envs"),
         (("bench", "ppo", "--seconds", "long"), "--seconds"),
         (("reproduce", "gala-1c"), "FIGURE: 'gala-1c' is unknown; did you mean 'gala-1"),

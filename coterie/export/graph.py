@@ -122,12 +122,13 @@ def to_onnx(graph: Graph) -> bytes:
     import onnx
 
     example = tuple(torch.zeros(2, *port.shape, dtype=getattr(torch, port.dtype)) for port in graph.inputs)
-    batch = torch.export.Dim("batch")
+    batch = torch.export.Dim("batch", max=2**31 - 1)  # without a bound torch 2.6 takes no LSTM
     try:
         with _silent(), torch.no_grad():
             graph(*example)  # before it is traced: what functions keep for next time are real tensors then
             shapes = {"tensors": tuple({0: batch} for _ in example)}
             program = torch.export.export(graph, example, dynamic_shapes=shapes, strict=False)
+            program = program.run_decompositions({torch.ops.aten.baddbmm.default: _baddbmm})
             made = torch.onnx.export(
                 program, (), dynamo=True, opset_version=OPSET, verbose=False,
                 input_names=[port.name for port in graph.inputs], output_names=[port.name for port in graph.outputs],
@@ -135,7 +136,9 @@ def to_onnx(graph: Graph) -> bytes:
         assert made is not None
         proto = made.model_proto
     except Exception as error:  # of torch.export's, of the exporter's, or of a torso that is the user's own
-        raise ConfigError(f"model.torso: PyTorch cannot export this network: {first_line(error)[:200]}") from None
+        raise ConfigError(
+            f"model.torso: PyTorch cannot export this network: {first_line(error.__cause__ or error)[:200]}"
+        ) from None
     for value in (*proto.graph.input, *proto.graph.output):  # a Port's first axis, whatever the exporter has named it
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
     del proto.graph.value_info[:], proto.graph.metadata_props[:]
@@ -145,11 +148,16 @@ def to_onnx(graph: Graph) -> bytes:
     return bytes(proto.SerializeToString())
 
 
+def _baddbmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """An MLP's layers (models/mlp.py) in two: torch 2.6 cannot spread the bias over a batch of any size."""
+    return bias + torch.bmm(x, weight)
+
+
 @contextmanager
 def _silent() -> Iterator[None]:
     """Without what torch's exporters log and print of their own parts, and of a graph that they cannot trace."""
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)  # an error is raised as well
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
