@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all chaos lint proto clean
+.PHONY: train test test-all chaos lint docs proto clean
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "coterie needs Python 3.11 or newer; set PYTHON="; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[video,gym,ray,dev,plots]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[video,gym,ray,dev,plots,docs]'
 	@touch $@
 
 train: $(VENV)/installed
@@ -29,6 +29,10 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in build/site.
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # The wire's messages, after a change of coterie.proto.
 proto: $(VENV)/installed
