@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all chaos reproduce-smoke lint proto clean
+.PHONY: train test test-all chaos reproduce-smoke lint docs proto clean
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "coterie needs Python 3.11 or newer; set PYTHON="; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[video,gym,ray,dev,plots,export]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[video,gym,ray,dev,plots,export,docs]'
 	@touch $@
 
 train: $(VENV)/installed
@@ -33,6 +33,10 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in build/site.
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # The wire's messages, after a change of coterie.proto.
 proto: $(VENV)/installed
