@@ -5,6 +5,7 @@ rest takes.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -39,17 +40,17 @@ def planned(figure: Figure, size: Size, budget: str, folder: Path) -> list[Plann
     log = ["--log.every", every, "--log.tensorboard", "False"] + ["--env.decorrelate", "0"] * (budget == "smoke")
     found = []
     for i, arm in enumerate(figure.arms(size)):
+        where = " ".join([*[arm.panel] * bool(arm.panel), arm.label, *[f"{arm.x:g}"] * math.isfinite(arm.x)])
         for env in arm.envs or size.envs:
-            args = [arg.replace("{env}", env) for arg in arm.args]
+            args = tuple(arg.replace("{env}", env) for arg in arm.args)
+            place = folder / _plain(f"{i:02}-{where}-{env}")
             if arm.verb != "train":
-                name = _plain(f"{i:02}-{arm.label}-{arm.x:g}-{env}")
-                found.append(Planned(arm, env, Job(f"{arm.label}, {env}", tuple(args), folder / name)))
+                found.append(Planned(arm, env, Job(f"{where}, {env}", args, place)))
                 continue
             for seed in range(size.seeds):
                 words = (*args, "--steps", str(size.steps), *log, "--seed", str(seed))
-                where = f"{arm.panel} {arm.label}" if arm.panel else arm.label
-                name = _plain(f"{i:02}-{where}-{env}-seed{seed}")
-                found.append(Planned(arm, env, Job(f"{where}, {env}, seed {seed}", words, folder / name)))
+                name = f"{where}, {env}, seed {seed}"
+                found.append(Planned(arm, env, Job(name, words, place.with_name(f"{place.name}-seed{seed}"))))
     return found
 
 
