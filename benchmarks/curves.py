@@ -1,16 +1,18 @@
 """Keep a run's curve in the repository: docs/curves/NAME.csv (at most 200 points a run) and NAME.png.
 
-python benchmarks/curves.py NAME RUN [RUN ...] [--goal RETURN]
+python benchmarks/curves.py NAME RUN [RUN ...] [--goal RETURN] [--labels LABEL ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
 from pathlib import Path
 
+from coterie.report.runs import read_run
+
 CURVES = Path(__file__).parents[1] / "docs" / "curves"
+AXES = ("env_steps", "seconds")
 
 
 def main() -> None:
@@ -26,29 +28,30 @@ def main() -> None:
     import matplotlib.pyplot as plt
 
     CURVES.mkdir(exist_ok=True)
-    figure, (by_steps, by_time) = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
+    figure, both = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
     with (CURVES / f"{options.name}.csv").open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["run", "seed", "env_steps", "seconds", "mean_return"])
-        for i, run in enumerate(options.runs):
-            config = json.loads((run / "config.json").read_text())
-            label = options.labels[i] if i < len(options.labels) else f"seed {config['seed']}"
-            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-            points = [p for p in lines if p.get("mean_return") is not None]
-            points = points[:: max(1, len(points) // 200)] + points[-1:]
-            for p in points:
-                table.writerow(
-                    [label, config["seed"], p["env_steps"], round(p["seconds"], 1), round(p["mean_return"], 2)]
-                )
-            by_steps.plot([p["env_steps"] for p in points], [p["mean_return"] for p in points], label=label)
-            by_time.plot([p["seconds"] for p in points], [p["mean_return"] for p in points], label=label)
-    for axes, text in ((by_steps, "env steps"), (by_time, "seconds")):
+        table.writerow(["run", "seed", *AXES, "mean_return", "greedy"])
+        for i, folder in enumerate(options.runs):
+            run = read_run(folder)
+            label = options.labels[i] if i < len(options.labels) else f"seed {run.seed}"
+            told = [p for p in run.lines if p.get("mean_return") is not None]
+            told = told[:: max(1, len(told) // 200)] + told[-1:]
+            games = [p for p in run.lines if p.get("eval/return") is not None]
+            points = [(p, "mean_return", "") for p in told] + [(p, "eval/return", "yes") for p in games]
+            for p, name, greedy in sorted(points, key=lambda point: point[0]["env_steps"]):
+                table.writerow([label, run.seed, p["env_steps"], round(p["seconds"], 1), round(p[name], 2), greedy])
+            for axes, x in zip(both, AXES, strict=True):
+                (line,) = axes.plot([p[x] for p in told], [p["mean_return"] for p in told], label=label)
+                axes.plot([p[x] for p in games], [p["eval/return"] for p in games], "o", color=line.get_color(),
+                          label=f"{label}, greedy games" if games else None)  # fmt: skip
+    for axes, text in zip(both, ("env steps", "seconds"), strict=True):
         axes.set_xlabel(text)
         axes.grid(alpha=0.3)
         if options.goal is not None:
             axes.axhline(options.goal, color="grey", linestyle="--", linewidth=1)
-    by_steps.set_ylabel("return, last 100 games")
-    by_steps.legend(fontsize=8)
+    both[0].set_ylabel("return, last 100 games")
+    both[0].legend(fontsize=8)
     figure.suptitle(options.name, fontsize=10)
     figure.tight_layout()
     figure.savefig(CURVES / f"{options.name}.png", dpi=80)
