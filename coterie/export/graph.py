@@ -116,8 +116,8 @@ class Graph(nn.Module):
 
 
 def to_onnx(graph: Graph) -> bytes:
-    """The file's bytes. Raises `ConfigError` where the network cannot be exported, which only one of the user's own can
-    be.
+    """The file's bytes. Raises `ConfigError` where the network cannot be exported: a torso of the user's own, or text
+    with torch 2.6.
     """
     import onnx
 
