@@ -119,7 +119,7 @@ LEVELS: list[list[str]] = [
         "report.dashboard",
         "report.command",
     ],
-    ["sweep", "doctor", "lend"],
+    ["sweep", "doctor", "lend", "listing", "completion"],
     ["cli"],
     ["__main__"],
 ]
