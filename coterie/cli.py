@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
+import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -298,8 +300,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
-    if "" not in sys.path:
-        sys.path.append("")  # package.module:callable may be in the folder that one is in
+    with contextlib.suppress(OSError):  # the folder may be gone
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)  # for package.module:callable; not "", which children take for another folder
     if not args or args[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0
