@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
+import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from coterie.completion import Parser as _Parser
 from coterie.config import Atari, Config
 from coterie.types import ConfigError, CoterieError
 
@@ -32,8 +35,9 @@ HELP = """coterie: distributed deep reinforcement learning
   coterie envs --connect HOST:PORT --env ID [--token-file F] [--cert C]    step envs for a run elsewhere
   coterie actor --connect HOST:PORT --env ID [--token-file F] [--cert C]   act for a run elsewhere
   coterie keys DIR [--host NAME]     a token, a key and its certificate for such runs
-  coterie list envs|presets|matrix [PATTERN]
+  coterie list [envs|presets|matrix] [PATTERN]
   coterie doctor                     what this machine can do
+  coterie completion bash|zsh|fish   completes all of this: eval "$(coterie completion bash)"
 
 Often used with train:
   --env Pong-v5                 an EnvPool id, a gymnasium id, dmlab/LEVEL, or package.module:callable
@@ -53,13 +57,6 @@ Often used with train:
 `coterie train PRESET --help` lists every option with its default and unit.
 Exit codes: 0 finished, 1 failed, 2 bad usage or config, 75 checkpointed on a signal (then: resume).
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose complaints are one line and exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}")
 
 
 def _train_config(args: list[str]) -> Config:
@@ -256,27 +253,15 @@ def reproduce(args: list[str]) -> int:
 
 
 def listing(args: list[str]) -> int:
-    parser = _Parser("coterie list")
-    parser.add_argument("what", choices=("envs", "presets", "matrix"))
-    parser.add_argument("pattern", nargs="?", default="", help="only names that contain this")
-    options = parser.parse_args(args)
-    if options.what == "matrix":
-        from coterie.matrix import table
+    from coterie.listing import listing as run
 
-        print(table())
-        return 0
-    if options.what == "presets":
-        from coterie.presets import PRESETS
+    return run(args, _Parser("coterie list"))
 
-        rows = [f"{name:10} {' '.join((f.__doc__ or '').split('.')[0].split())}" for name, f in PRESETS.items()]
-    else:
-        import envpool
-        import gymnasium
 
-        pooled = set(envpool.list_all_envs())
-        rows = sorted(pooled) + sorted(f"{i}  (gymnasium)" for i in set(gymnasium.registry) - pooled)
-    print("\n".join(r for r in rows if options.pattern.lower() in r.lower()))
-    return 0
+def completion(args: list[str]) -> int:
+    from coterie.completion import completion as run
+
+    return run(args, COMMANDS, HELP)
 
 
 def doctor(args: list[str]) -> int:
@@ -325,13 +310,15 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "keys": keys,
     "list": listing,
     "doctor": doctor,
+    "completion": completion,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
-    if "" not in sys.path:
-        sys.path.append("")  # package.module:callable may be in the folder that one is in
+    with contextlib.suppress(OSError):  # the folder may be gone
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)  # for package.module:callable; not "", which children take for another folder
     if not args or args[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0

@@ -6,6 +6,7 @@ that it speaks of.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -40,6 +41,10 @@ def _source(path: Path) -> str:
             f"- [{one.name}]({os.path.relpath(_place(one), f'source/{path.relative_to(ROOT)}')})"
             for one in _files(path)
         )
+    if path.suffix == ".ipynb":  # its text, cell by cell
+        cells = json.loads(path.read_text())["cells"]
+        texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+        return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in texts)
     return f"{title}````{path.suffix.removeprefix('.') or 'text'}\n{path.read_text()}\n````\n"
 
 

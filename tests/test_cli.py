@@ -54,6 +54,7 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("compare", "/nowhere", "/there"), "/nowhere: no run is there"),
         (("export", "/nowhere"), "RUN: /nowhere is not a run folder"),
         (("list", "games"), "envs"),
+        (("completion", "dos"), "bash"),
         (("bench", "ppo", "--seconds", "long"), "--seconds"),
         (("reproduce", "gala-1c"), "FIGURE: 'gala-1c' is unknown; did you mean 'gala-1"),
         (("reproduce", "gala-1", "--budget", "tiny"), "--budget: 'tiny' is not smoke, small, full or a number"),
@@ -195,12 +196,46 @@ def test_a_presets_help_has_every_option_with_its_default(capsys):
 def test_lists(capsys):
     code, out, _ = run(capsys, "list", "envs", "breakout")
     assert code == 0
-    assert "Breakout-v5" in out.splitlines()
+    assert ["Breakout-v5", "Atari"] in [line.split() for line in out.splitlines()]
     assert all("breakout" in line.lower() for line in out.splitlines())
     code, out, _ = run(capsys, "list", "presets")
-    assert [line.split()[0] for line in out.splitlines()] == list(presets.PRESETS)
+    assert sorted(line.split()[0] for line in out.splitlines()) == sorted(presets.PRESETS)  # each in one group
+    assert len({line.index(line.split(maxsplit=1)[1]) for line in out.splitlines()}) == 1  # aligned
+    assert max(map(len, out.splitlines())) <= 120
+    code, out, _ = run(capsys, "list", "presets", "gossip")
+    assert [line.split()[0] for line in out.splitlines()] == ["gala-a2c", "gala-ppo"]
     code, out, _ = run(capsys, "list", "matrix")
     assert "| ppo | inline | solo, allreduce, hogwild, store, gossip | local, ray |" in out
+
+
+def test_every_env_is_listed_once_with_its_suite(capsys):
+    import envpool
+    import gymnasium
+
+    _, out, _ = run(capsys, "list", "envs")
+    names = [line.split()[0] for line in out.splitlines()]
+    assert sorted(names) == sorted({*envpool.list_all_envs(), *gymnasium.registry})
+    suites = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert (suites["LunarLander-v3"], suites["Hopper-v5"]) == ("Box2D", "MuJoCo")
+
+
+def test_a_terminal_has_headings_and_columns(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    _, out, _ = run(capsys, "list", "envs", "atari")
+    lines = out.splitlines()
+    assert lines[0] == "\033[1mAtari\033[0m (104)"
+    assert 4 < len(lines) < 104
+    assert max(map(len, lines[1:])) <= 60
+    _, out, _ = run(capsys, "list", "presets")
+    assert "\033[1mGALA: learners that gossip\033[0m (2)" in out.splitlines()
+    assert max(map(len, (x for x in out.splitlines() if "\033" not in x))) <= 60
+
+
+def test_list_alone_says_what_there_is(capsys):
+    code, out, _ = run(capsys, "list")
+    assert code == 0
+    assert all(f"coterie list {what}" in out for what in ("presets", "envs", "matrix"))
 
 
 def test_train_eval_and_bench_print_what_follows(tmp_path, capsys):

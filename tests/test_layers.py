@@ -120,7 +120,7 @@ LEVELS: list[list[str]] = [
         "report.command",
     ],
     ["export.graph", "export.check", "export.describe", "export.web", "export.command"],
-    ["sweep", "doctor", "lend"],
+    ["sweep", "doctor", "lend", "listing", "completion"],
     [
         "reproduce.figure",
         "reproduce.draw",

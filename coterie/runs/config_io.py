@@ -187,7 +187,7 @@ def _options(args: list[str]) -> dict[str, list[str]]:
     """The values of each option by dotted field, names and numbers of values checked; the last of its kind counts."""
     options: dict[str, list[str]] = {}
     values: list[str] | None = None
-    for arg, after in zip(args, [*args[1:], ""], strict=True):
+    for arg, after in zip(args, [*args[1:], ""], strict=False):
         if arg.startswith("--"):
             given, equals, value = arg[2:].partition("=")
             name = "env.id" if given == "env" else given.replace("-", "_")

@@ -33,11 +33,8 @@ def test_an_algorithm(folder):
     assert evaluate(folder, "run") > 250
 
     train(folder, "own", *cartpole, "--algorithm", "spo:SPO", "--steps", "2048")
-    train(folder, "again", *cartpole, "--algorithm", "spo:SPO", "--steps", "2048")
     train(folder, "plain", *cartpole, "--steps", "2048")
-    own, again, plain = (weights(folder / name, 0) for name in ("own", "again", "plain"))
-    assert same(own, again)
-    assert not same(own, plain)
+    assert not same(weights(folder / "own", 0), weights(folder / "plain", 0))
 
     (folder / "spo.py").rename(folder / "elsewhere.py")
     done = coterie(folder, "eval", "run")
@@ -49,9 +46,9 @@ def test_an_algorithm(folder):
     "layout",
     [
         ["--learners", "2", "--exchange", "gossip"],
-        ["--learners", "2", "--exchange", "allreduce"],
+        pytest.param(["--learners", "2", "--exchange", "allreduce"], marks=pytest.mark.slow),
         ["--acting", "decoupled", "--decoupled.lockstep", "True", "--actors", "2"],
-        ["--acting", "central", "--central.lockstep", "True"],
+        pytest.param(["--acting", "central", "--central.lockstep", "True"], marks=pytest.mark.slow),
     ],
     ids=["gossip", "allreduce", "decoupled", "central"],
 )
