@@ -11,11 +11,10 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from coterie.completion import Parser as _Parser
-from coterie.config import Atari, Config
+from coterie.options import config_of, take
 from coterie.types import ConfigError, CoterieError
 
 HELP = """coterie: distributed deep reinforcement learning
@@ -59,74 +58,21 @@ Exit codes: 0 finished, 1 failed, 2 bad usage or config, 75 checkpointed on a si
 """
 
 
-def _train_config(args: list[str]) -> Config:
-    """The preset for the env that was named, with every other option applied."""
-    from coterie import presets
-    from coterie.runs.config_io import cli_help, load_config, parse_cli, validate
-
-    if args and args[0] in ("-h", "--help"):
-        args = ["ppo", "--help"]
-    if not args or args[0].startswith("-"):
-        raise ConfigError(f"PRESET: give one of {', '.join(presets.PRESETS)}; see `coterie list presets`")
-    name = args[0]
-    if name.endswith(".json"):  # another run's config.json
-        return validate(parse_cli(load_config(Path(name)), args[1:]))
-    options = ["--chaos.every=10" if option == "--chaos" else option for option in args[1:]]
-    # The env decides which of the preset's settings apply, so its own options are read first.
-    early = parse_cli(Config(atari=Atari(episodic_life=True)), _only(options, ("--env", "--atari")))
-    named = any(option.partition("=")[0] in ("--env", "--env.id") for option in options)
-    sections = {"env": early.env, "atari": early.atari}
-    own = {
-        f"{section}.{key}": value
-        for section, values in sections.items()
-        for key, value in vars(values).items()
-        if key != "id" and value != getattr(getattr(Config(atari=Atari(episodic_life=True)), section), key)
-    }
-    default = presets.make(name, early.env.id if named else None, **own)
-    if "--help" in options or "-h" in options:
-        print(cli_help(default))
-        raise SystemExit(0)
-    return validate(parse_cli(default, options))
-
-
-def _only(options: list[str], sections: tuple[str, ...]) -> list[str]:
-    """The options of some sections, each with the values that follow it."""
-    kept, take = [], False
-    for option in options:
-        if option.startswith("--"):
-            take = option.partition("=")[0].partition(".")[0] in sections
-        if take:
-            kept.append(option)
-    return kept
-
-
-def _take(args: list[str], option: str) -> tuple[str | None, list[str]]:
-    """Take `--option VALUE` or `--option=VALUE` out of `args`."""
-    for i, arg in enumerate(args):
-        if arg == option:
-            if i + 1 == len(args):
-                raise ConfigError(f"{option} needs a value")
-            return args[i + 1], args[:i] + args[i + 2 :]
-        if arg.startswith(option + "="):
-            return arg.partition("=")[2], args[:i] + args[i + 1 :]
-    return None, args
-
-
 def train(args: list[str]) -> int:
-    seeds, args = _take(args, "--seeds")
-    jobs, args = _take(args, "--jobs")
+    seeds, args = take(args, "--seeds")
+    jobs, args = take(args, "--jobs")
     grid = []
-    while (axis := _take(args, "--grid"))[0] is not None:
+    while (axis := take(args, "--grid"))[0] is not None:
         grid.append(str(axis[0]))
         args = axis[1]
-    config = _train_config(args)
+    config = config_of(args)
     if seeds is not None or grid:
         from coterie.sweep import parse_grid, parse_jobs, parse_seeds, plan_runs, run_jobs
 
         points = parse_grid(grid)
         at_once, numbers = parse_jobs(jobs), parse_seeds(seeds) if seeds is not None else [config.seed]
         for point in points:  # what cannot be is said before anything runs
-            _train_config([*args, *(word for name, value in point.items() for word in (f"--{name}", value))])
+            config_of([*args, *(word for name, value in point.items() for word in (f"--{name}", value))])
         return run_jobs(plan_runs(args, config, numbers, points), at_once)
     if jobs is not None:
         raise ConfigError("--jobs: is for several runs; give --seeds or --grid, too")
@@ -223,9 +169,9 @@ def export(args: list[str]) -> int:
 
 
 def bench(args: list[str]) -> int:
-    seconds, args = _take(args, "--seconds")
+    seconds, args = take(args, "--seconds")
     as_json = "--json" in args
-    config = _train_config([a for a in args if a != "--json"])
+    config = config_of([a for a in args if a != "--json"])
     from coterie.bench import bench as run
     from coterie.bench import show
 
@@ -243,13 +189,13 @@ def bench(args: list[str]) -> int:
 def plan(args: list[str]) -> int:
     from coterie.plan.command import plan as run
 
-    return run(args, _Parser("coterie plan", add_help=False, allow_abbrev=False), _train_config)
+    return run(args, _Parser("coterie plan", add_help=False, allow_abbrev=False), config_of)
 
 
 def reproduce(args: list[str]) -> int:
     from coterie.reproduce.command import reproduce as run
 
-    return run(args, _Parser("coterie reproduce", allow_abbrev=False), _train_config)
+    return run(args, _Parser("coterie reproduce", allow_abbrev=False), config_of)
 
 
 def listing(args: list[str]) -> int:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from coterie import cli
 from coterie.config import Config
 from coterie.matrix import check
+from coterie.options import config_of
 from coterie.runs.config_io import parse_cli
 from coterie.types import ActionSpec, ObsSpec, Spec
 from tests.launch.harness import PATIENCE, tagged, until
@@ -38,7 +38,7 @@ def test_commands_are_the_command_line_s(path):
     for line in found:
         words = shlex.split(re.sub(r"\$wire", "--wire.token-file t --wire.cert c", line))
         if words[1] == "train":
-            check(cli._train_config(words[2:]), ATARI)
+            check(config_of(words[2:]), ATARI)
         else:
             own = [
                 w for k, w in enumerate(words[2:]) if not {words[1 + k], w} & {"--connect", "--token-file", "--cert"}

@@ -133,6 +133,7 @@ LEVELS: list[list[str]] = [
         "reproduce.runs",
         "reproduce.command",
     ],
+    ["options"],
     ["cli"],
     ["__main__"],
 ]

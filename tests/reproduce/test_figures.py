@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.cli import _train_config
+from coterie.options import config_of
 from coterie.reproduce.catalogue import FIGURES
 from coterie.reproduce.figure import MISSING, PAPERS
 from coterie.reproduce.runs import planned
@@ -32,7 +32,7 @@ def test_every_command_of_every_size_is_possible(name):
         assert len({p.job.folder for p in plans}) == len({p.job.name for p in plans}) == len(plans)
         if budget != "small":
             for plan in {id(p.arm): p for p in plans if p.arm.verb == "train"}.values():
-                assert _train_config(list(plan.job.args)).steps == size.steps
+                assert config_of(list(plan.job.args)).steps == size.steps
 
 
 @pytest.mark.parametrize("name", FIGURES)
