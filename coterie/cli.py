@@ -30,7 +30,7 @@ HELP = """coterie: distributed deep reinforcement learning
   coterie export RUN [--out DIR] [--web]   the policy as ONNX, checked; with --web a page on which it plays
   coterie bench PRESET [--seconds N] [--json] [--SECTION.FIELD VALUE ...]
   coterie plan PRESET [--services FILE] [--target FRAMES_PER_S] [...]      which layout, on what hardware
-  coterie reproduce [FIGURE] [--budget smoke|small|full|N] [--dry-run]     a paper's figure, scaled to this machine
+  coterie reproduce [FIGURE] [--budget smoke|small|full|N] [--dry-run]   a figure of the papers
   coterie envs --connect HOST:PORT --env ID [--token-file F] [--cert C]    step envs for a run elsewhere
   coterie actor --connect HOST:PORT --env ID [--token-file F] [--cert C]   act for a run elsewhere
   coterie keys DIR [--host NAME]     a token, a key and its certificate for such runs
@@ -46,8 +46,7 @@ Often used with train:
   --chaos                       kill, stop and slow the run's processes now and then
   --exchange gossip             allreduce, hogwild, store, gossip: how several learners agree
   --model.torso a3c             a3c, a3c-gae, gala, nature, impala, football, mlp
-  --model.core lstm
-  --optim.lr 1e-3
+  --model.core lstm  --optim.lr 1e-3
   --eval.every 100000           evaluate every N env steps; decides the best checkpoint
   --device auto|cpu|cuda  --precision auto|fp32|bf16
   --seeds 0..2 --jobs 2         one run for each seed, two at a time
