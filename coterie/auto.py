@@ -19,6 +19,7 @@ from coterie.types import ConfigError, Spec
 # For each core where env.num_envs is auto.
 _IMAGE_ENVS, _VECTOR_ENVS = 16, 32
 _CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks.md)
+_SAMPLES_A_THREAD = 64  # of a batch of dqn
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,13 @@ def resolve(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Layout:
     bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_is_fast(device.type))
     cores = cores or len(available_cores())
     # A second thread pays where a forward pass takes long; a small net's calls would only wait for the interpreter.
-    threads = config.torch_threads or (cores if image and not cuda else 1)
+    most = cores if image and not cuda else 1
+    if config.algorithm == "dqn":
+        # Another thread gathers and judges the next batch meanwhile, and each part casts the weights anew (Nature CNN,
+        # bf16, 2 cores; two threads beside one: 133 and 185 env steps/s of batches of 32, 280 and 281 of 128, 388 and
+        # 271 of 512; in float32 138 and 140 of 32).
+        most = max(1, min(most, config.q.batch_size // _SAMPLES_A_THREAD))
+    threads = config.torch_threads or most
     # Two groups: for images each has a thread; otherwise one thread acts for them in turns, which pays while a group's
     # step is short beside the threads' wake-ups (LunarLander, acting: 32 envs 51,200 steps/s with two groups and 38,700
     # with one; 256 envs 86,700 and 93,700).

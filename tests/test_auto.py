@@ -137,3 +137,14 @@ def test_gpus_that_only_choose_actions(monkeypatch):
         group.close()
     with pytest.raises(ConfigError, match=r"central\.inference_gpus: there are 8 GPUs here, and one"):
         settle(replace(base, central=replace(base.central, inference_gpus=8)))
+
+
+def test_a_thread_of_dqn_has_work_for_it():
+    def threads(*options):
+        config = parse_cli(presets.make("dqn", "Breakout-v5"), list(options))
+        return auto.resolve(config, make_spec(config.env, config.atari), cores=4).torch_threads
+
+    assert threads() == 1  # batches of 32
+    assert threads("--q.batch-size", "128") == 2
+    assert threads("--q.batch-size", "512") == 4
+    assert threads("--torch-threads", "3") == 3
