@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from coterie.completion import Parser as _Parser
-from coterie.options import config_of, take
+from coterie.options import config_of, possible, take
 from coterie.types import ConfigError, CoterieError
 
 HELP = """coterie: distributed deep reinforcement learning
@@ -70,9 +70,11 @@ def train(args: list[str]) -> int:
 
         points = parse_grid(grid)
         at_once, numbers = parse_jobs(jobs), parse_seeds(seeds) if seeds is not None else [config.seed]
-        for point in points:  # what cannot be is said before anything runs
-            config_of([*args, *(word for name, value in point.items() for word in (f"--{name}", value))])
-        return run_jobs(plan_runs(args, config, numbers, points), at_once)
+        jobs_of_all = plan_runs(args, config, numbers, points)
+        if grid:  # what cannot be is said before anything runs
+            for job in jobs_of_all[:: len(numbers)]:
+                possible(config_of(list(job.args)))
+        return run_jobs(jobs_of_all, at_once)
     if jobs is not None:
         raise ConfigError("--jobs: is for several runs; give --seeds or --grid, too")
     from coterie.session import train as run
@@ -194,7 +196,7 @@ def plan(args: list[str]) -> int:
 def reproduce(args: list[str]) -> int:
     from coterie.reproduce.command import reproduce as run
 
-    return run(args, _Parser("coterie reproduce", allow_abbrev=False), config_of)
+    return run(args, _Parser("coterie reproduce", allow_abbrev=False), lambda options: possible(config_of(options)))
 
 
 def listing(args: list[str]) -> int:

@@ -59,3 +59,13 @@ def take(args: list[str], option: str) -> tuple[str | None, list[str]]:
         if arg.startswith(option + "="):
             return arg.partition("=")[2], args[:i] + args[i + 1 :]
     return None, args
+
+
+def possible(config: Config) -> None:
+    """Raise a one-line `ConfigError` where a run of it would be refused, by the machine, the env or the matrix."""
+    from coterie.auto import settle
+    from coterie.envs.make import make_spec
+    from coterie.matrix import check
+
+    config = settle(config)
+    check(config, make_spec(config.env, config.atari))

@@ -23,10 +23,12 @@ def named(field: str, path: str) -> Any:
     """What `path` names. Raises a `ConfigError` about `field` where there is no such thing, or it cannot be called."""
     module, _, name = path.partition(":")
     try:
+        if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+            raise ImportError("it is not package.module:callable")
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError) as error:
         raise ConfigError(f"{field}: cannot import {path!r}: {' '.join(str(error).split())}") from error
     if not callable(found):
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")
@@ -45,23 +47,19 @@ def in_place_of(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, 
     path: str = getattr(config.own, part)
     if not path:
         return ours
-    theirs = named(f"own.{part}", path)
-    base = next((c for c in getattr(theirs, "__mro__", ()) if c.__module__.startswith("coterie.")), ours)
+    theirs, place = named(f"own.{part}", path), getattr(ours, "__name__", str(ours))
+    # A protocol is no kind of anything: it only says what there has to be.
+    mro = [c for c in getattr(theirs, "__mro__", ()) if not getattr(c, "_is_protocol", False)]
+    base = next((c for c in mro if c.__module__.startswith("coterie.")), ours)
     if base is not ours:
-        raise ConfigError(
-            f"own.{part}: {path} is a kind of {base.__name__}, and this run has {_name(ours)} in that place"
-        )
+        raise ConfigError(f"own.{part}: {path} is a kind of {base.__name__}, and this run has {place} in that place")
 
     def make(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             inspect.signature(theirs).bind(*args, **kwargs)
         except TypeError as error:
-            raise ConfigError(f"own.{part}: {path} must take what {_name(ours)} takes: {error}") from None
+            raise ConfigError(f"own.{part}: {path} must take what {place} takes: {error}") from None
         made: T = theirs(*args, **kwargs)
         return made
 
     return make
-
-
-def _name(ours: Callable[..., Any]) -> str:
-    return getattr(ours, "__name__", "another")

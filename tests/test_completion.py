@@ -20,7 +20,7 @@ _shtab_coterie coterie "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 CASES = [
-    (["re"], {"resume", "report"}),
+    (["re"], {"resume", "report", "reproduce"}),
     (["train", "imp"], {"impala", "impala-deep"}),
     (["plan", "gala-"], {"gala-a2c", "gala-ppo"}),
     (["train", "ppo", "--model.co"], {"--model.core", "--model.core-size", "--model.compile"}),

@@ -126,6 +126,7 @@ LEVELS: list[list[str]] = [
         "reproduce.draw",
         "reproduce.gala",
         "reproduce.a3c_gae",
+        "reproduce.batches",
         "reproduce.accelerated",
         "reproduce.impala",
         "reproduce.seed",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from argparse import ArgumentParser
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from coterie.evaluate import load, open_run
@@ -14,7 +12,8 @@ from coterie.export.check import TOLERANCE, check
 from coterie.export.describe import describe
 from coterie.export.graph import Graph, to_onnx
 from coterie.export.web import page, playable
-from coterie.types import ConfigError, CoterieError
+from coterie.report.command import save
+from coterie.types import ConfigError
 
 _NEEDS = ("onnx", "onnxruntime", "onnxscript")
 
@@ -38,7 +37,8 @@ def export(args: list[str], parser: ArgumentParser) -> int:
     checked = check(policy, graph, onnx)
     about = json.dumps(describe(policy, graph, checked, options.learner), indent=1) + "\n"
     folder = Path(options.out) if options.out else Path(options.run) / "export"
-    write(folder, {**static, "policy.json": about.encode(), "policy.onnx": onnx})
+    for name, data in {**static, "policy.json": about.encode(), "policy.onnx": onnx}.items():
+        save(folder / name, data)
     print(f"{folder / 'policy.onnx'}: {', '.join(p.name for p in graph.inputs)} -> "
           f"{', '.join(p.name for p in graph.outputs)}, {len(onnx):,} bytes")  # fmt: skip
     print(f"onnxruntime differs from PyTorch by {checked.largest:.1e} at most ({TOLERANCE:.0e} is allowed), "
@@ -46,18 +46,3 @@ def export(args: list[str], parser: ArgumentParser) -> int:
     if options.web:
         print(f"to see it play: python -m http.server --bind 127.0.0.1 --directory {folder}")
     return 0
-
-
-def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Each file as a whole or not at all, the last one last. Raises `CoterieError` where that cannot be."""
-    draft = folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            draft = folder / f".{name}"
-            draft.write_bytes(data)
-            draft.rename(folder / name)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise CoterieError(f"--out: cannot write to {folder}: {error.strerror or error}") from None

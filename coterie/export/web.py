@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 from importlib.resources import files
 from pathlib import Path
+from typing import IO, cast
 
 from coterie.config import Config
 from coterie.types import ConfigError, CoterieError, first_line
@@ -54,12 +55,11 @@ def onnxruntime_web() -> dict[str, bytes]:
             raise CoterieError(f"--web: npm has not fetched {PACKAGE} within {_TIMEOUT:.0f} s") from None
         made = list(Path(folder).glob("*.tgz"))
         if done.returncode or not made:
-            said = first_line(Exception(done.stderr.decode(errors="replace")))
+            said = " ".join(done.stderr.decode(errors="replace").split())
             raise CoterieError(f"--web: npm cannot fetch {PACKAGE}: {said[:200]}")
         data = made[0].read_bytes()
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            found = {name: tar.extractfile(f"package/dist/{name}") for name in _THEIRS}
-            return {name: file.read() for name, file in found.items() if file is not None}
-    except (tarfile.TarError, KeyError) as error:
+            return {name: cast(IO[bytes], tar.extractfile(f"package/dist/{name}")).read() for name in _THEIRS}
+    except (tarfile.TarError, KeyError, AttributeError) as error:  # the last: it is there and no file
         raise CoterieError(f"--web: {PACKAGE} is not what it was: {first_line(error)}") from None

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -91,7 +92,7 @@ def own_folder(where: str | None = None) -> Path:
     base, owner = Path(where or tempfile.gettempdir()), pid_space()
     for folder in base.glob(f"coterie-{owner}-*-*"):
         with contextlib.suppress(OSError, ValueError):  # somebody else's, or gone meanwhile
-            if folder.stat().st_uid == os.getuid() and not _exists(int(folder.name.split("-")[2])):
+            if folder.stat().st_uid == os.getuid() and not exists(int(folder.name.split("-")[2])):
                 shutil.rmtree(folder, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"coterie-{owner}-{os.getpid()}-", dir=base))
 
@@ -104,7 +105,12 @@ def pid_space() -> str:
         return "0"
 
 
-def _exists(pid: int) -> bool:
+def where() -> str:
+    """Where this process's pid means this process."""
+    return f"{socket.gethostname()} {pid_space()}"
+
+
+def exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from contextlib import suppress
 from pathlib import Path
 
 from coterie.report.dashboard import serve
 from coterie.report.page import Page, of_runs
 from coterie.report.runs import find_runs
+from coterie.runs.metrics import write_whole
 from coterie.types import ConfigError, CoterieError
 
 
@@ -55,14 +55,14 @@ def dashboard(args: list[str], parser: ArgumentParser) -> int:
 
 def write(page: Page, path: Path) -> Path:
     """The file, as a whole or not at all. Raises `CoterieError` where it cannot be written."""
-    text = page.html()
-    draft = path.with_name(f".{path.name}")
+    return save(path, page.html())
+
+
+def save(path: Path, data: str | bytes) -> Path:
+    """A file that was asked for with `--out`, as a whole or not at all. Raises `CoterieError` with the reason."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        draft.rename(path)
+        write_whole(path, data, durable=False)
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise CoterieError(f"--out: cannot write {path}: {error.strerror or error}") from None
     return path

@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import cast
 
+from coterie.parallel.processes import exists, where
 from coterie.report.page import Page, Section, of_runs
 from coterie.report.runs import read_run
 from coterie.report.sections import Table
@@ -65,10 +66,11 @@ def _processes(folder: Path) -> list[Table]:
         return []
     if (folder / "summary.json").exists():
         return []
+    here = told.get("where", where()) == where()  # or else these pids are another machine's
     age = max(0.0, time.time() - told["unix"])
     rows = [
         [
-            p["name"], str(p["pid"]), f"{p['silent_s'] + age:.0f} s ago" if _is_there(p["pid"]) else "gone",
+            p["name"], str(p["pid"]), f"{p['silent_s'] + age:.0f} s ago" if not here or exists(p["pid"]) else "gone",
             f"{p['env_steps']:,}", "-" if p["rss_mb"] is None else f"{p['rss_mb']:,.0f}",
         ]
         for p in told["processes"]
@@ -78,16 +80,6 @@ def _processes(folder: Path) -> list[Table]:
     if age > _SILENT_S:
         text += " That is long: it hangs, was stopped, or was killed."
     return [Table("Processes", head, rows, text)]
-
-
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _log(folder: Path) -> Table:

@@ -5,6 +5,7 @@ are one method.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +20,7 @@ from coterie.types import Array, ConfigError
 
 _MORE = ("summary.json", "machine.json")
 # What says where and for how long a run went, but not what was tried.
-_PLACE = ("seed", "out", "log.", "ray.", "wire.", "preset")
+_PLACE = ("seed", "out", "steps", "log.", "ray.", "wire.", "preset")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class RecordedRun:
 
     @property
     def finished(self) -> bool:
-        return self.summary.get("status") == "finished"
+        """Also where it was killed between its last env step and its summary."""
+        whole = self.lines[-1]["env_steps"] >= self.config.get("steps", math.inf) if self.lines else False
+        return self.summary.get("status") == "finished" or whole
 
     def series(self, y: str, x: str = "env_steps") -> tuple[Array, Array]:
         """The lines that tell both, by growing x: `[N]` and `[N]`."""

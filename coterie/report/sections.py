@@ -17,6 +17,7 @@ from coterie.report.stats import band, interquartile_mean, interval, on_grid
 from coterie.tasks import tasks
 from coterie.types import Array
 
+_ELSEWHERE = ("stage/actor/", "stage/host/")  # by whom
 _LAST = 0.1  # of a run's env steps, over which its final return is the mean
 Axis = tuple[str, str, Callable[[RecordedRun, str], tuple[Array, Array]]]
 
@@ -166,8 +167,9 @@ def machinery(method: Method) -> list[Chart]:
         x = max((x for x, _ in stages.values()), key=len)
         own = {k: np.interp(x, *series) for k, series in stages.items() if len(series[0])}
         for who_acts, parts in (
-            ("the learner's time", {k: v for k, v in own.items() if "actor/" not in k}),
-            ("the actors' time", {k: v for k, v in own.items() if "actor/" in k}),
+            ("the learner's time", {k: v for k, v in own.items() if not k.startswith(_ELSEWHERE)}),
+            ("the actors' time", {k: v for k, v in own.items() if k.startswith(_ELSEWHERE[0])}),
+            ("the hosts' time", {k: v for k, v in own.items() if k.startswith(_ELSEWHERE[1])}),
         ):
             if parts and len(np.unique(x)) > 1:
                 shares = {k.rpartition("/")[2]: 100 * v for k, v in parts.items()}
@@ -229,11 +231,16 @@ def changes(run: RecordedRun, default: dict[str, Any]) -> Table | None:
     rows = [
         [name, option_text(default.get(name)), option_text(value)]
         for name, value in run.config.items()
-        if value != default.get(name) and name not in ("seed", "out")
+        if value != default.get(name) and name not in ("seed", "out") and not _was_auto(name, default.get(name))
     ]
     return (
         Table(f"Changed from preset {run.config.get('preset')}", ["option", "preset", "here"], rows) if rows else None
     )
+
+
+def _was_auto(name: str, value: Any) -> bool:
+    """Whether the preset left it to the machine: what that came to is nobody's change."""
+    return value == "auto" or (name in ("env.num_envs", "env.threads", "env.groups") and value == 0)
 
 
 def checklist(methods: Sequence[Method]) -> Table:

@@ -1,4 +1,4 @@
-"""The figures and tables of Accelerated Methods: sampling, scaling, batch sizes, secondary learners, norms."""
+"""The figures and tables of Accelerated Methods about speed, scaling and scores."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import numpy as np
 
 from coterie.report.charts import Line, lines
 from coterie.report.sections import Table, final_return
-from coterie.reproduce.draw import average, curves, human, number, rate, spread, swept
-from coterie.reproduce.figure import MISSING, Arm, Drawing, Figure, Result, Size
+from coterie.reproduce.batches import EARLY, SMALL_ENV, shortened
+from coterie.reproduce.draw import curves, human, number, rate, spread, swept
+from coterie.reproduce.figure import ATARI, MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size
 
 _CARTPOLE, _BREAKOUT, _QBERT = ("CartPole-v1",), ("Breakout-v5",), ("Qbert-v5",)
-_GAMES = ("BeamRider-v5", "Breakout-v5", "Pong-v5", "Qbert-v5", "Seaquest-v5", "SpaceInvaders-v5")
-_GPUS = "A learner stands for a GPU; on a machine without GPUs learners share its cores."
-_SMALL_ENV = "CartPole-v1 stands for Atari at the small sizes; the frames of full runs are 84x84, not 104x80."
+_GPUS = "A learner stands for a GPU; on a machine without GPUs learners share its cores. Atari frames are 84x84, not "
+"104x80."
 _ENV = ("--env", "{env}")
 
-_NOT_READ = [("curves", "not read off here")]
 # Table 1: mean and median human-normalised score over 49 games.
 _TABLE_1 = {
     "A2C, 16 simulators": "2.5 / 0.65", "A2C, 128 simulators": "8.0 / 0.48", "A3C, 3 x 16": "5.4 / 0.53",
@@ -34,16 +33,6 @@ _TABLE_2 = {
 }  # fmt: skip
 # Table 3: thousands of samples/s with 8 GPUs, synchronous and asynchronous.
 _TABLE_3 = {64: (29.6, 31.9), 128: (33.0, 34.7), 256: (35.7, 36.7), 512: (35.8, 38.4)}
-
-
-def _replay(learn_start: int) -> tuple[str, ...]:
-    """What value learning needs where a run is short."""
-    return ("--q.learn-start", str(learn_start), "--replay.capacity", str(max(20_000, 4 * learn_start)))
-
-
-def _value(size: Size) -> tuple[str, ...]:
-    """The presets' own start and replay, except in runs that end before them."""
-    return () if size.steps >= 1_000_000 else _replay(max(500, size.steps // 20))
 
 
 def _sampling(size: Size) -> list[Arm]:
@@ -87,14 +76,6 @@ def _scaling(size: Size) -> list[Arm]:
     return found
 
 
-def _batches(size: Size) -> list[Arm]:
-    return [
-        Arm(f"batch {n}", (preset, *_ENV, "--q.batch-size", str(n), *_value(size)), panel=name)
-        for preset, name in (("dqn", "DQN"), ("c51", "C51"))
-        for n in size.points
-    ]
-
-
 def _minutes(size: Size) -> list[Arm]:
     many = ("--learners", str(size.learners))
     return [
@@ -104,17 +85,17 @@ def _minutes(size: Size) -> list[Arm]:
 
 
 def _methods(size: Size) -> list[Arm]:
-    value = _value(size)
+    own = shortened(size)
     found = {
         "A2C, 16 simulators": ("a2c", *_ENV, "--env.num-envs", "16"),
         "A2C, 128 simulators": ("a2c", *_ENV, "--env.num-envs", "128"),
         "A3C, 3 x 16": ("a3c-store", *_ENV, "--learners", "3"),
         "PPO, 8 simulators": ("ppo", *_ENV, "--env.num-envs", "8"),
-        "PPO, 128 simulators": ("ppo", *_ENV, "--env.num-envs", "128"),
-        "APPO, 8 x 8": ("appo", *_ENV, "--learners", str(min(8, size.learners))),
-        "DQN, batch 32": ("dqn", *_ENV, *value), "DQN, batch 512": ("dqn-512", *_ENV, *value),
-        "C51, batch 32": ("c51", *_ENV, *value), "C51, batch 2048": ("c51-2048", *_ENV, *value),
-        "e-Rainbow, batch 512": ("rainbow-512", *_ENV, *value),
+        "PPO, 128 simulators": ("ppo", *_ENV, "--env.num-envs", "128", "--algo.unroll-length", "16"),
+        f"APPO, {size.learners} x 8": ("appo", *_ENV, "--learners", str(size.learners), "--env.num-envs", "8"),
+        "DQN, batch 32": ("dqn", *_ENV, *own), "DQN, batch 512": ("dqn-512", *_ENV, *own),
+        "C51, batch 32": ("c51", *_ENV, *own), "C51, batch 2048": ("c51-2048", *_ENV, *own),
+        "e-Rainbow, batch 512": ("rainbow-512", *_ENV, *own),
     }  # fmt: skip
     return [Arm(label, args) for label, args in found.items()]
 
@@ -135,11 +116,12 @@ def _scores(results: Sequence[Result], size: Size) -> Drawing:
 
 
 def _hours(size: Size) -> list[Arm]:
-    value = _value(size)
+    own = shortened(size)
     presets = {
-        "A2C": ("a2c",), "A3C": ("a3c-store",), "PPO": ("ppo",), "APPO": ("appo",),
-        "DQN, batch 512": ("dqn-512", *value), "e-Rainbow, batch 512": ("rainbow-512", *value),
-        "C51, batch 2048": ("c51-2048", *value),
+        "A2C": ("a2c", "--env.num-envs", "16"), "A3C": ("a3c-store", "--env.num-envs", "16"),
+        "PPO": ("ppo", "--env.num-envs", "8"), "APPO": ("appo", "--env.num-envs", "8"),
+        "DQN, batch 512": ("dqn-512", *own), "e-Rainbow, batch 512": ("rainbow-512", *own),
+        "C51, batch 2048": ("c51-2048", *own),
     }  # fmt: skip
     return [
         Arm(label, (*args[:1], *_ENV, "--learners", str(n), *args[1:]), n)
@@ -154,7 +136,7 @@ def _table_2(results: Sequence[Result], size: Size) -> Drawing:
     for result in results:
         place = (1, 2, 4, 8).index(int(result.arm.x)) if result.arm.x in (1, 2, 4, 8) else None
         paper = number(_TABLE_2[result.arm.label][place]) if place is not None else MISSING
-        hours = [50e6 / rate(run) / 3600 for run in result.runs]
+        hours = [50e6 / rate(run) / 3600 if rate(run) > 0 else math.nan for run in result.runs]
         rows.append([result.arm.label, number(result.arm.x), paper, spread(hours)])
     return Drawing((), [Table("Table 2: hours for 50M env steps", ["method", "learners", "paper, GPUs", "ours"], rows)])
 
@@ -182,81 +164,6 @@ def _table_3(results: Sequence[Result], size: Size) -> Drawing:
     return Drawing(drawn.charts, [table])
 
 
-def _secondary(size: Size) -> list[Arm]:
-    small, large = min(size.points), max(size.points)
-    middle = sorted(size.points)[len(size.points) // 2]
-    pairs = ((large, small), (small, large), (middle, middle))
-    every = str(max(1000, size.steps // 5))
-    return [
-        Arm(f"{two} of {one}", ("c51", *_ENV, "--q.batch-size", str(one), "--q.secondary-batch", str(two),
-                                "--eval.every", every, *_value(size)))
-        for one, two in pairs
-    ]  # fmt: skip
-
-
-def _followed(results: Sequence[Result], size: Size) -> Drawing:
-    charts, rows = [], []
-    for result in results:
-        for env in result.envs:
-            found = []
-            for name, label in (("eval/return", "primary"), ("eval/secondary_return", "secondary")):
-                ends = []
-                for run in (run for run in result.runs if run.env == env):
-                    x, y = run.series(name)
-                    if len(x):
-                        found.append(Line(f"{label}, seed {run.seed}", x, y))
-                        ends.append(float(y[-1]))
-                rows.append([result.arm.label, env, label, spread(ends)])
-            if found:
-                title = f"{env}: batches of {result.arm.label.replace(' of ', ', and of a primary with ')}"
-                charts.append(lines(title, found, "env steps", "return of greedy games"))
-    text = "Batch sizes: secondary of primary. Both begin with the same weights; only the primary acts."
-    return Drawing(charts, [Table("Ours: last greedy evaluation", ["pair", "env", "learner", "return"], rows, text)])
-
-
-def _rules(size: Size) -> list[Arm]:
-    every = ("--log.norms", str(max(100, size.steps // 40)))
-    return [
-        Arm(f"{rule}, batch {n}", ("c51", *_ENV, "--q.batch-size", str(n), *options, *every, *_value(size)))
-        for rule, options in (("Adam", ()), ("RMSProp", ("--optim.rule", "rmsprop", "--optim.lr", "2.5e-4")))
-        for n in size.points
-    ]  # fmt: skip
-
-
-def _norms(results: Sequence[Result], size: Size) -> Drawing:
-    """The norms of the first and the last but one layer with weights, over the run."""
-    charts = []
-    layers = [n.removeprefix("norm/weights/") for r in results for run in r.runs for n in run.names("norm/weights/")]
-    matrices = [name for name in dict.fromkeys(layers) if name.endswith("weight")]
-    for layer in dict.fromkeys([*matrices[:1], *matrices[-2:-1]]):
-        for kind, what in (("weights", "weights"), ("gradient", "gradient, before clipping"), ("step", "step")):
-            found = []
-            for result in results:
-                for run in result.runs[:1]:
-                    x, y = run.series(f"norm/{kind}/{layer}")
-                    if len(x) > 1:
-                        found.append(Line(result.arm.label, x, y))
-            if found:
-                charts.append(lines(f"{layer}: {what}", found, "env steps", "Euclidean norm", log_y=kind != "weights"))
-    return Drawing(charts)
-
-
-def _halves(size: Size) -> list[Arm]:
-    every = ("--log.norms", str(max(100, size.steps // 40)))
-    return [
-        *(Arm("C51", ("c51", *_ENV, "--q.batch-size", str(n), *every, *_value(size)), n) for n in size.points),
-        *(Arm("A2C", ("a2c", *_ENV, "--env.num-envs", str(max(2, n // 5)), *every), max(2, n // 5) * 5)
-          for n in size.points),
-    ]  # fmt: skip
-
-
-def _saturation(results: Sequence[Result], size: Size) -> Drawing:
-    return swept(
-        lambda run: average(run.series("cosine/half")[1]), "cosine of half the batch's gradient with the whole's",
-        "samples in a batch", "gradient saturation",
-    )(results, size)  # fmt: skip
-
-
 FIGURES = [
     Figure(
         "accel-1b", "accel", "Figure 1b: sampling speed against simulators for each core", _sampling, _sampled,
@@ -273,39 +180,31 @@ FIGURES = [
         {
             "smoke": Size(4_000, _CARTPOLE, 1, (16,)),
             "small": Size(60_000, _CARTPOLE, 1, (16, 64, 256)),
-            "full": Size(25_000_000, _GAMES, 2, (16, 64, 128, 512), 8),
+            "full": Size(25_000_000, ATARI, 2, (16, 64, 128, 512), 8),
         },
-        [_SMALL_ENV, _GPUS],
-        said=[("scores of 16 and 128 simulators", "Table 1: `coterie reproduce accel-table1`"), *_NOT_READ],
-    ),
-    Figure(
-        "accel-3", "accel", "Figure 3: DQN and C51 with batches of 32 to 2048", _batches, curves,
-        {
-            "smoke": Size(2_000, _CARTPOLE, 1, (32,)),
-            "small": Size(30_000, _CARTPOLE, 1, (32, 128, 512)),
-            "full": Size(50_000_000, _GAMES, 2, (32, 512, 2048)),
-        },
-        [_SMALL_ENV, "One learning rate for all batch sizes, the preset's."],
-        said=[("scores of small and large batches", "Table 1: `coterie reproduce accel-table1`"), *_NOT_READ],
+        [SMALL_ENV, _GPUS],
+        said=[("scores of 16 and 128 simulators", "Table 1: `coterie reproduce accel-table1`"), NOT_READ],
     ),
     Figure(
         "accel-4", "accel", "Figure 4: returns over minutes with all learners", _minutes, curves,
         {
             "smoke": Size(4_000, _CARTPOLE, 1),
             "small": Size(100_000, _CARTPOLE, 1),
-            "full": Size(25_000_000, _GAMES, 1, learners=8),
+            "full": Size(25_000_000, ATARI, 1, learners=8),
         },
-        [_SMALL_ENV, _GPUS], timed=True,
-        said=[("Pong with PPO, 8 GPUs", "4 minutes"), ("all steep phases", "less than 10 minutes"), *_NOT_READ],
+        [SMALL_ENV, _GPUS], timed=True,
+        said=[("Pong with PPO, 8 GPUs", "4 minutes"), ("all steep phases", "less than 10 minutes"), NOT_READ],
     ),
     Figure(
         "accel-table1", "accel", "Table 1: human-normalised scores of eleven methods", _methods, _scores,
         {
             "smoke": Size(1_500, _CARTPOLE, 1),
             "small": Size(20_000, _CARTPOLE, 1),
-            "full": Size(25_000_000, _GAMES, 1, learners=8),
+            "full": Size(25_000_000, ATARI, 1, learners=8),
         },
-        ["Six games of the paper's 49 (--env names others), and 25M env steps where value learning has 50M there.",
+        ["Six games of the paper's 49 (--env names others), and 25M env steps where value learning has 50M there; "
+         "the paper "
+         "quotes DQN and C51 with batches of 32 from others.", EARLY,
          "On other envs than Atari there is no human score; the final returns are shown.", _GPUS],
     ),
     Figure(
@@ -315,8 +214,8 @@ FIGURES = [
             "small": Size(12_000, _BREAKOUT, 1, (1, 2)),
             "full": Size(1_000_000, _BREAKOUT, 1, (1, 2, 4, 8)),
         },
-        [_GPUS, "Hours are extrapolated from the rate of a shorter run; short runs of value learning start to train "
-         "earlier, and keep less."], timed=True,
+        [_GPUS, "Hours are extrapolated from the rate of a shorter run; each learner of value learning has the whole "
+         "batch.", EARLY], timed=True,
     ),
     Figure(
         "accel-table3", "accel", "Table 3: synchronous and asynchronous sampling", _synchrony, _table_3,
@@ -326,36 +225,5 @@ FIGURES = [
             "full": Size(2_000_000, _BREAKOUT, 1, (64, 128, 256, 512), 8),
         },
         [_GPUS, "The paper's table is of sampling alone; here A2C and A3C train on what they sample."], timed=True,
-    ),
-    Figure(
-        "accel-5", "accel", "Figures 5 to 7: a secondary learner that trains from the primary's replay",
-        _secondary, _followed,
-        {
-            "smoke": Size(2_500, _CARTPOLE, 1, (16, 32, 64)),
-            "small": Size(25_000, _CARTPOLE, 1, (32, 128, 512)),
-            "full": Size(50_000_000, _QBERT, 2, (64, 256, 2048)),
-        },
-        [_SMALL_ENV, "Small sizes: 32 of 512, 512 of 32 and 128 of 128 instead of 64, 2048 and 256."],
-        said=_NOT_READ,
-    ),
-    Figure(
-        "accel-8", "accel", "Figure 8: norms of weights, gradients and steps, Adam and RMSProp", _rules, _norms,
-        {
-            "smoke": Size(2_000, _CARTPOLE, 1, (32,)),
-            "small": Size(30_000, _CARTPOLE, 1, (32, 512)),
-            "full": Size(50_000_000, _QBERT, 1, (32, 2048)),
-        },
-        [_SMALL_ENV, "RMSProp with a learning rate of 2.5e-4; the paper's value for C51 is not available here."],
-        said=_NOT_READ,
-    ),
-    Figure(
-        "accel-saturation", "accel", "Gradient saturation: half a batch beside the whole", _halves, _saturation,
-        {
-            "smoke": Size(3_000, _CARTPOLE, 1, (40,)),
-            "small": Size(20_000, _CARTPOLE, 2, (40, 160, 640)),
-            "full": Size(5_000_000, _BREAKOUT, 2, (32, 128, 512, 2048)),
-        },
-        [_SMALL_ENV],
-        said=[("noise alone", "1 / sqrt 2 = 0.7071"), *_NOT_READ],
     ),
 ]  # fmt: skip

@@ -5,28 +5,27 @@ from __future__ import annotations
 import csv
 import difflib
 import io
-import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from coterie.config import Config
 from coterie.report.charts import HEAD
-from coterie.report.command import write
+from coterie.report.command import save, write
 from coterie.report.page import Page, Section
 from coterie.report.runs import Method
 from coterie.report.sections import Table, checklist, outcomes
 from coterie.reproduce.catalogue import FIGURES
+from coterie.reproduce.draw import named
 from coterie.reproduce.figure import PAPERS, Drawing, Figure, Result, Size
 from coterie.reproduce.runs import estimate, gather, planned, run, sized
 from coterie.sweep import parse_jobs
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError
 
 
-def reproduce(args: list[str], parser: ArgumentParser, config_of: Callable[[list[str]], Config]) -> int:
-    """`config_of`: a preset and its options as a config, which raises where they cannot be."""
+def reproduce(args: list[str], parser: ArgumentParser, refuse: Callable[[list[str]], None]) -> int:
+    """`refuse`: raises a `ConfigError` where a preset with its options cannot be."""
     parser.add_argument("figures", nargs="*", help="names, or all; without one they are listed")
     parser.add_argument("--budget", default="small", help="smoke, small, full, or env steps of each run")
     parser.add_argument("--env", default="", help="instead of the figure's envs: one, or several with commas")
@@ -59,7 +58,7 @@ def reproduce(args: list[str], parser: ArgumentParser, config_of: Callable[[list
         words = ["coterie reproduce", name, f"--budget {asked.budget}", *([f"--env {asked.env}"] if asked.env else []),
                  *([f"--seeds {asked.seeds}"] if asked.seeds else [])]  # fmt: skip
         code = _one(figure, size, asked.budget, Path(asked.out) / name / where, " ".join(words), at_once,
-                    asked.dry_run, config_of)  # fmt: skip
+                    asked.dry_run, refuse)  # fmt: skip
         if code == 75:
             return 75
         worst = worst or code
@@ -68,50 +67,59 @@ def reproduce(args: list[str], parser: ArgumentParser, config_of: Callable[[list
 
 def _one(
     figure: Figure, size: Size, budget: str, folder: Path, command: str, at_once: int, dry: bool,
-    config_of: Callable[[list[str]], Config],
+    refuse: Callable[[list[str]], None],
 ) -> int:  # fmt: skip
     plans = planned(figure, size, budget, folder / "runs")
-    for plan in {id(plan.arm): plan for plan in plans}.values():  # what cannot be is said before anything runs
+    for plan in {(id(plan.arm), plan.env): plan for plan in plans}.values():  # said before anything runs
         if plan.arm.verb == "train":
-            config_of(list(plan.job.args))
+            refuse(list(plan.job.args))
     if figure.timed and at_once > 1:
         print(f"{figure.name}: is about time, so one run at a time")
         at_once = 1
     steps = f" of {size.steps:,} env steps" if size.steps else f" of {size.seconds:g} s"
     print(f"{figure.name}: {figure.title}: {len(plans)} commands{steps}, {at_once} at a time", flush=True)
     if dry or size.steps > figure.sizes["small"].steps or budget == "full":
-        seconds = estimate(figure, size, plans, folder.parent / "probe", at_once)
+        seconds = estimate(figure, size, plans, folder.parent / f"probe-{folder.name}")
+        if seconds is None:
+            return 75
         print(f"{figure.name}: about {timedelta(seconds=round(seconds))}, going by a short run of each", flush=True)
     if dry:
         for plan in plans:
             print(f"coterie {plan.arm.verb} {' '.join(plan.job.args)}")
         return 0
-    begin = time.monotonic()
     code = run(plans, at_once)
     if code == 75:
         return code
-    results = gather(figure, size, plans)
+    results, missing = gather(figure, plans)
     drawn = figure.draw(results, size)
-    for path in _written(figure, size, command, folder, results, drawn, time.monotonic() - begin):
+    for path in _written(figure, size, command, folder, results, missing, drawn):
         print(path)
     return code
 
 
 def _written(
-    figure: Figure, size: Size, command: str, folder: Path, results: Sequence[Result], drawn: Drawing, seconds: float
+    figure: Figure,
+    size: Size,
+    command: str,
+    folder: Path,
+    results: Sequence[Result],
+    missing: Sequence[str],
+    drawn: Drawing,
 ) -> list[Path]:
     """The page, its pictures, its numbers, its tables."""
-    runs = [Method(result.arm.label, result.runs) for result in results if result.runs]
+    runs = [Method(named(result.arm), result.runs) for result in results if result.runs]
     envs = ", ".join(dict.fromkeys(env for result in results for env in result.envs)) or ", ".join(size.envs)
     seeds = f"{size.seeds} seed{'s' * (size.seeds > 1)}"
     facts = [
         f"{command}: {size.steps:,} env steps of each run, {seeds}, {envs}." if size.steps
         else f"{command}: {size.seconds:g} s of each measurement, {envs}.",
         f"From {PAPERS[figure.paper]}.",
-        f"Not as in the paper: {' '.join(figure.scaled)}",
+        f"Not as in the paper: {' '.join(scaled(figure, size))}",
     ]  # fmt: skip
     if unfinished := [str(r.folder) for result in results for r in result.runs if not r.finished]:
         facts.append(f"Have not finished, and are drawn as far as they went: {', '.join(unfinished)}.")
+    if missing:
+        facts.append(f"Failed, and are not drawn: {', '.join(missing)}.")
     if figure.said:
         stated = Table("What the paper states", ["", "paper"], figure.said)
         drawn = Drawing(drawn.charts, [*drawn.tables, stated])
@@ -125,13 +133,18 @@ def _written(
     texts |= {f"{i}.svg": chart.svg for i, chart in enumerate(drawn.charts, 1)}
     for old in folder.glob("*.svg"):
         old.unlink()
-    for name, text in texts.items():
-        try:
-            (folder / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise CoterieError(f"--out: cannot write {folder / name}: {error.strerror or error}") from None
-        paths.append(folder / name)
-    return paths
+    return paths + [save(folder / name, text) for name, text in texts.items()]
+
+
+def scaled(figure: Figure, size: Size) -> list[str]:
+    """What is to be said of this size."""
+    found = []
+    for one in figure.scaled:
+        if isinstance(one, str):
+            found.append(one)
+        elif (not one.envs or set(one.envs) & set(size.envs)) and not (one.but_full and size == figure.sizes["full"]):
+            found.append(one.text)
+    return found
 
 
 def _csv(drawn: Drawing) -> str:

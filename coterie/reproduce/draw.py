@@ -12,15 +12,29 @@ from coterie.report.charts import Line, lines
 from coterie.report.runs import Method, RecordedRun
 from coterie.report.sections import Table, final_return, returns
 from coterie.report.stats import band
-from coterie.reproduce.figure import Drawing, Result, Size
+from coterie.reproduce.figure import Arm, Drawing, Result, Size
 
 Measure = Callable[[RecordedRun], float]
 
 
-def rate(run: RecordedRun, of: str = "env_steps_per_s") -> float:
-    """Env steps/s (or `frames_per_s`) of a run, its start left out: the median of its lines after the first third."""
-    x, y = run.series(of)
-    return float(np.median(y[x >= x[-1] / 3])) if len(x) else math.nan
+def named(arm: Arm) -> str:
+    """An arm's label, with its place on a swept axis."""
+    return f"{arm.label}, {arm.x:g}" if math.isfinite(arm.x) else arm.label
+
+
+def order(run: RecordedRun) -> float:
+    """What runs are compared by: the final return, and last those that have none."""
+    score = final_return(run)
+    return score if math.isfinite(score) else -math.inf
+
+
+def rate(run: RecordedRun) -> float:
+    """Env steps/s of a run without its start: from the first line after a third of the env steps to the last."""
+    x, seconds = run.series("seconds")
+    late = x >= x[-1] / 3 if len(x) else x
+    if len(x) > 1 and len(np.unique(x[late])) > 1:
+        x, seconds = x[late], seconds[late]
+    return float((x[-1] - x[0]) / (seconds[-1] - seconds[0])) if len(x) > 1 and seconds[-1] > seconds[0] else math.nan
 
 
 def frames_per_kj(run: RecordedRun) -> float:
@@ -50,7 +64,7 @@ def curves(results: Sequence[Result], size: Size) -> Drawing:
     """Returns per env step, second and kilojoule; a chart for each panel and env."""
     charts = []
     for panel in dict.fromkeys(result.arm.panel for result in results):
-        methods = [Method(r.arm.label, r.runs) for r in results if r.arm.panel == panel and r.runs]
+        methods = [Method(named(r.arm), r.runs) for r in results if r.arm.panel == panel and r.runs]
         charts += returns(methods, f"{panel}: " * bool(panel))
     return Drawing(charts, [finals(results)])
 
@@ -62,7 +76,7 @@ def finals(results: Sequence[Result], measure: Measure = final_return, what: str
     rows = []
     for result in results:
         cells = [spread([measure(run) for run in result.runs if run.env == env]) for env in envs]
-        rows.append([*([result.arm.panel] if head[0] == "panel" else []), result.arm.label, *cells])
+        rows.append([*([result.arm.panel] if head[0] == "panel" else []), named(result.arm), *cells])
     return Table(f"Ours: {what}", head, rows, "Mean over seeds with its standard error, where there are several.")
 
 

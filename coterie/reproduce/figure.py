@@ -66,6 +66,15 @@ Draw = Callable[[Sequence[Result], Size], Drawing]
 
 
 @dataclass(frozen=True)
+class Unlike:
+    """What is not as in the paper where one of `envs` is used (empty: whatever is), and where it is not `full`."""
+
+    text: str
+    envs: tuple[str, ...] = ()
+    but_full: bool = False
+
+
+@dataclass(frozen=True)
 class Figure:
     """`sizes`: "smoke" (does it run), "small" (minutes on two cores) and "full" (as far as it goes, the paper's)."""
 
@@ -75,11 +84,14 @@ class Figure:
     arms: Callable[[Size], list[Arm]]
     draw: Draw
     sizes: Mapping[str, Size]
-    scaled: Sequence[str]  # what is not as in the paper
+    scaled: Sequence[str | Unlike]  # what is not as in the paper
     said: Sequence[tuple[str, str]] = ()  # what the paper states, where no table of the drawing has it
     timed: bool = False  # what is drawn depends on how fast it goes: one run at a time
     evaluate: int = 0  # games of a greedy evaluation of the best seed's best checkpoint; 0: none
 
+
+NOT_READ = ("curves", "not read off here")
+ATARI = ("BeamRider-v5", "Breakout-v5", "Pong-v5", "Qbert-v5", "Seaquest-v5", "SpaceInvaders-v5")
 
 PAPERS = {
     "gala": "GALA (Assran et al. 2019, arXiv 1906.04585)",

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from coterie.report.charts import heatmap
-from coterie.report.runs import Method
+from coterie.report.runs import Method, RecordedRun
 from coterie.report.sections import Table, cosines, final_return, machinery, returns
-from coterie.reproduce.draw import average, by_point, curves, frames_per_kj, number, rate, swept, together
-from coterie.reproduce.figure import MISSING, Arm, Drawing, Figure, Result, Size
+from coterie.reproduce.draw import average, by_point, curves, frames_per_kj, number, order, rate, swept, together
+from coterie.reproduce.figure import ATARI, MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size, Unlike
 
-ATARI = ("BeamRider-v5", "Breakout-v5", "Pong-v5", "Qbert-v5", "Seaquest-v5", "SpaceInvaders-v5")
 _CARTPOLE = ("CartPole-v1",)
-_STAND_IN = "CartPole-v1 stands for the six Atari games; --env names others."
+_PRESETS = (
+    "Each method has its own preset's net, update rule and start (A3C: the smaller net); IMPALA is not TorchBeast's."
+)
+_STAND_IN = Unlike("CartPole-v1 stands for the six Atari games; --env names others.", _CARTPOLE)
 
 # Table 1: mean and standard error of 10 games, after 40M env steps (IMPALA: TorchBeast's).
 _TABLE_1 = {
@@ -46,14 +49,16 @@ def _convergent(results: Sequence[Result], size: Size) -> Drawing:
     """Share of runs whose final return is more than half of what A2C reaches with the fewest simulators."""
     least = min(size.points)
     nominal = {}
-    for env in {env for result in results for env in result.envs}:
+    for env in dict.fromkeys(env for result in results for env in result.envs):
         runs = [r for result in results if result.arm.label == "A2C" and result.arm.x == least for r in result.runs]
         scores = [final_return(run) for run in runs if run.env == env]
-        nominal[env] = average(scores)
-    drawn = swept(
-        lambda run: 100.0 * (final_return(run) > 0.5 * nominal[run.env]), "convergent runs, %",
-        "simulators", "convergent runs",
-    )(results, size)  # fmt: skip
+        score = average(scores)
+        nominal[env] = score if score > 0 else math.nan  # half of a score below nothing would be more than it
+
+    def convergent(run: RecordedRun) -> float:
+        return 100.0 * (final_return(run) > 0.5 * nominal[run.env]) if nominal[run.env] > 0 else math.nan
+
+    drawn = swept(convergent, "convergent runs, %", "simulators", "convergent runs")(results, size)
     rows = [[env, number(score), number(0.5 * score)] for env, score in nominal.items()]
     more = Table(f"Nominal score: A2C with {least} simulators", ["env", "score", "more than this is convergent"], rows)
     return Drawing(drawn.charts, [*drawn.tables, more, by_point(results, final_return, "simulators", "final return")])
@@ -75,7 +80,7 @@ def _best(results: Sequence[Result], size: Size) -> Drawing:
     found = []
     for result in results:
         for env in result.envs:
-            runs = sorted((run for run in result.runs if run.env == env), key=final_return)
+            runs = sorted((run for run in result.runs if run.env == env), key=order)
             found.append(Method(result.arm.label, runs[-3:]))
     return Drawing(returns(found, "best 3 runs, "))
 
@@ -84,16 +89,16 @@ def _consensus(results: Sequence[Result], size: Size) -> Drawing:
     charts = [
         chart
         for result in results
-        for chart in machinery(Method(result.arm.label, result.runs))
+        for run in result.runs
+        for chart in machinery(Method(result.arm.label, [run]))
         if chart.title.startswith("Consensus")
     ]
     rows = []
     for result in results:
         for run in result.runs:
-            distance, bound = (run.series(f"consensus/{name}")[1] for name in ("distance", "bound"))
-            n = min(len(distance), len(bound))
-            if n and (bound[:n] > 0).any():
-                share = distance[:n][bound[:n] > 0] / bound[:n][bound[:n] > 0]
+            both = [(p.get("consensus/distance"), p.get("consensus/bound")) for p in run.lines]
+            share = np.array([distance / bound for distance, bound in both if distance is not None and bound])
+            if len(share):
                 rows.append([result.arm.label, run.env, number(float(share.mean())), number(float(share.max()))])
     head = ["arm", "env", "mean of distance / bound", "greatest (the proposition: at most 1)"]
     return Drawing(charts, [Table("Ours: distance beside Proposition 1", head, rows)])
@@ -166,12 +171,12 @@ FIGURES = [
             "small": Size(80_000, _CARTPOLE, 3, (32,)),
             "full": Size(40_000_000, ATARI, 10, (64,), 4),
         },
-        [_STAND_IN, "Small sizes have 32 simulators; IMPALA is ours with the shallow net, not TorchBeast.",
+        [_STAND_IN, Unlike("32 simulators or fewer, and no more than three seeds.", but_full=True), _PRESETS,
          "Energy is the whole machine's, where its counters can be read."],
         timed=True,
         said=[
-            ("scores after 25M and 40M env steps", "Table 1: `coterie reproduce gala-table1`"),
-            ("curves", "not read off here"),
+            ("scores after 40M env steps", "Table 1: `coterie reproduce gala-table1`"),
+            NOT_READ,
         ],
     ),
     Figure(
@@ -185,7 +190,7 @@ FIGURES = [
             "full": Size(40_000_000, ATARI, 1, (4, 8, 16), 4),
         },
         [_STAND_IN, "Mixing in lockstep (tau 0), for which Proposition 1 holds with the ring's own beta, cos(pi/n)."],
-        said=[("the bound", "remarkably tight"), ("curves", "not read off here")],
+        said=[("the bound", "remarkably tight"), NOT_READ],
     ),
     Figure(
         "gala-2b", "gala", "Figure 2b: how alike the learners' gradients are", _gossip_or_sum, _cosines,
@@ -194,17 +199,20 @@ FIGURES = [
             "small": Size(100_000, _CARTPOLE, 1, (64,)),
             "full": Size(10_000_000, ATARI, 1, (64,), 4),
         },
-        [_STAND_IN, "Every 500 env steps of a learner, as in the paper; averaged over the whole run (there: 10M)."],
+        [_STAND_IN, "Compared at most every 500 env steps of a learner, the last comparison before each line of "
+         "metrics kept, and averaged over "
+         "the whole run and all envs (there: all comparisons of 10M env steps)."],
         said=[("GALA beside A2C", "gradients less correlated"), ("peers beside others", "more correlated")],
     ),
     Figure(
-        "gala-3", "gala", "Figure 3: energy and use of the machine against simulators", _both, _used,
+        "gala-3", "gala", "Figure 3: speed and energy against simulators", _both, _used,
         {
             "smoke": Size(4_000, _CARTPOLE, 1, (16,)),
             "small": Size(40_000, ("Breakout-v5",), 1, (16, 32)),
             "full": Size(1_000_000, ("Pong-v5",), 3, (16, 32, 64, 128), 4),
         },
-        ["The paper has one V100 and 48 cores; the share of a GPU in use is not read.", "Its bubbles are curves here."],
+        ["The paper has one V100 and 48 cores.", "What share of the machine is in use is not read; its bubbles are "
+         "curves."],
         timed=True,
         said=[("use of the GPU", "about 10 times A2C's"), ("frames per kJ", "about 20,000 more than A2C's")],
     ),
@@ -215,7 +223,7 @@ FIGURES = [
             "small": Size(60_000, _CARTPOLE, 3, (32,)),
             "full": Size(40_000_000, ATARI, 10, (64,), 4),
         },
-        [_STAND_IN, "Fewer env steps and seeds than the paper's 40M and 10."],
+        [_STAND_IN, Unlike("Fewer env steps and seeds than the paper's 40M and 10.", but_full=True), _PRESETS],
         evaluate=10,
     ),
 ]  # fmt: skip

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 
 from coterie.report.charts import intervals
+from coterie.report.runs import RecordedRun
 from coterie.report.sections import Table, final_return
 from coterie.reproduce.draw import average, curves, rate, spread, swept, together
-from coterie.reproduce.figure import MISSING, Arm, Drawing, Figure, Result, Size
+from coterie.reproduce.figure import MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size
 
 _LAB = "DeepMind Lab needs a build of its own; {} here (`--env dmlab/LEVEL` where it is installed)."
 _CORRECTIONS = {"vtrace": "V-trace", "one-step": "1-step importance sampling", "epsilon": "epsilon-correction",
@@ -39,7 +40,7 @@ def _throughput(size: Size) -> list[Arm]:
     wide = ("--env.num-envs", str(n))
     return [
         Arm("A3C, workers of one simulator", ("a3c-store", *env, "--learners", str(size.learners),
-                                              "--env.num-envs", "2", "--exchange", "hogwild")),
+                                              "--env.num-envs", "1", "--exchange", "hogwild")),
         Arm("A2C, synchronous steps", ("a2c", *env, *wide)),
         Arm("A2C, synchronous steps, several learners",
             ("a2c", *env, "--learners", str(size.learners), "--env.num-envs", str(n // size.learners))),
@@ -52,7 +53,7 @@ def _throughput(size: Size) -> list[Arm]:
 def _rates(results: Sequence[Result], size: Size) -> Drawing:
     rows, bars = [], []
     for result in results:
-        frames = [rate(run, "frames_per_s") for run in result.runs]
+        frames = [rate(run) * _frames(run) for run in result.runs]
         rows.append([result.arm.label, _TABLE_1.get(result.arm.label, MISSING), spread(frames)])
         if math.isfinite(average(frames)):
             bars.append((result.arm.label, average(frames), min(frames), max(frames)))
@@ -60,6 +61,13 @@ def _rates(results: Sequence[Result], size: Size) -> Drawing:
         [intervals("Frames per second", bars, "frames/s", "Bars: the slowest and the fastest run.")] if bars else []
     )
     return Drawing(charts, [Table("Table 1", ["", "paper, frames/s", "ours, frames/s"], rows)])
+
+
+def _frames(run: RecordedRun) -> float:
+    """Frames in an env step, from what the run has told of both."""
+    steps, frames = (run.series(f"{what}_per_s")[1] for what in ("env_steps", "frames"))
+    known = steps > 0
+    return float((frames[known] / steps[known]).mean()) if known.any() else math.nan
 
 
 def _corrections(size: Size) -> list[Arm]:
@@ -94,8 +102,17 @@ def _lagged(size: Size) -> list[Arm]:
 
 
 def _transfer(size: Size) -> list[Arm]:
-    common = ("--env.num-envs", str(size.points[0]), "--decoupled.batch-size", "6", "--model.torso", "a3c",
-              "--atari.full-action-set", "True")  # fmt: skip
+    n = str(size.points[0])
+    common = (
+        "--env.num-envs",
+        n,
+        "--decoupled.batch-size",
+        n,
+        "--model.torso",
+        "a3c",
+        "--atari.full-action-set",
+        "True",
+    )
     experts = [Arm("experts", ("impala", "--env", "{env}", *common), envs=(env,)) for env in size.envs]
     return [*experts, Arm("one agent for all", ("impala", "--env", "{env}", *common), envs=(",".join(size.envs),))]
 
@@ -130,7 +147,8 @@ FIGURES = [
             "full": Size(1_000_000, (*_PIXELS, "Pong-v5"), 3, (48,), 8),
         },
         [_LAB.format("Breakout-v5 stands for its two tasks"), "84x84 grey frames, four stacked, instead of 96x72 RGB; "
-         "no LSTM.", "Rates are of this machine; what can be compared is their order and their ratios."],
+         "no LSTM, batches of 8, the smaller net.", "Rates are of this machine; what can be compared is their order "
+         "and their ratios."],
         timed=True,
     ),
     Figure(
@@ -153,7 +171,7 @@ FIGURES = [
             "full": Size(10_000_000, _MOON, 5, (1, 4, 16, 64, 256)),
         },
         [_LAB.format("LunarLander-v3 stands for it"), "The lag is made by publishing weights rarely; no replay."],
-        said=[("curves", "not read off here")],
+        said=[NOT_READ],
     ),
     Figure(
         "impala-transfer", "impala", "One agent for several tasks against an expert for each", _transfer, _multi_task,
@@ -163,7 +181,8 @@ FIGURES = [
             "full": Size(200_000_000, _GAMES, 3, (48,)),
         },
         ["Three Atari games with the full set of actions stand for DMLab-30 and Atari-57; no PBT.",
-         "Returns, not human-normalised ones, at the small sizes."],
+         "Returns, not human-normalised scores; the a3c net and small batches, where the paper's numbers are of its "
+         "deep net."],
         said=[
             ("DMLab-30, mean capped score", "experts, deep net 44.5; one agent, deep net 46.5"),
             ("Atari-57, median human-normalised score", "experts, deep net 191.8%; one agent 59.7%"),

@@ -11,14 +11,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from coterie.report.command import save
 from coterie.report.runs import RecordedRun, read_run
-from coterie.report.sections import final_return
-from coterie.reproduce.draw import rate
+from coterie.reproduce.draw import order, rate
 from coterie.reproduce.figure import Arm, Figure, Result, Size
+from coterie.runs import checkpoint
 from coterie.sweep import Job, run_jobs
 from coterie.types import ConfigError, CoterieError
 
@@ -36,7 +38,7 @@ class Planned:
 
 def planned(figure: Figure, size: Size, budget: str, folder: Path) -> list[Planned]:
     """Every command of a figure, arm by arm, env by env, seed by seed."""
-    every = {"smoke": "0.1", "small": "0.5"}.get(budget, "10")
+    every = {"smoke": "0.1", "full": "10"}.get(budget, "0.5")
     log = ["--log.every", every, "--log.tensorboard", "False"] + ["--env.decorrelate", "0"] * (budget == "smoke")
     found = []
     for i, arm in enumerate(figure.arms(size)):
@@ -59,20 +61,22 @@ def run(plans: Sequence[Planned], at_once: int) -> int:
     code = run_jobs([p.job for p in plans if p.arm.verb == "train"], at_once)
     for plan in plans:
         if plan.arm.verb != "train" and code != 75:
-            tell([plan.arm.verb, *plan.job.args, "--json"], plan.job.folder)
-            print(f"{plan.job.name}: {plan.arm.verb} {_json(plan.job.folder)}", flush=True)
+            try:
+                tell([plan.arm.verb, *plan.job.args, "--json"], plan.job.folder)
+                print(f"{plan.job.name}: {plan.arm.verb} {_json(plan.job.folder)}", flush=True)
+            except CoterieError as error:  # the others are drawn
+                print(f"{plan.job.name}: {error}", flush=True)
+                code = 1
     return code
 
 
 def tell(words: Sequence[str], stem: Path) -> dict[str, Any]:
-    """What a command tells as JSON; asked once, and kept. Raises `CoterieError` where it fails."""
+    """What a command tells as JSON; asked once, and kept with the words. Raises `CoterieError` where it fails."""
     path = _json(stem)
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        pass
-    else:
-        return found
+    with suppress(OSError, ValueError):
+        kept = json.loads(path.read_text())
+        if kept["words"] == list(words):
+            return dict(kept["told"])
     try:
         done = subprocess.run(
             [sys.executable, "-m", "coterie", *words], capture_output=True, text=True, timeout=_TELL_S, check=False,
@@ -83,60 +87,66 @@ def tell(words: Sequence[str], stem: Path) -> dict[str, Any]:
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
         raise CoterieError(f"coterie {' '.join(words)}: {last[0]}")
-    found = json.loads(done.stdout)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}")
-    draft.write_text(json.dumps(found))
-    draft.rename(path)
+    found: dict[str, Any] = json.loads(done.stdout)
+    save(path, json.dumps({"words": list(words), "told": found}))
     return found
 
 
-def gather(figure: Figure, size: Size, plans: Sequence[Planned]) -> list[Result]:
-    """What is there of each arm; greedy games are played where the figure asks for them and they are not there yet."""
+def gather(figure: Figure, plans: Sequence[Planned]) -> tuple[list[Result], list[str]]:
+    """What is there of each arm, and what is not; greedy games are played where the figure asks for them and they are
+    not there yet.
+    """
+    missing = []
     results = {id(arm): Result(arm) for arm in (p.arm for p in plans)}
     for plan in plans:
         result = results[id(plan.arm)]
-        if plan.arm.verb != "train":
+        if plan.arm.verb != "train" and _json(plan.job.folder).exists():
             result.told.append(tell([plan.arm.verb, *plan.job.args, "--json"], plan.job.folder))
-        elif (plan.job.folder / "config.json").exists():
+        elif plan.arm.verb == "train" and _there(plan.job):
             result.runs.append(read_run(plan.job.folder))
+        else:
+            missing.append(plan.job.name)
     if figure.evaluate:
         for result in results.values():
             for env in result.envs:
-                result.evaluations[env] = _evaluated(result, env, figure.evaluate)
-    return list(results.values())
+                runs = [run for run in result.runs if run.env == env]
+                if (found := _evaluated(runs, figure.evaluate)) is not None:
+                    result.evaluations[env] = found
+    return list(results.values()), missing
 
 
-def _evaluated(result: Result, env: str, games: int) -> dict[str, Any]:
-    """Greedy games of the seed whose final return is the best."""
-    best = max((run for run in result.runs if run.env == env), key=_order)
-    stem = best.folder.with_name(f"{best.folder.name}-eval{games}")
-    return tell(["eval", str(best.folder), "--episodes", str(games), "--json"], stem)
+def _evaluated(runs: Sequence[RecordedRun], games: int) -> dict[str, Any] | None:
+    """Greedy games of the seed whose final return is the best; None before it has a checkpoint."""
+    best = max(runs, key=order)
+    newest = checkpoint.latest(best.folder / "checkpoints")
+    if newest is None:
+        return None
+    stem = best.folder.with_name(f"{best.folder.name}-{newest.name}-eval{games}")
+    with suppress(CoterieError):  # without a score it is a row that says so
+        return tell(["eval", str(best.folder), "--episodes", str(games), "--json"], stem)
+    return None
 
 
-def _order(run: RecordedRun) -> float:
-    score = final_return(run)
-    return score if score == score else -float("inf")
-
-
-def estimate(figure: Figure, size: Size, plans: Sequence[Planned], probes: Path, at_once: int) -> float:
+def estimate(figure: Figure, size: Size, plans: Sequence[Planned], probes: Path) -> float | None:
     """Seconds that what is not done will take, from the rate of a short run of every arm on every env, which is made
-    now where it is not there.
+    now where it is not there; starts and evaluations are not counted. Several at once are taken to share the machine:
+    they are no faster together. None where it was stopped meanwhile.
     """
     if not any(p.arm.verb == "train" for p in plans):
         return size.seconds * len(plans)
     short = replace(size, steps=figure.sizes["smoke"].steps, seeds=1)
     tries = planned(figure, short, "smoke", probes)
-    run_jobs([p.job for p in tries], 1)  # one at a time: it is about how fast it is
-    rates = {(p.job.name.rpartition(", seed")[0]): rate(read_run(p.job.folder)) for p in tries if _there(p.job)}
+    if run_jobs([p.job for p in tries], 1) == 75:
+        return None
+    rates = {p.job.name.rpartition(", seed")[0]: rate(read_run(p.job.folder)) for p in tries if _there(p.job)}
     seconds = 0.0
     for plan in plans:
-        speed = rates.get(plan.job.name.rpartition(", seed")[0], float("nan"))
+        speed = rates.get(plan.job.name.rpartition(", seed")[0], math.nan)
         if not speed > 0:
             raise CoterieError(f"{plan.job.name}: its short run told no rate: {probes}")
         done = read_run(plan.job.folder).lines[-1:] if _there(plan.job) else []
         seconds += max(0.0, size.steps - sum(line["env_steps"] for line in done)) / speed
-    return seconds / at_once
+    return seconds
 
 
 def _there(job: Job) -> bool:
@@ -156,5 +166,7 @@ def sized(figure: Figure, budget: str) -> Size:
     if budget in figure.sizes:
         return figure.sizes[budget]
     if re.fullmatch(r"[1-9]\d*", budget):
+        if not figure.sizes["small"].steps:
+            raise ConfigError(f"--budget: {figure.name} trains nothing; give smoke, small or full")
         return replace(figure.sizes["small"], steps=int(budget))
     raise ConfigError(f"--budget: {budget!r} is not smoke, small, full or a number of env steps")

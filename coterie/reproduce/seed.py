@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -13,12 +13,12 @@ from coterie.report.runs import RecordedRun
 from coterie.report.sections import AXES, Table, final_return
 from coterie.report.stats import on_grid
 from coterie.reproduce.draw import Measure, average, curves, number, rate, swept, together
-from coterie.reproduce.figure import MISSING, Arm, Drawing, Figure, Result, Size
+from coterie.reproduce.figure import ATARI, MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size, Unlike
+from coterie.types import Array
 
 _ENV = ("--env", "{env}")
 _CARTPOLE, _BREAKOUT, _MOON = ("CartPole-v1",), ("Breakout-v5",), ("LunarLander-v3",)
 _TPU = "The paper's machines (TPU cores, P100, 44 to 4,160 host cores) are not at hand: one machine, two ways."
-_GAMES = ("BeamRider-v5", "Breakout-v5", "Pong-v5", "Qbert-v5", "Seaquest-v5", "SpaceInvaders-v5")
 
 _SPEED = [
     ("DeepMind Lab, 2 TPU v3 cores, to IMPALA on a P100", "2.5 times as fast"),
@@ -49,7 +49,8 @@ def _ratios(results: Sequence[Result], size: Size) -> Drawing:
             average(rate(run) for r in results if r.arm.label == name and r.arm.x == n for run in r.runs)
             for name in ("IMPALA", "SEED")
         ]
-        rows.append([f"this machine, {n} simulators, SEED to IMPALA", number(both[1] / both[0])])
+        ratio = both[1] / both[0] if both[0] > 0 else math.nan
+        rows.append([f"this machine, {n} simulators, SEED to IMPALA", number(ratio)])
     ratios = Table("Ours: SEED's speed as a multiple of IMPALA's", ["", "ratio"], rows)
     return Drawing(drawn.charts, [ratios, *drawn.tables])
 
@@ -74,8 +75,16 @@ def _dollars(results: Sequence[Result], size: Size) -> Drawing:
     names = {"decoupled": "IMPALA (decoupled)", "central": "SEED (central)"}
     drawn = [Line(names[k], *map(np.array, zip(*sorted(v), strict=True))) for k, v in found.items() if v]
     charts = [lines("Dollars per billion frames", drawn, "hosts of 4 cores", "dollars")] if drawn else []
+    pairs = zip(found["decoupled"], found["central"], strict=False)
+    ratios = [[f"{x:g} hosts", number(central / decoupled)] for (x, decoupled), (_, central) in pairs]
     head = ["hosts", "acting", "frames/s (simulated)", "dollars per 1e9 frames", "bottleneck"]
-    return Drawing(charts, [Table("Ours, simulated", head, rows)])
+    return Drawing(
+        charts,
+        [
+            Table("Ours, simulated: SEED's cost as a share of IMPALA's", ["", "ratio"], ratios),
+            Table("Ours, simulated", head, rows),
+        ],
+    )
 
 
 def _waits(size: Size) -> list[Arm]:
@@ -105,7 +114,7 @@ def _settings(size: Size) -> list[Arm]:
     draws = [(10 ** rng.uniform(-4, -2.3), 10 ** rng.uniform(-4.3, -2)) for _ in range(size.points[0])]
     methods = {
         "A3C": ("a3c-store", *_ENV, "--learners", str(size.learners)),
-        "A2C": ("a2c", *_ENV),
+        "A2C": ("a2c", *_ENV, "--optim.sqrt-scaling-from", "0"),
         "IMPALA": ("impala", *_ENV),
         "SEED": ("seed-vtrace", *_ENV),
     }
@@ -128,11 +137,18 @@ def _sorted(results: Sequence[Result], size: Size) -> Drawing:
             if len(best):
                 drawn.append(Line(name, np.arange(1, len(best) + 1), best))
                 rows.append(
-                    [env, name, number(float(best[0])), number(float(np.median(best))), number(float(best.mean()))]
+                    [
+                        env,
+                        name,
+                        number(float(best[0])),
+                        number(float(np.median(best))),
+                        number(float(best.mean())),
+                        f"{len(best)} of {len(means)}",
+                    ]
                 )
         if drawn:
             charts.append(lines(f"{env}: settings by their final return", drawn, "rank of the setting", "final return"))
-    head = ["env", "method", "best", "median setting", "mean of all settings"]
+    head = ["env", "method", "best", "median setting", "mean of settings", "settings that told a return"]
     return Drawing(charts, [Table("Ours: final returns over settings", head, rows)])
 
 
@@ -150,10 +166,13 @@ def _football(size: Size) -> list[Arm]:
 
 
 def _r2d2(size: Size) -> list[Arm]:
-    short = ("--q.learn-start", str(max(500, size.steps // 20)), "--replay.capacity", "20000", "--r2d2.length", "16",
-             "--r2d2.burn-in", "8", "--r2d2.stride", "8")  # fmt: skip
+    n = size.points[0]
+    start = max(100_000 if size.steps >= 1_000_000 else 500, size.steps // 20)
+    short = ("--replay.capacity", "20000", "--r2d2.length", "16", "--r2d2.burn-in", "8", "--r2d2.stride", "8",
+             "--algo.unroll-length", "8")  # fmt: skip
     more = short if size.steps < 1_000_000 else ()
-    return [Arm("SEED, R2D2", ("seed-r2d2", *_ENV, "--env.num-envs", str(size.points[0]), *more))]
+    return [Arm("SEED, R2D2", ("seed-r2d2", *_ENV, "--env.num-envs", str(n), "--q.learn-start", str(start + 40 * n),
+                               *more))]  # fmt: skip
 
 
 def _median_human(results: Sequence[Result], size: Size) -> Drawing:
@@ -162,9 +181,9 @@ def _median_human(results: Sequence[Result], size: Size) -> Drawing:
     for label, unit, series in AXES[:2]:
         drawn = []
         for result in results:
-            each = [_normalised(run, *series(run, run.score)) for run in result.runs]
-            grid, scores = on_grid([one for one in each if one is not None])
-            if len(grid) > 1 and len(scores) == len(result.runs):
+            games = [_one_game([run for run in result.runs if run.env == env], series) for env in result.envs]
+            grid, scores = on_grid([one for one in games if one is not None])
+            if len(grid) > 1 and len(scores) == len(games):
                 over = grid / 3600 if unit == "second" else grid
                 drawn.append(Line(result.arm.label, over, np.median(scores, 0)))
         if drawn:
@@ -174,10 +193,12 @@ def _median_human(results: Sequence[Result], size: Size) -> Drawing:
     return Drawing(charts)
 
 
-def _normalised(run: RecordedRun, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    if human_normalized(run.env, 0.0) is None:
+def _one_game(runs: Sequence[RecordedRun], series: Callable[..., tuple[Array, Array]]) -> tuple[Array, Array] | None:
+    """The human-normalised score of one game, mean over its seeds; None where there is none."""
+    grid, scores = on_grid([series(run, run.score) for run in runs])
+    if not len(grid) or human_normalized(runs[0].env, 0.0) is None:
         return None
-    return x, np.array([human_normalized(run.env, v) for v in y], np.float64)
+    return grid, np.array([human_normalized(runs[0].env, float(score)) for score in scores.mean(0)], np.float64)
 
 
 def _wide(size: Size) -> list[Arm]:
@@ -193,7 +214,7 @@ FIGURES = [
             "small": Size(30_000, _BREAKOUT, 1, (16, 32)),
             "full": Size(2_000_000, _BREAKOUT, 3, (16, 64, 256)),
         },
-        [_TPU, "Breakout-v5 stands for DeepMind Lab and football."], timed=True,
+        [_TPU, "Breakout-v5 stands for DeepMind Lab and football, with batches of 8 and the a3c net."], timed=True,
         said=_SPEED,
     ),
     Figure(
@@ -217,7 +238,7 @@ FIGURES = [
             "small": Size(20_000, _BREAKOUT, 1, (8, 16, 32, 64)),
             "full": Size(1_000_000, _BREAKOUT, 3, (8, 32, 128, 512)),
         },
-        [_TPU, "Hosts on the same machine, over unix sockets."], timed=True,
+        [_TPU, "Hosts on the same machine, over unix sockets; batches of 8 and the a3c net."], timed=True,
         said=[("latencies", MISSING)],
     ),
     Figure(
@@ -225,11 +246,12 @@ FIGURES = [
         {
             "smoke": Size(2_000, _CARTPOLE, 1, (2,)),
             "small": Size(30_000, _CARTPOLE, 1, (8,)),
-            "full": Size(50_000_000, _GAMES[1:3], 1, (24,), 8),
+            "full": Size(50_000_000, ATARI[1:3], 1, (24,), 8),
         },
         ["CartPole-v1 or Atari stand for DeepMind Lab.", "Learning rate from 1e-4 to 5e-3 and entropy bonus from 5e-5 "
-         "to 1e-2, log-uniform, the same draws for all; the paper's also vary the update rule's epsilon."],
-        said=[("curves", "not read off here")],
+         "to 1e-2, log-uniform, the same draws for all, each with its preset's update rule and loss; the paper's "
+         "also vary the update rule's epsilon."],
+        said=[NOT_READ],
     ),
     Figure(
         "seed-5", "seed", "Figure 5: learning curves on first-person tasks", _against, curves,
@@ -238,8 +260,9 @@ FIGURES = [
             "small": Size(60_000, ("Basic-v1",), 1, (8,)),
             "full": Size(100_000_000, ("Basic-v1", "HealthGathering-v1", "MyWayHome-v1"), 3, (64,)),
         },
-        ["ViZDoom's scenarios stand for DeepMind Lab's tasks.", "Paper's values are curves only."], timed=True,
-        said=[("curves", "not read off here")],
+        ["ViZDoom's scenarios stand for DeepMind Lab's tasks; batches of 8 and the a3c net (paper: 32 and a "
+         "ResNet).", "Paper's values are curves only."], timed=True,
+        said=[NOT_READ],
     ),
     Figure(
         "seed-6", "seed", "Figure 6: football", _football, curves,
@@ -248,7 +271,7 @@ FIGURES = [
             "small": Size(20_000, ("gfootball/academy_empty_goal_close-v1",), 1, (8,)),
             "full": Size(500_000_000, ("gfootball/11_vs_11_hard_stochastic-v1",), 3, (64,)),
         },
-        ["An empty goal instead of the whole game at the small sizes."], timed=True,
+        [Unlike("An empty goal instead of the whole game.", but_full=True), "Small batches."], timed=True,
         said=[("scoring reward, whole game", "0.46, and 4.76 at 4B frames")],
     ),
     Figure(
@@ -257,9 +280,10 @@ FIGURES = [
         {
             "smoke": Size(1_200, ("Pong-v5",), 1, (4,)),
             "small": Size(15_000, ("Pong-v5", "Breakout-v5"), 1, (16,)),
-            "full": Size(200_000_000, _GAMES, 3, (256,)),
+            "full": Size(200_000_000, ATARI, 3, (256,)),
         },
-        ["Six games of 57; 200M env steps instead of 10e9.", "Small sizes: sequences of 16 after 8, trained early."],
+        ["Six games of 57; 200M env steps instead of 10e9.", Unlike("Sequences of 16 after 8, trained early.",
+         but_full=True), "Returns are those of training games, with epsilons of 0.4 and less."],
         timed=True,
         said=[("median over 57 games", "1880% in 1.8 days, 3.1 times as fast as R2D2")],
     ),

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from coterie.parallel.processes import where
 from coterie.types import ConfigError, CoterieError
 
 # What a run writes into its folder besides checkpoints/ and TensorBoard's events.
@@ -77,7 +78,7 @@ class RunWriter:
         with _Reason(folder):
             if resume_env_steps is not None:
                 kept = [line for line in read_metrics(folder) if line["env_steps"] <= resume_env_steps]
-                _write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+                write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
             self._file = self._open.enter_context((folder / "metrics.jsonl").open("a"))
             self._log = self._open.enter_context((folder / "log.txt").open("a"))
             self._events = None
@@ -114,14 +115,14 @@ class RunWriter:
 
     def processes(self, rows: list[dict[str, Any]], restarts: int) -> None:
         """Replace processes.json: the health of the run's processes, for who looks on."""
-        told = {"unix": round(time.time(), 3), "restarts": restarts, "processes": rows}
+        told = {"unix": round(time.time(), 3), "where": where(), "restarts": restarts, "processes": rows}
         with _Reason(self.folder):
-            _write_whole(self.folder / "processes.json", json.dumps(clean(told)) + "\n", durable=False)
+            write_whole(self.folder / "processes.json", json.dumps(clean(told)) + "\n", durable=False)
 
     def summary(self, data: dict[str, Any]) -> None:
         """Replace summary.json in one go."""
         with _Reason(self.folder):
-            _write_whole(self.folder / "summary.json", json.dumps(clean(data), indent=1, allow_nan=False) + "\n")
+            write_whole(self.folder / "summary.json", json.dumps(clean(data), indent=1, allow_nan=False) + "\n")
 
     def close(self) -> None:
         with _Reason(self.folder):
@@ -142,12 +143,12 @@ class _Reason:
             raise CoterieError(f"cannot write to {self.folder}: {error.strerror or error}") from None
 
 
-def _write_whole(path: Path, text: str, durable: bool = True) -> None:
+def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
     """Write a file so that a crash leaves the old one or the new one. `durable`: also a crash of the machine."""
     draft = path.with_name(f".{path.name}")
     try:
-        with draft.open("w") as file:
-            file.write(text)
+        with draft.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             if durable:
                 os.fsync(file.fileno())

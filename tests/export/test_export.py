@@ -172,7 +172,11 @@ def test_what_cannot_be_is_one_line(tmp_path, capsys, monkeypatch):
     assert export(plain, "--learner", "3") == 2
     assert "learner: '3' is not best" in one_line(capsys)
     assert export(plain, "--out", plain / "config.json" / "x") == 1
-    assert "--out: cannot write to" in one_line(capsys)
+    assert "--out: cannot write" in one_line(capsys)
+    (kept := tmp_path / "kept.onnx").write_text("mine")
+    assert export(plain, "--out", kept) == 1
+    assert "--out: cannot write" in one_line(capsys)
+    assert kept.read_text() == "mine"
     monkeypatch.setattr(command, "_NEEDS", ("onnx", "onnxruntime", "a_package_that_is_not_there"))
     assert export(plain) == 2
     assert "pip install 'coterie[export]'" in one_line(capsys)

@@ -31,7 +31,8 @@ def test_it_takes_the_place_of_the_one_that_is_named_beside_it():
     [
         (("--algorithm", "nowhere:Mine"), "own.algorithm: cannot import 'nowhere:Mine': No module named 'nowhere'"),
         (("--acting", "late:Nope"), "own.acting: cannot import 'late:Nope': module 'late' has no attribute 'Nope'"),
-        (("--exchange", ":"), "own.exchange: cannot import ':': Empty module name"),
+        (("--exchange", ":"), "own.exchange: cannot import ':': it is not package.module:callable"),
+        (("--exchange", ".mine:X"), "own.exchange: cannot import '.mine:X': it is not package.module:callable"),
         (("--acting", "late:Late.every"), "own.acting: 'late:Late.every' is int, which cannot be called"),
         (
             ("--exchange", "local_sgd:LocalSGD"),

@@ -138,7 +138,7 @@ def test_learners_that_die_at_the_same_moment(meddler, exchange):
         time.sleep(0.3)
 
     handler = signal.signal(number, hold)
-    changes = {"steps": 4000, "log.checkpoint_every": 0.2, "env.delay": 0.01}
+    changes = {"steps": 6000, "log.checkpoint_every": 0.2, "env.delay": 0.01}
     try:
         assert meddler.run(options(out, exchange, **changes), kill_both) == 0
     finally:

@@ -71,8 +71,8 @@ def test_what_would_run_and_how_long_it_takes_is_said_first(tmp_path, capsys, mo
             steps = int(job.args[job.args.index("--steps") + 1])
             job.folder.mkdir(parents=True)
             (job.folder / "config.json").write_text(json.dumps({"preset": "gala-a2c", "steps": steps}))
-            line = {"env_steps": steps, "seconds": 4.0, "env_steps_per_s": 1000.0}
-            (job.folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+            lines = [{"env_steps": n, "seconds": n / 1000} for n in (steps // 2, steps)]
+            (job.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return 0
 
     monkeypatch.setattr(runs, "run_jobs", quick)
@@ -101,10 +101,33 @@ def test_sizes():
         sized(figure, "large")
 
 
+def test_a_number_of_env_steps_is_nothing_for_a_measurement():
+    with pytest.raises(ConfigError, match="accel-1b trains nothing"):
+        sized(FIGURES["accel-1b"], "1000")
+
+
+def test_a_run_that_failed_is_named_and_the_others_are_drawn(tmp_path, monkeypatch):
+    def some(jobs, at_once):
+        for job in jobs[:1]:
+            job.folder.mkdir(parents=True)
+            (job.folder / "config.json").write_text(json.dumps({"preset": "a3c", "env": {"id": "MountainCar-v0"}}))
+            lines = [{"env_steps": n, "seconds": n / 10, "mean_return": -200.0 + n} for n in (10, 20, 30)]
+            (job.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return 1
+
+    monkeypatch.setattr(runs, "run_jobs", some)
+    assert cli.main(["reproduce", "a3c-gae-3-entropy", "--budget", "smoke", "--out", str(tmp_path)]) == 1
+    page = (tmp_path / "a3c-gae-3-entropy" / "smoke" / "index.html").read_text()
+    assert "Failed, and are not drawn: beta 0.01, MountainCar-v0, seed 0, dynamic, MountainCar-v0, seed 0." in page
+    assert "<svg" in page
+
+
 def test_what_a_command_tells_is_asked_once(tmp_path):
     stem = tmp_path / "arm-0.5"
-    (tmp_path / "arm-0.5.json").write_text('{"cores": 7}')
+    (tmp_path / "arm-0.5.json").write_text('{"words": ["no-such-command"], "told": {"cores": 7}}')
     assert tell(["no-such-command"], stem) == {"cores": 7}
+    with pytest.raises(CoterieError, match="unknown"):
+        tell(["no-such-command", "--more"], stem)  # asked something else
     with pytest.raises(CoterieError, match="no-such-command: coterie: command: 'no-such-command' is unknown"):
         tell(["no-such-command"], tmp_path / "other")
     assert not (tmp_path / "other.json").exists()

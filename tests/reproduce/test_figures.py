@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from coterie.options import config_of
+from coterie.options import config_of, possible
 from coterie.reproduce.catalogue import FIGURES
+from coterie.reproduce.command import scaled
+from coterie.reproduce.draw import rate
 from coterie.reproduce.figure import MISSING, PAPERS
 from coterie.reproduce.runs import planned
 from tests.reproduce.made_up import cells, results
+from tests.reproduce.made_up import run as made_up
 
 OTHER = {
     "consensus__distance": 1.0, "consensus__bound": 4.0, "cosine__0-1": 0.25, "cosine__peers": 0.3,
@@ -23,6 +27,7 @@ OTHER = {
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_command_of_every_size_is_possible(name):
+    """And so is the short run of it that tells how long it will take."""
     figure = FIGURES[name]
     assert set(figure.sizes) == {"smoke", "small", "full"}
     assert figure.paper in PAPERS
@@ -30,9 +35,12 @@ def test_every_command_of_every_size_is_possible(name):
     for budget, size in figure.sizes.items():
         plans = planned(figure, size, budget, Path("x"))
         assert len({p.job.folder for p in plans}) == len({p.job.name for p in plans}) == len(plans)
-        if budget != "small":
-            for plan in {id(p.arm): p for p in plans if p.arm.verb == "train"}.values():
-                assert config_of(list(plan.job.args)).steps == size.steps
+        short = planned(figure, replace(size, steps=figure.sizes["smoke"].steps, seeds=1), "smoke", Path("x"))
+        each = {id(p.arm): p for p in [*plans, *short][::-1] if p.arm.verb == "train"}  # an env of each arm
+        for plan in list(each.values())[:40]:
+            config = config_of(list(plan.job.args))
+            possible(config)
+            assert config.steps in (size.steps, figure.sizes["smoke"].steps)
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -160,6 +168,30 @@ def test_dollars_of_both_layouts():
     assert {(label, y) for label, _, y, *_ in drawn.charts[0].rows} == {
         ("IMPALA (decoupled)", 80.0), ("SEED (central)", 20.0)
     }  # fmt: skip
+
+
+def test_cost_is_a_share_of_impalas():
+    figure, size = FIGURES["seed-cost"], FIGURES["seed-cost"].sizes["small"]
+    ratios = figure.draw(results(figure, size), size).tables[0]
+    assert ratios.rows == [["1 hosts", "0.25"], ["4 hosts", "0.25"], ["16 hosts", "0.25"]]
+
+
+def test_what_is_not_as_in_the_paper_depends_on_the_size():
+    figure = FIGURES["gala-table1"]
+    small, full = (" ".join(scaled(figure, figure.sizes[name])) for name in ("small", "full"))
+    assert "CartPole-v1 stands for" in small
+    assert "Fewer env steps and seeds" in small
+    assert "stands for" not in full
+    assert "Fewer" not in full
+
+
+def test_a_rate_leaves_the_start_out_and_waits_count():
+    one = made_up(FIGURES["gala-1a"].arms(FIGURES["gala-1a"].sizes["smoke"])[0])
+    one.lines[:] = [
+        {"env_steps": steps, "seconds": seconds, "env_steps_per_s": told}
+        for steps, seconds, told in [(0, 10, 0), (300, 20, 30), (500, 21, 200), (500, 22, 0), (900, 24, 200)]
+    ]
+    assert rate(one) == pytest.approx(600 / 4)
 
 
 def test_settings_are_the_same_for_all_and_sorted():
