@@ -14,8 +14,10 @@ from coterie.reproduce.draw import curves, human, number, rate, spread, swept
 from coterie.reproduce.figure import ATARI, MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size
 
 _CARTPOLE, _BREAKOUT, _QBERT = ("CartPole-v1",), ("Breakout-v5",), ("Qbert-v5",)
-_GPUS = "A learner stands for a GPU; on a machine without GPUs learners share its cores. Atari frames are 84x84, not "
-"104x80."
+_GPUS = (
+    "A learner stands for a GPU; on a machine without GPUs learners share its cores. Atari frames are 84x84, not "
+    "104x80."
+)
 _ENV = ("--env", "{env}")
 
 # Table 1: mean and median human-normalised score over 49 games.
