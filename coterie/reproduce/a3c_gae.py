@@ -49,6 +49,16 @@ def _rate(size: Size) -> list[Arm]:
 
 _MOON, _HILL, _HOPPER = ("LunarLander-v3",), ("MountainCar-v0",), ("Hopper-v5",)
 
+
+def _of_lag(name: str, title: str, envs: tuple[str, ...]) -> Figure:
+    sizes = {
+        "smoke": Size(4_000, envs, 1, (4, 20), 2),
+        "small": Size(60_000, envs, 1, (4, 20, 100), 8),
+        "full": Size(5_000_000, envs, 5, (4, 20, 100), 64),
+    }
+    return Figure(name, "a3c-gae", title, _lag, curves, sizes, [_WORKERS, _PRESET, _CURVES, _V3], said=[NOT_READ])
+
+
 FIGURES = [
     Figure(
         "a3c-gae-3-entropy", "a3c-gae", "Figure 3: the entropy bonus on MountainCar", _entropy, curves,
@@ -61,16 +71,7 @@ FIGURES = [
          "worker.", but_full=True)],
         said=[NOT_READ],
     ),
-    Figure(
-        "a3c-gae-3-lag", "a3c-gae", "Figure 3: the unroll length on LunarLander", _lag, curves,
-        {
-            "smoke": Size(4_000, _MOON, 1, (4, 20), 2),
-            "small": Size(60_000, _MOON, 1, (4, 20, 100), 8),
-            "full": Size(5_000_000, _MOON, 5, (4, 20, 100), 64),
-        },
-        [_WORKERS, _PRESET, _CURVES, _V3],
-        said=[NOT_READ],
-    ),
+    _of_lag("a3c-gae-3-lag", "Figure 3: the unroll length on LunarLander", _MOON),
     Figure(
         "a3c-gae-3-lambda", "a3c-gae", "Figure 3: lambda on LunarLander with unrolls of 100", _lambda, curves,
         {
@@ -93,16 +94,7 @@ FIGURES = [
         timed=True,
         said=[NOT_READ],
     ),
-    Figure(
-        "a3c-gae-4-lag", "a3c-gae", "Figure 4: the unroll length on Hopper", _lag, curves,
-        {
-            "smoke": Size(4_000, _HOPPER, 1, (4, 20), 2),
-            "small": Size(60_000, _HOPPER, 1, (4, 20, 100), 8),
-            "full": Size(5_000_000, _HOPPER, 5, (4, 20, 100), 64),
-        },
-        [_WORKERS, _PRESET, _CURVES, _V3],
-        said=[NOT_READ],
-    ),
+    _of_lag("a3c-gae-4-lag", "Figure 4: the unroll length on Hopper", _HOPPER),
     Figure(
         "a3c-gae-4-lr", "a3c-gae", "Figure 4: the learning rate on Hopper", _rate, curves,
         {
