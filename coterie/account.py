@@ -14,7 +14,7 @@ import numpy as np
 from coterie.config import Config
 from coterie.evaluate import Scores
 from coterie.parallel.board import COUNTS, Board
-from coterie.parallel.energy import Energy
+from coterie.parallel.meters import Busy, Energy
 from coterie.parts import task_of
 from coterie.runs.metrics import Episodes
 from coterie.tasks import overall, tasks
@@ -54,7 +54,7 @@ class Account:
         self.metrics: dict[str, float] = {}
         self.batches = 0
         self.readers: list[Callable[[], dict[str, float]]] = []  # more for the lines of metrics
-        self.energy = Energy()
+        self.energy, self.busy = Energy(), Busy()
 
     @property
     def learners(self) -> int:
@@ -231,7 +231,7 @@ class Account:
         self.line_lags.clear()
         if joules := self.energy.joules():
             line["joules"] = joules  # of this life of the run, and of the whole machine
-        for read in self.readers:
+        for read in (self.busy.read, *self.readers):
             line |= read()
         return line
 

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from coterie.completion import Parser as _Parser
-from coterie.options import config_of, possible, take
-from coterie.types import ConfigError, CoterieError
+from coterie.options import config_of, possible
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 HELP = """coterie: distributed deep reinforcement learning
 
@@ -58,24 +58,26 @@ Exit codes: 0 finished, 1 failed, 2 bad usage or config, 75 checkpointed on a si
 
 
 def train(args: list[str]) -> int:
-    seeds, args = take(args, "--seeds")
-    jobs, args = take(args, "--jobs")
-    grid = []
-    while (axis := take(args, "--grid"))[0] is not None:
-        grid.append(str(axis[0]))
-        args = axis[1]
+    parser = _Parser("coterie train", add_help=False, allow_abbrev=False)
+    for option in ("--seeds", "--jobs"):
+        parser.add_argument(option)
+    parser.add_argument("--grid", action="append", default=[])
+    parser.add_argument("--chaos", action="store_true")
+    asked, args = parser.parse_known_args(args)
+    if asked.chaos:
+        args = [*args[:1], "--chaos.every=10", *args[1:]]
     config = config_of(args)
-    if seeds is not None or grid:
+    if asked.seeds is not None or asked.grid:
         from coterie.sweep import parse_grid, parse_jobs, parse_seeds, plan_runs, run_jobs
 
-        points = parse_grid(grid)
-        at_once, numbers = parse_jobs(jobs), parse_seeds(seeds) if seeds is not None else [config.seed]
+        points, at_once = parse_grid(asked.grid), parse_jobs(asked.jobs)
+        numbers = parse_seeds(asked.seeds) if asked.seeds is not None else [config.seed]
         jobs_of_all = plan_runs(args, config, numbers, points)
-        if grid:  # what cannot be is said before anything runs
+        if asked.grid:  # what cannot be is said before anything runs
             for job in jobs_of_all[:: len(numbers)]:
                 possible(config_of(list(job.args)))
         return run_jobs(jobs_of_all, at_once)
-    if jobs is not None:
+    if asked.jobs is not None:
         raise ConfigError("--jobs: is for several runs; give --seeds or --grid, too")
     from coterie.session import train as run
 
@@ -95,8 +97,6 @@ def resume(args: list[str]) -> int:
 
 
 def _report(summary: dict[str, Any]) -> int:
-    from coterie.session import EXIT_INTERRUPTED
-
     folder = summary["folder"]
     mean = summary["mean_return"]
     print(
@@ -170,20 +170,22 @@ def export(args: list[str]) -> int:
 
 
 def bench(args: list[str]) -> int:
-    seconds, args = take(args, "--seconds")
-    as_json = "--json" in args
-    config = config_of([a for a in args if a != "--json"])
+    parser = _Parser("coterie bench", add_help=False, allow_abbrev=False)
+    parser.add_argument("--seconds", default="60")
+    parser.add_argument("--json", action="store_true")
+    asked, args = parser.parse_known_args(args)
+    config = config_of(args)
     from coterie.bench import bench as run
     from coterie.bench import show
 
     try:
-        duration = float(60 if seconds is None else seconds)
+        duration = float(asked.seconds)
     except ValueError:
         duration = 0.0
     if not 0.1 <= duration <= 86400:
-        raise ConfigError(f"--seconds: {seconds!r} is not a number of seconds from 0.1 to 86400")
+        raise ConfigError(f"--seconds: {asked.seconds!r} is not a number of seconds from 0.1 to 86400")
     result = run(config, duration)
-    print(json.dumps(result) if as_json else show(result))
+    print(json.dumps(result) if asked.json else show(result))
     return 0
 
 

@@ -20,7 +20,6 @@ _CONFIGURED = {
     "envs": False,
     "actor": False,
 }  # whether a preset comes first
-_TRAIN = ("--seeds", "--jobs", "--grid")  # which are not of the config
 
 
 class _Described(Exception):
@@ -45,7 +44,7 @@ def _takes(command: Callable[[list[str]], int]) -> list[argparse.ArgumentParser]
         command([_ASK])
     except _Described as found:
         return [found.args[0]]
-    except ConfigError:  # train and bench: their options are the config's
+    except ConfigError:  # its options are the config's alone
         pass
     return []
 
@@ -79,10 +78,6 @@ def completion(args: list[str], commands: Mapping[str, Callable[[list[str]], int
         )
         if name in _CONFIGURED:
             _add_config(parser, _CONFIGURED[name])
-        if name == "train":
-            parser.add_argument("--chaos", action="store_true")
-            for option in _TRAIN:
-                parser.add_argument(option)
         for action in parser._actions:
             if action.dest in ("run", "runs", "folder", "out"):
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]

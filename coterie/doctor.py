@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -15,26 +13,35 @@ import torch
 from coterie import __version__
 from coterie.parallel.affinity import available_cores, bf16_is_fast
 from coterie.types import CoterieError
+from coterie.versions import needed, version
 
-_PACKAGES = ("torch", "numpy", "envpool", "gymnasium", "tyro", "rich", "tensorboard", "safetensors")
-_EXTRAS = (("imageio", "video", "watch"), ("wandb", "wandb", "--log.wandb"), ("Box2D", "gym", "gymnasium's Box2D envs"))
+_EXTRAS = {
+    "video": "watch, and videos on pages",
+    "gym": "gymnasium's Box2D and MuJoCo envs",
+    "wandb": "--log.wandb",
+    "plots": "report, compare, dashboard, reproduce",
+    "ray": "--launch ray",
+    "export": "export",
+}
 
 
 def report() -> tuple[list[str], bool]:
     """Lines, and whether everything that a run needs is there."""
     lines = [f"coterie {__version__}, Python {platform.python_version()}, {platform.platform()}"]
     healthy = sys.version_info >= (3, 11)
-    for name in _PACKAGES:
-        try:
-            lines.append(f"ok       {name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            lines.append(f"MISSING  {name}: pip install coterie again")
-            healthy = False
-    for module, extra, what in _EXTRAS:
-        found = importlib.util.find_spec(module) is not None
+    packages = needed()
+    if not packages:
+        lines.append("odd      these sources are not installed, so what they need is not known: pip install -e .")
+    for name in packages.get("", []):
+        found = version(name)
+        lines.append(f"ok       {name} {found}" if found else f"MISSING  {name}: pip install coterie again")
+        healthy &= found is not None
+    for extra, what in _EXTRAS.items():
+        missing = [name for name in packages.get(extra, []) if version(name) is None]
         lines.append(
-            f"{'ok      ' if found else 'optional'} {module} ({what})"
-            + ("" if found else f": pip install 'coterie[{extra}]'")
+            f"optional {what}: pip install 'coterie[{extra}]' (for {', '.join(missing)})"
+            if missing
+            else f"ok       {what}"
         )
     lines.append(f"cores    {len(available_cores())} of {os.cpu_count()} may be used")
     lines.append(f"bf16     {'in hardware' if bf16_is_fast('cpu') else 'not in hardware: auto means fp32 on the CPU'}")

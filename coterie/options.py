@@ -20,7 +20,7 @@ def config_of(args: list[str]) -> Config:
     name = args[0]
     if name.endswith(".json"):  # another run's config.json
         return validate(parse_cli(load_config(Path(name)), args[1:]))
-    options = ["--chaos.every=10" if option == "--chaos" else option for option in args[1:]]
+    options = args[1:]
     # The env decides which of the preset's settings apply, so its own options are read first.
     early = parse_cli(Config(atari=Atari(episodic_life=True)), _only(options, ("--env", "--atari")))
     named = any(option.partition("=")[0] in ("--env", "--env.id") for option in options)
@@ -47,18 +47,6 @@ def _only(options: list[str], sections: tuple[str, ...]) -> list[str]:
         if take:
             kept.append(option)
     return kept
-
-
-def take(args: list[str], option: str) -> tuple[str | None, list[str]]:
-    """Take `--option VALUE` or `--option=VALUE` out of `args`."""
-    for i, arg in enumerate(args):
-        if arg == option:
-            if i + 1 == len(args):
-                raise ConfigError(f"{option} needs a value")
-            return args[i + 1], args[:i] + args[i + 2 :]
-        if arg.startswith(option + "="):
-            return arg.partition("=")[2], args[:i] + args[i + 1 :]
-    return None, args
 
 
 def possible(config: Config) -> None:

@@ -27,7 +27,6 @@ from coterie.runs.display import Display
 from coterie.runs.metrics import RunWriter, read_metrics
 from coterie.types import CoterieError, Spec
 
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: checkpointed on a signal, run `resume`
 _STARVED_S = 20.0  # that learners wait for rollouts after a signal
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +21,15 @@ from coterie.parallel.params import FlatParams
 from coterie.parts import Links, circle_of, make_model, net_of, normalizers, replay_bytes
 from coterie.replay.memory import room_for
 from coterie.roles import Learner
-from coterie.run import EXIT_INTERRUPTED, Run
+from coterie.run import Run
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
 from coterie.runs.machine import describe
+from coterie.runs.metrics import file_name
 from coterie.runs.ship import fetch
 from coterie.types import ConfigError, CoterieError, Spec
 
-__all__ = ["EXIT_INTERRUPTED", "resume", "train"]
+__all__ = ["resume", "train"]
 
 
 def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _link(config: Config, spec: Spec, resumed: bool, quiet: bool) -> tuple[Link 
 
 
 def _new_folder(config: Config) -> Path:
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{config.preset or config.algorithm}-{config.env.id}-s{config.seed}")
+    name = file_name(f"{config.preset or config.algorithm}-{config.env.id}-s{config.seed}")
     base = Path("runs") / f"{name}-{time.strftime('%m%d-%H%M%S')}"
     path, n = base, 1
     while path.exists():

@@ -24,10 +24,10 @@ from typing import Any
 from coterie.config import Config
 from coterie.parallel.affinity import available_cores
 from coterie.runs import checkpoint
-from coterie.runs.metrics import RUN_FILES, read_metrics
-from coterie.types import ConfigError, CoterieError
+from coterie.runs.metrics import RUN_FILES, file_name, read_metrics
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
-_RANK = (0, 75, 2, 1)  # exit codes, the worst last
+_RANK = (0, EXIT_INTERRUPTED, 2, 1)  # exit codes, the worst last
 _GRACE_S = 120
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LINE_S = 10.0  # between two lines about all runs together
@@ -82,10 +82,10 @@ def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
 
 def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: Sequence[dict[str, str]]) -> list[Job]:
     """A run for each point of the grid and each seed; its folder's name tells which it is."""
-    base = config.out or time.strftime(f"runs/{config.preset}-{_plain(config.env.id)}-%m%d-%H%M%S")
+    base = config.out or time.strftime(f"runs/{config.preset}-{file_name(config.env.id)}-%m%d-%H%M%S")
     jobs = []
     for point in grid:
-        words = "".join(f"-{name.rpartition('.')[2]}-{_plain(value)}" for name, value in point.items())
+        words = "".join(f"-{name.rpartition('.')[2]}-{file_name(value)}" for name, value in point.items())
         options = [word for name, value in point.items() for word in (f"--{name}", value)]
         for seed in seeds:
             name = ", ".join([*(f"{k} {v}" for k, v in point.items()), f"seed {seed}"])
@@ -134,7 +134,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
             signal.signal(number, handler)
     if stop:
         print("stopped; with --out the same command goes on where they stopped")
-        return 75
+        return EXIT_INTERRUPTED
     return worst
 
 
@@ -160,10 +160,6 @@ def complete(folder: Path) -> bool:
         steps = json.loads((folder / "config.json").read_text())["steps"]
         return newest is not None and bool(json.loads((newest / "state.json").read_text())["env_steps"] >= steps)
     return False
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
 
 
 def _same(job: Job) -> bool:

@@ -28,6 +28,9 @@ def map_obs(call: Callable[[Any], Any], obs: Obs) -> Obs:
     return {k: call(x) for k, x in obs.items()} if isinstance(obs, dict) else call(obs)
 
 
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: checkpointed on a signal, go on with `resume`
+
+
 class CoterieError(Exception):
     """An error whose message is one line meant for the person who started the run."""
 

@@ -28,6 +28,7 @@ CASES = [
     (["bench", "ppo", "--env.num-envs", "4", "--acting", "d"], {"decoupled"}),
     (["train", "ppo", "--reward.normalize", "T"], {"True"}),
     (["list", "pr"], {"presets"}),
+    (["bench", "ppo", "--js"], {"--json"}),
     (["eval", "--lea"], {"--learner"}),
     (["plan", "ppo", "--host"], {"--hosts", "--host-cores"}),
 ]

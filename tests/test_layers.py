@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "coterie"
 # Level by level; inside a level, in order.
 LEVELS: list[list[str]] = [
-    ["types", "config", "own", "atari57", "tasks"],
+    ["types", "versions", "config", "own", "atari57", "tasks"],
     ["ops.returns", "ops.policy", "ops.vtrace", "ops.dist", "ops.optim", "ops.q"],
     [
         "parallel.affinity",
@@ -25,7 +25,7 @@ LEVELS: list[list[str]] = [
         "parallel.threads",
         "parallel.board",
         "parallel.processes",
-        "parallel.energy",
+        "parallel.meters",
     ],
     ["runs.config_io", "runs.checkpoint", "runs.ship", "runs.metrics", "runs.machine", "runs.display"],
     [

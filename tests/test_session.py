@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import coterie
-from coterie import presets, session
+from coterie import presets
 from coterie.launch.local import Crew
 from coterie.roles import Learner
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace, save_config
 from coterie.runs.metrics import read_metrics
-from coterie.types import ConfigError, CoterieError
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 
 def tiny(out: Path, **changes: object):
@@ -256,7 +256,7 @@ def test_the_session_keeps_signal_handlers_as_they_were(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     coterie.train(tiny(tmp_path / "run", steps=100), quiet=True)
     assert signal.getsignal(signal.SIGTERM) is before
-    assert session.EXIT_INTERRUPTED == 75
+    assert EXIT_INTERRUPTED == 75
 
 
 def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):

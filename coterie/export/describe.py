@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from coterie.export.check import TOLERANCE, Checked
 from coterie.export.graph import OPSET, Graph, Port, obs_name
 from coterie.runs.metrics import clean
 from coterie.tasks import task_config, tasks
+from coterie.versions import version
 
 FORMAT = 1
 
@@ -64,8 +63,8 @@ def _env(policy: Policy) -> dict[str, Any]:
     config, spec = task_config(policy.config, first), policy.spec
     pool = has_env(first) and config.env.backend != "workers"
     maker = "envpool" if pool else "gymnasium"
-    with suppress(PackageNotFoundError):  # a build of one's own
-        maker += f" {version(maker)}"
+    if found := version(maker):  # not so for a build of one's own
+        maker += f" {found}"
     atari = {k: v for k, v in asdict(config.atari).items() if k != "episodic_life"}
     return {
         "id": policy.config.env.id,

@@ -21,10 +21,9 @@ from coterie.launch.calls import SILENT_S, Calls, Part
 from coterie.launch.layout import Layout, Machine, lender_args, site_config, targets
 from coterie.launch.leash import GRACE_S
 from coterie.launch.node import News
-from coterie.run import EXIT_INTERRUPTED
 from coterie.runs import checkpoint, ship
 from coterie.runs.config_io import save_config, to_dict
-from coterie.types import ConfigError, CoterieError
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 from coterie.wire.auth import CERT, TOKEN, make_keys
 
 _POLL_S = 0.5

@@ -23,10 +23,6 @@ def interquartile_mean(scores: Array) -> float:
     return float(x[cut : len(x) - cut].mean())
 
 
-def mean(scores: Array) -> float:
-    return float(np.mean(scores))
-
-
 def interval(
     strata: Sequence[Array], statistic: Statistic = interquartile_mean, level: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from coterie.reproduce.draw import named
 from coterie.reproduce.figure import PAPERS, Drawing, Figure, Result, Size
 from coterie.reproduce.runs import estimate, gather, planned, run, sized
 from coterie.sweep import parse_jobs
-from coterie.types import ConfigError
+from coterie.types import EXIT_INTERRUPTED, ConfigError
 
 
 def reproduce(args: list[str], parser: ArgumentParser, refuse: Callable[[list[str]], None]) -> int:
@@ -59,8 +59,8 @@ def reproduce(args: list[str], parser: ArgumentParser, refuse: Callable[[list[st
                  *([f"--seeds {asked.seeds}"] if asked.seeds else [])]  # fmt: skip
         code = _one(figure, size, asked.budget, Path(asked.out) / name / where, " ".join(words), at_once,
                     asked.dry_run, refuse)  # fmt: skip
-        if code == 75:
-            return 75
+        if code == EXIT_INTERRUPTED:
+            return EXIT_INTERRUPTED
         worst = worst or code
     return worst
 
@@ -81,14 +81,14 @@ def _one(
     if dry or size.steps > figure.sizes["small"].steps or budget == "full":
         seconds = estimate(figure, size, plans, folder.parent / f"probe-{folder.name}")
         if seconds is None:
-            return 75
+            return EXIT_INTERRUPTED
         print(f"{figure.name}: about {timedelta(seconds=round(seconds))}, going by a short run of each", flush=True)
     if dry:
         for plan in plans:
             print(f"coterie {plan.arm.verb} {' '.join(plan.job.args)}")
         return 0
     code = run(plans, at_once)
-    if code == 75:
+    if code == EXIT_INTERRUPTED:
         return code
     results, missing = gather(figure, plans)
     drawn = figure.draw(results, size)

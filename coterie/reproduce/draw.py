@@ -80,6 +80,16 @@ def finals(results: Sequence[Result], measure: Measure = final_return, what: str
     return Table(f"Ours: {what}", head, rows, "Mean over seeds with its standard error, where there are several.")
 
 
+def busy(name: str) -> Measure:
+    """Over the whole run, in percent; NaN where it is not told."""
+
+    def measure(run: RecordedRun) -> float:
+        seconds, share = run.series(f"busy/{name}", "seconds")
+        return 100 * float(np.average(share, weights=np.diff(seconds, prepend=0.0))) if len(share) else math.nan
+
+    return measure
+
+
 def swept(measure: Measure, y: str, x: str, what: str) -> Callable[[Sequence[Result], Size], Drawing]:
     """`measure` over the arms' `x`, a chart for each panel and env, a line for each label."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from coterie.report.charts import heatmap
 from coterie.report.runs import Method, RecordedRun
 from coterie.report.sections import Table, cosines, final_return, machinery, returns
-from coterie.reproduce.draw import average, by_point, curves, frames_per_kj, number, order, rate, swept, together
+from coterie.reproduce.draw import average, busy, by_point, curves, frames_per_kj, number, order, rate, swept, together
 from coterie.reproduce.figure import ATARI, MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size, Unlike
 
 _CARTPOLE = ("CartPole-v1",)
@@ -145,11 +145,14 @@ def _evaluated(results: Sequence[Result], size: Size) -> Drawing:
 def _used(results: Sequence[Result], size: Size) -> Drawing:
     speed = swept(rate, "env steps/s", "simulators", "rate")(results, size)
     energy = swept(frames_per_kj, "frames/kJ", "simulators", "frames per kilojoule")(results, size)
+    cores = swept(busy("cpu"), "cores in use, %", "simulators", "use of the cores")(results, size)
+    gpus = swept(busy("gpu"), "GPUs in use, %", "simulators", "use of the GPUs")(results, size)
     reasons = {str((run.summary.get("energy") or {}).get("reason", "")) for r in results for run in r.runs} - {""}
     why = (
         [Table("Energy is not readable here", ["reason"], [[reason] for reason in sorted(reasons)])] if reasons else []
     )
-    return Drawing([*speed.charts, *energy.charts], [*speed.tables, *energy.tables, *why])
+    drawn = (speed, cores, gpus, energy)
+    return Drawing([c for d in drawn for c in d.charts], [*(t for d in drawn for t in d.tables), *why])
 
 
 FIGURES = [
@@ -205,14 +208,14 @@ FIGURES = [
         said=[("GALA beside A2C", "gradients less correlated"), ("peers beside others", "more correlated")],
     ),
     Figure(
-        "gala-3", "gala", "Figure 3: speed and energy against simulators", _both, _used,
+        "gala-3", "gala", "Figure 3: use of the machine, speed and energy against simulators", _both, _used,
         {
             "smoke": Size(4_000, _CARTPOLE, 1, (16,)),
             "small": Size(40_000, ("Breakout-v5",), 1, (16, 32)),
             "full": Size(1_000_000, ("Pong-v5",), 3, (16, 32, 64, 128), 4),
         },
-        ["The paper has one V100 and 48 cores.", "What share of the machine is in use is not read; its bubbles are "
-         "curves."],
+        ["The paper has one V100 and 48 cores.", "Its bubbles are curves here.",
+         "Use and energy are the whole machine's: all cores' time, NVML's samples of GPUs, and the counters."],
         timed=True,
         said=[("use of the GPU", "about 10 times A2C's"), ("frames per kJ", "about 20,000 more than A2C's")],
     ),

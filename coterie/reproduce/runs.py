@@ -21,8 +21,9 @@ from coterie.report.runs import RecordedRun, read_run
 from coterie.reproduce.draw import order, rate
 from coterie.reproduce.figure import Arm, Figure, Result, Size
 from coterie.runs import checkpoint
+from coterie.runs.metrics import file_name
 from coterie.sweep import Job, run_jobs
-from coterie.types import ConfigError, CoterieError
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 _TELL_S = 3600.0  # that `bench`, `plan` or `eval` may take at most
 
@@ -45,7 +46,7 @@ def planned(figure: Figure, size: Size, budget: str, folder: Path) -> list[Plann
         where = " ".join([*[arm.panel] * bool(arm.panel), arm.label, *[f"{arm.x:g}"] * math.isfinite(arm.x)])
         for env in arm.envs or size.envs:
             args = tuple(arg.replace("{env}", env) for arg in arm.args)
-            place = folder / _plain(f"{i:02}-{where}-{env}")
+            place = folder / file_name(f"{i:02}-{where}-{env}")
             if arm.verb != "train":
                 found.append(Planned(arm, env, Job(f"{where}, {env}", args, place)))
                 continue
@@ -60,7 +61,7 @@ def run(plans: Sequence[Planned], at_once: int) -> int:
     """Do what is not done; returns the worst exit code."""
     code = run_jobs([p.job for p in plans if p.arm.verb == "train"], at_once)
     for plan in plans:
-        if plan.arm.verb != "train" and code != 75:
+        if plan.arm.verb != "train" and code != EXIT_INTERRUPTED:
             try:
                 tell([plan.arm.verb, *plan.job.args, "--json"], plan.job.folder)
                 print(f"{plan.job.name}: {plan.arm.verb} {_json(plan.job.folder)}", flush=True)
@@ -136,7 +137,7 @@ def estimate(figure: Figure, size: Size, plans: Sequence[Planned], probes: Path)
         return size.seconds * len(plans)
     short = replace(size, steps=figure.sizes["smoke"].steps, seeds=1)
     tries = planned(figure, short, "smoke", probes)
-    if run_jobs([p.job for p in tries], 1) == 75:
+    if run_jobs([p.job for p in tries], 1) == EXIT_INTERRUPTED:
         return None
     rates = {p.job.name.rpartition(", seed")[0]: rate(read_run(p.job.folder)) for p in tries if _there(p.job)}
     seconds = 0.0
@@ -155,10 +156,6 @@ def _there(job: Job) -> bool:
 
 def _json(stem: Path) -> Path:
     return stem.with_name(f"{stem.name}.json")
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-")
 
 
 def sized(figure: Figure, budget: str) -> Size:

@@ -57,7 +57,7 @@ def _ratios(results: Sequence[Result], size: Size) -> Drawing:
 
 def _costs(size: Size) -> list[Arm]:
     seconds = ("--seconds", f"{size.seconds:g}", "--algo.unroll-length", "20", "--model.torso", "a3c")
-    return [Arm(f"{n} hosts", ("impala", *_ENV, *seconds, "--hosts", str(n), "--host-cores", "4", "--latency", "2e-4",
+    return [Arm("hosts", ("impala", *_ENV, *seconds, "--hosts", str(n), "--host-cores", "4", "--latency", "2e-4",
                                "--bandwidth", "1.25e9"), n, verb="plan") for n in size.points]  # fmt: skip
 
 
@@ -70,18 +70,18 @@ def _dollars(results: Sequence[Result], size: Size) -> Drawing:
                 layout = one["layout"]
                 if layout["exchange"] == "solo" and layout["acting"] in found:
                     found[layout["acting"]].append((result.arm.x, one["dollars_per_billion_frames"]))
-                    rows.append([result.arm.label, layout["acting"], number(one["frames_per_s"]),
+                    rows.append([f"{result.arm.x:g}", layout["acting"], number(one["frames_per_s"]),
                                  number(one["dollars_per_billion_frames"]), one["bottleneck"]])  # fmt: skip
     names = {"decoupled": "IMPALA (decoupled)", "central": "SEED (central)"}
     drawn = [Line(names[k], *map(np.array, zip(*sorted(v), strict=True))) for k, v in found.items() if v]
     charts = [lines("Dollars per billion frames", drawn, "hosts of 4 cores", "dollars")] if drawn else []
     pairs = zip(found["decoupled"], found["central"], strict=False)
-    ratios = [[f"{x:g} hosts", number(central / decoupled)] for (x, decoupled), (_, central) in pairs]
+    ratios = [[f"{x:g}", number(central / decoupled)] for (x, decoupled), (_, central) in pairs]
     head = ["hosts", "acting", "frames/s (simulated)", "dollars per 1e9 frames", "bottleneck"]
     return Drawing(
         charts,
         [
-            Table("Ours, simulated: SEED's cost as a share of IMPALA's", ["", "ratio"], ratios),
+            Table("Ours, simulated: SEED's cost as a share of IMPALA's", ["hosts", "ratio"], ratios),
             Table("Ours, simulated", head, rows),
         ],
     )

@@ -163,24 +163,28 @@ def parse_cli(default: Config, args: list[str]) -> Config:
     Booleans take True or False; `--env ID` is `--env.id ID`, `--exchange package.module:callable` (and so on) is
     `--own.exchange`; integers may be written 1e6.
     """
-    import tyro
+    changes = {}
+    for name, texts in _options(args).items():
+        kind = _TYPES[name]
+        try:
+            if get_origin(kind) is tuple:
+                changes[name] = tuple(_read(get_args(kind)[0], text) for text in texts)
+            else:
+                changes[name] = _read(kind, texts[0])
+        except ConfigError:
+            raise ConfigError(f"--{name}: {_shown(' '.join(texts))} is not {_expected(kind)}") from None
+    return replace(default, changes)
 
-    options = _options(args)
-    caught = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(caught), contextlib.redirect_stdout(caught):
-            # `--a=b` is the one spelling that lets a value begin with a dash.
-            flat = [
-                t for name, v in options.items() for t in ([f"--{name}={v[0]}"] if len(v) == 1 else [f"--{name}", *v])
-            ]
-            return tyro.cli(Config, default=default, args=flat, config=(tyro.conf.FlagConversionOff,))
-    except SystemExit:
-        text = " ".join(re.sub(r"[│╭╰╮╯─]", " ", caught.getvalue()).split())
-    # tyro frames and wraps its complaint: take from it only whom it is about.
-    for name in (found.replace("-", "_") for found in re.findall(r"--([\w.-]+)", text)):
-        if name in options:
-            raise ConfigError(f"--{name}: {_shown(' '.join(options[name]))} is not {_expected(_TYPES[name])}")
-    raise ConfigError(text or "the options cannot be read")
+
+def _read(kind: Any, text: str) -> Any:
+    """A text as a field's kind, or a ConfigError."""
+    for one in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
+        value: Any = {"True": True, "False": False}.get(text, text) if one is bool else text
+        with contextlib.suppress(ConfigError, ValueError):
+            if one in (int, float):
+                value = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+            return _coerce("", one, value)
+    raise ConfigError(_shown(text))
 
 
 def _options(args: list[str]) -> dict[str, list[str]]:
@@ -207,16 +211,7 @@ def _options(args: list[str]) -> dict[str, list[str]]:
             raise ConfigError(f"--{name}: {wrong}; it takes {_expected(kind)}")
         if name == "env.num_envs" and values == ["auto"]:
             values[:] = ["0"]
-        if kind is int or (listed and get_args(kind)[0] is int):
-            values[:] = [_whole(v) for v in values]
     return options
-
-
-def _whole(text: str) -> str:
-    """1e6 as 1000000; everything else as it is."""
-    if re.fullmatch(r"\d+(\.\d*)?e\+?\d{1,2}", text) and float(text).is_integer():
-        return str(int(float(text)))
-    return text
 
 
 def cli_help(default: Config) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shlex
 import sys
@@ -13,24 +12,22 @@ from typing import Any
 import torch
 
 from coterie.parallel.affinity import available_cores
+from coterie.versions import needed, version
 
-_PACKAGES = ("coterie", "torch", "numpy", "envpool", "gymnasium", "ale-py")
 _ENTRIES = ("cli.py", "__main__.py")  # of `python -m coterie`
 
 
 def describe() -> dict[str, Any]:
     """Versions, processor, cores, GPUs, and the command line of this process."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    packages = ["coterie", *needed().get("", []), "ray", "ale-py"]
+    versions = {name: found for name in packages if (found := version(name))}
     name = Path(sys.argv[0]).name
     return {
         "system": platform.platform(),
         "processor": _processor(),
         "cores": len(available_cores()),
         "gpus": torch.cuda.device_count(),  # their names would take a CUDA context in a process that needs none
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions},
         "command": shlex.join(["coterie" if name in _ENTRIES else name, *sys.argv[1:]]),
     }
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -20,6 +21,11 @@ from coterie.types import ConfigError, CoterieError
 RUN_FILES = (
     "config.json", "spec.json", "machine.json", "metrics.jsonl", "log.txt", "processes.json", "summary.json",
 )  # fmt: skip
+
+
+def file_name(text: str) -> str:
+    """`text` with only such characters as every file system and shell takes as they are."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-")
 
 
 def clean(value: Any) -> Any:

@@ -173,7 +173,7 @@ def test_dollars_of_both_layouts():
 def test_cost_is_a_share_of_impalas():
     figure, size = FIGURES["seed-cost"], FIGURES["seed-cost"].sizes["small"]
     ratios = figure.draw(results(figure, size), size).tables[0]
-    assert ratios.rows == [["1 hosts", "0.25"], ["4 hosts", "0.25"], ["16 hosts", "0.25"]]
+    assert ratios.rows == [["1", "0.25"], ["4", "0.25"], ["16", "0.25"]]
 
 
 def test_what_is_not_as_in_the_paper_depends_on_the_size():
@@ -218,3 +218,14 @@ def test_saturation_is_the_mean_cosine():
     drawn = figure.draw(results(figure, size, cosine__half=0.75), size)
     assert all(y == pytest.approx(0.75) for _, _, y, *_ in drawn.charts[0].rows)
     assert f"{1 / math.sqrt(2):.4f}" in dict(figure.said)["noise alone"]
+
+
+def test_use_of_the_cores_is_a_mean_over_time():
+    figure, size = FIGURES["gala-3"], FIGURES["gala-3"].sizes["smoke"]
+    drawn = figure.draw(results(figure, size, busy__cpu=0.25), size)
+    shown = next(chart for chart in drawn.charts if "use of the cores" in chart.title)
+    assert {y for _, _, y, *_ in shown.rows} == {25.0}
+    runs = results(figure, size, busy__cpu=1.0)
+    runs[0].runs[0].lines[-1] |= {"seconds": 3.6, "busy/cpu": 0.0}  # half of the time in the last line
+    shown = next(c for c in figure.draw(runs, size).charts if "use of the cores" in c.title)
+    assert [y for label, _, y, *_ in shown.rows if label == runs[0].arm.label] == [pytest.approx(50.0)]
