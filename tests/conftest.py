@@ -77,6 +77,13 @@ def make_config(**changes: object) -> Config:
     return replace(config, changes)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long proofs have hours where the others have minutes (pyproject.toml)."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(3 * 3600))
+
+
 @pytest.fixture
 def small_model() -> Network:
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from coterie import cli, matrix
+from coterie.options import config_of, possible
 from coterie.presets_value import VALUE_PRESETS
 from coterie.runs.metrics import read_metrics
 from tests.extend.page import write_files
@@ -154,8 +155,16 @@ def show(words: list[str], env: dict[str, str]) -> None:
             process.kill()
 
 
+RECORDS = ("results.md", "benchmarks.md")  # which tell what was run, and not how a thing is done
+
+
+def lasting(page: Path, line: str) -> bool:
+    """Run by `make test-all`; before that it is only asked whether such a run can be."""
+    return page.name in RECORDS or ("--launch ray" in line and "--learners" in line)
+
+
 COMMANDS = [
-    pytest.param(page, line, id=f"{page.name}-{i}")
+    pytest.param(page, line, id=f"{page.name}-{i}", marks=[pytest.mark.slow] * lasting(page, line))
     for page in PAGES
     for i, line in enumerate(dict.fromkeys(commands(page)))
 ]
@@ -204,6 +213,20 @@ def test_a_command_runs(page, line, tmp_path, monkeypatch, capsys):
             return show(words, env)
         assert run(shrink(words)) == 0, f"{line}\n{capsys.readouterr().err[-2000:]}"
     shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name in RECORDS], ids=lambda p: p.name)
+def test_a_recorded_run_is_possible(page):
+    words = [shlex.split(line) for line in commands(page)]
+    runs = [[x for x in w[2:] if x != "--json"] for w in words if w[:2] in (["coterie", "train"], ["coterie", "bench"])]
+    assert len(runs) > 10
+    for args in runs:
+        possible(config_of(without(args, "--seeds", "--jobs", "--grid", "--seconds")))
+
+
+def without(args: list[str], *options: str) -> list[str]:
+    """The arguments but for some options of one value."""
+    return [a for a, before in zip(args, ["", *args], strict=False) if a not in options and before not in options]
 
 
 def test_python_in_the_readme_runs(tmp_path):

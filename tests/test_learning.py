@@ -15,7 +15,7 @@ def train(tmp_path, preset, env, **changes):
     return coterie.train(config, quiet=True), out
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_ppo_solves_cartpole(tmp_path, seed):
     summary, out = train(tmp_path, "ppo", "CartPole-v1", steps=200_000, seed=seed)
     assert summary["mean_return"] >= 475
@@ -49,11 +49,15 @@ def test_impala_learns_cartpole(tmp_path, exchange):
 CATCH = {"env.threads": 1, "env.num_envs": 32, "env.groups": 2, "algo.unroll_length": 18, "ppo.minibatch_size": 288}
 
 
+@pytest.mark.slow
 def test_an_lstm_solves_what_needs_memory(tmp_path):
     """Catch whose frame goes blank after the first row: 0.2 is the most without memory (envs/testing.py)."""
     blank = {"env.kwargs": '{"blank": true}', "algo.gamma": 0.99}
     lstm = {"model.core": "lstm", "model.core_size": 64}
-    summary, _ = train(tmp_path, "ppo", "coterie.envs.testing:Catch", steps=250_000, **CATCH, **blank, **lstm)
+    # The preset's steps of 1e-3 are too long for it: two seeds of four were at 0.9 and lost it again.
+    calm = {"optim.lr": 5e-4, "algo.entropy_coef": 0.003, "ppo.minibatch_size": 144}
+    every = CATCH | blank | lstm | calm
+    summary, _ = train(tmp_path, "ppo", "coterie.envs.testing:Catch", steps=400_000, **every)
     assert summary["mean_return"] >= 0.9
 
 

@@ -25,8 +25,8 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1", "--log.tensorboard", "False")
 def test_seeds_run_side_by_side_and_once(tmp_path, capsys):
     options = (*TRAIN, "--steps", "2000", "--out", str(tmp_path / "run"), "--seeds", "4..5", "--jobs", "2")
     assert cli.main(list(options)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert sorted(line.split(":")[0] for line in lines) == ["seed 4", "seed 5"]
+    lines = capsys.readouterr().out.splitlines()  # on a busy machine also how far all are
+    assert sorted(line.split(":")[0] for line in lines if " done, " not in line) == ["seed 4", "seed 5"]
     paths = [tmp_path / f"run-seed{s}" / "summary.json" for s in (4, 5)]
     assert len({json.loads(path.read_text())["digest"] for path in paths}) == 2
     before = [path.stat().st_mtime_ns for path in paths]
