@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import random
-import signal
-import threading
 from dataclasses import replace
 
 from coterie.acting.decoupled import Stopped
 from coterie.auto import settle
 from coterie.config import Config
+from coterie.parallel.signals import hearing
 from coterie.remote import Door, lend_actor, lend_envs
 from coterie.runs.config_io import parse_cli, validate
 from coterie.types import ConfigError
@@ -39,21 +38,18 @@ def _options(args: list[str], parser: argparse.ArgumentParser) -> tuple[Config, 
 def lend(what: str, args: list[str], parser: argparse.ArgumentParser) -> int:
     """Work for the run until it ends, or until SIGINT or SIGTERM."""
     config, door = _options(args, parser)
-    left = threading.Event()
-    before = {s: signal.signal(s, lambda *_: left.set()) for s in (signal.SIGINT, signal.SIGTERM)}
+    stop = list[int]()
 
     def leave() -> None:
-        if left.is_set():
+        if stop:
             raise Stopped
 
     def say(line: str) -> None:
         print(line, flush=True)
 
     try:
-        (lend_envs if what == "envs" else lend_actor)(config, door, say, leave)
+        with hearing(stop.append):
+            (lend_envs if what == "envs" else lend_actor)(config, door, say, leave)
     except Stopped:
         say("left before it began")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 0

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from coterie.account import Account
@@ -22,6 +21,7 @@ from coterie.config import Config, elsewhere
 from coterie.evaluate import Scores
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
+from coterie.parallel.signals import hearing
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
 from coterie.runs.metrics import RunWriter, read_metrics
@@ -78,24 +78,23 @@ class Run:
 
     def go(self, work: Callable[[], None], close: Callable[[], None]) -> dict[str, Any]:
         """Do `work` to the end, to a signal, or to an error, and write the summary whichever it is."""
-        restore = self._catch_signals()
         status, reason = "finished", ""
         failure: BaseException | None = None
-        try:
-            with self.display:
-                work()
-            if self.signal is not None:
-                status, reason = "interrupted", self.signal.name
-        except KeyboardInterrupt as error:
-            status, reason, failure = "failed", "stopped at once by a second signal, without a checkpoint", error
-        except Exception as error:
-            status, reason, failure = "failed", _one_line(error), error
-            if not isinstance(error, CoterieError):
-                with suppress(CoterieError):
-                    self.writer.log(traceback.format_exc())
-        finally:
-            close()
-            restore()
+        with hearing(self._hear):
+            try:
+                with self.display:
+                    work()
+                if self.signal is not None:
+                    status, reason = "interrupted", self.signal.name
+            except KeyboardInterrupt as error:
+                status, reason, failure = "failed", "stopped at once by a second signal, without a checkpoint", error
+            except Exception as error:
+                status, reason, failure = "failed", _one_line(error), error
+                if not isinstance(error, CoterieError):
+                    with suppress(CoterieError):
+                        self.writer.log(traceback.format_exc())
+            finally:
+                close()
         summary = self._summary(status, reason)
         with suppress(CoterieError):  # what could not be written has its reason already
             self.writer.summary(summary)
@@ -285,24 +284,11 @@ class Run:
         threading.Thread(target=watch, name="coterie-watchdog", daemon=True).start()
         return ended.set
 
-    def _catch_signals(self) -> Callable[[], None]:
-        """SIGINT and SIGTERM ask for an end after this rollout; a second one ends it at once."""
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if self.signal is not None:
-                raise KeyboardInterrupt
-            self.signal = signal.Signals(number)
-
-        try:
-            before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread, as in some notebooks: signals stay whoever's they are
-            return lambda: None
-
-        def restore() -> None:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        return restore
+    def _hear(self, number: signal.Signals) -> None:
+        """The first asks for an end after this rollout; a second one ends it at once."""
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
 
 
 def title(config: Config) -> str:

@@ -23,13 +23,14 @@ from typing import Any
 
 from coterie.config import Config
 from coterie.parallel.affinity import available_cores
+from coterie.parallel.signals import STOP, hearing
 from coterie.runs import checkpoint
 from coterie.runs.metrics import RUN_FILES, file_name, read_metrics
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 _RANK = (0, EXIT_INTERRUPTED, 2, 1)  # exit codes, the worst last
 _GRACE_S = 120
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP = (*STOP, signal.SIGHUP)
 _LINE_S = 10.0  # between two lines about all runs together
 
 
@@ -111,27 +112,25 @@ def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
     shares = [cores[i::slots] or [cores[i % len(cores)]] for i in range(slots)]
     running: dict[int, tuple[subprocess.Popen[bytes], Job]] = {}
     done, worst, told, stop = len(jobs) - len(todo), 0, time.monotonic(), list[int]()
-    before = {number: signal.signal(number, lambda n, frame: stop.append(n)) for number in _STOP}
-    try:
-        while (todo or running) and not stop:
-            for slot in range(slots):
-                if slot not in running and todo:
-                    job = todo.pop(0)
-                    running[slot] = (_start(job, shares[slot]), job)
-            time.sleep(0.2)
-            for slot, (process, job) in list(running.items()):
-                if process.poll() is not None:
-                    del running[slot]
-                    done += 1
-                    worst = max(worst, _severity(process.returncode), key=_RANK.index)
-                    print(f"{job.name}: {_ended(job.folder)} (exit {process.returncode}) {job.folder}", flush=True)
-            if running and time.monotonic() - told > _LINE_S:
-                told = time.monotonic()
-                print(_together([job for _, job in running.values()], done, len(jobs)), flush=True)
-    finally:
-        _end(running)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with hearing(stop.append, _STOP):
+        try:
+            while (todo or running) and not stop:
+                for slot in range(slots):
+                    if slot not in running and todo:
+                        job = todo.pop(0)
+                        running[slot] = (_start(job, shares[slot]), job)
+                time.sleep(0.2)
+                for slot, (process, job) in list(running.items()):
+                    if process.poll() is not None:
+                        del running[slot]
+                        done += 1
+                        worst = max(worst, _severity(process.returncode), key=_RANK.index)
+                        print(f"{job.name}: {_ended(job.folder)} (exit {process.returncode}) {job.folder}", flush=True)
+                if running and time.monotonic() - told > _LINE_S:
+                    told = time.monotonic()
+                    print(_together([job for _, job in running.values()], done, len(jobs)), flush=True)
+        finally:
+            _end(running)
     if stop:
         print("stopped; with --out the same command goes on where they stopped")
         return EXIT_INTERRUPTED

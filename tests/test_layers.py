@@ -25,6 +25,7 @@ LEVELS: list[list[str]] = [
         "parallel.threads",
         "parallel.board",
         "parallel.processes",
+        "parallel.signals",
         "parallel.meters",
     ],
     ["runs.config_io", "runs.checkpoint", "runs.ship", "runs.metrics", "runs.machine", "runs.display"],

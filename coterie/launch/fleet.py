@@ -13,7 +13,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import Any
 
 from coterie.config import elsewhere
@@ -21,6 +20,7 @@ from coterie.launch.calls import SILENT_S, Calls, Part
 from coterie.launch.layout import Layout, Machine, lender_args, site_config, targets
 from coterie.launch.leash import GRACE_S
 from coterie.launch.node import News
+from coterie.parallel.signals import hearing
 from coterie.runs import checkpoint, ship
 from coterie.runs.config_io import save_config, to_dict
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
@@ -87,32 +87,31 @@ class Fleet:
 
     def work(self, resumed: bool) -> tuple[str, str]:
         """Start all parts and see them through; returns the status of the run and the reason."""
-        before = {s: signal.signal(s, self._hear) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            self._start_sites(resumed)
-            told = False
-            while any(site.code is None for site in self.sites):
-                if self.signal is not None:
-                    if not told:
-                        told = True
-                        self.say(f"{self.signal.name}: a checkpoint of every site, then the end (again: stop at once)")
+        with hearing(self._hear):
+            try:
+                self._start_sites(resumed)
+                told = False
+                while any(site.code is None for site in self.sites):
+                    if self.signal is not None:
+                        if not told:
+                            told = True
+                            self.say(
+                                f"{self.signal.name}: a checkpoint of every site, then the end (again: stop at once)"
+                            )
+                            for site in self.sites:
+                                site.handle.stop.remote()
                         for site in self.sites:
-                            site.handle.stop.remote()
-                    for site in self.sites:
-                        if (
-                            site.code is None and site.what != "news"
-                        ):  # it is not at work: its last checkpoint has to do
-                            site.code = EXIT_INTERRUPTED
-                self._poll([*self.sites, *self.lenders])
-                self.store()
-            self._dismiss()
-        except CoterieError:
-            with suppress(Exception):  # what the others have learned is kept
-                self._halt(self.sites)
-            raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+                            if (
+                                site.code is None and site.what != "news"
+                            ):  # it is not at work: its last checkpoint has to do
+                                site.code = EXIT_INTERRUPTED
+                    self._poll([*self.sites, *self.lenders])
+                    self.store()
+                self._dismiss()
+            except CoterieError:
+                with suppress(Exception):  # what the others have learned is kept
+                    self._halt(self.sites)
+                raise
         if self.signal is not None and any(site.code != 0 for site in self.sites):
             return "interrupted", self.signal.name
         return "finished", ""
@@ -128,10 +127,10 @@ class Fleet:
         if self.signal is not None:
             raise CoterieError(f"{self.signal.name} before {part.name} had a place")
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _hear(self, number: signal.Signals) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
+        self.signal = number
 
     # Places
 

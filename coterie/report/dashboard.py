@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from coterie.parallel.processes import exists, where
+from coterie.parallel.signals import hearing
 from coterie.report.page import Page, Section, of_runs
 from coterie.report.runs import read_run
 from coterie.report.sections import Table
@@ -128,10 +129,12 @@ def make_server(folder: str, port: int) -> ThreadingHTTPServer:
 
 
 def serve(folder: str, port: int) -> None:
-    """Serve until Ctrl-C."""
-    with make_server(folder, port) as server:
+    """Serve until Ctrl-C or SIGTERM."""
+    stop = list[int]()
+    with hearing(stop.append), make_server(folder, port) as server:
         with suppress(OSError, AttributeError):
             os.nice(10)  # the run comes first
-        with suppress(KeyboardInterrupt):
-            print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it; the run does not notice)", flush=True)
-            server.serve_forever()
+        print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it; the run does not notice)", flush=True)
+        server.timeout = 0.5  # for how long a signal is waited with: the call goes on after it
+        while not stop:
+            server.handle_request()
