@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from coterie.parallel.affinity import keep_freed_memory
 from coterie.replay.ring import Ring
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as learners do
     found: dict[str, list[float]] = {}
     t, b = 20, 64
     vector = Ring(VECTOR, b, 1_000_000, 0.99, 3, alpha=0.6)
@@ -66,7 +68,8 @@ def main() -> None:
     stacks = rollout(ATARI, t, 16)
     while frames.size < 90_000:
         frames.add(stacks, stacks.reward.numpy())
-    large, into = np.ones((25_000, 4, 84, 84), np.uint8), np.empty((64, 4, 84, 84), np.uint8)
+    large, into = np.ones((25_000, 4, 84, 84), np.uint8), np.empty((1024, 4, 84, 84), np.uint8)
+    other = np.empty_like(large)
     rng = np.random.default_rng(0)
 
     def insert() -> int:
@@ -82,29 +85,48 @@ def main() -> None:
 
         return call
 
-    def gather() -> int:
-        frames.gather(frames.draw(32, 0.4))
-        return into.nbytes  # 32 stacks, and the 32 that follow them
+    # n stacks, and the n that follow them.
+    def gather(n: int) -> Callable[[], int]:
+        def call() -> int:
+            frames.gather(frames.draw(n, 0.4))
+            return into[: 2 * n].nbytes
 
-    def copy() -> int:
-        begin = int(rng.integers(24_900))
-        np.copyto(into, large[begin : begin + 64])
-        return into.nbytes
+        return call
 
-    calls = {
-        "inserts_per_s": insert,
-        "draws_per_s_32": draw(32),
-        "draws_per_s_512": draw(512),
-        "frames_bytes_per_s": gather,
-        "copy_bytes_per_s": copy,
-    }
+    def read(n: int) -> Callable[[], int]:
+        some = [frames.draw(2 * n, 0.4).index for _ in range(64)]
+
+        def call() -> int:
+            frames.obs[""].read(some[int(rng.integers(64))])
+            return into[: 2 * n].nbytes
+
+        return call
+
+    def copy(n: int) -> Callable[[], int]:
+        def call() -> int:
+            begin = int(rng.integers(len(large) - 2 * n))
+            np.copyto(into[: 2 * n], large[begin : begin + 2 * n])
+            return into[: 2 * n].nbytes
+
+        return call
+
+    def copy_all() -> int:
+        np.copyto(other, large)
+        return large.nbytes
+
+    calls = {"inserts_per_s": insert, "copy_bytes_per_s_all": copy_all}
+    for n in (32, 512):
+        calls[f"draws_per_s_{n}"] = draw(n)
+        calls[f"frames_bytes_per_s_{n}"], calls[f"read_bytes_per_s_{n}"] = gather(n), read(n)
+        calls[f"copy_bytes_per_s_{n}"] = copy(n)
     for _ in range(3):
         for name, call in calls.items():
             found.setdefault(name, []).append(rate(call, options.seconds))
     told = {name: statistics.median(values) for name, values in found.items()}
-    told["frames_over_copy"] = statistics.median(
-        a / b for a, b in zip(found["frames_bytes_per_s"], found["copy_bytes_per_s"], strict=True)
-    )
+    for n in (32, 512):
+        for part in ("frames", "read"):  # with the drawing and the returns, and without them
+            pairs = zip(found[f"{part}_bytes_per_s_{n}"], found[f"copy_bytes_per_s_{n}"], strict=True)
+            told[f"{part}_over_copy_{n}"] = statistics.median(a / b for a, b in pairs)
     told["million_atari_rows_bytes"] = Ring.bytes_for(ATARI, 16, 1_000_000, 4)
     print(json.dumps({k: float(f"{v:.4g}") for k, v in told.items()}, indent=1))
     if options.out:
