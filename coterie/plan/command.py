@@ -82,8 +82,8 @@ def plan(args: list[str], parser: argparse.ArgumentParser, config_of: Callable[[
         except CoterieError as error:
             refused[name] = str(error)
     if asked.json:
-        told = {"services": services.to_json(), "layouts": [r.to_json() for r in found], "refused": refused}
-        print(json.dumps(told))
+        each = [result.to_json() for result in found]
+        print(json.dumps({"env": config.env.id, "services": services.to_json(), "layouts": each, "refused": refused}))
         return 0
     print(_about(config, services, hardware))
     print(table(found))
@@ -110,7 +110,7 @@ def _search(config: Config, services: Services, most: Hardware, asked: argparse.
     spec = make_spec(config.env, config.atari)
     best, most_of = cheapest(config, spec, services, most, asked.target, config.seed)
     if asked.json:
-        told: dict[str, Any] = {"services": services.to_json(), "target": asked.target}
+        told: dict[str, Any] = {"env": config.env.id, "services": services.to_json(), "target": asked.target}
         print(json.dumps({**told, "cheapest": best and best.to_json(), "beyond": most_of and most_of.to_json()}))
         return 0
     print(_about(config, services, most))

@@ -176,5 +176,6 @@ def intervals(title: str, rows: Sequence[tuple[str, float, float, float]], x: st
         axes.set_yticks(range(len(rows)), [row[0] for row in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlabel(x)
+        axes.set_ylabel("method")
         axes.grid(alpha=0.3, axis="x")
     return Chart(title, drawn.svg, text, [(label, "", *numbers) for label, *numbers in rows])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from coterie.reproduce.draw import curves
-from coterie.reproduce.figure import NOT_READ, Arm, Figure, Size, Unlike
+from coterie.reproduce.figure import NOT_READ, Arm, Figure, Size, fewer, on
 
-_WORKERS = Unlike("Fewer than the paper's 64 workers.", but_full=True)
+_WORKERS = fewer(learners=64)
 _PRESET = (
     "What is not varied is the preset's, and not the paper's defaults (learning rate 1e-4, unrolls of 20, lambda 1, "
     "no entropy "
     "bonus)."
 )
-_V3 = "LunarLander-v3 and Hopper-v5 stand for the paper's v2; time limits are not treated as ends, as its code did."
+_V3 = on(("LunarLander-v3", "Hopper-v5"), "Version 3 (LunarLander) or 5 (Hopper) stands for the paper's 2.")
+_LIMITS = "Time limits are not treated as ends, as its code did."
 _CURVES = "The paper has curves of single runs over games of one worker; ours are over env steps of all workers."
 
 
@@ -56,7 +57,9 @@ def _of_lag(name: str, title: str, envs: tuple[str, ...]) -> Figure:
         "small": Size(60_000, envs, 1, (4, 20, 100), 8),
         "full": Size(5_000_000, envs, 5, (4, 20, 100), 64),
     }
-    return Figure(name, "a3c-gae", title, _lag, curves, sizes, [_WORKERS, _PRESET, _CURVES, _V3], said=[NOT_READ])
+    return Figure(
+        name, "a3c-gae", title, _lag, curves, sizes, [_WORKERS, _PRESET, _CURVES, _V3, _LIMITS], said=[NOT_READ]
+    )
 
 
 FIGURES = [
@@ -67,8 +70,7 @@ FIGURES = [
             "small": Size(80_000, _HILL, 1, (100,), 8),
             "full": Size(5_000_000, _HILL, 5, (1000,), 64),
         },
-        [_WORKERS, _PRESET, _CURVES, _V3, Unlike("The bonus ends after fewer than the paper's 1,000 games of each "
-         "worker.", but_full=True)],
+        [_WORKERS, _PRESET, _CURVES, _V3, _LIMITS, fewer("games of each worker with the bonus", 1000)],
         said=[NOT_READ],
     ),
     _of_lag("a3c-gae-3-lag", "Figure 3: the unroll length on LunarLander", _MOON),
@@ -79,7 +81,7 @@ FIGURES = [
             "small": Size(80_000, _MOON, 1, (100,), 8),
             "full": Size(5_000_000, _MOON, 5, (100,), 64),
         },
-        [_WORKERS, _PRESET, _CURVES, _V3],
+        [_WORKERS, _PRESET, _CURVES, _V3, _LIMITS],
         said=[NOT_READ],
     ),
     Figure(
@@ -89,8 +91,8 @@ FIGURES = [
             "small": Size(60_000, _MOON, 1, (1, 8, 24)),
             "full": Size(5_000_000, _MOON, 5, (1, 24, 64)),
         },
-        [_PRESET, _CURVES, _V3, "The paper's cluster has at least as many cores as workers; here workers share cores "
-         "in turns."],
+        [_PRESET, _CURVES, _V3, _LIMITS,
+         "The paper's cluster has at least as many cores as workers; here workers share cores in turns."],
         timed=True,
         said=[NOT_READ],
     ),
@@ -102,7 +104,7 @@ FIGURES = [
             "small": Size(60_000, _HOPPER, 1, (), 8),
             "full": Size(5_000_000, _HOPPER, 5, (), 64),
         },
-        [_WORKERS, _PRESET, _CURVES, _V3],
+        [_WORKERS, _PRESET, _CURVES, _V3, _LIMITS],
         said=[NOT_READ],
     ),
 ]  # fmt: skip

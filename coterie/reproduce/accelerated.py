@@ -9,15 +9,13 @@ import numpy as np
 
 from coterie.report.charts import Line, lines
 from coterie.report.sections import Table, final_return
-from coterie.reproduce.batches import EARLY, SMALL_ENV, shortened
+from coterie.reproduce.batches import EARLY, SMALL_ENV, TRAINING_GAMES, shortened
 from coterie.reproduce.draw import curves, human, number, rate, spread, swept
-from coterie.reproduce.figure import ATARI, MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size
+from coterie.reproduce.figure import ATARI, MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size, fewer, on
 
-_CARTPOLE, _BREAKOUT, _QBERT = ("CartPole-v1",), ("Breakout-v5",), ("Qbert-v5",)
-_GPUS = (
-    "A learner stands for a GPU; on a machine without GPUs learners share its cores. Atari frames are 84x84, not "
-    "104x80."
-)
+_CARTPOLE, _BREAKOUT = ("CartPole-v1",), ("Breakout-v5",)
+_GPUS = "A learner stands for a GPU; on a machine without GPUs learners share its cores."
+_FRAMES = on(ATARI, "84x84 frames instead of 104x80.")
 _ENV = ("--env", "{env}")
 
 # Table 1: mean and median human-normalised score over 49 games.
@@ -32,6 +30,7 @@ _TABLE_2 = {
     "A2C": (3.8, 2.2, 1.2, 0.59), "A3C": (math.nan, 2.4, 1.3, 0.65), "PPO": (4.4, 2.6, 1.5, 1.1),
     "APPO": (math.nan, 2.8, 1.5, 0.71), "DQN, batch 512": (8.3, 4.8, 3.1, 2.6),
     "e-Rainbow, batch 512": (14.1, 8.6, 6.6, 6.4), "C51, batch 2048": (10.7, 6.0, 2.8, 1.8),
+    "DQN, batch 512, asynchronous": (math.nan, math.nan, 3.9, math.nan),
 }  # fmt: skip
 # Table 3: thousands of samples/s with 8 GPUs, synchronous and asynchronous.
 _TABLE_3 = {64: (29.6, 31.9), 128: (33.0, 34.7), 256: (35.7, 36.7), 512: (35.8, 38.4)}
@@ -95,8 +94,8 @@ def _methods(size: Size) -> list[Arm]:
         "PPO, 8 simulators": ("ppo", *_ENV, "--env.num-envs", "8"),
         "PPO, 128 simulators": ("ppo", *_ENV, "--env.num-envs", "128", "--algo.unroll-length", "16"),
         f"APPO, {size.learners} x 8": ("appo", *_ENV, "--learners", str(size.learners), "--env.num-envs", "8"),
-        "DQN, batch 32": ("dqn", *_ENV, *own), "DQN, batch 512": ("dqn-512", *_ENV, *own),
-        "C51, batch 32": ("c51", *_ENV, *own), "C51, batch 2048": ("c51-2048", *_ENV, *own),
+        "DQN, batch 32": ("dqn", *_ENV, "--q.batch-size", "32", *own), "DQN, batch 512": ("dqn-512", *_ENV, *own),
+        "C51, batch 32": ("c51", *_ENV, "--q.batch-size", "32", *own), "C51, batch 2048": ("c51-2048", *_ENV, *own),
         "e-Rainbow, batch 512": ("rainbow-512", *_ENV, *own),
     }  # fmt: skip
     return [Arm(label, args) for label, args in found.items()]
@@ -104,7 +103,9 @@ def _methods(size: Size) -> list[Arm]:
 
 def _scores(results: Sequence[Result], size: Size) -> Drawing:
     ours = human(results, size).tables[0]
-    rows = [[row[0], _TABLE_1.get(row[0], MISSING), f"{row[1]} / {row[2]}", row[3]] for row in ours.rows]
+    appo = next(r.arm.label for r in results if r.arm.label.startswith("APPO"))
+    known = _TABLE_1 | {appo: f"{_TABLE_1['APPO, 8 x 8']} (8 x 8)"}
+    rows = [[row[0], known[row[0]], f"{row[1]} / {row[2]}", row[3]] for row in ours.rows]
     each = [
         [r.arm.label, env, spread([final_return(run) for run in r.runs if run.env == env])]
         for r in results
@@ -123,13 +124,13 @@ def _hours(size: Size) -> list[Arm]:
         "A2C": ("a2c", "--env.num-envs", "16"), "A3C": ("a3c-store", "--env.num-envs", "16"),
         "PPO": ("ppo", "--env.num-envs", "8"), "APPO": ("appo", "--env.num-envs", "8"),
         "DQN, batch 512": ("dqn-512", *own), "e-Rainbow, batch 512": ("rainbow-512", *own),
-        "C51, batch 2048": ("c51-2048", *own),
+        "C51, batch 2048": ("c51-2048", *own), "DQN, batch 512, asynchronous": ("dqn-async", *own),
     }  # fmt: skip
     return [
         Arm(label, (*args[:1], *_ENV, "--learners", str(n), *args[1:]), n)
         for label, args in presets.items()
         for n in size.points
-        if n > 1 or label not in ("A3C", "APPO")
+        if n > 1 or label not in ("A3C", "APPO", "DQN, batch 512, asynchronous")
     ]
 
 
@@ -174,7 +175,7 @@ FIGURES = [
             "small": Size(0, _BREAKOUT, points=(4, 8, 16, 32), seconds=15),
             "full": Size(0, _BREAKOUT, points=(4, 8, 16, 32, 64, 128), seconds=120),
         },
-        ["This machine's cores instead of 1 to 16 and one GPU.", "84x84 frames instead of 104x80."], timed=True,
+        [SMALL_ENV, "This machine's cores instead of 1 to 16 and one GPU.", _FRAMES], timed=True,
         said=[("16 cores and one GPU, 8 simulators for each core", "about 80% of the speed without inference")],
     ),
     Figure(
@@ -184,7 +185,8 @@ FIGURES = [
             "small": Size(60_000, _CARTPOLE, 1, (16, 64, 256)),
             "full": Size(25_000_000, ATARI, 2, (16, 64, 128, 512), 8),
         },
-        [SMALL_ENV, _GPUS],
+        [SMALL_ENV, _GPUS, _FRAMES, fewer("simulators", 512, steps=25_000_000),
+         "PPO from 16 simulators instead of 8; A3C with 1, 2 and as many learners as elsewhere instead of 1 to 32."],
         said=[("scores of 16 and 128 simulators", "Table 1: `coterie reproduce accel-table1`"), NOT_READ],
     ),
     Figure(
@@ -194,7 +196,7 @@ FIGURES = [
             "small": Size(100_000, _CARTPOLE, 1),
             "full": Size(25_000_000, ATARI, 1, learners=8),
         },
-        [SMALL_ENV, _GPUS], timed=True,
+        [SMALL_ENV, _GPUS, _FRAMES, fewer(steps=25_000_000, learners=8)], timed=True,
         said=[("Pong with PPO, 8 GPUs", "4 minutes"), ("all steep phases", "less than 10 minutes"), NOT_READ],
     ),
     Figure(
@@ -204,10 +206,10 @@ FIGURES = [
             "small": Size(20_000, _CARTPOLE, 1),
             "full": Size(25_000_000, ATARI, 1, learners=8),
         },
-        ["Six games of the paper's 49 (--env names others), and 25M env steps where value learning has 50M there; "
-         "the paper "
-         "quotes DQN and C51 with batches of 32 from others.", EARLY,
-         "On other envs than Atari there is no human score; the final returns are shown.", _GPUS],
+        [on(ATARI, "Six games at most of the paper's 49 (--env names others)."), SMALL_ENV,
+         on(_CARTPOLE, "It has no human score; the final returns are shown."),
+         fewer(steps=50_000_000, learners=8), "The paper has 25M env steps for all but value learning, and quotes DQN "
+         "and C51 with batches of 32 from others.", EARLY, TRAINING_GAMES, _GPUS, _FRAMES],
     ),
     Figure(
         "accel-table2", "accel", "Table 2: hours for 50M env steps against learners", _hours, _table_2,
@@ -216,8 +218,8 @@ FIGURES = [
             "small": Size(12_000, _BREAKOUT, 1, (1, 2)),
             "full": Size(1_000_000, _BREAKOUT, 1, (1, 2, 4, 8)),
         },
-        [_GPUS, "Hours are extrapolated from the rate of a shorter run; each learner of value learning has the whole "
-         "batch.", EARLY], timed=True,
+        [SMALL_ENV, _GPUS, _FRAMES, fewer("learners", 8), EARLY, "Hours are extrapolated from the rate "
+         "of a shorter run; each learner of value learning has the whole batch."], timed=True,
     ),
     Figure(
         "accel-table3", "accel", "Table 3: synchronous and asynchronous sampling", _synchrony, _table_3,
@@ -226,6 +228,7 @@ FIGURES = [
             "small": Size(20_000, _BREAKOUT, 1, (16, 32, 64)),
             "full": Size(2_000_000, _BREAKOUT, 1, (64, 128, 256, 512), 8),
         },
-        [_GPUS, "The paper's table is of sampling alone; here A2C and A3C train on what they sample."], timed=True,
+        [SMALL_ENV, _GPUS, _FRAMES, fewer("simulators", 512, learners=8),
+         "The paper's table is of sampling alone; here A2C and A3C train on what they sample."], timed=True,
     ),
 ]  # fmt: skip

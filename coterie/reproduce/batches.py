@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from coterie.report.charts import Line, lines
 from coterie.report.sections import Table
 from coterie.reproduce.draw import average, curves, spread, swept
-from coterie.reproduce.figure import ATARI, NOT_READ, Arm, Drawing, Figure, Result, Size, Unlike
+from coterie.reproduce.figure import ATARI, NOT_READ, Arm, Drawing, Figure, Result, Size, early, fewer, on
 
 _CARTPOLE, _BREAKOUT, _QBERT = ("CartPole-v1",), ("Breakout-v5",), ("Qbert-v5",)
 _ENV = ("--env", "{env}")
 _FIVE = ("--algo.unroll-length", "5")
-SMALL_ENV = Unlike("CartPole-v1 stands for Atari.", _CARTPOLE)
-EARLY = Unlike(
-    "Value learning explores for a fifth of the run, begins to train after a twentieth and keeps little; returns are "
-    "those of training games, "
-    "where the paper plays evaluation games.",
-    but_full=True,
+SMALL_ENV = on(_CARTPOLE, "CartPole-v1 stands for Atari.")
+EARLY = early(
+    "Value learning explores for a fifth of the run, begins to train after a twentieth and keeps little in its replay."
 )
+TRAINING_GAMES = "Returns are those of training games, where the paper plays evaluation games."
+
+
+def _pairs_differ(size: Size) -> str:
+    found = "{1} of {2}, {2} of {1} and {0} of {0}".format(*_three(size))
+    return "" if _three(size) == (256, 64, 2048) else f"{found} instead of 64 of 2048, 2048 of 64 and 256 of 256."
 
 
 def shortened(size: Size) -> tuple[str, ...]:
@@ -30,17 +34,31 @@ def shortened(size: Size) -> tuple[str, ...]:
     return ("--q.learn-start", str(start), "--q.epsilon-steps", str(max(1, size.steps // 5)), *kept)
 
 
+def _rate(preset: str, n: int, size: Size) -> tuple[str, ...]:
+    """The paper's learning rate and Adam's epsilon for batches of `n`, on Atari."""
+    if not set(size.envs) <= set(ATARI):
+        return ()
+    if preset == "dqn":
+        return ("--optim.lr", "2.5e-4" if n < 512 else "7.5e-4" if n < 1024 else "15e-4")
+    return ("--optim.lr", "2.5e-4" if n < 256 else "4.2e-4", "--optim.eps", f"{0.01 / n:.3g}")
+
+
 def _batches(size: Size) -> list[Arm]:
     return [
-        Arm(f"batch {n}", (preset, *_ENV, "--q.batch-size", str(n), *shortened(size)), panel=name)
+        Arm(f"batch {n}", (preset, *_ENV, "--q.batch-size", str(n), *_rate(preset, n, size), *shortened(size)),
+            panel=name)
         for preset, name in (("dqn", "DQN"), ("c51", "C51"))
         for n in size.points
-    ]
+    ]  # fmt: skip
+
+
+def _three(size: Size) -> tuple[int, int, int]:
+    """The middle, the least and the largest batch."""
+    return sorted(size.points)[len(size.points) // 2], min(size.points), max(size.points)
 
 
 def _secondary(size: Size) -> list[Arm]:
-    small, large = min(size.points), max(size.points)
-    middle = sorted(size.points)[len(size.points) // 2]
+    middle, small, large = _three(size)
     pairs = ((large, small), (small, large), (middle, middle))
     every = str(min(1_000_000, max(1000, size.steps // 5)))
     return [
@@ -74,17 +92,19 @@ def _rules(size: Size) -> list[Arm]:
     every = ("--log.norms", str(max(100, size.steps // 40)))
     return [
         Arm(f"{rule}, batch {n}", ("c51", *_ENV, "--q.batch-size", str(n), *options, *every, *shortened(size)))
-        for rule, options in (("Adam", ()), ("RMSProp", ("--optim.rule", "rmsprop", "--optim.lr", "2.5e-4")))
         for n in size.points
+        for rule, options in (("Adam", _rate("c51", n, size)),
+                              ("RMSProp", ("--optim.rule", "rmsprop", "--optim.lr", "2.5e-4")))
     ]  # fmt: skip
 
 
 def _norms(results: Sequence[Result], size: Size) -> Drawing:
-    """The norms of the first and the last but one layer with weights, over the run."""
+    """The norms of the torso's first and last layer (on images Conv-0 and FC-0, the paper's two), over the run."""
     charts = []
     layers = [n.removeprefix("norm/weights/") for r in results for run in r.runs for n in run.names("norm/weights/")]
-    matrices = [name for name in dict.fromkeys(layers) if name.endswith("weight")]
-    for layer in dict.fromkeys([*matrices[:1], *matrices[-2:-1]]):
+    torso = [name for name in dict.fromkeys(layers) if re.fullmatch(r"torso\..*weight", name)]
+    torso.sort(key=lambda name: [int(n) for n in re.findall(r"\d+", name)])  # as they follow each other
+    for layer in dict.fromkeys([*torso[:1], *torso[-1:]]):
         for kind, what in (("weights", "weights"), ("gradient", "gradient, before clipping"), ("step", "step")):
             found = []
             for result in results:
@@ -121,7 +141,8 @@ FIGURES = [
             "small": Size(30_000, _CARTPOLE, 1, (32, 128, 512)),
             "full": Size(50_000_000, ATARI, 2, (32, 512, 2048)),
         },
-        [SMALL_ENV, EARLY, "One learning rate and one epsilon of Adam's for all batch sizes, the preset's."],
+        [SMALL_ENV, EARLY, TRAINING_GAMES, fewer("samples in a batch", 2048, steps=50_000_000),
+         on(_CARTPOLE, "One learning rate and one epsilon of Adam's for all batch sizes, the preset's.")],
         said=[("scores of small and large batches", "Table 1: `coterie reproduce accel-table1`"), NOT_READ],
     ),
     Figure(
@@ -132,8 +153,7 @@ FIGURES = [
             "small": Size(25_000, _CARTPOLE, 1, (32, 128, 512)),
             "full": Size(50_000_000, _QBERT, 2, (64, 256, 2048)),
         },
-        [SMALL_ENV, Unlike("32 of 512, 512 of 32 and 128 of 128 (or smaller) instead of 64, 2048 and 256.",
-         but_full=True), EARLY],
+        [SMALL_ENV, EARLY, _pairs_differ, fewer(steps=50_000_000), "Only one of the paper's games, at most."],
         said=[NOT_READ],
     ),
     Figure(
@@ -143,8 +163,9 @@ FIGURES = [
             "small": Size(30_000, _CARTPOLE, 1, (32, 512)),
             "full": Size(50_000_000, _QBERT, 1, (32, 2048)),
         },
-        [SMALL_ENV, "RMSProp with a learning rate of 2.5e-4 and Adam's epsilon; the paper's values for C51 are not "
-         "available here."],
+        [SMALL_ENV, EARLY, fewer("samples in a batch", 2048, steps=50_000_000),
+         on(_CARTPOLE, "One learning rate and one epsilon of Adam's for all batch sizes, the preset's."),
+         "RMSProp with a learning rate of 2.5e-4 and Adam's epsilon; the paper's for C51 are not available here."],
         said=[NOT_READ],
     ),
     Figure(
@@ -154,7 +175,7 @@ FIGURES = [
             "small": Size(20_000, _CARTPOLE, 2, (40, 160, 640)),
             "full": Size(5_000_000, _BREAKOUT, 2, (32, 128, 512, 2048)),
         },
-        [SMALL_ENV],
+        [SMALL_ENV, EARLY],
         said=[("noise alone", "1 / sqrt 2 = 0.7071"), NOT_READ],
     ),
 ]  # fmt: skip

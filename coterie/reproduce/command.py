@@ -19,9 +19,9 @@ from coterie.report.sections import Table, checklist, outcomes
 from coterie.reproduce.catalogue import FIGURES
 from coterie.reproduce.draw import named
 from coterie.reproduce.figure import PAPERS, Drawing, Figure, Result, Size
-from coterie.reproduce.runs import estimate, gather, planned, run, sized
+from coterie.reproduce.runs import Stopped, estimate, gather, planned, run, sized
 from coterie.sweep import parse_jobs
-from coterie.types import EXIT_INTERRUPTED, ConfigError
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 
 def reproduce(args: list[str], parser: ArgumentParser, refuse: Callable[[list[str]], None]) -> int:
@@ -57,11 +57,20 @@ def reproduce(args: list[str], parser: ArgumentParser, refuse: Callable[[list[st
         where = "-".join([asked.budget, *([asked.env.replace(",", "-").replace("/", "-")] if asked.env else [])])
         words = ["coterie reproduce", name, f"--budget {asked.budget}", *([f"--env {asked.env}"] if asked.env else []),
                  *([f"--seeds {asked.seeds}"] if asked.seeds else [])]  # fmt: skip
-        code = _one(figure, size, asked.budget, Path(asked.out) / name / where, " ".join(words), at_once,
-                    asked.dry_run, refuse)  # fmt: skip
+        try:
+            code = _one(figure, size, asked.budget, Path(asked.out) / name / where, " ".join(words), at_once,
+                        asked.dry_run, refuse)  # fmt: skip
+        except Stopped:
+            print("stopped; the same command goes on where it was")
+            return EXIT_INTERRUPTED
+        except CoterieError as error:  # an env that is not here, say: of several figures the others are made
+            if len(names) == 1:
+                raise
+            print(f"{name}: {error}", flush=True)
+            code = 1
         if code == EXIT_INTERRUPTED:
             return EXIT_INTERRUPTED
-        worst = worst or code
+        worst = max(worst, code)
     return worst
 
 
@@ -79,10 +88,14 @@ def _one(
     steps = f" of {size.steps:,} env steps" if size.steps else f" of {size.seconds:g} s"
     print(f"{figure.name}: {figure.title}: {len(plans)} commands{steps}, {at_once} at a time", flush=True)
     if dry or size.steps > figure.sizes["small"].steps or budget == "full":
-        seconds = estimate(figure, size, plans, folder.parent / f"probe-{folder.name}")
-        if seconds is None:
+        found = estimate(figure, size, plans, folder.parent / f"probe-{folder.name}")
+        if found is None:
             return EXIT_INTERRUPTED
-        print(f"{figure.name}: about {timedelta(seconds=round(seconds))}, going by a short run of each", flush=True)
+        seconds, trained = found
+        told = "about" if trained else "more than"
+        why = "" if trained else "; some of these ended before they had begun to train"
+        took = timedelta(seconds=round(seconds))
+        print(f"{figure.name}: {told} {took}, going by a short run of each{why}", flush=True)
     if dry:
         for plan in plans:
             print(f"coterie {plan.arm.verb} {' '.join(plan.job.args)}")
@@ -138,13 +151,8 @@ def _written(
 
 def scaled(figure: Figure, size: Size) -> list[str]:
     """What is to be said of this size."""
-    found = []
-    for one in figure.scaled:
-        if isinstance(one, str):
-            found.append(one)
-        elif (not one.envs or set(one.envs) & set(size.envs)) and not (one.but_full and size == figure.sizes["full"]):
-            found.append(one.text)
-    return found
+    notes = (note if isinstance(note, str) else note(size) for note in figure.scaled)
+    return [note for note in notes if note]
 
 
 def _csv(drawn: Drawing) -> str:

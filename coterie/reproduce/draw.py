@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from coterie.atari57 import human_normalized
+from coterie.matrix import VALUE
 from coterie.report.charts import Line, lines
 from coterie.report.runs import Method, RecordedRun
 from coterie.report.sections import Table, final_return, returns
@@ -28,13 +29,23 @@ def order(run: RecordedRun) -> float:
     return score if math.isfinite(score) else -math.inf
 
 
+def begins(run: RecordedRun) -> float:
+    """The env steps after which it trains."""
+    return float(run.config.get("q.learn_start") or 0) if run.config.get("algorithm") in VALUE else 0.0
+
+
 def rate(run: RecordedRun) -> float:
-    """Env steps/s of a run without its start: from the first line after a third of the env steps to the last."""
+    """Env steps/s of a run without its start: from the first line after a third of the env steps (and after value
+    learning has begun to train) to the last; of all of a run that told only one line.
+    """
     x, seconds = run.series("seconds")
-    late = x >= x[-1] / 3 if len(x) else x
-    if len(x) > 1 and len(np.unique(x[late])) > 1:
-        x, seconds = x[late], seconds[late]
-    return float((x[-1] - x[0]) / (seconds[-1] - seconds[0])) if len(x) > 1 and seconds[-1] > seconds[0] else math.nan
+    if not len(x):
+        return math.nan
+    for late in (x >= max(x[-1] / 3, begins(run)), x >= x[-1] / 3, x >= 0):
+        if late.sum() > 1 and seconds[late][-1] > seconds[late][0]:
+            return float((x[late][-1] - x[late][0]) / (seconds[late][-1] - seconds[late][0]))
+    whole = float(run.summary.get("seconds") or 0)
+    return float(run.summary["env_steps"]) / whole if whole else math.nan
 
 
 def frames_per_kj(run: RecordedRun) -> float:

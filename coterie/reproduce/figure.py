@@ -65,13 +65,32 @@ class Drawing:
 Draw = Callable[[Sequence[Result], Size], Drawing]
 
 
-@dataclass(frozen=True)
-class Unlike:
-    """What is not as in the paper where one of `envs` is used (empty: whatever is), and where it is not `full`."""
+Note = str | Callable[[Size], str]  # what is not as in the paper; of a size: empty where it is
 
-    text: str
-    envs: tuple[str, ...] = ()
-    but_full: bool = False
+
+def on(envs: Sequence[str], text: str) -> Note:
+    """Where one of these envs is used."""
+    return lambda size: text if set(envs) & set(size.envs) else ""
+
+
+def early(text: str, steps: int = 1_000_000) -> Note:
+    """In runs of fewer env steps."""
+    return lambda size: text if size.steps < steps else ""
+
+
+def fewer(points: str = "", largest: int = 0, **paper: int) -> Note:
+    """What there is less of than in the paper: of `steps`, `seeds`, `learners`, and of what the points count."""
+
+    def told(size: Size) -> str:
+        pairs = [(getattr(size, name), n, _COUNTED[name]) for name, n in paper.items()]
+        pairs += [(max(size.points), largest, points)] * bool(points)
+        less = [f"{ours:,} {name} instead of {theirs:,}" for ours, theirs, name in pairs if ours < theirs]
+        return f"{'; '.join(less)}." if less else ""
+
+    return told
+
+
+_COUNTED = {"steps": "env steps", "seeds": "runs of each", "learners": "learners"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +103,7 @@ class Figure:
     arms: Callable[[Size], list[Arm]]
     draw: Draw
     sizes: Mapping[str, Size]
-    scaled: Sequence[str | Unlike]  # what is not as in the paper
+    scaled: Sequence[Note]
     said: Sequence[tuple[str, str]] = ()  # what the paper states, where no table of the drawing has it
     timed: bool = False  # what is drawn depends on how fast it goes: one run at a time
     evaluate: int = 0  # games of a greedy evaluation of the best seed's best checkpoint; 0: none

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from coterie.report.charts import intervals
+from coterie.report.charts import Line, intervals, lines
 from coterie.report.runs import RecordedRun
 from coterie.report.sections import Table, final_return
 from coterie.reproduce.draw import average, curves, rate, spread, swept, together
-from coterie.reproduce.figure import MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size
+from coterie.reproduce.figure import MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size, fewer
 
 _LAB = "DeepMind Lab needs a build of its own; {} here (`--env dmlab/LEVEL` where it is installed)."
 _CORRECTIONS = {"vtrace": "V-trace", "one-step": "1-step importance sampling", "epsilon": "epsilon-correction",
@@ -30,6 +30,8 @@ _TABLE_1 = {
     "A3C, workers of one simulator": "6.5K / 9K (32 workers, 64 cores)",
     "A2C, synchronous steps": "9K / 5K (48 cores)",
     "A2C, synchronous steps, several learners": MISSING,
+    "A2C, synchronous trajectories": "16K / 17.5K (48 cores)",
+    "A2C, dynamic batching": "16K / 13K (48 actors, 1 GPU)",
     "IMPALA, actors on the same cores": "17K / 20.5K (48 actors)",
     "IMPALA, central inference (dynamic batching)": "21K / 24K (48 actors, 1 GPU)",
 }
@@ -44,6 +46,11 @@ def _throughput(size: Size) -> list[Arm]:
         Arm("A2C, synchronous steps", ("a2c", *env, *wide)),
         Arm("A2C, synchronous steps, several learners",
             ("a2c", *env, "--learners", str(size.learners), "--env.num-envs", str(n // size.learners))),
+        # Rollouts of 20 and the layout of the IMPALA beside it, waited for by all.
+        Arm("A2C, synchronous trajectories", ("a2c", *env, *wide, "--acting", "decoupled", "--decoupled.lockstep",
+                                              "True", "--algo.unroll-length", "20")),
+        Arm("A2C, dynamic batching", ("a2c", *env, *wide, "--acting", "central", "--central.lockstep", "True",
+                                      "--algo.unroll-length", "20")),
         Arm("IMPALA, actors on the same cores", ("impala", *env, *wide, "--decoupled.batch-size", "8")),
         Arm("IMPALA, central inference (dynamic batching)",
             ("seed-vtrace", *env, *wide, "--central.batch-size", "8", "--algo.unroll-length", "20")),
@@ -53,9 +60,9 @@ def _throughput(size: Size) -> list[Arm]:
 def _rates(results: Sequence[Result], size: Size) -> Drawing:
     rows, bars = [], []
     for result in results:
-        frames = [rate(run) * _frames(run) for run in result.runs]
+        frames = [v for run in result.runs if math.isfinite(v := rate(run) * _frames(run))]
         rows.append([result.arm.label, _TABLE_1.get(result.arm.label, MISSING), spread(frames)])
-        if math.isfinite(average(frames)):
+        if frames:
             bars.append((result.arm.label, average(frames), min(frames), max(frames)))
     charts = (
         [intervals("Frames per second", bars, "frames/s", "Bars: the slowest and the fastest run.")] if bars else []
@@ -125,9 +132,24 @@ def _multi_task(results: Sequence[Result], size: Size) -> Drawing:
         shared = [_of_task(run.lines, env) for run in whole.runs] if whole else []
         rows.append([env, spread(expert), spread(shared)])
     steps = "An expert has as many env steps of its game as the one agent has of all games together."
-    return Drawing(
-        curves(results, size).charts, [Table("Ours: final return", ["env", "expert", "one agent"], rows, steps)]
-    )
+    charts = [
+        lines(f"{env}: the expert and the one agent", found, "env steps, of all games together for the one agent",
+              "return, mean of the last 100 games")
+        for env in size.envs
+        if (found := _beside(results, env))
+    ]  # fmt: skip
+    return Drawing(charts, [Table("Ours: final return", ["env", "expert", "one agent"], rows, steps)])
+
+
+def _beside(results: Sequence[Result], env: str) -> list[Line]:
+    found = []
+    for result in results:
+        expert = result.arm.label == "experts"
+        for run in result.runs:
+            x, y = run.series(run.score if expert else f"return/{env}")
+            if len(x) and (run.env == env or not expert):
+                found.append(Line(f"{'expert' if expert else 'one agent'}, seed {run.seed}", x, y))
+    return found
 
 
 def _of_task(lines: Sequence[dict[str, float]], env: str) -> float:
@@ -140,7 +162,7 @@ _GAMES = ("Pong-v5", "Breakout-v5", "SpaceInvaders-v5")
 
 FIGURES = [
     Figure(
-        "impala-table1", "impala", "Table 1: frames per second of five ways to use one machine", _throughput, _rates,
+        "impala-table1", "impala", "Table 1: frames per second of seven ways to use one machine", _throughput, _rates,
         {
             "smoke": Size(2_000, _PIXELS, 1, (8,)),
             "small": Size(30_000, _PIXELS, 1, (16,)),
@@ -150,6 +172,13 @@ FIGURES = [
          "no LSTM, batches of 8, the smaller net.", "Rates are of this machine; what can be compared is their order "
          "and their ratios."],
         timed=True,
+        said=[
+            ("A2C, synchronous steps, 48 cores and 1 GPU", "13K / 5.5K frames/s"),
+            ("A3C on 200 cores of several machines", "46K / 50K frames/s"),
+            ("IMPALA, 150 cores and 1 GPU", "80K frames/s"),
+            ("IMPALA, optimised, 375 cores and 1 GPU", "200K frames/s"),
+            ("IMPALA, optimised, batches of 128, 500 cores and 1 GPU", "250K frames/s"),
+        ],
     ),
     Figure(
         "impala-table2", "impala", "Table 2: four corrections, with and without replay",
@@ -160,7 +189,7 @@ FIGURES = [
             "full": Size(10_000_000, (*_GAMES, "Qbert-v5", "Seaquest-v5"), 5, (10_000,)),
         },
         [_LAB.format("LunarLander-v3, or five Atari games, stand for its five tasks"),
-         "The presets' settings instead of the three best of 24."],
+         "The presets' settings instead of the three best of 24.", fewer("trajectories in the replay", 10_000)],
     ),
     Figure(
         "impala-e1", "impala", "Figure E.1: policy lag, with V-trace and without a correction", _lagged,
@@ -180,7 +209,7 @@ FIGURES = [
             "small": Size(40_000, _GAMES, 1, (6,)),
             "full": Size(200_000_000, _GAMES, 3, (48,)),
         },
-        ["Three Atari games with the full set of actions stand for DMLab-30 and Atari-57; no PBT.",
+        ["Two or three Atari games with the full set of actions stand for DMLab-30 and Atari-57; no PBT.",
          "Returns, not human-normalised scores; the a3c net and small batches, where the paper's numbers are of its "
          "deep net."],
         said=[

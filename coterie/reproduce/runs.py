@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
+from coterie.parallel.signals import hearing
 from coterie.report.command import save
 from coterie.report.runs import RecordedRun, read_run
-from coterie.reproduce.draw import order, rate
+from coterie.reproduce.draw import begins, order, rate
 from coterie.reproduce.figure import Arm, Figure, Result, Size
 from coterie.runs import checkpoint
 from coterie.runs.metrics import file_name
@@ -26,6 +28,11 @@ from coterie.sweep import Job, run_jobs
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 _TELL_S = 3600.0  # that `bench`, `plan` or `eval` may take at most
+_END_S = 10.0  # that they may take to end
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM came while a command was waited for."""
 
 
 @dataclass(frozen=True)
@@ -72,25 +79,46 @@ def run(plans: Sequence[Planned], at_once: int) -> int:
 
 
 def tell(words: Sequence[str], stem: Path) -> dict[str, Any]:
-    """What a command tells as JSON; asked once, and kept with the words. Raises `CoterieError` where it fails."""
-    path = _json(stem)
-    with suppress(OSError, ValueError):
-        kept = json.loads(path.read_text())
+    """What a command tells as JSON; asked once, and kept with the words. Raises `CoterieError` where it fails, and
+    `Stopped`.
+    """
+    if (kept := _kept(words, stem)) is not None:
+        return kept
+    stop, end = list[int](), time.monotonic() + _TELL_S
+    command = [sys.executable, "-m", "coterie", *words]
+    with (
+        hearing(stop.append),
+        subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True) as process,
+    ):
+        while True:
+            try:
+                out, err = process.communicate(timeout=0.2)
+                break
+            except subprocess.TimeoutExpired:
+                if not stop and time.monotonic() < end:
+                    continue
+                process.terminate()
+                try:
+                    process.communicate(timeout=_END_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                if stop:
+                    raise Stopped from None
+                raise CoterieError(f"coterie {' '.join(words)}: not done within {_TELL_S:.0f} s") from None
+    if process.returncode:
+        last = (err or out).strip().splitlines()[-1:] or ["no output"]
+        raise CoterieError(f"coterie {' '.join(words)}: {last[0]}")
+    found: dict[str, Any] = json.loads(out)
+    save(_json(stem), json.dumps({"words": list(words), "told": found}))
+    return found
+
+
+def _kept(words: Sequence[str], stem: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError, KeyError):
+        kept = json.loads(_json(stem).read_text())
         if kept["words"] == list(words):
             return dict(kept["told"])
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "coterie", *words], capture_output=True, text=True, timeout=_TELL_S, check=False,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise CoterieError(f"coterie {' '.join(words)}: not done within {_TELL_S:.0f} s") from None
-    if done.returncode:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
-        raise CoterieError(f"coterie {' '.join(words)}: {last[0]}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    save(path, json.dumps({"words": list(words), "told": found}))
-    return found
+    return None
 
 
 def gather(figure: Figure, plans: Sequence[Planned]) -> tuple[list[Result], list[str]]:
@@ -101,8 +129,9 @@ def gather(figure: Figure, plans: Sequence[Planned]) -> tuple[list[Result], list
     results = {id(arm): Result(arm) for arm in (p.arm for p in plans)}
     for plan in plans:
         result = results[id(plan.arm)]
-        if plan.arm.verb != "train" and _json(plan.job.folder).exists():
-            result.told.append(tell([plan.arm.verb, *plan.job.args, "--json"], plan.job.folder))
+        told = _kept([plan.arm.verb, *plan.job.args, "--json"], plan.job.folder) if plan.arm.verb != "train" else None
+        if told is not None:
+            result.told.append(told)
         elif plan.arm.verb == "train" and _there(plan.job):
             result.runs.append(read_run(plan.job.folder))
         else:
@@ -128,18 +157,21 @@ def _evaluated(runs: Sequence[RecordedRun], games: int) -> dict[str, Any] | None
     return None
 
 
-def estimate(figure: Figure, size: Size, plans: Sequence[Planned], probes: Path) -> float | None:
+def estimate(figure: Figure, size: Size, plans: Sequence[Planned], probes: Path) -> tuple[float, bool] | None:
     """Seconds that what is not done will take, from the rate of a short run of every arm on every env, which is made
     now where it is not there; starts and evaluations are not counted. Several at once are taken to share the machine:
-    they are no faster together. None where it was stopped meanwhile.
+    they are no faster together. With it, whether all of them had begun to train. None where it was stopped meanwhile.
+    Raises `CoterieError` where a short run failed.
     """
     if not any(p.arm.verb == "train" for p in plans):
-        return size.seconds * len(plans)
+        return size.seconds * len(plans), True
     short = replace(size, steps=figure.sizes["smoke"].steps, seeds=1)
     tries = planned(figure, short, "smoke", probes)
     if run_jobs([p.job for p in tries], 1) == EXIT_INTERRUPTED:
         return None
-    rates = {p.job.name.rpartition(", seed")[0]: rate(read_run(p.job.folder)) for p in tries if _there(p.job)}
+    probed = {p.job.name.rpartition(", seed")[0]: read_run(p.job.folder) for p in tries if _there(p.job)}
+    rates = {name: rate(one) for name, one in probed.items()}
+    trained = all(begins(one) < short.steps for one in probed.values())
     seconds = 0.0
     for plan in plans:
         speed = rates.get(plan.job.name.rpartition(", seed")[0], math.nan)
@@ -147,7 +179,7 @@ def estimate(figure: Figure, size: Size, plans: Sequence[Planned], probes: Path)
             raise CoterieError(f"{plan.job.name}: its short run told no rate: {probes}")
         done = read_run(plan.job.folder).lines[-1:] if _there(plan.job) else []
         seconds += max(0.0, size.steps - sum(line["env_steps"] for line in done)) / speed
-    return seconds
+    return seconds, trained
 
 
 def _there(job: Job) -> bool:

@@ -13,7 +13,7 @@ from coterie.report.runs import RecordedRun
 from coterie.report.sections import AXES, Table, final_return
 from coterie.report.stats import on_grid
 from coterie.reproduce.draw import Measure, average, curves, number, rate, swept, together
-from coterie.reproduce.figure import ATARI, MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size, Unlike
+from coterie.reproduce.figure import ATARI, MISSING, NOT_READ, Arm, Drawing, Figure, Result, Size, early, fewer, on
 from coterie.types import Array
 
 _ENV = ("--env", "{env}")
@@ -62,26 +62,30 @@ def _costs(size: Size) -> list[Arm]:
 
 
 def _dollars(results: Sequence[Result], size: Size) -> Drawing:
-    found: dict[str, list[tuple[float, float]]] = {"decoupled": [], "central": []}
+    names = {"decoupled": "IMPALA (decoupled)", "central": "SEED (central)"}
+    found: dict[tuple[str, str], dict[float, float]] = {}  # by env and acting: dollars by hosts
     rows = []
     for result in results:
         for told in result.told:
             for one in told["layouts"]:
-                layout = one["layout"]
-                if layout["exchange"] == "solo" and layout["acting"] in found:
-                    found[layout["acting"]].append((result.arm.x, one["dollars_per_billion_frames"]))
-                    rows.append([f"{result.arm.x:g}", layout["acting"], number(one["frames_per_s"]),
-                                 number(one["dollars_per_billion_frames"]), one["bottleneck"]])  # fmt: skip
-    names = {"decoupled": "IMPALA (decoupled)", "central": "SEED (central)"}
-    drawn = [Line(names[k], *map(np.array, zip(*sorted(v), strict=True))) for k, v in found.items() if v]
-    charts = [lines("Dollars per billion frames", drawn, "hosts of 4 cores", "dollars")] if drawn else []
-    pairs = zip(found["decoupled"], found["central"], strict=False)
-    ratios = [[f"{x:g}", number(central / decoupled)] for (x, decoupled), (_, central) in pairs]
-    head = ["hosts", "acting", "frames/s (simulated)", "dollars per 1e9 frames", "bottleneck"]
+                acting = one["layout"]["acting"]
+                if one["layout"]["exchange"] == "solo" and acting in names:
+                    env, dollars = told["env"], one["dollars_per_billion_frames"]
+                    found.setdefault((env, acting), {})[result.arm.x] = dollars
+                    rows.append([env, f"{result.arm.x:g}", acting, number(one["frames_per_s"]), number(dollars),
+                                 one["bottleneck"]])  # fmt: skip
+    charts, ratios = [], []
+    for env in dict.fromkeys(env for env, _ in found):
+        each = {acting: found.get((env, acting), {}) for acting in names}
+        drawn = [Line(names[k], np.array(sorted(v)), np.array([v[x] for x in sorted(v)])) for k, v in each.items() if v]
+        charts.append(lines(f"{env}: dollars per billion frames", drawn, "hosts of 4 cores", "dollars"))
+        both = sorted(set(each["decoupled"]) & set(each["central"]))
+        ratios += [[env, f"{x:g}", number(each["central"][x] / each["decoupled"][x])] for x in both]
+    head = ["env", "hosts", "acting", "frames/s (simulated)", "dollars per 1e9 frames", "bottleneck"]
     return Drawing(
         charts,
         [
-            Table("Ours, simulated: SEED's cost as a share of IMPALA's", ["hosts", "ratio"], ratios),
+            Table("Ours, simulated: SEED's cost as a share of IMPALA's", ["env", "hosts", "ratio"], ratios),
             Table("Ours, simulated", head, rows),
         ],
     )
@@ -202,8 +206,15 @@ def _one_game(runs: Sequence[RecordedRun], series: Callable[..., tuple[Array, Ar
 
 
 def _wide(size: Size) -> list[Arm]:
-    return [Arm("SEED, V-trace", ("seed-vtrace", *_ENV, "--env.num-envs", str(n), "--central.batch-size", str(n)), n)
-            for n in size.points]  # fmt: skip
+    """A grid: batches of `n` rollouts from `n` simulators and from more."""
+    return [
+        Arm(
+            f"batches of {n}", ("seed-vtrace", *_ENV, "--env.num-envs", str(many), "--central.batch-size", str(n)), many
+        )
+        for n in size.points
+        for many in size.points
+        if many >= n
+    ]
 
 
 FIGURES = [
@@ -245,12 +256,12 @@ FIGURES = [
         "seed-4", "seed", "Figure 4: final returns over hyperparameter settings, sorted", _settings, _sorted,
         {
             "smoke": Size(2_000, _CARTPOLE, 1, (2,)),
-            "small": Size(30_000, _CARTPOLE, 1, (8,)),
+            "small": Size(15_000, _CARTPOLE, 1, (24,)),
             "full": Size(50_000_000, ATARI[1:3], 1, (24,), 8),
         },
-        ["CartPole-v1 or Atari stand for DeepMind Lab.", "Learning rate from 1e-4 to 5e-3 and entropy bonus from 5e-5 "
-         "to 1e-2, log-uniform, the same draws for all, each with its preset's update rule and loss; the paper's "
-         "also vary the update rule's epsilon."],
+        ["CartPole-v1 or Atari stand for DeepMind Lab.", fewer("settings", 24),
+         "Learning rate from 1e-4 to 5e-3 and entropy bonus from 5e-5 to 1e-2, log-uniform, the same draws for all, "
+         "each with its preset's update rule and loss; the paper's also vary the update rule's epsilon."],
         said=[NOT_READ],
     ),
     Figure(
@@ -271,7 +282,8 @@ FIGURES = [
             "small": Size(20_000, ("gfootball/academy_empty_goal_close-v1",), 1, (8,)),
             "full": Size(500_000_000, ("gfootball/11_vs_11_hard_stochastic-v1",), 3, (64,)),
         },
-        [Unlike("An empty goal instead of the whole game.", but_full=True), "Small batches."], timed=True,
+        [on(("gfootball/academy_empty_goal_close-v1",), "An empty goal instead of the whole game."), "Small batches.",
+         fewer(steps=500_000_000)], timed=True,
         said=[("scoring reward, whole game", "0.46, and 4.76 at 4B frames")],
     ),
     Figure(
@@ -279,23 +291,24 @@ FIGURES = [
         _r2d2, together(_median_human, curves),
         {
             "smoke": Size(1_200, ("Pong-v5",), 1, (4,)),
-            "small": Size(15_000, ("Pong-v5", "Breakout-v5"), 1, (16,)),
+            "small": Size(20_000, ("Pong-v5", "Breakout-v5"), 1, (8,)),
             "full": Size(200_000_000, ATARI, 3, (256,)),
         },
-        ["Six games of 57; 200M env steps instead of 10e9.", Unlike("Sequences of 16 after 8, trained early.",
-         but_full=True), "Returns are those of training games, with epsilons of 0.4 and less."],
+        ["Six games of 57 at most; env steps of four frames are counted, not frames.", fewer(steps=10_000_000_000),
+         early("Sequences of 16 after 8, trained early."), "Returns are those of training games, with "
+         "epsilons of 0.4 and less."],
         timed=True,
         said=[("median over 57 games", "1880% in 1.8 days, 3.1 times as fast as R2D2")],
     ),
     Figure(
         "seed-batch", "seed", "More actors and larger batches cost sample efficiency", _wide,
-        together(swept(final_return, "final return", "simulators and batch size", "final return"), curves),
+        together(swept(final_return, "final return", "simulators", "final return"), curves),
         {
             "smoke": Size(4_000, _CARTPOLE, 1, (8, 16)),
             "small": Size(80_000, _CARTPOLE, 1, (8, 32, 128)),
             "full": Size(20_000_000, _BREAKOUT, 3, (32, 128, 512, 2048)),
         },
-        ["The paper says so of 440,000 frames/s on Atari (in words).", "As many rollouts in a batch as simulators."],
+        ["The paper says so of 440,000 frames/s on Atari (in words); the grid is ours."],
         said=[("440,000 frames/s on Atari", "cost sample efficiency (in words)")],
     ),
 ]  # fmt: skip

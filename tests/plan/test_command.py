@@ -49,6 +49,7 @@ def test_json_and_a_seed_give_the_same_twice(given, capsys):
     assert outs[0] == outs[1]
     told = json.loads(outs[0])
     assert len(told["layouts"]) == len(ACTING) * len(EXCHANGES)
+    assert told["env"] == "CartPole-v1"
     assert {"frames_per_s", "lag_mean", "lag_max", "busy", "bottleneck", "dollars_per_billion_frames"} <= set(
         told["layouts"][0]
     )

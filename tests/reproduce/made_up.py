@@ -62,7 +62,7 @@ def told(arm: Arm, env: str) -> dict[str, Any]:
         }
         for acting, price in (("decoupled", 80.0), ("central", 20.0), ("inline", 50.0))
     ]  # fmt: skip
-    return {"layouts": layouts}
+    return {"env": env, "layouts": layouts}
 
 
 def cells(tables: Sequence[Any]) -> str:

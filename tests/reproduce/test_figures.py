@@ -13,7 +13,7 @@ from coterie.reproduce.catalogue import FIGURES
 from coterie.reproduce.command import scaled
 from coterie.reproduce.draw import rate
 from coterie.reproduce.figure import MISSING, PAPERS
-from coterie.reproduce.runs import planned
+from coterie.reproduce.runs import planned, sized
 from tests.reproduce.made_up import cells, results
 from tests.reproduce.made_up import run as made_up
 
@@ -21,7 +21,8 @@ OTHER = {
     "consensus__distance": 1.0, "consensus__bound": 4.0, "cosine__0-1": 0.25, "cosine__peers": 0.3,
     "cosine__others": 0.1, "latency__p50_ms": 1.5, "latency__p99_ms": 9.0, "cosine__half": 0.8,
     "eval__return": 90.0, "eval__secondary_return": 45.0, "return__Pong-v5": 7.0, "return__Breakout-v5": 8.0,
-    **{f"norm__{kind}__torso.{i}.weight": 2.0 for kind in ("weights", "gradient", "step") for i in range(3)},
+    **{f"norm__{kind}__{layer}.weight": 2.0 for kind in ("weights", "gradient", "step")
+       for layer in ("q.advantage", "q.value.10", "torso.layers.0.conv", "torso.layers.2", "torso.layers.11")},
 }  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def test_every_figure_draws_what_it_is_given(name):
     figure = FIGURES[name]
     drawn = figure.draw(results(figure, figure.sizes["smoke"], **OTHER), figure.sizes["smoke"])
     assert drawn.charts or drawn.tables
-    assert bool(figure.said) != ("paper" in cells(drawn.tables))  # what the paper states is there, once
+    assert figure.said or "paper" in cells(drawn.tables)  # what the paper states is there
     assert not [c.title for c in drawn.charts if not c.rows]
     assert all(len(row) == len(table.head) for table in drawn.tables for row in table.rows)
     assert all(isinstance(cell, str) for table in drawn.tables for row in table.rows for cell in row)
@@ -173,16 +174,17 @@ def test_dollars_of_both_layouts():
 def test_cost_is_a_share_of_impalas():
     figure, size = FIGURES["seed-cost"], FIGURES["seed-cost"].sizes["small"]
     ratios = figure.draw(results(figure, size), size).tables[0]
-    assert ratios.rows == [["1", "0.25"], ["4", "0.25"], ["16", "0.25"]]
+    assert [row[1:] for row in ratios.rows] == [["1", "0.25"], ["4", "0.25"], ["16", "0.25"]]
 
 
 def test_what_is_not_as_in_the_paper_depends_on_the_size():
     figure = FIGURES["gala-table1"]
     small, full = (" ".join(scaled(figure, figure.sizes[name])) for name in ("small", "full"))
     assert "CartPole-v1 stands for" in small
-    assert "Fewer env steps and seeds" in small
+    assert "60,000 env steps instead of 40,000,000; 3 runs of each instead of 10" in small
+    assert "32 simulators instead of 64" in small
     assert "stands for" not in full
-    assert "Fewer" not in full
+    assert "instead of" not in full
 
 
 def test_a_rate_leaves_the_start_out_and_waits_count():
@@ -199,9 +201,9 @@ def test_settings_are_the_same_for_all_and_sorted():
     arms = figure.arms(size)
     drawn = {arm.label: [a.args[-4:] for a in arms if a.label == arm.label] for arm in arms}
     assert len({str(settings) for settings in drawn.values()}) == 1
-    assert len({str(s) for s in drawn["SEED"]}) == 8
-    chart = figure.draw(results(figure, size, lambda arm, env, seed: (arm.x * 5) % 8), size).charts[0]
-    assert [y for label, _, y, *_ in chart.rows if label == "A2C"] == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert len({str(s) for s in drawn["SEED"]}) == 24
+    chart = figure.draw(results(figure, size, lambda arm, env, seed: (arm.x * 5) % 24), size).charts[0]
+    assert [y for label, _, y, *_ in chart.rows if label == "A2C"] == [*range(23, -1, -1)]
 
 
 def test_median_over_games_is_of_normalised_scores():
@@ -218,6 +220,44 @@ def test_saturation_is_the_mean_cosine():
     drawn = figure.draw(results(figure, size, cosine__half=0.75), size)
     assert all(y == pytest.approx(0.75) for _, _, y, *_ in drawn.charts[0].rows)
     assert f"{1 / math.sqrt(2):.4f}" in dict(figure.said)["noise alone"]
+
+
+def test_norms_are_of_the_torsos_first_and_last_layer():
+    figure, size = FIGURES["accel-8"], FIGURES["accel-8"].sizes["smoke"]
+    titles = {chart.title.partition(":")[0] for chart in figure.draw(results(figure, size, **OTHER), size).charts}
+    assert titles == {"torso.layers.0.conv.weight", "torso.layers.11.weight"}
+
+
+def test_the_paper_is_asked_for_the_methods_row_whatever_the_learners():
+    figure, size = FIGURES["accel-table1"], FIGURES["accel-table1"].sizes["small"]
+    rows = figure.draw(results(figure, size), size).tables[0].rows
+    assert [row[1] for row in rows if row[0] == "APPO, 2 x 8"] == ["8.8 / 1.2 (8 x 8)"]
+    batches = {arm.label: config_of(list(planned(figure, size, "small", Path("x"))[i].job.args)).q.batch_size
+               for i, arm in enumerate(figure.arms(size))}  # fmt: skip
+    assert batches["DQN, batch 32"] == batches["C51, batch 32"] == 32
+    assert batches["DQN, batch 512"] == batches["e-Rainbow, batch 512"] == 512
+    assert batches["C51, batch 2048"] == 2048
+
+
+def test_a_size_of_ones_own_is_told_by_what_it_is():
+    figure = FIGURES["gala-1"]
+    own = " ".join(scaled(figure, replace(figure.sizes["full"], envs=("Pong-v5",), seeds=3)))
+    assert "3 runs of each instead of 10" in own
+    assert "simulators instead" not in own
+    assert "env steps instead" not in own
+    value = FIGURES["accel-3"]
+    assert "explores for a fifth" in " ".join(scaled(value, value.sizes["small"]))
+    assert "explores for a fifth" not in " ".join(scaled(value, sized(value, "2000000")))
+
+
+def test_a_rate_is_of_what_trains_and_of_one_line_by_the_summary():
+    one = made_up(FIGURES["accel-3"].arms(FIGURES["accel-3"].sizes["smoke"])[0])
+    one.config.update({"algorithm": "dqn", "q.learn_start": 1000})
+    one.lines[:] = [{"env_steps": n, "seconds": s} for n, s in [(500, 1), (1000, 2), (1100, 4), (1200, 6)]]
+    assert rate(one) == pytest.approx(50)
+    one.lines[:] = one.lines[-1:]
+    one.summary.update({"env_steps": 1200, "seconds": 6.0})
+    assert rate(one) == pytest.approx(200)
 
 
 def test_use_of_the_cores_is_a_mean_over_time():
