@@ -6,9 +6,9 @@ python benchmarks/figures.py [FOLDER]     (runs/reproduce)
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -25,42 +25,49 @@ paper found.
 """
 
 
-def cost(budget: Path) -> tuple[float, float]:
-    """Env steps and seconds of all runs; of what is only measured, when that was."""
-    steps = seconds = 0.0
-    for summary in budget.glob("runs/*/summary.json"):
-        told = json.loads(summary.read_text())
-        steps, seconds = steps + told["env_steps"], seconds + told["seconds"]
-    return (steps, seconds) if steps else (0.0, (budget / "tables.md").stat().st_mtime)
+def cost(budget: Path) -> tuple[int, float, float]:
+    """How much was done, to be compared: env steps of all runs, or of what is only measured its smallest seconds and
+    the number of measurements; and the seconds of all runs.
+    """
+    told = [json.loads(path.read_text()) for path in budget.glob("runs/*/summary.json")]
+    steps, seconds = sum(one["env_steps"] for one in told), sum(one["seconds"] for one in told)
+    return steps, float(("smoke", "small", "full").index(budget.name)) if not steps else 0.0, seconds
+
+
+def section(name: str, budget: Path) -> str:
+    title, command, *rest = (budget / "tables.md").read_text().split("\n\n")
+    steps, _, seconds = cost(budget)
+    took = f"{date.fromtimestamp((budget / 'tables.md').stat().st_mtime)}"
+    if steps:
+        took += f"; {steps:,} env steps in all; {timedelta(seconds=round(seconds))} of training"
+    line, told = command.split(": ", 1)
+    body = "\n\n".join([f"`{line}`: {told} {took}.", *rest]).rstrip()
+    return f"## {name}: {title.removeprefix('## ')}\n\n{body}\n"
 
 
 def main() -> None:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/reproduce")
-    page = DOCS / "figures.md"
-    known = dict(re.findall(r"^(## ([\w-]+): .*?)(?=^## |\Z)", page.read_text(), re.M | re.S)) if page.exists() else {}
-    sections = {name: text for text, name in known.items()}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/reproduce"))
+    root = parser.parse_args().folder
+    page, results = DOCS / "figures.md", DOCS / "results.md"
+    written = re.findall(r"^(## ([\w-]+): .*?)(?=^## |\Z)", page.read_text(), re.M | re.S) if page.exists() else []
+    sections = {name: text.rstrip() + "\n" for text, name in written}
     for name in FIGURES:
         budgets = [path.parent for path in root.glob(f"{name}/*/tables.md")]
         if budgets:
             largest = max(budgets, key=cost)
-            steps, seconds = cost(largest)
-            title, command, *rest = (largest / "tables.md").read_text().split("\n\n")
-            took = f"{date.today()}"
-            if steps:
-                took += f"; {steps:,.0f} env steps in all, {timedelta(seconds=round(seconds))} of training"
-            line, told = command.split(": ", 1)
-            body = "\n\n".join([f"`{line}`: {told} {took}.", *rest]).rstrip()
-            sections[name] = f"## {name}: {title.removeprefix('## ')}\n\n{body}\n\n"
-    page.write_text(HEAD + "\n" + "\n".join(sections[name].rstrip() + "\n" for name in FIGURES if name in sections))
+            known = re.search(r"; ([\d,]+) env steps in all", sections.get(name, ""))
+            if not known or int(known[1].replace(",", "")) <= cost(largest)[0]:
+                sections[name] = section(name, largest)
+    page.write_text(HEAD + "\n" + "\n".join(sections[name] for name in FIGURES if name in sections))
     rows = ["| figure | the largest budget so far | of training |", "|---|---|---|"]
     for name in FIGURES:
         text = sections.get(name, "")
-        command, took = re.search(r"`(coterie reproduce .*?)`", text), re.search(r"([\d:]+) of training", text)
+        command, took = re.search(r"`(coterie reproduce .*?)`", text), re.search(r"in all; ([^;]+) of training", text)
         rows.append(f"| {name} | {command[0] if command else 'none'} | {took[1] if took else ''} |")
-    results = DOCS / "results.md"
+    table = "\n".join(rows)
     marks = r"(<!-- figures -->\n).*?(<!-- end of figures -->)"
-    text = "\n".join(rows)
-    results.write_text(re.sub(marks, lambda m: f"{m[1]}{text}\n{m[2]}", results.read_text(), flags=re.S))
+    results.write_text(re.sub(marks, lambda m: f"{m[1]}{table}\n{m[2]}", results.read_text(), flags=re.S))
 
 
 if __name__ == "__main__":

@@ -39,13 +39,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def _takes(command: Callable[[list[str]], int]) -> list[argparse.ArgumentParser]:
-    """The command's parser, where it has one."""
+    """The command's parser."""
     try:
         command([_ASK])
     except _Described as found:
         return [found.args[0]]
-    except ConfigError:  # its options are the config's alone
-        pass
     return []
 
 

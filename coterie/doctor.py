@@ -21,6 +21,7 @@ _EXTRAS = {
     "wandb": "--log.wandb",
     "plots": "report, compare, dashboard, reproduce",
     "ray": "--launch ray",
+    "gpu": "energy and use of NVIDIA GPUs",
     "export": "export",
 }
 
@@ -36,7 +37,7 @@ def report() -> tuple[list[str], bool]:
         found = version(name)
         lines.append(f"ok       {name} {found}" if found else f"MISSING  {name}: pip install coterie again")
         healthy &= found is not None
-    for extra, what in _EXTRAS.items():
+    for extra, what in _EXTRAS.items() if packages else ():
         missing = [name for name in packages.get(extra, []) if version(name) is None]
         lines.append(
             f"optional {what}: pip install 'coterie[{extra}]' (for {', '.join(missing)})"

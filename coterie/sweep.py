@@ -86,7 +86,7 @@ def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: S
     base = config.out or time.strftime(f"runs/{config.preset}-{file_name(config.env.id)}-%m%d-%H%M%S")
     jobs = []
     for point in grid:
-        words = "".join(f"-{name.rpartition('.')[2]}-{file_name(value)}" for name, value in point.items())
+        words = "".join("-" + file_name(f"{name.rpartition('.')[2]}-{value}") for name, value in point.items())
         options = [word for name, value in point.items() for word in (f"--{name}", value)]
         for seed in seeds:
             name = ", ".join([*(f"{k} {v}" for k, v in point.items()), f"seed {seed}"])

@@ -53,6 +53,12 @@ def test_a_grid_is_every_combination(tmp_path):
         parse_grid(["optim.lr=1", "optim.lr=2"])
 
 
+def test_a_value_below_nothing_has_a_folder_of_its_own():
+    config = Config(preset="gala-ppo", out="x")
+    jobs = plan_runs(["gala-ppo"], config, [0], parse_grid(["gossip.tau=-1,1"]))
+    assert [job.folder.name for job in jobs] == ["x-tau--1-seed0", "x-tau-1-seed0"]
+
+
 def test_each_runs_on_cores_of_its_own(tmp_path, monkeypatch):
     given: dict[int, list[int]] = {}
     really = os.sched_setaffinity

@@ -36,7 +36,7 @@ class Energy:
                 self._last[package] = int((package / "energy_uj").read_text())
         if not self._last:
             self.reason = (
-                f"{root} has no energy counter (a virtual machine, or no RAPL)"
+                f"{root} has no energy counter (a virtual machine, or no RAPL), and NVML tells of no GPU"
                 if not self._packages
                 else f"{self._packages[0]}/energy_uj cannot be read: it needs root"
             )
@@ -55,9 +55,10 @@ class Energy:
                 self._joules += (now - before + wrap) / 1e6
                 self._last[package] = now
         for i, (handle, before_mj) in enumerate(self._gpus):
-            now_mj = self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-            self._joules += (now_mj - before_mj) / 1e3
-            self._gpus[i] = (handle, now_mj)
+            with suppress(Exception):  # a GPU that was lost
+                now_mj = self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+                self._joules += (now_mj - before_mj) / 1e3
+                self._gpus[i] = (handle, now_mj)
         return self._joules
 
 

@@ -14,12 +14,13 @@ import torch
 from coterie.parallel.affinity import available_cores
 from coterie.versions import needed, version
 
+_LEAST = ["torch", "numpy", "envpool", "gymnasium"]  # of sources that nobody installed
 _ENTRIES = ("cli.py", "__main__.py")  # of `python -m coterie`
 
 
 def describe() -> dict[str, Any]:
     """Versions, processor, cores, GPUs, and the command line of this process."""
-    packages = ["coterie", *needed().get("", []), "ray", "ale-py"]
+    packages = ["coterie", *needed().get("", _LEAST), "ray", "ale-py"]
     versions = {name: found for name in packages if (found := version(name))}
     name = Path(sys.argv[0]).name
     return {
