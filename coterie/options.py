@@ -9,7 +9,7 @@ from coterie.types import ConfigError
 
 
 def config_of(args: list[str]) -> Config:
-    """The preset for the env that was named, with every other option applied."""
+    """The preset for the env that was named, with every other option applied. Raises `ConfigError`."""
     from coterie import presets
     from coterie.runs.config_io import cli_help, load_config, parse_cli, validate
 

@@ -44,7 +44,7 @@ class Job:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """`3..5` or `0,2,7`."""
+    """`3..5` or `0,2,7`. Raises `ConfigError`."""
     if match := re.fullmatch(r"(\d+)\.\.(\d+)", text):
         first, last = int(match[1]), int(match[2])
         if first <= last:
@@ -57,13 +57,14 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse_jobs(text: str | None) -> int:
+    """1 without a text. Raises `ConfigError`."""
     if text is not None and not re.fullmatch(r"[1-9]\d*", text):
         raise ConfigError(f"--jobs: {text!r} is not a positive number")
     return int(text or 1)
 
 
 def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
-    """`optim.lr=1e-3,3e-4` and the like: every combination, the last axis fastest."""
+    """`optim.lr=1e-3,3e-4` and the like: every combination, the last axis fastest. Raises `ConfigError`."""
     names, values = [], []
     for axis in axes:
         name, _, rest = axis.partition("=")
@@ -82,7 +83,7 @@ def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
 
 
 def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: Sequence[dict[str, str]]) -> list[Job]:
-    """A run for each point of the grid and each seed; its folder's name tells which it is."""
+    """A run for each point of the grid and each seed; its folder's name tells which it is. Raises `ConfigError`."""
     base = config.out or time.strftime(f"runs/{config.preset}-{file_name(config.env.id)}-%m%d-%H%M%S")
     jobs = []
     for point in grid:
@@ -100,7 +101,9 @@ def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: S
 
 
 def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
-    """Run them; returns the worst exit code. A line for each run that ends, and now and then one about all."""
+    """Run them; returns the worst exit code. A line for each run that ends, and now and then one about all.
+    Raises `ConfigError` where another process runs one of them.
+    """
     todo = []
     for job in jobs:
         if _same(job) and complete(job.folder):

@@ -13,7 +13,7 @@ from coterie.types import ConfigError, CoterieError
 
 
 def report(args: list[str], parser: ArgumentParser) -> int:
-    """Write a run's page."""
+    """Write a run's page. Raises `CoterieError`, as the others here do."""
     parser.add_argument("run")
     parser.add_argument("--out", default="", help="FILE.html; default: RUN/report.html")
     parser.add_argument("--video", action="store_true", help="record a game first (coterie watch)")

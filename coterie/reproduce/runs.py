@@ -191,7 +191,7 @@ def _json(stem: Path) -> Path:
 
 
 def sized(figure: Figure, budget: str) -> Size:
-    """`budget`: smoke, small, full, or env steps of each run, then with small's other sizes."""
+    """`budget`: smoke, small, full, or env steps of each run, then with small's other sizes. Raises `ConfigError`."""
     if budget in figure.sizes:
         return figure.sizes[budget]
     if re.fullmatch(r"[1-9]\d*", budget):

@@ -97,7 +97,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any]) -> Config:
-    """A Config from `to_dict`'s JSON; missing fields keep their defaults."""
+    """A Config from `to_dict`'s JSON; missing fields keep their defaults. Raises `ConfigError`."""
     return cast(Config, _build(Config, data, ""))
 
 
@@ -124,6 +124,7 @@ def save_config(path: Path, config: Config) -> None:
 
 
 def load_config(path: Path) -> Config:
+    """A run's config.json. Raises `ConfigError`."""
     try:
         return from_dict(json.loads(path.read_text()))
     except ConfigError as error:
@@ -137,7 +138,7 @@ def replace(config: Config, overrides: dict[str, Any]) -> Config:
     """`config` with fields replaced, types checked: `{"env.id": "Pong-v5", "optim": Optim(), "learners": 2}`.
 
     `env` with a text means `env.id`, `exchange` (and so on) with `package.module:callable` means `own.exchange`. Values
-    that contradict each other are `validate`'s.
+    that contradict each other are `validate`'s. Raises `ConfigError`.
     """
     data = to_dict(config)
     for given, value in overrides.items():
@@ -161,7 +162,7 @@ def parse_cli(default: Config, args: list[str]) -> Config:
     """Apply command-line options to `default`: `--a.b-c V`, `--a.b_c V`, `--a.b=V`, lists as `--a.b V V V`.
 
     Booleans take True or False; `--env ID` is `--env.id ID`, `--exchange package.module:callable` (and so on) is
-    `--own.exchange`; integers may be written 1e6.
+    `--own.exchange`; integers may be written 1e6. Raises `ConfigError`.
     """
     changes = {}
     for name, texts in _options(args).items():
@@ -282,7 +283,7 @@ def get(config: Config, name: str) -> Any:
 
 
 def validate(config: Config) -> Config:
-    """`config` with each field as its type, whoever made it; values that cannot work are refused."""
+    """`config` with each field as its type, whoever made it; values that cannot work are refused: `ConfigError`."""
     config = from_dict(to_dict(config))
     for name, kind in _TYPES.items():
         value = get(config, name)
