@@ -93,18 +93,8 @@ class Fleet:
                 told = False
                 while any(site.code is None for site in self.sites):
                     if self.signal is not None:
-                        if not told:
-                            told = True
-                            self.say(
-                                f"{self.signal.name}: a checkpoint of every site, then the end (again: stop at once)"
-                            )
-                            for site in self.sites:
-                                site.handle.stop.remote()
-                        for site in self.sites:
-                            if (
-                                site.code is None and site.what != "news"
-                            ):  # it is not at work: its last checkpoint has to do
-                                site.code = EXIT_INTERRUPTED
+                        self._pass_on(self.signal, told)
+                        told = True
                     self._poll([*self.sites, *self.lenders])
                     self.store()
                 self._dismiss()
@@ -115,6 +105,16 @@ class Fleet:
         if self.signal is not None and any(site.code != 0 for site in self.sites):
             return "interrupted", self.signal.name
         return "finished", ""
+
+    def _pass_on(self, asked: signal.Signals, told: bool) -> None:
+        """The end, to all sites that are at work."""
+        if not told:
+            self.say(f"{asked.name}: a checkpoint of every site, then the end (again: stop at once)")
+            for site in self.sites:
+                site.handle.stop.remote()
+        for site in self.sites:
+            if site.code is None and site.what != "news":  # it is not at work: its last checkpoint has to do
+                site.code = EXIT_INTERRUPTED
 
     def store(self, last: bool = False) -> None:
         """Bring `ray.storage` up to date."""
