@@ -83,7 +83,8 @@ def fewer(points: str = "", largest: int = 0, **paper: int) -> Note:
 
     def told(size: Size) -> str:
         pairs = [(getattr(size, name), n, _COUNTED[name]) for name, n in paper.items()]
-        pairs += [(max(size.points), largest, points)] * bool(points)
+        if points:
+            pairs.append((max(size.points), largest, points))
         less = [f"{ours:,} {name} instead of {theirs:,}" for ours, theirs, name in pairs if ours < theirs]
         return f"{'; '.join(less)}." if less else ""
 
