@@ -175,7 +175,7 @@ FIGURES = [
             "small": Size(20_000, _CARTPOLE, 2, (40, 160, 640)),
             "full": Size(5_000_000, _BREAKOUT, 2, (32, 128, 512, 2048)),
         },
-        [SMALL_ENV, EARLY],
+        [SMALL_ENV, EARLY, "C51 and A2C on one game; the paper's own choice is not available here."],
         said=[("noise alone", "1 / sqrt 2 = 0.7071"), NOT_READ],
     ),
 ]  # fmt: skip
