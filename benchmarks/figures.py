@@ -1,5 +1,5 @@
-"""Keep what `coterie reproduce` found: docs/figures.md has the tables of each figure's largest budget so far, and
-docs/results.md the list of the commands.
+"""Keep what `coterie reproduce` found: docs/figures.md has the tables and the first picture of each figure's largest
+budget so far, and docs/results.md the list of the commands.
 
 python benchmarks/figures.py [FOLDER]     (runs/reproduce)
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -41,7 +42,12 @@ def section(name: str, budget: Path) -> str:
     if steps:
         took += f"; {steps:,} env steps in all; {timedelta(seconds=round(seconds))} of training"
     line, told = command.split(": ", 1)
-    body = "\n\n".join([f"`{line}`: {told} {took}.", *rest]).rstrip()
+    pictures = []
+    if (budget / "1.svg").exists():  # the others are on the figure's own page
+        (DOCS / "figures").mkdir(exist_ok=True)
+        shutil.copyfile(budget / "1.svg", DOCS / "figures" / f"{name}.svg")
+        pictures.append(f"![](figures/{name}.svg)")
+    body = "\n\n".join([f"`{line}`: {told} {took}.", *rest, *pictures]).rstrip()
     return f"## {name}: {title.removeprefix('## ')}\n\n{body}\n"
 
 
@@ -63,7 +69,7 @@ def main() -> None:
     rows = ["| figure | the largest budget so far | of training |", "|---|---|---|"]
     for name in FIGURES:
         text = sections.get(name, "")
-        command, took = re.search(r"`(coterie reproduce .*?)`", text), re.search(r"in all; ([^;]+) of training", text)
+        command, took = re.search(r"`(coterie reproduce .*?)`", text), re.search(r"in all; ([^;]*?) of training", text)
         rows.append(f"| {name} | {command[0] if command else 'none'} | {took[1] if took else ''} |")
     table = "\n".join(rows)
     marks = r"(<!-- figures -->\n).*?(<!-- end of figures -->)"
