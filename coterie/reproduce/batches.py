@@ -17,6 +17,7 @@ SMALL_ENV = on(_CARTPOLE, "CartPole-v1 stands for Atari.")
 EARLY = early(
     "Value learning explores for a fifth of the run, begins to train after a twentieth and keeps little in its replay."
 )
+_ONE_RATE = on(_CARTPOLE, "One learning rate and one epsilon of Adam's for all batch sizes, the preset's.")
 TRAINING_GAMES = "Returns are those of training games, where the paper plays evaluation games."
 
 
@@ -142,7 +143,7 @@ FIGURES = [
             "full": Size(50_000_000, ATARI, 2, (32, 512, 2048)),
         },
         [SMALL_ENV, EARLY, TRAINING_GAMES, fewer("samples in a batch", 2048, steps=50_000_000),
-         on(_CARTPOLE, "One learning rate and one epsilon of Adam's for all batch sizes, the preset's.")],
+         _ONE_RATE],
         said=[("scores of small and large batches", "Table 1: `coterie reproduce accel-table1`"), NOT_READ],
     ),
     Figure(
@@ -164,7 +165,7 @@ FIGURES = [
             "full": Size(50_000_000, _QBERT, 1, (32, 2048)),
         },
         [SMALL_ENV, EARLY, fewer("samples in a batch", 2048, steps=50_000_000),
-         on(_CARTPOLE, "One learning rate and one epsilon of Adam's for all batch sizes, the preset's."),
+         _ONE_RATE,
          "RMSProp with a learning rate of 2.5e-4 and Adam's epsilon; the paper's for C51 are not available here."],
         said=[NOT_READ],
     ),

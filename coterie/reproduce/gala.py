@@ -147,9 +147,11 @@ def _evaluated(results: Sequence[Result], size: Size) -> Drawing:
 
 
 def _watts(run: RecordedRun) -> float:
-    told = run.summary.get("energy") or {}
-    seconds = float(run.summary.get("seconds") or 0)
-    return float(told["joules"]) / seconds if told.get("joules") is not None and seconds else math.nan
+    """Over all lives of a run: its joules begin anew with each."""
+    seconds, joules = run.series("joules", "seconds")
+    used, took = np.diff(joules), np.diff(seconds)
+    same = (used >= 0) & (took > 0)
+    return float(used[same].sum() / took[same].sum()) if same.any() else math.nan
 
 
 def _unread(results: Sequence[Result], size: Size) -> Drawing:

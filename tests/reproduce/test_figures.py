@@ -261,6 +261,17 @@ def test_a_rate_is_of_what_trains_and_of_one_line_by_the_summary():
     assert rate(one) == pytest.approx(200)
 
 
+def test_power_is_over_all_lives_of_a_run():
+    figure, size = FIGURES["gala-3"], FIGURES["gala-3"].sizes["smoke"]
+    runs = results(figure, size)
+    for result in runs:
+        for run in result.runs:
+            told = [(1, 100.0), (3, 200.0), (4, 10.0), (6, 110.0)]  # resumed after the second
+            run.lines[:] = [{"env_steps": n, "seconds": n, "joules": j} for n, j in told]
+    power = next(chart for chart in figure.draw(runs, size).charts if chart.title.endswith(": power"))
+    assert {y for _, _, y, *_ in power.rows} == {50.0}
+
+
 def test_use_of_the_cores_is_a_mean_over_time():
     figure, size = FIGURES["gala-3"], FIGURES["gala-3"].sizes["smoke"]
     drawn = figure.draw(results(figure, size, busy__cpu=0.25), size)
