@@ -26,7 +26,7 @@ from coterie.learner import Gradients, LearnSettings, autocast
 from coterie.learner import learn as train
 from coterie.matrix import VALUE, check, first_rows
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.processes import Child, Post, listen
+from coterie.parallel.processes import Child, Post, found_by
 from coterie.parallel.threads import Team
 from coterie.parts import Links
 from coterie.roles import Learner
@@ -166,29 +166,20 @@ def bench_process(post: Post, config: Config, links: Links, seconds: float) -> N
 
 
 def _measure_children(config: Config, seconds: float) -> list[dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
     crew = Placement(config, make_spec(config.env, config.atari))
+    learners, actors = list[Child](), list[Child]()
     try:
-        children = [
-            Child(f"coterie-bench-{rank}", crew.places[rank].cores, bench_process, (config, crew.links(rank), seconds))
-            for rank in range(crew.learners)
-        ]
+        for rank in range(crew.learners):
+            args = (config, crew.links(rank), seconds)
+            learners.append(Child(f"coterie-bench-{rank}", crew.places[rank].cores, bench_process, args))
         for row in range(crew.learners, crew.learners + crew.actors):
             links, number, cores = crew.actor(row)
-            children.append(Child(f"coterie-bench-{row}", cores, actor_process, (config, 0, links, number, row)))
-        try:
-            while len(found) < crew.learners:
-                for child, kind, content in listen([c for i, c in enumerate(children) if i not in found], 0.5):
-                    if kind == "found":
-                        found[children.index(child)] = content
-                    elif kind != "acted":
-                        raise CoterieError(f"{child.name}: {content if kind == 'end' else content[0]}")
-        finally:
-            for child in children:
-                child.kill()
+            actors.append(Child(f"coterie-bench-{row}", cores, actor_process, (config, 0, links, number, row)))
+        return found_by(learners, actors)
     finally:
+        for child in (*learners, *actors):
+            child.kill()
         crew.close()
-    return [found[rank] for rank in sorted(found)]
 
 
 class Training:
@@ -200,6 +191,7 @@ class Training:
         self.source = learner.acting.rollouts(self._refresh)
         self.steps, self.begin, self.end = 0, 0.0, 0.0
         self.made = 0  # rollouts to come that were acted before the turn
+        self.ends: list[float] = []  # of the turn's rollouts, after its beginning
 
     def rest(self) -> None:
         """Wait until nobody acts: actors have filled all that they may."""
@@ -214,7 +206,7 @@ class Training:
 
     def turn(self, seconds: float, learn: bool = True) -> float:
         self.begin, self.steps = time.perf_counter(), 0
-        self.seconds, self.end = seconds, self.begin + seconds
+        self.seconds, self.end, self.ends = seconds, self.begin + seconds, [self.begin]
         learner = self.learner
         if learn:
             learner.exchange.agree(False, False)
@@ -240,10 +232,11 @@ class Training:
     def _count(self, rollout: Rollout) -> None:
         """The turn begins anew once what was acted before it is used up."""
         self.steps += int(rollout.mask.sum())
+        self.ends.append(time.perf_counter())
         if self.made:
             self.made -= 1
             self.begin, self.steps = time.perf_counter(), 0
-            self.end = self.begin + self.seconds
+            self.end, self.ends = self.begin + self.seconds, [self.begin]
 
     def _over(self, rollout: Rollout) -> bool:
         self._count(rollout)

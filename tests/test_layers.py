@@ -103,6 +103,7 @@ LEVELS: list[list[str]] = [
         "plan.services",
         "plan.layout",
         "plan.parts",
+        "plan.machines",
         "plan.learners",
         "plan.acting",
         "plan.simulate",

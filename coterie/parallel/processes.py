@@ -87,6 +87,21 @@ def listen(children: Iterable[Child], seconds: float) -> Iterator[tuple[Child, s
             yield child, "end", child.end()
 
 
+def found_by(children: Sequence[Child], others: Sequence[Child] = ()) -> list[Any]:
+    """What each of `children` posts as "found", in their order; `others` serve them. All are the caller's to kill.
+
+    Raises `CoterieError` with the first failure of any of them.
+    """
+    found: dict[str, Any] = {}
+    while len(found) < len(children):
+        for child, kind, content in listen([c for c in (*children, *others) if c.name not in found], 0.5):
+            if kind == "found":
+                found[child.name] = content
+            elif kind != "acted" and child.name not in found:  # who has been heard may end at once
+                raise CoterieError(f"{child.name}: {content if kind == 'end' else content[0]}")
+    return [found[child.name] for child in children]
+
+
 def own_folder(where: str | None = None) -> Path:
     """A new temporary folder with its owner in its name; those of owners that were killed are removed first."""
     base, owner = Path(where or tempfile.gettempdir()), pid_space()

@@ -27,16 +27,17 @@ billion frames. What the parts cost is measured on this machine first, or read f
   --services FILE        what the parts cost, as --save-services of another machine wrote it; else measured here
   --save-services FILE   write what was measured
   --seconds N            to measure for (default 30)
-  --cores N              of the learners' machine (default: this one's)
-  --gpus N               of the learners' machine (default 0; needs services that were measured on one)
-  --hosts N              machines beside it, for decoupled and central acting; each has env.num_envs simulators
+  --machines N           of learners under allreduce or gossip, alike (default 1)
+  --cores N              of each (default: this one's)
+  --gpus N               of each (default 0; needs services that were measured on one)
+  --hosts N              machines beside them, for decoupled and central acting; each has env.num_envs simulators
   --host-cores N         of each (default: as many as --cores)
-  --latency S            seconds one way between a host and the learners (default 0)
-  --bandwidth B          bytes/s into the learners' machine, and as many out of it (default: no limit)
+  --latency S            seconds one way between two machines (default 0)
+  --bandwidth B          bytes/s into a machine of learners, and as many out of it (default: no limit)
   --core-hour D          dollars (default 0.0475, an assumption: docs/plan.md)
   --gpu-hour D           dollars (default 1.46, likewise)
   --target N             frames/s: the cheapest layout that reaches it, on at most the hardware above
-  --learners N           where there are several (default: one for each GPU, or else each core)
+  --learners N           where there are several, on all machines (default: one for each GPU, or else each core)
   --seed S  --json
 """
 _TABLE = "{:10} {:9} {:>8} {:>6} {:>6} {:>11} {:>11} {:>5} {:>5} {:>5} {:>5} {:>9}  {}"
@@ -50,7 +51,7 @@ def plan(args: list[str], parser: argparse.ArgumentParser, config_of: Callable[[
     parser.add_argument("--services", type=Path)
     parser.add_argument("--save-services", type=Path)
     parser.add_argument("--seconds", type=float, default=30.0)
-    for name in ("cores", "gpus", "hosts", "host-cores"):
+    for name in ("cores", "gpus", "machines", "hosts", "host-cores"):
         parser.add_argument(f"--{name}", type=int)
     for name in ("latency", "bandwidth", "core-hour", "gpu-hour", "target"):
         parser.add_argument(f"--{name}", type=float)
@@ -71,7 +72,7 @@ def plan(args: list[str], parser: argparse.ArgumentParser, config_of: Callable[[
     if asked.target is not None:
         return _search(config, services, hardware, asked)
     several = config.learners if isinstance(config.learners, int) and config.learners > 1 else 0
-    learners = several or max(2, hardware.gpus or hardware.cores)
+    learners = several or max(2, hardware.machines * (hardware.gpus or hardware.cores))
     found: list[Result] = []
     refused: dict[str, str] = {}
     for name, one in layouts(config, spec, hardware, learners):
@@ -94,7 +95,8 @@ def plan(args: list[str], parser: argparse.ArgumentParser, config_of: Callable[[
 
 def _hardware(asked: argparse.Namespace) -> Hardware:
     cores = len(available_cores()) if asked.cores is None else asked.cores
-    least = {"cores": 1, "gpus": 0, "hosts": 0, "host_cores": 1, "latency": 0, "core_hour": 0, "gpu_hour": 0}
+    least = {"cores": 1, "gpus": 0, "machines": 1, "hosts": 0, "host_cores": 1}
+    least |= {"latency": 0, "core_hour": 0, "gpu_hour": 0}
     given = {k: v for k, v in vars(asked).items() if k in (*least, "bandwidth") and v is not None}
     given = {"cores": cores, "host_cores": cores, **given}
     for name, value in given.items():
@@ -119,7 +121,8 @@ def _search(config: Config, services: Services, most: Hardware, asked: argparse.
         print(f"no layout within these bounds makes {asked.target:,.0f} frames/s{said}")
         return 0
     lay, h = best.layout, best.layout.hardware
-    machines = f"{h.cores} core(s)" + f", {lay.gpus} GPU(s)" * (lay.gpus > 0)
+    machines = f"{h.machines} machine(s) of " * (h.machines > 1) + f"{h.cores} core(s)"
+    machines += f", {lay.gpus} GPU(s)" * (lay.gpus > 0)
     if lay.hosts:
         machines += f", and {lay.hosts} host(s) of {h.host_cores}"
     print(f"cheapest for {asked.target:,.0f} frames/s: {machines}, {lay.dollars_per_hour:.2f} dollars an hour")
@@ -128,10 +131,12 @@ def _search(config: Config, services: Services, most: Hardware, asked: argparse.
 
 
 def _about(config: Config, services: Services, h: Hardware) -> str:
-    beside = f"; hosts: {h.hosts} of {h.host_cores} cores, {1e3 * h.latency:g} ms away" if h.hosts else ""
+    beside = f"; hosts: {h.hosts} of {h.host_cores} cores" if h.hosts else ""
+    beside += f"; {1e3 * h.latency:g} ms apart" if h.hosts or h.machines > 1 else ""
     c = services.crowded
     return (
-        f"{config.preset} on {config.env.id}; learners' machine: {h.cores} cores, {h.gpus} GPUs{beside}\n"
+        f"{config.preset} on {config.env.id}; {h.machines} machine(s) of learners: {h.cores} cores, {h.gpus} GPUs"
+        f"{beside}\n"
         f"core-us for each env step, all cores busy: env {1e6 * c.env.each:.1f}, forward {1e6 * c.act.each:.1f} "
         f"(+ {1e6 * (c.act.fixed + c.env.fixed):.0f} a call), training {1e6 * c.train.each:.1f} a sample "
         f"(+ {1e6 * c.train.fixed:.0f} a part)"
@@ -146,7 +151,12 @@ def table(found: list[Result]) -> str:
         lay = r.layout
         lag = f"{r.lag_mean:.2f} ({r.lag_max})"
         net = max(r.busy.get("network in", 0.0), r.busy.get("network out", 0.0))
-        shares = [r.busy.get("learner cores"), r.busy.get("gpu"), r.busy.get("host cores"), net if lay.hosts else None]
+        shares = [
+            r.busy.get("learner cores"),
+            r.busy.get("gpu"),
+            r.busy.get("host cores"),
+            net if lay.hosts or lay.hardware.machines > 1 else None,
+        ]
         shown = ["-" if x is None else f"{x:.0%}" for x in shares]
         counts = (lay.learners, lay.producers * lay.learners or "-", lay.envs)
         money = f"{r.dollars_per_billion_frames:,.2f}"

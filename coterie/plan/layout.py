@@ -16,17 +16,20 @@ from coterie.parallel.affinity import place
 from coterie.tasks import tasks
 from coterie.types import ConfigError, Spec
 
+_HERE = "127.0.0.1:1"  # only looked at
+
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is rented. Learners share one machine; hosts are the machines beside it."""
+    """What is rented. Learners share machines, evenly; hosts are those beside them."""
 
-    cores: int = 1  # of the learners' machine
-    gpus: int = 0
-    hosts: int = 0  # machines for decoupled and central acting; 0: the learners' machine does that, too
+    cores: int = 1  # of each machine of learners
+    gpus: int = 0  # of each
+    machines: int = 1  # of learners
+    hosts: int = 0  # machines for decoupled and central acting; 0: the learners' machines do that, too
     host_cores: int = 1  # of each
-    latency: float = 0.0  # seconds one way between a host and the learners
-    bandwidth: float = math.inf  # bytes/s into the learners' machine, and as many out of it
+    latency: float = 0.0  # seconds one way between two machines
+    bandwidth: float = math.inf  # bytes/s into a machine of learners, and as many out of it
     # Assumptions, not today's offers: about what a cloud's list said of a core and of a P100 in 2019.
     core_hour: float = 0.0475  # dollars for one core and hour
     gpu_hour: float = 1.46
@@ -64,7 +67,13 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        return 0 if self.exchange == "hogwild" else min(self.hardware.gpus, self.learners)
+        """Of each machine."""
+        return 0 if self.exchange == "hogwild" else min(self.hardware.gpus, self.learners // self.hardware.machines)
+
+    @property
+    def several(self) -> bool:
+        """Whether a learner's process has more than one core, and computes there."""
+        return not self.gpus and self.hardware.cores >= 2 * (self.learners // self.hardware.machines)
 
     @property
     def hosts(self) -> int:
@@ -78,7 +87,8 @@ class Layout:
     @property
     def dollars_per_hour(self) -> float:
         h = self.hardware
-        return (h.cores + self.hosts * h.host_cores) * h.core_hour + self.gpus * h.gpu_hour
+        cores = h.machines * h.cores + self.hosts * h.host_cores
+        return cores * h.core_hour + h.machines * self.gpus * h.gpu_hour
 
     @property
     def name(self) -> str:
@@ -88,13 +98,14 @@ class Layout:
 def layouts(
     config: Config, spec: Spec, hardware: Hardware, learners: int
 ) -> Iterator[tuple[str, Layout | ConfigError]]:
-    """Every acting x exchange by name, or why it is refused. `learners`: where there is more than one."""
+    """Every acting x exchange by name, or why it is refused. `learners`: where there is more than one; a single one
+    has one of the machines.
+    """
     for acting in ACTING:
         for exchange in EXCHANGES:
+            count, where = (1, replace(hardware, machines=1)) if exchange == "solo" else (learners, hardware)
             try:
-                found: Layout | ConfigError = layout(
-                    config, spec, hardware, acting, exchange, 1 if exchange == "solo" else learners
-                )
+                found: Layout | ConfigError = layout(config, spec, where, acting, exchange, count)
             except ConfigError as error:
                 found = error
             yield f"{acting} {exchange}", found
@@ -105,6 +116,11 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     if len(tasks(config.env.id)) > 1:
         raise ConfigError("env.id: plan looks at one task at a time")
     h = hardware
+    if h.machines > 1 and exchange not in ("allreduce", "gossip"):
+        raise ConfigError("machines: learners of several machines need exchange allreduce or gossip")
+    if learners % h.machines:
+        raise ConfigError(f"machines: {learners} learners cannot be shared out evenly among {h.machines} machines")
+    everywhere, learners = learners, learners // h.machines  # of one machine from here on
     cell = _cell(config, acting, exchange, learners)
     apart = h.hosts if acting != "inline" else 0
     # One host is settled as a learner of its own would be: its actors, and the simulators of each.
@@ -113,15 +129,23 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     actors = 0 if acting == "inline" else int(whole.actors) * max(1, apart)
     if apart and config.acting == acting and isinstance(config.actors, int):
         actors = config.actors
-    if actors % learners:
-        raise ConfigError(f"hosts: {actors} actors or hosts cannot be shared out evenly among {learners} learners")
+    served = everywhere if apart else learners  # by those actors
+    if actors % served:
+        raise ConfigError(f"hosts: {actors} actors or hosts cannot be shared out evenly among {served} learners")
+    producers = actors // served
     envs = whole.env.num_envs
     width = envs // max(1, int(whole.actors) // (1 if apart else learners)) if actors else envs
-    own = replace(cell, env=replace(cell.env, num_envs=width * max(1, actors // learners)))
+    own = replace(cell, env=replace(cell.env, num_envs=width * max(1, producers)))
     batch = batch_size(own) if acting != "inline" else width
-    own = replace(own, actors=actors or "auto")
+    own = replace(own, actors=producers * learners or "auto")
     # Who is on another machine comes by itself (docs/nodes.md), which not every run allows.
-    matrix.check(replace(own, wire=replace(own.wire, bind="127.0.0.1:0")) if apart else own, spec)
+    seen = replace(own, wire=replace(own.wire, bind=_HERE)) if apart else own
+    if h.machines > 1:
+        if exchange == "gossip":
+            seen = replace(seen, gossip=replace(seen.gossip, bind=_HERE))
+        else:
+            seen = replace(seen, allreduce=replace(seen.allreduce, bind=_HERE))
+    matrix.check(seen, spec)
     gpu = h.gpus > 0 and exchange != "hogwild"
     place_cores = len(place(learners, range(h.cores), h.gpus if gpu else 0)[0].cores)
     mine = resolve(replace(own, device="cpu"), spec, cores=place_cores)
@@ -141,7 +165,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     lockstep = acting != "inline" and section.lockstep
     trainers = 1 if gpu else mine.torch_threads
     return Layout(
-        acting=acting, exchange=exchange, hardware=h, learners=learners, producers=actors // learners, width=width,
+        acting=acting, exchange=exchange, hardware=h, learners=everywhere, producers=producers, width=width,
         groups=groups, env_threads=max(1, -(-threads // groups)), act_threads=min(groups, trainers),
         train_threads=trainers, unroll=unroll, batch=batch, steps=steps, samples=samples,
         chunk=own.optim.chunk if gpu else mine.chunk, batches=1 if lockstep else 2 + section.queue, lockstep=lockstep,

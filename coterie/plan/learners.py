@@ -22,6 +22,13 @@ class Acted:
     oldest: int
 
 
+def training(layout: Layout, costs: Costs) -> list[float]:
+    """Core-seconds of an optimizer step's forward and backward, of each thread that has some of it."""
+    ways = layout.train_threads
+    sizes = [at.stop - at.start for at in slices(round(layout.samples), layout.chunk, ways)]
+    return [sum(map(costs.train, sizes[k::ways])) for k in range(min(ways, len(sizes)))]
+
+
 @dataclass
 class Room:
     """What the learners share."""
@@ -29,6 +36,7 @@ class Room:
     sim: simpy.Environment
     layout: Layout
     scale: float  # of an all-reduce's time, beside the one that was measured
+    across: float  # seconds that its messages between machines take besides
     meeting: Meeting
     locks: list[simpy.Resource]  # of a store's chunks
     turns: dict[int, simpy.Resource] = field(default_factory=dict)  # hogwild: of a core that several share
@@ -36,10 +44,16 @@ class Room:
 
 
 class Learner:
-    """Learner `rank`. `chip`: where it acts and trains, at `costs`; `cores`: its machine's."""
+    """Learner `rank`. `chip`: where it acts and trains, at `costs`; `cores`: its machine's. `pace`: how slow those are
+    changes, at each rollout. `tell`: a mix's message to other machines.
+    """
 
-    def __init__(self, room: Room, rank: int, cores: Cores, chip: Cores, costs: Costs) -> None:
+    def __init__(
+        self, room: Room, rank: int, cores: Cores, chip: Cores, costs: Costs, pace: Callable[[], None],
+        tell: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.room, self.rank, self.cores, self.chip, self.costs = room, rank, cores, chip, costs
+        self.pace, self.tell = pace, tell
         self.sim, self.layout = room.sim, room.layout
         self.steps = self.rollouts = self.learned = self.produced = 0
         self.due = 0.0
@@ -83,12 +97,10 @@ class Learner:
             yield from self._mix()
         self.rollouts += 1
         self.training += self.sim.now - begin
+        self.pace()
 
     def _backward(self) -> Process:
-        lay = self.layout
-        sizes = [at.stop - at.start for at in slices(round(lay.samples), lay.chunk, lay.train_threads)]
-        shares = [sizes[k :: lay.train_threads] for k in range(lay.train_threads)]
-        yield self.sim.all_of([self.chip.work(sum(map(self.costs.train, own)), "train") for own in shares if own])
+        yield self.sim.all_of([self.chip.work(x, "train") for x in training(self.layout, self.costs)])
 
     def _agree(self) -> Process:
         """A learner step's update."""
@@ -96,7 +108,7 @@ class Learner:
         own = costs["solo"]
         if lay.exchange == "allreduce":
             yield from self._wait(room.meeting.join())
-            yield self.sim.timeout(max(0.0, costs["allreduce"] - own) * room.scale)
+            yield self.sim.timeout(max(0.0, costs["allreduce"] - own) * room.scale + room.across)
             yield self.chip.work(own, "exchange")
         elif lay.exchange == "hogwild":
             yield self.chip.work(costs["hogwild"], "exchange")
@@ -130,6 +142,8 @@ class Learner:
         if self.layout.tau == 0:
             yield from self._wait(self.room.meeting.join())
         yield self.chip.work(max(0.0, self.costs.exchange["gossip"] - self.costs.exchange["solo"]), "exchange")
+        if self.tell is not None:
+            self.tell()
 
     def _counted(self) -> None:
         self.stale += self.room.updates - self.snapshot

@@ -3,7 +3,9 @@
 A process is pinned to every core and runs the loop that `bench` measures, inline and with one thread, for a few envs
 and for more, in turns: once while the other cores rest (`alone`), once while all do the same (`crowded`). What they
 cost when nobody shares their memory or their processor with them, and when everybody does, is all that is taken: how
-fast a layout of these parts is, is for the simulation to say.
+fast a layout of these parts is, is for the simulation to say. Two things that no single core shows are measured beside
+that: how unlike each other and themselves the cores are, and what one process with all cores takes for acting alone and
+for training alone, beside what the simulation makes of it.
 """
 
 from __future__ import annotations
@@ -25,17 +27,22 @@ from coterie.envs.spaces import random_actions
 from coterie.launch.placement import Placement
 from coterie.matrix import EXCHANGES, VALUE, check, first_rows
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.processes import Child, Post, listen
+from coterie.parallel.processes import Child, Post, found_by
 from coterie.parts import Links, make_exchange, normalizers
-from coterie.plan.services import Costs, Line, Services, fit
+from coterie.plan.layout import Hardware, layout
+from coterie.plan.learners import training
+from coterie.plan.services import Costs, Line, Services, Threads, fit
+from coterie.plan.simulate import beside, simulate
 from coterie.plan.wire import wire_cost
 from coterie.roles import Learner
 from coterie.tasks import tasks
-from coterie.types import ConfigError, CoterieError, Spec
+from coterie.types import Array, ConfigError, CoterieError, Spec
 
 _ROUNDS = 3
+_LEAST = 3  # rollouts of a turn that tell by how much they differ
 _MOST = 8  # processes: so many fill a machine's memory bandwidth as well as more do
 _STEPS = 20  # of each exchange
+_TURNS = 6 * _ROUNDS + 3  # that the time is for
 _DECORRELATE = 20  # env steps
 _CAPACITY = 100_000  # env steps of a replay
 _PATIENCE_S = 600.0
@@ -43,15 +50,16 @@ _PATIENCE_S = 600.0
 Turn = dict[str, float]  # seconds of each part, and what was done in them
 
 
-def lone(config: Config, envs: int, of: int) -> Config:
-    """The learner that is measured, with `envs` of `of` simulators: its batches shrink alike."""
+def lone(config: Config, envs: int, of: int, whole: bool = False) -> Config:
+    """The learner that is measured, with `envs` of `of` simulators: its batches shrink alike. `whole`: with the threads
+    and groups that it would have on all cores, else with one.
+    """
     share = envs / of
+    env = config.env if whole else replace(config.env, groups=1, threads=1)
     c = replace(
-        config, acting="inline", exchange="solo", learners=1, actors="auto", device="cpu", torch_threads=1,
-        env=replace(
-            config.env, num_envs=of, groups=1, threads=1, delay=0.0,
-            decorrelate=min(config.env.decorrelate, _DECORRELATE),
-        ),
+        config, acting="inline", exchange="solo", learners=1, actors="auto", device="cpu",
+        torch_threads=config.torch_threads if whole else 1,
+        env=replace(env, num_envs=of, delay=0.0, decorrelate=min(config.env.decorrelate, _DECORRELATE)),
         wire=replace(config.wire, bind=""), gossip=replace(config.gossip, bind="", connect="", seats=0, mix_every=1),
         chaos=Chaos(), vtrace=replace(config.vtrace, minibatch=0), log=replace(config.log, cosines=0, norms=0),
     )  # fmt: skip
@@ -91,8 +99,10 @@ def measure(config: Config, seconds: float) -> Services:
         for kind in EXCHANGES
         if kind != "solo"
     }
+    whole = lone(config, widths[-1], widths[-1], whole=True)
     try:
         found = _run(configs, [cores[i % len(cores)] for i in range(count)], crews, seconds)
+        ((acted, trained),) = _found([("coterie-plan-whole", cores, measure_whole, (whole, seconds / _TURNS))])
     finally:
         for crew in crews.values():
             crew.close()
@@ -117,32 +127,70 @@ def measure(config: Config, seconds: float) -> Services:
         about={"preset": config.preset, "env": config.env.id, "torso": config.model.torso, "envs": list(widths)},
     )
     mean = services.alone.env.each
-    services = replace(services, env_cv=min(2.0, first["deviation"] / mean) if mean else 0.0)
+    took = np.array([one["took"] for one in found])
+    services = replace(
+        services,
+        env_cv=min(2.0, first["deviation"] / mean) if mean else 0.0,
+        uneven=float(took.std(ddof=1) / took.mean()),
+        jitter=_mean([one["jitter"] for one in found]),
+    )
+    services = replace(services, threads=_threads(whole, spec, services, acted, trained))
     if first["gpu"] is None:
         return services
     on_gpu = {kind: first["gpu"][1]["exchange"] + x - solo for kind, x in exchange.items()}
     return replace(services, accelerator=_costs(first["gpu"], configs, on_gpu, wire))
 
 
+def _threads(config: Config, spec: Spec, services: Services, acted: float, trained: float) -> Threads:
+    """What one process with all cores took beside what is expected of it: `acted` env steps/s where nothing was
+    learned, and seconds of a training step.
+    """
+    own = layout(config, spec, Hardware(cores=len(available_cores())), "inline", "solo", 1)
+    if not own.several:
+        return Threads()
+
+    def idle(costs: Costs) -> Costs:
+        return replace(costs, train=Line(), exchange=dict.fromkeys(costs.exchange, 0.0))
+
+    only = replace(services, alone=idle(services.alone), crowded=idle(services.crowded))
+    act = simulate(own, only).env_steps_per_s / acted
+    return Threads(act=act, train=trained / max(training(own, beside(own, services))))
+
+
+def measure_whole(post: Post, config: Config, turn: float) -> None:
+    """A child that has all cores."""
+    loop = Training(Learner(config))
+    acted, trained = list[float](), list[float]()
+    try:
+        _warm(loop, turn / 4)
+        for _ in range(_ROUNDS):
+            acted.append(loop.turn(turn, learn=False))
+            trained.append(_turn(loop, turn)["train"])
+    finally:
+        loop.close()
+    post("found", (float(np.median(acted)), float(np.median(trained))))
+
+
 def _run(configs: list[Config], cores: list[int], crews: dict[str, Placement], seconds: float) -> list[dict[str, Any]]:
     """What a process on each of `cores` found."""
-    found: dict[int, dict[str, Any]] = {}
     board = next(iter(crews.values())).board
+    each = []
+    for rank, core in enumerate(cores):
+        links = {kind: crew.links(rank) for kind, crew in crews.items()}
+        args = (configs, replace(Links(), rank=rank, board=board), links, seconds)
+        each.append((f"coterie-plan-{rank}", [core], measure_process, args))
+    return _found(each)
+
+
+def _found(each: Sequence[tuple[str, list[int], Callable[..., None], tuple[Any, ...]]]) -> list[Any]:
+    """What processes find: of each its name, cores, target and arguments."""
     children: list[Child] = []
     try:
-        for rank, core in enumerate(cores):
-            links = {kind: crew.links(rank) for kind, crew in crews.items()}
-            args = (configs, replace(Links(), rank=rank, board=board), links, seconds)
-            children.append(Child(f"coterie-plan-{rank}", [core], measure_process, args))
-        while len(found) < len(children):
-            for child, kind, content in listen([c for i, c in enumerate(children) if i not in found], 0.5):
-                if kind != "found":
-                    raise CoterieError(f"{child.name}: {content if kind == 'end' else content[0]}")
-                found[children.index(child)] = content
+        children.extend(Child(*one) for one in each)
+        return found_by(children)
     finally:
         for child in children:
             child.kill()
-    return [found[rank] for rank in sorted(found)]
 
 
 def measure_process(post: Post, configs: list[Config], links: Links, others: dict[str, Links], seconds: float) -> None:
@@ -157,10 +205,11 @@ def measure_process(post: Post, configs: list[Config], links: Links, others: dic
                 raise CoterieError("plan: another process hangs")
             time.sleep(1e-3)
 
-    turn = seconds / (4 * _ROUNDS + 3)
+    turn = seconds / _TURNS
     loops = [Training(Learner(c)) for c in configs]
     alone: list[list[Turn]] = [[], []]
     crowded: list[list[Turn]] = [[], []]
+    took: list[list[Array]] = [[], []]  # seconds of each rollout of those
     try:
         for loop in loops:
             _warm(loop, turn / 4)
@@ -171,11 +220,14 @@ def measure_process(post: Post, configs: list[Config], links: Links, others: dic
                     alone[i].append(_turn(loop, turn))
                 sync()
                 crowded[i].append(_turn(loop, turn))
+                took[i].append(np.diff(loop.ends))
         every = {"solo": Links(), **others}
         told = {kind: _exchange(loops[-1].learner, kind, mine, sync) for kind, mine in every.items()}
         sync()
         found: dict[str, Any] = {
             "crowded": [_merge(t) for t in crowded],
+            "took": float(np.median(np.concatenate(took[-1]))),
+            "jitter": _jitter(took[-1]),
             "exchange": told,
             "solo": float(np.median([t["exchange"] for t in crowded[-1]])),
         }
@@ -231,6 +283,13 @@ def _turn(loop: Training, seconds: float) -> Turn:
         "samples": d["samples"] / steps,
         "valid": d["valid"] / d["rows"],
     }
+
+
+def _jitter(took: list[Array]) -> float:
+    """Coefficient of variation of a rollout's time: within a turn where that has some, else among all."""
+    some = [t / t.mean() for t in took if len(t) >= _LEAST]
+    every = np.concatenate(some or took)
+    return float(every.std(ddof=1) / every.mean()) if len(every) >= _LEAST else 0.0
 
 
 def _exchange(learner: Learner, kind: str, links: Links, sync: Callable[[], None]) -> float:

@@ -21,6 +21,7 @@ class Cores:
 
     def __init__(self, sim: simpy.Environment, count: int, name: str) -> None:
         self.sim, self.count, self.name = sim, count, name
+        self.slow = 1.0  # times as long as it should take
         self.served: float = 0.0  # work that one who was always there has got, up to `at`
         self.at: float = 0.0
         self.jobs: list[tuple[float, int, simpy.Event, str]] = []
@@ -34,7 +35,7 @@ class Cores:
         if seconds <= 0:
             return done.succeed()
         self.advance()
-        heapq.heappush(self.jobs, (self.served + seconds, next(self._numbers), done, part))
+        heapq.heappush(self.jobs, (self.served + seconds * self.slow, next(self._numbers), done, part))
         self.running[part] += 1
         self._wake()
         return done

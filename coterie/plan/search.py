@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 
 from coterie.config import Config
 from coterie.matrix import ACTING, EXCHANGES
@@ -19,19 +19,16 @@ _NOISE = 1.05  # a simulation's rate over a ceiling of mean times
 
 def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[Layout]:
     """All layouts on up to so much hardware, each kind of it in powers of two."""
-    for cores in _doubling(1, most.cores):
-        for gpus in [0, *_doubling(1, most.gpus)]:
-            for hosts in [0, *_doubling(1, most.hosts)]:
-                hardware = replace(most, cores=cores, gpus=gpus, hosts=hosts)
-                for learners in _doubling(1, max(cores, gpus)):
-                    for acting in ACTING:
-                        for exchange in EXCHANGES:
-                            if (exchange == "solo") != (learners == 1) or (hosts and acting == "inline"):
-                                continue
-                            try:
-                                yield layout(config, spec, hardware, acting, exchange, learners)
-                            except ConfigError:
-                                continue
+    for cores, gpus, hosts, machines in product(
+        _doubling(1, most.cores), [0, *_doubling(1, most.gpus)], [0, *_doubling(1, most.hosts)],
+        _doubling(1, most.machines),
+    ):  # fmt: skip
+        hardware = replace(most, cores=cores, gpus=gpus, hosts=hosts, machines=machines)
+        for each, acting, exchange in product(_doubling(1, max(cores, gpus)), ACTING, EXCHANGES):
+            learners = each * machines
+            if (exchange == "solo") == (learners == 1) and not (hosts and acting == "inline"):
+                with suppress(ConfigError):
+                    yield layout(config, spec, hardware, acting, exchange, learners)
 
 
 def cheapest(

@@ -28,6 +28,9 @@ class Line:
     def __call__(self, n: float) -> float:
         return self.fixed + self.each * n
 
+    def times(self, factor: float) -> Line:
+        return Line(self.fixed * factor, self.each * factor)
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -42,12 +45,25 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Threads:
+    """How many times as long a part takes if a process with several cores does it, as it would by the costs of
+    processes with one core each: one interpreter, one allocator, one cache for all its threads.
+    """
+
+    act: float = 1.0  # stepping envs and forwards
+    train: float = 1.0
+
+
+@dataclass(frozen=True)
 class Services:
     """A net, its algorithm and an env on one kind of machine."""
 
     alone: Costs  # the other cores are idle
     crowded: Costs  # all cores do the same
+    threads: Threads = Threads()
     env_cv: float = 0.0  # of one env's step
+    uneven: float = 0.0  # coefficient of variation among cores of the time that they take for the same
+    jitter: float = 0.0  # and of a rollout's time on one core, in which whoever meets others makes them wait
     action_repeat: int = 1  # frames for each env step
     valid: float = 1.0  # share of rows that count: the others restart an env
     obs_bytes: float = 0.0  # of one env's observation
@@ -70,11 +86,18 @@ def load(path: Path) -> Services:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--services: {path} cannot be read as JSON: {' '.join(str(error).split())}") from None
+    return from_json(data)
+
+
+def from_json(data: Any) -> Services:
+    """What `to_json` gave; raises `ConfigError` with the field that is wrong."""
     if isinstance(data, dict) and "alone" in data:
         data.setdefault("crowded", data["alone"])
     services: Services = _read(Services, data, "services")
     if services.action_repeat < 1 or services.learners < 2 or not 0 < services.valid <= 1:
         raise ConfigError("services: action_repeat must be at least 1, learners at least 2, valid in (0, 1]")
+    if not services.threads.act > 0 or not services.threads.train > 0:
+        raise ConfigError("services: threads.act and threads.train must be above 0")
     return services
 
 

@@ -1,7 +1,7 @@
 """A discrete-event simulation of a run (simpy): who waits for whom, as the code of acting and exchange has it.
 
-What it does not know: faults, evaluations, checkpoints, games that end together, the interpreter's lock, a GPU's
-copies, learners on several machines, and how an env's or a net's cost changes while it learns.
+What it does not know: faults, evaluations, checkpoints, games that end together, a GPU's copies, and how an env's or a
+net's cost changes while it learns.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import simpy
 
-from coterie.parallel.affinity import place
 from coterie.plan.acting import Central, Place, Slots, inline
 from coterie.plan.layout import Layout
 from coterie.plan.learners import Learner, Room
-from coterie.plan.parts import Cores, Link, Meeting
+from coterie.plan.machines import Machine, Telling, across, key_of, speeds
+from coterie.plan.parts import Cores, Meeting
 from coterie.plan.services import Costs, Services
 from coterie.types import CoterieError
 
@@ -59,34 +59,40 @@ class World:
         self.rng = np.random.default_rng(seed)
         self.events = 0
         h, n = layout.hardware, layout.learners
-        places = place(n, range(h.cores), layout.gpus)
-        pools: dict[tuple[int, ...], Cores] = {}
-        for key in [self._key(p) for p in places]:
-            count = len({c for p in places if self._key(p) == key for c in p.cores})
-            pools.setdefault(key, Cores(sim, count, "learner cores"))
-        self.pools = list(pools.values())
-        self.gpus = [Cores(sim, 1, "gpu") for _ in range(layout.gpus)]
+        self.machines = [Machine(sim, layout) for _ in range(h.machines)]
+        self.pools = [pool for machine in self.machines for pool in machine.pools.values()]
+        self.gpus = [gpu for machine in self.machines for gpu in machine.gpus]
         self.hosts = [Cores(sim, h.host_cores, "host cores") for _ in range(layout.hosts)]
-        self.links = [Link(sim, h.latency, h.bandwidth) for _ in range(2)] if layout.hosts else []
+        self.links = [machine.links for machine in self.machines if layout.hosts or h.machines > 1]
         ring = ((n - 1) / n) / ((services.learners - 1) / services.learners)
         locks = [simpy.Resource(sim) for _ in range(layout.chunks if layout.exchange == "store" else 0)]
-        self.room = Room(sim, layout, ring, Meeting(sim, n), locks)
-        self.beside = _beside(layout, services)
+        self.room = Room(sim, layout, ring, across(h, services), Meeting(sim, n), locks)
+        self.beside = beside(layout, services)
         chip_costs = services.accelerator if layout.gpus and services.accelerator is not None else self.beside
+        self.slow = dict(zip(map(id, self.pools), speeds(len(self.pools), services.uneven), strict=True))
         self.learners = []
-        for rank, p in enumerate(places):
-            pool = pools[self._key(p)]
-            chip = self.gpus[p.gpu] if p.gpu >= 0 else pool
+        for rank in range(n):
+            machine = self.machines[rank * h.machines // n]
+            p = machine.places[rank % (n // h.machines)]
+            pool = machine.pools[key_of(p)]
+            chip = machine.gpus[p.gpu] if p.gpu >= 0 else pool
             if layout.exchange == "hogwild" and layout.acting == "inline" and n > h.cores:
                 self.room.turns.setdefault(id(pool), simpy.Resource(sim))
-            self.learners.append(Learner(self.room, rank, pool, chip, chip_costs))
+            pace = partial(self._pace, pool)
+            tell = Telling(sim, pool, machine, self.machines, services, self.beside) if h.machines > 1 else None
+            self.learners.append(Learner(self.room, rank, pool, chip, chip_costs, pace, tell))
+            pace()
         self.inference: list[Central] = []
         for learner in self.learners:
             self._start(learner)
 
-    @staticmethod
-    def _key(p: Any) -> tuple[int, ...]:
-        return (-1, p.gpu) if p.gpu >= 0 else tuple(p.cores)
+    def _pace(self, pool: Cores) -> None:
+        """How slow a core is for a while. What several cores do is as fast as they are on average."""
+        if pool.count > 1:
+            return
+        cv = self.services.jitter
+        noise = float(self.rng.gamma(cv**-2, cv**2)) if cv else 1.0
+        pool.slow = self.slow[id(pool)] * noise
 
     def _start(self, learner: Learner) -> None:
         lay, sim = self.layout, self.sim
@@ -97,7 +103,8 @@ class World:
         if lay.hosts:
             far = self.services.crowded if lay.hardware.host_cores > 1 else self.services.alone
             numbers = [(k * lay.learners + learner.rank) % lay.hosts for k in range(lay.producers)]
-            places = [Place(self.hosts[i], far, *self.links) for i in numbers]
+            links = self.machines[learner.rank * len(self.machines) // lay.learners].links
+            places = [Place(self.hosts[i], far, *links) for i in numbers]
         else:
             places = [here] * lay.producers
         if lay.acting == "decoupled":
@@ -158,8 +165,9 @@ class World:
             cores.advance()
             for part, seconds in cores.busy.items():
                 found[f"{cores.name}/{part}"] += seconds
-        for name, link in zip(("network in", "network out"), self.links, strict=False):
-            found[name] = link.busy
+        for links in self.links:
+            for name, link in zip(("network in", "network out"), links, strict=True):
+                found[name] += link.busy / len(self.links)
         for learner in self.learners:
             found["learner"] += learner.training
             for name in ("lag_sum", "lag_rows", "stale", "steps"):
@@ -237,8 +245,21 @@ def _bottleneck(busy: dict[str, float], parts: dict[str, dict[str, float]]) -> s
     return name
 
 
-def _beside(layout: Layout, services: Services) -> Costs:
-    """What the learners' machine costs: a part is crowded where others work beside it."""
+def beside(layout: Layout, services: Services) -> Costs:
+    """What the learners' machines cost: a part is crowded where others work beside it, and a process with several
+    cores takes longer for each.
+    """
+    costs, threads = _crowded(layout, services), services.threads
+    if not layout.several:
+        return costs
+    costs = replace(costs, train=costs.train.times(threads.train))
+    if layout.acting == "decoupled":  # actors have a core each
+        return costs
+    env = costs.env.times(threads.act) if layout.acting == "inline" else costs.env
+    return replace(costs, env=env, act=costs.act.times(threads.act), unroll=costs.unroll.times(threads.act))
+
+
+def _crowded(layout: Layout, services: Services) -> Costs:
     alone, crowded = services.alone, services.crowded
     if layout.hardware.cores == 1:
         return alone
@@ -273,10 +294,10 @@ def ceiling(layout: Layout, services: Services) -> float:
     if remote:
         bounds.append(layout.hosts * h.host_cores / sum(each[k] for k in host))
         there = world.services.obs_bytes / h.bandwidth
-        bounds += [1 / there] if there else []
+        bounds += [h.machines / there] if there else []
     on_gpu = {"train"} | ({"act"} if layout.acting != "decoupled" else set()) if layout.gpus else set()
     if layout.gpus:
-        bounds.append(layout.gpus / sum(each[k] for k in on_gpu))
+        bounds.append(len(world.gpus) / sum(each[k] for k in on_gpu))
     left = set(each) - on_gpu - (host if remote else set())
     if work := sum(each[k] for k in left):
         bounds.append(sum(x.count for x in world.pools) / work)

@@ -39,6 +39,11 @@ def test_measures_saves_and_plans(tmp_path, capsys):
         assert costs.train(64) > 0
         assert min(costs.exchange.values()) == costs.exchange["solo"] > 0
         assert costs.wire(8) > 0
+    # What is only compared is not free to be anything: twice as long, or half, would be a mistake of the comparison.
+    assert 0.3 < found.threads.act < 5
+    assert 0.3 < found.threads.train < 5
+    assert 0 <= found.uneven < 1
+    assert 0 <= found.jitter < 2
 
 
 def test_json_and_a_seed_give_the_same_twice(given, capsys):
@@ -72,6 +77,17 @@ def test_a_cell_that_is_refused_says_why(given, capsys):
     out = capsys.readouterr().out
     assert "not possible: decoupled solo" in out
     assert "no lockstep" in out
+
+
+def test_learners_of_several_machines(given, capsys):
+    assert cli.main([*PLAN, *given, "--cores", "2", "--machines", "2", "--latency", "0.01"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "2 machine(s) of learners: 2 cores, 0 GPUs; 10 ms apart" in out[0]
+    counts = {tuple(line.split()[:3]) for line in out if line.split()[0] in ACTING}
+    assert counts == {(a, x, n) for a in ACTING for x, n in (("solo", "1"), ("allreduce", "4"), ("gossip", "4"))}
+    assert "not possible: inline hogwild, inline store, " in out[-1]
+    assert cli.main([*PLAN, *given, "--machines", "0"]) == 2
+    assert capsys.readouterr().err == "coterie: --machines: must be at least 1, not 0\n"
 
 
 def test_an_accelerator_must_have_been_measured(given, capsys):

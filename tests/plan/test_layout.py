@@ -74,6 +74,22 @@ def test_each_host_brings_simulators_of_its_own():
         layout(config, SPEC, Hardware(cores=2, hosts=3), "central", "gossip", 2)
 
 
+def test_learners_of_several_machines():
+    config = changed(IMPALA, {"env.num_envs": 16})
+    found = dict(layouts(config, SPEC, Hardware(cores=2, machines=3), 6))
+    one = layout(config, SPEC, Hardware(cores=2), "decoupled", "gossip", 2)
+    three = found["decoupled gossip"]
+    assert (three.learners, three.producers, three.width) == (6, one.producers, one.width)
+    assert found["inline solo"].hardware.machines == 1
+    for name in ("inline hogwild", "central store"):
+        assert "need exchange allreduce or gossip" in str(found[name])
+    with pytest.raises(ConfigError, match="machines: 4 learners cannot be shared out evenly among 3 machines"):
+        layout(config, SPEC, Hardware(machines=3), "inline", "gossip", 4)
+    dqn = presets.dqn(env="CartPole-v1")
+    with pytest.raises(ConfigError, match="use gossip"):
+        layout(dqn, SPEC, Hardware(machines=2), "inline", "allreduce", 2)
+
+
 def test_updates_of_each_algorithm():
     ppo = presets.ppo(env="CartPole-v1", **{"ppo.epochs": 3, "ppo.minibatch_size": 100})
     assert updates(ppo, 16, 40) == (3 * 6, 640 / 6)

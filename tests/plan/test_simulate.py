@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from coterie.plan.layout import Hardware
-from coterie.plan.services import Line
+from coterie.plan.services import Line, Threads
 from coterie.plan.simulate import World, ceiling, simulate
 from tests.plan.harness import BARE, COSTS, EXCHANGE, layout, services
 
@@ -154,7 +154,59 @@ def test_fewer_cores_than_learners_make_them_take_turns():
     assert turns.busy["learner cores"] == pytest.approx(1.0)
 
 
+def test_a_process_with_several_cores_takes_longer_for_each():
+    slower = services(BARE, threads=Threads(act=2.0))
+    two = layout(hardware=TWO, width=4, batch=4, groups=2, act_threads=2, train_threads=2, unroll=100)
+    assert simulate(two, slower).env_steps_per_s == pytest.approx(4 / 0.044, rel=0.01)
+    assert simulate(layout(), slower) == simulate(layout(), services(BARE))  # which has one core
+    learn = replace(BARE, env=Line(), act=Line(), train=COSTS.train)
+    once, twice = (simulate(two, services(learn, threads=Threads(train=x))).env_steps_per_s for x in (1.0, 2.0))
+    assert once == pytest.approx(2 * twice)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_uneven_cores_are_as_fast_as_the_slowest_where_learners_meet(machines):
+    """Two cores take 0.8 and 1.2 times as long: their coefficient of variation is 0.2 times the root of 2."""
+    some = services(BARE, uneven=0.2 * math.sqrt(2))
+    own = {"hardware": Hardware(cores=2 // machines, machines=machines), "learners": 2}
+    assert simulate(layout("inline", "allreduce", **own), some).env_steps_per_s == pytest.approx(2 / 0.0144, rel=0.01)
+    gossip = simulate(layout("inline", "gossip", **own), some).env_steps_per_s
+    assert gossip == pytest.approx(1 / 0.0144 + 1 / 0.0096, rel=0.02)
+
+
+def test_a_core_that_varies_makes_the_others_wait():
+    own = {"hardware": TWO, "learners": 2, "unroll": 20}
+    rates = {
+        k: [simulate(layout("inline", k, **own), services(BARE, jitter=x)).env_steps_per_s for x in (0.0, 0.3)]
+        for k in ("allreduce", "gossip")
+    }
+    assert rates["gossip"][1] == pytest.approx(rates["gossip"][0], rel=0.06)
+    # Of two, the longer one takes 0.56 standard deviations more than the mean.
+    assert rates["allreduce"][1] == pytest.approx(rates["allreduce"][0] / (1 + 0.56 * 0.3), rel=0.06)
+
+
+def test_an_all_reduce_between_machines_takes_its_messages_time():
+    """A ring of 4: six messages of a quarter of the weights, one after the other (exchange/ring.py)."""
+    hardware = Hardware(machines=4, latency=0.01, bandwidth=1000.0)
+    own = layout("inline", "allreduce", hardware, learners=4)
+    costs = replace(BARE, exchange=dict.fromkeys(EXCHANGE, 0.0))
+    result = simulate(own, services(costs, weight_bytes=80.0))
+    assert result.env_steps_per_s == pytest.approx(16 / (4 * 0.012 + 6 * (0.01 + 0.02)), rel=1e-6)
+    assert result.layout.dollars_per_hour == pytest.approx(4 * hardware.core_hour)
+
+
+def test_gossip_between_machines_waits_for_no_link():
+    near = simulate(layout("inline", "gossip", Hardware(machines=3), learners=3, mix_every=1), services())
+    thin = Hardware(machines=3, latency=0.001, bandwidth=1e5)
+    far = simulate(layout("inline", "gossip", thin, learners=3, mix_every=1), services(weight_bytes=1000.0))
+    assert far.env_steps_per_s == pytest.approx(near.env_steps_per_s, rel=0.02)
+    assert far.busy["network out"] > 0.2
+    assert near.busy["network out"] == 0
+
+
 EVERY = [
+    layout("inline", "gossip", Hardware(2, machines=2, bandwidth=1e5), learners=4, width=4, batch=4, mix_every=1),
+    layout("central", "allreduce", Hardware(2, machines=2, hosts=2), learners=2, producers=1, width=4, batch=4),
     layout("inline", "store", TWO, learners=2, width=4, batch=4, groups=2, chunks=3),
     layout("decoupled", "gossip", TWO, learners=2, producers=2, width=4, batch=8),
     layout("decoupled", "solo", Hardware(2, hosts=2, host_cores=2, bandwidth=1e5), producers=4, batch=2),
@@ -184,7 +236,7 @@ def test_what_holds_of_every_layout(own):
 
 
 def test_rows_are_kept_at_every_moment():
-    world = World(EVERY[3], services(env_cv=0.5))
+    world = World(EVERY[5], services(env_cv=0.5))
     for _ in range(400):
         world.sim.step()
         counts = world.counts()

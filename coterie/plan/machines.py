@@ -1,0 +1,76 @@
+"""Machines of learners: whose cores and GPUs are whose, how fast they are, and what goes between them."""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import simpy
+
+from coterie.parallel.affinity import place
+from coterie.plan.layout import Hardware, Layout
+from coterie.plan.parts import Cores, Link, Process
+from coterie.plan.services import Costs, Services
+
+
+class Machine:
+    """Where some of the learners are."""
+
+    def __init__(self, sim: simpy.Environment, layout: Layout) -> None:
+        h = layout.hardware
+        self.places = place(layout.learners // h.machines, range(h.cores), layout.gpus)
+        self.pools: dict[tuple[int, ...], Cores] = {}
+        for key in map(key_of, self.places):
+            count = len({c for p in self.places if key_of(p) == key for c in p.cores})
+            self.pools.setdefault(key, Cores(sim, count, "learner cores"))
+        self.gpus = [Cores(sim, 1, "gpu") for _ in range(layout.gpus)]
+        self.links = [Link(sim, h.latency, h.bandwidth) for _ in range(2)]  # in, out
+
+
+def key_of(p: Any) -> tuple[int, ...]:
+    return (-1, p.gpu) if p.gpu >= 0 else tuple(p.cores)
+
+
+class Telling:
+    """A learner's messages to other machines, which the first machine passes on: one at a time, others are left out."""
+
+    def __init__(
+        self, sim: simpy.Environment, pool: Cores, own: Machine, machines: list[Machine], services: Services,
+        costs: Costs,
+    ) -> None:  # fmt: skip
+        self.sim, self.pool, self.own, self.first = sim, pool, own, machines[0]
+        self.others = len(machines) - 1
+        self.size = services.weight_bytes
+        self.half = costs.wire(self.size / max(1.0, services.obs_bytes)) / 2
+        self.on_its_way = False
+
+    def __call__(self) -> None:
+        if not self.on_its_way:
+            self.on_its_way = True
+            self.sim.process(self._send())
+
+    def _send(self) -> Process:
+        yield self.pool.work(self.half, "wire")
+        copies = self.others
+        if self.own is not self.first:
+            yield self.own.links[1].send(self.size)
+            yield self.first.links[0].send(self.size)
+            copies -= 1
+        for _ in range(copies):
+            yield self.first.links[1].send(self.size)
+        self.on_its_way = False
+
+
+def across(h: Hardware, services: Services) -> float:
+    """Seconds of an all-reduce's messages between machines: a ring's, one after the other (exchange/ring.py)."""
+    messages = 2 * (h.machines - 1)
+    return messages * (h.latency + services.weight_bytes / h.machines / h.bandwidth)
+
+
+def speeds(count: int, uneven: float) -> list[float]:
+    """How many times as long each of so many cores takes: evenly spread, with that coefficient of variation."""
+    if count == 1 or not uneven:
+        return [1.0] * count
+    marks = np.array([NormalDist().inv_cdf((k + 0.5) / count) for k in range(count)])
+    return [max(0.1, float(1 + uneven * x)) for x in marks / marks.std(ddof=1)]
