@@ -109,7 +109,7 @@ def impala_services(env: float, cv: float, one: Layout) -> Services:
     shared = 1 / 48 if one.acting == "inline" and one.width > 1 else 1.0  # a batch's forward, by all cores together
     costs = Costs(Line(0, env), Line(0, 0.1 * env * shared), Line(), Line(0, 0.3 * env), FREE)
     gpu = Costs(Line(0, env), Line(1e-9), Line(), Line(1e-9), FREE)
-    return Services(costs, costs, cv, action_repeat=4, accelerator=gpu)
+    return Services(alone=costs, crowded=costs, env_cv=cv, action_repeat=4, accelerator=gpu)
 
 
 def rate(one: Layout, env: float, cv: float) -> float:
@@ -147,7 +147,7 @@ def accelerated_services(env: float, cv: float, train: float = 0.0, meet: float 
     costs = Costs(Line(0, env), Line(), Line(), Line(), FREE)
     exchange = {**FREE, "allreduce": meet, "store": meet}
     gpu = Costs(Line(), Line(3e-4), Line(), Line(0, train), exchange)
-    return Services(costs, costs, cv, accelerator=gpu)
+    return Services(alone=costs, crowded=costs, env_cv=cv, accelerator=gpu)
 
 
 TABLE3 = {64: (29.6, 31.9), 128: (33.0, 34.7), 256: (35.7, 36.7), 512: (35.8, 38.4)}
@@ -212,8 +212,10 @@ def seed() -> list[dict[str, Any]]:
     shallow, deep = 4 * 150 / 80_000, 4 * 150 / 30_000  # seconds of an actor's step
     env = shallow / 1.1  # a shallow forward costs a tenth of an env step, as above
     train = 4 / 30_000  # of the GPU, for an env step: what it does at most
+    cpu = Costs(Line(0, env), Line(0, deep - env), Line(), Line(0, train), FREE)
     services = Services(
-        *[Costs(Line(0, env), Line(0, deep - env), Line(), Line(0, train), FREE)] * 2,
+        alone=cpu,
+        crowded=cpu,
         action_repeat=4,
         accelerator=Costs(Line(0, env), Line(0, 0.58 * train), Line(), Line(0, train), FREE),
     )

@@ -9,6 +9,7 @@ import simpy
 
 from coterie.algorithms.a2c import slices
 from coterie.plan.layout import Layout
+from coterie.plan.machines import Across
 from coterie.plan.parts import Bell, Cores, Meeting, Process
 from coterie.plan.services import Costs
 
@@ -36,7 +37,7 @@ class Room:
     sim: simpy.Environment
     layout: Layout
     scale: float  # of an all-reduce's time, beside the one that was measured
-    across: float  # seconds that its messages between machines take besides
+    across: Across  # what it takes besides between machines
     meeting: Meeting
     locks: list[simpy.Resource]  # of a store's chunks
     turns: dict[int, simpy.Resource] = field(default_factory=dict)  # hogwild: of a core that several share
@@ -108,7 +109,11 @@ class Learner:
         own = costs["solo"]
         if lay.exchange == "allreduce":
             yield from self._wait(room.meeting.join())
-            yield self.sim.timeout(max(0.0, costs["allreduce"] - own) * room.scale + room.across)
+            yield self.sim.timeout(max(0.0, costs["allreduce"] - own) * room.scale)
+            if room.across.seconds:
+                yield from self._wait(self.sim.timeout(room.across.seconds))
+                if self.rank == 0:
+                    room.across.book()
             yield self.chip.work(own, "exchange")
         elif lay.exchange == "hogwild":
             yield self.chip.work(costs["hogwild"], "exchange")
@@ -141,6 +146,7 @@ class Learner:
     def _mix(self) -> Process:
         if self.layout.tau == 0:
             yield from self._wait(self.room.meeting.join())
+            yield from self._wait(self.sim.timeout(self.room.across.one))
         yield self.chip.work(max(0.0, self.costs.exchange["gossip"] - self.costs.exchange["solo"]), "exchange")
         if self.tell is not None:
             self.tell()

@@ -32,6 +32,21 @@ def key_of(p: Any) -> tuple[int, ...]:
     return (-1, p.gpu) if p.gpu >= 0 else tuple(p.cores)
 
 
+class Across:
+    """An all-reduce between machines: a ring's messages, one after the other (exchange/ring.py)."""
+
+    def __init__(self, h: Hardware, services: Services, links: list[Link]) -> None:
+        messages = 2 * (h.machines - 1)
+        self.links, self.sent = links, messages * services.weight_bytes / h.machines / h.bandwidth
+        self.seconds = messages * h.latency + self.sent
+        self.one = 2 * h.latency + services.weight_bytes / h.bandwidth if messages else 0.0  # of gossip's, by the first
+
+    def book(self) -> None:
+        """Every machine sends and receives as much."""
+        for link in self.links:
+            link.busy += self.sent
+
+
 class Telling:
     """A learner's messages to other machines, which the first machine passes on: one at a time, others are left out."""
 
@@ -40,7 +55,7 @@ class Telling:
         costs: Costs,
     ) -> None:  # fmt: skip
         self.sim, self.pool, self.own, self.first = sim, pool, own, machines[0]
-        self.others = len(machines) - 1
+        self.others = [machine for machine in machines if machine is not own]
         self.size = services.weight_bytes
         self.half = costs.wire(self.size / max(1.0, services.obs_bytes)) / 2
         self.on_its_way = False
@@ -52,25 +67,19 @@ class Telling:
 
     def _send(self) -> Process:
         yield self.pool.work(self.half, "wire")
-        copies = self.others
         if self.own is not self.first:
             yield self.own.links[1].send(self.size)
-            yield self.first.links[0].send(self.size)
-            copies -= 1
-        for _ in range(copies):
-            yield self.first.links[1].send(self.size)
+        for other in self.others:
+            if other is not self.first:
+                yield self.first.links[1].send(self.size)
+            yield other.links[0].send(self.size)
+            next(iter(other.pools.values())).work(self.half, "wire")
         self.on_its_way = False
-
-
-def across(h: Hardware, services: Services) -> float:
-    """Seconds of an all-reduce's messages between machines: a ring's, one after the other (exchange/ring.py)."""
-    messages = 2 * (h.machines - 1)
-    return messages * (h.latency + services.weight_bytes / h.machines / h.bandwidth)
 
 
 def speeds(count: int, uneven: float) -> list[float]:
     """How many times as long each of so many cores takes: evenly spread, with that coefficient of variation."""
-    if count == 1 or not uneven:
+    if count < 2 or not uneven:
         return [1.0] * count
     marks = np.array([NormalDist().inv_cdf((k + 0.5) / count) for k in range(count)])
     return [max(0.1, float(1 + uneven * x)) for x in marks / marks.std(ddof=1)]

@@ -54,7 +54,7 @@ class Threads:
     train: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Services:
     """A net, its algorithm and an env on one kind of machine."""
 

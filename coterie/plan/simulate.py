@@ -18,7 +18,7 @@ import simpy
 from coterie.plan.acting import Central, Place, Slots, inline
 from coterie.plan.layout import Layout
 from coterie.plan.learners import Learner, Room
-from coterie.plan.machines import Machine, Telling, across, key_of, speeds
+from coterie.plan.machines import Across, Machine, Telling, key_of, speeds
 from coterie.plan.parts import Cores, Meeting
 from coterie.plan.services import Costs, Services
 from coterie.types import CoterieError
@@ -64,12 +64,18 @@ class World:
         self.gpus = [gpu for machine in self.machines for gpu in machine.gpus]
         self.hosts = [Cores(sim, h.host_cores, "host cores") for _ in range(layout.hosts)]
         self.links = [machine.links for machine in self.machines if layout.hosts or h.machines > 1]
-        ring = ((n - 1) / n) / ((services.learners - 1) / services.learners)
+        each = n // h.machines
+        # Learners of one machine add up among themselves, and machines among each other.
+        ring = ((each - 1) / each + (h.machines - 1) / h.machines) * services.learners / (services.learners - 1)
         locks = [simpy.Resource(sim) for _ in range(layout.chunks if layout.exchange == "store" else 0)]
-        self.room = Room(sim, layout, ring, across(h, services), Meeting(sim, n), locks)
+        lines = [link for links in self.links for link in links]
+        self.room = Room(sim, layout, ring, Across(h, services, lines), Meeting(sim, n), locks)
         self.beside = beside(layout, services)
         chip_costs = services.accelerator if layout.gpus and services.accelerator is not None else self.beside
-        self.slow = dict(zip(map(id, self.pools), speeds(len(self.pools), services.uneven), strict=True))
+        single = [pool for pool in self.pools if pool.count == 1]
+        # What several cores do is as fast as they are on average.
+        self.slow = dict.fromkeys(map(id, self.pools), 1.0)
+        self.slow |= dict(zip(map(id, single), speeds(len(single), services.uneven), strict=True))
         self.learners = []
         for rank in range(n):
             machine = self.machines[rank * h.machines // n]
@@ -87,12 +93,9 @@ class World:
             self._start(learner)
 
     def _pace(self, pool: Cores) -> None:
-        """How slow a core is for a while. What several cores do is as fast as they are on average."""
-        if pool.count > 1:
-            return
-        cv = self.services.jitter
-        noise = float(self.rng.gamma(cv**-2, cv**2)) if cv else 1.0
-        pool.slow = self.slow[id(pool)] * noise
+        """How slow a core is for a while."""
+        cv = self.services.jitter if pool.count == 1 else 0.0
+        pool.slow = self.slow[id(pool)] * (float(self.rng.gamma(cv**-2, cv**2)) if cv else 1.0)
 
     def _start(self, learner: Learner) -> None:
         lay, sim = self.layout, self.sim
@@ -165,9 +168,9 @@ class World:
             cores.advance()
             for part, seconds in cores.busy.items():
                 found[f"{cores.name}/{part}"] += seconds
-        for links in self.links:
+        for k, links in enumerate(self.links):
             for name, link in zip(("network in", "network out"), links, strict=True):
-                found[name] += link.busy / len(self.links)
+                found[f"{name}/{k}"] = link.busy
         for learner in self.learners:
             found["learner"] += learner.training
             for name in ("lag_sum", "lag_rows", "stale", "steps"):
@@ -224,7 +227,8 @@ def _shares(world: World, clocks: dict[str, float]) -> tuple[dict[str, float], d
             mine = {k.partition("/")[2]: v / whole for k, v in clocks.items() if k.startswith(name + "/")}
             parts[name] = mine
     busy = {name: sum(mine.values()) for name, mine in parts.items()}
-    busy |= {k: clocks[k] / seconds for k in ("network in", "network out") if world.links}
+    for name in ("network in", "network out") if world.links else ():
+        busy[name] = max(clocks[f"{name}/{k}"] for k in range(len(world.links))) / seconds  # of the fullest
     busy["learner"] = clocks["learner"] / seconds / learners
     if world.inference:
         busy["inference"] = clocks["inference"] / seconds / learners
@@ -263,11 +267,12 @@ def _crowded(layout: Layout, services: Services) -> Costs:
     alone, crowded = services.alone, services.crowded
     if layout.hardware.cores == 1:
         return alone
-    if layout.acting == "inline" and layout.learners == layout.train_threads == layout.act_threads == 1:
+    lone = layout.learners == layout.hardware.machines and layout.train_threads == 1
+    if layout.acting == "inline" and lone and layout.act_threads == 1:
         act = crowded if layout.groups > 1 else alone
         env = crowded if layout.groups * layout.env_threads > 1 else alone
         return replace(alone, env=replace(env.env, fixed=act.env.fixed), act=act.act, unroll=act.unroll)
-    if layout.acting == "decoupled" and layout.hosts and layout.learners == layout.train_threads == 1:
+    if layout.acting == "decoupled" and layout.hosts and lone:
         return alone
     return crowded
 
@@ -300,5 +305,5 @@ def ceiling(layout: Layout, services: Services) -> float:
         bounds.append(len(world.gpus) / sum(each[k] for k in on_gpu))
     left = set(each) - on_gpu - (host if remote else set())
     if work := sum(each[k] for k in left):
-        bounds.append(sum(x.count for x in world.pools) / work)
+        bounds.append(sum(x.count / world.slow[id(x)] for x in world.pools) / work)
     return min(bounds, default=math.inf) * services.valid

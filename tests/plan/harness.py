@@ -18,7 +18,7 @@ BARE = Costs(Line(0.0, 0.01), Line(0.002, 0.0), Line(), Line(), dict.fromkeys(EX
 
 
 def services(costs: Costs = COSTS, **changes: Any) -> Services:
-    return replace(Services(costs, costs), **changes)
+    return replace(Services(alone=costs, crowded=costs), **changes)
 
 
 def layout(acting: str = "inline", exchange: str = "solo", hardware: Hardware | None = None, **changes: Any) -> Layout:

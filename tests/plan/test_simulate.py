@@ -193,6 +193,9 @@ def test_an_all_reduce_between_machines_takes_its_messages_time():
     result = simulate(own, services(costs, weight_bytes=80.0))
     assert result.env_steps_per_s == pytest.approx(16 / (4 * 0.012 + 6 * (0.01 + 0.02)), rel=1e-6)
     assert result.layout.dollars_per_hour == pytest.approx(4 * hardware.core_hour)
+    assert result.busy["network in"] == pytest.approx(6 * 0.02 / (4 * 0.012 + 0.18))
+    thin = replace(own, hardware=replace(hardware, bandwidth=10.0))
+    assert simulate(thin, services(costs, weight_bytes=80.0)).bottleneck.startswith("network")
 
 
 def test_gossip_between_machines_waits_for_no_link():
@@ -200,7 +203,10 @@ def test_gossip_between_machines_waits_for_no_link():
     thin = Hardware(machines=3, latency=0.001, bandwidth=1e5)
     far = simulate(layout("inline", "gossip", thin, learners=3, mix_every=1), services(weight_bytes=1000.0))
     assert far.env_steps_per_s == pytest.approx(near.env_steps_per_s, rel=0.02)
-    assert far.busy["network out"] > 0.2
+    # Four messages of 10 ms leave the first machine for each rollout of all: two of its own, one of each of the others.
+    assert far.busy["network out"] == pytest.approx(4 * 0.01 * far.env_steps_per_s / 12, rel=0.05)
+    lockstep = layout("inline", "gossip", replace(thin, latency=0.5), learners=3, mix_every=1, tau=0)
+    assert simulate(lockstep, services()).env_steps_per_s < 3 * 4 / 1.0
     assert near.busy["network out"] == 0
 
 
@@ -219,7 +225,7 @@ EVERY = [
 
 @pytest.mark.parametrize("own", EVERY, ids=lambda x: f"{x.name} {x.hosts}")
 def test_what_holds_of_every_layout(own):
-    some = services(env_cv=0.5, obs_bytes=10.0, weight_bytes=100.0)
+    some = services(env_cv=0.5, obs_bytes=10.0, weight_bytes=100.0, uneven=0.3, jitter=0.1)
     result = simulate(own, some, seed=3)
     counts = result.counts
     assert counts["produced"] == counts["learned"] + counts["in_flight"]
