@@ -1,24 +1,31 @@
 """`coterie plan` beside what this machine does: service times and training rates in alternating turns.
 
-    python benchmarks/plan_check.py [--rounds 3] [--services 30] [--seconds 20] [--only NAME ...] [--out FILE.json]
+    python benchmarks/plan_check.py [--rounds 5] [--services 12] [--seconds 10] [--only NAME ...] [--out FILE.json]
     python benchmarks/plan_check.py --again FILE.json    # what would be predicted now of what was measured then
 
-Each round measures what the parts cost, once for each group of layouts that train alike; predicts every layout of the
-group from that; and then trains it for a while (`bench`). Errors are medians over the rounds. For an idle machine.
+In each round and for each group of layouts that train alike, what the parts cost is measured before the first layout
+and after each; between, the layout trains (`coterie train`). It is predicted by what the parts cost just before and
+just after, the mean of both: this kind of machine changes its speed by a fifth within a minute. Errors are medians over
+the rounds. For an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from coterie import presets
 from coterie.auto import settle
-from coterie.bench import bench
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.parallel.affinity import available_cores
@@ -26,9 +33,13 @@ from coterie.plan.layout import Hardware, layout
 from coterie.plan.measure import measure
 from coterie.plan.services import Services, from_json
 from coterie.plan.simulate import simulate
+from coterie.runs.metrics import read_metrics
 
 Found = dict[str, dict[str, list[float]]]  # by layout: measured, predicted, error, of each round
-Costs = dict[str, list[dict[str, Any]]]  # by group: the services of each round
+Costs = dict[str, list[list[dict[str, Any]]]]  # by group: the services of each round, around the layouts
+
+_FIRST = 3  # metrics lines before those that count
+_START_S = 90.0
 
 _BREAKOUT = {"env.decorrelate": 0, "model.torso": "a3c"}
 _TWO = {"learners": 2, "env.num_envs": 64}
@@ -80,46 +91,81 @@ def configured(group: str, name: str) -> Config:
     return replace(config, exchange="solo") if config.exchange == "auto" else config
 
 
-def note(found: Found, number: int, group: str, name: str, services: Services, rate: float) -> None:
+def note(found: Found, number: int, group: str, name: str, around: Sequence[Services], rate: float) -> None:
     """One layout in one round: what is predicted of it beside what it did."""
-    told = predict(configured(group, name), services)
-    error = told["rate"] / rate - 1
+    told = [predict(configured(group, name), services) for services in around]
+    predicted = statistics.mean(one["rate"] for one in told)
+    error = predicted / rate - 1
     seen = found.setdefault(name, {"measured": [], "predicted": [], "error": []})
-    for key, x in zip(seen, (rate, told["rate"], error), strict=True):
+    for key, x in zip(seen, (rate, predicted, error), strict=True):
         seen[key].append(x)
     print(
-        f"round {number + 1}  {name:42} measured {rate:>9,.0f}  predicted {told['rate']:>9,.0f}  error {error:+.0%}  "
-        f"({told['bottleneck']})",
+        f"round {number + 1}  {name:42} measured {rate:>9,.0f}  predicted {predicted:>9,.0f}  error {error:+.0%}  "
+        f"({told[0]['bottleneck']})",
         flush=True,
     )
+
+
+def trained(group: str, name: str, seconds: float) -> float:
+    """Env steps/s of a run of so many seconds, once it has begun."""
+    preset, env, shared, layouts = GROUPS[group]
+    options = shared | layouts[name] | {"env": env, "steps": 10**9, "log.every": 0.5, "log.tensorboard": False}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        args = [x for k, v in {**options, "out": out}.items() for x in (f"--{k}", str(v))]
+        run = subprocess.Popen(
+            [sys.executable, "-m", "coterie", "train", preset, *args],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            end = time.monotonic() + _START_S
+            while len(lines(out)) < _FIRST:
+                if run.poll() is not None or time.monotonic() > end:
+                    run.kill()
+                    raise SystemExit(f"{name} does not train: {run.communicate()[1][-300:]}")
+                time.sleep(0.1)
+            time.sleep(seconds)
+        finally:
+            run.send_signal(signal.SIGTERM)
+            run.communicate(timeout=60)
+        seen = lines(out)[_FIRST - 1 :]
+    return (seen[-1]["env_steps"] - seen[0]["env_steps"]) / (seen[-1]["seconds"] - seen[0]["seconds"])
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """The run's metrics without evaluations and the like."""
+    return [line for line in read_metrics(out) if "env_steps_per_s" in line] if (out / "metrics.jsonl").exists() else []
 
 
 def measured(rounds: int, groups: list[str], services_s: float, seconds: float, found: Found) -> Costs:
     costs: Costs = {}
     for number in range(rounds):
         for group in groups:
-            services = measure(presets.make(*GROUPS[group][:2], **GROUPS[group][2]), services_s)
-            costs.setdefault(group, []).append(services.to_json())
+            base = presets.make(*GROUPS[group][:2], **GROUPS[group][2])
+            services = [measure(base, services_s)]
             for name in GROUPS[group][3]:
-                rate = bench(configured(group, name), seconds)["training"]
-                note(found, number, group, name, services, rate)
+                rate = trained(group, name, seconds)
+                services.append(measure(base, services_s))
+                note(found, number, group, name, services[-2:], rate)
+            costs.setdefault(group, []).append([one.to_json() for one in services])
     return costs
 
 
 def again(path: Path, found: Found) -> Costs:
     then = json.loads(path.read_text())
-    for group, each in then["services"].items():
-        for number, services in enumerate(map(from_json, each)):
-            for name in GROUPS[group][3]:
-                note(found, number, group, name, services, then["rounds"][name]["measured"][number])
+    for group, rounds in then["services"].items():
+        for number, each in enumerate(rounds):
+            services = [from_json(one) for one in each]
+            for k, name in enumerate(GROUPS[group][3]):
+                note(found, number, group, name, services[k : k + 2], then["rounds"][name]["measured"][number])
     return then["services"]  # type: ignore[no-any-return]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--services", type=float, default=30, help="seconds to measure what the parts cost")
-    parser.add_argument("--seconds", type=float, default=20, help="seconds to train a layout, a third of them counted")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--services", type=float, default=12, help="seconds to measure what the parts cost")
+    parser.add_argument("--seconds", type=float, default=10, help="seconds of training that count")
     parser.add_argument("--only", nargs="*", default=list(GROUPS), choices=list(GROUPS))
     parser.add_argument("--again", type=Path)
     parser.add_argument("--out", type=Path)

@@ -107,12 +107,12 @@ def measure(config: Config, seconds: float) -> Services:
         for crew in crews.values():
             crew.close()
     first = found[0]
-    # By itself, again and again, an exchange finds its weights in the cache: what it costs beside solo is added.
+    # By itself, again and again, an exchange finds its weights in the cache: what it costs beside solo is added. Where
+    # all wait for the last one, it is what that one takes: what it waits for is for the simulation to say.
     solo = _mean([one["solo"] for one in found])
-    exchange = {
-        kind: solo + max(0.0, _mean([one["exchange"][kind] - one["exchange"]["solo"] for one in found]))
-        for kind in EXCHANGES
-    }
+    times = {kind: np.array([one["exchange"][kind] for one in found]) for kind in EXCHANGES}
+    own = {kind: float(np.median(t.min(0) if kind == "allreduce" else t)) for kind, t in times.items()}
+    exchange = {kind: solo + max(0.0, x - own["solo"]) for kind, x in own.items()}
     alone = [first["alone"][i] for i in range(2)]
     crowded = [_merge([one["crowded"][i] for one in found]) for i in range(2)]
     wire = Line(*first["wire"])
@@ -292,8 +292,8 @@ def _jitter(took: list[Array]) -> float:
     return float(every.std(ddof=1) / every.mean()) if len(every) >= _LEAST else 0.0
 
 
-def _exchange(learner: Learner, kind: str, links: Links, sync: Callable[[], None]) -> float:
-    """Seconds of a learner step's agreement, and its update, while the others make as many."""
+def _exchange(learner: Learner, kind: str, links: Links, sync: Callable[[], None]) -> list[float]:
+    """Seconds of some learner steps' agreement, and their updates, while the others make as many."""
     config = replace(learner.config, exchange=kind, learners=links.learners)  # type: ignore[arg-type]
     exchange = make_exchange(config, learner.params, normalizers(config, learner.model), links)
     took = list[float]()
@@ -307,7 +307,7 @@ def _exchange(learner: Learner, kind: str, links: Links, sync: Callable[[], None
             exchange.after_rollout(learner.params)
             took.append(time.perf_counter() - begin)
         sync()
-    return float(np.median(took))
+    return took
 
 
 def _deviation(config: Config, spec: Spec, seconds: float) -> float:
