@@ -42,12 +42,12 @@ _FIRST = 3  # metrics lines before those that count
 _START_S = 90.0
 
 _BREAKOUT = {"env.decorrelate": 0, "model.torso": "a3c"}
-_TWO = {"learners": 2, "env.num_envs": 64}
+_TWO = {"learners": 2}
 _LUNAR = {"env.num_envs": 32}
 # group: (preset, env, what all have), then layout: what it has besides
 GROUPS: dict[str, tuple[str, str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "a2c-breakout": (
-        "a2c", "Breakout-v5", _BREAKOUT,
+        "a2c", "Breakout-v5", {**_BREAKOUT, "env.num_envs": 32},
         {
             "inline solo": {},
             "inline allreduce, 2 learners": {**_TWO, "exchange": "allreduce"},

@@ -32,6 +32,7 @@ from coterie.wire.codec import Layout, Tensor
 
 Say = Callable[[str], None]
 _SAY_S = 10.0
+_FINISH_S = 10.0  # for a rollout that was begun when the order to leave came
 
 
 @dataclass(frozen=True)
@@ -135,11 +136,13 @@ class Wire:
         self.channel: grpc.Channel | None = None
         self.streams: dict[str, Stream] = {}
         self.version, self.rollouts = -1, 0
+        self.ordered: float | None = None  # to leave, when
 
     def pull(self) -> int:
         begin = time.perf_counter()
         while True:
-            answer, version = self._ask("PullParameters", {"version": np.array([self.version])})
+            self._leave()
+            answer, version = self._ask("PullParameters", {"version": np.array([self.version])}, self._leave)
             if answer:
                 self.params.data.copy_(torch.from_numpy(answer["params"].copy()))
                 if self.moments.size:
@@ -154,40 +157,50 @@ class Wire:
         return self.first
 
     def check(self) -> None:
-        self._leave()
+        """Who is to leave finishes and delivers its rollout first, if that does not take too long."""
+        try:
+            self._leave()
+        except Stopped:
+            self.ordered = self.ordered or time.monotonic()
+            if time.monotonic() - self.ordered > _FINISH_S:
+                raise
 
     def leave(self) -> None:
         begin = time.perf_counter()
         arrays = {k: x.numpy() for k, x in self.fields.items()}
         # Sent once: who resends what was not answered may be learned from twice.
-        if self._ask("PushRollouts", arrays, again=False) is not None:
+        if self._ask("PushRollouts", arrays, self.check, again=False) is not None:
             self.rollouts += 1
         self.stages.add("wait", begin)
 
-    def _ask(self, method: str, arrays: dict[str, Any], again: bool = True) -> Any:
+    def _ask(self, method: str, arrays: dict[str, Any], check: Callable[[], None], again: bool = True) -> Any:
         """An answer, asked for `again` on a new stream where the old one is lost; else None."""
 
         def ask() -> Any:
             try:
-                if method not in self.streams:
-                    self.streams[method] = self._open(method)
-                self.streams[method].send(arrays)
-                return self.streams[method].receive()
+                stream = self.streams.get(method) or self._open(method, check)
             except Lost:
-                if (old := self.streams.pop(method, None)) is not None:
-                    old.close()
                 self.version = -1  # the learner may have gone back to a checkpoint
+                raise
+            self.streams[method] = stream
+            try:
+                stream.send(arrays)
+                return stream.receive()
+            except Lost:
+                stream.close()
+                del self.streams[method]
+                self.version = -1
                 if again:
                     raise
                 return None
 
-        return keep_trying(ask, self.address, self.door.patience, self._leave, self.say)
+        return keep_trying(ask, self.address, self.door.patience, check, self.say)
 
-    def _open(self, method: str) -> Stream:
+    def _open(self, method: str, check: Callable[[], None]) -> Stream:
         sends = self.layout if method == "PushRollouts" else Layout([Tensor("version", "int64", (1,))])
         if self.channel is None:
             self.channel = open_channel(self.address, self.door.cert)
-        stream = Stream(self.channel, method, self.hello, sends, token=self.door.token, check=self._leave)
+        stream = Stream(self.channel, method, self.hello, sends, token=self.door.token, check=check)
         if method == "PullParameters" and stream.reads.tensors != self.expected.tensors:
             raise CoterieError("the run's network is another one: is this the same version of coterie?")
         return stream

@@ -16,9 +16,11 @@ HEAD=${HEAD:-$(hostname -s)}              # this script runs on the first node
 KEYS=$RUN.keys
 
 rm -rf "$KEYS" && coterie keys "$KEYS" --host "$HEAD"
-if [ -e "$RUN/checkpoints" ]; then
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}   # srun does not take it from sbatch by itself
+if compgen -G "$RUN/checkpoints/*/manifest.json" > /dev/null; then
   learn=(coterie resume "$RUN")
 else
+  [ -e "$RUN" ] && mv "$RUN" "$RUN.$(date +%s)"   # it was killed before its first checkpoint
   learn=(coterie train seed-vtrace --env "$ENV" --actors 0 --out "$RUN" --wire.bind "0.0.0.0:$PORT"
     --wire.token-file "$KEYS/token" --wire.cert "$KEYS/cert.pem" --wire.key "$KEYS/key.pem" ${OPTIONS:-})
 fi

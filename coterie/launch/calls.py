@@ -23,8 +23,8 @@ class Part:
     lost: has it been started anew, or was it out of reach?).
     """
 
-    def __init__(self, name: str, handle: Any, restarts: int, ports: int, folder: Path | None = None) -> None:
-        self.name, self.handle, self.restarts, self.ports, self.folder = name, handle, restarts, ports, folder
+    def __init__(self, name: str, handle: Any, ports: int, folder: Path | None = None) -> None:
+        self.name, self.handle, self.ports, self.folder = name, handle, ports, folder
         self.address = "", 0
         self.stamps: ship.Stamps = {}
         self.asked: Any = None

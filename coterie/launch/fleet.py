@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,11 +45,13 @@ class Fleet:
         self.layout, self.folder, self.quiet = layout, folder, quiet
         self.config = config = layout.config
         self.signal: signal.Signals | None = None
-        self.restarts = 0
+        # The run's, as it has them on one machine; Ray itself only knows of each part's.
+        self.budgets = {"restarts": config.restarts, f"{config.acting}.restarts": elsewhere(config).restarts}
+        self.lost = Counter[str]()
         self.hosts = sorted({m.address for m in machines})
         self.keys = self._make_keys() if len(self.hosts) > 1 else {}
         folders = [folder / "sites" / str(k) if k else folder for k in range(len(layout.sites))]
-        self.targets = targets(layout, [_reached(own) for own in folders])  # before anything is written
+        self.targets = targets(layout, [reached(own) for own in folders])  # before anything is written
         try:
             for own in folders:  # as many as there are sites, for who resumes
                 own.mkdir(parents=True, exist_ok=True)
@@ -63,7 +66,7 @@ class Fleet:
         self.storage = ship.Storage(pairs, skip=("sites",)) if own_storage else None
         self.sites = [
             Part(
-                f"site {k}", self.calls.place(site.machine, site.cpus, site.gpus, config.restarts), config.restarts,
+                f"site {k}", self.calls.place(site.machine, site.cpus, site.gpus, config.restarts),
                 2 * site.learners + 1,  # for envs or actors, and for gossip
                 folders[k],
             )
@@ -71,7 +74,7 @@ class Fleet:
         ]  # fmt: skip
         budget = elsewhere(config).restarts
         self.lenders = [
-            Part(f"{x.kind} {x.number}", self.calls.place(x.machine, 1, 0, budget), budget, 1) for x in layout.lenders
+            Part(f"{x.kind} {x.number}", self.calls.place(x.machine, 1, 0, budget), 1) for x in layout.lenders
         ]
 
     def _make_keys(self) -> dict[str, bytes]:
@@ -149,8 +152,11 @@ class Fleet:
         """Start all sites once they have a place; whoever steps envs for them starts when it has one."""
         todo = [site for site in self.sites if site.code != 0 and (site.what == "news" or not site.address[1])]
         for site in todo:
-            if not site.address[1]:
-                site.address = self.calls.ask(site, "open", *self._way(site), seconds=_PLACE_S)
+            while not site.address[1]:
+                try:
+                    site.address = self.calls.ask(site, "open", *self._way(site), seconds=_PLACE_S)
+                except self.calls.errors.RayActorError:  # lost before it has begun
+                    self._count(site, "its machine is gone or out of reach")
         if self.keys and any(site.address[0] not in self.hosts for site in self.sites):
             self.hosts = sorted({*self.hosts, *(site.address[0] for site in self.sites)})
             self.keys = self._make_keys()  # a machine that was not there before
@@ -168,7 +174,7 @@ class Fleet:
         assert site.folder is not None
         config = site_config(self.layout, k, site.address, self.sites[0].address, bool(self.keys), self.targets[k])
         files = {"config.json": json.dumps(to_dict(config)).encode(), **self.keys}
-        if resume and _reached(site.folder) >= self.targets[k]:
+        if resume and reached(site.folder) >= self.targets[k]:
             site.code = 0  # it was lost when it had done all that it had to
             return
         if resume and checkpoint.latest(site.folder / "checkpoints") is not None:
@@ -277,10 +283,10 @@ class Fleet:
 
     def _count(self, part: Part, reason: str) -> None:
         """A part is to be started again."""
-        part.restarts, self.restarts = part.restarts - 1, self.restarts + 1
-        if part.restarts < 0:
-            what = "restarts" if part.folder is not None else f"{self.config.acting}.restarts"
-            raise CoterieError(f"{part.name}: {reason}; {what} are used up")
+        what = "restarts" if part.folder is not None else f"{self.config.acting}.restarts"
+        self.lost[what] += 1
+        if self.lost[what] > self.budgets[what]:
+            raise CoterieError(f"{part.name}: {reason}; {what} ({self.budgets[what]}) are used up")
         self.say(f"{part.name}: {reason}; it is started again")
         part.what, part.warned, part.since = "open", False, time.monotonic()
         part.not_before = time.monotonic() + _BACK_OFF_S
@@ -332,7 +338,7 @@ class Fleet:
 
     def close(self) -> None:
         parts = [*self.sites, *self.lenders]
-        closing = [part.handle.close.remote() for part in parts]
+        closing = [part.handle.close.remote() for part in parts if part.address[1]]  # who has no place cannot answer
         with suppress(Exception):  # what is gone needs no end
             self.calls.ray.wait(closing, num_returns=len(closing), timeout=GRACE_S + _LEAVE_S)
         for part in parts:
@@ -341,7 +347,7 @@ class Fleet:
         self.log.close()
 
 
-def _reached(folder: Path) -> int:
+def reached(folder: Path) -> int:
     """Env steps of a site's last checkpoint."""
     path = checkpoint.latest(folder / "checkpoints")
     return 0 if path is None else int(json.loads((path / "state.json").read_text())["env_steps"])

@@ -207,6 +207,7 @@ def site_config(
         learners=own,
         steps=steps or config.steps,
         seed=config.seed + 1_000_003 * k,
+        chaos=replace(config.chaos, seed=config.chaos.seed + k),  # or all are disturbed at once
         optim=optim,
         out="",
     )

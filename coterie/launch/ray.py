@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.config import Config
-from coterie.launch.fleet import Fleet
+from coterie.launch.fleet import Fleet, reached
 from coterie.launch.layout import Machine, lay_out
 from coterie.runs.metrics import clean
 from coterie.types import ConfigError, CoterieError, first_line
@@ -43,13 +43,15 @@ def run_on_ray(config: Config, folder: Path, resumed: bool, quiet: bool) -> dict
             told["reason"] = first_line(error)
             raise
         finally:
-            told |= {"folder": str(folder), "ray": {"machines": len(fleet.hosts), "restarts": fleet.restarts}}
+            told |= {"folder": str(folder), "ray": {"machines": len(fleet.hosts), "restarts": sum(fleet.lost.values())}}
             own = [site.folder for site in fleet.sites if site.folder is not None]
             total = {"seconds": time.monotonic() - begin} | _together(own) | told
-            with suppress(OSError):
-                (folder / "summary.json").write_text(json.dumps(clean(total), indent=1) + "\n")
-            fleet.store(last=True)
-            fleet.close()
+            try:
+                with suppress(OSError):
+                    (folder / "summary.json").write_text(json.dumps(clean(total), indent=1) + "\n")
+                fleet.store(last=True)
+            finally:
+                fleet.close()
         return total
     finally:
         ray.shutdown()
@@ -90,15 +92,18 @@ def connect(config: Config) -> tuple[Any, list[Machine]]:
 
 
 def _together(folders: list[Path]) -> dict[str, Any]:
-    """The sites' summaries in one; without some of them nothing is known of the whole."""
-    found = []
-    for folder in folders:
-        with suppress(OSError, ValueError):
+    """The sites' summaries in one. Of a site that left none, with its machine, only its last checkpoint is known."""
+    found, silent, steps = list[dict[str, Any]](), list[str](), 0
+    for k, folder in enumerate(folders):
+        try:
             found.append(json.loads((folder / "summary.json").read_text()))
-    if len(found) < len(folders):
-        return {"env_steps": 0, "mean_return": None, "rows": {}}
+        except (OSError, ValueError):
+            silent.append(f"site {k}")
+            steps += reached(folder)
+    if not found:
+        return {"env_steps": steps, "mean_return": None, "rows": {}}
     total: dict[str, Any] = dict(found[0])
-    if len(found) > 1:
+    if len(folders) > 1:
         total |= {key: sum(one[key] for one in found) for key in _SUMMED}
         total["rows"] = {key: sum(one["rows"][key] for one in found) for key in total["rows"]}
         total["env_steps_per_s"] = sum(one["env_steps_per_s"] for one in found)
@@ -106,4 +111,7 @@ def _together(folders: list[Path]) -> dict[str, Any]:
         total["mean_return"] = sum(means) / len(means) if means else None
         total["seconds"] = max(one["seconds"] for one in found)
         total["sites"] = found
+    if silent:
+        total["env_steps"] += steps
+        total["without_summary"] = silent  # `rows` are of the others
     return total

@@ -3,9 +3,9 @@
 A process is pinned to every core and runs the loop that `bench` measures, inline and with one thread, for a few envs
 and for more, in turns: once while the other cores rest (`alone`), once while all do the same (`crowded`). What they
 cost when nobody shares their memory or their processor with them, and when everybody does, is all that is taken: how
-fast a layout of these parts is, is for the simulation to say. Two things that no single core shows are measured beside
-that: how unlike each other and themselves the cores are, and what one process with all cores takes for acting alone and
-for training alone, beside what the simulation makes of it.
+fast a layout of these parts is, is for the simulation to say. What no such part shows is measured beside that: how
+unlike each other and themselves the cores are, and what threads of one process take for acting alone and for training
+alone, beside what the simulation makes of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coterie.matrix import EXCHANGES, VALUE, check, first_rows
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, Post, found_by
 from coterie.parts import Links, make_exchange, normalizers
-from coterie.plan.layout import Hardware, layout
+from coterie.plan.layout import Hardware, Layout, layout
 from coterie.plan.learners import training
 from coterie.plan.services import Costs, Line, Services, Threads, fit
 from coterie.plan.simulate import beside, simulate
@@ -42,7 +42,7 @@ _ROUNDS = 3
 _LEAST = 3  # rollouts of a turn that tell by how much they differ
 _MOST = 8  # processes: so many fill a machine's memory bandwidth as well as more do
 _STEPS = 20  # of each exchange
-_TURNS = 6 * _ROUNDS + 3  # that the time is for
+_TURNS = 7 * _ROUNDS + 3  # that the time is for
 _DECORRELATE = 20  # env steps
 _CAPACITY = 100_000  # env steps of a replay
 _PATIENCE_S = 600.0
@@ -50,15 +50,15 @@ _PATIENCE_S = 600.0
 Turn = dict[str, float]  # seconds of each part, and what was done in them
 
 
-def lone(config: Config, envs: int, of: int, whole: bool = False) -> Config:
-    """The learner that is measured, with `envs` of `of` simulators: its batches shrink alike. `whole`: with the threads
-    and groups that it would have on all cores, else with one.
+def lone(config: Config, envs: int, of: int, own: bool = False) -> Config:
+    """The learner that is measured, with `envs` of `of` simulators: its batches shrink alike. `own`: with the threads
+    and groups that it would have on its cores, else with one.
     """
     share = envs / of
-    env = config.env if whole else replace(config.env, groups=1, threads=1)
+    env = config.env if own else replace(config.env, groups=1, threads=1)
     c = replace(
         config, acting="inline", exchange="solo", learners=1, actors="auto", device="cpu",
-        torch_threads=config.torch_threads if whole else 1,
+        torch_threads=config.torch_threads if own else 1,
         env=replace(env, num_envs=of, delay=0.0, decorrelate=min(config.env.decorrelate, _DECORRELATE)),
         wire=replace(config.wire, bind=""), gossip=replace(config.gossip, bind="", connect="", seats=0, mix_every=1),
         chaos=Chaos(), vtrace=replace(config.vtrace, minibatch=0), log=replace(config.log, cosines=0, norms=0),
@@ -99,9 +99,9 @@ def measure(config: Config, seconds: float) -> Services:
         for kind in EXCHANGES
         if kind != "solo"
     }
-    whole = lone(config, widths[-1], widths[-1], whole=True)
+    whole = lone(config, widths[-1], widths[-1], own=True)
     try:
-        found = _run(configs, [cores[i % len(cores)] for i in range(count)], crews, seconds)
+        found = _run([*configs, whole], [cores[i % len(cores)] for i in range(count)], crews, seconds)
         ((acted, trained),) = _found([("coterie-plan-whole", cores, measure_whole, (whole, seconds / _TURNS))])
     finally:
         for crew in crews.values():
@@ -134,27 +134,34 @@ def measure(config: Config, seconds: float) -> Services:
         uneven=float(took.std(ddof=1) / took.mean()),
         jitter=_mean([one["jitter"] for one in found]),
     )
-    services = replace(services, threads=_threads(whole, spec, services, acted, trained))
+    turns = _mean([one["acted"] for one in found])
+    services = replace(services, threads=_threads(whole, spec, services, turns, acted, trained))
     if first["gpu"] is None:
         return services
     on_gpu = {kind: first["gpu"][1]["exchange"] + x - solo for kind, x in exchange.items()}
     return replace(services, accelerator=_costs(first["gpu"], configs, on_gpu, wire))
 
 
-def _threads(config: Config, spec: Spec, services: Services, acted: float, trained: float) -> Threads:
-    """What one process with all cores took beside what is expected of it: `acted` env steps/s where nothing was
-    learned, and seconds of a training step.
+def _threads(config: Config, spec: Spec, services: Services, turns: float, acted: float, trained: float) -> Threads:
+    """What processes took beside what is expected of them: `turns` and `acted` are env steps/s where nothing was
+    learned, with one core (while the others did the same) and with all; `trained` seconds of a training step with all.
     """
-    own = layout(config, spec, Hardware(cores=len(available_cores())), "inline", "solo", 1)
-    if not own.several:
-        return Threads()
 
     def idle(costs: Costs) -> Costs:
         return replace(costs, train=Line(), exchange=dict.fromkeys(costs.exchange, 0.0))
 
-    only = replace(services, alone=idle(services.alone), crowded=idle(services.crowded))
-    act = simulate(own, only).env_steps_per_s / acted
-    return Threads(act=act, train=trained / max(training(own, beside(own, services))))
+    def expected(own: Layout, alone: Costs) -> float:
+        only = replace(services, alone=idle(alone), crowded=idle(services.crowded))
+        return simulate(own, only).env_steps_per_s
+
+    one, every = (
+        layout(config, spec, Hardware(cores=cores), "inline", "solo", 1) for cores in (1, len(available_cores()))
+    )
+    found = Threads(turns=expected(one, services.crowded) / turns)
+    if not every.several:
+        return found
+    act = expected(every, services.alone) / acted
+    return replace(found, act=act, train=trained / max(training(every, beside(every, services))))
 
 
 def measure_whole(post: Post, config: Config, turn: float) -> None:
@@ -172,7 +179,7 @@ def measure_whole(post: Post, config: Config, turn: float) -> None:
 
 
 def _run(configs: list[Config], cores: list[int], crews: dict[str, Placement], seconds: float) -> list[dict[str, Any]]:
-    """What a process on each of `cores` found."""
+    """What a process on each of `cores` found; the last of `configs` has the groups that it would have on one."""
     board = next(iter(crews.values())).board
     each = []
     for rank, core in enumerate(cores):
@@ -206,14 +213,17 @@ def measure_process(post: Post, configs: list[Config], links: Links, others: dic
             time.sleep(1e-3)
 
     turn = seconds / _TURNS
-    loops = [Training(Learner(c)) for c in configs]
+    *loops, own = [Training(Learner(c)) for c in configs]
     alone: list[list[Turn]] = [[], []]
     crowded: list[list[Turn]] = [[], []]
     took: list[list[Array]] = [[], []]  # seconds of each rollout of those
     try:
-        for loop in loops:
+        for loop in (*loops, own):
             _warm(loop, turn / 4)
+        acted = list[float]()
         for _ in range(_ROUNDS):
+            sync()
+            acted.append(own.turn(turn, learn=False))
             for i, loop in enumerate(loops):
                 sync()
                 if rank == 0:
@@ -228,24 +238,25 @@ def measure_process(post: Post, configs: list[Config], links: Links, others: dic
             "crowded": [_merge(t) for t in crowded],
             "took": float(np.median(np.concatenate(took[-1]))),
             "jitter": _jitter(took[-1]),
+            "acted": float(np.median(acted)),
             "exchange": told,
             "solo": float(np.median([t["exchange"] for t in crowded[-1]])),
         }
         if rank == 0:
             learner = loops[-1].learner
-            widths = [c.env.num_envs for c in configs]
+            widths = [c.env.num_envs for c in configs[:2]]
             costs = [wire_cost(learner.spec, n, turn / 4) for n in widths]
             line = fit([(1, n, cost) for n, cost in zip(widths, costs, strict=True)])
             found |= {
                 "alone": [_merge(t) for t in alone],
                 "wire": (line.fixed, line.each),
                 "weight_bytes": 4.0 * len(learner.params.data),
-                "deviation": _deviation(configs[-1], learner.spec, turn / 2),
-                "gpu": _gpu(configs, turn) if torch.cuda.is_available() else None,
+                "deviation": _deviation(configs[1], learner.spec, turn / 2),
+                "gpu": _gpu(configs[:2], turn) if torch.cuda.is_available() else None,
             }
         sync()
     finally:
-        for loop in loops:
+        for loop in (*loops, own):
             loop.close()
     post("found", found)
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -43,15 +43,21 @@ class Costs:
     exchange: dict[str, float]  # a learner step's clipping, update and agreement; between `Services.learners` learners
     wire: Line = Line()  # a message of n envs and its answer, both ends together
 
+    def acting(self, factor: float) -> Costs:
+        """With other times for acting and for what is done between unrolls."""
+        env, act, unroll = (x.times(factor) for x in (self.env, self.act, self.unroll))
+        return replace(self, env=env, act=act, unroll=unroll)
+
 
 @dataclass(frozen=True)
 class Threads:
-    """How many times as long a part takes if a process with several cores does it, as it would by the costs of
-    processes with one core each: one interpreter, one allocator, one cache for all its threads.
+    """How many times as long a part takes where threads do it side by side, as it would by the costs of one after the
+    other on a core of its own: they share an interpreter, an allocator and caches, but need not wait for one another.
     """
 
-    act: float = 1.0  # stepping envs and forwards
-    train: float = 1.0
+    turns: float = 1.0  # acting with one core: two groups of envs in turns
+    act: float = 1.0  # acting with several cores
+    train: float = 1.0  # training with several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +102,8 @@ def from_json(data: Any) -> Services:
     services: Services = _read(Services, data, "services")
     if services.action_repeat < 1 or services.learners < 2 or not 0 < services.valid <= 1:
         raise ConfigError("services: action_repeat must be at least 1, learners at least 2, valid in (0, 1]")
-    if not services.threads.act > 0 or not services.threads.train > 0:
-        raise ConfigError("services: threads.act and threads.train must be above 0")
+    if not min(vars(services.threads).values()) > 0:
+        raise ConfigError("services: threads.turns, threads.act and threads.train must be above 0")
     return services
 
 

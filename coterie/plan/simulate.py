@@ -250,17 +250,18 @@ def _bottleneck(busy: dict[str, float], parts: dict[str, dict[str, float]]) -> s
 
 
 def beside(layout: Layout, services: Services) -> Costs:
-    """What the learners' machines cost: a part is crowded where others work beside it, and a process with several
-    cores takes longer for each.
+    """What the learners' machines cost: a part is crowded where others work beside it, and threads of one process are
+    as fast as those that were measured.
     """
     costs, threads = _crowded(layout, services), services.threads
-    if not layout.several:
-        return costs
-    costs = replace(costs, train=costs.train.times(threads.train))
-    if layout.acting == "decoupled":  # actors have a core each
-        return costs
-    env = costs.env.times(threads.act) if layout.acting == "inline" else costs.env
-    return replace(costs, env=env, act=costs.act.times(threads.act), unroll=costs.unroll.times(threads.act))
+    if layout.several:
+        costs = replace(costs, train=costs.train.times(threads.train))
+    if layout.acting == "central":
+        factor = threads.act if layout.several else 1.0
+        return replace(costs, act=costs.act.times(factor), unroll=costs.unroll.times(factor))
+    if layout.acting == "inline" and layout.several:
+        return costs.acting(threads.act)
+    return costs.acting(threads.turns) if layout.groups > 1 else costs
 
 
 def _crowded(layout: Layout, services: Services) -> Costs:

@@ -40,7 +40,7 @@ def test_a_file_gives_back_what_it_was_given(tmp_path):
         (("alone", "train"), None, "services.alone.train: is missing"),
         (("alone", "exchange", "gossip"), None, "services.alone.exchange.gossip: is missing"),
         (("crowded", "speed"), 1, "services.crowded.speed: no such field; fields are env, act"),
-        (("threads", "act"), 0, "services: threads.act and threads.train must be above 0"),
+        (("threads", "act"), 0, "services: threads.turns, threads.act and threads.train must be above 0"),
         (("valid",), 2, "services: action_repeat must be at least 1"),
     ],
 )
