@@ -38,7 +38,7 @@ from coterie.runs.metrics import read_metrics
 Found = dict[str, dict[str, list[float]]]  # by layout: measured, predicted, error, of each round
 Costs = dict[str, list[list[dict[str, Any]]]]  # by group: the services of each round, around the layouts
 
-_FIRST = 3  # metrics lines before those that count
+_FIRST = 10  # metrics lines with news before those that count
 _START_S = 90.0
 
 _BREAKOUT = {"env.decorrelate": 0, "model.torso": "a3c"}
@@ -109,7 +109,7 @@ def note(found: Found, number: int, group: str, name: str, around: Sequence[Serv
 def trained(group: str, name: str, seconds: float) -> float:
     """Env steps/s of a run of so many seconds, once it has begun."""
     preset, env, shared, layouts = GROUPS[group]
-    options = shared | layouts[name] | {"env": env, "steps": 10**9, "log.every": 0.5, "log.tensorboard": False}
+    options = shared | layouts[name] | {"env": env, "steps": 10**9, "log.every": 0.2, "log.tensorboard": False}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         args = [x for k, v in {**options, "out": out}.items() for x in (f"--{k}", str(v))]
@@ -119,22 +119,27 @@ def trained(group: str, name: str, seconds: float) -> float:
         )  # fmt: skip
         try:
             end = time.monotonic() + _START_S
-            while len(lines(out)) < _FIRST:
+            while len(progress(out)) < _FIRST:
                 if run.poll() is not None or time.monotonic() > end:
                     run.kill()
                     raise SystemExit(f"{name} does not train: {run.communicate()[1][-300:]}")
                 time.sleep(0.1)
+            first = len(progress(out)) - 1
             time.sleep(seconds)
         finally:
             run.send_signal(signal.SIGTERM)
             run.communicate(timeout=60)
-        seen = lines(out)[_FIRST - 1 :]
-    return (seen[-1]["env_steps"] - seen[0]["env_steps"]) / (seen[-1]["seconds"] - seen[0]["seconds"])
+        (steps, at), (more, later) = progress(out)[first], progress(out)[-1]
+    return (more - steps) / (later - at)
 
 
-def lines(out: Path) -> list[dict[str, Any]]:
-    """The run's metrics without evaluations and the like."""
-    return [line for line in read_metrics(out) if "env_steps_per_s" in line] if (out / "metrics.jsonl").exists() else []
+def progress(out: Path) -> list[tuple[int, float]]:
+    """Env steps and seconds of the lines of metrics that have more env steps than those before."""
+    found = [(0, 0.0)]
+    for line in read_metrics(out) if (out / "metrics.jsonl").exists() else []:
+        if line.get("env_steps", 0) > found[-1][0] and "env_steps_per_s" in line:
+            found.append((line["env_steps"], line["seconds"]))
+    return found[1:]
 
 
 def measured(rounds: int, groups: list[str], services_s: float, seconds: float, found: Found) -> Costs:

@@ -175,7 +175,7 @@ def _measure_children(config: Config, seconds: float) -> list[dict[str, Any]]:
         for row in range(crew.learners, crew.learners + crew.actors):
             links, number, cores = crew.actor(row)
             actors.append(Child(f"coterie-bench-{row}", cores, actor_process, (config, 0, links, number, row)))
-        return found_by(learners, actors)
+        return found_by(learners, 2 * seconds + config.log.stall, actors)
     finally:
         for child in (*learners, *actors):
             child.kill()

@@ -38,6 +38,7 @@ class Line:
 
     stream: Stream
     newest: Newest
+    rows: int = 0  # sent: the first begins a rollout, and every unroll-th after it ends one
 
 
 class Dialer:
@@ -124,18 +125,21 @@ class Host:
 
 
 class HostWork:
-    """Envs, and the streams over which they are acted on. `check` is called at each step, and may end it all."""
+    """Envs, and the streams over which they are acted on. `check` is called at each step, and may end it all; so may
+    `rest`, where all rollouts of `unroll` rows are whole.
+    """
 
     def __init__(
-        self, config: Config, life: int, first_env: int, dialer: Dialer, check: Callable[[], None], union: bool = False
-    ) -> None:
+        self, config: Config, life: int, first_env: int, dialer: Dialer, check: Callable[[], None], union: bool = False,
+        unroll: int = 1, rest: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         torch.set_num_threads(1)
         keep_freed_memory()
         layout = resolve(replace(config, device="cpu"), dialer.spec)
         if not config.env.threads:
             # A group whose actions are awaited leaves its threads idle: each has one for every core.
             layout = replace(layout, env_threads=len(available_cores()) * layout.groups)
-        self.dialer, self.check = dialer, check
+        self.dialer, self.check, self.unroll, self.rest = dialer, check, unroll, rest
         self.envs, _ = envs_of(config, layout, life, first_env, union=union)
         self.lines: dict[int, Line] = {}
         self.stages = Stages()
@@ -157,6 +161,8 @@ class HostWork:
 
     def _act(self, g: int, row: int, seen: TimeStep) -> Array:
         arrays = as_arrays(seen)
+        if all(line.rows == 0 or (line.rows - 1) % self.unroll == 0 for line in self.lines.values()):
+            self.rest()
         with self.waits():
             try:
                 answer = self._ask(g, arrays)
@@ -177,6 +183,7 @@ class HostWork:
             try:
                 begin = time.perf_counter()
                 line.stream.send(line.newest.split(arrays))
+                line.rows += 1
                 answer, _ = line.stream.receive()
             except Lost:
                 # Another life begins on a new stream, with what the envs show now.

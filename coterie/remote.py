@@ -71,6 +71,21 @@ def _config(base: Config, settings: dict[str, Any]) -> Config:
     return replace(base, env=replace(base.env, **own), atari=atari)
 
 
+class Unhurried:
+    """What `leave` says of an order to leave, but only once there was time to finish the rollout that was begun."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self.leave, self.ordered = leave, 0.0
+
+    def __call__(self) -> None:
+        try:
+            self.leave()
+        except Stopped:
+            self.ordered = self.ordered or time.monotonic()
+            if time.monotonic() - self.ordered > _FINISH_S:
+                raise
+
+
 class Told:
     """Says from time to time how far the work is, and how long its envs have waited for their actions."""
 
@@ -98,13 +113,13 @@ def lend_envs(base: Config, door: Door, say: Say, leave: Callable[[], None]) -> 
     """Step `base.env` for a run until it has ended. `leave` raises `Stopped` when this is to end before."""
     run_id = random.SystemRandom().getrandbits(64)
     settings, address = _settings(base, door, "Infer", run_id, say, leave)
-    config = _config(base, settings)
+    config, late = _config(base, settings), Unhurried(leave)
     dialer = Dialer(
         address, config.env.id, make_spec(config.env, config.atari), token=door.token, cert=door.cert,
-        newest=settings["newest_frame"], patience=door.patience, leave=leave, say=say,
+        newest=settings["newest_frame"], patience=door.patience, leave=late, say=say,
     )  # fmt: skip
     dialer.run_id = run_id
-    work = HostWork(config, 0, 0, dialer, leave)
+    work = HostWork(config, 0, 0, dialer, late, unroll=settings["unroll_length"], rest=leave)
     say(f"{config.env.num_envs} envs of {config.env.id} for {address}")
     told = Told(say)
     try:
@@ -136,7 +151,7 @@ class Wire:
         self.channel: grpc.Channel | None = None
         self.streams: dict[str, Stream] = {}
         self.version, self.rollouts = -1, 0
-        self.ordered: float | None = None  # to leave, when
+        self.check = Unhurried(leave)
 
     def pull(self) -> int:
         begin = time.perf_counter()
@@ -155,15 +170,6 @@ class Wire:
 
     def next(self) -> Recorder:
         return self.first
-
-    def check(self) -> None:
-        """Who is to leave finishes and delivers its rollout first, if that does not take too long."""
-        try:
-            self._leave()
-        except Stopped:
-            self.ordered = self.ordered or time.monotonic()
-            if time.monotonic() - self.ordered > _FINISH_S:
-                raise
 
     def leave(self) -> None:
         begin = time.perf_counter()

@@ -34,6 +34,7 @@ _WARN_S = 15.0  # after which the reason is said
 _LEAVE_S = 20.0  # for those that step envs to leave at the end
 _LEFT_S = 5.0  # before one that has left is started again
 _STORE_S = 10.0  # between two looks at what storage has not yet
+_LAST_STORE_S = 300.0  # for storage to have all of it at the end
 _BACK_OFF_S = 1.0  # before a command that failed is started again
 
 
@@ -122,7 +123,7 @@ class Fleet:
     def store(self, last: bool = False) -> None:
         """Bring `ray.storage` up to date."""
         if self.storage is not None and (last or time.monotonic() > self.storage.tried + _STORE_S):
-            for line in self.storage.bring():
+            for line in self.storage.bring(_LAST_STORE_S if last else _POLL_S):
                 self.say(line)
 
     def _check(self, part: Part) -> None:

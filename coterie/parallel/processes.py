@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,13 +88,17 @@ def listen(children: Iterable[Child], seconds: float) -> Iterator[tuple[Child, s
             yield child, "end", child.end()
 
 
-def found_by(children: Sequence[Child], others: Sequence[Child] = ()) -> list[Any]:
+def found_by(children: Sequence[Child], within: float, others: Sequence[Child] = ()) -> list[Any]:
     """What each of `children` posts as "found", in their order; `others` serve them. All are the caller's to kill.
 
-    Raises `CoterieError` with the first failure of any of them.
+    Raises `CoterieError` with the first failure of any of them, or where somebody has found nothing `within` seconds.
     """
     found: dict[str, Any] = {}
+    end = time.monotonic() + within
     while len(found) < len(children):
+        if time.monotonic() > end:
+            late = ", ".join(child.name for child in children if child.name not in found)
+            raise CoterieError(f"{late}: nothing for {within:.0f} s")
         for child, kind, content in listen([c for c in (*children, *others) if c.name not in found], 0.5):
             if kind == "found":
                 found[child.name] = content

@@ -102,7 +102,7 @@ def measure(config: Config, seconds: float) -> Services:
     whole = lone(config, widths[-1], widths[-1], own=True)
     try:
         found = _run([*configs, whole], [cores[i % len(cores)] for i in range(count)], crews, seconds)
-        ((acted, trained),) = _found([("coterie-plan-whole", cores, measure_whole, (whole, seconds / _TURNS))])
+        ((acted, trained),) = _found([("coterie-plan-whole", cores, measure_whole, (whole, seconds / _TURNS))], seconds)
     finally:
         for crew in crews.values():
             crew.close()
@@ -186,15 +186,15 @@ def _run(configs: list[Config], cores: list[int], crews: dict[str, Placement], s
         links = {kind: crew.links(rank) for kind, crew in crews.items()}
         args = (configs, replace(Links(), rank=rank, board=board), links, seconds)
         each.append((f"coterie-plan-{rank}", [core], measure_process, args))
-    return _found(each)
+    return _found(each, seconds)
 
 
-def _found(each: Sequence[tuple[str, list[int], Callable[..., None], tuple[Any, ...]]]) -> list[Any]:
-    """What processes find: of each its name, cores, target and arguments."""
+def _found(each: Sequence[tuple[str, list[int], Callable[..., None], tuple[Any, ...]]], seconds: float) -> list[Any]:
+    """What processes find that measure for about so many seconds: of each its name, cores, target and arguments."""
     children: list[Child] = []
     try:
         children.extend(Child(*one) for one in each)
-        return found_by(children)
+        return found_by(children, 2 * seconds + _PATIENCE_S)
     finally:
         for child in children:
             child.kill()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -137,26 +139,47 @@ def store(url: str, new: Changes, folder: Path) -> None:
 
 
 class Storage:
-    """Copies of folders at paths or URLs. Where those are away, that is said once, and tried again."""
+    """Copies of folders at paths or URLs. Where those are away, that is said once, and tried again; where they do not
+    answer, nobody waits for them.
+    """
 
     def __init__(self, pairs: list[tuple[Path, str]], skip: tuple[str, ...] = ()) -> None:
         self.pairs, self.skip = pairs, skip
         self.stamps: dict[str, Stamps] = {}
         self.tried, self.warned = time.monotonic(), False
+        self._lines = deque[str]()
+        self._work: threading.Thread | None = None
 
-    def bring(self) -> list[str]:
-        """Bring all up to date; returns what there is to say."""
+    def bring(self, within: float) -> list[str]:
+        """Bring all up to date, in the background where that takes longer than `within` seconds; returns what there is
+        to say.
+        """
+        end = time.monotonic() + within
+        if self._work is not None:
+            self._work.join(within)
+        if self._work is None or not self._work.is_alive():
+            self._work = threading.Thread(target=self._bring, name="coterie-storage", daemon=True)
+            self._work.start()
+            self._work.join(max(0.0, end - time.monotonic()))
+        if self._work.is_alive():
+            self._warn(f"ray.storage: {self.pairs[0][1]} takes longer than {within:g} s")
         self.tried = time.monotonic()
+        return [self._lines.popleft() for _ in range(len(self._lines))]
+
+    def _bring(self) -> None:
         try:
             for folder, url in self.pairs:
                 new = changes(folder, self.stamps.get(url, {}), self.skip)
                 store(url, new, folder)
                 self.stamps[url] = new.stamps
-        except CoterieError as error:
-            said, self.warned = self.warned, True
-            return [] if said else [str(error)]
-        self.warned = False
-        return []
+            self.warned = False
+        except (CoterieError, OSError) as error:
+            self._warn(str(error))
+
+    def _warn(self, line: str) -> None:
+        if not self.warned:
+            self.warned = True
+            self._lines.append(line)
 
 
 def fetch(url: str, folder: Path) -> None:

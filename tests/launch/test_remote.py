@@ -69,6 +69,24 @@ def test_hosts_come_and_go_while_a_run_trains(tmp_path, meddler, clients, capsys
     meddler.check_nothing_left()
 
 
+def test_a_host_that_is_told_to_leave_finishes_its_rollout(meddler, guests):
+    port = free_ports()
+
+    def meddle() -> None:
+        mine = [guests(lend_envs, port) for _ in range(4)]
+        meddler.at_work()
+        meddler.until(lambda: all(one.there() for one in mine), "they have begun")
+        for one in mine[:3]:
+            goes_on(meddler)
+            assert "left: " in one.end()
+        goes_on(meddler)
+        finish(meddler, mine[3])
+
+    assert meddler.run(central(meddler.out, port), meddle) == 75
+    assert check(meddler.out)["rows"]["dropped"] == 0
+    meddler.check_nothing_left()
+
+
 def test_a_host_that_sends_nan_and_one_with_other_frames_are_put_out(meddler, guests):
     port = free_ports()
     spec = make_spec(Env("CartPole-v1"), Config().atari)
@@ -228,6 +246,7 @@ def test_hosts_are_spread_over_the_learners(meddler, guests, exchange):
 def test_who_waits_for_a_learner_that_is_stopped_may_leave(meddler, guests, work, monkeypatch):
     """And who stays goes on with it afterwards, and says how long its envs wait for their actions."""
     monkeypatch.setattr(remote, "_SAY_S", 0.5)
+    monkeypatch.setattr(remote, "_FINISH_S", 1.0)
     port = free_ports()
 
     def meddle() -> None:

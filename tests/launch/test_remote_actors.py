@@ -6,7 +6,14 @@ import signal
 
 import pytest
 
-from coterie.remote import lend_actor
+from coterie import presets, remote
+from coterie.acting.decoupled import Stopped
+from coterie.actor import Stages
+from coterie.envs.make import make_spec
+from coterie.parallel.params import FlatParams
+from coterie.parts import make_model, normalizers
+from coterie.remote import Door, Wire, lend_actor
+from coterie.wire.client import Lost
 from tests.launch.harness import until
 from tests.launch.test_decoupled import check
 from tests.launch.visitors import decoupled, finish, free_ports, goes_on
@@ -60,3 +67,74 @@ def test_an_actor_finds_a_learner_that_comes_back_through_a_proxy_that_cuts(medd
     check(meddler.out)
     assert "learner 0 was killed by SIGKILL" in (meddler.out / "log.txt").read_text()
     meddler.check_nothing_left()
+
+
+class Line:
+    """A stream whose other end answers everything, or has gone."""
+
+    def __init__(self, gone: bool = False) -> None:
+        self.gone, self.sent = gone, 0
+
+    def send(self, arrays: object) -> None:
+        if self.gone:
+            raise Lost("gone")
+        self.sent += 1
+
+    def receive(self) -> tuple[dict[str, object], int]:
+        return {}, 3
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def wire(monkeypatch):
+    """An actor's, with `wire.orders` to leave in a list."""
+    config = presets.make("impala", "CartPole-v1", **{"env.num_envs": 4})
+    spec, orders = make_spec(config.env, config.atari), list[int]()
+    model = make_model(config, spec)
+
+    def leave() -> None:
+        if orders:
+            raise Stopped
+
+    it = Wire(
+        Door("unix:nowhere", patience=5.0), "unix:nowhere", 1, spec, config.env.id, 5, 4, (), FlatParams(model),
+        normalizers(config, model), [slice(0, 4)], Stages(), lambda line: None, leave,
+    )  # fmt: skip
+    it.orders, it.version = orders, 3
+    return it
+
+
+def test_who_is_told_to_leave_delivers_its_rollout_first(wire, monkeypatch):
+    push = wire.streams["PushRollouts"] = Line()
+    wire.streams["PullParameters"] = Line()
+    assert wire.pull() == 3
+    wire.check()
+    wire.orders.append(15)
+    wire.check()
+    wire.leave()
+    assert (push.sent, wire.rollouts) == (1, 1)
+    with pytest.raises(Stopped):
+        wire.pull()
+    monkeypatch.setattr(remote, "_FINISH_S", -1.0)  # it takes too long
+    with pytest.raises(Stopped):
+        wire.check()
+
+
+def test_a_rollout_waits_for_a_learner_that_is_away_and_is_sent_once(wire, monkeypatch):
+    """What was sent may have been learned from, whether or not it was answered; what was not sent has not."""
+    opened, there = list[str](), Line()
+
+    def open_it(method: str, check: object) -> Line:
+        opened.append(method)
+        if len(opened) == 1:
+            raise Lost("away")
+        return there
+
+    monkeypatch.setattr(wire, "_open", open_it)
+    wire.leave()
+    assert (len(opened), there.sent, wire.rollouts, wire.version) == (2, 1, 1, -1)
+    wire.streams["PushRollouts"] = Line(gone=True)
+    wire.leave()
+    assert (len(opened), there.sent, wire.rollouts) == (2, 1, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,23 @@ def test_storage_has_what_a_run_can_be_resumed_from(tmp_path, run):
     (tmp_path / "file").write_text("")
     with pytest.raises(CoterieError, match=r"ray.storage: cannot write to file://"):
         ship.store(f"file://{tmp_path}/file/run", first, run)
+
+
+def test_nobody_waits_for_storage_that_does_not_answer(tmp_path, run, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(ship, "store", lambda url, new, folder: answers.wait(60))
+    storage = ship.Storage([(run, "file:///nowhere")])
+    begin = time.monotonic()
+    assert storage.bring(0.2) == ["ray.storage: file:///nowhere takes longer than 0.2 s"]
+    assert storage.bring(0.2) == []  # said once, and asked once
+    assert time.monotonic() - begin < 10
+    answers.set()
+    assert storage.bring(60) == []
+    assert storage.stamps["file:///nowhere"]
+
+    def away(url: str, new: object, folder: object) -> None:
+        raise OSError("no such host")
+
+    monkeypatch.setattr(ship, "store", away)
+    assert storage.bring(60) == ["no such host"]
+    assert storage.bring(60) == []
