@@ -109,6 +109,7 @@ LEVELS: list[list[str]] = [
         "plan.simulate",
         "plan.search",
         "plan.wire",
+        "plan.turns",
         "plan.measure",
         "plan.command",
     ],

@@ -41,9 +41,9 @@ def test_budgets_are_the_run_s_and_not_each_part_s(tmp_path):
     assert sum(it.lost.values()) == 5
 
 
-def test_a_site_that_is_lost_before_it_begins_is_waited_for():
+def test_a_site_that_is_lost_before_it_begins_is_waited_for(tmp_path):
     it = fleet(restarts=1)
-    site, answers = Part("site 0", None, 3), [Lost(), ("10.0.0.1", 9000)]
+    site, answers = Part("site 0", None, 3, tmp_path), [Lost(), ("10.0.0.1", 9000)]
 
     def ask(part, what, *args, seconds):
         assert what == "open"

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, found_by, own_folder
 from coterie.types import CoterieError
 
@@ -51,7 +52,7 @@ def find(post, what: object) -> None:
 
 
 def finds(*each: object, within: float = 60.0) -> list[object]:
-    children = [Child(f"child {i}", [], find, (what,)) for i, what in enumerate(each)]
+    children = [Child(f"child {i}", available_cores(), find, (what,)) for i, what in enumerate(each)]
     try:
         return found_by(children, within)
     finally:
