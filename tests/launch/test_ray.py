@@ -174,24 +174,3 @@ def test_hosts_on_three_machines_of_which_one_is_lost(machines, start):
     run.until(lambda: run.steps() > before + 1000, "the others go on")
     run.process.send_signal(signal.SIGTERM)
     run.end(75)
-
-
-@pytest.mark.parametrize(
-    ("preset", "steps", "changes"),
-    [
-        ("ppo", 200_000, {"learners": 3, "allreduce.trusted_network": True}),  # more than a machine has room for
-        ("impala", 150_000, {}),
-        ("seed-vtrace", 150_000, {}),
-        ("gala-ppo", 300_000, {"learners": 3}),
-    ],
-)
-def test_cartpole_is_solved_across_machines(tmp_path_factory, tmp_path, preset, steps, changes):
-    with cluster(tmp_path_factory.mktemp("solved")) as machines:
-        options = {"launch": "ray", "ray.address": machines.address, "steps": steps, "out": tmp_path / "run", **changes}
-        args = [x for key, value in options.items() for x in (f"--{key}", str(value))]
-        run = OnRay(machines, tmp_path / "run", "train", preset, "--env", "CartPole-v1", *args)
-        try:
-            summary = run.end()
-        finally:
-            put_down(run.process)
-        assert summary["mean_return"] >= 400
