@@ -1,4 +1,4 @@
-"""CartPole is solved across the machines of a Ray cluster, each time a new one: only one at a time has its addresses."""
+"""CartPole solved across the machines of a Ray cluster: each time a new one, since only one at a time has its addresses."""
 
 from __future__ import annotations
 
