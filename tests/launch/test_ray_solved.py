@@ -1,4 +1,4 @@
-"""CartPole solved across the machines of a Ray cluster: each time a new one, since only one at a time has its addresses."""
+"""CartPole solved across the machines of a Ray cluster, of which there can be one at a time: it has their addresses."""
 
 from __future__ import annotations
 
