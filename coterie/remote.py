@@ -119,7 +119,7 @@ def lend_envs(base: Config, door: Door, say: Say, leave: Callable[[], None]) -> 
         newest=settings["newest_frame"], patience=door.patience, leave=late, say=say,
     )  # fmt: skip
     dialer.run_id = run_id
-    work = HostWork(config, 0, 0, dialer, late, unroll=settings["unroll_length"], rest=leave)
+    work = HostWork(config, 0, 0, dialer, late, unroll=max(1, int(settings["unroll_length"])), rest=leave)
     say(f"{config.env.num_envs} envs of {config.env.id} for {address}")
     told = Told(say)
     try:
@@ -184,21 +184,17 @@ class Wire:
 
         def ask() -> Any:
             try:
-                stream = self.streams.get(method) or self._open(method, check)
+                if method not in self.streams:
+                    self.streams[method] = self._open(method, check)
+                self.streams[method].send(arrays)
+                return self.streams[method].receive()
             except Lost:
+                if (old := self.streams.pop(method, None)) is not None:
+                    old.close()
                 self.version = -1  # the learner may have gone back to a checkpoint
-                raise
-            self.streams[method] = stream
-            try:
-                stream.send(arrays)
-                return stream.receive()
-            except Lost:
-                stream.close()
-                del self.streams[method]
-                self.version = -1
                 if again:
                     raise
-                return None
+                return None  # the next question goes to the other stream, which hears of the run's end
 
         return keep_trying(ask, self.address, self.door.patience, check, self.say)
 

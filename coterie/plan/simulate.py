@@ -73,8 +73,7 @@ class World:
         self.beside = beside(layout, services)
         chip_costs = services.accelerator if layout.gpus and services.accelerator is not None else self.beside
         single = [pool for pool in self.pools if pool.count == 1]
-        # What several cores do is as fast as they are on average.
-        self.slow = dict.fromkeys(map(id, self.pools), 1.0)
+        self.slow = dict.fromkeys(map(id, self.pools), 1.0)  # several cores are as fast as they are on average
         self.slow |= dict(zip(map(id, single), speeds(len(single), services.uneven), strict=True))
         self.learners = []
         for rank in range(n):
@@ -104,7 +103,7 @@ class World:
             sim.process(inline(learner, here, partial(self.draw, here.costs.env.each)))
             return
         if lay.hosts:
-            far = self.services.crowded if lay.hardware.host_cores > 1 else self.services.alone
+            far = distant(lay, self.services)
             numbers = [(k * lay.learners + learner.rank) % lay.hosts for k in range(lay.producers)]
             links = self.machines[learner.rank * len(self.machines) // lay.learners].links
             places = [Place(self.hosts[i], far, *links) for i in numbers]
@@ -264,6 +263,12 @@ def beside(layout: Layout, services: Services) -> Costs:
     return costs.acting(threads.turns) if layout.groups > 1 else costs
 
 
+def distant(layout: Layout, services: Services) -> Costs:
+    """What hosts cost: an actor has a core of its own there."""
+    costs = services.crowded if layout.hardware.host_cores > 1 else services.alone
+    return costs.acting(services.threads.turns) if layout.acting == "decoupled" and layout.groups > 1 else costs
+
+
 def _crowded(layout: Layout, services: Services) -> Costs:
     alone, crowded = services.alone, services.crowded
     if layout.hardware.cores == 1:
@@ -281,7 +286,7 @@ def _crowded(layout: Layout, services: Services) -> Costs:
 def ceiling(layout: Layout, services: Services) -> float:
     """Env steps/s that the layout cannot exceed: its cores, GPUs and links full all the time."""
     world = World(layout, services)
-    own, far = world.beside, services.crowded if layout.hardware.host_cores > 1 else services.alone
+    own, far = world.beside, distant(layout, services)
     chip = world.learners[0].costs
     rows = layout.batch * layout.unroll
     width = layout.width // layout.groups

@@ -13,7 +13,6 @@ from coterie.envs.make import make_spec
 from coterie.parallel.params import FlatParams
 from coterie.parts import make_model, normalizers
 from coterie.remote import Door, Wire, lend_actor
-from coterie.wire.client import Lost
 from tests.launch.harness import until
 from tests.launch.test_decoupled import check
 from tests.launch.visitors import decoupled, finish, free_ports, goes_on
@@ -70,14 +69,12 @@ def test_an_actor_finds_a_learner_that_comes_back_through_a_proxy_that_cuts(medd
 
 
 class Line:
-    """A stream whose other end answers everything, or has gone."""
+    """A stream whose other end answers everything."""
 
-    def __init__(self, gone: bool = False) -> None:
-        self.gone, self.sent = gone, 0
+    def __init__(self) -> None:
+        self.sent = 0
 
     def send(self, arrays: object) -> None:
-        if self.gone:
-            raise Lost("gone")
         self.sent += 1
 
     def receive(self) -> tuple[dict[str, object], int]:
@@ -120,21 +117,3 @@ def test_who_is_told_to_leave_delivers_its_rollout_first(wire, monkeypatch):
     monkeypatch.setattr(remote, "_FINISH_S", -1.0)  # it takes too long
     with pytest.raises(Stopped):
         wire.check()
-
-
-def test_a_rollout_waits_for_a_learner_that_is_away_and_is_sent_once(wire, monkeypatch):
-    """What was sent may have been learned from, whether or not it was answered; what was not sent has not."""
-    opened, there = list[str](), Line()
-
-    def open_it(method: str, check: object) -> Line:
-        opened.append(method)
-        if len(opened) == 1:
-            raise Lost("away")
-        return there
-
-    monkeypatch.setattr(wire, "_open", open_it)
-    wire.leave()
-    assert (len(opened), there.sent, wire.rollouts, wire.version) == (2, 1, 1, -1)
-    wire.streams["PushRollouts"] = Line(gone=True)
-    wire.leave()
-    assert (len(opened), there.sent, wire.rollouts) == (2, 1, 1)
