@@ -119,17 +119,15 @@ def trained(group: str, name: str, seconds: float) -> float:
         )  # fmt: skip
         try:
             end = time.monotonic() + _START_S
-            while len(progress(out)) < _FIRST:
-                if run.poll() is not None or time.monotonic() > end:
-                    run.kill()
-                    raise SystemExit(f"{name} does not train: {run.communicate()[1][-300:]}")
+            while (first := len(progress(out))) < _FIRST and run.poll() is None and time.monotonic() < end:
                 time.sleep(0.1)
-            first = len(progress(out)) - 1
-            time.sleep(seconds)
+            time.sleep(seconds if first >= _FIRST else 0)
         finally:
             run.send_signal(signal.SIGTERM)
-            run.communicate(timeout=60)
-        (steps, at), (more, later) = progress(out)[first], progress(out)[-1]
+            said = run.communicate(timeout=60)[1]
+        if first < _FIRST:
+            raise SystemExit(f"{name} does not train: {said[-300:]}")
+        (steps, at), (more, later) = progress(out)[first - 1], progress(out)[-1]
     return (more - steps) / (later - at)
 
 
