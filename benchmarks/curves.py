@@ -9,7 +9,7 @@ import argparse
 import csv
 from pathlib import Path
 
-from coterie.report.runs import read_run
+from coterie.tools.report.runs import read_run
 
 CURVES = Path(__file__).parents[1] / "docs" / "curves"
 AXES = ("env_steps", "seconds")

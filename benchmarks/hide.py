@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.evaluate import evaluate, load
+from coterie.build.evaluate import evaluate, load
 
 
 def main() -> None:

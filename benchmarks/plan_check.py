@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from coterie import presets
-from coterie.auto import settle
+from coterie.build.resources import settle
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.parallel.affinity import available_cores
-from coterie.plan.layout import Hardware, layout
-from coterie.plan.measure import measure
-from coterie.plan.services import Services, from_json
-from coterie.plan.simulate import simulate
 from coterie.runs.metrics import read_metrics
+from coterie.tools.plan.costs import Services, from_json
+from coterie.tools.plan.layout import Hardware, layout
+from coterie.tools.plan.measure import measure
+from coterie.tools.plan.simulate import simulate
 
 Found = dict[str, dict[str, list[float]]]  # by layout: measured, predicted, error, of each round
 Costs = dict[str, list[list[dict[str, Any]]]]  # by group: the services of each round, around the layouts

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coterie.plan.layout import Hardware, Layout
-from coterie.plan.services import Costs, Line, Services
-from coterie.plan.simulate import simulate
+from coterie.tools.plan.costs import Costs, Line, Services
+from coterie.tools.plan.layout import Hardware, Layout
+from coterie.tools.plan.simulate import simulate
 
 KINDS = ("solo", "allreduce", "hogwild", "store", "gossip")
 FREE = dict.fromkeys(KINDS, 0.0)

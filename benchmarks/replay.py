@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from coterie.parallel.affinity import keep_freed_memory
-from coterie.replay.ring import Ring
+from coterie.replay.transitions import Ring
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 
 VECTOR = Spec("vector", {"": ObsSpec((4,), "float32")}, ActionSpec("categorical", (2,)))

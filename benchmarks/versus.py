@@ -68,7 +68,7 @@ def ours(seconds: float, args: list[str], warm: float = 10) -> float:
         out = Path(folder) / "run"
         options = ["--steps", "1000000000000", "--out", str(out), "--log.every", "0.5", "--log.tensorboard", "False"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "coterie.cli", "train", *args, *options],
+            [sys.executable, "-m", "coterie", "train", *args, *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

@@ -26,9 +26,9 @@ import numpy as np
 def serve(address: str, envs: int, ready: Any) -> None:
     """A learner that acts for everybody and throws the rollouts away."""
     from coterie import presets
-    from coterie.door import Hosts
-    from coterie.parts import Links
-    from coterie.roles import Learner
+    from coterie.build.factory import Links
+    from coterie.remote.admission import Hosts
+    from coterie.roles.learner import Learner
     from coterie.wire.server import Server
 
     wide = {"env.num_envs": envs, "actors": 1, "central.batch_size": 64, "central.max_envs": 100_000}
@@ -121,7 +121,7 @@ def measure(streams: int, envs: int, processes: int, seconds: float, address: st
 
 
 def echo(address: str, envs: int, newest: bool, ready: Any) -> None:
-    from coterie.plan.wire import Echo
+    from coterie.tools.plan.wire import Echo
     from coterie.wire.server import Server
 
     Server(address, {"Infer": lambda hello: Echo(atari(), envs, newest)})

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coterie import presets
+    from coterie.build.evaluate import Policy, evaluate_run, load
     from coterie.config import Config
-    from coterie.evaluate import Policy, evaluate_run, load
-    from coterie.session import resume, train
+    from coterie.launch.session import resume, train
     from coterie.types import ConfigError, CoterieError
 
 __version__ = "0.1.0"
@@ -31,11 +31,11 @@ _HOME = {
     "Config": "coterie.config",
     "ConfigError": "coterie.types",
     "CoterieError": "coterie.types",
-    "Policy": "coterie.evaluate",
-    "evaluate_run": "coterie.evaluate",
-    "load": "coterie.evaluate",
-    "resume": "coterie.session",
-    "train": "coterie.session",
+    "Policy": "coterie.build.evaluate",
+    "evaluate_run": "coterie.build.evaluate",
+    "load": "coterie.build.evaluate",
+    "resume": "coterie.launch.session",
+    "train": "coterie.launch.session",
 }
 
 

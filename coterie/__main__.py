@@ -2,7 +2,7 @@
 
 import sys
 
-from coterie.cli import main
+from coterie.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

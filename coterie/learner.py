@@ -15,11 +15,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from coterie.actor import Stages
+from coterie.acting.recorder import Stages
 from coterie.algorithms.a2c import Clock, Loss
 from coterie.exchange.solo import Guard, Steps
+from coterie.instruments.norms import Norms
 from coterie.models.build import Network
-from coterie.norms import Norms
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.types import CoterieError, Rollout

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from coterie import matrix
-from coterie.roles import Learner
+from coterie.build import validity
+from coterie.roles.learner import Learner
 from coterie.types import Inputs, Rollout
 from tests.conftest import make_config
-from tests.crew import crewed
+from tests.support.crew import crewed
 
 CELLS = [
     (algorithm, acting, exchange, groups)
-    for algorithm in matrix.ALGORITHMS
-    for acting in matrix.ACTING
-    for exchange in matrix.EXCHANGES
+    for algorithm in validity.ALGORITHMS
+    for acting in validity.ACTING
+    for exchange in validity.EXCHANGES
     for groups in (1, 2)
     if groups == 1
     or acting != "central"
-    or algorithm not in matrix.ON_POLICY  # in lockstep a host's envs are one group
+    or algorithm not in validity.ON_POLICY  # in lockstep a host's envs are one group
 ]
 
 
@@ -104,7 +104,7 @@ def check_alignment(learner: Learner, seen: list[Rollout]) -> None:
     produced = sum(int(r.mask.sum()) for r in seen)
     assert learner.progress.env_steps == produced
     assert learner.progress.masked == sum(int((~r.mask).sum()) for r in seen)
-    if learner.config.algorithm in matrix.ON_POLICY:
+    if learner.config.algorithm in validity.ON_POLICY:
         assert learner.progress.policy_lag_max == 0
     assert learner.progress.lags.total() == sum(r.mask.numel() for r in seen)
 
@@ -120,8 +120,8 @@ def test_counting_env_through_worker_processes(algorithm, acting, exchange, grou
             "env.num_envs": 4,
             "env.groups": groups,
             "actors": 1 if acting == "decoupled" else "auto",
-            "decoupled.lockstep": algorithm in matrix.ON_POLICY,
-            "central.lockstep": algorithm in matrix.ON_POLICY,
+            "decoupled.lockstep": algorithm in validity.ON_POLICY,
+            "central.lockstep": algorithm in validity.ON_POLICY,
             "env.threads": 2,
             "algo.unroll_length": 7,
             "ppo.minibatch_size": 14,
@@ -172,8 +172,8 @@ def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
             "env.num_envs": 4,
             "env.groups": groups,
             "actors": 1 if acting == "decoupled" else "auto",
-            "decoupled.lockstep": algorithm in matrix.ON_POLICY,
-            "central.lockstep": algorithm in matrix.ON_POLICY,
+            "decoupled.lockstep": algorithm in validity.ON_POLICY,
+            "central.lockstep": algorithm in validity.ON_POLICY,
             "env.max_episode_steps": 12,
             "algo.unroll_length": 9,
             "ppo.minibatch_size": 18,
@@ -199,7 +199,7 @@ def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
     assert all(score == n for r in seen for score, n in r.episodes)
 
 
-@pytest.mark.parametrize("acting", matrix.ACTING)
+@pytest.mark.parametrize("acting", validity.ACTING)
 def test_lstm_state_replayed_from_core_state_is_the_acting_state(acting):
     """The learner's pass from `core_state` gives the acting values and log-probs, over resets and rollouts."""
     config = make_config(

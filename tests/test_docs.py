@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from coterie import cli, matrix
-from coterie.options import config_of, possible
-from coterie.presets_value import VALUE_PRESETS
+from coterie.build import validity
+from coterie.cli.main import main
+from coterie.cli.options import config_of, possible
+from coterie.presets.value import VALUE_PRESETS
 from coterie.runs.metrics import read_metrics
-from tests.extend.page import write_files
+from tests.plugins.page import write_files
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -68,9 +69,9 @@ def shrink(command: list[str]) -> list[str]:
 def run(args: list[str]) -> int:
     """In this process: starting Python and torch anew for each takes longer than most commands do."""
     if "--launch" in args:  # Ray has threads and warnings of its own
-        return subprocess.run([sys.executable, "-m", "coterie.cli", *args], timeout=300).returncode
+        return subprocess.run([sys.executable, "-m", "coterie", *args], timeout=300).returncode
     try:
-        return cli.main(args)
+        return main(args)
     except SystemExit as end:  # --help
         return int(end.code or 0)
 
@@ -80,7 +81,7 @@ def lend(words: list[str], env: dict[str, str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    assert cli.main(["keys", "keys", "--host", "127.0.0.1"]) == 0
+    assert main(["keys", "keys", "--host", "127.0.0.1"]) == 0
     preset = ["seed-vtrace", "--actors", "0"] if words[1] == "envs" else ["impala", "--actors", "1"]
     keys = [
         f"--wire.{k}={Path('keys', name)}"
@@ -89,7 +90,7 @@ def lend(words: list[str], env: dict[str, str]) -> None:
     train = ["coterie", "train", *preset, "--env", "CartPole-v1", "--wire.bind", address, *keys, "--out", "run"]
     for option, value in (("--connect", address), ("--token-file", "keys/token"), ("--cert", "keys/cert.pem")):
         words[words.index(option) + 1] = value
-    endless = [sys.executable, "-m", "coterie.cli", *shrink(train), "--steps", "1000000000", "--log.every", "0.5"]
+    endless = [sys.executable, "-m", "coterie", *shrink(train), "--steps", "1000000000", "--log.every", "0.5"]
     with subprocess.Popen(endless, env=env) as process:
 
         def end_it() -> None:
@@ -105,7 +106,7 @@ def lend(words: list[str], env: dict[str, str]) -> None:
         ender = threading.Thread(target=end_it)
         ender.start()
         try:
-            assert cli.main(words[1:]) == 0
+            assert main(words[1:]) == 0
             assert process.wait(60) == 75
         finally:
             process.kill()
@@ -116,7 +117,16 @@ def join(words: list[str], env: dict[str, str]) -> None:
     """The command beside a run that it gossips with."""
     at, address = words.index("--gossip.connect"), words[words.index("--gossip.connect") + 1]
     listens = [*words[:at], "--gossip.bind", address, *words[at + 2 :], "--wire.key=runs/keys/key.pem", "--out", "hub"]
-    endless = [sys.executable, "-m", "coterie.cli", *shrink(listens), "--steps", "1000000000", "--log.every", "0.5"]
+    endless = [
+        sys.executable,
+        "-m",
+        "coterie",
+        *shrink(listens),
+        "--steps",
+        "1000000000",
+        "--log.every",
+        "0.5",
+    ]
     with subprocess.Popen(endless, env=env) as process:
         try:
             assert run([*shrink(words), "--out", "guest"]) == 0
@@ -131,7 +141,16 @@ def together(words: list[str], env: dict[str, str]) -> None:
     """The command beside a run that it makes every update with."""
     at = words.index("--allreduce.connect")
     listens = [*words[:at], "--allreduce.bind", words[at + 1], *words[at + 2 :], "--seed", "7", "--out", "first"]
-    endless = [sys.executable, "-m", "coterie.cli", *shrink(listens), "--steps", "1000000000", "--log.every", "0.5"]
+    endless = [
+        sys.executable,
+        "-m",
+        "coterie",
+        *shrink(listens),
+        "--steps",
+        "1000000000",
+        "--log.every",
+        "0.5",
+    ]
     with subprocess.Popen(endless, env=env) as process:
         try:
             assert run([*shrink(words), "--steps", "2000", "--out", "second"]) == 0
@@ -144,7 +163,7 @@ def together(words: list[str], env: dict[str, str]) -> None:
 
 def show(words: list[str], env: dict[str, str]) -> None:
     """The dashboard says where it is and ends with Ctrl-C."""
-    command = [sys.executable, "-m", "coterie.cli", *words[1:], "--port", "0"]
+    command = [sys.executable, "-m", "coterie", *words[1:], "--port", "0"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -241,7 +260,7 @@ def test_python_in_the_readme_runs(tmp_path):
 
 def test_the_matrix_in_the_readme_is_the_code_s():
     (text,) = re.findall(r"<!-- matrix -->\n(.*?)\n<!-- end of matrix -->", (ROOT / "README.md").read_text(), re.S)
-    assert text == matrix.table(), "paste the output of `coterie list matrix`"
+    assert text == validity.table(), "paste the output of `coterie list matrix`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

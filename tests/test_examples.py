@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from coterie.build.validity import check
+from coterie.cli.options import config_of
 from coterie.config import Config
-from coterie.matrix import check
-from coterie.options import config_of
 from coterie.runs.config_io import parse_cli
 from coterie.types import ActionSpec, ObsSpec, Spec
 from tests.launch.harness import PATIENCE, tagged, until
@@ -27,7 +27,7 @@ ATARI = Spec("Breakout-v5", {"": ObsSpec((4, 84, 84), "uint8")}, ActionSpec("cat
 FAKES = {
     "srun": 'while [ "$1" != coterie ]; do shift; done\nexec "$@"',
     "scontrol": 'echo "$@" > requeued',
-    "coterie": f'exec {sys.executable} -m coterie.cli "$@"',
+    "coterie": f'exec {sys.executable} -m coterie "$@"',
 }
 
 
@@ -80,7 +80,7 @@ def test_slurm(tmp_path):
 
             until(goes_on, "it learns")
             for pid, command in tagged(tag).items():  # as SLURM signals the steps of a job
-                if re.search(r"coterie.cli (train|resume|envs) ", command):
+                if re.search(r"coterie (train|resume|envs) ", command):
                     os.kill(pid, signal.SIGTERM)
             assert job.wait(PATIENCE) == 75, (tmp_path / "said").read_text()
             assert (tmp_path / "requeued").read_text() == "requeue 7\n"

@@ -6,7 +6,7 @@ import pytest
 
 import coterie
 from coterie import presets
-from coterie.evaluate import evaluate_run
+from coterie.build.evaluate import evaluate_run
 
 
 def train(tmp_path, preset, env, **changes):

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 import coterie
-from coterie import matrix, presets
-from coterie.auto import batch_size
+from coterie import presets
+from coterie.build import validity
+from coterie.build.resources import batch_size
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.types import ConfigError
@@ -80,8 +81,8 @@ def cell_config(cell: Cell, preset: str = "", **changes: Any) -> Config:
         "acting": acting,
         "exchange": exchange,
         "learners": 1 if exchange == "solo" else 2,
-        "decoupled.lockstep": algorithm in matrix.ON_POLICY,
-        "central.lockstep": algorithm in matrix.ON_POLICY,
+        "decoupled.lockstep": algorithm in validity.ON_POLICY,
+        "central.lockstep": algorithm in validity.ON_POLICY,
         **changes,
     }
     return presets.make(preset or PRESET[algorithm], fields.pop("env.id", CATCH), **fields)
@@ -90,13 +91,13 @@ def cell_config(cell: Cell, preset: str = "", **changes: Any) -> Config:
 def refusal(config: Config) -> str:
     """Why the matrix does not take it; empty where it does."""
     try:
-        matrix.check(config, make_spec(config.env, config.atari))
+        validity.check(config, make_spec(config.env, config.atari))
     except ConfigError as error:
         return str(error)
     return ""
 
 
-AXES = (matrix.ALGORITHMS, matrix.ACTING, matrix.EXCHANGES)
+AXES = (validity.ALGORITHMS, validity.ACTING, validity.EXCHANGES)
 PRODUCT: list[Cell] = list(product(*AXES))
 REFUSED = {cell: why for cell in PRODUCT if (why := refusal(cell_config(cell)))}
 CELLS = [cell for cell in PRODUCT if cell not in REFUSED]
@@ -117,12 +118,12 @@ def train(config: Config, out: Path) -> dict[str, Any]:
     assert summary["status"] == "finished"
     assert summary["env_steps"] >= config.steps
     assert summary["rows"]["rolled_back"] == summary.get("restarts", 0) == 0
-    if config.algorithm in matrix.ON_POLICY:
+    if config.algorithm in validity.ON_POLICY:
         assert summary["policy_lag_max"] == 0
     if config.exchange == "allreduce":
         assert len(summary["digests"]) == 2
         assert len(set(summary["digests"])) == 1
-    if config.algorithm in matrix.VALUE:
+    if config.algorithm in validity.VALUE:
         check_intensity(config, out, summary)
     return summary
 
@@ -195,8 +196,8 @@ def test_no_cell_is_left_out_but_those_that_are_refused(tmp_path: Path) -> None:
             )
             wanted = {
                 "learners": exchange == "solo" and learners == 2,
-                "model.core": algorithm in matrix.VALUE and (model.core == "none") == (algorithm == "r2d2"),
-                f"{acting}.lockstep": algorithm in matrix.ON_POLICY and acting != "inline" and not lockstep,
+                "model.core": algorithm in validity.VALUE and (model.core == "none") == (algorithm == "r2d2"),
+                f"{acting}.lockstep": algorithm in validity.ON_POLICY and acting != "inline" and not lockstep,
             }
             said = refusal(changed)
             assert said.partition(":")[0] in ([field for field, refused in wanted.items() if refused] or [""])

@@ -6,7 +6,7 @@ import pytest
 
 import coterie
 from coterie import presets
-from coterie.roles import Learner
+from coterie.roles.learner import Learner
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
 from coterie.types import ConfigError

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.acting.seats import Question, Seat, Shape
-from coterie.actor import ON_HOST, Fields, Recorder, Stages, as_rollout
+from coterie.acting.central_stream import Question, Seat, Shape
+from coterie.acting.recorder import ON_HOST, Fields, Recorder, Stages, as_rollout
 from coterie.models.build import Network
 from coterie.parallel.board import Board
 from coterie.parallel.slots import columns_of

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from coterie.actor import Recorder, Stages, as_rollout
+from coterie.acting.recorder import Recorder, Stages, as_rollout
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from coterie.actor import Envs, Recorder, Stages, env_loop
+from coterie.acting.recorder import Envs, Recorder, Stages, env_loop
 from coterie.parallel.threads import Team
 from coterie.types import AgentOutput, Array, Inputs, Rollout, TimeStep
 

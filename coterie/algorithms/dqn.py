@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.a2c import Loss, combine, slices
-from coterie.algorithms.values import Means, Values, size_of, stack_of
+from coterie.algorithms.q_base import Means, Values, size_of, stack_of
 from coterie.config import Config
 from coterie.models.build import Network
 from coterie.ops.q import cross_entropy, divergence, huber, project
-from coterie.replay.ring import Ring, Transitions
+from coterie.replay.transitions import Ring, Transitions
 from coterie.types import Inputs, Obs, Rollout, Spec, map_obs
 
 

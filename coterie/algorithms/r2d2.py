@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.a2c import Loss, combine, slices
-from coterie.algorithms.values import Means, Values, size_of, stack_of
+from coterie.algorithms.q_base import Means, Values, size_of, stack_of
 from coterie.config import Config
 from coterie.models.build import Network
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
-from coterie.replay.sequence import SequenceRing, Sequences
+from coterie.replay.sequences import SequenceRing, Sequences
 from coterie.types import Inputs, Rollout, Spec
 
 

@@ -20,7 +20,7 @@ from coterie.models.build import Network
 from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae
 from coterie.ops.vtrace import vtrace
-from coterie.replay.fifo import Fifo
+from coterie.replay.trajectories import Fifo
 from coterie.types import Inputs, Rollout, Spec
 
 _SPREAD_RATE = 0.01  # at which the deviation follows: not this batch's own, which its parts do not know

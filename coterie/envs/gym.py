@@ -10,7 +10,7 @@ import gymnasium
 from gymnasium.wrappers import TimeLimit
 
 from coterie.envs.dmlab import PREFIX, DMLab
-from coterie.own import named
+from coterie.plugins import named
 from coterie.types import ConfigError
 
 GymEnv = gymnasium.Env[Any, Any]

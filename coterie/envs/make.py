@@ -18,7 +18,7 @@ from coterie.envs.owner import Envs, MakeBackend
 from coterie.envs.pool import PoolBackend, all_ids, has_env, pool_edges, pool_spec
 from coterie.envs.repeat import Repeat
 from coterie.envs.spaces import ActionMap, ObsField
-from coterie.tasks import tasks
+from coterie.envs.tasks import tasks
 from coterie.types import Array, ConfigError, Spec
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coterie.exchange.ring import Ring
+from coterie.exchange.elastic import Ring
 from coterie.exchange.solo import Guard, Rule, Solo, Steps
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from coterie.exchange.central import Central, Shift
+from coterie.exchange.shared_weights import Central, Shift
 from coterie.exchange.solo import Guard, Rule
 from coterie.parallel.board import BoardSteps, OwnSteps, Staleness
 from coterie.parallel.params import FlatParams

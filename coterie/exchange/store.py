@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from coterie.exchange.central import Central
+from coterie.exchange.shared_weights import Central
 from coterie.exchange.solo import Guard, Rule
 from coterie.parallel.board import Board, BoardSteps, OwnSteps, Staleness
 from coterie.parallel.params import FlatParams

@@ -11,18 +11,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from coterie.build.factory import make_model
 from coterie.config import Config, elsewhere
 from coterie.launch.chaos import Disturber
-from coterie.launch.children import actor_process, learner_process
+from coterie.launch.coordinator import Run
 from coterie.launch.placement import Placement
-from coterie.link import Link
 from coterie.parallel.processes import Child, listen
-from coterie.parts import make_model
-from coterie.peers import Meeting
-from coterie.roles import Learner
-from coterie.run import Run
+from coterie.remote.gossip_client import Link
+from coterie.remote.gossip_hub import Meeting
+from coterie.roles.entry import actor_process, learner_process
+from coterie.roles.learner import Learner
+from coterie.roles.learner_service import Service
 from coterie.runs import checkpoint
-from coterie.serve import Service
 from coterie.types import ConfigError, CoterieError
 
 _GRACE_S = 1.0  # for the learner whose end made the others fail to be found

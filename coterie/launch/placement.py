@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from coterie.auto import gpus_of
+from coterie.build.factory import Links, acting_memory, circle_of, exchange_memory, make_model, net_of, normalizers
+from coterie.build.resources import gpus_of
 from coterie.config import Config
-from coterie.exchange.central import fill
-from coterie.exchange.diagnostics import Consensus, Cosines, cosine_memory
 from coterie.exchange.gossip import Circle
+from coterie.exchange.shared_weights import fill
+from coterie.instruments.consensus import Consensus, Cosines, cosine_memory
 from coterie.models.build import Network
 from coterie.parallel.affinity import available_cores, place
 from coterie.parallel.board import Board
@@ -21,7 +22,6 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import own_folder
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
-from coterie.parts import Links, acting_memory, circle_of, exchange_memory, make_model, net_of, normalizers
 from coterie.runs import checkpoint
 from coterie.types import Spec
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from coterie.config import Model as ModelConfig
 from coterie.models.mlp import MLPPair, MLPTorso, compute_dtype, init
 from coterie.models.text import TextTorso
-from coterie.own import named
+from coterie.plugins import named
 from coterie.types import ConfigError, ObsSpec
 
 # (channels, kernel, stride) of each convolution, and the width of the layer after them (0: none, a core follows).

@@ -39,11 +39,11 @@ class Child:
 
     def __init__(self, name: str, cores: Sequence[int], target: Callable[..., None], args: tuple[Any, ...]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["coterie.preload"])
+        context.set_forkserver_preload(["coterie.roles.preload"])
         self.name = name
         self.conn, theirs = context.Pipe()
         self.process = context.Process(target=_enter, args=(theirs, list(cores), target, args), name=name, daemon=True)
-        # A server that is only starting must not die of a signal to the whole group: coterie.preload unblocks them.
+        # A server that is only starting must not die of a signal to its group: roles/preload.py unblocks them.
         _short_paths()
         resource_tracker.ensure_running()  # it would unblock them, if it were the server that started it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

@@ -21,7 +21,7 @@ from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from coterie.config import Config, Schedule
-from coterie.own import PARTS
+from coterie.plugins import PARTS
 from coterie.types import ConfigError, CoterieError
 
 _hints = functools.cache(get_type_hints)  # resolving the names of a module takes a millisecond

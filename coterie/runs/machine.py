@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from coterie.parallel.affinity import available_cores
-from coterie.versions import needed, version
+from coterie.runs.versions import needed, version
 
 _LEAST = ["torch", "numpy", "envpool", "gymnasium"]  # of sources that nobody installed
 _ENTRIES = ("cli.py", "__main__.py")  # of `python -m coterie`

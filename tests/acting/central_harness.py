@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.central import Central, Seat, Shape
-from coterie.actor import Stages, local_fields
+from coterie.acting.recorder import Stages, local_fields
 from coterie.parallel.board import Board
 from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec
 from tests.conftest import VECTOR

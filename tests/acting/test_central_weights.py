@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.central import Central, Shape
-from coterie.actor import Stages, local_fields
+from coterie.acting.recorder import Stages, local_fields
 from coterie.config import Model
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board

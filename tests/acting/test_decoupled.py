@@ -9,7 +9,7 @@ import torch
 
 from coterie.types import CoterieError, Inputs
 from tests.conftest import make_config
-from tests.crew import crewed
+from tests.support.crew import crewed
 
 
 def config(**changes):

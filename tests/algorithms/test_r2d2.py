@@ -8,7 +8,7 @@ import torch
 
 from coterie.algorithms.r2d2 import R2D2
 from coterie.ops.q import rescale, unscale
-from coterie.roles import Learner
+from coterie.roles.learner import Learner
 from tests.algorithms.values import CORE, build, drawn, moved
 from tests.conftest import VECTOR, after, make_config, make_rollout
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from coterie.algorithms.dqn import DQN
-from coterie.algorithms.values import Means, greedy
+from coterie.algorithms.q_base import Means, greedy
+from coterie.build.factory import make_model
 from coterie.learner import Gradients
 from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
-from coterie.parts import make_model
 from coterie.types import Inputs
 from tests.algorithms.values import SMALL, VARIANTS, build, drawn, move, moved
 from tests.conftest import VECTOR, make_config, make_rollout

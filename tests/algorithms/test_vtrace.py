@@ -15,7 +15,7 @@ from coterie.learner import Gradients
 from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
-from coterie.replay.fifo import Fifo
+from coterie.replay.trajectories import Fifo
 from coterie.types import ConfigError, Inputs
 from tests.algorithms.test_algorithms import FP32, gradient
 from tests.conftest import VECTOR, make_config, make_rollout

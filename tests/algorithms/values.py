@@ -6,8 +6,8 @@ import copy
 
 import torch
 
-from coterie.algorithms.values import Means
-from coterie.parts import make_algorithm, make_model
+from coterie.algorithms.q_base import Means
+from coterie.build.factory import make_algorithm, make_model
 from tests.conftest import VECTOR, make_config, make_rollout
 
 SMALL = {

@@ -15,7 +15,7 @@ from gymnasium.utils.env_checker import check_env
 
 import coterie
 from coterie import presets
-from coterie.cli import main
+from coterie.cli.main import main
 from coterie.config import Atari, Env
 from coterie.envs.dmlab import BUILD_PAGE, DMLab, LevelCache
 from coterie.envs.make import make_rendered, make_spec

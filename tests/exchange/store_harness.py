@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coterie.exchange.central import Central
+from coterie.exchange.shared_weights import Central
 from coterie.exchange.solo import Guard
 from coterie.exchange.store import Store, Turns
 from coterie.models.heads import Moments, Normalizer

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from coterie import presets
+from coterie.build.factory import Links, normalizers
 from coterie.config import Config
 from coterie.exchange.allreduce import AllReduce
 from coterie.exchange.solo import Guard, NonFinite
@@ -21,8 +22,7 @@ from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
 from coterie.parallel.processes import PeerLost, Post
-from coterie.parts import Links, normalizers
-from coterie.roles import Learner
+from coterie.roles.learner import Learner
 from coterie.types import Rollout
 from tests.exchange.harness import Sgd, expect, flat, gradients, hear, start
 

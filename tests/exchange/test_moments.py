@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coterie.exchange.central import Central, central_memory, fill
+from coterie.build.factory import Links, exchange_memory, make_model, normalizers
+from coterie.exchange.shared_weights import Central, central_memory, fill
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
-from coterie.parts import Links, exchange_memory, make_model, normalizers
-from coterie.roles import Learner
+from coterie.roles.learner import Learner
 from tests.conftest import make_config
 
 SHAPES = [(3,), (), (2, 4)]

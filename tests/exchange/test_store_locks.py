@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.exchange.central import Shift, central_memory
+from coterie.exchange.shared_weights import Shift, central_memory
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from coterie import cli, presets
+from coterie import presets
+from coterie.cli.main import main
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
 
@@ -150,7 +151,7 @@ class Outside:
         self.tmp = Path(tempfile.mkdtemp(prefix="ct-"))  # a socket's path must be short
         key, _, value = self.tag.partition("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "coterie.cli", *make(self.out)],
+            [sys.executable, "-m", "coterie", *make(self.out)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -224,7 +225,7 @@ class Meddler:
         thread = threading.Thread(target=meddle)
         thread.start()
         try:
-            code = cli.main(args)
+            code = main(args)
         finally:
             self.over.set()
             thread.join()

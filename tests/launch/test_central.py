@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie import cli
+from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
 from tests.launch.harness import ENDLESS, last_line
 from tests.launch.test_decoupled import CROWD, check
@@ -33,7 +33,7 @@ def options(out: Path, exchange: str = "solo", **changes: object) -> list[str]:
 )
 def test_through_every_exchange(tmp_path, exchange):
     out = tmp_path / "run"
-    assert cli.main(options(out, exchange, **{"eval.every": 1000, "eval.episodes": 2})) == 0
+    assert main(options(out, exchange, **{"eval.every": 1000, "eval.episodes": 2})) == 0
     summary = check(out)
     assert summary["status"] == "finished"
     if exchange == "allreduce":  # all learners hold equal parameters: pulling from one is pulling from all
@@ -47,7 +47,7 @@ def test_through_every_exchange(tmp_path, exchange):
     told = {"stage/wait", "stage/host/env", "inference/batch", "inference/envs", "wire/bytes_in_per_step"}
     assert told | {"policy_lag/mean", "latency/p50_ms"} <= {k for line in lines for k in line}
     assert sum(summary["policy_lag"].values()) == summary["env_steps"] + summary["masked_steps"]
-    assert cli.main(["resume", str(out), "--steps", "4000"]) == 0
+    assert main(["resume", str(out), "--steps", "4000"]) == 0
     before, summary = summary["rows"], check(out)
     assert summary["env_steps"] >= 4000
     assert summary["rows"]["dropped"] >= before["in_flight"] + before["dropped"]
@@ -163,7 +163,7 @@ def test_lockstep_is_the_same_twice(tmp_path, changes):
     digests = []
     for i in range(2):
         out = tmp_path / str(i)
-        assert cli.main(options(out, **{"central.lockstep": True, "steps": 1000, **changes})) == 0
+        assert main(options(out, **{"central.lockstep": True, "steps": 1000, **changes})) == 0
         summary = check(out)
         assert set(summary["policy_lag"]) == {"0"}
         assert summary["rows"]["in_flight"] == summary["rows"]["dropped"] == 0
@@ -179,7 +179,7 @@ def test_what_goes_over_the_wire_as_newest_frames_changes_nothing(tmp_path):
         out = tmp_path / str(newest)
         args = options(out, **{**changes, "central.newest_frame": newest})
         args[args.index("CartPole-v1")] = "Breakout-v5"
-        assert cli.main(args) == 0
+        assert main(args) == 0
         summary = check(out)
         assert 0 < summary["episodes"] < summary["masked_steps"]
         digests.append(summary["digest"])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from coterie import cli
+from coterie.cli.main import main
 from coterie.config import Chaos
 from coterie.launch import chaos
 from coterie.launch.chaos import Disturber
@@ -76,7 +76,7 @@ def test_without_links_there_is_nothing_to_cut(monkeypatch):
 
 
 def test_a_process_of_its_own_has_to_be_there(capsys):
-    assert cli.main(["train", "ppo", "--env", "CartPole-v1", "--chaos"]) == 2
+    assert main(["train", "ppo", "--env", "CartPole-v1", "--chaos"]) == 2
     assert "chaos.every: a lone learner that acts itself has no processes to disturb" in capsys.readouterr().err
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie import cli
-from coterie.account import Account
+from coterie.cli.main import main
+from coterie.launch.ledger import Account
 from coterie.parallel.board import Board
 from coterie.parallel.slots import Slots
 from coterie.runs.metrics import read_metrics
@@ -60,7 +60,7 @@ def check(out: Path) -> dict:
 @pytest.mark.parametrize("exchange", ["solo", "allreduce", "hogwild", "store", "gossip"])
 def test_through_every_exchange(tmp_path, exchange):
     out = tmp_path / "run"
-    assert cli.main(options(out, exchange, **{"eval.every": 1000, "eval.episodes": 2})) == 0
+    assert main(options(out, exchange, **{"eval.every": 1000, "eval.episodes": 2})) == 0
     summary = check(out)
     assert summary["status"] == "finished"
     if exchange == "allreduce":  # all learners hold equal parameters: pulling from one is pulling from all
@@ -73,7 +73,7 @@ def test_through_every_exchange(tmp_path, exchange):
     assert any("eval/return" in line for line in lines)
     assert {"stage/wait", "stage/actor/env", "slots/waiting", "policy_lag/mean"} <= {k for line in lines for k in line}
     assert sum(summary["policy_lag"].values()) == summary["env_steps"] + summary["masked_steps"]
-    assert cli.main(["resume", str(out), "--steps", "4000"]) == 0
+    assert main(["resume", str(out), "--steps", "4000"]) == 0
     before, summary = summary["rows"], check(out)
     assert summary["env_steps"] >= 4000
     assert summary["rows"]["dropped"] == before["in_flight"]
@@ -164,7 +164,7 @@ def test_lockstep_is_the_same_twice(tmp_path, changes):
     digests = []
     for i in range(2):
         out = tmp_path / str(i)
-        assert cli.main(options(out, **{"decoupled.lockstep": True, "steps": 1000, **changes})) == 0
+        assert main(options(out, **{"decoupled.lockstep": True, "steps": 1000, **changes})) == 0
         summary = check(out)
         assert set(summary["policy_lag"]) == {"0"}
         assert summary["rows"]["in_flight"] == 0
@@ -175,7 +175,7 @@ def test_lockstep_is_the_same_twice(tmp_path, changes):
 def test_forced_lag_is_seen(tmp_path):
     out = tmp_path / "run"
     changes = {"decoupled.publish_every": 8, "decoupled.lag_alarm": 6, "steps": 4000}
-    assert cli.main(options(out, **changes)) == 0
+    assert main(options(out, **changes)) == 0
     summary = check(out)
     assert 7 <= summary["policy_lag_max"] <= 8 + 4
     assert "policy_lag" in (out / "log.txt").read_text()
@@ -217,6 +217,6 @@ def test_an_actors_error_ends_the_run_with_its_reason(tmp_path, monkeypatch, cap
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     out = tmp_path / "run"
-    assert cli.main(options(out, **{"model.torso": "odd_torso:odd"})) == 1
+    assert main(options(out, **{"model.torso": "odd_torso:odd"})) == 1
     assert "actor 1: ValueError: odd by design" in last_line(capsys)
     assert "odd by design" in (out / "log.txt").read_text()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie import cli
+from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
 from tests.launch.harness import family, put_down, read_summary
 from tests.launch.namespaces import bridged
@@ -44,7 +44,7 @@ class Part:
         more = ["--out", str(self.out), "--steps", ENDLESS, "--log.every", "0.25", "--log.tensorboard", "False"]
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "coterie.cli", *args, *(more if self.trains else [])],
+                [*prefix, sys.executable, "-m", "coterie", *args, *(more if self.trains else [])],
                 stdout=file, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
@@ -133,7 +133,7 @@ def note(row: dict[str, object]) -> None:
 def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
     here, made, links = machines
     keys = tmp_path / "keys"
-    assert cli.main(["keys", str(keys), "--host", here]) == 0
+    assert main(["keys", str(keys), "--host", here]) == 0
     first, other = commands(kind, here, keys)
     parts = [Part(first, (), tmp_path, "0")]
     try:

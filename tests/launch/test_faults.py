@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from coterie import cli
+from coterie.cli.main import main
 from coterie.runs import checkpoint
 from tests.launch.harness import ENDLESS, EXCHANGES, last_line, options, read_summary
 
@@ -51,7 +51,7 @@ def test_a_learner_that_hangs_is_named(capsys, meddler, exchange, rank, changes)
 def test_a_learner_whose_envs_fail_ends_the_run_with_the_reason(capsys, meddler, exchange):
     out = meddler.out
     env = {"env.id": "coterie.envs.testing:FlakyEnv", "env.kwargs": '{"how": "raise", "at": 20}', "env.num_envs": 2}
-    assert cli.main(options(out, exchange, steps=10**9, **env, **{"env.replace_budget": 0})) == 1
+    assert main(options(out, exchange, steps=10**9, **env, **{"env.replace_budget": 0})) == 1
     line = last_line(capsys)
     assert re.match(r"coterie: learner [01]: .*env\.replace_budget 0; the last: .*flaky by design", line)
     assert "Traceback" not in (out / "log.txt").read_text()
@@ -64,7 +64,7 @@ def test_a_learner_whose_envs_fail_ends_the_run_with_the_reason(capsys, meddler,
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_exception_in_a_learner_leaves_its_traceback(capsys, meddler, odd, exchange):
     out = meddler.out
-    assert cli.main(options(out, exchange, steps=10**9, **{"model.torso": "odd:raises"})) == 1
+    assert main(options(out, exchange, steps=10**9, **{"model.torso": "odd:raises"})) == 1
     assert "learner 1: ValueError: odd by design" in last_line(capsys)
     log = (out / "log.txt").read_text()
     assert "learner 1:\nTraceback" in log
@@ -77,7 +77,7 @@ def test_an_exception_in_a_learner_leaves_its_traceback(capsys, meddler, odd, ex
 def test_a_nan_stays_with_the_learner_that_made_it_and_is_named(capsys, meddler, odd, exchange):
     out = meddler.out
     changes = {"model.torso": "odd:not_a_number", "log.checkpoint_every": 0.0, "steps": 10**9, "log.keep": 100}
-    assert cli.main(options(out, exchange, **changes)) == 1
+    assert main(options(out, exchange, **changes)) == 1
     assert re.match(r"coterie: learner 1: the gradient of \S+ is not finite at learner step \d+", last_line(capsys))
     for path in (out / "checkpoints").glob("step_*"):
         tensors, _ = checkpoint.load(path)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from coterie import cli
+from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
 from tests.launch.harness import (
     ENDLESS,
@@ -190,12 +190,12 @@ def test_gossip_finishes_without_a_learner_that_dies_at_the_end(meddler):
     rows = summary["rows"]
     assert rows["learned"] == summary["env_steps"] >= 1200
     assert summary["digests"][0]
-    assert cli.main(["eval", str(out), "--learner", "mean", "--episodes", "2"]) == 0
+    assert main(["eval", str(out), "--learner", "mean", "--episodes", "2"]) == 0
     tensors, _ = last_checkpoint(out)
     seen = float(tensors["learner_0/model"]["obs_norm.obs_.count"])
     # Learner 1 goes on with what was learned, not from the beginning.
     args = ["resume", str(out), "--steps", str(summary["env_steps"] + 1)]
-    assert cli.main(args) == 0
+    assert main(args) == 0
     check_accounts(out, read_summary(out))
     tensors, _ = last_checkpoint(out)
     for rank in range(2):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import coterie
-from coterie import cli
+from coterie.cli.main import main
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
 from tests.launch.harness import EXCHANGES, ROLLOUT, check_accounts, last_checkpoint, options, read_summary, tiny
@@ -24,7 +24,7 @@ from tests.launch.harness import EXCHANGES, ROLLOUT, check_accounts, last_checkp
 def test_two_learners_finish_evaluate_and_resume(tmp_path, capsys, exchange):
     out = tmp_path / "run"
     # Slow envs: while learner 0 evaluates the others must not come to the end.
-    assert cli.main(options(out, exchange, **{"eval.every": 800, "eval.episodes": 3, "env.delay": 0.01})) == 0
+    assert main(options(out, exchange, **{"eval.every": 800, "eval.episodes": 3, "env.delay": 0.01})) == 0
     summary = read_summary(out)
     assert summary["status"] == "finished"
     assert 3000 <= summary["env_steps"] <= 3000 + 4 * ROLLOUT
@@ -55,10 +55,10 @@ def test_two_learners_finish_evaluate_and_resume(tmp_path, capsys, exchange):
     for which, weights in wanted.items():
         loaded = coterie.load(out, which).model.state_dict()
         assert all(torch.allclose(loaded[k].double(), x.double()) for k, x in weights.items())
-        assert cli.main(["eval", str(out), "--learner", which, "--episodes", "2", "--json"]) == 0
+        assert main(["eval", str(out), "--learner", which, "--episodes", "2", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["episodes"] == 2
     for which in ("2", "worst", "-1"):
-        assert cli.main(["eval", str(out), f"--learner={which}"]) == 2
+        assert main(["eval", str(out), f"--learner={which}"]) == 2
         stdout, stderr = capsys.readouterr()
         assert stdout == ""
         assert stderr.count("\n") == 1
@@ -66,7 +66,7 @@ def test_two_learners_finish_evaluate_and_resume(tmp_path, capsys, exchange):
         assert "best, mean or one of 0, 1" in stderr
 
     # The learning rate falls to nothing towards the end: what was loaded is what is saved again.
-    assert cli.main(["resume", str(out), "--steps", str(summary["env_steps"] + 1)]) == 0
+    assert main(["resume", str(out), "--steps", str(summary["env_steps"] + 1)]) == 0
     again = read_summary(out)
     check_accounts(out, again)
     assert again["rows"]["rolled_back"] == 0
@@ -189,7 +189,7 @@ def test_a_long_path_for_temporary_files(tmp_path):
     """As batch systems set it for each job: longer than a socket's path may be."""
     temporary = tmp_path / ("t" * 100)
     temporary.mkdir()
-    command = [sys.executable, "-m", "coterie.cli", *options(tmp_path / "run", "gossip", steps=500)]
+    command = [sys.executable, "-m", "coterie", *options(tmp_path / "run", "gossip", steps=500)]
     env = {**os.environ, "TMPDIR": str(temporary)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -213,7 +213,7 @@ def test_a_long_path_for_temporary_files(tmp_path):
 )
 def test_what_cannot_work_is_one_line_and_leaves_no_folder(tmp_path, capsys, exchange, changes, field):
     out = tmp_path / "run"
-    assert cli.main(options(out, exchange, **changes)) == 2
+    assert main(options(out, exchange, **changes)) == 2
     stdout, stderr = capsys.readouterr()
     assert stdout == ""
     assert stderr.count("\n") == 1

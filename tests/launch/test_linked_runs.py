@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie import cli
+from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
 from tests.conftest import made_by
 from tests.launch.harness import PATIENCE, options, put_down, read_summary, until
@@ -30,7 +30,7 @@ class Linked:
         self.path = folder.with_suffix(".txt")
         with self.path.open("a") as file:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "coterie.cli", *args], stdout=file, stderr=subprocess.STDOUT
+                [*prefix, sys.executable, "-m", "coterie", *args], stdout=file, stderr=subprocess.STDOUT
             )
 
     def line(self) -> dict[str, float]:
@@ -137,7 +137,7 @@ def test_a_resumed_run_that_finds_nobody_goes_on_by_itself(runs):
 def test_three_networks(tmp_path, runs, networks, away):
     """Each run has a network namespace of its own; TLS and a token; the link of one is down for a while."""
     keys = tmp_path / "keys"
-    assert cli.main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
+    assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
     port = free_ports()
     common = {"wire.token-file": keys / "token", "wire.cert": keys / "cert.pem"}
     hub = runs("hub", **common, **{"gossip.bind": f"0.0.0.0:{port}", "wire.key": keys / "key.pem"})
@@ -162,7 +162,7 @@ def test_three_networks(tmp_path, runs, networks, away):
 def test_three_networks_learn(tmp_path, runs, networks):
     """CartPole, solved by all."""
     keys = tmp_path / "keys"
-    assert cli.main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
+    assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
     port = free_ports()
     common = {"wire.token-file": keys / "token", "wire.cert": keys / "cert.pem", "steps": 300_000, "env.delay": 0}
     common |= {"gossip.mix_every": 1}

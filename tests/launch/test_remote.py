@@ -12,10 +12,11 @@ import time
 import numpy as np
 import pytest
 
-from coterie import cli, remote
+from coterie.cli.main import main
 from coterie.config import Config, Env
 from coterie.envs.make import make_spec
-from coterie.remote import lend_actor, lend_envs
+from coterie.roles import remote_worker
+from coterie.roles.remote_worker import lend_actor, lend_envs
 from coterie.types import CoterieError
 from coterie.wire.client import Stream, open_channel
 from coterie.wire.codec import timestep_layout
@@ -23,15 +24,15 @@ from tests.launch.harness import PATIENCE, last_checkpoint, until
 from tests.launch.test_decoupled import check
 from tests.launch.test_killed import TALLY
 from tests.launch.visitors import WIDTH, central, decoupled, finish, free_ports, goes_on
-from tests.proxy import Proxy
+from tests.support.proxy import Proxy
 
 slow = pytest.mark.slow
 
 
 def test_hosts_come_and_go_while_a_run_trains(tmp_path, meddler, clients, capsys):
     """And who is not let in is told why."""
-    assert cli.main(["keys", str(tmp_path / "keys")]) == 0
-    assert cli.main(["keys", str(tmp_path / "others")]) == 0
+    assert main(["keys", str(tmp_path / "keys")]) == 0
+    assert main(["keys", str(tmp_path / "others")]) == 0
     token, other = (["--token-file", str(tmp_path / name / "token")] for name in ("keys", "others"))
     port = free_ports()
 
@@ -247,8 +248,8 @@ def test_hosts_are_spread_over_the_learners(meddler, guests, exchange):
 @pytest.mark.parametrize("work", [lend_envs, lend_actor])
 def test_who_waits_for_a_learner_that_is_stopped_may_leave(meddler, guests, work, monkeypatch):
     """And who stays goes on with it afterwards, and says how long its envs wait for their actions."""
-    monkeypatch.setattr(remote, "_SAY_S", 0.5)
-    monkeypatch.setattr(remote, "_FINISH_S", 1.0)
+    monkeypatch.setattr(remote_worker, "_SAY_S", 0.5)
+    monkeypatch.setattr(remote_worker, "_FINISH_S", 1.0)
     port = free_ports()
 
     def meddle() -> None:

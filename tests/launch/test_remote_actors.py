@@ -6,17 +6,18 @@ import signal
 
 import pytest
 
-from coterie import presets, remote
+from coterie import presets
 from coterie.acting.decoupled import Stopped
-from coterie.actor import Stages
+from coterie.acting.recorder import Stages
+from coterie.build.factory import make_model, normalizers
 from coterie.envs.make import make_spec
 from coterie.parallel.params import FlatParams
-from coterie.parts import make_model, normalizers
-from coterie.remote import Door, Wire, lend_actor
+from coterie.roles import remote_worker
+from coterie.roles.remote_worker import Door, Wire, lend_actor
 from tests.launch.harness import until
 from tests.launch.test_decoupled import check
 from tests.launch.visitors import decoupled, finish, free_ports, goes_on
-from tests.proxy import Proxy
+from tests.support.proxy import Proxy
 
 
 @pytest.mark.parametrize("normalises", [True, False])  # False: there is nothing to send beside the weights
@@ -114,6 +115,6 @@ def test_who_is_told_to_leave_delivers_its_rollout_first(wire, monkeypatch):
     assert (push.sent, wire.rollouts) == (1, 1)
     with pytest.raises(Stopped):
         wire.pull()
-    monkeypatch.setattr(remote, "_FINISH_S", -1.0)  # it takes too long
+    monkeypatch.setattr(remote_worker, "_FINISH_S", -1.0)  # it takes too long
     with pytest.raises(Stopped):
         wire.check()

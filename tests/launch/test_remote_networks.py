@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from coterie import cli
+from coterie.cli.main import main
 from tests.launch.namespaces import ip, networks
 from tests.launch.test_decoupled import check
 from tests.launch.visitors import central, finish, free_ports, goes_on
@@ -20,7 +20,7 @@ slow = pytest.mark.slow
 def test_hosts_in_networks_of_their_own(tmp_path, meddler, clients, networks, away):
     """With TLS and a token. `away`: seconds without a link, less and more than anybody waits."""
     keys = tmp_path / "keys"
-    assert cli.main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
+    assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
     port = free_ports()
     args = ["--token-file", str(keys / "token"), "--cert", str(keys / "cert.pem")]
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from coterie import cli
+from coterie.cli.main import main
 from coterie.parallel.processes import own_folder
 from tests.launch.harness import (
     ENDLESS,
@@ -46,7 +46,7 @@ def test_a_signal_checkpoints_and_the_run_can_be_resumed(capsys, meddler, exchan
     if number == signal.SIGINT:
         return  # one resumed run for each exchange is enough
     total = summary["env_steps"] + 1000
-    assert cli.main(["resume", str(out), "--steps", str(total)]) == 0
+    assert main(["resume", str(out), "--steps", str(total)]) == 0
     again = read_summary(out)
     assert again["status"] == "finished"
     assert again["rows"]["rolled_back"] == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from coterie.acting.decoupled import Stopped
 from coterie.config import Config, Env
-from coterie.remote import Door
+from coterie.roles.remote_worker import Door
 from tests.launch import test_central, test_decoupled
 from tests.launch.harness import ENDLESS, PATIENCE, Meddler, until
 from tests.launch.test_decoupled import CROWD
@@ -98,7 +98,7 @@ class Client:
         self.path = folder / f"client-{len(list(folder.glob('client-*')))}"
         with self.path.open("w") as file:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "coterie.cli", *args], stdout=file, stderr=subprocess.STDOUT
+                [*prefix, sys.executable, "-m", "coterie", *args], stdout=file, stderr=subprocess.STDOUT
             )
 
     @property

@@ -8,10 +8,10 @@ import torch
 
 import coterie
 from coterie import config, presets
+from coterie.build.validity import check
 from coterie.config import Model
 from coterie.envs.make import make_spec
 from coterie.envs.text import text_rows, text_spec
-from coterie.matrix import check
 from coterie.models.build import Network, acting_copy
 from coterie.models.text import TextTorso
 from coterie.parallel.params import FlatParams

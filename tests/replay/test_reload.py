@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.replay.ring import Ring
-from coterie.replay.sequence import SequenceRing
+from coterie.replay.sequences import SequenceRing
+from coterie.replay.transitions import Ring
 from tests.replay.lives import GAMMA, IMAGE, STACK, Life, tell
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from coterie.wire.server import Server
 from tests.conftest import made_by
-from tests.wire import link_house
+from tests.remote import link_house
 from tests.wire.harness import Desk, is_empty, until
 
 

@@ -20,7 +20,7 @@ from coterie.types import ConfigError, CoterieError
 from coterie.wire.client import Lost, Over, Stream, ask_settings, back_off, open_channel
 from coterie.wire.codec import Frame, Layout, Refused, Tensor
 from coterie.wire.server import SERVICE
-from tests.proxy import Proxy
+from tests.support.proxy import Proxy
 from tests.wire.conftest import Served
 from tests.wire.harness import LAYOUT, WAIT_S, arrays, channel_to, free_port, is_empty, until, works
 

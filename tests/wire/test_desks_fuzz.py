@@ -21,7 +21,8 @@ from grpc import StatusCode
 from coterie.wire.codec import Newest, timestep_layout
 from coterie.wire.server import Server
 from tests.conftest import IMAGE, VECTOR
-from tests.wire import guest_house, link_house, test_door
+from tests.remote import guest_house, link_house
+from tests.remote import test_admission as test_door
 from tests.wire.harness import Desk, data_frame, hello_frame, mutated, works
 from tests.wire.test_codec_fuzz import peak_mb
 

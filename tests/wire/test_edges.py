@@ -16,9 +16,9 @@ import grpc
 import numpy as np
 import pytest
 
-from coterie.auto import settle
-from coterie.door import Hosts
+from coterie.build.resources import settle
 from coterie.envs.text import text_spec
+from coterie.remote.admission import Hosts
 from coterie.types import ActionSpec, ObsSpec, Spec
 from coterie.wire.codec import Frame, Layout, Newest, Tensor, layout_from, timestep_layout
 from coterie.wire.server import SERVICE, Limits, Server

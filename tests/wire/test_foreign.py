@@ -20,8 +20,8 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from coterie import presets
 from coterie.acting.central import REMOTE
-from coterie.door import Visitor
-from coterie.roles import Learner
+from coterie.remote.admission import Visitor
+from coterie.roles.learner import Learner
 from coterie.runs.config_io import replace
 from coterie.wire import server
 from coterie.wire.auth import make_keys

@@ -1,0 +1,291 @@
+"""The parts of a run's processes, built from its config: algorithm, model, exchange, memory."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.acting.recorder import rollout_layout
+from coterie.algorithms.a2c import A2C
+from coterie.algorithms.dqn import DQN
+from coterie.algorithms.ppo import PPO, horizon
+from coterie.algorithms.r2d2 import R2D2
+from coterie.algorithms.q_base import Means
+from coterie.algorithms.vtrace import VTrace
+from coterie.build.resources import Layout, batch_size
+from coterie.config import Config, Schedule
+from coterie.envs.make import make_envs
+from coterie.envs.owner import Envs
+from coterie.exchange.allreduce import AllReduce
+from coterie.exchange.shared_weights import Central, Shift, central_memory
+from coterie.exchange.gossip import Circle, Gossip, gossip_memory
+from coterie.exchange.hogwild import Hogwild
+from coterie.exchange.elastic import Ring
+from coterie.exchange.solo import Guard, Solo
+from coterie.exchange.store import Store, Turns
+from coterie.exchange.topology import matrices
+from coterie.learner import Exchange
+from coterie.build.validity import VALUE
+from coterie.models.build import Network
+from coterie.models.heads import Moments, Normalizer
+from coterie.ops.optim import make_rule
+from coterie.plugins import in_place_of
+from coterie.parallel.board import Board, BoardSteps, OwnSteps
+from coterie.parallel.params import FlatParams
+from coterie.parallel.processes import own_folder
+from coterie.parallel.shm import SharedArrays
+from coterie.parallel.slots import Slots
+from coterie.parallel.weights import Weights
+from coterie.envs.tasks import task_config, tasks
+from coterie.types import AgentOutput, Inputs, Spec
+from coterie.wire.auth import split
+
+
+def seed_for(seed: int, *key: int) -> int:
+    """An independent seed for one purpose: seeds of different keys never share a stream."""
+    return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
+
+
+_PLAIN = Means()
+AnyAlgorithm = A2C | PPO | VTrace | DQN | R2D2
+# (group, inputs, core state) -> output and the next core state
+Policy = Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
+
+
+def make_algorithm(config: Config, spec: Spec, means: Means = _PLAIN, rank: int = 0) -> AnyAlgorithm:
+    seed = seed_for(config.seed, BATCH_SEED, rank)
+    if config.algorithm == "dqn":
+        return in_place_of(config, "algorithm", DQN)(config, spec, seed, means)
+    if config.algorithm == "r2d2":
+        return in_place_of(config, "algorithm", R2D2)(config, spec, seed, means)
+    if config.algorithm == "ppo":
+        return in_place_of(config, "algorithm", PPO)(config, spec, means.chunk, seed)
+    if config.algorithm == "vtrace":
+        return in_place_of(config, "algorithm", VTrace)(config, spec, means.chunk, seed)
+    return in_place_of(config, "algorithm", A2C)(config, spec, means.chunk)
+
+
+def replay_bytes(config: Config, spec: Spec) -> int:
+    """What the replay of all learners takes when it is full, in memory or on disk: 0 where there is none."""
+    if config.algorithm not in VALUE:
+        return 0
+    own = R2D2 if config.algorithm == "r2d2" else DQN
+    return own.replay_bytes(config, spec) * (config.learners if isinstance(config.learners, int) else 1)
+
+
+def envs_of(
+    config: Config, layout: Layout, life: int, first: int, union: bool = False
+) -> tuple[Envs, list[torch.Generator]]:
+    """Envs with global ids from `first` on, and random numbers for each group: their threads must not race for them."""
+    envs = make_envs(
+        config.env,
+        config.atari,
+        seed=seed_for(config.seed, ENV_SEED, life),
+        first_env_id=first,
+        threads=layout.env_threads,
+        groups=layout.groups,
+        union=union,
+    )
+    rngs = [
+        torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, life, first + cols.start))
+        for cols in envs.groups
+    ]
+    return envs, rngs
+
+
+def policy_of(algorithm: AnyAlgorithm, model: Network, rngs: list[torch.Generator], ids: list[Tensor]) -> Policy:
+    """How a group's actions are chosen; `ids`: each group's envs."""
+    ids = [x.to(rngs[0].device) for x in ids]
+
+    def policy(g: int, inputs: Inputs, core_state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
+        return algorithm.act(model, inputs, core_state, algorithm.explore(ids[g]), rngs[g])
+
+    return policy
+
+
+def ids_of(envs: Envs, first: int) -> list[Tensor]:
+    """The global ids of each group's envs."""
+    return [torch.arange(first + cols.start, first + cols.stop) for cols in envs.groups]
+
+
+def make_model(config: Config, spec: Spec) -> Network:
+    """The network with the run's initial weights: the same for every learner."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for(config.seed))
+        return Network(spec, config.model, config.q if config.algorithm in VALUE else None)
+
+
+def actor_env(config: Config, number: int, rank: int) -> tuple[Config, int]:
+    """The config of actor `number` of learner `rank`, with its share of the simulators, and its first env's id."""
+    assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
+    width = config.env.num_envs * config.learners // max(1, config.actors)
+    several = tasks(config.env.id)
+    mine = task_config(config, several[(rank * (config.actors // config.learners) + number) % len(several)])
+    delayed = config.env.delay_learner in (-1, rank)
+    env = replace(mine.env, num_envs=width, delay=config.env.delay * delayed, delay_learner=-1)
+    return replace(mine, env=env), rank * config.env.num_envs + number * width
+
+
+def task_of(config: Config, env_id: int) -> str:
+    """The task of an env by its id."""
+    assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
+    rank, place = divmod(env_id, config.env.num_envs)
+    number = place * max(1, config.actors) // (config.env.num_envs * config.learners)
+    return actor_env(config, number, rank)[0].env.id
+
+
+def acting_memory(config: Config, spec: Spec, model: Network) -> tuple[Slots, Weights]:
+    """Where a learner's actors get weights from and leave rollouts."""
+    state = model.initial_state(1)
+    layout = rollout_layout(spec, horizon(config), batch_size(config), () if state is None else state.shape[1:])
+    width = actor_env(config, 0, 0)[0].env.num_envs
+    batches = 1 if config.decoupled.lockstep else 2 + config.decoupled.queue
+    assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
+    slots = Slots(layout, batches, batch_size(config), width, max(1, config.actors // config.learners))
+    size = len(FlatParams(copy.deepcopy(model)).data)
+    return slots, Weights(size, normalizers(config, model).size)
+
+
+_GUESTS = 8  # learners of other machines that there is room for
+
+
+@dataclass(frozen=True)
+class Links:
+    """What ties a learner to the others: its place among them, the board, and the memory that its exchange needs."""
+
+    rank: int = 0
+    board: Board = field(default_factory=lambda: Board(1))
+    memory: SharedArrays | None = None
+    rendezvous: Path | None = None  # allreduce: the file where they meet
+    gradients: SharedArrays | None = None  # where gradients are left to be compared
+    circle: Circle | None = None  # gossip: who takes part, where that is not only this run's learners
+    rejoin: bool = False  # gossip: the others are at work already
+    gpu: int = 0
+    inference_gpu: int = -1  # central: the GPU that chooses actions; -1: the learner's device does
+    core: int = -1  # the core that this learner shares with others; -1: it has cores of its own
+    slots: Slots | None = None  # decoupled: where this learner's actors leave rollouts
+    weights: Weights | None = None  # and take weights
+    address: str = ""  # central: where this learner's hosts find it
+
+    @property
+    def learners(self) -> int:
+        return len(self.board.here)
+
+
+def normalizers(config: Config, model: Network) -> Moments:
+    """The running normalizers that learners must agree on."""
+    used = [*model.obs_norm.values(), *([model.return_norm] if config.reward.normalize else [])]
+    return Moments(cast(list[Normalizer], used))
+
+
+def circle_of(config: Config, learners: int) -> Circle:
+    """So many learners that gossip, and room for those who may come; the run's own are the first."""
+    own = config.gossip
+    seats = (own.seats or learners + _GUESTS) if own.bind else learners
+    topology = ("complete" if own.bind else "ring") if own.topology == "auto" else own.topology
+    return Circle(0, matrices(topology, seats, own.peers))
+
+
+def net_of(model: Network) -> str:
+    """A digest of what the weights are called and how large they are: learners with other ones cannot average."""
+    shapes = [(name, list(p.shape)) for name, p in model.state_dict().items()]
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+
+
+def exchange_memory(
+    config: Config, params: FlatParams, moments: Moments, learners: int, circle: Circle | None = None
+) -> SharedArrays | None:
+    """The memory that the learners' exchange needs, with these weights where it holds any."""
+    if config.exchange == "gossip":
+        circle = circle or circle_of(config, learners)
+        memory = gossip_memory(circle.seats, len(params.data), moments.size)
+        memory.arrays["here"][circle.first : circle.first + learners] = 1
+        return memory
+    if config.exchange in ("hogwild", "store"):
+        chunks = config.store.chunks if config.exchange == "store" else 1
+        return central_memory(params.data.cpu(), make_rule(config.optim), chunks, moments.read())
+    return None
+
+
+def patience(config: Config) -> float:
+    """Seconds that one process waits for another: the parent, which sees everybody, is to say first who hangs."""
+    return 10 + 2 * config.log.stall
+
+
+def _ring(config: Config, params: FlatParams, moments: Moments, board: Board, rank: int) -> Ring:
+    """The way of learner `rank` to learners of other machines, who must train the very same."""
+    own = config.allreduce
+    optim = replace(config.optim, lr=0.0, schedule=Schedule(), sqrt_scaling_from=0, chunk=0)  # the rest is each one's
+    parts: list[object] = [
+        replace(config.algo, poll=0),
+        config.own.algorithm,
+        config.own.exchange,
+        optim,
+        params.slices,
+        moments.size,
+    ]
+    if config.algorithm == "ppo":  # as many learner steps for each rollout
+        parts += [config.ppo, config.env.num_envs, batch_size(config)]
+    if config.algorithm == "vtrace":
+        parts += [config.vtrace, batch_size(config) if config.vtrace.minibatch else 0]
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+    kind = f"{config.algorithm} on {config.env.id} (weights and settings {digest})"
+
+    def ended() -> bool:
+        board.beat[rank] = time.monotonic()  # who waits for other machines is not the one that hangs
+        return board.stopping
+
+    return Ring(split(own.address), own.machines if own.bind else 0, kind, config.seed, patience(config), ended)
+
+
+def make_exchange(config: Config, params: FlatParams, moments: Moments, links: Links) -> Exchange:
+    rule = make_rule(config.optim)
+    timeout = patience(config)
+    guard = Guard(config.optim.max_grad_norm, config.optim.on_nonfinite == "skip")
+    if config.exchange == "solo":
+        return in_place_of(config, "exchange", Solo)(params, rule, guard)
+    rank, learners, board = links.rank, links.learners, links.board
+    if config.exchange == "allreduce":
+        meeting = links.rendezvous or own_folder() / "meeting"
+        across = _ring(config, params, moments, board, rank) if config.allreduce.address else None
+        return in_place_of(config, "exchange", AllReduce)(
+            params, rule, guard, moments, board, rank, meeting, timeout, across, config.steps
+        )
+    memory = links.memory or exchange_memory(config, params, moments, learners)
+    assert memory is not None
+    if config.exchange == "gossip":
+        lockstep = config.gossip.tau == 0
+        return in_place_of(config, "exchange", Gossip)(
+            params, rule, guard, moments, memory, board,
+            OwnSteps(learners) if lockstep else BoardSteps(board, rank), rank,
+            links.circle or circle_of(config, learners),
+            tau=config.gossip.tau, mix_every=config.gossip.mix_every, timeout=timeout, rejoin=links.rejoin,
+        )  # fmt: skip
+    if config.exchange == "hogwild":
+        central = Central(memory, moments, 1, timeout)
+        # Bytes 0 and 1 of the memory are the locks of the weights and of the normalizers.
+        shift = Shift(central.locks, 2 + links.core, board, rank) if links.core >= 0 else None
+        own = config.hogwild.statistics == "own"
+        return in_place_of(config, "exchange", Hogwild)(
+            params, rule, guard, central, BoardSteps(board, rank), own, shift
+        )
+    central = Central(memory, moments, config.store.chunks, timeout)
+    turns = Turns(board, rank, timeout) if config.store.fixed_turns else None
+    steps = OwnSteps(learners) if turns else BoardSteps(board, rank)
+    betas = (config.optim.beta1, config.optim.beta2)
+    return in_place_of(config, "exchange", Store)(
+        params, rule, guard, central, steps, config.store.local_steps, betas, turns
+    )

@@ -1,0 +1,158 @@
+"""What `auto` comes to on this machine: device, threads, groups, learners, simulators, actors, exchange."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+
+from coterie.algorithms.q_base import Means
+from coterie.config import Config, elsewhere
+from coterie.envs.make import make_spec
+from coterie.envs.pool import has_env
+from coterie.build.validity import VALUE, first_rows
+from coterie.parallel.affinity import available_cores, bf16_is_fast
+from coterie.envs.tasks import tasks
+from coterie.types import ConfigError, Spec
+
+# For each core where env.num_envs is auto.
+_IMAGE_ENVS, _VECTOR_ENVS = 16, 32
+_CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks.md)
+_SAMPLES_A_THREAD = 64  # of a batch of dqn
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What `auto` came to on this machine."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the torsos
+    env_threads: int
+    torch_threads: int  # threads that train parts of a batch side by side, torch on one core in each
+    groups: int
+    chunk: int
+
+    @property
+    def means(self) -> Means:
+        return Means(self.dtype, self.chunk, self.torch_threads)
+
+
+def resolve(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Layout:
+    """Turn every `auto` and 0 into a choice, by rules that depend on the machine and the env, never on timing.
+    `cores`: of a machine that is only thought of (here as below); 0: as many as this process may use.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda is not available here; use cpu or auto")
+    cuda = config.device == "cuda" or (
+        config.device == "auto" and torch.cuda.is_available() and config.exchange != "hogwild"
+    )
+    device = torch.device(f"cuda:{gpu}" if cuda else "cpu")
+    image = any(s.is_image for s in spec.obs.values())
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_is_fast(device.type))
+    cores = cores or len(available_cores())
+    # A second thread pays where a forward pass takes long; a small net's calls would only wait for the interpreter.
+    most = cores if image and not cuda else 1
+    if config.algorithm == "dqn":
+        # Another thread gathers and judges the next batch meanwhile, and each part casts the weights anew (Nature CNN,
+        # bf16, 2 cores, two threads beside one: 23 and 17 ms for the passes of a batch of 32, as fast with 128, 1.4
+        # times as fast with 512).
+        most = max(1, min(most, config.q.batch_size // _SAMPLES_A_THREAD))
+    threads = config.torch_threads or most
+    # Two groups: for images each has a thread; otherwise one thread acts for them in turns, which pays while a group's
+    # step is short beside the threads' wake-ups (LunarLander, acting: 32 envs 51,200 steps/s with two groups and 38,700
+    # with one; 256 envs 86,700 and 93,700).
+    n = config.env.num_envs
+    workers = config.env.backend == "workers" or not has_env(config.env.id)
+    apart = image or cuda or workers or 32 <= n <= 128
+    # In lockstep a host's envs are acted on all at once.
+    apart = apart and not (config.acting == "central" and config.central.lockstep)
+    groups = config.env.groups or (2 if apart and n % 2 == 0 else 1)
+    return Layout(
+        device=device,
+        dtype=torch.bfloat16 if bf16 else torch.float32,
+        env_threads=config.env.threads or cores,
+        torch_threads=threads,
+        groups=groups,
+        chunk=config.optim.chunk or (_CPU_CHUNK if image and not cuda else 0),
+    )
+
+
+def simulators(config: Config, learners: int, cores: int = 0) -> int:
+    """Each learner's, where `env.num_envs` is auto: so many for each of its cores, or for each of its actors, that the
+    columns of a batch and the tasks are shared out evenly, and what has to be there before learning begins comes of
+    `q.learn_start` env steps.
+    """
+    one = replace(config, env=replace(config.env, num_envs=1))
+    spec = make_spec(one.env, config.atari)
+    width = _IMAGE_ENVS if any(s.is_image for s in spec.obs.values()) else _VECTOR_ENVS
+    cores, several = max(1, (cores or len(available_cores())) // learners), len(tasks(config.env.id))
+    batch = elsewhere(config).batch_size if config.acting != "inline" else 0
+    if batch and elsewhere(config).lockstep:
+        return batch
+    most = config.central.max_envs if config.acting == "central" else sys.maxsize
+    if config.algorithm in VALUE:
+        most = min(most, int(config.q.learn_start // first_rows(one)))
+    step = 2 if config.env.groups == 2 else 1
+    if isinstance(config.actors, int):
+        actors = max(1, config.actors // learners)
+    elif config.acting == "decoupled":
+        fair = [k for k in range(1, cores + several) if k * learners % several == 0]
+        actors = _most(fair, min(cores, most // step))
+    else:
+        actors = several if config.acting == "central" else 1  # a host has threads for all cores
+    if config.acting != "decoupled":
+        width, batch = -(-width * cores // actors), 0
+    fitting = [w for w in range(step, width + 1, step) if batch % w == 0 and actors * w <= most]
+    return actors * max(fitting, default=step)
+
+
+def _most(fitting: list[int], limit: int) -> int:
+    """The most of `fitting` (rising) up to `limit`, or the fewest."""
+    return max([k for k in fitting if k <= limit], default=fitting[0])
+
+
+def gpus_of(config: Config) -> tuple[int, int]:
+    """GPUs that train, and after them those that only choose actions (`central.inference_gpus`)."""
+    there = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
+    acting = config.central.inference_gpus if config.acting == "central" else 0
+    if acting and acting >= there:
+        raise ConfigError(f"central.inference_gpus: there are {there} GPUs here, and one at least has to train")
+    return there - acting, acting
+
+
+def settle(config: Config, cores: int = 0) -> Config:
+    """`auto` learners, simulators, actors and exchange as what they are on this machine: one learner for each GPU, or
+    else each core; one actor for each core, as far as the simulators can be shared out evenly.
+    """
+    learners, (gpus, _) = config.learners, gpus_of(config)
+    cores = cores or len(available_cores())
+    if learners == "auto":
+        learners = 1 if config.exchange == "solo" else gpus or cores
+    exchange = config.exchange
+    if exchange == "auto":
+        exchange = "solo" if learners == 1 and not config.allreduce.address else "allreduce"
+    if not config.env.num_envs:
+        config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))
+    actors = config.actors
+    if actors == "auto" and config.acting == "central":
+        actors = learners * len(tasks(config.env.id))  # a host has threads for all cores
+    elif actors == "auto" and config.acting == "decoupled":
+        most = max(1, cores // learners)
+        envs, several = config.env.num_envs, len(tasks(config.env.id))
+        # Each learner's, so that its simulators, the tasks, and the columns of a batch are shared out evenly.
+        fitting = [
+            k
+            for k in range(1, envs + 1)
+            if envs % k == 0
+            and batch_size(config) % (envs // k) == 0
+            and k * learners % several == 0
+            and (config.env.groups != 2 or envs // k % 2 == 0)
+        ] or [1]
+        actors = learners * _most(fitting, most)
+    return replace(config, learners=learners, exchange=exchange, actors=actors)
+
+
+def batch_size(config: Config) -> int:
+    """Rollouts of one env each that a learner trains on at once."""
+    return (config.acting != "inline" and elsewhere(config).batch_size) or config.env.num_envs

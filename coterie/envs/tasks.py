@@ -1,0 +1,38 @@
+"""Several tasks in one run: `--env A,B,C`, one policy that is not told which (IMPALA, arXiv 1802.01561, 5.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from coterie.config import Config
+from coterie.envs.atari57 import human_normalized
+
+
+def tasks(env_id: str) -> list[str]:
+    """The tasks that an `env.id` names: one, or several with commas between them."""
+    return [name.strip() for name in env_id.split(",")]
+
+
+def task_config(config: Config, task: str) -> Config:
+    """The config of one task of a run's. Atari games then all have the 18 actions of the full set."""
+    if len(tasks(config.env.id)) == 1:
+        return config
+    return replace(config, env=replace(config.env, id=task), atari=replace(config.atari, full_action_set=True))
+
+
+def overall(means: Mapping[str, float]) -> float:
+    """One number for the mean returns of all tasks: the mean human-normalised score, each capped at 1, where all have a
+    reference; else the mean of the returns.
+    """
+    scores = {task: human_normalized(task, mean) for task, mean in means.items()}
+    if are_normalized(scores):
+        return float(np.mean([np.minimum(1.0, s) for s in scores.values() if s is not None]))  # a NaN stays one
+    return float(np.mean(list(means.values())))
+
+
+def are_normalized(tasks: Iterable[str]) -> bool:
+    """Whether all have a reference."""
+    return all(human_normalized(task, 0.0) is not None for task in tasks)

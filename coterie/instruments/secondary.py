@@ -1,0 +1,71 @@
+"""The secondary learner of Accelerated Methods (arXiv 1803.02811, section 5): the primary's initial weights, and
+training from the primary's replay alone, on as many samples but in batches of its own size. Where it scores as the
+primary does, a batch size is no obstacle to learning; where not, it is one to exploring or to optimising.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.dqn import DQN
+from coterie.algorithms.r2d2 import R2D2
+from coterie.build.factory import make_algorithm, make_model
+from coterie.build.resources import Layout
+from coterie.config import Config
+from coterie.exchange.solo import Guard, Solo
+from coterie.learner import Gradients, autocast, take_step
+from coterie.ops.optim import make_rule
+from coterie.parallel.params import FlatParams
+from coterie.parallel.threads import Team
+from coterie.types import Rollout, Spec
+
+
+class Secondary:
+    """Follows `primary`, the algorithm whose replay it draws from."""
+
+    def __init__(self, config: Config, spec: Spec, layout: Layout, primary: DQN | R2D2, team: Team) -> None:
+        own = config.q
+        self.config = config = replace(config, q=replace(own, batch_size=own.secondary_batch))
+        self.model = make_model(config, spec).to(layout.device)
+        self.params = FlatParams(self.model)
+        self.algorithm = cast(DQN | R2D2, make_algorithm(config, spec, layout.means))
+        self.algorithm.base.borrow(primary.base)
+        guard = Guard(config.optim.max_grad_norm, config.optim.on_nonfinite == "skip")
+        self.exchange = Solo(self.params, make_rule(config.optim), guard)
+        self.gradients = Gradients(self.model, self.params, team, autocast(layout.device, layout.dtype))
+        self.learner_steps = 0
+        self.last: dict[str, float] = {}
+
+    def follow(self, rollout: Rollout, lr: float) -> None:
+        """Train on what is due. The primary has kept the rollout. `lr`: the primary's."""
+        lr *= (self.config.q.secondary_lr or self.config.optim.lr) / self.config.optim.lr
+        for batch in self.algorithm.batches(self.model, rollout):
+            totals = self.gradients.compute(self.algorithm, batch)
+            take_step(self.exchange, self.params, totals, lr, f"the secondary learner's step {self.learner_steps}")
+            self.learner_steps += 1
+            self.last = {name: value for name, value in totals.items() if math.isfinite(value)}
+        self.algorithm.after_rollout(self.model, rollout)
+
+    def gauges(self) -> dict[str, float]:
+        """What it does, and its last batch's losses."""
+        counts = {"learner_steps": self.learner_steps, "skipped_batches": self.exchange.guard.skipped}
+        return {f"secondary/{name}": value for name, value in {**self.last, **counts}.items()}
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            "secondary": dict(self.model.state_dict()),
+            "secondary_exchange": self.exchange.state_dict(),
+            "secondary_algorithm": {**self.algorithm.state_dict(), "steps": torch.tensor([self.learner_steps])},
+        }
+
+    def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        self.model.load_state_dict(tensors["secondary"])
+        self.exchange.load_state_dict(tensors["secondary_exchange"])
+        algorithm = dict(tensors["secondary_algorithm"])
+        self.learner_steps = int(algorithm.pop("steps"))
+        self.algorithm.load_state_dict(algorithm)

@@ -1,0 +1,310 @@
+"""What a run has done so far: from the learners' reports and the board to lines of metrics, status and summary."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from coterie.build.evaluate import Scores
+from coterie.build.factory import task_of
+from coterie.config import Config
+from coterie.envs.tasks import overall, tasks
+from coterie.parallel.board import COUNTS, Board
+from coterie.parallel.meters import Busy, Energy
+from coterie.runs.metrics import Episodes
+from coterie.types import Spec
+
+_SUMMED = ("wire/refused", "inference/envs", "inference/streams")  # of all learners; of other gauges the mean
+
+
+class Account:
+    """Counts are the board's; the rest is added up here. `state`: of the checkpoint that the run goes on from."""
+
+    def __init__(self, config: Config, spec: Spec, board: Board, state: dict[str, Any] | None, reached: int) -> None:
+        self.config, self.spec, self.board = config, spec, board
+        self.episodes = Episodes()
+        several = tasks(config.env.id)
+        self.tasks = {task: Episodes() for task in several} if len(several) > 1 else {}
+        self.life, self.seconds_before, self.begin_steps = 0, 0.0, 0
+        self.rolled_back = self.dropped = self.restarts = 0
+        self.last_eval: dict[str, float] = {}
+        self.lags, self.line_lags = Counter[int](), Counter[int]()  # rows by policy_lag: of all, since the last line
+        self.lag_by_row, self.rollouts = list[float](), 0  # lag of each row of a rollout, added up over so many
+        self.latencies = deque[float](maxlen=20_000)  # seconds that envs waited for their actions, lately
+        self.begin_stages: dict[str, float] = {}
+        if state is not None:
+            self.life, self.seconds_before, self.begin_steps = state["life"] + 1, state["seconds"], state["env_steps"]
+            # What was acted and not learned at the end of the life before is lost.
+            self.last_eval, self.dropped = state["last_eval"], state["dropped"] + state.get("in_flight", 0)
+            self._load_history(state)
+            self.begin_stages = dict(state["stages"])
+            # What was told to the world after the checkpoint (`reached` env steps) is learned again.
+            self.rolled_back = state["rolled_back"] + max(0, reached - self.begin_steps)
+        self.begin = self.last_line = time.monotonic()
+        self.reports: dict[int, dict[str, Any]] = {}  # the latest of each learner
+        self.acted: dict[int, dict[str, Any]] = {}  # and of each actor
+        self.stages: dict[str, float] = {}
+        self.line_stages, self.line_steps = dict(self.begin_stages), self.begin_steps
+        self.metrics: dict[str, float] = {}
+        self.batches = 0
+        self.readers: list[Callable[[], dict[str, float]]] = []  # more for the lines of metrics
+        self.energy, self.busy = Energy(), Busy()
+
+    @property
+    def learners(self) -> int:
+        return len(self.board.here)
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.begin
+
+    @property
+    def env_steps(self) -> int:
+        return self.board.sum("learned")
+
+    def take(self, rank: int, report: dict[str, Any]) -> None:
+        """A learner's report."""
+        self.episodes.extend((score, length) for score, length, _ in report["games"])
+        if self.tasks:
+            for score, length, env_id in report["games"]:
+                self.tasks[task_of(self.config, env_id)].extend([(score, length)])
+        self.batches += report["batches"]
+        for name, value in report["metrics"].items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.lags.update(report["lags"])
+        self.line_lags.update(report["lags"])
+        if report["rollouts"]:
+            before = self.lag_by_row or [0.0] * len(report["lag_by_row"])
+            self.lag_by_row = [a + b for a, b in zip(before, report["lag_by_row"], strict=True)]
+            self.rollouts += report["rollouts"]
+        self.reports[rank] = report
+        self._add_stages()
+
+    def take_acted(self, row: int, report: dict[str, Any]) -> None:
+        """An actor's report."""
+        self.acted[row] = report
+        self.latencies.extend(report.get("latencies", ()))
+        self._add_stages()
+
+    def _add_stages(self) -> None:
+        """Seconds in each stage: means over the learners, and over the actors."""
+        for reports in (self.reports.values(), self.acted.values()):
+            for name in {name for r in reports for name in r["stages"]}:
+                mean = sum(r["stages"].get(name, 0.0) for r in reports) / len(reports)
+                self.stages[name] = self.begin_stages.get(name, 0.0) + mean
+
+    @property
+    def news(self) -> bool:
+        """Whether anything was learned since the last line."""
+        return bool(self.batches) or self.env_steps != self.line_steps
+
+    def take_scores(self, scores: Scores, env_steps: int) -> dict[str, Any]:
+        """An evaluation's outcome after so many env steps; returns its line of metrics."""
+        self.last_eval = {"eval_return": scores.mean, "eval_stderr": scores.stderr}
+        line = {
+            "env_steps": env_steps,
+            "seconds": round(self.seconds, 3),
+            "eval/return": scores.mean,
+            "eval/stderr": scores.stderr,
+            "eval/episodes": len(scores.returns),
+            "eval/unfinished": scores.unfinished,
+        }
+        if (second := scores.secondary) is not None and not second.unfinished:
+            line |= {"eval/secondary_return": second.mean, "eval/secondary_stderr": second.stderr}
+        return line
+
+    def lose(self, rank: int, actors: Iterable[int] = ()) -> None:
+        """A learner has died, and its actors (rows of the board) with it: what nobody learned from is lost."""
+        learned = self.board.read(rank)["learned"]
+        self.dropped += sum(self.board.read(row)["produced"] for row in (rank, *actors)) - learned
+        self.board.write(rank, {"produced": learned, "dropped": 0})
+        for row in actors:
+            self.board.write(row, {"produced": 0, "delivered": 0})
+            self.acted.pop(row, None)
+        self.reports.pop(rank, None)
+
+    def lose_actor(self, row: int, delivered: int = 0) -> None:
+        """An actor has died in the midst of a rollout, of which nobody will learn. `delivered`: rows that it may have
+        handed over without counting them.
+        """
+        counts = self.board.read(row)
+        delivered = max(delivered, counts["delivered"])
+        self.dropped += counts["produced"] - delivered
+        self.board.write(row, {"produced": delivered, "delivered": delivered})
+        self.acted.pop(row, None)
+
+    def roll_back(self, state: dict[str, Any], board: Board) -> None:
+        """All learners go back to a checkpoint, on a new board; what they had counted since is on the old one."""
+        learned = self.board.sum("learned")
+        self.rolled_back += learned - state["env_steps"]
+        self.dropped += self.board.sum("produced") - learned
+        self.board, self.reports, self.acted, self.metrics, self.batches = board, {}, {}, {}, 0
+        self.line_steps, self.last_eval = state["env_steps"], state["last_eval"]
+        self.begin_stages, self.line_stages = dict(self.stages), dict(self.stages)  # new processes count from 0
+        self.line_lags.clear()
+        self._load_history(state)
+
+    def _load_history(self, state: dict[str, Any]) -> None:
+        self.lags = Counter({int(k): v for k, v in state.get("lags", {}).items()})
+        self.lag_by_row, self.rollouts = list(state.get("lag_by_row", ())), state.get("rollouts", 0)
+        self.episodes.load_state_dict(state["episodes"])
+        for task, games in self.tasks.items():
+            games.load_state_dict(state["tasks"][task])
+
+    def state(self, counts: list[dict[str, int]], last: bool) -> dict[str, Any]:
+        """What a checkpoint keeps, with each learner's counts as of its part. `last`: nobody acts any more."""
+        return {
+            "env_steps": sum(row["learned"] for row in counts),
+            "learners": counts,
+            "stages": self.stages,
+            "last_eval": self.last_eval,
+            "seconds": self.seconds,
+            "life": self.life,
+            "rolled_back": self.rolled_back,
+            "dropped": self.dropped + self.board.sum("dropped"),
+            "in_flight": self._in_flight() if last else 0,
+            "lags": {str(lag): rows for lag, rows in self.lags.items()},
+            "lag_by_row": self.lag_by_row,
+            "rollouts": self.rollouts,
+            "episodes": self.episodes.state_dict(),
+            "tasks": {task: games.state_dict() for task, games in self.tasks.items()},
+        }
+
+    def status(self) -> dict[str, Any]:
+        """For the display: rates and stages since the run was started."""
+        elapsed = max(time.monotonic() - self.begin, 1e-9)
+        steps = self.env_steps
+        rate = (steps - self.begin_steps) / elapsed
+        return {
+            "env_steps": steps,
+            "env_steps_per_s": rate,
+            "frames_per_s": rate * self.spec.action_repeat,
+            "mean_return": self.episodes.mean_return,
+            "episodes": self.episodes.count,
+            "stages": {k: (v - self.begin_stages.get(k, 0.0)) / elapsed for k, v in self.stages.items()},
+            **self.last_eval,
+        }
+
+    def line(self) -> dict[str, Any]:
+        """One line of metrics: rates and stages since the line before, losses as means over its batches."""
+        now, steps, board = time.monotonic(), self.env_steps, self.board
+        elapsed = max(now - self.last_line, 1e-9)
+        rate = (steps - self.line_steps) / elapsed
+        reports = list(self.reports.values())
+        rss = [r["rss_mb"] for r in [*reports, *self.acted.values()] if r["rss_mb"] is not None]
+        line: dict[str, Any] = {
+            "env_steps": steps,
+            "seconds": round(self.seconds, 3),
+            "learner_steps": board.sum("learner_steps"),
+            "env_steps_per_s": rate,
+            "frames_per_s": rate * self.spec.action_repeat,
+            "mean_return": self.episodes.mean_return,
+            "mean_length": self.episodes.mean_length,
+            "episodes": self.episodes.count,
+            **self._task_returns(),
+            "lr": reports[0]["lr"] if reports else None,
+            "policy_lag_max": self._policy_lag_max(),
+            **self._lags(),
+            **self._latency(),
+            "masked_steps": board.sum("masked"),
+            "envs_replaced": board.sum("replaced"),
+            "skipped_batches": board.sum("skipped"),
+            "rss_mb": sum(rss) if rss else None,
+            **{k: v / max(1, self.batches) for k, v in self.metrics.items()},
+        }
+        for name in sorted({name for r in reports for name in r["gauges"]}):
+            values = [r["gauges"][name] for r in reports if name in r["gauges"]]
+            if name.endswith("/max"):
+                line[name] = max(values)
+            else:
+                line[name] = sum(values) / (1 if name in _SUMMED else len(values))
+        for stage, seconds in self.stages.items():
+            line[f"stage/{stage}"] = (seconds - self.line_stages.get(stage, 0.0)) / elapsed
+        self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps
+        self.metrics, self.batches = {}, 0
+        self.line_lags.clear()
+        if joules := self.energy.joules():
+            line["joules"] = joules  # of this life of the run, and of the whole machine
+        for read in (self.busy.read, *self.readers):
+            line |= read()
+        return line
+
+    def _task_returns(self) -> dict[str, float]:
+        """Of several tasks each mean return, and one number for all once each has ended a game."""
+        means = {task: games.mean_return for task, games in self.tasks.items() if games.count}
+        lines = {f"return/{task}": mean for task, mean in means.items()}
+        return lines | ({"score": overall(means)} if means and len(means) == len(self.tasks) else {})
+
+    def _lags(self) -> dict[str, float]:
+        """How old, in learner steps, the weights were that acted what was learned from since the last line."""
+        total = self.line_lags.total()
+        if not total:
+            return {}
+        lags = sorted(self.line_lags)
+        rows = list(accumulate(self.line_lags[lag] for lag in lags))
+        p95 = next(lag for lag, upto in zip(lags, rows, strict=True) if upto >= 0.95 * total)
+        mean = sum(lag * n for lag, n in self.line_lags.items()) / total
+        return {"policy_lag/mean": mean, "policy_lag/p95": p95}
+
+    def _latency(self) -> dict[str, float]:
+        """How long envs waited for their actions lately."""
+        if not self.latencies:
+            return {}
+        p50, p99 = np.percentile(np.array(self.latencies), (50, 99)) * 1e3
+        return {"latency/p50_ms": float(p50), "latency/p99_ms": float(p99)}
+
+    def _in_flight(self) -> int:
+        return self.board.sum("produced") - self.board.sum("learned") - self.board.sum("dropped")
+
+    def _policy_lag_max(self) -> int:
+        return int(self.board.counts[:, COUNTS.index("policy_lag_max")].max())
+
+    def summary(self, digests: dict[int, str]) -> dict[str, Any]:
+        """The run's end in numbers; `digests`: of the learners' last weights, where all have told theirs."""
+        seconds, board = self.seconds, self.board
+        learned, produced = board.sum("learned"), board.sum("produced")
+        each = [digests.get(rank, "") for rank in range(self.learners)]
+        whole = each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
+        return {
+            "env_steps": learned,
+            "env_frames": learned * self.spec.action_repeat,
+            "learner_steps": board.sum("learner_steps"),
+            "samples_trained": board.sum("samples_trained"),
+            "seconds": round(seconds, 3),
+            "env_steps_per_s": learned / seconds,
+            "episodes": self.episodes.count,
+            "mean_return": self.episodes.mean_return,
+            **({"tasks": self._task_returns()} if self.tasks else {}),
+            "rows": {
+                "produced": produced + self.rolled_back + self.dropped,
+                "learned": learned,
+                "in_flight": self._in_flight(),  # what an error or a second signal kept from being learned
+                "dropped": self.dropped + board.sum("dropped"),
+                "rolled_back": self.rolled_back,
+            },
+            "masked_steps": board.sum("masked"),
+            "envs_replaced": board.sum("replaced"),
+            "skipped_batches": board.sum("skipped"),
+            "policy_lag_max": self._policy_lag_max(),
+            "policy_lag": {str(lag): rows for lag, rows in sorted(self.lags.items())},
+            "policy_lag_by_row": [round(x / self.rollouts, 3) for x in self.lag_by_row],
+            **{k.replace("/", "_"): v for k, v in self._latency().items()},
+            "stages": {k: round(v, 3) for k, v in self.stages.items()},
+            "energy": self._energy(learned - self.begin_steps),
+            "digest": whole if digests else "",
+            **({"digests": each, "restarts": self.restarts} if self.learners > 1 else {}),
+            **self.last_eval,
+        }
+
+    def _energy(self, env_steps: int) -> dict[str, Any]:
+        """Of this life of the run, and of the whole machine."""
+        joules = self.energy.joules()
+        if not joules:
+            return {"frames_per_kj": None, "joules": None, "reason": self.energy.reason}
+        return {"frames_per_kj": env_steps * self.spec.action_repeat / (joules / 1e3), "joules": joules, "reason": ""}

@@ -1,0 +1,164 @@
+"""`train` and `resume`: a run from its folder's first file to its summary."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from coterie.build.evaluate import check_spec, open_run
+from coterie.build.factory import Links, circle_of, make_model, net_of, normalizers, replay_bytes
+from coterie.build.resources import resolve, settle
+from coterie.build.validity import check
+from coterie.config import Config
+from coterie.envs.make import make_spec
+from coterie.launch.coordinator import Run
+from coterie.launch.local import run_children, run_here
+from coterie.launch.ray.sync import fetch
+from coterie.parallel.board import Board
+from coterie.parallel.params import FlatParams
+from coterie.remote.gossip_client import Link
+from coterie.replay.alloc import room_for
+from coterie.roles.learner import Learner
+from coterie.runs import checkpoint
+from coterie.runs.config_io import save_config, validate
+from coterie.runs.machine import describe
+from coterie.runs.metrics import file_name
+from coterie.types import ConfigError, CoterieError, Spec
+
+__all__ = ["resume", "train"]
+
+
+def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
+    """Train a new run and return its summary (also in `summary.json`). Raises `CoterieError` when it fails."""
+    config = validate(config)
+    folder = Path(config.out) if config.out else _new_folder(config)
+    if config.log.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError("log.wandb: needs `pip install 'coterie[wandb]'`")
+    try:
+        if (folder / "config.json").exists():
+            raise ConfigError(
+                f"out: {folder} already holds a run; go on with `coterie resume {folder}` or name another"
+            )
+    except OSError as error:
+        raise CoterieError(f"out: cannot read {folder}: {error.strerror or error}") from None
+    if config.launch == "ray":
+        return _on_ray(config, folder, False, quiet)
+    return _go(config, folder, None, None, quiet)
+
+
+def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[str, Any]:
+    """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps).
+    From a URL, where `ray.storage` has put it, the run comes to `runs/` first.
+    """
+    if "://" in str(folder):
+        url, folder = str(folder), Path("runs") / str(folder).rstrip("/").rpartition("/")[2]
+        fetch(url, folder)
+    folder = Path(folder)
+    config = open_run(folder)
+    if steps:
+        config = validate(replace(config, steps=steps))
+    if config.launch == "ray":
+        return _on_ray(config, folder, True, quiet)
+    path = checkpoint.latest(folder / "checkpoints")
+    if path is None:
+        raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
+    state = checkpoint.load(path)[1]
+    if state["env_steps"] >= config.steps:
+        raise ConfigError(f"--steps: the run has its {state['env_steps']:,} env steps already; give a larger total")
+    check_spec(folder, config)
+    return _go(config, folder, path, state, quiet)
+
+
+def _on_ray(config: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, Any]:
+    from coterie.launch.ray.run import run_on_ray  # which only this needs
+
+    return run_on_ray(config, folder, resumed, quiet)
+
+
+def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
+    """From the config to the summary, in this process or with children. What cannot work leaves nothing behind."""
+    config = settle(config)
+    spec = make_spec(config.env, config.atari)
+    check(config, spec)
+    resolve(config, spec)
+    if need := replay_bytes(config, spec):
+        room_for("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
+    assert isinstance(config.learners, int)
+    board = Board(config.learners)  # of the first moments: children get another
+    board.release()
+    here = config.exchange == "solo" and config.acting == "inline"
+    life = 0 if state is None else state["life"] + 1
+    learner = Learner(config, life, Links(board=board)) if here else None
+    if not here and config.exchange == "gossip":
+        circle_of(config, config.learners)
+    link, lonely = _link(config, spec, saved is not None, quiet) if config.gossip.connect else (None, "")
+    try:
+        if learner is not None and saved is not None and state is not None:
+            learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
+            learner.start(state["learners"][0], state["env_steps"])
+            learner.tell()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_config(folder / "config.json", config)  # a later resume goes on towards the same total
+            if state is None:
+                (folder / "spec.json").write_text(_spec_text(spec))
+                (folder / "machine.json").write_text(json.dumps(describe(), indent=1) + "\n")
+            (folder / "summary.json").unlink(missing_ok=True)  # of the life before
+        except OSError as error:
+            raise CoterieError(f"out: cannot write to {folder}: {error.strerror or error}") from None
+        run = Run(config, folder, spec, board, state=state, quiet=quiet)
+    except BaseException:
+        for part in (learner, link):
+            if part is not None:
+                part.close()
+        raise
+    if lonely:
+        run.writer.log(lonely)
+    if learner is not None:
+        return run_here(run, learner)
+    del board  # its memory goes with the last who holds it: the run, until there is the children's
+    return run_children(run, config, saved, state, link)
+
+
+def _link(config: Config, spec: Spec, resumed: bool, quiet: bool) -> tuple[Link | None, str]:
+    """The way to the run that this one gossips with. A resumed run can do without: then the reason."""
+    assert isinstance(config.learners, int)
+
+    def say(line: str) -> None:
+        if not quiet:
+            print(line, flush=True)
+
+    try:
+        link = Link(config, config.learners, resumed, say)
+    except ConfigError:
+        raise
+    except CoterieError as error:
+        if not resumed:
+            raise
+        say(line := f"{error}: this run goes on by itself")
+        return None, line
+    try:
+        model = make_model(config, spec)
+        link.check(net_of(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
+    except BaseException:
+        link.close()
+        raise
+    return link, ""
+
+
+def _new_folder(config: Config) -> Path:
+    name = file_name(f"{config.preset or config.algorithm}-{config.env.id}-s{config.seed}")
+    base = Path("runs") / f"{name}-{time.strftime('%m%d-%H%M%S')}"
+    path, n = base, 1
+    while path.exists():
+        n += 1
+        path = base.with_name(f"{base.name}-{n}")
+    return path
+
+
+def _spec_text(spec: Spec) -> str:
+    return json.dumps(spec.to_json(), indent=1) + "\n"

@@ -1,0 +1,76 @@
+"""Presets: functions named after the paper's system that return a `Config` for an environment.
+
+A preset has one setting for each kind of environment (Atari-like images, continuous control, small vectors); every
+field can be overridden: `ppo(env="Pong-v5", **{"optim.lr": 1e-3})`, or `--optim.lr 1e-3`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from coterie.config import Config
+from coterie.presets.actor_critic import a2c, a3c, a3c_store, appo, gala_a2c, gala_ppo, ppo
+from coterie.presets.value import (
+    VALUE_PRESETS,
+    apex_dqn,
+    c51,
+    c51_2048,
+    dqn,
+    dqn_512,
+    dqn_async,
+    rainbow,
+    rainbow_512,
+    seed_r2d2,
+)
+from coterie.presets.vtrace import impala, impala_deep, seed_football, seed_vtrace
+from coterie.types import ConfigError
+
+__all__ = [
+    "a2c",
+    "a3c",
+    "a3c_store",
+    "apex_dqn",
+    "appo",
+    "c51",
+    "c51_2048",
+    "dqn",
+    "dqn_512",
+    "dqn_async",
+    "gala_a2c",
+    "gala_ppo",
+    "impala",
+    "impala_deep",
+    "make",
+    "ppo",
+    "rainbow",
+    "rainbow_512",
+    "seed_football",
+    "seed_r2d2",
+    "seed_vtrace",
+]
+
+PRESETS: dict[str, Callable[..., Config]] = {
+    "a2c": a2c,
+    "ppo": ppo,
+    "a3c": a3c,
+    "a3c-store": a3c_store,
+    "impala": impala,
+    "impala-deep": impala_deep,
+    "seed-vtrace": seed_vtrace,
+    "seed-football": seed_football,
+    "appo": appo,
+    "gala-a2c": gala_a2c,
+    "gala-ppo": gala_ppo,
+    **VALUE_PRESETS,
+}
+
+
+def make(name: str, env: str | None = None, **overrides: Any) -> Config:
+    """The preset called `name` for `env`."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"preset: {name!r} is unknown; {hint}presets are {', '.join(PRESETS)}")
+    return PRESETS[name](**({"env": env} if env else {}), **overrides)

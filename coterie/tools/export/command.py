@@ -1,0 +1,48 @@
+"""`coterie export RUN`, as it is typed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from argparse import ArgumentParser
+from pathlib import Path
+
+from coterie.build.evaluate import load, open_run
+from coterie.tools.export.check import TOLERANCE, check
+from coterie.tools.export.describe import describe
+from coterie.tools.export.graph import Graph, to_onnx
+from coterie.tools.export.web import page, playable
+from coterie.tools.report.command import save
+from coterie.types import ConfigError
+
+_NEEDS = ("onnx", "onnxruntime", "onnxscript")
+
+
+def export(args: list[str], parser: ArgumentParser) -> int:
+    """Write a run's policy, checked, and with `--web` the page beside it."""
+    parser.add_argument("run")
+    parser.add_argument("--out", default="", help="a folder; default: RUN/export")
+    parser.add_argument("--learner", default="best", help="best, mean, secondary, or a learner's number")
+    parser.add_argument("--web", action="store_true", help="with a page on which it plays")
+    options = parser.parse_args(args)
+    if not all(map(importlib.util.find_spec, _NEEDS)):
+        raise ConfigError("export needs: pip install 'coterie[export]'")
+    config = open_run(Path(options.run))
+    if options.web:
+        playable(config)
+    policy = load(options.run, options.learner)
+    static = page() if options.web else {}
+    graph = Graph(policy.model, policy.actions)
+    onnx = to_onnx(graph)
+    checked = check(policy, graph, onnx)
+    about = json.dumps(describe(policy, graph, checked, options.learner), indent=1) + "\n"
+    folder = Path(options.out) if options.out else Path(options.run) / "export"
+    for name, data in {**static, "policy.json": about.encode(), "policy.onnx": onnx}.items():
+        save(folder / name, data)
+    print(f"{folder / 'policy.onnx'}: {', '.join(p.name for p in graph.inputs)} -> "
+          f"{', '.join(p.name for p in graph.outputs)}, {len(onnx):,} bytes")  # fmt: skip
+    print(f"onnxruntime differs from PyTorch by {checked.largest:.1e} at most ({TOLERANCE:.0e} is allowed), "
+          f"on {checked.observations} observations")  # fmt: skip
+    if options.web:
+        print(f"to see it play: python -m http.server --bind 127.0.0.1 --directory {folder}")
+    return 0

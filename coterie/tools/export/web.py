@@ -1,0 +1,65 @@
+"""The page on which a policy plays: static files, with onnxruntime-web from the npm registry beside them.
+
+The env has to run in the browser: its dynamics are written again in JavaScript, for CartPole so far.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import IO, cast
+
+from coterie.config import Config
+from coterie.types import ConfigError, CoterieError, first_line
+
+ENVS = ("CartPole-v0", "CartPole-v1")
+PACKAGE = "onnxruntime-web@1.30.0"
+_OURS = ("index.html", "play.mjs", "cartpole.mjs")
+# The build for processors alone: its script, and what it loads.
+_THEIRS = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
+_TIMEOUT = 180.0  # seconds for its 33 MB
+
+
+def playable(config: Config) -> None:
+    """Raises `ConfigError` where the env has no JavaScript."""
+    if config.env.id not in ENVS:
+        raise ConfigError(f"--web: {config.env.id} does not run in a browser; {' and '.join(ENVS)} do")
+    if json.loads(config.env.kwargs):
+        raise ConfigError(f"--web: {config.env.id} runs in a browser without env.kwargs only")
+
+
+def page() -> dict[str, bytes]:
+    """The files by name, but for the policy's own."""
+    here = files("coterie.tools.export") / "web"
+    return {**onnxruntime_web(), **{name: (here / name).read_bytes() for name in _OURS}}
+
+
+def onnxruntime_web() -> dict[str, bytes]:
+    """onnxruntime-web's script and its WebAssembly, by npm, which checks what it fetches and keeps it for next time.
+    Nothing of the package is run here. Raises `ConfigError` without npm, `CoterieError` where it cannot fetch it.
+    """
+    npm = shutil.which("npm")
+    if npm is None:
+        raise ConfigError(f"--web: needs npm, which fetches {PACKAGE}: apt install npm")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [npm, "pack", PACKAGE, "--prefer-offline", "--ignore-scripts", "--pack-destination", folder]
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, timeout=_TIMEOUT, check=False)
+        except subprocess.TimeoutExpired:
+            raise CoterieError(f"--web: npm has not fetched {PACKAGE} within {_TIMEOUT:.0f} s") from None
+        made = list(Path(folder).glob("*.tgz"))
+        if done.returncode or not made:
+            said = " ".join(done.stderr.decode(errors="replace").split())
+            raise CoterieError(f"--web: npm cannot fetch {PACKAGE}: {said[:200]}")
+        data = made[0].read_bytes()
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            return {name: cast(IO[bytes], tar.extractfile(f"package/dist/{name}")).read() for name in _THEIRS}
+    except (tarfile.TarError, KeyError, AttributeError) as error:  # the last: it is there and no file
+        raise CoterieError(f"--web: {PACKAGE} is not what it was: {first_line(error)}") from None

@@ -1,0 +1,166 @@
+"""`coterie plan`: what is asked on the command line, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coterie.config import Config
+from coterie.envs.make import make_spec
+from coterie.parallel.affinity import available_cores
+from coterie.tools.plan.costs import Services, load, save
+from coterie.tools.plan.layout import Hardware, layouts
+from coterie.tools.plan.measure import measure
+from coterie.tools.plan.search import cheapest
+from coterie.tools.plan.simulate import Result, simulate
+from coterie.types import ConfigError, CoterieError
+
+HELP = """usage: coterie plan PRESET [options] [--SECTION.FIELD VALUE ...]
+
+Predicts a run of every acting x exchange: frames/s, policy lag, how busy each part is, the bottleneck, dollars per
+billion frames. What the parts cost is measured on this machine first, or read from a file; nothing is trained.
+
+  --services FILE        what the parts cost, as --save-services of another machine wrote it; else measured here
+  --save-services FILE   write what was measured
+  --seconds N            to measure for (default 30)
+  --machines N           of learners under allreduce or gossip, alike (default 1)
+  --cores N              of each (default: this one's)
+  --gpus N               of each (default 0; needs services that were measured on one)
+  --hosts N              machines beside them, for decoupled and central acting; each has env.num_envs simulators
+  --host-cores N         of each (default: as many as --cores)
+  --latency S            seconds one way between two machines (default 0)
+  --bandwidth B          bytes/s into a machine of learners, and as many out of it (default: no limit)
+  --core-hour D          dollars (default 0.0475, an assumption: docs/plan.md)
+  --gpu-hour D           dollars (default 1.46, likewise)
+  --target N             frames/s: the cheapest layout that reaches it, on at most the hardware above
+  --learners N           where there are several, on all machines (default: one for each GPU, or else each core)
+  --seed S  --json
+"""
+_TABLE = "{:10} {:9} {:>8} {:>6} {:>6} {:>11} {:>11} {:>5} {:>5} {:>5} {:>5} {:>9}  {}"
+
+
+def plan(args: list[str], parser: argparse.ArgumentParser, config_of: Callable[[list[str]], Config]) -> int:
+    """`config_of`: a preset and its options as a config."""
+    if "--help" in args or "-h" in args or not args:
+        print(HELP, end="")
+        return 0 if args else 2
+    parser.add_argument("--services", type=Path)
+    parser.add_argument("--save-services", type=Path)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    for name in ("cores", "gpus", "machines", "hosts", "host-cores"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("latency", "bandwidth", "core-hour", "gpu-hour", "target"):
+        parser.add_argument(f"--{name}", type=float)
+    parser.add_argument("--json", action="store_true")
+    asked, rest = parser.parse_known_args(args)
+    config = config_of(rest)
+    hardware = _hardware(asked)
+    if not 1 <= asked.seconds <= 86400:
+        raise ConfigError(f"--seconds: {asked.seconds:g} is not a number of seconds from 1 to 86400")
+    if asked.target is not None and not 0 < asked.target < math.inf:
+        raise ConfigError(f"--target: {asked.target:g} is not a number of frames/s above 0")
+    services = measure(config, asked.seconds) if asked.services is None else load(asked.services)
+    if hardware.gpus and services.accelerator is None:
+        raise ConfigError("--gpus: the services have no accelerator: measure them where there is one")
+    if asked.save_services is not None:
+        save(services, asked.save_services)
+    spec = make_spec(config.env, config.atari)
+    if asked.target is not None:
+        return _search(config, services, hardware, asked)
+    several = config.learners if isinstance(config.learners, int) and config.learners > 1 else 0
+    learners = several or max(2, hardware.machines * (hardware.gpus or hardware.cores))
+    found: list[Result] = []
+    refused: dict[str, str] = {}
+    for name, one in layouts(config, spec, hardware, learners):
+        try:
+            if isinstance(one, ConfigError):
+                raise one
+            found.append(simulate(one, services, config.seed))
+        except CoterieError as error:
+            refused[name] = str(error)
+    if asked.json:
+        each = [result.to_json() for result in found]
+        print(json.dumps({"env": config.env.id, "services": services.to_json(), "layouts": each, "refused": refused}))
+        return 0
+    print(_about(config, services, hardware))
+    print(table(found))
+    for reason in dict.fromkeys(refused.values()):
+        print(f"not possible: {', '.join(k for k, v in refused.items() if v == reason)}: {reason}")
+    return 0
+
+
+def _hardware(asked: argparse.Namespace) -> Hardware:
+    cores = len(available_cores()) if asked.cores is None else asked.cores
+    least = {"cores": 1, "gpus": 0, "machines": 1, "hosts": 0, "host_cores": 1}
+    least |= {"latency": 0, "core_hour": 0, "gpu_hour": 0}
+    given = {k: v for k, v in vars(asked).items() if k in (*least, "bandwidth") and v is not None}
+    given = {"cores": cores, "host_cores": cores, **given}
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        if name == "bandwidth" and not value > 0:
+            raise ConfigError(f"{option}: must be above 0 bytes/s, not {value:g}")
+        if name != "bandwidth" and not least[name] <= value < math.inf:
+            raise ConfigError(f"{option}: must be at least {least[name]}, not {value:g}")
+    return Hardware(**given)
+
+
+def _search(config: Config, services: Services, most: Hardware, asked: argparse.Namespace) -> int:
+    spec = make_spec(config.env, config.atari)
+    best, most_of = cheapest(config, spec, services, most, asked.target, config.seed)
+    if asked.json:
+        told: dict[str, Any] = {"env": config.env.id, "services": services.to_json(), "target": asked.target}
+        print(json.dumps({**told, "cheapest": best and best.to_json(), "beyond": most_of and most_of.to_json()}))
+        return 0
+    print(_about(config, services, most))
+    if best is None:
+        said = f"; {most_of.layout.name} on all of it makes {most_of.frames_per_s:,.0f}" if most_of else ""
+        print(f"no layout within these bounds makes {asked.target:,.0f} frames/s{said}")
+        return 0
+    lay, h = best.layout, best.layout.hardware
+    machines = f"{h.machines} machine(s) of " * (h.machines > 1) + f"{h.cores} core(s)"
+    machines += f", {lay.gpus} GPU(s)" * (lay.gpus > 0)
+    if lay.hosts:
+        machines += f", and {lay.hosts} host(s) of {h.host_cores}"
+    print(f"cheapest for {asked.target:,.0f} frames/s: {machines}, {lay.dollars_per_hour:.2f} dollars an hour")
+    print(table([best]))
+    return 0
+
+
+def _about(config: Config, services: Services, h: Hardware) -> str:
+    beside = f"; hosts: {h.hosts} of {h.host_cores} cores" if h.hosts else ""
+    beside += f"; {1e3 * h.latency:g} ms apart" if h.hosts or h.machines > 1 else ""
+    c = services.crowded
+    return (
+        f"{config.preset} on {config.env.id}; {h.machines} machine(s) of learners: {h.cores} cores, {h.gpus} GPUs"
+        f"{beside}\n"
+        f"core-us for each env step, all cores busy: env {1e6 * c.env.each:.1f}, forward {1e6 * c.act.each:.1f} "
+        f"(+ {1e6 * (c.act.fixed + c.env.fixed):.0f} a call), training {1e6 * c.train.each:.1f} a sample "
+        f"(+ {1e6 * c.train.fixed:.0f} a part)"
+    )
+
+
+def table(found: list[Result]) -> str:
+    """A line for each layout."""
+    names = ("learners", "actors", "envs", "frames/s", "lag (max)", "cores", "gpus", "hosts", "net", "$/1e9")
+    lines = [_TABLE.format("acting", "exchange", *names, "bottleneck")]
+    for r in found:
+        lay = r.layout
+        lag = f"{r.lag_mean:.2f} ({r.lag_max})"
+        net = max(r.busy.get("network in", 0.0), r.busy.get("network out", 0.0))
+        shares = [
+            r.busy.get("learner cores"),
+            r.busy.get("gpu"),
+            r.busy.get("host cores"),
+            net if lay.hosts or lay.hardware.machines > 1 else None,
+        ]
+        shown = ["-" if x is None else f"{x:.0%}" for x in shares]
+        counts = (lay.learners, lay.producers * lay.learners or "-", lay.envs)
+        money = f"{r.dollars_per_billion_frames:,.2f}"
+        lines.append(
+            _TABLE.format(lay.acting, lay.exchange, *counts, f"{r.frames_per_s:,.0f}", lag, *shown, money, r.bottleneck)
+        )
+    return "\n".join(lines)

@@ -1,0 +1,209 @@
+"""Layouts: what a preset's run comes to on hardware that need not be there, one for each acting x exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from coterie.algorithms.ppo import horizon
+from coterie.build import validity
+from coterie.build.resources import batch_size, resolve, settle
+from coterie.build.validity import ACTING, EXCHANGES, ON_POLICY, VALUE
+from coterie.config import Config, elsewhere
+from coterie.envs.tasks import tasks
+from coterie.parallel.affinity import place
+from coterie.types import ConfigError, Spec
+
+_HERE = "127.0.0.1:1"  # only looked at
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What is rented. Learners share machines, evenly; hosts are those beside them."""
+
+    cores: int = 1  # of each machine of learners
+    gpus: int = 0  # of each
+    machines: int = 1  # of learners
+    hosts: int = 0  # machines for decoupled and central acting; 0: the learners' machines do that, too
+    host_cores: int = 1  # of each
+    latency: float = 0.0  # seconds one way between two machines
+    bandwidth: float = math.inf  # bytes/s into a machine of learners, and as many out of it
+    # Assumptions, not today's offers: about what a cloud's list said of a core and of a P100 in 2019.
+    core_hour: float = 0.0475  # dollars for one core and hour
+    gpu_hour: float = 1.46
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A run as the simulation knows it."""
+
+    acting: str
+    exchange: str
+    hardware: Hardware
+    learners: int
+    producers: int  # actors or env hosts of each learner; inline: 0
+    width: int  # envs of a producer; inline: of a learner
+    groups: int
+    env_threads: int  # of each group
+    act_threads: int  # inline: that act side by side
+    train_threads: int
+    unroll: int
+    batch: int  # rollouts of one env that are trained on together
+    steps: float  # optimizer steps for each batch
+    samples: float  # of each
+    chunk: int  # samples of one part at most; 0: any
+    batches: int = 1  # that there is memory for
+    lockstep: bool = False
+    publish_every: int = 1
+    batch_min: int = 0
+    batch_max: int = 0
+    wait: float = 0.0
+    chunks: int = 1  # of a store
+    local_steps: int = 1
+    mix_every: int = 1  # 0: once for each rollout
+    tau: int = -1
+
+    @property
+    def gpus(self) -> int:
+        """Of each machine."""
+        return 0 if self.exchange == "hogwild" else min(self.hardware.gpus, self.learners // self.hardware.machines)
+
+    @property
+    def several(self) -> bool:
+        """Whether a learner's process has more than one core, and computes there."""
+        return not self.gpus and self.hardware.cores >= 2 * (self.learners // self.hardware.machines)
+
+    @property
+    def hosts(self) -> int:
+        return 0 if self.acting == "inline" else self.hardware.hosts
+
+    @property
+    def envs(self) -> int:
+        """Of the whole run."""
+        return self.width * max(1, self.producers) * self.learners
+
+    @property
+    def dollars_per_hour(self) -> float:
+        h = self.hardware
+        cores = h.machines * h.cores + self.hosts * h.host_cores
+        return cores * h.core_hour + h.machines * self.gpus * h.gpu_hour
+
+    @property
+    def name(self) -> str:
+        return f"{self.acting} {self.exchange}"
+
+
+def layouts(
+    config: Config, spec: Spec, hardware: Hardware, learners: int
+) -> Iterator[tuple[str, Layout | ConfigError]]:
+    """Every acting x exchange by name, or why it is refused. `learners`: where there is more than one; a single one
+    has one of the machines.
+    """
+    for acting in ACTING:
+        for exchange in EXCHANGES:
+            count, where = (1, replace(hardware, machines=1)) if exchange == "solo" else (learners, hardware)
+            try:
+                found: Layout | ConfigError = layout(config, spec, where, acting, exchange, count)
+            except ConfigError as error:
+                found = error
+            yield f"{acting} {exchange}", found
+
+
+def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange: str, learners: int) -> Layout:
+    """One cell. With hosts, `env.num_envs` is what each host has; without, what each learner has."""
+    if len(tasks(config.env.id)) > 1:
+        raise ConfigError("env.id: plan looks at one task at a time")
+    h = hardware
+    if h.machines > 1 and exchange not in ("allreduce", "gossip"):
+        raise ConfigError("machines: learners of several machines need exchange allreduce or gossip")
+    if learners % h.machines:
+        raise ConfigError(f"machines: {learners} learners cannot be shared out evenly among {h.machines} machines")
+    everywhere, learners = learners, learners // h.machines  # of one machine from here on
+    cell = _cell(config, acting, exchange, learners)
+    apart = h.hosts if acting != "inline" else 0
+    # One host is settled as a learner of its own would be: its actors, and the simulators of each.
+    whole = settle(replace(cell, learners=1, exchange="solo"), h.host_cores) if apart else settle(cell, h.cores)
+    assert isinstance(whole.actors, int) or acting == "inline"
+    actors = 0 if acting == "inline" else int(whole.actors) * max(1, apart)
+    if apart and config.acting == acting and isinstance(config.actors, int):
+        actors = config.actors
+    served = everywhere if apart else learners  # by those actors
+    if actors % served:
+        raise ConfigError(f"hosts: {actors} actors or hosts cannot be shared out evenly among {served} learners")
+    producers = actors // served
+    envs = whole.env.num_envs
+    width = envs // max(1, int(whole.actors) // (1 if apart else learners)) if actors else envs
+    own = replace(cell, env=replace(cell.env, num_envs=width * max(1, producers)))
+    batch = batch_size(own) if acting != "inline" else width
+    own = replace(own, actors=producers * learners or "auto")
+    # Who is on another machine comes by itself (docs/nodes.md), which not every run allows.
+    seen = replace(own, wire=replace(own.wire, bind=_HERE)) if apart else own
+    if h.machines > 1:
+        if exchange == "gossip":
+            seen = replace(seen, gossip=replace(seen.gossip, bind=_HERE))
+        else:
+            seen = replace(seen, allreduce=replace(seen.allreduce, bind=_HERE))
+    validity.check(seen, spec)
+    gpu = h.gpus > 0 and exchange != "hogwild"
+    place_cores = len(place(learners, range(h.cores), h.gpus if gpu else 0)[0].cores)
+    mine = resolve(replace(own, device="cpu"), spec, cores=place_cores)
+    acts_on = place_cores
+    if acting != "inline":
+        acts_on = h.host_cores if apart else place_cores
+        one = replace(own, env=replace(own.env, num_envs=width), device="cpu")
+        acts_on = 1 if acting == "decoupled" else acts_on  # an actor has one core; a host has all
+        there = resolve(one, spec, cores=acts_on)
+        groups, threads = there.groups, own.env.threads or (acts_on * there.groups if acting == "central" else 1)
+    else:
+        groups = mine.groups if not gpu else (own.env.groups or 2 - width % 2)
+        threads = own.env.threads or (place_cores - 1 if gpu and place_cores > 1 else place_cores)
+    unroll = horizon(own)
+    steps, samples = updates(own, batch, unroll)
+    section = elsewhere(own)
+    lockstep = acting != "inline" and section.lockstep
+    trainers = 1 if gpu else mine.torch_threads
+    return Layout(
+        acting=acting, exchange=exchange, hardware=h, learners=everywhere, producers=producers, width=width,
+        groups=groups, env_threads=max(1, -(-threads // groups)), act_threads=min(groups, trainers),
+        train_threads=trainers, unroll=unroll, batch=batch, steps=steps, samples=samples,
+        chunk=own.optim.chunk if gpu else mine.chunk, batches=1 if lockstep else 2 + section.queue, lockstep=lockstep,
+        publish_every=own.decoupled.publish_every if acting == "decoupled" else 1, batch_min=own.central.batch_min,
+        batch_max=own.central.batch_max, wait=own.central.wait, chunks=own.store.chunks,
+        local_steps=own.store.local_steps, mix_every=own.gossip.mix_every, tau=own.gossip.tau,
+    )  # fmt: skip
+
+
+def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
+    """The config with other acting and exchange: its batches stay, and lockstep comes where nothing else works."""
+    was, batch = elsewhere(config), 0 if config.acting == "inline" else elsewhere(config).batch_size
+    lockstep = config.algorithm in ON_POLICY or (config.acting == acting and was.lockstep)
+    batch = 0 if lockstep else batch
+    decoupled = replace(config.decoupled, lockstep=lockstep, batch_size=batch)
+    central = replace(config.central, lockstep=lockstep, batch_size=batch)
+    env = replace(config.env, groups=0) if lockstep and acting == "central" else config.env
+    actors = config.actors if config.acting == acting != "inline" else "auto"
+    if exchange == "solo" and isinstance(actors, int) and isinstance(config.learners, int) and config.learners > 1:
+        actors = max(1, actors // config.learners)
+    kind: dict[str, Any] = {"acting": acting, "exchange": exchange}
+    return replace(config, **kind, learners=learners, actors=actors, decoupled=decoupled, central=central, env=env)
+
+
+def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
+    """Optimizer steps for a batch of so many columns, and the samples in each."""
+    rows = columns * unroll
+    if config.algorithm in VALUE:
+        sequence = config.r2d2.length if config.algorithm == "r2d2" else 1
+        samples = config.q.batch_size * sequence
+        return rows * config.q.intensity / samples, samples
+    if config.algorithm == "ppo":
+        pieces = max(1, rows // config.ppo.minibatch_size)
+        if config.model.core != "none":
+            pieces = max(1, columns // max(1, config.ppo.minibatch_size // unroll))
+        return config.ppo.epochs * pieces, rows / pieces
+    if config.algorithm == "vtrace":
+        size = config.vtrace.minibatch or columns
+        share = config.vtrace.replay_share if config.vtrace.replay_capacity else 0.0
+        return columns // size, (size + round(size * share / (1 - share))) * unroll
+    return 1, rows

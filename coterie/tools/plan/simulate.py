@@ -1,0 +1,315 @@
+"""A discrete-event simulation of a run (simpy): who waits for whom, as the code of acting and exchange has it.
+
+What it does not know: faults, evaluations, checkpoints, games that end together, a GPU's copies, and how an env's or a
+net's cost changes while it learns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import simpy
+
+from coterie.tools.plan.acting import Central, Place, Slots, inline
+from coterie.tools.plan.costs import Costs, Services
+from coterie.tools.plan.des import Cores, Meeting
+from coterie.tools.plan.layout import Layout
+from coterie.tools.plan.learners import Learner, Room
+from coterie.tools.plan.machines import Across, Machine, Telling, key_of, speeds
+from coterie.types import CoterieError
+
+_ENOUGH, _LEAST, _MOST_EVENTS = 300_000, 6, 10_000_000  # events and rounds to look at
+_SATURATED = 0.95  # of what a part can do: it is what the others wait for
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a layout is predicted to do."""
+
+    layout: Layout
+    env_steps_per_s: float
+    frames_per_s: float
+    lag_mean: float  # learner steps
+    lag_max: int
+    stale_mean: float  # hogwild, store: updates of others between a snapshot and the update made with it
+    busy: dict[str, float]  # share of each part that is used
+    parts: dict[str, dict[str, float]]  # of cores and GPUs: share of their time by what is done
+    bottleneck: str
+    dollars_per_billion_frames: float
+    counts: dict[str, int]  # rows since the beginning: produced, learned, in_flight
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        if math.isinf(data["layout"]["hardware"]["bandwidth"]):  # JSON has no infinity
+            data["layout"]["hardware"]["bandwidth"] = None
+        return data
+
+
+class World:
+    """One simulated run."""
+
+    def __init__(self, layout: Layout, services: Services, seed: int = 0) -> None:
+        self.layout, self.services = layout, services
+        self.sim = sim = simpy.Environment()
+        self.rng = np.random.default_rng(seed)
+        self.events = 0
+        h, n = layout.hardware, layout.learners
+        self.machines = [Machine(sim, layout) for _ in range(h.machines)]
+        self.pools = [pool for machine in self.machines for pool in machine.pools.values()]
+        self.gpus = [gpu for machine in self.machines for gpu in machine.gpus]
+        self.hosts = [Cores(sim, h.host_cores, "host cores") for _ in range(layout.hosts)]
+        self.links = [machine.links for machine in self.machines if layout.hosts or h.machines > 1]
+        each = n // h.machines
+        # Learners of one machine add up among themselves, and machines among each other.
+        ring = ((each - 1) / each + (h.machines - 1) / h.machines) * services.learners / (services.learners - 1)
+        locks = [simpy.Resource(sim) for _ in range(layout.chunks if layout.exchange == "store" else 0)]
+        lines = [link for links in self.links for link in links]
+        self.room = Room(sim, layout, ring, Across(h, services, lines), Meeting(sim, n), locks)
+        self.beside = beside(layout, services)
+        chip_costs = services.accelerator if layout.gpus and services.accelerator is not None else self.beside
+        single = [pool for pool in self.pools if pool.count == 1]
+        self.slow = dict.fromkeys(map(id, self.pools), 1.0)  # several cores are as fast as they are on average
+        self.slow |= dict(zip(map(id, single), speeds(len(single), services.uneven), strict=True))
+        self.learners = []
+        for rank in range(n):
+            machine = self.machines[rank * h.machines // n]
+            p = machine.places[rank % (n // h.machines)]
+            pool = machine.pools[key_of(p)]
+            chip = machine.gpus[p.gpu] if p.gpu >= 0 else pool
+            if layout.exchange == "hogwild" and layout.acting == "inline" and n > h.cores:
+                self.room.turns.setdefault(id(pool), simpy.Resource(sim))
+            pace = partial(self._pace, pool)
+            tell = Telling(sim, pool, machine, self.machines, services, self.beside) if h.machines > 1 else None
+            self.learners.append(Learner(self.room, rank, pool, chip, chip_costs, pace, tell))
+            pace()
+        self.inference: list[Central] = []
+        for learner in self.learners:
+            self._start(learner)
+
+    def _pace(self, pool: Cores) -> None:
+        """How slow a core is for a while."""
+        cv = self.services.jitter if pool.count == 1 else 0.0
+        pool.slow = self.slow[id(pool)] * (float(self.rng.gamma(cv**-2, cv**2)) if cv else 1.0)
+
+    def _start(self, learner: Learner) -> None:
+        lay, sim = self.layout, self.sim
+        here = Place(learner.cores, self.beside)
+        if lay.acting == "inline":
+            sim.process(inline(learner, here, partial(self.draw, here.costs.env.each)))
+            return
+        if lay.hosts:
+            far = distant(lay, self.services)
+            numbers = [(k * lay.learners + learner.rank) % lay.hosts for k in range(lay.producers)]
+            links = self.machines[learner.rank * len(self.machines) // lay.learners].links
+            places = [Place(self.hosts[i], far, *links) for i in numbers]
+        else:
+            places = [here] * lay.producers
+        if lay.acting == "decoupled":
+            slots = Slots(learner)
+            sim.process(slots.learn())
+            for one in places:
+                draw = partial(self.draw_sum, one.costs.env.each)
+                sim.process(slots.act_far(one, self.services, draw) if one.up else slots.act(one, draw))
+            return
+        central = Central(learner)
+        self.inference.append(central)
+        for work in (central.infer(), central.prefetch(), central.learn()):
+            sim.process(work)
+        for one in places:
+            sim.process(central.host(one, self.services, partial(self.draw, one.costs.env.each)))
+
+    def draw(self, mean: float, envs: int) -> list[float]:
+        """Core-seconds of a step of each of so many envs."""
+        cv = self.services.env_cv
+        if cv == 0 or mean == 0:
+            return [mean] * envs
+        return [float(x) for x in self.rng.gamma(cv**-2, mean * cv**2, envs)]
+
+    def draw_sum(self, mean: float, steps: int) -> float:
+        """Core-seconds of so many env steps."""
+        cv = self.services.env_cv
+        return float(self.rng.gamma(steps * cv**-2, mean * cv**2)) if cv and mean else mean * steps
+
+    def run(self, rollouts: int) -> None:
+        """Until learners have learned from so many rollouts more."""
+        goal = self.rollouts + rollouts
+        while self.rollouts < goal:
+            if self.events >= _MOST_EVENTS:
+                raise CoterieError(
+                    f"plan: {self.layout.name} with {self.layout.envs} envs is too large to be simulated"
+                )
+            try:
+                self.sim.step()
+            except simpy.core.EmptySchedule:
+                raise CoterieError(f"plan: nobody in the layout {self.layout.name} can go on") from None
+            self.events += 1
+
+    @property
+    def rollouts(self) -> int:
+        return sum(x.rollouts for x in self.learners)
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "produced": sum(x.produced for x in self.learners),
+            "learned": sum(x.learned for x in self.learners),
+            "in_flight": sum(x.in_flight() for x in self.learners),
+        }
+
+    def clocks(self) -> dict[str, float]:
+        """Everything that is a rate or a share of the time between two calls."""
+        found = defaultdict[str, float](float, {"time": self.sim.now, **self.counts()})
+        for cores in self.pools + self.gpus + self.hosts:
+            cores.advance()
+            for part, seconds in cores.busy.items():
+                found[f"{cores.name}/{part}"] += seconds
+        for k, links in enumerate(self.links):
+            for name, link in zip(("network in", "network out"), links, strict=True):
+                found[f"{name}/{k}"] = link.busy
+        for learner in self.learners:
+            found["learner"] += learner.training
+            for name in ("lag_sum", "lag_rows", "stale", "steps"):
+                found[name] += getattr(learner, name)
+        found["inference"] = sum(x.answering for x in self.inference)
+        return found
+
+
+def simulate(layout: Layout, services: Services, seed: int = 0) -> Result:
+    """Rates, lag and shares, once all of a layout's memory has been used, over about 1200 rows of each env or, of large
+    layouts, fewer.
+    """
+    world = World(layout, services, seed)
+    # Envs that began together end their unrolls together, and learners that meet go on together: only over whole rounds
+    # of all of them is a rate one.
+    rounds = max(8, min(60, 1200 // layout.unroll))
+    cycle = max(1, math.ceil(layout.envs / (layout.batch * layout.learners))) * layout.learners
+    world.run(cycle + (2 * layout.batches + 2) * layout.learners)
+    for learner in world.learners:
+        learner.lag_max = 0
+    before, done = world.clocks(), 0
+    while done < rounds and (done < _LEAST or world.events < _ENOUGH):
+        world.run(cycle)
+        done += 1
+    after = world.clocks()
+    clocks = defaultdict[str, float](float, {k: after[k] - before.get(k, 0.0) for k in after})
+    if not (seconds := clocks["time"]):
+        raise CoterieError("plan: nothing in the services costs any time")
+    rate = done * cycle * layout.batch * layout.unroll / seconds * services.valid
+    frames = rate * services.action_repeat
+    busy, parts = _shares(world, clocks)
+    return Result(
+        layout=layout,
+        env_steps_per_s=rate,
+        frames_per_s=frames,
+        lag_mean=clocks["lag_sum"] / max(1, clocks["lag_rows"]),
+        lag_max=max(x.lag_max for x in world.learners),
+        stale_mean=clocks["stale"] / max(1, clocks["steps"]),
+        busy=busy,
+        parts=parts,
+        bottleneck=_bottleneck(busy, parts),
+        dollars_per_billion_frames=layout.dollars_per_hour / (3600 * frames) * 1e9,
+        counts=world.counts(),
+    )
+
+
+def _shares(world: World, clocks: dict[str, float]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """How much of each part of the run is used, and of cores and GPUs for what."""
+    seconds, learners = clocks["time"], len(world.learners)
+    parts: dict[str, dict[str, float]] = {}
+    for name, pools in (("learner cores", world.pools), ("gpu", world.gpus), ("host cores", world.hosts)):
+        whole = seconds * sum(x.count for x in pools)
+        if whole:
+            mine = {k.partition("/")[2]: v / whole for k, v in clocks.items() if k.startswith(name + "/")}
+            parts[name] = mine
+    busy = {name: sum(mine.values()) for name, mine in parts.items()}
+    for name in ("network in", "network out") if world.links else ():
+        busy[name] = max(clocks[f"{name}/{k}"] for k in range(len(world.links))) / seconds  # of the fullest
+    busy["learner"] = clocks["learner"] / seconds / learners
+    if world.inference:
+        busy["inference"] = clocks["inference"] / seconds / learners
+    return busy, parts
+
+
+def _bottleneck(busy: dict[str, float], parts: dict[str, dict[str, float]]) -> str:
+    """What limits: cores, GPUs or a link that are full, else the thread that never rests, else the waiting."""
+    name = max((k for k in busy if k not in ("learner", "inference")), key=lambda k: busy[k])
+    if busy[name] < _SATURATED:
+        thread = max((k for k in busy if k in ("learner", "inference")), key=lambda k: busy[k])
+        if busy[thread] >= _SATURATED:
+            name = thread
+        elif busy[name] < _SATURATED - 0.1:
+            return f"waiting ({name} {busy[name]:.0%} busy)"
+    if name in parts:
+        return f"{name}: {max(parts[name], key=lambda k: parts[name][k])}"
+    return name
+
+
+def beside(layout: Layout, services: Services) -> Costs:
+    """What the learners' machines cost: a part is crowded where others work beside it, and threads of one process are
+    as fast as those that were measured.
+    """
+    costs, threads = _crowded(layout, services), services.threads
+    if layout.several:
+        costs = replace(costs, train=costs.train.times(threads.train))
+    if layout.acting == "central":
+        factor = threads.act if layout.several else 1.0
+        return replace(costs, act=costs.act.times(factor), unroll=costs.unroll.times(factor))
+    if layout.acting == "inline" and layout.several:
+        return costs.acting(threads.act)
+    return costs.acting(threads.turns) if layout.groups > 1 else costs
+
+
+def distant(layout: Layout, services: Services) -> Costs:
+    """What hosts cost: an actor has a core of its own there."""
+    costs = services.crowded if layout.hardware.host_cores > 1 else services.alone
+    return costs.acting(services.threads.turns) if layout.acting == "decoupled" and layout.groups > 1 else costs
+
+
+def _crowded(layout: Layout, services: Services) -> Costs:
+    alone, crowded = services.alone, services.crowded
+    if layout.hardware.cores == 1:
+        return alone
+    lone = layout.learners == layout.hardware.machines and layout.train_threads == 1
+    if layout.acting == "inline" and lone and layout.act_threads == 1:
+        act = crowded if layout.groups > 1 else alone
+        env = crowded if layout.groups * layout.env_threads > 1 else alone
+        return replace(alone, env=replace(env.env, fixed=act.env.fixed), act=act.act, unroll=act.unroll)
+    if layout.acting == "decoupled" and layout.hosts and lone:
+        return alone
+    return crowded
+
+
+def ceiling(layout: Layout, services: Services) -> float:
+    """Env steps/s that the layout cannot exceed: its cores, GPUs and links full all the time."""
+    world = World(layout, services)
+    own, far = world.beside, distant(layout, services)
+    chip = world.learners[0].costs
+    rows = layout.batch * layout.unroll
+    width = layout.width // layout.groups
+    remote = bool(layout.hosts)
+    most = layout.batch_max or layout.width * max(1, layout.producers)
+    acts = chip if layout.acting != "decoupled" else far if remote else own
+    each = {
+        "env": (far if remote else own).env.each,
+        "act": acts.act(most if layout.acting == "central" else width)
+        / (most if layout.acting == "central" else width),
+        "train": layout.steps * (chip.train.each * layout.samples + chip.exchange["solo"]) / rows,
+    }
+    h = layout.hardware
+    bounds = []
+    host = {"env"} | ({"act"} if layout.acting == "decoupled" else set())
+    if remote:
+        bounds.append(layout.hosts * h.host_cores / sum(each[k] for k in host))
+        there = world.services.obs_bytes / h.bandwidth
+        bounds += [h.machines / there] if there else []
+    on_gpu = {"train"} | ({"act"} if layout.acting != "decoupled" else set()) if layout.gpus else set()
+    if layout.gpus:
+        bounds.append(len(world.gpus) / sum(each[k] for k in on_gpu))
+    left = set(each) - on_gpu - (host if remote else set())
+    if work := sum(each[k] for k in left):
+        bounds.append(sum(x.count / world.slow[id(x)] for x in world.pools) / work)
+    return min(bounds, default=math.inf) * services.valid

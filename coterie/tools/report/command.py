@@ -1,0 +1,68 @@
+"""`coterie report RUN`, `coterie compare RUN RUN ...` and `coterie dashboard RUN`, as they are typed."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+from coterie.runs.metrics import write_whole
+from coterie.tools.report.dashboard import serve
+from coterie.tools.report.page import Page, of_runs
+from coterie.tools.report.runs import find_runs
+from coterie.types import ConfigError, CoterieError
+
+
+def report(args: list[str], parser: ArgumentParser) -> int:
+    """Write a run's page. Raises `CoterieError`, as the others here do."""
+    parser.add_argument("run")
+    parser.add_argument("--out", default="", help="FILE.html; default: RUN/report.html")
+    parser.add_argument("--video", action="store_true", help="record a game first (coterie watch)")
+    options = parser.parse_args(args)
+    runs = find_runs([options.run])
+    if len(runs) > 1:
+        raise ConfigError(f"{options.run}: holds {len(runs)} runs; name one, or use `coterie compare {options.run}`")
+    run = runs[0]
+    if options.video:
+        from coterie.tools.watch import watch
+
+        watch(run.folder)
+    print(write(of_runs(runs, run.title), Path(options.out) if options.out else run.folder / "report.html"))
+    return 0
+
+
+def compare(args: list[str], parser: ArgumentParser) -> int:
+    """Write a page about several runs."""
+    parser.add_argument("runs", nargs="+", help="runs' folders, or folders of runs")
+    parser.add_argument("--out", default="compare.html", help="FILE.html")
+    options = parser.parse_args(args)
+    runs = find_runs(options.runs)
+    if len(runs) < 2:
+        raise ConfigError(f"compare: give two runs or more ({options.runs[0]} is one); `coterie report` is for one")
+    print(write(of_runs(runs, "Comparison of runs"), Path(options.out)))
+    return 0
+
+
+def dashboard(args: list[str], parser: ArgumentParser) -> int:
+    """Serve a run's page until Ctrl-C."""
+    parser.add_argument("run")
+    parser.add_argument("--port", type=int, default=8420, help="on 127.0.0.1; 0: any that is free")
+    options = parser.parse_args(args)
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port: {options.port} is not from 0 to 65535")
+    serve(options.run, options.port)
+    return 0
+
+
+def write(page: Page, path: Path) -> Path:
+    """The file, as a whole or not at all. Raises `CoterieError` where it cannot be written."""
+    return save(path, page.html())
+
+
+def save(path: Path, data: str | bytes) -> Path:
+    """A file that was asked for with `--out`, as a whole or not at all. Raises `CoterieError` with the reason."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data, durable=False)
+    except OSError as error:
+        raise CoterieError(f"--out: cannot write {path}: {error.strerror or error}") from None
+    return path

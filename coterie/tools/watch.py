@@ -1,0 +1,64 @@
+"""`watch`: record one episode of a run's policy as an mp4, from the env's own frames."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coterie.build.evaluate import Player, load
+from coterie.envs.make import make_rendered
+from coterie.envs.tasks import task_config, tasks
+from coterie.types import ConfigError, CoterieError
+
+_FPS = 30
+_MOST_FRAMES = 27_000
+
+
+def watch(
+    folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "best"
+) -> tuple[Path, float, int]:
+    """Play one game and write its frames; returns the file, the game's return and the number of frames."""
+    imageio = _imageio()
+    policy = load(folder, learner)
+    path = Path(out) if out else Path(folder) / "watch.mp4"
+    first = tasks(policy.config.env.id)[0]
+    config = task_config(policy.config, first)  # of several tasks the first
+    env = replace(config.env, num_envs=1, reset="in_place", decorrelate=0)
+    frames, score = 0, math.nan
+    envs, render = make_rendered(env, config.atari, seed=seed, union=first != policy.config.env.id)
+    with envs:
+        player = Player(policy.algorithm, policy.model, envs, sampled, seed)
+        ts = envs.recv(0)
+        try:
+            fps = max(1, round(60 / envs.spec.action_repeat)) if envs.spec.action_repeat > 1 else _FPS
+            with imageio.get_writer(path, fps=fps, macro_block_size=2) as video:
+                while frames < _MOST_FRAMES:
+                    video.append_data(_even(render()))
+                    frames += 1
+                    if not np.isnan(ts.episode_return[0]):
+                        score = float(ts.episode_return[0])
+                        break
+                    envs.send(0, player.act(ts))
+                    ts = envs.recv(0)
+        except (OSError, ValueError) as error:
+            raise CoterieError(f"--out: cannot write {path}: {' '.join(str(error).split())}") from None
+    if math.isnan(score):
+        raise CoterieError(f"the game did not end within {_MOST_FRAMES} frames; {path} holds its beginning")
+    return path, score, frames
+
+
+def _even(frame: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The codec wants even sides."""
+    return frame[: frame.shape[0] // 2 * 2, : frame.shape[1] // 2 * 2]
+
+
+def _imageio() -> Any:
+    try:
+        import imageio
+    except ImportError:
+        raise ConfigError("watch needs: pip install 'coterie[video]'") from None
+    return imageio

@@ -1,0 +1,292 @@
+"""The command line: exit codes, one line for bad input, what the commands print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from coterie import __version__, presets
+from coterie.build import validity
+from coterie.cli.main import COMMANDS, main
+from coterie.envs.make import make_spec
+from coterie.types import ConfigError
+
+
+def run(capsys, *args: str) -> tuple[int, str, str]:
+    code = main(list(args))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+TRAIN = ("train", "ppo", "--env", "CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("trian",), "command: 'trian' is unknown; did you mean 'train'?"),
+        (("train",), "PRESET: give one of a2c, ppo"),
+        (("train", "poo"), "preset: 'poo' is unknown; did you mean 'ppo'?"),
+        (("train", "ppo", "--env", "CartPol-v1"), "CartPole-v1"),
+        (("train", "ppo", "--env", "Pongg-v5"), "Pong-v5"),
+        ((*TRAIN, "--env.num-env", "3"), "env.num"),
+        ((*TRAIN, "--lr", "3"), "optim.lr"),
+        ((*TRAIN, "--learners", "many"), "learners"),
+        ((*TRAIN, "--learners", "2", "--exchange", "solo"), "learners: exchange solo is one learner"),
+        ((*TRAIN, "--model.core", "gru"), "lstm"),
+        ((*TRAIN, "--algo.gamma", "1.5"), "gamma"),
+        ((*TRAIN, "--env.num-envs", "-1"), "env.num"),
+        ((*TRAIN, "--model.last-action-reward", "True"), "model.last_action_reward: is fed to a core"),
+        ((*TRAIN, "--env.groups", "2", "--env.num-envs", "3"), "even"),
+        ((*TRAIN, "--ppo.minibatch-size", "100000"), "ppo.minibatch_size: is larger than a rollout"),
+        ((*TRAIN, "--seeds", "3..1"), "--seeds: '3..1'"),
+        ((*TRAIN, "--seeds", "0..1", "--jobs", "0"), "--jobs: '0'"),
+        ((*TRAIN, "--jobs", "2"), "--jobs: is for several runs"),
+        ((*TRAIN, "--seeds", "1,1"), "--seeds: '1,1'"),
+        ((*TRAIN, "--grid", "optim.lr"), "--grid: 'optim.lr' is not OPTION=VALUE,VALUE,..."),
+        ((*TRAIN, "--grid", "optim.lr=1e-3,fast"), "optim.lr"),
+        (("resume", "/nowhere"), "RUN: /nowhere is not a run folder"),
+        (("eval", "/nowhere"), "RUN: /nowhere is not a run folder"),
+        (("eval", "/nowhere", "--episodes", "x"), "--episodes"),
+        (("watch", "/nowhere"), "RUN: /nowhere is not a run folder"),
+        (("report", "/nowhere"), "/nowhere: no run is there"),
+        (("compare", "/nowhere", "/there"), "/nowhere: no run is there"),
+        (("export", "/nowhere"), "RUN: /nowhere is not a run folder"),
+        (("list", "games"), "envs"),
+        (("completion", "dos"), "bash"),
+        (("bench", "ppo", "--seconds", "long"), "--seconds"),
+        (("reproduce", "gala-1c"), "FIGURE: 'gala-1c' is unknown; did you mean 'gala-1"),
+        (("reproduce", "gala-1", "--budget", "tiny"), "--budget: 'tiny' is not smoke, small, full or a number"),
+        (("reproduce", "gala-1", "--seeds", "-1"), "--seeds: -1 is not a number of seeds"),
+        (("reproduce", "gala-1", "--jobs", "0"), "--jobs: '0' is not a positive number"),
+        (("reproduce", "gala-1", "--env", "Nowhere-v9"), "Nowhere-v9"),
+        (("plan", "poo"), "preset: 'poo' is unknown"),
+        (("plan", "ppo", "--seconds", "0"), "--seconds: 0 is not a number of seconds from 1"),
+        (("plan", "ppo", "--cores", "none"), "--cores: invalid int value: 'none'"),
+        (("plan", "ppo", "--cores", "0"), "--cores: must be at least 1, not 0"),
+        (("plan", "ppo", "--latency", "-1"), "--latency: must be at least 0, not -1"),
+        (("plan", "ppo", "--bandwidth", "0"), "--bandwidth: must be above 0 bytes/s, not 0"),
+        (("plan", "ppo", "--core-hour", "nan"), "--core-hour: must be at least 0, not nan"),
+        (("plan", "ppo", "--target", "0"), "--target: 0 is not a number of frames/s above 0"),
+        (("plan", "ppo", "--services", "/nowhere"), "--services: /nowhere cannot be read as JSON"),
+        (("plan", "ppo", "--env.num-env", "3"), "env.num"),
+        (("plan", "impala", "--env", "Pong-v5,Breakout-v5"), "env.id: plan looks at one task at a time"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2(capsys, args, says):
+    code, out, err = run(capsys, *args)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("coterie: ")
+    assert says in err
+    assert len(err) < 400
+
+
+CENTRAL = {"acting": "central", "central.lockstep": True}
+DECOUPLED = {"acting": "decoupled", "decoupled.lockstep": True}
+R2D2 = {"algorithm": "r2d2", "model.core": "lstm", "algo.unroll_length": 20}
+
+
+GOSSIP = {"exchange": "gossip", "gossip.bind": "127.0.0.1:8790"}
+RING = {"learners": 2, "exchange": "allreduce", "allreduce.bind": "127.0.0.1:8791"}
+
+
+@pytest.mark.parametrize("refusal", validity.REFUSALS, ids=lambda r: r.field)
+def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
+    meets = {
+        "q.secondary_batch": {"q.secondary_batch": 64},
+        "learners": {"learners": 2, "exchange": "solo"},
+        "ppo.target_kl": {"learners": 2, "exchange": "allreduce", "ppo.target_kl": 0.1},
+        "store.local_steps": {"learners": 2, "exchange": "store", "store.local_steps": 2, "optim.rule": "rmsprop"},
+        "device": {"learners": 2, "exchange": "hogwild", "device": "cuda"},
+        "model.last_action_reward": {"model.last_action_reward": True},
+        "model.share": {"model.share": "no", "model.core": "lstm"},
+        "acting": {"actors": 2},
+        "ppo.minibatch_size": {"ppo.minibatch_size": 10**6},
+        "model.normalize_obs": {"model.normalize_obs": True},
+        "ACTING.lockstep": {"acting": "decoupled", "actors": 2},
+        "env.reset": {**CENTRAL, "env.reset": "wait"},
+        "central.batch_max": {**CENTRAL, "central.batch_min": 9, "central.batch_max": 8},
+        "central.max_envs": {**CENTRAL, "central.max_envs": 2},
+        "wire.bind": {"wire.bind": "127.0.0.1:8765"},
+        "chaos.every": {"exchange": "solo", "chaos.every": 1.0},
+        "allreduce.bind": {"allreduce.bind": "127.0.0.1:8791"},
+        "allreduce.connect": {**RING, "allreduce.connect": "127.0.0.1:8791"},
+        "allreduce.trusted_network": {**RING, "allreduce.bind": "10.0.0.1:8791"},
+        "gossip.bind": {"gossip.bind": "127.0.0.1:8790"},
+        "gossip.connect": {**GOSSIP, "gossip.connect": "127.0.0.1:8790"},
+        "gossip.seats": {**GOSSIP, "gossip.seats": 1},
+        "gossip.topology": {**GOSSIP, "gossip.topology": "ring"},
+        "decoupled.batch_size": {
+            "algorithm": "vtrace", "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20,
+        },
+        "ACTING.batch_size": {**DECOUPLED, "actors": 2, "decoupled.batch_size": 20},
+        "actors": {**DECOUPLED, "learners": 2, "actors": 3},
+        "env.id": {"env.id": "CartPole-v1,CartPole-v1"},
+        "decoupled.publish_every": {**DECOUPLED, "decoupled.publish_every": 2},
+        "vtrace.replay_capacity": {"algorithm": "vtrace", "vtrace.replay_capacity": 8},
+        "algo.entropy_target": {"algo.entropy_target": 0.5, "algo.entropy_coef": 0.0},
+        "algorithm": {"algorithm": "dqn"},
+        "reward.normalize": {"algorithm": "dqn", "reward.normalize": True},
+        "q.learn_start": {"algorithm": "dqn", "q.learn_start": 10},
+        "replay.capacity": {"algorithm": "dqn", "replay.capacity": 50},
+        "replay.envs": {"algorithm": "dqn", "replay.envs": 1},
+        "q.v_min": {"algorithm": "dqn", "q.atoms": 51, "q.v_min": 1.0, "q.v_max": 1.0},
+        "q.atoms": {**R2D2, "q.atoms": 51},
+        "replay.initial": {"algorithm": "dqn", "q.atoms": 51, "replay.initial": "acting"},
+        "r2d2.length": {**R2D2, "r2d2.length": 81},
+        "vtrace.minibatch": {"algorithm": "vtrace", "vtrace.minibatch": 5},
+        "vtrace.replay_share": {"algorithm": "vtrace", "vtrace.replay_share": 1.0},
+        "vtrace.rho_bar": {"algorithm": "vtrace", "vtrace.rho_bar": 0.5},
+    }  # fmt: skip
+    meets["model.core"] = (
+        {"algorithm": "r2d2"} if "r2d2 replays" in refusal.reason else {"algorithm": "dqn", "model.core": "lstm"}
+    )
+    odd = {"env.groups": 2, "env.num_envs": 3}
+    meets["env.groups"] = (
+        {**CENTRAL, "env.groups": 2} if "lockstep" in refusal.reason else
+        {**DECOUPLED, **odd, "actors": 1} if "each actor" in refusal.reason else odd
+    )  # fmt: skip
+    if "nothing to replay" in refusal.reason:
+        meets["algorithm"] = {**RING, "algorithm": "dqn"}
+    if "all its networks" in refusal.reason:
+        meets["allreduce.bind"] = {**RING, "allreduce.bind": "0.0.0.0:8791"}
+    odd_env = {"model.normalize_obs": "Pong-v5", "algorithm": "Pendulum-v1"}
+    env = "CartPole-v1" if "allreduce.bind" in meets[refusal.field] else odd_env.get(refusal.field, "CartPole-v1")
+    good = presets.ppo(env=env)
+    changes = meets[refusal.field]
+    bad = presets.ppo(env=env, **changes)
+    assert not refusal.applies(good, make_spec(good.env, good.atari))
+    with pytest.raises(ConfigError) as error:
+        validity.check(bad, make_spec(bad.env, bad.atari))
+    line = str(error.value)
+    assert line == f"{refusal.field.replace('ACTING', bad.acting)}: {refusal.reason}"
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["a2c", "ppo"])
+def test_presets_take_images_too_small_for_convolutions_for_vectors(name):
+    env, kwargs = "coterie.envs.testing:Catch", {"env.kwargs": '{"image": true}'}
+    small = presets.make(name, env, **kwargs)
+    assert (small.model.torso, small.model.normalize_obs) == ("auto", False)  # bytes: nothing to normalize
+    validity.check(small, make_spec(small.env, small.atari))
+    assert presets.make(name, env, **{"env.kwargs": '{"image": true, "scale": 8}'}).model.torso == "a3c"
+    assert presets.make(name, "BabyAI-GoToObj-v0").model.normalize_obs
+
+
+def test_help_fits_one_screen_and_lists_every_command(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert len(out.splitlines()) <= 40
+    assert max(map(len, out.splitlines())) <= 110
+    assert all(f"coterie {name}" in out for name in COMMANDS)
+
+
+def test_a_presets_help_has_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(capsys, *TRAIN, "--help")
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    for option in ("--env.num-envs", "--optim.schedule.warmup", "--ppo.clip-value", "--eval.every"):
+        assert option in out
+
+
+def test_lists(capsys):
+    code, out, _ = run(capsys, "list", "envs", "breakout")
+    assert code == 0
+    assert ["Breakout-v5", "Atari"] in [line.split() for line in out.splitlines()]
+    assert all("breakout" in line.lower() for line in out.splitlines())
+    code, out, _ = run(capsys, "list", "presets")
+    assert sorted(line.split()[0] for line in out.splitlines()) == sorted(presets.PRESETS)  # each in one group
+    assert len({line.index(line.split(maxsplit=1)[1]) for line in out.splitlines()}) == 1  # aligned
+    assert max(map(len, out.splitlines())) <= 120
+    code, out, _ = run(capsys, "list", "presets", "gossip")
+    assert [line.split()[0] for line in out.splitlines()] == ["gala-a2c", "gala-ppo"]
+    code, out, _ = run(capsys, "list", "matrix")
+    assert "| ppo | inline | solo, allreduce, hogwild, store, gossip | local, ray |" in out
+
+
+def test_every_env_is_listed_once_with_its_suite(capsys):
+    import envpool
+    import gymnasium
+
+    _, out, _ = run(capsys, "list", "envs")
+    names = [line.split()[0] for line in out.splitlines()]
+    assert sorted(names) == sorted({*envpool.list_all_envs(), *gymnasium.registry})
+    suites = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert (suites["LunarLander-v3"], suites["Hopper-v5"]) == ("Box2D", "MuJoCo")
+
+
+def test_a_terminal_has_headings_and_columns(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    _, out, _ = run(capsys, "list", "envs", "atari")
+    lines = out.splitlines()
+    assert lines[0] == "\033[1mAtari\033[0m (104)"
+    assert 4 < len(lines) < 104
+    assert max(map(len, lines[1:])) <= 60
+    _, out, _ = run(capsys, "list", "presets")
+    assert "\033[1mGALA: learners that gossip\033[0m (2)" in out.splitlines()
+    assert max(map(len, (x for x in out.splitlines() if "\033" not in x))) <= 60
+
+
+def test_list_alone_says_what_there_is(capsys):
+    code, out, _ = run(capsys, "list")
+    assert code == 0
+    assert all(f"coterie list {what}" in out for what in ("presets", "envs", "matrix"))
+
+
+def test_train_eval_and_bench_print_what_follows(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    code, text, _ = run(capsys, *TRAIN, "--steps", "3000", "--out", out, "--log.tensorboard", "False")
+    assert code == 0
+    assert f"evaluate: coterie eval {out}" in text
+    assert f"resume:   coterie resume {out}" in text
+    assert f"watch:    coterie watch {out}" in text
+    code, text, _ = run(capsys, "eval", out, "--episodes", "4", "--json")
+    result = json.loads(text)
+    assert code == 0
+    assert result["episodes"] == 4
+    assert result["mean_return"] == pytest.approx(sum(result["returns"]) / 4)
+    code, text, _ = run(capsys, "eval", out, "--episodes", "4")
+    assert f"{result['mean_return']:.2f} +- {result['stderr']:.2f} (4 games, greedy" in text
+    code, text, _ = run(capsys, "bench", "ppo", "--env", "CartPole-v1", "--seconds", "3", "--json")
+    result = json.loads(text)
+    assert code == 0
+    assert 0 < result["training_over_env_only"] < 1  # a ratio of turns: on a busy machine not that of the two rates
+    assert min(result["training"], result["acting"], result["env_only"]) > 0
+    assert set(result["stages"]) >= {"env", "act", "train", "exchange"}
+    assert result["bottleneck"] in result["core_us_per_step"]
+    assert result["frames_per_s"] == result["training"]  # CartPole repeats no action
+
+
+def test_it_is_a_module():
+    done = subprocess.run([sys.executable, "-m", "coterie", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == __version__
+
+
+def test_doctor_finds_this_machine_fit():
+    done = subprocess.run([sys.executable, "-m", "coterie", "doctor"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "ok       torch" in done.stdout
+    assert "Pong-v5 steps" in done.stdout
+    assert "MISSING" not in done.stdout
+    assert "SLOW" not in done.stdout
+
+
+def test_another_runs_config_is_a_preset(tmp_path, capsys):
+    """`train FILE.json`: with options of one's own on top."""
+    first = ["train", "ppo", "--env", "CartPole-v1", "--steps", "64", "--env.num-envs", "4", "--optim.lr", "0.123"]
+    small = ["--algo.unroll-length", "8", "--ppo.batch-size", "0", "--ppo.minibatch-size", "8", "--ppo.epochs", "1"]
+    assert main([*first, *small, "--out", str(tmp_path / "one")]) == 0
+    config = tmp_path / "one" / "config.json"
+    assert main(["train", str(config), "--seed", "3", "--out", str(tmp_path / "two")]) == 0
+    one, two = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two"))
+    assert (two["seed"], two["optim"]["lr"], two["env"]) == (3, 0.123, one["env"])
+    capsys.readouterr()
+    assert main(["train", str(tmp_path / "no.json")]) == 1
+    assert "no.json: cannot be read: No such file" in capsys.readouterr().err

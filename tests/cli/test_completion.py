@@ -1,0 +1,80 @@
+"""Completion scripts, tried out in the shells themselves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from coterie import presets
+from coterie.cli.main import COMMANDS, main
+from coterie.runs.config_io import fields
+
+BASH = """
+source "$1"; shift
+complete -p coterie | grep -q -- '-F _shtab_coterie' || exit 9
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
+_shtab_coterie coterie "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+CASES = [
+    (["re"], {"resume", "report", "reproduce"}),
+    (["train", "imp"], {"impala", "impala-deep"}),
+    (["plan", "gala-"], {"gala-a2c", "gala-ppo"}),
+    (["train", "ppo", "--model.co"], {"--model.core", "--model.core-size", "--model.compile"}),
+    (["train", "ppo", "--exchange", "g"], {"gossip"}),
+    (["bench", "ppo", "--env.num-envs", "4", "--acting", "d"], {"decoupled"}),
+    (["train", "ppo", "--reward.normalize", "T"], {"True"}),
+    (["list", "pr"], {"presets"}),
+    (["bench", "ppo", "--js"], {"--json"}),
+    (["eval", "--lea"], {"--learner"}),
+    (["plan", "ppo", "--host"], {"--hosts", "--host-cores"}),
+]
+
+
+@pytest.fixture
+def script(tmp_path, capsys):
+    def write(shell: str) -> str:
+        assert main(["completion", shell]) == 0
+        path = tmp_path / f"coterie.{shell}"
+        path.write_text(capsys.readouterr().out)
+        return str(path)
+
+    return write
+
+
+def run(*command: str, **env: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env}, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_bash(script):
+    path = script("bash")
+    for words, expected in CASES:
+        assert set(run("bash", "-c", BASH, "bash", path, "coterie", *words).split()) == expected, words
+    options = run("bash", "-c", BASH, "bash", path, "coterie", "train", "ppo", "--").split()
+    assert set(options) >= {f"--{name.replace('_', '-')}" for name, _ in fields()} | {"--env", "--seeds", "--grid"}
+    assert set(run("bash", "-c", BASH, "bash", path, "coterie", "").split()) == set(COMMANDS)
+    assert set(run("bash", "-c", BASH, "bash", path, "coterie", "train", "").split()) == set(presets.PRESETS)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish(script, tmp_path):
+    path = script("fish")
+    for words, expected in CASES:
+        line = f"source {path}; complete -C 'coterie {' '.join(words)}'"
+        found = run("fish", "-c", line, HOME=str(tmp_path), XDG_CONFIG_HOME=str(tmp_path))
+        assert {x.split("\t")[0] for x in found.splitlines()} == expected, words
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_reads_it(script):
+    path = script("zsh")
+    run("zsh", "-n", path)
+    text = Path(path).read_text()
+    assert text.startswith("#compdef coterie")
+    assert ":preset:(a2c ppo " in text

@@ -1,0 +1,120 @@
+"""One policy for several tasks: shares of the actors, the union of the actions, returns of each."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from coterie.build.evaluate import Scores
+from coterie.build.factory import actor_env
+from coterie.cli.main import main
+from coterie.config import Atari, Env
+from coterie.envs.make import make_spec
+from coterie.envs.tasks import are_normalized, overall
+from coterie.runs.metrics import read_metrics
+from coterie.types import ConfigError
+from tests.conftest import make_config
+
+# Games of 5 steps in which action 1 pays; each task refuses an action that it has not.
+MODULE = """
+import gymnasium
+import numpy as np
+
+
+class Task(gymnasium.Env):
+    def __init__(self, n, pay):
+        self.observation_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+        self.action_space = gymnasium.spaces.Discrete(n)
+        self.n, self.pay = n, pay
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        assert 0 <= action < self.n, action
+        self.t += 1
+        return np.full(3, self.t / 5, np.float32), self.pay * float(action == 1), self.t == 5, False, {}
+
+
+def two():
+    return Task(2, 1.0)
+
+
+def five():
+    return Task(5, 10.0)
+"""
+
+
+@pytest.fixture
+def both(tmp_path, monkeypatch) -> str:
+    (tmp_path / "toy_tasks.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "toy_tasks:two,toy_tasks:five"
+
+
+def test_a_policy_learns_two_tasks_and_each_return_is_told(both, tmp_path, capsys):
+    out = tmp_path / "run"
+    args = ["--env", both, "--actors", "2", "--env.num-envs", "8", "--steps", "20000", "--log.every", "0.2"]
+    more = ["--eval.every", "10000", "--eval.episodes", "4", "--log.tensorboard", "False", "--out", str(out)]
+    assert main(["train", "impala", *args, *more]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["envs_replaced"] == 0  # nobody was given an action that it has not
+    told = summary["tasks"]
+    assert told["return/toy_tasks:two"] > 4
+    assert told["return/toy_tasks:five"] > 40
+    assert told["score"] == pytest.approx((told["return/toy_tasks:two"] + told["return/toy_tasks:five"]) / 2)
+    assert any("return/toy_tasks:five" in line and "score" in line for line in read_metrics(out))
+    capsys.readouterr()
+    assert main(["eval", str(out), "--episodes", "4", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [(t["env"], t["mean_return"]) for t in result["tasks"]] == [("toy_tasks:two", 5.0), ("toy_tasks:five", 50.0)]
+    assert result["mean_return"] == result["score"] == 27.5
+    assert main(["eval", str(out), "--episodes", "4"]) == 0
+    assert f"{both}: mean of the returns: 27.5 (8 games, greedy, " in capsys.readouterr().out
+    assert main(["resume", str(out), "--steps", "21000"]) == 0
+
+
+@pytest.mark.parametrize(("learners", "actors"), [(1, 2), (2, 4), (2, 8), (4, 8), (3, 6)])
+def test_each_learner_has_actors_of_each_task(both, learners, actors):
+    config = make_config(**{"env.id": both, "acting": "decoupled", "learners": learners, "actors": actors})
+    each = actors // learners
+    for rank in range(learners):
+        shares = [actor_env(config, number, rank)[0].env.id for number in range(each)]
+        assert {shares.count(task) for task in both.split(",")} == {each // 2}
+
+
+def test_atari_tasks_share_the_full_action_set():
+    spec = make_spec(Env(id="Pong-v5, Breakout-v5"), Atari())
+    assert spec.action.sizes == (18,)
+    assert spec.env_id == "Pong-v5, Breakout-v5"
+
+
+def test_the_score_is_normalised_and_capped_where_all_have_a_reference():
+    assert overall({"Pong-v5": 21.0, "Breakout-v5": 1.7}) == pytest.approx(0.5)
+    assert overall({"Pong-v5": 21.0, "CartPole-v1": 100.0}) == 60.5
+    each = [Scores("Pong-v5", [21.0, 19.0]), Scores("Breakout-v5", [1.7, 1.7])]
+    told = Scores("Pong-v5,Breakout-v5", [21.0, 19.0, 1.7, 1.7], [9, 9, 9, 9], tasks=each).to_json()
+    assert told["mean_return"] == pytest.approx(10.85)
+    assert told["score"] == pytest.approx(0.5)
+    assert (are_normalized(["Pong-v5", "Breakout-v5"]), are_normalized(["Pong-v5", "CartPole-v1"])) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("env", "args", "says"),
+    [
+        ("CartPole-v1,Pong-v5", [], "show different things"),
+        ("CartPole-v1,CartPole-v0", ["--acting", "inline"], "several tasks need actors or hosts of their own"),
+        ("CartPole-v1,CartPole-v0", ["--actors", "3"], "actors: "),
+    ],
+)
+def test_what_cannot_work_is_refused(capsys, env, args, says):
+    assert main(["train", "impala", "--env", env, *args]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_refusals_name_the_two_that_differ(both):
+    with pytest.raises(ConfigError, match=r"^env\.id: toy_tasks:two and CartPole-v1 show different things"):
+        make_spec(Env(id="toy_tasks:two,CartPole-v1"), Atari())

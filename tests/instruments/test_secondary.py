@@ -1,0 +1,133 @@
+"""The secondary learner: the primary's replay, initial weights and pace; batches, weights and optimizer of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from coterie.build.evaluate import evaluate_run, load
+from coterie.launch.session import resume, train
+from coterie.roles.learner import Learner
+from coterie.types import ConfigError, CoterieError
+from tests.conftest import make_config
+
+SMALL = {
+    "algorithm": "dqn", "q.learn_start": 80, "q.batch_size": 16, "q.intensity": 4.0, "replay.capacity": 4000,
+    "q.secondary_batch": 64, "env.num_envs": 4, "algo.unroll_length": 8, "env.threads": 1,
+    "log.every": 0.0, "log.checkpoint_every": 1e6, "log.tensorboard": False,
+}  # fmt: skip
+CORE = {
+    "algorithm": "r2d2", "model.core": "lstm", "model.core_size": 8, "r2d2.length": 8, "r2d2.burn_in": 8,
+    "r2d2.stride": 8, "q.learn_start": 128, "q.batch_size": 2, "q.secondary_batch": 4,
+}  # fmt: skip
+RANKED = {"replay.alpha": 0.6}
+
+
+def until(steps):
+    rows = [0]
+
+    def over(rollout):
+        rows[0] += rollout.reward.numel()
+        return rows[0] >= steps
+
+    return over
+
+
+@pytest.mark.parametrize("changes", [{}, RANKED, CORE])
+def test_it_starts_as_the_primary_and_trains_on_as_many_samples_of_its_replay(changes):
+    learner = Learner(make_config(**{**SMALL, **changes, "steps": 800, "model.normalize_obs": True}))
+    second = learner.secondary
+    assert torch.equal(second.params.data, learner.params.data)
+    begin = second.params.data.clone()
+    learner.run(until(800))
+    own, config = learner.progress, learner.config.q
+    assert second.learner_steps * config.secondary_batch == own.learner_steps * config.batch_size > 0
+    assert not torch.equal(second.params.data, begin)
+    assert not torch.equal(second.params.data, learner.params.data)
+    assert second.algorithm.base.replay is learner.algorithm.base.replay
+    assert second.algorithm.base.target is not learner.algorithm.base.target
+    seen = dict(learner.model.named_buffers())  # it normalizes as the primary does
+    assert all(torch.equal(x, seen[name]) for name, x in second.model.named_buffers())
+    learner.close()
+
+
+@pytest.mark.parametrize("changes", [{}, RANKED, {"q.noisy": True}])
+def test_the_primary_learns_the_same_with_and_without_it(changes):
+    weights = []
+    for batch in (0, 64):
+        learner = Learner(make_config(**{**SMALL, **changes, "steps": 400, "q.secondary_batch": batch}))
+        learner.run(until(400))
+        weights.append(learner.params.data.clone())
+        learner.close()
+    assert torch.equal(*weights)
+
+
+def test_its_learning_rate_follows_the_primarys_schedule():
+    schedule = {"optim.schedule.kind": "linear", "q.secondary_lr": 3e-3, "optim.lr": 1e-3}
+    learner = Learner(make_config(**{**SMALL, **schedule, "q.secondary_batch": 16, "steps": 400}))
+    seen = {"own": [], "theirs": []}
+    for name, exchange in (("theirs", learner.exchange), ("own", learner.secondary.exchange)):
+        exchange.step = lambda params, lr, name=name: seen[name].append(lr) or 0.0
+    learner.run(until(400))
+    assert len(set(seen["theirs"])) > 3
+    assert seen["own"] == pytest.approx([3 * lr for lr in seen["theirs"]])
+    learner.close()
+
+
+def test_what_is_not_finite_is_told_apart_from_the_primarys():
+    learner = Learner(make_config(**{**SMALL, "steps": 400}))
+    learner.secondary.params.data.fill_(math.nan)
+    with pytest.raises(CoterieError, match=r"not finite at the secondary learner's step \d+"):
+        learner.run(until(400))
+    learner.close()
+
+
+def test_a_checkpoint_holds_it():
+    config = make_config(**{**SMALL, **RANKED, "replay.save": True, "steps": 800})
+    learner, again = Learner(config), Learner(config)
+    learner.run(until(400))
+    again.load(learner.tensors())
+    ours, theirs = learner.secondary.tensors(), again.secondary.tensors()
+    assert ours.keys() == theirs.keys()
+    for group, found in theirs.items():
+        assert found.keys() == ours[group].keys()
+        assert all(torch.equal(x, ours[group][name]) for name, x in found.items()), group
+    assert again.secondary.learner_steps == learner.secondary.learner_steps > 0
+    assert not any(name.startswith("replay/") for name in ours["secondary_algorithm"])
+    learner.close()
+    again.close()
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_a_resumed_run_goes_on_with_it_and_a_user_can_score_it(tmp_path: Path, save):
+    config = make_config(**{**SMALL, "steps": 640, "out": str(tmp_path / "run"), "replay.save": save, "eval.every": 320,
+                            "eval.episodes": 2})  # fmt: skip
+    train(config, quiet=True)
+    folder = tmp_path / "run"
+    weights = load(folder, "secondary").model.state_dict()
+    assert any(not torch.equal(x, load(folder).model.state_dict()[k]) for k, x in weights.items())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert any(math.isfinite(line.get("eval/secondary_return", math.nan)) for line in lines)
+    assert any("secondary/q_loss" in line for line in lines)
+    resume(folder, steps=1280, quiet=True)
+    assert evaluate_run(folder, episodes=2, learner="secondary")["episodes"] == 2
+    with pytest.raises(ConfigError, match="best, mean, secondary or one of 0"):
+        load(folder, "7")
+    steps = [line["secondary/learner_steps"] for line in lines if "secondary/learner_steps" in line]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    more = [line["secondary/learner_steps"] for line in lines if "secondary/learner_steps" in line]
+    assert more[: len(steps)] == steps
+    assert more == sorted(more)  # it does not begin anew
+
+
+@pytest.mark.parametrize(
+    "changes", [{"algorithm": "a2c"}, {"exchange": "allreduce", "learners": 2}, {"q.secondary_batch": -1}]
+)
+def test_it_is_refused_where_there_is_nothing_to_follow(tmp_path: Path, changes):
+    with pytest.raises(ConfigError, match=r"q\.secondary_batch"):
+        train(make_config(**{**SMALL, **changes, "out": str(tmp_path / "run")}), quiet=True)
+    assert not (tmp_path / "run").exists()

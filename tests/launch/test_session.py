@@ -1,0 +1,290 @@
+"""Runs as a user has them: the folder, resume after kill -9, signals, NaNs, evaluation, damage, a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import coterie
+from coterie import presets
+from coterie.launch.local import Crew
+from coterie.roles.learner import Learner
+from coterie.runs import checkpoint
+from coterie.runs.config_io import load_config, replace, save_config
+from coterie.runs.metrics import read_metrics
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
+
+
+def tiny(out: Path, **changes: object):
+    changes = {"steps": 3000, "out": str(out), "log.tensorboard": False, "log.every": 0.0, **changes}
+    return presets.ppo(env="CartPole-v1", **changes)
+
+
+def test_a_run_leaves_what_the_design_says(tmp_path):
+    out = tmp_path / "run"
+    summary = coterie.train(tiny(out, **{"eval.every": 1000, "eval.episodes": 3, "log.tensorboard": True}), quiet=True)
+    assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert summary["status"] == "finished"
+    assert summary["env_steps"] >= 3000
+    rows = summary["rows"]
+    assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
+    assert rows["learned"] == summary["env_steps"] == summary["env_frames"]
+    assert summary["samples_trained"] >= 3.9 * summary["env_steps"]  # four epochs
+    lines = read_metrics(out)
+    assert all({"env_steps", "seconds"} <= set(line) for line in lines)
+    assert [line["env_steps"] for line in lines] == sorted(line["env_steps"] for line in lines)
+    evals = [line for line in lines if "eval/return" in line]
+    assert len(evals) == 2
+    best = max(evals, key=lambda line: (line["eval/return"], line["env_steps"]))
+    assert checkpoint.best(out / "checkpoints").name == f"step_{best['env_steps']:012d}"
+    assert list(out.glob("events.out.tfevents.*"))
+    assert "finished" in (out / "log.txt").read_text()
+    policy = coterie.load(out)
+    assert policy.step == best["env_steps"]
+    assert policy(torch.zeros(5, 4).numpy()).shape == (5,)
+
+
+def test_same_seed_same_weights_and_evaluation_does_not_disturb_them(tmp_path):
+    digests = []
+    for i, changes in enumerate(({}, {}, {"eval.every": 700, "eval.episodes": 2}, {"seed": 1})):
+        digests.append(coterie.train(tiny(tmp_path / str(i), **changes), quiet=True)["digest"])
+    assert digests[0] == digests[1] == digests[2]
+    assert digests[3] != digests[0]
+
+
+def test_same_seed_same_weights_on_images_with_threads(tmp_path):
+    small = {"steps": 300, "env.num_envs": 4, "env.decorrelate": 10, "algo.unroll_length": 8, "ppo.batch_size": 0}
+    small |= {"ppo.minibatch_size": 16, "log.tensorboard": False, "env.groups": 2, "torch_threads": 2}
+    runs = [presets.ppo(env="Pong-v5", out=str(tmp_path / str(i)), **small) for i in range(2)]
+    assert len({coterie.train(run, quiet=True)["digest"] for run in runs}) == 1
+
+
+def boards() -> int:
+    """Descriptors of boards that this process has open."""
+    found = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += "coterie-board" in os.readlink(path)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_run_with_children_holds_their_board_only_and_lets_go_of_it(tmp_path, monkeypatch, learners):
+    gc.collect()  # of what other tests have left
+    before, held, close = boards(), [], Crew.close
+    monkeypatch.setattr(Crew, "close", lambda crew: (held.append(boards() - before), close(crew)))
+    coterie.train(tiny(tmp_path / "run", learners=learners), quiet=True)
+    assert held == [2] * (learners > 1)  # what children are given, and the map
+    gc.collect()
+    assert boards() == before
+
+
+COMMAND = [sys.executable, "-m", "coterie"]
+
+
+def start(*args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*COMMAND, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not list(path.parent.glob(path.name)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+TRAIN = ("--steps", "100000000", "--log.checkpoint-every", "0.3", "--log.every", "0.1", "--log.tensorboard", "False")
+
+
+def test_kill_9_then_resume_goes_on_with_everything(tmp_path):
+    out = tmp_path / "run"
+    process = start("train", "ppo", "--env", "CartPole-v1", "--out", str(out), *TRAIN)
+    wait_for(out / "checkpoints" / "step_*", process)
+    time.sleep(1.5)
+    process.kill()
+    process.communicate()
+    assert not (out / "summary.json").exists()
+    path = checkpoint.latest(out / "checkpoints")
+    tensors, state = checkpoint.load(path)
+    lines = read_metrics(out)
+    rolled_back = max(line["env_steps"] for line in lines) - state["env_steps"]
+    learner = Learner(load_config(out / "config.json"), life=1)
+    learner.load(checkpoint.learner(tensors, 0))
+    try:
+        for name, tensor in tensors["learner_0/model"].items():
+            assert torch.equal(learner.model.state_dict()[name], tensor)
+        for name, tensor in tensors["learner_0/exchange"].items():
+            assert torch.equal(learner.exchange.state_dict()[name], tensor)
+        assert torch.equal(learner.rngs[0].get_state(), tensors["learner_0/rng"]["policy_0"])
+        assert torch.equal(learner.algorithm.rng.get_state(), tensors["learner_0/algorithm"]["minibatch_rng"])
+    finally:
+        learner.close()
+    total = state["env_steps"] + 5000
+    config = load_config(out / "config.json")
+    summary = coterie.resume(out, steps=total, quiet=True)
+    assert summary["env_steps"] >= total
+    assert summary["learner_steps"] > state["learners"][0]["learner_steps"]
+    assert summary["episodes"] >= state["episodes"]["count"]
+    assert summary["seconds"] > state["seconds"]
+    assert summary["rows"]["rolled_back"] == max(0, rolled_back)
+    assert summary["rows"]["produced"] == summary["env_steps"] + max(0, rolled_back)
+    steps = [line["env_steps"] for line in read_metrics(out)]
+    assert steps == sorted(steps)
+    after = next(line for line in read_metrics(out) if line["env_steps"] > state["env_steps"])
+    assert after["lr"] == pytest.approx(config.optim.lr * (1 - after["env_steps"] / total), rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_checkpoints_and_exits_75(tmp_path, number):
+    out = tmp_path / "run"
+    process = start("train", "ppo", "--env", "CartPole-v1", "--out", str(out), *TRAIN)
+    wait_for(out / "metrics.jsonl", process)
+    time.sleep(0.5)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 75, stderr
+    assert f"{number.name}: checkpoint written" in stdout
+    assert f"coterie resume {out}" in stdout
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("interrupted", number.name)
+    _, state = checkpoint.load(checkpoint.latest(out / "checkpoints"))
+    assert state["env_steps"] == summary["env_steps"]
+
+
+def break_reward(monkeypatch, at: int) -> None:
+    from coterie.algorithms import a2c
+
+    calls, real = [0], a2c.gae
+
+    def gae(*args):
+        calls[0] += 1
+        advantage, target = real(*args)
+        return (advantage * math.nan if calls[0] == at else advantage), target
+
+    monkeypatch.setattr(a2c, "gae", gae)
+
+
+def test_a_nan_stops_the_run_names_the_tensor_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    break_reward(monkeypatch, 2)
+    config = tiny(out, **{"algo.normalize_advantage": False, "log.checkpoint_every": 0.0})
+    with pytest.raises(CoterieError, match=r"gradient of torso\.weight_0 is not finite at learner step \d+"):
+        coterie.train(config, quiet=True)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "policy_loss nan" in summary["reason"]
+    tensors, _ = checkpoint.load(checkpoint.latest(out / "checkpoints"))
+    assert all(torch.isfinite(x).all() for x in tensors["learner_0/model"].values())
+
+
+def test_a_nan_can_be_skipped_and_is_counted(tmp_path, monkeypatch):
+    break_reward(monkeypatch, 1)
+    changes = {"algo.normalize_advantage": False, "optim.on_nonfinite": "skip"}
+    summary = coterie.train(tiny(tmp_path / "run", **changes), quiet=True)
+    assert summary["status"] == "finished"
+    assert summary["skipped_batches"] == 4 * 2048 // 128
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
+    config = tiny(tmp_path / "run", steps=100)
+    coterie.train(config, quiet=True)
+    with pytest.raises(ConfigError, match=r"^out: .* already holds a run; go on with `coterie resume"):
+        coterie.train(config, quiet=True)
+
+
+def test_resume_refuses_an_env_whose_spaces_changed(tmp_path):
+    out = tmp_path / "run"
+    coterie.train(tiny(out, steps=100), quiet=True)
+    save_config(out / "config.json", replace(load_config(out / "config.json"), {"env": "Acrobot-v1"}))
+    with pytest.raises(ConfigError, match=r"the spaces differ.*CartPole-v1.*\[ ?4 ?\].*Acrobot-v1.*\[ ?6 ?\]"):
+        coterie.resume(out, steps=9000, quiet=True)
+
+
+def test_resume_offers_the_checkpoint_before_a_damaged_one(tmp_path):
+    out = tmp_path / "run"
+    coterie.train(tiny(out, **{"log.checkpoint_every": 0.0}), quiet=True)
+    path = checkpoint.latest(out / "checkpoints")
+    data = bytearray((path / "learner_0" / "model.safetensors").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "learner_0" / "model.safetensors").write_bytes(data)
+    with pytest.raises(CoterieError) as caught:
+        coterie.resume(out, steps=9000, quiet=True)
+    assert "model.safetensors" in str(caught.value)
+    assert checkpoint.latest(out / "checkpoints", before=path).name in str(caught.value)
+
+
+def test_unwritable_out_is_one_line(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(CoterieError, match=r"^out: cannot write to"):
+        coterie.train(tiny(blocked / "run"), quiet=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_ends_the_run_with_the_reason_and_the_last_checkpoint_intact(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("this system does not allow mounts")
+    try:
+        out = disk / "run"
+        config = tiny(out, steps=10**8, **{"log.checkpoint_every": 0.0, "log.keep": 50})
+        with pytest.raises(CoterieError, match=r"No space left on device"):
+            coterie.train(config, quiet=True)
+        tensors, _ = checkpoint.load(checkpoint.latest(out / "checkpoints"))
+        assert all(torch.isfinite(x).all() for x in tensors["learner_0/model"].values())
+        del tensors  # maps the file
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_the_session_keeps_signal_handlers_as_they_were(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    coterie.train(tiny(tmp_path / "run", steps=100), quiet=True)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert EXIT_INTERRUPTED == 75
+
+
+def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):
+    out = tmp_path / "run"
+    flaky = {"env.num_envs": 4, "env.threads": 2, "env.kwargs": '{"how": "raise", "at": 30}', "algo.unroll_length": 16}
+    config = presets.a2c(
+        env="coterie.envs.testing:FlakyEnv",
+        steps=400,
+        out=str(out),
+        **{"log.tensorboard": False, "log.every": 0.0, **flaky},
+    )
+    summary = coterie.train(config, quiet=True)
+    log = [line for line in (out / "log.txt").read_text().splitlines() if "replaced env" in line]
+    assert summary["status"] == "finished"
+    assert summary["envs_replaced"] == len(log) > 0
+    assert all("flaky by design" in line for line in log)
+    assert any("explained_variance" in line for line in read_metrics(out))
+
+
+def test_a_run_in_which_nothing_moves_ends_with_a_line(tmp_path):
+    """Nobody else would notice: the envs' own time-out is longer than the run's patience."""
+    out = tmp_path / "run"
+    options = ("--env.kwargs", '{"how": "hang", "at": 3}', "--env.timeout", "600", "--log.stall", "2")
+    process = start("train", "ppo", "--env", "coterie.envs.testing:FlakyEnv", *options, "--out", str(out), *TRAIN)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "log.stall" in stderr.splitlines()[-1]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "no rollout for" in summary["reason"]
+    assert checkpoint.latest(out / "checkpoints") is not None  # the one at step 0

@@ -1,0 +1,101 @@
+"""Each file of docs/extend.md is written to a folder outside the package and trained with: results that can fail."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from coterie.runs import checkpoint
+from tests.plugins.page import coterie, evaluate, train, write_files
+
+
+@pytest.fixture
+def folder(tmp_path):
+    assert write_files(tmp_path) == ["corridor.py", "spo.py", "late.py", "local_sgd.py"]
+    return tmp_path
+
+
+def test_an_environment(folder):
+    longer = ["--env.kwargs", '{"length": 12}']
+    train(folder, "run", "ppo", "--env", "corridor:Corridor", *longer, "--steps", "20000")
+    assert evaluate(folder, "run") == pytest.approx(1 - 0.01 * 11, abs=1e-5)  # the shortest way, every time
+
+
+def test_an_algorithm(folder):
+    """It learns alone, is found again by resume and eval, and its loss is not PPO's."""
+    cartpole = ["ppo", "--env", "CartPole-v1", "--seed", "0"]
+    train(folder, "run", *cartpole, "--algorithm", "spo:SPO", "--steps", "40000")
+    assert json.loads((folder / "run" / "config.json").read_text())["own"]["algorithm"] == "spo:SPO"
+    done = coterie(folder, "resume", "run", "--steps", "60000")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert evaluate(folder, "run") > 250
+
+    train(folder, "own", *cartpole, "--algorithm", "spo:SPO", "--steps", "2048")
+    train(folder, "plain", *cartpole, "--steps", "2048")
+    assert not same(weights(folder / "own", 0), weights(folder / "plain", 0))
+
+    (folder / "spo.py").rename(folder / "elsewhere.py")
+    done = coterie(folder, "eval", "run")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "own.algorithm: cannot import 'spo:SPO': No module named 'spo'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--learners", "2", "--exchange", "gossip"],
+        pytest.param(["--learners", "2", "--exchange", "allreduce"], marks=pytest.mark.slow),
+        ["--acting", "decoupled", "--decoupled.lockstep", "True", "--actors", "2"],
+        pytest.param(["--acting", "central", "--central.lockstep", "True"], marks=pytest.mark.slow),
+    ],
+    ids=["gossip", "allreduce", "decoupled", "central"],
+)
+def test_an_algorithm_in_processes_of_its_own(folder, layout):
+    """Every process finds it: one that did not would act, or learn, as PPO does."""
+    spy = "\nimport os\nopen('pids', 'a').write(f'{os.getpid()}\\n')\n"
+    (folder / "spo.py").write_text((folder / "spo.py").read_text() + spy)
+    train(folder, "run", "ppo", "--env", "CartPole-v1", "--algorithm", "spo:SPO", "--steps", "2000", *layout)
+    processes = 1 + 2 + (layout[1] == "decoupled")  # the parent; two learners, or one with two actors or one host
+    if layout[1] == "central":
+        processes -= 1  # a host has no policy
+    assert len(set((folder / "pids").read_text().split())) == processes
+
+
+def test_an_acting(folder):
+    """Weights are taken at every eighth rollout: as many rows are 0, 1, ... 7 learner steps old."""
+    o = ["--steps", "40000", "--env.num-envs", "8", "--algo.unroll-length", "10", "--seed", "0"]
+    late = ["--acting", "inline", "--own.acting", "late:Late"]
+    summary = train(folder, "run", "impala", "--env", "CartPole-v1", *late, *o)
+    lags = {int(k): n for k, n in summary["policy_lag"].items()}
+    assert sorted(lags) == list(range(8))
+    assert max(lags.values()) - min(lags.values()) in (0, 80)  # rows of one rollout, where the last round is not whole
+    assert summary["mean_return"] > 60  # a random policy: 20
+
+
+def test_an_exchange(folder):
+    """Two learners hold the same weights after every eighth step, other ones in between, and learn."""
+    # An env whose games do not end meanwhile: a rollout is 8 x 8 rows of each learner.
+    o = ["--env", "Pendulum-v1", "--env.max-episode-steps", "100000", "--env.num-envs", "8"]
+    o += ["--algo.unroll-length", "8", "--learners", "2", "--exchange", "local_sgd:LocalSGD"]
+    for made in (16, 20):
+        train(folder, f"run{made}", "a2c", *o, "--steps", str(made * 2 * 64))
+        first, second = (weights(folder / f"run{made}", rank) for rank in (0, 1))
+        assert same(first, second) == (made % 8 == 0)
+    # 4 steps after the last mean, the resumed run makes its next one 4 steps on.
+    done = coterie(folder, "resume", "run20", "--steps", str(24 * 2 * 64))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert same(weights(folder / "run20", 0), weights(folder / "run20", 1))
+
+    cartpole = ["a2c", "--env", "CartPole-v1", "--learners", "2", "--exchange", "local_sgd:LocalSGD"]
+    assert train(folder, "cartpole", *cartpole, "--steps", "150000")["mean_return"] > 200
+
+
+def weights(run, rank: int) -> dict[str, torch.Tensor]:
+    tensors, _ = checkpoint.load(checkpoint.latest(run / "checkpoints"))
+    return checkpoint.learner(tensors, rank)["model"]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(x, other[name]) for name, x in one.items())

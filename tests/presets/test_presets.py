@@ -1,0 +1,110 @@
+"""Presets against the papers' tables; tests/cli/test_cli.py has what all presets share."""
+
+from __future__ import annotations
+
+import pytest
+
+from coterie import presets
+from coterie.build import validity
+from coterie.build.resources import settle
+from coterie.envs import pool
+from coterie.envs.make import make_spec
+
+SCENARIO = "gfootball/11_vs_11_hard_stochastic-v1"
+needs_football = pytest.mark.skipif(not pool.has_env(SCENARIO), reason="this EnvPool has no football")
+
+
+@needs_football
+def test_seed_football_is_the_papers_setting_for_scoring():
+    config = presets.make("seed-football", **{"algo.entropy_coef": 0.5})
+    assert (config.preset, config.env.id, config.acting, config.algorithm) == (
+        "seed-football",
+        SCENARIO,
+        "central",
+        "vtrace",
+    )
+    validity.check(config, make_spec(config.env, config.atari))
+    assert (config.env.action_repeat, config.reward.clip, config.steps) == (1, "none", 500_000_000)
+    assert (config.model.torso, config.model.core) == ("football", "none")
+    assert (config.central.batch_size, config.algo.unroll_length) == (32, 32)
+    assert (config.algo.gamma, config.algo.gae_lambda, config.algo.entropy_coef) == (0.997, 0.9, 0.5)
+    assert (config.optim.lr, config.optim.schedule.kind, config.optim.max_grad_norm) == (5.5339e-5, "constant", 0)
+    assert config.vtrace.loss == "mean"
+
+
+@needs_football
+def test_seed_football_on_what_is_no_image_is_seed_vtrace():
+    football, plain = (presets.make(name, "CartPole-v1") for name in ("seed-football", "seed-vtrace"))
+    assert (football.model, football.algo, football.optim) == (plain.model, plain.algo, plain.optim)
+
+
+def test_impala_is_the_papers_setting_for_atari():
+    """Table G.1; half of the baseline's cost, since the paper's squared error is halved as well."""
+    config = presets.make("impala", env="Pong-v5")
+    assert (config.algorithm, config.acting, config.exchange) == ("vtrace", "decoupled", "auto")
+    assert (config.algo.unroll_length, config.decoupled.batch_size) == (20, 32)
+    assert (config.algo.gamma, config.algo.value_coef, config.algo.entropy_coef) == (0.99, 0.25, 0.01)
+    assert (config.vtrace.loss, config.vtrace.rho_bar, config.vtrace.c_bar) == ("sum", 1.0, 1.0)
+    assert (config.optim.rule, config.optim.lr, config.optim.eps) == ("rmsprop_tf", 6e-4, 0.01)
+    assert (config.optim.alpha, config.optim.max_grad_norm, config.optim.schedule.kind) == (0.99, 40.0, "linear")
+    assert (config.reward.clip, config.model.core) == ("clamp", "none")
+    deep = presets.make("impala-deep", env="Pong-v5")
+    assert (deep.model.torso, deep.optim) == ("impala", config.optim)
+
+
+# Accelerated Methods 4.2 and its code, SEED RL 5.2; in this order: env.num_envs, q.batch_size, optim.rule, optim.lr,
+# optim.eps times the batch, q.n_step, q.target_every, q.learn_start, q.epsilon_end, q.epsilon_steps, replay.alpha.
+VALUE_TABLE = {
+    "dqn": (32, 32, "rmsprop_tf", 2.5e-4, 3.2e-5, 1, 10_000, 50_000, 0.1, 1_000_000, 0.0),
+    "dqn-512": (32, 512, "rmsprop_tf", 7.5e-4, 5.12e-4, 1, 10_000, 50_000, 0.1, 1_000_000, 0.0),
+    "dqn-async": (32, 512, "rmsprop_tf", 7.5e-4, 5.12e-4, 1, 10_000, 50_000, 0.1, 1_000_000, 0.0),
+    "c51": (32, 32, "adam_eps_hat", 2.5e-4, 0.01, 1, 10_000, 50_000, 0.01, 1_000_000, 0.0),
+    "c51-2048": (64, 2048, "adam_eps_hat", 4.2e-4, 0.01, 1, 10_000, 50_000, 0.01, 1_000_000, 0.0),
+    "rainbow": (32, 32, "adam_eps_hat", 6.25e-5, 0.005, 3, 8_000, 20_000, 0.01, 62_500, 0.5),
+    "rainbow-512": (32, 512, "adam_eps_hat", 2.5e-4, 0.005, 3, 8_000, 20_000, 0.01, 62_500, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", VALUE_TABLE)
+def test_value_presets_are_the_papers_settings_for_atari(name):
+    config = presets.make(name, env="Pong-v5")
+    q, optim = config.q, config.optim
+    numbers = (
+        config.env.num_envs, q.batch_size, optim.rule, optim.lr, pytest.approx(optim.eps * q.batch_size), q.n_step,
+        q.target_every, q.learn_start, q.epsilon_end, q.epsilon_steps, config.replay.alpha,
+    )  # fmt: skip
+    assert numbers == VALUE_TABLE[name]
+    assert (q.intensity, config.replay.capacity, config.algo.unroll_length, q.epsilon) == (8, 1_000_000, 4, 1)
+    categorical = "c51" in name or "rainbow" in name
+    assert (q.atoms, q.v_min, q.v_max) == (51 * categorical, -10, 10)
+    assert (q.double, bool(q.dueling)) == ("rainbow" in name, "rainbow" in name)
+    assert (config.exchange, config.learners) == (("store", 4) if name == "dqn-async" else ("auto", 1))
+    assert optim.max_grad_norm == (10 if "rainbow" in name else 0)
+
+
+def test_seed_r2d2_is_the_papers_setting_for_atari():
+    """The losses of 80 steps are means: Adam's eps and the clip are an 80th of the paper's."""
+    config = presets.make("seed-r2d2", env="Pong-v5")
+    q, replay, r2d2 = config.q, config.replay, config.r2d2
+    assert (r2d2.length, r2d2.burn_in, r2d2.stride, r2d2.eta, r2d2.rescale) == (80, 40, 80, 0.9, True)
+    assert (q.n_step, q.batch_size, q.intensity, q.double, config.algo.gamma) == (5, 64, 0.75, True, 0.997)
+    assert (replay.alpha, replay.beta, replay.beta_end, replay.initial) == (0.9, 0.6, 0.6, "acting")
+    assert (config.optim.rule, config.optim.lr) == ("adam_eps_hat", 1e-4)
+    assert (config.optim.eps * 80, config.optim.max_grad_norm * 80) == (pytest.approx(1e-3), 80)
+    assert (config.model.core, config.model.core_size, q.dueling) == ("lstm", 512, 512)
+    assert config.steps * config.atari.frame_skip == 40e9
+    assert q.target_every == pytest.approx(2_500 * 80 * 64 / 0.75, rel=1e-3)
+
+
+@pytest.mark.parametrize("env", ["Pong-v5", "CartPole-v1"])
+@pytest.mark.parametrize("name", presets.VALUE_PRESETS)
+def test_a_run_of_a_value_preset_copies_its_target_network(name, env):
+    config = presets.make(name, env=env)
+    assert config.q.learn_start + 10 * config.q.target_every < config.steps / config.learners
+
+
+@pytest.mark.parametrize("name", ["impala", "impala-deep", "seed-vtrace", "seed-r2d2", "apex-dqn"])
+def test_three_tasks_are_shared_out_by_default(name):
+    config = settle(presets.make(name, env="Pong-v5,Breakout-v5,Seaquest-v5"))
+    validity.check(config, make_spec(config.env, config.atari))
+    assert config.actors % 3 == 0

@@ -1,0 +1,89 @@
+"""What real recorders write, the doors of actors take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coterie import presets
+from coterie.acting.decoupled import Stopped
+from coterie.acting.recorder import Recorder, local_fields
+from coterie.build.resources import settle
+from coterie.envs.make import make_spec
+from coterie.remote.rollout_service import Guests
+from coterie.roles.actor import Unrolls
+from coterie.types import Array, Spec
+from tests.remote.guest_house import Rollout
+
+BREAKS = '"probability": 0.05}'
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "in place": ("impala", "CountingEnv", {"env.time_limit": "terminate", "env.groups": 2}),
+    "wait": ("impala", "CountingEnv", {"env.reset": "wait", "env.kwargs": '{"continuous": true}'}),
+    "swap": ("impala", "CountingEnv", {"env.reset": "swap", "model.core": "lstm", "model.core_size": 8}),
+    "nan": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "nan_reward", ' + BREAKS}),
+    "nan obs": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "nan_obs", ' + BREAKS, "env.reset": "swap"}),
+    "raise": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "raise", ' + BREAKS, "env.reset": "wait"}),
+    "certain": ("dqn", "CountingEnv", {"acting": "decoupled", "q.epsilon": 1e-6, "q.epsilon_end": 1e-6}),
+    "text": ("impala", "Told", {}),
+    "lives": ("impala", "Breakout-v5", {"model.torso": "a3c", "env.num_envs": 8, "algo.unroll_length": 40}),
+}
+
+
+class Ledge:
+    """Keeps what an actor leaves, until there was enough to see."""
+
+    def __init__(self, spec: Spec, unroll: int, width: int, core: tuple[int, ...], groups: list[slice]) -> None:
+        self.fields = local_fields(spec, unroll, width, torch.device("cpu"), core)
+        self.first = Recorder(self.fields, groups, torch.device("cpu"))
+        self.kept: list[Rollout] = []
+
+    def pull(self) -> int:
+        return len(self.kept)
+
+    def next(self) -> Recorder:
+        return self.first
+
+    def check(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        self.kept.append({k: x.numpy().copy() for k, x in self.fields.items()})
+        if sum(np.count_nonzero(x["episode_length"]) for x in self.kept) > 8:
+            raise Stopped
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_recorders_write_is_taken(case: str):
+    preset, env, changes = CASES[case]
+    env_id = env if "-" in env else f"coterie.envs.testing:{env}"
+    own = {"env.num_envs": 4, "algo.unroll_length": 7, "env.threads": 1, "env.replace_budget": 10_000, "device": "cpu"}
+    config = settle(getattr(presets, preset)(env=env_id, **{**own, **changes, "learners": 1, "actors": 1}))
+    spec = make_spec(config.env, config.atari)
+    core, ledges = (2, 8) if case == "swap" else (), list[Ledge]()
+
+    def ledge(params: Any, moments: Any, groups: list[slice], stages: Any) -> Ledge:
+        ledges.append(Ledge(spec, config.algo.unroll_length, config.env.num_envs, core, groups))
+        return ledges[0]
+
+    unrolls = Unrolls(config, config, spec, 0, 0, lambda rows: None, ledge)
+    try:
+        unrolls.run(lambda: None)
+    finally:
+        unrolls.close()
+    kept, house = ledges[0].kept, SimpleNamespace(spec=spec)
+    for arrays in kept:
+        Guests.check(house, arrays)  # type: ignore[arg-type]
+
+    def count(of: Callable[[Rollout], Array]) -> int:
+        return sum(int(np.count_nonzero(of(x))) for x in kept)
+
+    fake, ended = count(lambda x: x["is_first"][1:]), count(lambda x: x["terminated"] | x["truncated"])
+    games = count(lambda x: x["episode_length"])
+    assert fake > 5, "there are steps that are none"
+    assert (ended > games) == (case == "lives")
+    assert (unrolls.envs.replaced > 0) == (env == "FlakyEnv")

@@ -1,0 +1,179 @@
+"""Replay of transitions against a list of everything that happened: what may be drawn, and what is read there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.replay.priority import Picks
+from coterie.replay.transitions import Ring
+from coterie.types import ConfigError, CoterieError, Rollout
+from tests.replay.lives import DICT, GAMMA, IMAGE, STACK, Life, join, tell
+
+
+def drawable(ring: Ring, lives: dict[int, Life], n: int) -> dict[int, tuple[Life, int]]:
+    """What should be drawn, by its place."""
+    spare = STACK - 1 if ring.frames else 0
+    expected = {}
+    for env_id, life in lives.items():
+        count, env = len(life.seen) - 1, ring.owners.of[env_id]
+        assert ring.count[env] == count
+        for row in range(max(0, count - ring.ring + 1 + spare), count - n + 1):
+            if life.rows[row][4]:
+                expected[env * ring.ring + row % ring.ring] = (life, row)
+    return expected
+
+
+def check(ring: Ring, lives: dict[int, Life], n: int) -> int:
+    at, expected = np.flatnonzero(ring.priorities.tree.leaves > 0), drawable(ring, lives, n)
+    assert set(at.tolist()) == expected.keys()
+    assert ring.size == len(at)
+    if not len(at):
+        return 0
+    found = ring.gather(Picks(at, ring.stamp[at], np.ones(len(at), np.float32)))
+    for i, place in enumerate(at.tolist()):
+        life, row = expected[place]
+        total, discount, then = life.transition(row, n)
+        assert ring.stamp[place] == row
+        assert int(found.action[i]) == life.rows[row][0]
+        assert float(found.n_step[i]) == pytest.approx(total, abs=1e-5)
+        assert float(found.discount[i]) == pytest.approx(discount, abs=1e-6)
+        for got, want in ((found.obs, life.seen[row]), (found.next_obs, life.seen[then])):
+            for key, x in want.items():
+                assert np.array_equal((got if key == "" else got[key])[i].numpy(), x)
+    return len(at)
+
+
+@pytest.mark.parametrize("spec", [IMAGE, DICT], ids=["frames", "dict"])
+@pytest.mark.parametrize("n", [1, 3, 5])
+@pytest.mark.parametrize("disk", [False, True])
+def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n, disk):
+    rng = np.random.default_rng(n)
+    lives = {env_id: Life(rng, spec) for env_id in (3, 17, 1 << 20)}
+    frames = STACK if spec is IMAGE else 0
+    ring = Ring(spec, 3, 3 * 31, GAMMA, n, alpha=0.6, frames=frames, disk=str(tmp_path) if disk else "")
+    checked = 0
+    for turn in range(40):
+        steps = int(rng.integers(1, 9))
+        ids = [int(rng.choice(list(lives))) for _ in range(3)] if turn else list(lives)  # an env may be there twice
+        whole = tell(lives, ids, steps, rng)
+        ring.add(whole, whole.reward.numpy())
+        checked += check(ring, lives, n)
+    assert checked > 1000
+    again = Ring(spec, 3, 3 * 31, GAMMA, n, alpha=0.6, frames=frames)
+    again.load_state_dict({k: x.clone() for k, x in ring.state_dict().items()})
+    assert check(again, lives, n)
+    assert any(len(x.whole) for x in ring.obs.values()) == bool(frames)
+
+
+def chance(drawn: np.ndarray, share: np.ndarray) -> float:
+    """That draws in proportion to `share` scatter at least that much: chi-square, one degree less than there are."""
+    expected = share / share.sum() * drawn.sum()
+    assert expected.min() > 5
+    square = ((drawn - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(drawn) - 1) / 2).double(), torch.tensor(square / 2)))
+
+
+def test_chance_is_that_of_the_tables():
+    for degrees, square in ((10, 29.588), (60, 99.607)):  # exceeded once in a thousand times
+        share = np.ones(degrees + 1)
+        drawn = 1e6 + np.sqrt(1e6 * square / 2) * np.array([1, -1] + [0] * (degrees - 1))
+        assert chance(drawn, share) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_how_often_each_row_is_drawn_after_wraps_and_new_priorities(alpha):
+    """The priorities are kept here, too, and are not asked of the ring."""
+    rng = np.random.default_rng(0)
+    lives = {env_id: Life(rng, DICT) for env_id in (3, 17)}
+    ring, highest, late = Ring(DICT, 2, 2 * 61, GAMMA, 3, alpha=alpha), 1.0, 0
+    known: dict[tuple[int, int], float] = {}  # place and row of all that may be drawn
+    for turn in range(80):
+        picks = ring.draw(32) if turn else None
+        whole = tell(lives, list(lives), int(rng.integers(4, 9)), rng)
+        ring.add(whole, whole.reward.numpy())
+        rows = [(place, row) for place, (_, row) in drawable(ring, lives, 3).items()]
+        known = {x: known.get(x, highest) for x in rows}
+        if picks is None:
+            continue
+        fresh = rng.uniform(0.5, 4.0 if turn < 40 else 2.0, 32)
+        ring.update(picks, fresh)
+        said = dict(zip(zip(picks.index[::-1], picks.stamp[::-1], strict=True), fresh[::-1], strict=True))
+        late += len(said.keys() - known.keys())
+        known |= {x: priority for x, priority in said.items() if x in known}
+        highest = max(highest, *known.values())
+    assert late > 0
+    assert ring.count.min() > 5 * ring.ring
+    at, priority = np.array([place for place, _ in known]), np.array([*known.values()])
+    for count in (1, 32):  # independent draws, and those of shares, which scatter less
+        found = np.concatenate([ring.draw(count).index for _ in range(20_000 // count)])
+        drawn = np.bincount(found, minlength=122)
+        assert drawn[at].sum() == len(found)
+        assert chance(drawn[at], priority**alpha) > 1e-3
+        assert chance(drawn[at], priority ** (alpha + 0.2)) < 1e-3
+
+
+def test_an_env_that_is_new_takes_the_place_of_the_one_not_heard_of_for_the_longest_time():
+    rng = np.random.default_rng(0)
+    ring, lives = Ring(DICT, 2, 40, GAMMA, 2), {i: Life(rng, DICT) for i in range(4)}
+    for env_id in (0, 1, 0, 2):
+        whole = join([lives[env_id].live(5, False)], [env_id])
+        ring.add(whole, whole.reward.numpy())
+    assert ring.owners.of == {0: 0, 2: 1}
+    # Nothing of env 1 leads into env 2.
+    assert ring.after[ring.ring + 4] != 0
+    assert ring.count.tolist() == [10, 11]
+
+
+def test_initial_priorities_are_the_errors_of_the_values_that_acted():
+    rng = np.random.default_rng(0)
+    life, ring = Life(rng, DICT), Ring(DICT, 1, 200, GAMMA, 3, alpha=1.0, judged=True)
+    values = rng.normal(size=101).astype(np.float32)
+    for i in range(10):
+        whole = join([life.live(10, False)], [0])
+        whole.behavior_value = torch.from_numpy(values[10 * i : 10 * i + 11, None])
+        ring.add(whole, whole.reward.numpy())
+    for row in range(98):
+        total, discount, then = life.transition(row, 3)
+        expected = abs(total + discount * values[then] - values[row]) if life.rows[row][4] else 0
+        assert ring.priorities.tree.leaves[row] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_priority_never_reaches_what_has_taken_the_place():
+    rng = np.random.default_rng(0)
+    life, ring = Life(rng, DICT), Ring(DICT, 1, 30, GAMMA, 1, alpha=1.0)
+    ring.add(*_of(life, 12))
+    picks = ring.draw(64)
+    ring.add(*_of(life, 12))
+    ring.add(*_of(life, 12))  # rows 30 to 35 have taken the places of rows 0 to 5
+    before = ring.priorities.tree.leaves.copy()
+    ring.update(picks, np.full(64, 7.0))
+    now = ring.priorities.tree.leaves
+    changed = np.flatnonzero(before != now)
+    assert set(changed) == {i for i in picks.index if 6 < i < 12 and before[i] > 0}
+    assert (now[changed] == 7).all()
+    fresh = ring.draw(8)
+    ring.update(fresh, np.full(8, np.nan))
+    assert np.isfinite(ring.priorities.tree.leaves).all()
+    assert np.array_equal(now, ring.priorities.tree.leaves)
+    with pytest.raises(CoterieError, match="a priority is negative, infinite or no number"):
+        ring.priorities.set(np.array([0]), np.array([np.nan]))
+
+
+def _of(life: Life, steps: int) -> tuple[Rollout, np.ndarray]:
+    whole = join([life.live(steps, False)], [0])
+    return whole, whole.reward.numpy()
+
+
+def test_a_ring_that_a_rollout_fills_is_refused():
+    life = Life(np.random.default_rng(0), DICT)
+    with pytest.raises(ConfigError, match=r"^replay\.capacity: 10 rows for each env are too few for rollouts of 9"):
+        Ring(DICT, 1, 10, GAMMA, 2).add(*_of(life, 9))
+
+
+def test_what_it_takes_is_known_before():
+    ring = Ring(IMAGE, 4, 1000, GAMMA, 1, frames=STACK)
+    kept = [ring.action, ring.reward, ring.value, ring.after, ring.valid, ring.stamp, ring.priorities.tree.leaves]
+    kept += [x for s in ring.obs.values() for x in (s.rows, s.depth)]
+    assert Ring.bytes_for(IMAGE, 4, 1000, STACK) == sum(x.nbytes for x in kept)

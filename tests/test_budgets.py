@@ -1,0 +1,105 @@
+"""How large the package may grow. Raise a budget only in a commit of its own that says what it bought."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import MODULES, ROOT, imports
+
+TESTS = Path(__file__).parent
+
+LIBRARY_LINES = 19_600  # everything but tools/
+TOOLS_LINES = 6_200
+TESTS_LINES = 24_600
+TOP_LEVEL_MODULES = 8
+FILE_LINES = 400
+FUNCTION_LINES = 62
+PARAMETERS = 14
+CHOICE_COMPARISONS = 167
+MAIN_PATH = ("acting.inline", "acting.recorder", "types", "algorithms.a2c", "learner", "exchange.solo")
+MAIN_PATH_LINES = 1_170  # from env.step to optimizer.step: the six files together
+CELL_LINES = 3_500  # the main path and all that it imports
+
+CHOICES = {
+    "a2c", "ppo", "vtrace", "dqn", "r2d2", "sac", "inline", "decoupled", "central",
+    "solo", "allreduce", "hogwild", "store", "gossip",
+}  # fmt: skip
+
+
+def lines(*paths: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def sources(tools: bool) -> list[Path]:
+    return [path for path in ROOT.rglob("*.py") if (ROOT / "tools" in path.parents) == tools]
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def choice_comparisons(path: Path) -> Iterator[int]:
+    """Lines that compare something with the name of an algorithm, an acting or an exchange."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            parts = [leaf for side in (node.left, *node.comparators) for leaf in ast.walk(side)]
+            if any(isinstance(leaf, ast.Constant) and leaf.value in CHOICES for leaf in parts):
+                yield node.lineno
+
+
+def closure(*modules: str) -> set[str]:
+    found: set[str] = set()
+    todo = set(modules)
+    while todo:
+        found.add(module := todo.pop())
+        todo |= imports(module) - found
+    return found
+
+
+def test_the_library_keeps_its_size() -> None:
+    assert lines(*sources(tools=False)) <= LIBRARY_LINES
+
+
+def test_the_tools_keep_their_size() -> None:
+    assert lines(*sources(tools=True)) <= TOOLS_LINES
+
+
+def test_the_tests_keep_their_size() -> None:
+    assert lines(*TESTS.rglob("*.py")) <= TESTS_LINES
+
+
+def test_the_top_level_has_few_modules() -> None:
+    assert len(list(ROOT.glob("*.py"))) <= TOP_LEVEL_MODULES
+
+
+@pytest.mark.parametrize("path", [*ROOT.rglob("*.py"), *TESTS.rglob("*.py")], ids=str)
+def test_a_file_keeps_its_size(path: Path) -> None:
+    assert lines(path) <= FILE_LINES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_functions_stay_short(module: str) -> None:
+    for function in functions(MODULES[module]):
+        assert (function.end_lineno or 0) - function.lineno + 1 <= FUNCTION_LINES, function.name
+        args = function.args
+        named = [a for a in (*args.posonlyargs, *args.args, *args.kwonlyargs) if a.arg not in ("self", "cls")]
+        assert len(named) <= PARAMETERS, f"{function.name} has {len(named)} parameters"
+
+
+def test_few_places_compare_the_name_of_a_choice() -> None:
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in ROOT.rglob("*.py") for line in choice_comparisons(path)]
+    assert len(found) <= CHOICE_COMPARISONS, found
+
+
+def test_the_main_path_keeps_its_size() -> None:
+    assert lines(*(MODULES[module] for module in MAIN_PATH)) <= MAIN_PATH_LINES
+
+
+def test_a_cell_imports_little() -> None:
+    assert lines(*(MODULES[module] for module in closure(*MAIN_PATH))) <= CELL_LINES

@@ -1,0 +1,189 @@
+"""The file against the network: every kind of net that presets have, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+import coterie
+from coterie.cli.main import main
+from coterie.tools.export import command
+from coterie.tools.export.check import TOLERANCE, check
+from coterie.tools.export.graph import Graph, to_onnx
+from coterie.types import CoterieError
+from tests.tools.export.runs import make_run
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+ROOT = Path(__file__).parents[3]
+HERE = "tests.tools.export.runs"
+ACTOR_CRITIC, VALUES = {"action", "value", "logits"}, {"action", "value", "q_values"}
+CORE = {"is_first", "core_state"}
+LSTM = {"model.core": "lstm", "model.core_size": 16}
+REWARD = {"model.last_action_reward": True}
+NETS = {
+    "mlp, normalized": ("ppo", "CartPole-v1", {}, {"obs"}, ACTOR_CRITIC),
+    "continuous": ("ppo", "Pendulum-v1", {}, {"obs"}, {"action", "value", "mean", "std"}),
+    "continuous, lstm": (
+        *("ppo", f"{HERE}:Swimmer", {**LSTM, **REWARD}, {"obs", "prev_action", "prev_reward", *CORE}),
+        {"action", "value", "mean", "std", "next_core_state", "next_prev_action"},
+    ),
+    "a3c": ("a2c", "Pong-v5", {}, {"obs"}, ACTOR_CRITIC),
+    "a3c-gae, lstm": ("a3c", "Pong-v5", {}, {"obs", *CORE}, {*ACTOR_CRITIC, "next_core_state"}),
+    "gala": ("gala-a2c", "Pong-v5", {}, {"obs"}, ACTOR_CRITIC),
+    "impala": ("impala-deep", "Pong-v5", {}, {"obs"}, ACTOR_CRITIC),
+    "nature, dqn": ("dqn", "Pong-v5", {}, {"obs"}, VALUES),
+    "rainbow, noisy": ("rainbow", "Pong-v5", {"q.noisy": True}, {"obs"}, VALUES),
+    "c51": ("c51", "CartPole-v1", {}, {"obs"}, VALUES),
+    "r2d2": (
+        *("seed-r2d2", "CartPole-v1", REWARD, {"obs", "prev_action", "prev_reward", *CORE}),
+        {*VALUES, "next_core_state", "next_prev_action"},
+    ),
+    "text and codes": (
+        *("impala", "BabyAI-GoToObj-v0", {}, {"obs.image", "obs.direction", "obs.mission"}, ACTOR_CRITIC),
+    ),
+    "many choices": (
+        *("ppo", f"{HERE}:Many", {**LSTM, **REWARD}),
+        {"obs.inner.flags", "obs.inner.kind", "obs.far", "obs.is_first", "prev_action", "prev_reward", *CORE},
+        {*ACTOR_CRITIC, "next_core_state", "next_prev_action"},
+    ),
+}
+
+
+def export(*args: object) -> int:
+    return main(["export", *map(str, args)])
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_every_kind_of_network(net, tmp_path, capsys):
+    """The command compares the two itself; here that it says so, and what stands in the folder."""
+    preset, env, changes, inputs, outputs = NETS[net]
+    if net == "text and codes" and torch.__version__.startswith("2.6."):
+        pytest.skip("torch 2.6 cannot export text's LSTM")
+    run = make_run(tmp_path / "run", preset, env, **changes)
+    assert export(run) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert float(re.search(r"by (\S+) at most", out)[1]) < TOLERANCE
+    assert sorted(p.name for p in (run / "export").iterdir()) == ["policy.json", "policy.onnx"]
+    session = onnxruntime.InferenceSession(run / "export/policy.onnx")
+    about = json.loads((run / "export/policy.json").read_text())
+    kinds = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool", "tensor(uint8)": "uint8",
+             "tensor(int8)": "int8", "tensor(int16)": "int16", "tensor(int32)": "int32"}  # fmt: skip
+    for told, real, names in (
+        (about["inputs"], session.get_inputs(), inputs),
+        (about["outputs"], session.get_outputs(), outputs),
+    ):
+        assert {p["name"] for p in told} == names
+        assert [(p["name"], p["shape"], p["dtype"]) for p in told] == [(p.name, p.shape, kinds[p.type]) for p in real]
+    assert str(ROOT).encode() not in (run / "export/policy.onnx").read_bytes()
+
+
+def test_a_file_that_does_something_else_is_found_out(tmp_path, capsys, monkeypatch):
+    run = make_run(tmp_path / "run", "ppo", "CartPole-v1", **LSTM)
+    policy = coterie.load(run)
+    graph = Graph(policy.model, policy.actions)
+    bias = policy.model.value.bias
+    for change, says in ((2 * TOLERANCE, "value differs"), (float("nan"), "value differs")):
+        with torch.no_grad():
+            before = bias.clone()
+            bias += change * 3
+            wrong = to_onnx(graph)
+            bias.copy_(before)
+        with pytest.raises(CoterieError, match=f"onnxruntime's {says}"):
+            check(policy, graph, wrong)
+    later = to_onnx(Graph(policy.model, replace(policy.actions, offset=np.array(1))))
+    with pytest.raises(CoterieError, match="onnxruntime's action is not PyTorch's"):
+        check(policy, graph, later)
+    monkeypatch.setattr(command, "to_onnx", lambda graph: wrong)
+    assert export(run) == 1
+    assert "nothing is written" in capsys.readouterr().err
+    assert not (run / "export").exists()
+
+
+def test_a_state_that_is_not_carried_is_found_out(tmp_path):
+    """Also where one step by itself is right."""
+    run = make_run(tmp_path / "run", "ppo", "CartPole-v1", **LSTM)
+    policy = coterie.load(run)
+    graph = Graph(policy.model, policy.actions)
+    forward = graph.forward
+
+    def forgetful(*tensors):
+        *found, state = forward(*tensors)
+        return (*found, 0 * state)
+
+    graph.forward = forgetful
+    with pytest.raises(CoterieError, match="onnxruntime's next_core_state differs"):
+        check(policy, graph, to_onnx(graph))
+
+
+def test_the_description_tells_what_the_env_did(tmp_path):
+    run = make_run(tmp_path / "run", "a2c", "Pong-v5", **{"atari.sticky_actions": 0.25, "model.torso": "mlp"})
+    assert export(run, "--out", tmp_path / "there", "--learner", "0") == 0
+    about = json.loads((tmp_path / "there/policy.json").read_text())
+    assert (about["preset"], about["env_steps"], about["learner"]) == ("a2c", 5, "0")
+    env = about["env"]
+    assert (env["id"], env["frames_per_step"], env["atari"]["stack"]) == ("Pong-v5", 4, 4)
+    assert env["atari"]["sticky_actions"] == 0.25
+    assert about["action"] == {"kind": "categorical", "sizes": [6], "low": 0, "high": 5}
+    many = make_run(tmp_path / "many", "ppo", f"{HERE}:Many")
+    assert export(many) == 0
+    about = json.loads((many / "export/policy.json").read_text())
+    assert (about["action"]["low"], about["action"]["high"]) == ([[1, 0], [5, -1]], [[2, 2], [8, 0]])
+    (kind,) = (p for p in about["inputs"] if p["name"] == "obs.inner.kind")
+    assert (kind["path"], kind["shape"]) == (["inner", "kind"], ["batch", 4])
+    assert "one-hot" in kind["form"]
+
+
+def test_the_example_in_the_docs_plays_as_coterie_does(tmp_path, monkeypatch):
+    """An LSTM that is told its last action and reward, without Coterie and with it."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/export.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    run = make_run(Path("runs/cartpole"), "ppo", "CartPole-v1", **LSTM, **REWARD)
+    assert export(run) == 0
+    found = {}
+    exec(code, found)
+    policy = coterie.load(run)
+    env = gymnasium.make("CartPole-v1")
+    obs, _ = env.reset(seed=0)
+    total, reward, over = 0.0, 0.0, False
+    while not over:
+        action = policy(obs[None], reward=np.array([reward]))
+        obs, reward, terminated, truncated, _ = env.step(int(action[0]))
+        total, over = total + reward, terminated or truncated
+    assert found["total"] == total > 1
+
+
+def test_what_cannot_be_is_one_line(tmp_path, capsys, monkeypatch):
+    run = make_run(tmp_path / "run", "ppo", "CartPole-v1", **{"model.torso": f"{HERE}:Stubborn"})
+    assert export(run) == 2
+    assert "model.torso: PyTorch cannot export this network: " in one_line(capsys)
+    assert not (run / "export").exists()
+    plain = make_run(tmp_path / "plain", "ppo", "CartPole-v1")
+    assert export(plain, "--learner", "3") == 2
+    assert "learner: '3' is not best" in one_line(capsys)
+    assert export(plain, "--out", plain / "config.json" / "x") == 1
+    assert "--out: cannot write" in one_line(capsys)
+    (kept := tmp_path / "kept.onnx").write_text("mine")
+    assert export(plain, "--out", kept) == 1
+    assert "--out: cannot write" in one_line(capsys)
+    assert kept.read_text() == "mine"
+    monkeypatch.setattr(command, "_NEEDS", ("onnx", "onnxruntime", "a_package_that_is_not_there"))
+    assert export(plain) == 2
+    assert "pip install 'coterie[export]'" in one_line(capsys)
+
+
+def one_line(capsys) -> str:
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    return err

@@ -1,0 +1,248 @@
+"""The page in a real browser, its dynamics beside gymnasium's, and what npm may do wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import threading
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+
+import coterie
+from coterie import presets
+from coterie.cli.main import main
+from coterie.tools.export import web
+from coterie.types import CoterieError
+from tests.tools.export.runs import make_run
+from tests.tools.export.test_export import HERE, LSTM, REWARD, one_line
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+CARTPOLE = Path(web.__file__).parent / "web" / "cartpole.mjs"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt install chromium")
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js here: apt install nodejs")
+
+# What the test server shows around the page: it reads what a person would, until there are enough games.
+PROBE = """<!doctype html><iframe src="/index.html?fast&seed=1"></iframe><script type="module">
+const page = () => document.querySelector("iframe").contentDocument;
+for (;;) {
+  await new Promise((done) => setTimeout(done, 200));
+  const returns = page().getElementById("returns")?.textContent ?? "";
+  const games = returns.split(", ").filter(Boolean).map(Number);
+  const failed = page().querySelector(".error")?.textContent ?? "";
+  if (games.length >= 10 || failed) {
+    const drawn = page().querySelector("canvas").getContext("2d").getImageData(0, 0, 600, 300).data.some((x) => x);
+    await fetch("/told", { method: "POST", body: JSON.stringify({ games, failed, drawn, title: page().title }) });
+    break;
+  }
+}
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def onnxruntime_web():
+    """What npm fetches; a machine without npm, or without its registry, has no page."""
+    if shutil.which("npm") is None:
+        pytest.skip("no npm here: apt install npm")
+    done = subprocess.run(["npm", "view", web.PACKAGE, "version"], capture_output=True, timeout=60, check=False)
+    if done.returncode:
+        pytest.skip("npm does not reach its registry")
+    return web.onnxruntime_web()
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """The folder as any server would have it, and the probe around it."""
+
+    def do_GET(self):
+        self.server.asked.append(self.path.partition("?")[0])
+        if self.path == "/probe":
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(PROBE.encode())
+        else:
+            super().do_GET()
+
+    def do_POST(self):
+        self.server.told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(204)
+        self.end_headers()
+        self.server.done.set()
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def served(folder: Path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+        server.asked, server.told, server.done = [], None, threading.Event()
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def look(folder: Path, profile: Path) -> tuple[dict, list[str]]:
+    """What Chromium shows of the page, and which files it has asked for. It finds no other host."""
+    with served(folder) as server:
+        browser = subprocess.Popen(
+            [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
+             "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+             f"http://127.0.0.1:{server.server_address[1]}/probe", "--remote-debugging-port=0"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            assert server.done.wait(240), server.asked
+        finally:
+            browser.terminate()
+            browser.wait(30)
+        return server.told, server.asked
+
+
+@needs_browser
+def test_a_trained_policy_plays_in_the_browser(tmp_path, onnxruntime_web):
+    """By chance the pole stands for about 22 steps."""
+    run = tmp_path / "run"
+    coterie.train(presets.ppo(env="CartPole-v1", steps=20_000, out=str(run), **{"log.tensorboard": False}), quiet=True)
+    assert main(["export", str(run), "--web"]) == 0
+    told, asked = look(run / "export", tmp_path / "profile")
+    assert told["failed"] == ""
+    assert len(told["games"]) >= 10
+    assert np.mean(told["games"]) > 100
+    assert max(told["games"]) <= 500
+    assert told["title"] == "ppo plays CartPole-v1"
+    assert told["drawn"]
+    there = {path.name for path in (run / "export").iterdir()}
+    assert {path.lstrip("/") for path in asked} - {"probe", "favicon.ico"} == there
+
+
+@needs_browser
+@needs_node
+def test_the_page_carries_what_the_network_remembers(tmp_path, onnxruntime_web):
+    """An LSTM that is told its last action and reward: the games of the page are those of Python from the same start.
+
+    Networks that were never trained play short games, in which each step depends on those before.
+    """
+    run = make_run(tmp_path / "run", "ppo", "CartPole-v1", **LSTM, **REWARD)
+    assert main(["export", str(run), "--web"]) == 0
+    told, _ = look(run / "export", tmp_path / "profile")
+    assert told["failed"] == ""
+    policy = coterie.load(run)
+    state, games = 1, []
+
+    def random() -> float:
+        nonlocal state
+        state = (state * 1664525 + 1013904223) % 2**32
+        return state / 2**32
+
+    env = gymnasium.make("CartPole-v1")
+    for _ in range(10):
+        env.reset()
+        at = env.unwrapped.state = [0.1 * random() - 0.05 for _ in range(4)]
+        obs, reward, steps, over = np.array(at, np.float32), 0.0, 0, False
+        policy.reset()
+        while not over:
+            action = policy(obs[None], reward=np.array([reward]))
+            obs, reward, terminated, truncated, _ = env.step(int(action[0]))
+            steps, over = steps + 1, terminated or truncated
+        games.append(steps)
+    assert told["games"][:10] == games
+
+
+@needs_node
+def test_the_dynamics_are_gymnasiums():
+    """Each step from gymnasium's own state, and whole games from their start: 100 steps, for a pole that stands is
+    chaotic (a difference in the last digit has grown to 1e-6 after some 300).
+    """
+    rng, env = np.random.default_rng(0), gymnasium.make("CartPole-v1").unwrapped
+    games = []
+    for seed in range(20):
+        env.reset(seed=seed)
+        states, ends, actions = [list(map(float, env.state))], [], []
+        while not ends or not ends[-1]:
+            # Some games are long: the pole is pushed to where it falls, now and then at random.
+            actions.append(int(rng.integers(2) if rng.random() < 0.3 else env.state[2] + env.state[3] > 0))
+            ends.append(bool(env.step(actions[-1])[2]) or len(actions) == 500)
+            states.append(list(map(float, env.state)))
+        games.append({"states": states, "actions": actions, "fallen": len(actions) < 500})
+    script = f"""
+    import {{ step }} from {json.dumps(CARTPOLE.as_uri())};
+    const games = JSON.parse((await import("node:fs")).readFileSync(0));
+    const found = games.map(({{ states, actions }}) => {{
+      let state = states[0];
+      return actions.map((action, t) => {{
+        state = step(state, action).state;
+        return {{ ...step(states[t], action), carried: state }};
+      }});
+    }});
+    console.log(JSON.stringify(found));
+    """
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", script], input=json.dumps(games), capture_output=True, text=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert max(len(game["actions"]) for game in games) > 100
+    for game, found in zip(games, json.loads(done.stdout), strict=True):
+        np.testing.assert_allclose([s["state"] for s in found], game["states"][1:], rtol=0, atol=1e-12)
+        carried = [s["carried"] for s in found[:100]]
+        np.testing.assert_allclose(carried, game["states"][1:101], rtol=0, atol=1e-6)
+        ends = [s["terminated"] for s in found]
+        assert ends == [False] * (len(ends) - 1) + [game["fallen"]]
+
+
+def test_what_has_no_page_is_one_line(tmp_path, capsys):
+    for env, changes, says in (
+        ("Pendulum-v1", {}, "--web: Pendulum-v1 does not run in a browser; CartPole-v0 and CartPole-v1 do"),
+        (f"{HERE}:Many", {}, "does not run in a browser"),
+        ("CartPole-v1", {"env.backend": "workers", "env.kwargs": '{"sutton_barto_reward": true}'}, "env.kwargs only"),
+    ):
+        run = make_run(tmp_path / env, "ppo", env, **changes)
+        assert main(["export", str(run), "--web"]) == 2
+        assert says in one_line(capsys)
+        assert not (run / "export").exists()
+
+
+def npm(folder: Path, body: str) -> str:
+    """A PATH on which npm is this script."""
+    folder.mkdir()
+    (folder / "npm").write_text(f"#!/bin/sh\n{body}\n")
+    (folder / "npm").chmod(0o755)
+    return f"{folder}:/usr/bin:/bin"
+
+
+def test_without_npm_nothing_is_written(tmp_path, capsys, monkeypatch):
+    run = make_run(tmp_path / "run", "ppo", "CartPole-v1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["export", str(run), "--web"]) == 2
+    assert "--web: needs npm, which fetches onnxruntime-web" in one_line(capsys)
+    monkeypatch.setenv("PATH", npm(tmp_path / "offline", "echo 'npm error code EAI_AGAIN' >&2; exit 1"))
+    assert main(["export", str(run), "--web"]) == 1
+    assert "npm cannot fetch onnxruntime-web@1.30.0: npm error code EAI_AGAIN" in one_line(capsys)
+    assert not (run / "export").exists()
+
+
+def test_npm_that_hangs_or_brings_something_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(web, "_TIMEOUT", 0.5)
+    monkeypatch.setenv("PATH", npm(tmp_path / "hangs", "exec sleep 60"))
+    with pytest.raises(CoterieError, match="has not fetched"):
+        web.onnxruntime_web()
+    monkeypatch.setattr(web, "_TIMEOUT", 30)
+    monkeypatch.setenv("PATH", npm(tmp_path / "empty", "tar czf other.tgz --files-from /dev/null"))
+    with pytest.raises(CoterieError, match="is not what it was"):
+        web.onnxruntime_web()
+    monkeypatch.setenv("PATH", npm(tmp_path / "rubbish", "echo rubbish > some.tgz"))
+    with pytest.raises(CoterieError, match="is not what it was"):
+        web.onnxruntime_web()

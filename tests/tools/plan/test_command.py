@@ -1,0 +1,121 @@
+"""`coterie plan` as it is typed, with services measured here and with some from a file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from coterie.build.validity import ACTING, EXCHANGES
+from coterie.cli.main import main
+from coterie.presets import PRESETS, make
+from coterie.tools.plan.costs import load, save
+from coterie.tools.plan.measure import lone, sizes
+from tests.tools.plan.harness import services
+
+PLAN = ("plan", "impala", "--env", "CartPole-v1")
+SHORT = ("--json", "--cores", "2", "--env.num-envs", "8", "--decoupled.batch-size", "0")
+
+
+@pytest.fixture
+def given(tmp_path):
+    save(services(env_cv=0.2), tmp_path / "given.json")
+    return ("--services", str(tmp_path / "given.json"))
+
+
+def test_measures_saves_and_plans(tmp_path, capsys):
+    path = tmp_path / "services.json"
+    assert main([*PLAN, "--seconds", "3", "--env.num-envs", "8", "--save-services", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert len([line for line in out.splitlines() if line.split()[0] in ACTING]) == len(ACTING) * len(EXCHANGES)
+    assert max(map(len, out.splitlines())) <= 140
+    found = load(path)
+    assert found.obs_bytes == 16
+    assert found.weight_bytes > 0
+    assert 0.5 < found.valid <= 1
+    for costs in (found.alone, found.crowded):
+        assert costs.act(8) > 0
+        assert costs.env(8) > 0
+        assert costs.train(64) > 0
+        assert min(costs.exchange.values()) == costs.exchange["solo"] > 0
+        assert costs.wire(8) > 0
+    # What is only compared is not free to be anything: twice as long, or half, would be a mistake of the comparison.
+    assert 0.3 < found.threads.act < 5
+    assert 0.3 < found.threads.train < 5
+    assert 0 <= found.uneven < 1
+    assert 0 <= found.jitter < 2
+
+
+def test_json_and_a_seed_give_the_same_twice(given, capsys):
+    outs = []
+    for _ in range(2):
+        assert main([*PLAN, *given, *SHORT, "--seed", "7"]) == 0
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1]
+    told = json.loads(outs[0])
+    assert len(told["layouts"]) == len(ACTING) * len(EXCHANGES)
+    assert told["env"] == "CartPole-v1"
+    assert {"frames_per_s", "lag_mean", "lag_max", "busy", "bottleneck", "dollars_per_billion_frames"} <= set(
+        told["layouts"][0]
+    )
+    assert main([*PLAN, *given, *SHORT, "--seed", "8"]) == 0
+    assert capsys.readouterr().out != outs[0]
+
+
+def test_a_target_is_met_or_one_line_says_that_it_cannot_be(given, capsys):
+    few = SHORT[1:]
+    assert main([*PLAN, *given, *few, "--target", "100"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    (line,) = [x for x in out if x.startswith("cheapest for 100 frames/s")]
+    assert "dollars an hour" in line
+    assert main([*PLAN, *given, *few, "--target", "1e7"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("no layout within these bounds makes 10,000,000 frames")
+
+
+def test_a_cell_that_is_refused_says_why(given, capsys):
+    assert main(["plan", "a2c", "--env", "CartPole-v1", *given, "--cores", "2", "--hosts", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "not possible: decoupled solo" in out
+    assert "no lockstep" in out
+
+
+def test_learners_of_several_machines(given, capsys):
+    assert main([*PLAN, *given, "--cores", "2", "--machines", "2", "--latency", "0.01"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "2 machine(s) of learners: 2 cores, 0 GPUs; 10 ms apart" in out[0]
+    counts = {tuple(line.split()[:3]) for line in out if line.split()[0] in ACTING}
+    assert counts == {(a, x, n) for a in ACTING for x, n in (("solo", "1"), ("allreduce", "4"), ("gossip", "4"))}
+    assert "not possible: inline hogwild, inline store, " in out[-1]
+    assert main([*PLAN, *given, "--machines", "0"]) == 2
+    assert capsys.readouterr().err == "coterie: --machines: must be at least 1, not 0\n"
+
+
+def test_an_accelerator_must_have_been_measured(given, capsys):
+    assert main([*PLAN, *given, "--gpus", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "coterie: --gpus: the services have no accelerator: measure them where there is one\n"
+    )
+
+
+def test_help_fits_a_screen(capsys):
+    assert main(["plan", "--help"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) <= 40
+    assert max(map(len, out)) <= 120
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pong-v5"])
+def test_what_is_measured_of_a_preset_is_a_valid_run(name, env):
+    from coterie.build.validity import check
+    from coterie.envs.make import make_spec
+
+    if name == "seed-football":
+        env = "CartPole-v1"
+    config = make(name, env)
+    widths = sizes(config)
+    assert 1 <= widths[0] < widths[1]
+    for width in widths:
+        one = lone(config, width, widths[-1])
+        assert one.env.num_envs == width
+        check(one, make_spec(one.env, one.atari))

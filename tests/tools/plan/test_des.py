@@ -1,0 +1,93 @@
+"""Cores and links against closed forms of queueing theory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import simpy
+
+from coterie.tools.plan.des import Cores, Link, Meeting
+
+
+def test_two_jobs_on_one_core_share_it_evenly():
+    sim = simpy.Environment()
+    cores = Cores(sim, 1, "cores")
+    ended = {}
+
+    def job(name: str, at: float, seconds: float):
+        yield sim.timeout(at)
+        yield cores.work(seconds, name)
+        ended[name] = sim.now
+
+    sim.process(job("a", 0.0, 3.0))  # alone until 1, then half a core until b has had its 1
+    sim.process(job("b", 1.0, 1.0))
+    sim.run()
+    assert ended == pytest.approx({"b": 3.0, "a": 4.0})
+    assert cores.busy == pytest.approx({"a": 3.0, "b": 1.0})
+
+
+def test_no_job_runs_on_two_cores():
+    sim = simpy.Environment()
+    cores = Cores(sim, 4, "cores")
+    sim.run(until=cores.work(2.0, "x"))
+    assert sim.now == pytest.approx(2.0)
+    assert cores.work(0.0, "x").triggered
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_sojourn_under_processor_sharing_depends_on_the_load_only(load):
+    """M/G/1 with processor sharing: E[T] = E[S] / (1 - rho), here for services that vary and for some that do not."""
+    for fixed in (True, False):
+        sim, rng = simpy.Environment(), np.random.default_rng(0)
+        cores, took = Cores(sim, 1, "cores"), []
+
+        def job(cores=cores, took=took, sim=sim, rng=rng, fixed=fixed):
+            begin = sim.now
+            yield cores.work(1.0 if fixed else rng.gamma(0.5, 2.0), "x")
+            took.append(sim.now - begin)
+
+        def arrivals(sim=sim, rng=rng, job=job):
+            for _ in range(20_000):
+                yield sim.timeout(rng.exponential(1 / load))
+                sim.process(job())
+
+        sim.process(arrivals())
+        sim.run()
+        assert np.mean(took) == pytest.approx(1 / (1 - load), rel=0.1)
+
+
+def test_a_link_is_an_m_d_1_queue():
+    """Mean wait rho S / (2 (1 - rho)), Pollaczek and Khinchine, and then the message and its latency."""
+    sim, rng, load = simpy.Environment(), np.random.default_rng(0), 0.7
+    link, took = Link(sim, latency=3.0, bandwidth=100.0), []
+
+    def message():
+        begin = sim.now
+        yield link.send(100.0)
+        took.append(sim.now - begin)
+
+    def arrivals():
+        for _ in range(30_000):
+            yield sim.timeout(rng.exponential(1 / load))
+            sim.process(message())
+
+    sim.process(arrivals())
+    sim.run()
+    assert np.mean(took) == pytest.approx(3.0 + 1.0 + load / (2 * (1 - load)), rel=0.05)
+    assert link.busy == pytest.approx(30_000)
+
+
+def test_a_meeting_begins_when_all_are_there_every_time():
+    sim, begun = simpy.Environment(), []
+    meeting = Meeting(sim, 2)
+
+    def member(pause: float):
+        for _ in range(2):
+            yield sim.timeout(pause)
+            yield meeting.join()
+            begun.append(sim.now)
+
+    sim.process(member(1.0))
+    sim.process(member(5.0))
+    sim.run()
+    assert begun == [5.0, 5.0, 10.0, 10.0]

@@ -1,0 +1,126 @@
+"""Layouts of presets on hardware that is not there, and the search among them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coterie import presets
+from coterie.build.factory import acting_memory, actor_env, make_model
+from coterie.build.validity import ACTING, EXCHANGES
+from coterie.envs.make import make_spec
+from coterie.roles.learner import Learner
+from coterie.runs.config_io import replace as changed
+from coterie.tools.plan.layout import Hardware, layout, layouts, updates
+from coterie.tools.plan.search import candidates, cheapest
+from coterie.tools.plan.simulate import simulate
+from coterie.types import ConfigError
+from tests.tools.plan.harness import COSTS, services
+
+IMPALA = presets.impala(env="CartPole-v1")
+SPEC = make_spec(IMPALA.env, IMPALA.atari)
+
+
+def test_every_cell_is_there_or_says_why_not():
+    found = dict(layouts(IMPALA, SPEC, Hardware(cores=4), 2))
+    assert list(found) == [f"{a} {x}" for a in ACTING for x in EXCHANGES]
+    assert not any(isinstance(x, ConfigError) for x in found.values())
+    assert {x.learners for x in found.values()} == {1, 2}
+    a2c = presets.a2c(env="CartPole-v1")
+    found = dict(layouts(a2c, SPEC, Hardware(cores=4, hosts=2), 2))
+    assert [k for k, x in found.items() if isinstance(x, ConfigError)] == [
+        f"{a} {x}" for a in ("decoupled", "central") for x in EXCHANGES
+    ]
+    assert all(x.lockstep for k, x in dict(layouts(a2c, SPEC, Hardware(4), 2)).items() if "inline" not in k)
+
+
+@pytest.mark.parametrize("name", ["a2c", "ppo", "dqn"])
+def test_an_inline_layout_is_what_the_learner_makes_of_it(name):
+    config = presets.make(name, "CartPole-v1", **{"env.num_envs": 32, "q.learn_start": 5000})
+    learner = Learner(replace(config, env=replace(config.env, threads=1)))
+    try:
+        own = layout(config, SPEC, Hardware(cores=1), "inline", "solo", 1)
+        assert own.width == learner.acting.envs.num_envs
+        assert own.unroll == learner.acting.recorder.unroll_length
+        assert (own.groups, own.act_threads) == (len(learner.acting.envs.groups), learner.acting.team.size)
+        assert own.chunk == learner.layout.chunk
+    finally:
+        learner.close()
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_decoupled_layout_is_what_the_actors_make_of_it(learners):
+    config = changed(IMPALA, {"learners": learners, "exchange": "gossip" if learners > 1 else "solo", "actors": 4})
+    config = changed(config, {"env.num_envs": 16})
+    own = layout(config, SPEC, Hardware(cores=2), "decoupled", config.exchange, learners)
+    mine, _ = actor_env(config, 0, 0)
+    slots, weights = acting_memory(config, SPEC, make_model(config, SPEC))
+    try:
+        assert own.producers == 4 // learners
+        assert own.width == mine.env.num_envs
+        assert (own.batches, own.batch // own.width) == (slots.batches, slots.per_batch)
+    finally:
+        slots.close()
+        weights.close()
+
+
+def test_each_host_brings_simulators_of_its_own():
+    config = changed(IMPALA, {"env.num_envs": 16})
+    for acting, each in (("decoupled", 4), ("central", 1)):
+        own = layout(config, SPEC, Hardware(cores=2, hosts=3, host_cores=4), acting, "solo", 1)
+        assert (own.producers, own.width, own.envs) == (3 * each, 16 // each, 48)
+    with pytest.raises(ConfigError, match="hosts: 3 actors or hosts cannot be shared out evenly among 2 learners"):
+        layout(config, SPEC, Hardware(cores=2, hosts=3), "central", "gossip", 2)
+
+
+def test_learners_of_several_machines():
+    config = changed(IMPALA, {"env.num_envs": 16})
+    found = dict(layouts(config, SPEC, Hardware(cores=2, machines=3), 6))
+    one = layout(config, SPEC, Hardware(cores=2), "decoupled", "gossip", 2)
+    three = found["decoupled gossip"]
+    assert (three.learners, three.producers, three.width) == (6, one.producers, one.width)
+    assert found["inline solo"].hardware.machines == 1
+    for name in ("inline hogwild", "central store"):
+        assert "need exchange allreduce or gossip" in str(found[name])
+    with pytest.raises(ConfigError, match="machines: 4 learners cannot be shared out evenly among 3 machines"):
+        layout(config, SPEC, Hardware(machines=3), "inline", "gossip", 4)
+    dqn = presets.dqn(env="CartPole-v1")
+    with pytest.raises(ConfigError, match="use gossip"):
+        layout(dqn, SPEC, Hardware(machines=2), "inline", "allreduce", 2)
+
+
+def test_updates_of_each_algorithm():
+    ppo = presets.ppo(env="CartPole-v1", **{"ppo.epochs": 3, "ppo.minibatch_size": 100})
+    assert updates(ppo, 16, 40) == (3 * 6, 640 / 6)
+    assert updates(presets.a2c(env="CartPole-v1"), 16, 5) == (1, 80)
+    dqn = presets.dqn(env="CartPole-v1", **{"q.batch_size": 32, "q.intensity": 4.0})
+    assert updates(dqn, 16, 4) == (8.0, 32)
+    replayed = {"vtrace.replay_capacity": 64, "vtrace.replay_share": 0.5, "vtrace.minibatch": 4}
+    assert updates(changed(IMPALA, replayed), 8, 20) == (2, 160)
+
+
+def test_what_costs_money():
+    hardware = Hardware(cores=4, gpus=2, hosts=3, host_cores=8, core_hour=1.0, gpu_hour=10.0)
+    cost = {k: x.dollars_per_hour for k, x in layouts(changed(IMPALA, {"env.num_envs": 16}), SPEC, hardware, 1)}
+    assert cost["inline solo"] == 4 + 10
+    assert cost["central solo"] == 4 + 10 + 24
+
+
+def test_the_search_finds_what_trying_everything_finds():
+    config = changed(IMPALA, {"env.num_envs": 8, "decoupled.batch_size": 8, "algo.unroll_length": 5})
+    most = Hardware(cores=4, hosts=2, host_cores=2, latency=0.001)
+    some = services(COSTS, env_cv=0.2)
+    rated = [simulate(x, some) for x in candidates(config, SPEC, most)]
+    assert len(rated) > 50
+    for target in (50.0, 150.0, 250.0):
+        able = [r for r in rated if r.frames_per_s >= target]
+        best, _ = cheapest(config, SPEC, some, most, target)
+        assert best is not None
+        price = min(r.layout.dollars_per_hour for r in able)
+        assert best.layout.dollars_per_hour == price
+        assert best.frames_per_s == max(r.frames_per_s for r in able if r.layout.dollars_per_hour == price)
+    none, most_of = cheapest(config, SPEC, some, most, 1e6)
+    assert none is None
+    assert most_of is not None
+    assert most_of.frames_per_s > 0.5 * max(r.frames_per_s for r in rated)

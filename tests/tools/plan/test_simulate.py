@@ -1,0 +1,272 @@
+"""The simulated run against what can be worked out by hand, and what must hold of every layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from coterie.tools.plan.costs import Line, Threads
+from coterie.tools.plan.layout import Hardware
+from coterie.tools.plan.simulate import World, ceiling, simulate
+from tests.tools.plan.harness import BARE, COSTS, EXCHANGE, layout, services
+
+TWO = Hardware(cores=2)
+
+
+def test_one_env_on_one_core_takes_the_sum_of_its_parts():
+    result = simulate(layout(), services())
+    c = COSTS
+    seconds = 4 * (c.env(1) + c.act(1)) + c.unroll(1) + c.train(4) + EXCHANGE["solo"]
+    assert result.env_steps_per_s == pytest.approx(4 / seconds, rel=1e-9)
+    assert (result.lag_mean, result.lag_max) == (0, 0)
+    assert result.busy["learner cores"] == pytest.approx(1.0)
+    assert result.parts["learner cores"]["env"] == pytest.approx(4 * c.env(1) / seconds)
+    assert result.bottleneck == "learner cores: env"
+    dollars = Hardware().core_hour / (3600 * 4 / seconds) * 1e9
+    assert result.dollars_per_billion_frames == pytest.approx(dollars)
+
+
+def test_frames_are_the_rows_that_count_times_the_action_repeat():
+    plain, result = simulate(layout(), services()), simulate(layout(), services(action_repeat=4, valid=0.5))
+    assert result.frames_per_s == pytest.approx(2 * plain.env_steps_per_s)
+    assert result.env_steps_per_s == pytest.approx(plain.env_steps_per_s / 2)
+
+
+def test_two_groups_hide_the_shorter_of_env_and_forward():
+    """Bare costs: a group's envs take 20 ms, its forward 2: each group in turn, 2 groups, 2 cores and a thread each."""
+    two = layout(hardware=TWO, width=4, batch=4, groups=2, act_threads=2, train_threads=2, unroll=100)
+    assert simulate(two, services(BARE)).env_steps_per_s == pytest.approx(4 / 0.022, rel=0.01)
+    one = replace(two, act_threads=1, env_threads=1)  # one thread acts: its two forwards hide behind the envs
+    assert simulate(one, services(BARE)).env_steps_per_s == pytest.approx(4 / 0.022, rel=0.02)
+
+
+def test_learners_that_need_not_meet_are_independent():
+    one = simulate(layout(width=4, batch=4, samples=16.0), services())
+    costs = replace(COSTS, exchange=dict.fromkeys(EXCHANGE, EXCHANGE["solo"]))
+    for exchange in ("hogwild", "gossip", "allreduce", "store"):
+        two = layout("inline", exchange, TWO, learners=2, width=4, batch=4, samples=16.0, chunks=3)
+        rate = simulate(two, services(costs)).env_steps_per_s
+        assert rate == pytest.approx(2 * one.env_steps_per_s, rel=0.02), exchange
+
+
+def test_synchronous_learners_wait_for_the_slowest_and_gossip_does_not():
+    varied = services(env_cv=1.5)
+    own = {"hardware": TWO, "learners": 2, "samples": 4.0}
+    costs = {k: simulate(layout("inline", k, **own), varied).env_steps_per_s for k in ("allreduce", "gossip")}
+    steady = {k: simulate(layout("inline", k, **own), services()).env_steps_per_s for k in ("allreduce", "gossip")}
+    assert costs["gossip"] == pytest.approx(steady["gossip"], rel=0.1)
+    assert costs["allreduce"] < 0.93 * steady["allreduce"]
+
+
+def test_hogwild_s_staleness_and_lag():
+    result = simulate(layout("inline", "hogwild", TWO, learners=2), services(env_cv=0.1))
+    assert result.stale_mean == pytest.approx(1.0, abs=0.1)  # the other one updates once meanwhile
+    assert result.lag_max == 0
+
+
+@pytest.mark.parametrize("batches", [2, 3, 5])
+def test_the_lag_of_local_actors_is_bounded_by_the_batches(batches):
+    """A slow learner: all open batches are full, and each was acted with weights as old as its opening."""
+    slow = replace(COSTS, train=Line(1.0, 0.0))
+    own = layout("decoupled", hardware=Hardware(cores=4), producers=2, batch=2, batches=batches)
+    result = simulate(own, services(slow))
+    assert result.lag_max <= batches
+    assert result.lag_mean == pytest.approx(batches - 1)
+    assert result.bottleneck == "learner"
+    assert simulate(replace(own, lockstep=True, batches=1), services(slow)).lag_max == 0
+
+
+def test_decoupled_actors_and_the_learner_share_the_cores():
+    """Nobody rests while there is work: two actors and a learner on two cores do both cores' worth of it."""
+    own = layout("decoupled", hardware=TWO, producers=2, width=4, batch=8)
+    c = COSTS
+    work = 4 * (4 * c.env.each + c.act(4)) + c.unroll(4)  # of an actor's unroll
+    work += (c.train(32) + EXCHANGE["solo"]) / 2
+    assert simulate(own, services()).env_steps_per_s == pytest.approx(2 * 16 / work, rel=0.03)
+
+
+def test_central_with_one_server_is_a_closed_queue():
+    """N clients that think for Z seconds and one server that takes S for each: min(N / (Z + S), 1 / S)."""
+    for hosts in (1, 3, 5, 6, 8, 12):
+        hardware = Hardware(cores=4, hosts=hosts)
+        own = layout("central", hardware=hardware, producers=hosts, batch_max=1, unroll=50, batches=50)
+        rate = simulate(own, services(BARE)).env_steps_per_s
+        assert rate == pytest.approx(min(hosts / 0.012, 1 / 0.002), rel=0.02)
+
+
+def test_more_hosts_help_until_inference_is_full_and_never_hurt():
+    costs = replace(BARE, act=Line(0.0002, 0.001))
+    rates = []
+    for hosts in (1, 2, 4, 8, 16, 24):
+        hardware = Hardware(cores=4, hosts=hosts, latency=0.001)
+        own = layout("central", hardware=hardware, producers=hosts, unroll=10, batch=4, batches=64)
+        rates.append(simulate(own, services(costs)).env_steps_per_s)
+    assert all(b >= 0.99 * a for a, b in pairwise(rates))
+    assert rates[1] == pytest.approx(2 * rates[0], rel=0.1)
+    assert rates[-1] == pytest.approx(rates[-2], rel=0.05)
+    assert 0.95 / 0.001 < rates[-1] <= 1 / 0.001  # a forward of many
+
+
+def test_a_batch_waits_for_its_least_size_but_not_for_ever():
+    hardware = Hardware(cores=4, hosts=2)
+    own = layout("central", hardware=hardware, producers=2, unroll=50, batches=50, batch_min=2, wait=1.0)
+    assert simulate(own, services(BARE)).env_steps_per_s == pytest.approx(2 / 0.012, rel=0.02)
+    alone = replace(own, producers=1, batch_min=2, wait=0.5, hardware=replace(hardware, hosts=1))
+    assert simulate(alone, services(BARE)).env_steps_per_s == pytest.approx(1 / 0.012, rel=0.02)  # no more are there
+
+
+def test_latency_and_bandwidth_slow_a_host_down():
+    own = layout("central", hardware=Hardware(cores=4, hosts=1, latency=0.01), unroll=50, batches=50)
+    assert simulate(own, services(BARE)).env_steps_per_s == pytest.approx(1 / (0.012 + 0.02), rel=0.01)
+    thin = replace(own, hardware=Hardware(cores=4, hosts=1, bandwidth=1000.0))
+    result = simulate(thin, services(BARE, obs_bytes=100.0))
+    assert result.env_steps_per_s == pytest.approx(1 / (0.012 + 0.1 + 0.008), rel=0.01)
+    many = replace(thin, producers=20, hardware=replace(thin.hardware, hosts=20))
+    full = simulate(many, services(BARE, obs_bytes=100.0))
+    assert full.env_steps_per_s == pytest.approx(10.0, rel=0.02)
+    assert full.bottleneck == "network in"
+
+
+def test_far_actors_pay_for_weights_and_rollouts():
+    hardware = Hardware(cores=4, hosts=1, bandwidth=1000.0, latency=0.05)
+    own = layout("decoupled", hardware=hardware, batches=3)
+    result = simulate(own, services(BARE, obs_bytes=10.0, weight_bytes=100.0))
+    unroll = 4 * 0.012
+    assert result.env_steps_per_s == pytest.approx(4 / (unroll + 0.1 + 4 * 0.05 + 0.04), rel=0.01)
+
+
+def test_a_store_s_locks_are_held_by_one_at_a_time():
+    costs = replace(BARE, env=Line(), act=Line(), exchange=EXCHANGE)
+    for chunks in (1, 3):
+        own = layout("inline", "store", Hardware(cores=4), learners=4, chunks=chunks)
+        rate = simulate(own, services(costs)).env_steps_per_s / 4
+        assert rate == pytest.approx(min(chunks, 4) / EXCHANGE["store"], rel=0.05)
+
+
+def test_fewer_cores_than_learners_make_them_take_turns():
+    one = simulate(layout("inline", "gossip", learners=2), services())
+    four = simulate(layout("inline", "gossip", learners=4), services())
+    assert four.env_steps_per_s == pytest.approx(one.env_steps_per_s, rel=0.01)
+    turns = simulate(layout("inline", "hogwild", learners=2), services())
+    assert turns.busy["learner cores"] == pytest.approx(1.0)
+
+
+def test_a_process_with_several_cores_takes_longer_for_each():
+    slower = services(BARE, threads=Threads(act=2.0))
+    two = layout(hardware=TWO, width=4, batch=4, groups=2, act_threads=2, train_threads=2, unroll=100)
+    assert simulate(two, slower).env_steps_per_s == pytest.approx(4 / 0.044, rel=0.01)
+    assert simulate(layout(), slower) == simulate(layout(), services(BARE))  # which has one core
+    learn = replace(BARE, env=Line(), act=Line(), train=COSTS.train)
+    once, twice = (simulate(two, services(learn, threads=Threads(train=x))).env_steps_per_s for x in (1.0, 2.0))
+    assert once == pytest.approx(2 * twice)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_uneven_cores_are_as_fast_as_the_slowest_where_learners_meet(machines):
+    """Two cores take 0.8 and 1.2 times as long: their coefficient of variation is 0.2 times the root of 2."""
+    some = services(BARE, uneven=0.2 * math.sqrt(2))
+    own = {"hardware": Hardware(cores=2 // machines, machines=machines), "learners": 2}
+    assert simulate(layout("inline", "allreduce", **own), some).env_steps_per_s == pytest.approx(2 / 0.0144, rel=0.01)
+    gossip = simulate(layout("inline", "gossip", **own), some).env_steps_per_s
+    assert gossip == pytest.approx(1 / 0.0144 + 1 / 0.0096, rel=0.02)
+
+
+def test_a_core_that_varies_makes_the_others_wait():
+    own = {"hardware": TWO, "learners": 2, "unroll": 20}
+    rates = {
+        k: [simulate(layout("inline", k, **own), services(BARE, jitter=x)).env_steps_per_s for x in (0.0, 0.3)]
+        for k in ("allreduce", "gossip")
+    }
+    assert rates["gossip"][1] == pytest.approx(rates["gossip"][0], rel=0.06)
+    # Of two, the longer one takes 0.56 standard deviations more than the mean.
+    assert rates["allreduce"][1] == pytest.approx(rates["allreduce"][0] / (1 + 0.56 * 0.3), rel=0.06)
+
+
+def test_an_all_reduce_between_machines_takes_its_messages_time():
+    """A ring of 4: six messages of a quarter of the weights, one after the other (exchange/ring.py)."""
+    hardware = Hardware(machines=4, latency=0.01, bandwidth=1000.0)
+    own = layout("inline", "allreduce", hardware, learners=4)
+    costs = replace(BARE, exchange=dict.fromkeys(EXCHANGE, 0.0))
+    result = simulate(own, services(costs, weight_bytes=80.0))
+    assert result.env_steps_per_s == pytest.approx(16 / (4 * 0.012 + 6 * (0.01 + 0.02)), rel=1e-6)
+    assert result.layout.dollars_per_hour == pytest.approx(4 * hardware.core_hour)
+    assert result.busy["network in"] == pytest.approx(6 * 0.02 / (4 * 0.012 + 0.18))
+    thin = replace(own, hardware=replace(hardware, bandwidth=10.0))
+    assert simulate(thin, services(costs, weight_bytes=80.0)).bottleneck.startswith("network")
+
+
+def test_gossip_between_machines_waits_for_no_link():
+    near = simulate(layout("inline", "gossip", Hardware(machines=3), learners=3, mix_every=1), services())
+    thin = Hardware(machines=3, latency=0.001, bandwidth=1e5)
+    far = simulate(layout("inline", "gossip", thin, learners=3, mix_every=1), services(weight_bytes=1000.0))
+    assert far.env_steps_per_s == pytest.approx(near.env_steps_per_s, rel=0.02)
+    # Four messages of 10 ms leave the first machine for each rollout of all: two of its own, one of each of the others.
+    assert far.busy["network out"] == pytest.approx(4 * 0.01 * far.env_steps_per_s / 12, rel=0.05)
+    lockstep = layout("inline", "gossip", replace(thin, latency=0.5), learners=3, mix_every=1, tau=0)
+    assert simulate(lockstep, services()).env_steps_per_s < 3 * 4 / 1.0
+    assert near.busy["network out"] == 0
+
+
+EVERY = [
+    layout("inline", "gossip", Hardware(2, machines=2, bandwidth=1e5), learners=4, width=4, batch=4, mix_every=1),
+    layout("central", "allreduce", Hardware(2, machines=2, hosts=2), learners=2, producers=1, width=4, batch=4),
+    layout("inline", "store", TWO, learners=2, width=4, batch=4, groups=2, chunks=3),
+    layout("decoupled", "gossip", TWO, learners=2, producers=2, width=4, batch=8),
+    layout("decoupled", "solo", Hardware(2, hosts=2, host_cores=2, bandwidth=1e5), producers=4, batch=2),
+    layout("central", "allreduce", TWO, learners=2, producers=2, width=4, groups=2, batch=3),
+    layout("central", "solo", Hardware(2, hosts=3, latency=0.01), producers=3, width=4, groups=2, batch=5),
+    layout("central", "solo", TWO, producers=2, width=2, batch=4, lockstep=True, batches=1),
+    layout("central", "hogwild", TWO, learners=2, steps=0.5),
+]
+
+
+@pytest.mark.parametrize("own", EVERY, ids=lambda x: f"{x.name} {x.hosts}")
+def test_what_holds_of_every_layout(own):
+    some = services(env_cv=0.5, obs_bytes=10.0, weight_bytes=100.0, uneven=0.3, jitter=0.1)
+    result = simulate(own, some, seed=3)
+    counts = result.counts
+    assert counts["produced"] == counts["learned"] + counts["in_flight"]
+    assert counts["learned"] > 0
+    assert result == simulate(own, some, seed=3)
+    assert result.env_steps_per_s != simulate(own, some, seed=4).env_steps_per_s
+    for name, mine in result.parts.items():
+        assert result.busy[name] == pytest.approx(sum(mine.values()))
+    assert all(0 <= share <= 1 + 1e-6 for share in result.busy.values())
+    assert result.env_steps_per_s <= 1.1 * ceiling(own, some)
+    assert 0 <= result.lag_mean <= result.lag_max
+    if own.lockstep:
+        assert result.lag_max == 0
+
+
+def test_rows_are_kept_at_every_moment():
+    world = World(EVERY[5], services(env_cv=0.5))
+    for _ in range(400):
+        world.sim.step()
+        counts = world.counts()
+        assert counts["produced"] == counts["learned"] + counts["in_flight"]
+
+
+def test_value_learning_trains_as_often_as_its_intensity_says():
+    half = layout(steps=0.5, samples=8.0)
+    world = World(half, services())
+    world.run(10)
+    (learner,) = world.learners
+    assert (learner.rollouts, learner.steps) == (10, 5)
+
+
+def test_an_accelerator_takes_acting_and_training_off_the_cores():
+    hardware = Hardware(cores=2, gpus=1)
+    some = services(accelerator=replace(COSTS, act=Line(0.001, 0.0), train=Line(0.001, 0.0)))
+    result = simulate(layout(hardware=hardware), some)
+    seconds = 4 * (COSTS.env(1) + 0.001) + COSTS.unroll(1) + 0.001 + EXCHANGE["solo"]
+    assert result.env_steps_per_s == pytest.approx(4 / seconds)
+    assert set(result.parts["learner cores"]) == {"env"}
+    assert result.layout.dollars_per_hour == pytest.approx(2 * hardware.core_hour + hardware.gpu_hour)
+
+
+def test_json_has_no_infinity():
+    assert simulate(layout(), services()).to_json()["layout"]["hardware"]["bandwidth"] is None
+    assert math.isinf(Hardware().bandwidth)

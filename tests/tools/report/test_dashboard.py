@@ -1,0 +1,130 @@
+"""The live page: what it shows of a run that goes on, and what it refuses."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from coterie.cli.main import main
+from coterie.tools.report.dashboard import make_server
+from coterie.types import ConfigError
+from tests.tools.report.recorded import record
+
+
+@contextmanager
+def served(folder):
+    with make_server(str(folder), 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def ask(port: int, path: str = "/", method: str = "GET", host: str | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, headers={"Host": host or f"127.0.0.1:{port}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_page_follows_the_run(tmp_path):
+    run = record(tmp_path / "a", "ppo")
+    (run / "summary.json").unlink()
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    told = {
+        "unix": time.time() - 100, "restarts": 2, "processes": [
+            {"name": "learner 0", "pid": os.getpid(), "silent_s": 7.0, "env_steps": 12345, "rss_mb": 100.0},
+            {"name": "actor 1", "pid": gone.pid, "silent_s": 9.0, "env_steps": 1, "rss_mb": None},
+        ],
+    }  # fmt: skip
+    (run / "processes.json").write_text(json.dumps(told))
+    (run / "log.txt").write_text("2026-01-01 <b>something</b> happened\n")
+    with served(run) as port:
+        status, first = ask(port)
+        assert status == 200
+        for words in (
+            "12,345",
+            "<td>gone</td>",
+            "it hangs, was stopped, or was killed",
+            "2 learners were started again",
+            "&lt;b&gt;something&lt;/b&gt; happened",
+            'http-equiv="refresh"',
+            "<svg",
+        ):
+            assert words in first, words
+        assert re.search(r"10[789] s ago", first)  # the run is silent, too
+        (run / "processes.json").write_text(json.dumps(told | {"unix": time.time()}))
+        assert "it hangs" not in ask(port)[1]
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"env_steps": 777_000, "seconds": 99.0, "mean_return": 1.0}) + "\n")
+        assert "777,000" in ask(port)[1]
+        (run / "summary.json").write_text('{"status": "finished"}')
+        last = ask(port)[1]
+        assert "Status: finished" in last
+        assert "last sign of life" not in last
+
+
+def test_only_the_page_and_only_from_here(tmp_path):
+    run = record(tmp_path / "a", "ppo")
+    with served(run) as port:
+        assert ask(port, "/config.json")[0] == 404
+        assert ask(port, "/../../etc/passwd")[0] == 404
+        assert ask(port, method="POST")[0] == 501
+        assert ask(port, host=f"evil.example:{port}")[0] == 421
+        assert ask(port, host="127.0.0.1:1")[0] == 421
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            make_server(str(run), port)
+        (run / "metrics.jsonl").write_text("{}\n{}\n")
+        status, text = ask(port)
+        assert status == 500
+        assert "damaged" in text
+
+
+def test_no_run_no_page(tmp_path, capsys):
+    assert main(["dashboard", str(tmp_path)]) == 2
+    assert "no run is there" in capsys.readouterr().err
+    assert main(["dashboard", str(tmp_path), "--port", "70000"]) == 2
+
+
+def test_a_real_run_with_actors(tmp_path):
+    """Each process of a run that goes on is on its page, with its own pid."""
+    out = tmp_path / "run"
+    words = [sys.executable, "-m", "coterie", "train", "impala", "--env", "CartPole-v1", "--actors", "2", "--steps",
+             "100000000", "--log.every", "0.3", "--log.tensorboard", "False", "--out", str(out)]  # fmt: skip
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            end = time.monotonic() + 120
+            told: list[dict[str, object]] = []
+            while len(told) < 3 or not all(p["env_steps"] for p in told[1:]):
+                assert process.poll() is None
+                assert time.monotonic() < end, told
+                time.sleep(0.1)
+                if (out / "processes.json").exists():
+                    told = json.loads((out / "processes.json").read_text())["processes"]
+            assert [p["name"] for p in told] == ["learner 0", "actor 0", "actor 1"]
+            pids = {p["pid"] for p in told}
+            assert len(pids) == 3
+            assert all(os.path.exists(f"/proc/{pid}") and p["rss_mb"] for pid, p in zip(pids, told, strict=True))
+            with served(out) as port:
+                text = ask(port)[1]
+                assert "actor 1" in text
+                assert "goes on" in text
+        finally:
+            process.terminate()
+            assert process.wait(60) == 75

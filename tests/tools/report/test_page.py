@@ -1,0 +1,219 @@
+"""The pages as files and, where there is one, in a real browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from coterie.cli.main import main
+from coterie.tools.report.page import of_runs
+from coterie.tools.report.runs import read_run
+from tests.tools.report.recorded import record
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+SVG = "{http://www.w3.org/2000/svg}"
+RETURN = "return, mean of the last 100 games|score over all tasks"
+# What each kind of chart, told by its title, has along its axes (a heat map also along its colour bar). Units are there
+# where the quantity has one: returns, scores, norms and cosines have none, so they say over what or of what they are.
+AXES = (
+    (r".+: return per step", "env steps", RETURN),
+    (r".+: return per second", "seconds", RETURN),
+    (r".+: return per kilojoule", "energy of the machine, kJ", RETURN),
+    (r".+: evaluations", "env steps", "return of evaluation games"),
+    (r"Final scores: .+", r"return|human-normalised score \(0 random, 1 human\)", "method"),
+    (r"Policy lag: .+", "age of the weights that acted, learner steps", "env steps"),
+    (r"Consensus: .+", "env steps", "Frobenius norm"),
+    (r"Gradients: .+", "learner", "learner", "cosine of two learners' gradients"),
+    (r"Where the (learner|actors|hosts)'s? time goes: .+", "env steps", "share, %"),
+)
+CONTROL = "http://control.invalid/x.png"  # what the probe asks for, so that a log in which it is not proves nothing
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    for k in range(3):
+        record(folder / f"a{k}", "gala-a2c", seed=k, level=100.0 + k)
+    tell(record(folder / "b", "ppo", level=50.0), **{"stage/host/act": 0.2})
+    (folder / "b/watch.mp4").write_bytes(b"not really a film")
+    out = folder / "page.html"
+    assert main(["compare", str(folder), "--out", str(out)]) == 0
+    return out
+
+
+def tell(run: Path, **more: float) -> Path:
+    """Add figures to all of a run's lines that tell its mean return."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | more if "mean_return" in line else line for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def charts(text: str) -> list[tuple[str, ET.Element]]:
+    """Each chart's title and drawing."""
+    found = re.findall(r'<figure role="group" aria-label="([^"]*)">(<svg.*?</svg>)', text, re.S)
+    assert len(found) == text.count("<svg")
+    return [(html.unescape(title), ET.fromstring(svg)) for title, svg in found]
+
+
+def texts(svg: ET.Element) -> list[str]:
+    return ["".join(e.itertext()).strip() for e in svg.iter(f"{SVG}text")]
+
+
+def groups(parent: ET.Element, name: str) -> list[ET.Element]:
+    """The groups right inside it that matplotlib has named so and numbered."""
+    return [g for g in parent.findall(f"{SVG}g") if re.fullmatch(rf"{name}_\d+", g.get("id", ""))]
+
+
+def axis_labels(svg: ET.Element) -> list[list[str]]:
+    """For each axis with ticks the texts beside it that are not a tick's."""
+    return [
+        [text for group in groups(axis, "text") for text in texts(group)]
+        for figure in groups(svg, "figure")
+        for axes in groups(figure, "axes")
+        for axis in groups(axes, r"matplotlib\.axis")
+        if groups(axis, "[xy]tick")
+    ]
+
+
+def test_every_axis_says_what_it_shows_and_in_which_unit(page, tmp_path):
+    on = {"ppo": "Pong-v5", "a2c": "Breakout-v5"}
+    games = [read_run(record(tmp_path / preset, preset, env__id=env)) for preset, env in on.items()]
+    several = read_run(tell(record(tmp_path / "tasks", "ppo", env__id="Pong-v5,Breakout-v5"), score=0.5))
+    drawn = [chart for text in (page.read_text(), of_runs(games, "").html(), of_runs([several], "").html())
+             for chart in charts(text)]  # fmt: skip
+    kinds, seen = set(), set()
+    for title, svg in drawn:
+        kind, *wanted = next(kind for kind in AXES if re.fullmatch(kind[0], title))
+        labels = axis_labels(svg)
+        assert [len(label) for label in labels] == [1] * len(wanted), (title, labels)
+        for (label,), want in zip(labels, wanted, strict=True):
+            assert re.fullmatch(want, label), (title, label)
+            seen.add(label)
+        kinds.add(kind)
+    assert kinds == {kind for kind, *_ in AXES}
+    assert {"score over all tasks", "human-normalised score (0 random, 1 human)", "return"} <= seen
+
+
+def test_the_consensus_chart_names_its_lines(page):
+    """The distance and the bound, each with the figures that are its own."""
+    text = page.read_text()
+    (svg,) = (svg for title, svg in charts(text) if title.startswith("Consensus: gala-a2c"))
+    (axes,) = groups(groups(svg, "figure")[0], "axes")
+    (legend,) = groups(axes, "legend")
+    distance, bound = "distance to the mean of the learners' weights", "bound of GALA's Proposition 1"
+    assert texts(legend) == [distance, bound]
+    assert len(groups(axes, "line2d")) == 2
+    caption = html.unescape(re.search(r"<b>Consensus: gala-a2c.*?</b>(.*?)</figcaption>", text)[1])
+    assert caption == f"{distance} ends at 0.1; {bound} ends at 0.2."
+
+
+def test_every_part_is_there(page):
+    text = page.read_text()
+    assert len(charts(text)) >= 12
+    for words in (
+        "the learner&#39;s time goes",
+        "the actors&#39; time goes",
+        "interquartile",
+        "What differs",
+        "Reproducibility",
+        "a &lt;fast&gt; one",
+        "data:video/mp4;base64,",
+    ):
+        assert words in text, words
+
+
+def test_nothing_is_fetched_and_no_id_is_used_twice(page):
+    text = page.read_text()
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', text)
+    assert "<script" not in text
+    assert "@import" not in text
+    assert not re.findall(r"url\((?!#)", text)
+    ids = [set(re.findall(r'\bid="([^"]+)"', svg)) for svg in re.findall(r"<svg.*?</svg>", text, re.S)]
+    used = [i for one in ids for i in one if re.match(r"[mph][0-9a-f]{6,}$", i)]  # what other elements refer to
+    assert used
+    assert len(used) == len(set(used))
+
+
+def test_a_report_of_a_run_that_goes_on(tmp_path, capsys):
+    run = record(tmp_path / "a", "ppo", optim__lr=0.5)
+    (run / "summary.json").unlink()
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    text = (run / "report.html").read_text()
+    assert "goes on" in text
+    assert re.search(r"<td>optim.lr</td><td>[^<]+</td><td>0.5</td>", text)
+    (run / "metrics.jsonl").write_text("")  # nothing yet
+    assert main(["report", str(run)]) == 0
+
+
+def test_what_cannot_be_is_one_line(tmp_path, capsys):
+    run = record(tmp_path / "runs/a", "ppo")
+    record(tmp_path / "runs/b", "ppo", seed=1)
+    for words, why in (
+        (["compare", str(run)], "give two runs or more"),
+        (["report", str(tmp_path / "runs")], "holds 2 runs"),
+        (["report", str(tmp_path / "nothing")], "no run is there"),
+        (["report", str(run), "--out", str(run / "config.json" / "x.html")], "cannot write"),
+    ):
+        assert main(words) in (1, 2)
+        err = capsys.readouterr().err
+        assert why in err
+        assert len(err.splitlines()) == 1
+
+
+def asked_by_the_page(log: Path) -> tuple[set[str], set[str]]:
+    """From Chromium's net log: addresses that the page asked for, and hosts that it had looked up or connected to.
+
+    Chromium asks for some by itself (accounts, the clock, updates), whatever flags say: those have no page as origin.
+    """
+    told = json.loads(log.read_text())
+    kinds = {number: name for name, number in told["constants"]["logEventTypes"].items()}
+    urls, hosts = set(), set()
+    for event in told["events"]:
+        kind, params = kinds[event["type"]], event.get("params", {})
+        if kind == "URL_REQUEST_START_JOB" and "url" in params and params.get("initiator") != "not an origin":
+            urls.add(params["url"])
+        if kind == "HOST_RESOLVER_MANAGER_REQUEST" and "file:" in params.get("network_anonymization_key", ""):
+            hosts.add(params["host"])
+    return {url for url in urls if not url.startswith(("file:", "data:", "chrome"))}, hosts
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt install chromium")
+def test_a_browser_draws_it_offline(page, tmp_path):
+    """Chromium lays it out: charts have a size, text is text, nothing but the file itself is asked for."""
+    log = tmp_path / "net.json"
+    probe = """<img src="CONTROL" hidden><script>addEventListener("load", () => {
+      const all = [...document.querySelectorAll("svg")].map(s => s.getBoundingClientRect());
+      const wide = document.documentElement.scrollWidth <= innerWidth;
+      const asked = performance.getEntriesByType("resource").map(r => r.name).filter(n => !n.startsWith("data:"));
+      const drawn = all.filter(r => r.width > 100 && r.height > 80).length;
+      document.title = JSON.stringify({charts: all.length, drawn,
+        inside: all.filter(r => r.right <= innerWidth).length, wide, asked});
+    })</script></body>"""
+    copy = tmp_path / "probe.html"
+    copy.write_text(page.read_text().replace("</body>", probe.replace("CONTROL", CONTROL)))
+    # No name is looked up anywhere: nothing leaves this machine, and the control's host can be told from any other.
+    names = "MAP control.invalid 127.0.0.1:9, MAP * ~NOTFOUND"
+    done = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+         "--no-first-run", "--disable-background-networking", "--disable-component-update",
+         f"--host-resolver-rules={names}", "--window-size=1200,900", f"--log-net-log={log}",
+         "--virtual-time-budget=5000", "--dump-dom", copy.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
+    assert title, done.stderr[-2000:]
+    found = json.loads(title[1].replace("&quot;", '"').replace("&amp;", "&"))
+    assert found["charts"] >= 12
+    assert found["drawn"] == found["inside"] == found["charts"]
+    assert found["wide"], "the page is wider than the window"
+    assert found["asked"] == [CONTROL]
+    assert asked_by_the_page(log) == ({CONTROL}, {"http://127.0.0.1:9"})
