@@ -29,7 +29,8 @@ def test_the_site(tmp_path):
         assert (tmp_path / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file()
     home = (tmp_path / "index.html").read_text()
     assert "<td>solo, allreduce, hogwild, store, gossip</td>" in home  # the matrix is a table
-    assert 'href="source/coterie/acting/inline.py.html"' in home  # a source file is a page
+    structure = (tmp_path / "structure.html").read_text()
+    assert 'href="source/coterie/acting/inline.py.html"' in structure  # a source file is a page
     assert "class Inline" in re.sub(r"<[^>]*>", "", (tmp_path / "source/coterie/acting/inline.py.html").read_text())
     fetched = {
         target
