@@ -6,8 +6,11 @@ envs and learners of the run, "learner steps" are optimizer updates of one learn
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from coterie.types import Spec
 
 
 @dataclass(frozen=True)
@@ -379,6 +382,19 @@ class Config:
     chaos: Chaos = field(default_factory=Chaos)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)
+
+
+class Refusal(NamedTuple):
+    """A combination of settings that cannot work: refused when `applies`, with one line that names `field`."""
+
+    applies: Callable[[Config, Spec], bool]
+    field: str
+    reason: str
+
+
+def batch_size(config: Config) -> int:
+    """Rollouts of one env each in a learner's batch."""
+    return (config.acting != "inline" and elsewhere(config).batch_size) or config.env.num_envs
 
 
 def elsewhere(config: Config) -> Decoupled | Central:

@@ -16,36 +16,13 @@ import torch
 from torch import Tensor
 
 from coterie.acting.recorder import Stages
-from coterie.algorithms.a2c import Clock, Loss
+from coterie.algorithms.base import Algorithm, Batch
 from coterie.exchange.solo import Guard, Steps
 from coterie.instruments.norms import Norms
 from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.types import CoterieError, Rollout
-
-
-class Batch(Protocol):
-    """What one optimizer step learns from."""
-
-    count: int  # T x B of all of it, masked or not
-    metrics: dict[str, float]
-
-    def parts(self, ways: int = 1) -> Iterator[Any]: ...  # pieces whose losses and gradients add up to the batch's
-
-
-class Algorithm(Protocol):
-    """What is learned. Everything that it owns is in its `state_dict`."""
-
-    clock: Clock
-
-    def batches(self, model: Network, rollout: Rollout) -> Iterator[Any]: ...
-    def loss(self, model: Network, batch: Any) -> Loss: ...  # of one part
-    def after_step(self, model: Network, batch: Any) -> None: ...
-    def after_rollout(self, model: Network, rollout: Rollout) -> None: ...
-    def gauges(self) -> dict[str, float]: ...  # for the metrics, beside what the loss tells
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
 class Exchange(Protocol):

@@ -8,8 +8,8 @@ This file must import without torch: the env worker processes load it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Obs = Any
 CoreState = Any
 Array = NDArray[Any]
+T = TypeVar("T")
 
 
 def map_obs(call: Callable[[Any], Any], obs: Obs) -> Obs:
@@ -173,6 +174,22 @@ class Rollout:
     def mask(self) -> Tensor:
         """`[T, B]` bool, False on the fake step of an autoreset and on the step of an env that was replaced."""
         return ~self.is_first[1:]
+
+
+def map_tensors(call: Callable[[Tensor], Tensor], record: T, **changes: Any) -> T:
+    """A copy of the dataclass `record` with `call` of each tensor in it (those of dicts and of `Inputs`, too).
+
+    `changes`: fields that get another value instead.
+    """
+    for field_ in fields(record):  # type: ignore[arg-type]
+        value = getattr(record, field_.name)
+        if field_.name in changes:
+            continue
+        if isinstance(value, Inputs):
+            changes[field_.name] = value.map(call)
+        elif isinstance(value, dict) or hasattr(value, "dtype"):
+            changes[field_.name] = map_obs(call, value)
+    return replace(record, **changes)  # type: ignore[type-var]
 
 
 def first_line(error: BaseException) -> str:

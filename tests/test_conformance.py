@@ -227,7 +227,7 @@ def test_lstm_state_replayed_from_core_state_is_the_acting_state(acting):
         inputs = Inputs(r.obs, r.is_first, r.prev_action, r.prev_reward)
         params, value, _ = learner.model(inputs, r.core_state)
         torch.testing.assert_close(value, r.behavior_value, atol=1e-5, rtol=1e-5)
-        log_prob = learner.algorithm.base.dist.log_prob(params[:-1], r.action)
+        log_prob = learner.algorithm.dist.log_prob(params[:-1], r.action)
         torch.testing.assert_close(log_prob, r.behavior_log_prob, atol=1e-5, rtol=1e-5)
 
 

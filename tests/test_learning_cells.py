@@ -15,9 +15,9 @@ import pytest
 
 import coterie
 from coterie import presets
+from coterie.algorithms.table import ALGORITHMS, is_value_based
 from coterie.build import validity
-from coterie.build.resources import batch_size
-from coterie.config import Config
+from coterie.config import Config, batch_size
 from coterie.envs.make import make_spec
 from coterie.types import ConfigError
 from tests.launch.harness import last_checkpoint
@@ -123,7 +123,7 @@ def train(config: Config, out: Path) -> dict[str, Any]:
     if config.exchange == "allreduce":
         assert len(summary["digests"]) == 2
         assert len(set(summary["digests"])) == 1
-    if config.algorithm in validity.VALUE:
+    if is_value_based(config):
         check_intensity(config, out, summary)
     return summary
 
@@ -196,7 +196,7 @@ def test_no_cell_is_left_out_but_those_that_are_refused(tmp_path: Path) -> None:
             )
             wanted = {
                 "learners": exchange == "solo" and learners == 2,
-                "model.core": algorithm in validity.VALUE and (model.core == "none") == (algorithm == "r2d2"),
+                "model.core": ALGORITHMS[algorithm].value_based and (model.core == "none") == (algorithm == "r2d2"),
                 f"{acting}.lockstep": algorithm in validity.ON_POLICY and acting != "inline" and not lockstep,
             }
             said = refusal(changed)

@@ -7,63 +7,31 @@ return. One pass over each rollout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from coterie.config import Config
+from coterie.algorithms.base import ON_CPU, Clock, Compute, Loss, Rewards, combine, slices
+from coterie.algorithms.base import Batch as AnyBatch
+from coterie.config import Config, Refusal
 from coterie.models.build import Network
 from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
-from coterie.ops.policy import masked_mean, normalize, policy_gradient, value_loss
-from coterie.ops.returns import RunningReturns, explained_variance, gae
-from coterie.types import AgentOutput, Inputs, Rollout, Spec
+from coterie.ops.policy import normalize, policy_gradient, value_loss
+from coterie.ops.returns import explained_variance, gae
+from coterie.types import AgentOutput, Inputs, Rollout, Spec, map_tensors
 
-_ENTROPY_MOST = 7.0  # of the log of the adapted factor: an entropy out of reach must not let the bonus run away
-_ENTROPY_RATE = 0.01  # most that the log of the entropy coefficient moves in one learner step
-
-
-@dataclass
-class Clock:
-    """How far the whole run is, for schedules: the learner sets it before each rollout's batches."""
-
-    env_steps: int = 0
-    episodes: int = 0
-
-
-@dataclass
-class Loss:
-    """What to minimise, and named scalars (tensors, no graph). Both are sums over parts: divided by the whole batch."""
-
-    total: Tensor
-    metrics: dict[str, Tensor]
-
-
-def slices(length: int, size: int, ways: int) -> list[slice]:
-    """Even pieces of at most `size` (0: any), as many as a multiple of `ways` where there is that much."""
-    pieces = min(length, math.ceil(math.ceil(length / (size or length)) / ways) * ways)
-    return [slice(length * i // pieces, length * (i + 1) // pieces) for i in range(pieces)]
-
-
-def combine(terms: dict[str, tuple[float, Tensor]], watched: dict[str, Tensor], mask: Tensor, count: int) -> Loss:
-    """The weighted sum of the terms' means, and as metrics these means and those of `watched`, over the valid rows.
-
-    One reduction instead of one for each term: for a small net the calls are what takes the time.
-    """
-    columns = torch.stack([*(x for _, x in terms.values()), *watched.values()])
-    means = masked_mean(columns, mask, count)
-    weights = means.new_tensor([weight for weight, _ in terms.values()])
-    total = torch.dot(means[: len(terms)], weights)
-    return Loss(total, dict(zip([*terms, *watched], means.detach().unbind(), strict=True)))
+_ENTROPY_MOST = 7.0  # bound of the log of the adapted factor, for a target entropy that is out of reach
+_ENTROPY_RATE = 0.01  # largest change of the log of the entropy coefficient in one learner step
 
 
 @dataclass
 class Batch:
-    """What one optimizer step learns from: rows `[N]`, or columns `[T, b]` with `core_state` when there is a core."""
+    """Rows `[N]`, or columns `[T, b]` with `core_state` if the network has a core."""
 
     inputs: Inputs
     action: Tensor
@@ -74,8 +42,8 @@ class Batch:
     mask: Tensor
     core_state: Tensor | None
     count: int  # T x B of the whole batch, masked or not: the one divisor of every sum
-    chunk: int  # most samples that go through the network at once; 0: all
-    metrics: dict[str, float] = field(default_factory=dict)  # the whole batch's, once it was trained on
+    chunk: int  # most samples in one pass through the network; 0: all
+    metrics: dict[str, float] = field(default_factory=dict)  # the whole batch's, after it was trained on
 
     @property
     def valid(self) -> int:
@@ -92,53 +60,50 @@ class Batch:
             yield self
             return
         for at in pieces:
-            yield self._map(partial(_cut, axis, at), at)
+            cut = itemgetter((slice(None), at) if axis else at)
+            yield map_tensors(cut, self, core_state=self._cores(at), metrics={})
 
     def take(self, index: Tensor) -> Batch:
         """The rows `[n]` of a flat batch, or the columns of one with time, at `index`; copied."""
         axis = self.mask.dim() - 1
-        batch = self._map(lambda x: x.index_select(axis, index), index)
+        batch = map_tensors(lambda x: x.index_select(axis, index), self, core_state=self._cores(index), metrics={})
         batch.count = batch.mask.numel()
         return batch
 
-    def _map(self, pick: Callable[[Tensor], Tensor], columns: Any) -> Batch:
-        return Batch(
-            self.inputs.map(pick),
-            pick(self.action),
-            pick(self.advantage),
-            pick(self.value_target),
-            pick(self.behavior_log_prob),
-            pick(self.behavior_value),
-            pick(self.mask),
-            self.core_state[columns] if self.core_state is not None else None,
-            self.count,
-            self.chunk,
-        )
-
-
-def _cut(axis: int, at: slice, x: Tensor) -> Tensor:
-    return x[:, at] if axis else x[at]
-
-
-def _keep(x: Tensor) -> Tensor:
-    return x
-
-
-def _fold_time(x: Tensor) -> Tensor:
-    return x.flatten(0, 1)
+    def _cores(self, columns: slice | Tensor) -> Tensor | None:
+        return None if self.core_state is None else self.core_state[columns]
 
 
 class A2C:
-    """The algorithm's pure parts, and what it must remember: the progress that its schedules read."""
+    """Policy gradient with a value baseline; PPO and V-trace differ in `batches` and `loss`."""
 
-    def __init__(self, config: Config, spec: Spec, chunk: int = 0) -> None:
-        self.config, self.algo, self.chunk = config, config.algo, chunk
+    on_policy: ClassVar[bool] = True
+    value_based: ClassVar[bool] = False
+    refusals: ClassVar[tuple[Refusal, ...]] = ()
+
+    def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
+        self.config, self.algo, self.chunk = config, config.algo, compute.chunk
         self.dist = make_distribution(spec.action)
+        self.rewards = Rewards(config.reward, config.algo)
         self.clock = Clock()
-        self.sampled = 1.0  # what `explore` is in an evaluation that samples
+        self.sampled = 1.0
         self.entropy_adjustment = 0.0  # log of a factor of the entropy coefficient
-        self.judged: tuple[Tensor, Tensor, Tensor] | None = None  # values, targets and mask of the last rollout
-        self.running = RunningReturns()  # for the reward's deviation
+        self.explained: tuple[Tensor, Tensor, Tensor] | None = None  # values, targets and mask of the last rollout
+
+    @staticmethod
+    def unroll_length(config: Config) -> int:
+        """Steps of each env in a rollout."""
+        return config.algo.unroll_length
+
+    @staticmethod
+    def training_threads(config: Config, most: int) -> int:
+        """Threads that share a batch, at most `most`."""
+        return most
+
+    @staticmethod
+    def steps_kind(config: Config) -> tuple[object, ...]:
+        """Settings that decide how many steps a learner makes per rollout, and how: all-reduce needs them equal."""
+        return ()
 
     def act(
         self,
@@ -165,65 +130,32 @@ class A2C:
     def acts_at(self, version: int) -> None:
         """How an action is chosen does not depend on how far the run is."""
 
-    def rewards(self, rollout: Rollout) -> Tensor:
-        """The rollout's rewards `[T, B]`, clipped and scaled."""
-        r, how = rollout.reward, self.config.reward
-        if how.clip == "sign":
-            r = r.sign()
-        elif how.clip == "clamp":
-            r = r.clamp(-1, 1)
-        elif how.clip == "tanh":
-            r = r.tanh()
-        elif how.clip == "asymmetric":  # IMPALA, Figure D.1 (its code: 5 tanh(r / 5), and 0.3 of that below 0)
-            r = r.tanh()
-            r = 0.3 * r.clamp(max=0) + 5 * r.clamp(min=0)
-        if how.scale != 1:
-            r = r * how.scale
-        return r
-
-    def normalized_rewards(self, model: Network, rollout: Rollout) -> Tensor:
-        """`rewards`, over the running deviation of the return where that is asked for."""
-        reward = self.rewards(rollout)
-        return (reward / model.return_norm.deviation()).clamp(-10, 10) if self.config.reward.normalize else reward
-
     def after_rollout(self, model: Network, rollout: Rollout) -> None:
         """Update the running normalizers, once the last batch has used the old ones."""
-        mask = rollout.mask
-        obs = rollout.obs
-        rows = {k: x[: len(mask)] for k, x in obs.items()} if isinstance(obs, dict) else obs[: len(mask)]
-        model.observe(rows, mask)
-        if self.config.reward.normalize:
-            returns = self.running.update(self.rewards(rollout), rollout.is_first, rollout.env_id, self.algo.gamma)
-            model.return_norm.update(returns[mask])
+        self.rewards.update(model, rollout)
 
     def prepare(self, model: Network, rollout: Rollout) -> Batch:
         """The whole rollout as one batch, advantages and value targets from the values of the acting weights."""
         mask = rollout.mask
-        reward = self.normalized_rewards(model, rollout)
+        reward = self.rewards.normalized(model, rollout)
         advantage, target = gae(
             reward, rollout.behavior_value, rollout.terminated, mask, self.algo.gamma, self.algo.gae_lambda
         )
         t, b = mask.shape
-        self.judged = (rollout.behavior_value[:t], target, mask)
-        # Without a core rows are free of one another: fold time away, so that a part is a contiguous slice.
-        flat = _keep if model.recurrent else _fold_time
-        obs = rollout.obs
-        rows = {k: flat(x[:t]) for k, x in obs.items()} if isinstance(obs, dict) else flat(obs[:t])
-        return Batch(
-            Inputs(rows, flat(rollout.is_first[:t]), flat(rollout.prev_action[:t]), flat(rollout.prev_reward[:t])),
-            flat(rollout.action),
-            flat(advantage),
-            flat(target),
-            flat(rollout.behavior_log_prob),
-            flat(rollout.behavior_value[:t]),
-            flat(mask),
-            rollout.core_state,
-            t * b,
-            self.chunk,
-        )
+        self.explained = (rollout.behavior_value[:t], target, mask)
+        r = rollout
+        inputs = Inputs(r.obs, r.is_first, r.prev_action, r.prev_reward).map(lambda x: x[:t])
+        batch = Batch(
+            inputs, r.action, advantage, target, r.behavior_log_prob, r.behavior_value[:t], mask, r.core_state,
+            t * b, self.chunk,
+        )  # fmt: skip
+        if model.recurrent:
+            return batch
+        # Without a core rows are independent: flatten time, so that a part is a contiguous slice.
+        return map_tensors(lambda x: x.flatten(0, 1), batch, core_state=None)
 
-    def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
-        """The rollout itself, once."""
+    def batches(self, model: Network, rollout: Rollout) -> Iterator[AnyBatch]:
+        """The rollout, once."""
         batch = self.prepare(model, rollout)
         if self.algo.normalize_advantage:
             batch.advantage = normalize(batch.advantage, batch.mask)
@@ -235,7 +167,7 @@ class A2C:
         )
         return self.algo.entropy_coef * factor * math.exp(self.entropy_adjustment)
 
-    def loss(self, model: Network, batch: Batch) -> Loss:
+    def loss(self, model: Network, batch: Any) -> Loss:
         """Policy gradient, squared value error, entropy bonus."""
         params, value, _ = model(batch.inputs, batch.core_state)
         log_prob, entropy = self.dist.evaluate(params, batch.action)
@@ -258,15 +190,14 @@ class A2C:
                 self.entropy_adjustment = max(-_ENTROPY_MOST, min(_ENTROPY_MOST, moved))
 
     def gauges(self) -> dict[str, float]:
-        """How much of the value targets' variance the values explained, in the last rollout."""
-        return {} if self.judged is None else {"explained_variance": float(explained_variance(*self.judged))}
+        """The share of the value targets' variance that the values explained in the last rollout."""
+        return {} if self.explained is None else {"explained_variance": float(explained_variance(*self.explained))}
 
     def state_dict(self) -> dict[str, Tensor]:
         adjustment = torch.tensor([self.entropy_adjustment], dtype=torch.float64)
-        return {"entropy_adjustment": adjustment, **(self.running.state_dict() if self.running.carry else {})}
+        return {"entropy_adjustment": adjustment, **self.rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if "running_env" in state:
-            self.running.load_state_dict(state)
+        self.rewards.load_state_dict(state)
         if "entropy_adjustment" in state:
             self.entropy_adjustment = float(state["entropy_adjustment"])

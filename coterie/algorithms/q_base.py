@@ -1,23 +1,22 @@
-"""What value methods share: how they explore, the target network, how much training is due, and room for replay.
+"""The base of value methods: exploration, the target network, the replay ratio, and prefetching of batches.
 
-How often a row is trained on is held by construction: each rollout adds `intensity` times its rows to what is due, and
-batches are drawn while a batch's worth is.
+Each rollout adds `q.intensity` times its rows to the samples due; batches are sampled while a whole batch is due.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.algorithms.a2c import A2C, slices
-from coterie.config import Config
+from coterie.algorithms.base import ON_CPU, Clock, Compute, Loss, Rewards, slices
+from coterie.config import Config, Refusal
 from coterie.envs.pool import is_atari
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.threads import Team
@@ -26,19 +25,19 @@ from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec
 
 
 def greedy(values: Tensor, explore: Tensor | None, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The best of `values` `[B, A]`, or with probability `explore` `[B]` any; and its log-probability `[B]`."""
+    """The argmax of `values` `[B, A]`, or with probability `explore` a random action; and its log-probability."""
     best = values.argmax(-1)
     if explore is None:
         return best, torch.zeros(len(best), device=best.device)
     n = values.shape[-1]
-    drawn = torch.rand(2, len(best), generator=rng, device=best.device)
-    action = torch.where(drawn[0] < explore, (drawn[1] * n).long().clamp_(max=n - 1), best)
+    uniform = torch.rand(2, len(best), generator=rng, device=best.device)
+    action = torch.where(uniform[0] < explore, (uniform[1] * n).long().clamp_(max=n - 1), best)
     probability = explore / n + (1 - explore) * (action == best)
     return action, probability.clamp_(min=1e-12).log_()
 
 
-class Kept(Protocol):
-    """A replay: what was kept of rollouts, and is drawn from."""
+class Replay(Protocol):
+    """Stores rollouts, and samples batches of them by priority."""
 
     @property
     def size(self) -> int: ...
@@ -50,173 +49,216 @@ class Kept(Protocol):
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
-@dataclass(frozen=True)
-class Means:
-    """How a target network computes: the dtype of its torso, the most rows at once (0: all), threads for the pieces."""
+class QLearning(ABC):
+    """The base of DQN and R2D2. They add `make_replay`, `evaluate_target`, `batches` and `loss`."""
 
-    dtype: torch.dtype = torch.float32
-    chunk: int = 0
-    threads: int = 1
+    on_policy: ClassVar[bool] = False
+    value_based: ClassVar[bool] = True
+    refusals: ClassVar[tuple[Refusal, ...]]
+    batch_axis: ClassVar[int] = 0  # of the target network's output
 
-
-class Values:
-    """A value method's parts but for its loss. `batch_rows`: env steps that a batch trains on; `make_replay` is told of
-    the first rollout; `judge`: the target network's say on some of what was drawn, and `axis` along which that is cut
-    into pieces; `means`: how it computes.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        spec: Spec,
-        seed: int,
-        batch_rows: int,
-        make_replay: Callable[[Rollout], Kept],
-        judge: Callable[[Network, Any, slice], Tensor],
-        axis: int,
-        means: Means,
-    ) -> None:
-        self.base = base = A2C(config, spec)
-        self.clock, self.rewards, self.after_rollout = base.clock, base.rewards, base.after_rollout
-        self.config, self.own, self.batch_rows, self.means = config, config.q, batch_rows, means
-        self.make_replay, self.judge, self.axis = make_replay, judge, axis
-        self.judges = Team(means.threads)
-        self.draws: np.random.Generator | None = None  # of its own, where the replay is another's
-        self.sampled = config.q.eval_epsilon  # share of random actions of an evaluation that samples
-        self.replay: Kept | None = None
-        self.lender: Values | None = None  # whose replay this one draws from
-        self.target: Network | None = None
-        self.refresh: Callable[[], None] = _nothing
-        self.saved: dict[str, Tensor] = {}  # of a checkpoint, until replay and target network are there
-        # Env steps so far, those that the replay was given, samples to train on, env steps at the last copy.
-        self.rows, self.kept, self.copied = 0, 0, -1
+    def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
+        self.config, self.spec, self.q, self.compute, self.chunk = config, spec, config.q, compute, compute.chunk
+        self.rewards = Rewards(config.reward, config.algo)
+        self.clock = Clock()
+        self.sampled = config.q.eval_epsilon  # share of random actions
+        self.batch_rows = config.q.batch_size * self.rows_per_sample(config)  # env steps that a batch trains on
+        self.team = Team(compute.threads)  # evaluates the target network
+        self.sampling: np.random.Generator | None = None  # a secondary learner's; else the replay has its own
+        self.replay: Replay | None = None
+        self.lender: QLearning | None = None  # a secondary learner samples from this one's replay
+        self.target_model: Network | None = None
+        self.copy_weights: Callable[[], None] = _nothing  # into the target network
+        self.saved: dict[str, Tensor] = {}  # a checkpoint's, until replay and target network exist
+        # Env steps so far, those stored in the replay, samples to train on, env steps at the last target copy.
+        self.rows, self.stored, self.copied = 0, 0, -1
         self.due = 0.0
         self.seed, self.rng = seed, torch.Generator().manual_seed(seed)
-        self.ahead = ThreadPoolExecutor(1, "coterie-replay")  # puts the next batch together meanwhile
+        self.prefetcher = ThreadPoolExecutor(1, "coterie-replay")
 
-    def borrow(self, lender: Values) -> None:
-        """Draw from another's replay, by numbers of its own, and neither fill nor reprioritise it."""
-        self.lender, self.clock, self.draws = lender, lender.clock, np.random.default_rng(lender.seed + 1)
+    @staticmethod
+    def unroll_length(config: Config) -> int:
+        """Steps of each env in a rollout."""
+        return config.algo.unroll_length
+
+    @staticmethod
+    def training_threads(config: Config, most: int) -> int:
+        """Threads that share a batch, at most `most`."""
+        return most
+
+    @staticmethod
+    def steps_kind(config: Config) -> tuple[object, ...]:
+        """Settings that all-reduce needs equal in all learners."""
+        return ()
+
+    @staticmethod
+    @abstractmethod
+    def replay_bytes(config: Config, spec: Spec) -> int:
+        """Bytes of one learner's full replay."""
+
+    @staticmethod
+    def rows_per_sample(config: Config) -> int:
+        """Env steps that one sample of the replay trains on."""
+        return 1
+
+    @staticmethod
+    def first_rows(config: Config) -> int:
+        """Env steps of a learner after which the replay can be sampled."""
+        return 2 * config.env.num_envs * (config.algo.unroll_length + config.q.n_step)
+
+    @abstractmethod
+    def make_replay(self, rollout: Rollout) -> Replay:
+        """An empty replay for rollouts like this one."""
+
+    @abstractmethod
+    def evaluate_target(self, target: Network, rows: Any, at: slice) -> Tensor:
+        """The target network's output for the samples `at` of a batch, which lie along `batch_axis` of it."""
+
+    @abstractmethod
+    def batches(self, model: Network, rollout: Rollout) -> Iterator[Any]:
+        """The batches that are due after this rollout."""
+
+    @abstractmethod
+    def loss(self, model: Network, batch: Any) -> Loss:
+        """The loss of one part of a batch."""
+
+    def borrow(self, lender: QLearning) -> None:
+        """Sample from another learner's replay, with separate random numbers, and without writing priorities."""
+        self.lender, self.clock, self.sampling = lender, lender.clock, np.random.default_rng(lender.seed + 1)
 
     def acts_at(self, version: int) -> None:
-        """Somewhere else than with the learner: how far the run is, from the learner step of the weights."""
+        """In an actor: estimate the run's env steps from the learner step of the weights."""
         learners = self.config.learners if isinstance(self.config.learners, int) else 1
-        trained = version * self.batch_rows / self.own.intensity
-        self.clock.env_steps = int(min(self.config.steps, (trained + self.own.learn_start * (version > 0)) * learners))
+        trained = version * self.batch_rows / self.q.intensity
+        self.clock.env_steps = int(min(self.config.steps, (trained + self.q.learn_start * (version > 0)) * learners))
 
     def explore(self, env_id: Tensor) -> Tensor:
         """Share of random actions of each env `[B]`."""
-        own = self.own
-        if own.noisy:
+        if self.q.noisy:
             return torch.zeros(len(env_id), device=env_id.device)
-        if own.ladder:
+        if self.q.ladder:
             learners = self.config.learners if isinstance(self.config.learners, int) else 1
             envs = self.config.env.num_envs * learners
             place = (env_id % envs).float() / max(1, envs - 1)
-            return own.epsilon_end ** (1 + own.ladder * place)
-        left = max(0.0, 1 - self.clock.env_steps / max(1, own.epsilon_steps))
-        epsilon = own.epsilon_end + (own.epsilon - own.epsilon_end) * left
+            return self.q.epsilon_end ** (1 + self.q.ladder * place)
+        left = max(0.0, 1 - self.clock.env_steps / max(1, self.q.epsilon_steps))
+        epsilon = self.q.epsilon_end + (self.q.epsilon - self.q.epsilon_end) * left
         return torch.full((len(env_id),), epsilon, device=env_id.device)
 
     def act(
         self, model: Network, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]:
-        """The best action, or with probability `explore` any. The value is that of the action. Builds no graph."""
+        """Epsilon-greedy actions; the value is that of the chosen action. Builds no graph."""
         with torch.inference_mode():
-            if self.own.noisy:
+            if self.q.noisy:
                 model.resample(None if explore is None else rng)
             params, _, core_state = model(inputs, core_state)
             values = model.expected(params)
             action, log_prob = greedy(values, explore, rng)
             return AgentOutput(action, log_prob, values.gather(-1, action[..., None])[..., 0]), core_state
 
-    def drawn(self, model: Network, rollout: Rollout) -> Iterator[tuple[Any, Tensor]]:
-        """Keep the rollout; then what is due, as the replay gathers it, on the rollout's device, and what `judge` says
-        of it. How much that is depends only on how many rows there were: all learners that see as many train as often.
+    def due_batches(self, model: Network, rollout: Rollout) -> Iterator[tuple[Any, Tensor]]:
+        """Store the rollout, then sample the batches that are due: as gathered by the replay, on the rollout's device,
+        with the output of the target network. Their number depends only on how many rows there were, so learners that
+        see as many rows make as many steps.
         """
-        if self.target is None:
-            self.target, self.refresh = acting_copy(model, self.means.dtype, apart=True)
+        self._begin(model, rollout)
+        rows, device, replay = rollout.reward.numel(), rollout.reward.device, self.replay
+        assert replay is not None
+        if self.lender is None:
+            replay.add(rollout, self.rewards.clipped(rollout).cpu().numpy())
+        if self.stored >= self.q.learn_start:
+            if self.copied < 0:
+                self._copy()  # its normalizers have seen observations by now
+            self.due += rows * self.q.intensity
+        self.rows, self.stored = self.rows + rows, self.stored + rows
+        prefetched = None
+        while self.due >= self.batch_rows and replay.size:
+            self.due -= self.batch_rows
+            batch = (prefetched or self._fetch(device)).result()
+            prefetched = self._fetch(device) if self.due >= self.batch_rows else None
+            if self.q.noisy:
+                model.resample(self.rng)
+            yield batch
+        if self.rows - self.copied >= self.q.target_every:
+            self._copy()
+
+    def _begin(self, model: Network, rollout: Rollout) -> None:
+        """Make the target network and the replay at the first rollout, with a checkpoint's state if there is one."""
+        if self.target_model is None:
+            self.target_model, self.copy_weights = acting_copy(model, self.compute.dtype, apart=True)
             if target := {k.removeprefix("target/"): x for k, x in self.saved.items() if k.startswith("target/")}:
-                self.target.load_state_dict(target)
+                self.target_model.load_state_dict(target)
         if self.lender is not None:
-            self.replay, self.kept = self.lender.replay, self.lender.kept - rollout.reward.numel()
+            self.replay, self.stored = self.lender.replay, self.lender.stored - rollout.reward.numel()
         elif self.replay is None:
             self.replay = self.make_replay(rollout)
-            if kept := {k: x for k, x in self.saved.items() if k.startswith("replay/")}:
-                self.replay.load_state_dict(kept)
+            if state := {k: x for k, x in self.saved.items() if k.startswith("replay/")}:
+                self.replay.load_state_dict(state)
             else:
-                self.kept = 0  # what was not saved is gathered anew
+                self.stored = 0  # the replay was not saved and is refilled
         self.saved = {}
-        rows, device = rollout.reward.numel(), rollout.reward.device
-        assert self.replay is not None
-        if self.lender is None:
-            self.replay.add(rollout, self.rewards(rollout).cpu().numpy())
-        if self.kept >= self.own.learn_start:
-            if self.copied < 0:
-                self._copy()  # whose normalizers have seen something by now
-            self.due += rows * self.own.intensity
-        self.rows, self.kept = self.rows + rows, self.kept + rows
-        ahead = None
-        while self.due >= self.batch_rows and self.replay.size:
-            self.due -= self.batch_rows
-            found = (ahead or self._fetch(device)).result()
-            ahead = self._fetch(device) if self.due >= self.batch_rows else None
-            if self.own.noisy:
-                model.resample(self.rng)
-            yield found
-        if self.rows - self.copied >= self.own.target_every:
-            self._copy()
 
     def _copy(self) -> None:
         self.copied = self.rows
-        self.refresh()
+        self.copy_weights()
 
     def _fetch(self, device: torch.device) -> Future[tuple[Any, Tensor]]:
-        """Draw a batch; it is put together and judged while the last one trains."""
-        assert self.replay is not None and self.target is not None  # noqa: PT018
-        own, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
-        beta = own.beta + (own.beta_end - own.beta) * share if own.alpha else 0.0
-        picks = self.replay.draw(self.own.batch_size, beta, self.draws)
-        if self.own.noisy:  # here, for its numbers must come in a fixed order
-            self.target.resample(self.rng)
-        return self.ahead.submit(self._prepare, self.replay, self.target, picks, device)
+        """Sample a batch. It is gathered and evaluated in a thread, while the previous one trains."""
+        assert self.replay is not None and self.target_model is not None  # noqa: PT018
+        replay, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
+        beta = replay.beta + (replay.beta_end - replay.beta) * share if replay.alpha else 0.0
+        picks = self.replay.draw(self.q.batch_size, beta, self.sampling)
+        if self.q.noisy:  # here and not in the thread: random numbers are drawn in a fixed order
+            self.target_model.resample(self.rng)
+        return self.prefetcher.submit(self._prepare, self.replay, self.target_model, picks, device)
 
-    def _prepare(self, replay: Kept, target: Network, picks: Picks, device: torch.device) -> tuple[Any, Tensor]:
+    def _prepare(self, replay: Replay, target: Network, picks: Picks, device: torch.device) -> tuple[Any, Tensor]:
         rows = replay.gather(picks).to(device)
-        size = max(1, self.means.chunk * self.own.batch_size // self.batch_rows)  # of R2D2: sequences
-        pieces = slices(self.own.batch_size, size if self.means.chunk else 0, 1)
-        ways = self.judges.size
+        size = max(1, self.chunk * self.q.batch_size // self.batch_rows)  # samples; sequences for R2D2
+        pieces = slices(self.q.batch_size, size if self.chunk else 0, 1)
+        ways = self.team.size
 
         def work(k: int) -> list[Tensor]:
             with torch.no_grad():
-                return [self.judge(target, rows, at) for at in pieces[k::ways]]
+                return [self.evaluate_target(target, rows, at) for at in pieces[k::ways]]
 
-        done = self.judges.run([partial(work, k) for k in range(min(ways, len(pieces)))])
-        return rows, torch.cat([done[i % ways][i // ways] for i in range(len(pieces))], self.axis)
+        done = self.team.run([partial(work, k) for k in range(min(ways, len(pieces)))])
+        return rows, torch.cat([done[i % ways][i // ways] for i in range(len(pieces))], self.batch_axis)
 
     def after_step(self, model: Network, batch: Any) -> None:
-        """Give what was drawn the priority of its error."""
+        """Write the errors of the batch as the priorities of its samples."""
         assert self.replay is not None
         if self.config.replay.alpha:
             self.replay.update(batch.rows.picks, batch.priority.double().cpu().numpy())
+
+    def after_rollout(self, model: Network, rollout: Rollout) -> None:
+        """Update the running normalizers."""
+        self.rewards.update(model, rollout)
 
     def gauges(self) -> dict[str, float]:
         size = 0 if self.replay is None else self.replay.size
         return {"replay/size": size, "epsilon": float(self.explore(torch.arange(self.config.env.num_envs)).mean())}
 
     def state_dict(self) -> dict[str, Tensor]:
-        if self.saved:  # nothing was done since
+        if self.saved:  # loaded, and unchanged since
             return self.saved
-        target = {} if self.target is None else {f"target/{k}": x for k, x in self.target.state_dict().items()}
+        target = {} if self.target_model is None else self.target_model.state_dict()
         saves = self.config.replay.save and self.lender is None
-        kept = self.replay.state_dict() if self.replay is not None and saves else {}
-        counts = torch.tensor([self.rows, self.kept, self.copied, self.due], dtype=torch.float64)
-        return {**self.base.state_dict(), **target, **kept, "counts": counts, "rng": self.rng.get_state()}
+        replay = self.replay.state_dict() if self.replay is not None and saves else {}
+        return {
+            "entropy_adjustment": torch.zeros(1, dtype=torch.float64),  # part of the format of checkpoints
+            **self.rewards.state_dict(),
+            **{f"target/{k}": x for k, x in target.items()},
+            **replay,
+            "counts": torch.tensor([self.rows, self.stored, self.copied, self.due], dtype=torch.float64),
+            "rng": self.rng.get_state(),
+        }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.base.load_state_dict(state)
+        self.rewards.load_state_dict(state)
         *counts, self.due = state["counts"].tolist()
-        self.rows, self.kept, self.copied = (int(x) for x in counts)
+        self.rows, self.stored, self.copied = (int(x) for x in counts)
         self.rng.set_state(state["rng"])
         self.saved = state
 
@@ -225,12 +267,56 @@ def _nothing() -> None:
     pass
 
 
-def stack_of(config: Config) -> int:
-    """Frames of a stack of which replay keeps the newest only; 0: observations are kept as they are."""
+def stacked_frames(config: Config) -> int:
+    """Frames of a stack, of which the replay stores the newest only; 0: observations are stored whole."""
     return config.atari.stack if is_atari(config.env.id) and config.atari.stack > 1 else 0
 
 
-def size_of(config: Config) -> tuple[int, int]:
+def replay_size(config: Config) -> tuple[int, int]:
     """Envs and rows of one learner's replay."""
     learners = config.learners if isinstance(config.learners, int) else 1
     return config.replay.envs or config.env.num_envs, config.replay.capacity // learners
+
+
+def value_refusals(
+    rows: Callable[[Config], int], needed: Callable[[Config], int], first_rows: Callable[[Config], int]
+) -> tuple[Refusal, ...]:
+    """Refusals of all value methods. `rows`, `needed`: rows that the replay stores of each env, and must exceed.
+    `first_rows`: env steps after which the replay can be sampled.
+    """
+    return (
+        Refusal(
+            lambda c, s: s.action.kind != "categorical",
+            "algorithm",
+            "dqn and r2d2 need a Discrete action space, which this env does not have; use a2c, ppo or vtrace",
+        ),
+        Refusal(
+            lambda c, s: c.reward.normalize,
+            "reward.normalize",
+            "would rescale rewards that are already in the replay; use reward.clip or reward.scale",
+        ),
+        Refusal(
+            lambda c, s: c.q.learn_start < first_rows(c),
+            "q.learn_start",
+            "must be at least 2 x env.num_envs x (algo.unroll_length + q.n_step), for r2d2 env.num_envs x "
+            "(r2d2.burn_in + length + stride + algo.unroll_length): before that the replay cannot be sampled",
+        ),
+        Refusal(
+            lambda c, s: rows(c) <= needed(c),
+            "replay.capacity",
+            "is too small: each env of each learner needs more than algo.unroll_length + q.n_step + atari.stack rows, "
+            "for r2d2 more than r2d2.burn_in + r2d2.length, rounded down to whole rollouts",
+        ),
+        Refusal(lambda c, s: 0 < c.replay.envs < c.env.num_envs, "replay.envs", "must not be below env.num_envs"),
+        Refusal(lambda c, s: c.q.atoms > 0 and c.q.v_min >= c.q.v_max, "q.v_min", "must be below q.v_max"),
+        Refusal(
+            lambda c, s: c.q.atoms > 0 and c.replay.initial == "acting",
+            "replay.initial",
+            "acting needs values, but with q.atoms a priority is the divergence of distributions; use highest",
+        ),
+        Refusal(
+            lambda c, s: bool(c.allreduce.address),
+            "algorithm",
+            "dqn and r2d2 cannot join allreduce between machines: a machine that joins has an empty replay; use gossip",
+        ),
+    )

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.a2c import Loss, combine, slices
-from coterie.algorithms.q_base import Means, Values, size_of, stack_of
-from coterie.config import Config
+from coterie.algorithms.base import ON_CPU, Compute, Loss, combine, slices
+from coterie.algorithms.q_base import QLearning, replay_size, stacked_frames, value_refusals
+from coterie.config import Config, Refusal
 from coterie.models.build import Network
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
 from coterie.replay.sequences import SequenceRing, Sequences
@@ -23,7 +24,7 @@ from coterie.types import Inputs, Rollout, Spec
 
 @dataclass
 class Batch:
-    """Drawn sequences; a part holds at most `chunk` of their trained rows (0: all)."""
+    """Sampled sequences; a part holds at most `chunk` of their trained rows (0: all)."""
 
     rows: Sequences
     after: Tensor  # the target network's values from the end of the burn-in on, [length+1, n, A]
@@ -47,80 +48,113 @@ class Batch:
             yield Batch(part, self.after[:, at], self.chunk, self.length, self.count, self.priority[at])
 
 
-class R2D2:
+def _lengths(config: Config) -> tuple[int, int, int]:
+    return config.r2d2.length, config.r2d2.burn_in, config.r2d2.stride
+
+
+def _first_rows(config: Config) -> int:
+    return config.env.num_envs * (sum(_lengths(config)) + config.algo.unroll_length)
+
+
+def _whole_rows(config: Config) -> int:
+    """Rows that the replay stores of each env: whole rollouts."""
+    envs, capacity = replay_size(config)
+    return capacity // envs // config.algo.unroll_length * config.algo.unroll_length
+
+
+class R2D2(QLearning):
     """Sequences, with a recurrent core."""
 
-    def __init__(self, config: Config, spec: Spec, seed: int, means: Means) -> None:
-        self.config, self.spec, self.q, self.own = config, spec, config.q, config.r2d2
-        self.chunk, self.seed = means.chunk, seed
-        rows = config.r2d2.length * config.q.batch_size
-        self.base = base = Values(config, spec, seed, rows, self._replay, self._judge, 1, means)
-        self.clock, self.explore, self.acts_at, self.sampled = base.clock, base.explore, base.acts_at, base.sampled
-        self.act, self.after_step, self.after_rollout, self.gauges = (
-            base.act, base.after_step, base.after_rollout, base.gauges,
-        )  # fmt: skip
-        self.state_dict, self.load_state_dict = base.state_dict, base.load_state_dict
+    batch_axis = 1
+    refusals = (
+        *value_refusals(_whole_rows, lambda c: c.r2d2.burn_in + c.r2d2.length, _first_rows),
+        Refusal(
+            lambda c, s: c.model.core == "none",
+            "model.core",
+            "r2d2 trains a recurrent core on sequences; use lstm, or algorithm dqn",
+        ),
+        Refusal(
+            lambda c, s: any(x % c.algo.unroll_length for x in _lengths(c)),
+            "r2d2.length",
+            "must be a multiple of algo.unroll_length, and so must r2d2.burn_in and r2d2.stride: recurrent states are "
+            "stored once per rollout",
+        ),
+        Refusal(
+            lambda c, s: c.q.atoms > 0 or c.r2d2.stride < 1 or c.r2d2.length < 1,
+            "q.atoms",
+            "must be 0 with r2d2, and r2d2.length and r2d2.stride above 0: it learns values on sequences",
+        ),
+    )
 
-    def _replay(self, rollout: Rollout) -> SequenceRing:
-        own, replay, unroll = self.own, self.config.replay, self.config.algo.unroll_length
+    def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
+        super().__init__(config, spec, compute, seed)
+        self.r2d2 = config.r2d2
+
+    @staticmethod
+    def rows_per_sample(config: Config) -> int:
+        return config.r2d2.length
+
+    @staticmethod
+    def first_rows(config: Config) -> int:
+        return _first_rows(config)
+
+    def make_replay(self, rollout: Rollout) -> SequenceRing:
+        r2d2, replay, unroll = self.r2d2, self.config.replay, self.config.algo.unroll_length
         assert rollout.core_state is not None
         return SequenceRing(
-            self.spec, *size_of(self.config), unroll, (own.burn_in + own.length) // unroll, own.stride // unroll,
-            tuple(rollout.core_state.shape[1:]), frames=stack_of(self.config), alpha=replay.alpha, seed=self.seed,
-            disk=replay.disk, judge=self._first if replay.initial == "acting" else None,
+            self.spec, *replay_size(self.config), unroll, (r2d2.burn_in + r2d2.length) // unroll, r2d2.stride // unroll,
+            tuple(rollout.core_state.shape[1:]), frames=stacked_frames(self.config), alpha=replay.alpha, seed=self.seed,
+            disk=replay.disk, judge=self._first_priorities if replay.initial == "acting" else None,
         )  # fmt: skip
 
     @staticmethod
     def replay_bytes(config: Config, spec: Spec) -> int:
-        """What the replay of one learner takes when it is full."""
-        core = (2, config.model.core_size)
-        return SequenceRing.bytes_for(spec, *size_of(config), config.algo.unroll_length, core, stack_of(config))
+        core, frames = (2, config.model.core_size), stacked_frames(config)
+        return SequenceRing.bytes_for(spec, *replay_size(config), config.algo.unroll_length, core, frames)
 
     def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
-        """Keep the rollout, then draw what is due."""
-        n = self.q.batch_size
-        for rows, after in self.base.drawn(model, rollout):
-            yield Batch(
-                rows, after, self.chunk, self.own.length, self.own.length * n, torch.zeros(n, device=rows.weight.device)
-            )
+        """The batches that are due after this rollout."""
+        n, length = self.q.batch_size, self.r2d2.length
+        for rows, after in self.due_batches(model, rollout):
+            yield Batch(rows, after, self.chunk, length, length * n, torch.zeros(n, device=rows.weight.device))
 
     @torch.no_grad()
     def _warm(self, model: Network, inputs: Inputs, state: Tensor) -> tuple[Inputs, Tensor]:
-        """What follows the burn-in, and the state that it leaves behind."""
-        begin = self.own.burn_in
-        if not self.own.stored_state:
+        """The inputs after the burn-in, and the recurrent state at its end."""
+        begin = self.r2d2.burn_in
+        if not self.r2d2.stored_state:
             state = torch.zeros_like(state)
         if begin:
             state = model(inputs.map(itemgetter(slice(0, begin))), state)[2]
             torch.clear_autocast_cache()  # older torch would train on the casts of weights that were made here
         return inputs.map(itemgetter(slice(begin, None))), state
 
-    def _judge(self, target: Network, rows: Sequences, at: slice) -> Tensor:
+    def evaluate_target(self, target: Network, rows: Sequences, at: slice) -> Tensor:
         inputs = rows.inputs.map(itemgetter((slice(None), at)))
         params: Tensor = target(*self._warm(target, inputs, rows.core_state[at]))[0]
         return params
 
-    def _first(self, reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
-        """First priorities, by the values that acted; those of the actions taken stand for the best ones."""
-        begin = self.own.burn_in
+    def _first_priorities(self, reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
+        """Initial priorities from the acting values; those of the chosen actions stand for the greedy ones."""
+        begin = self.r2d2.burn_in
         reward, value, terminated, mask = reward[begin:], value[begin:], terminated[begin:], mask[begin:]
         wanted = self._targets(reward, value, terminated, mask)
         return self._mix((value[:-1] - wanted) * mask)
 
     def _targets(self, reward: Tensor, after: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
-        """What the values should be, `[T, n]`; `after` `[T+1, n]`: the target network's, of what is best there."""
+        """Value targets `[T, n]`; `after` `[T+1, n]`: the target network's values of the greedy actions."""
         total, discount, row = n_step_targets(reward, after, terminated, mask, self.config.algo.gamma, self.q.n_step)
-        real = unscale(after) if self.own.rescale else after
+        real = unscale(after) if self.r2d2.rescale else after
         wanted = total + discount * real.gather(0, row)
-        return rescale(wanted) if self.own.rescale else wanted
+        return rescale(wanted) if self.r2d2.rescale else wanted
 
     def _mix(self, error: Tensor) -> Tensor:
         size = error.abs()
-        return self.own.eta * size.amax(0) + (1 - self.own.eta) * size.mean(0)
+        return self.r2d2.eta * size.amax(0) + (1 - self.r2d2.eta) * size.mean(0)
 
-    def loss(self, model: Network, part: Batch) -> Loss:
-        """Squared error of the rows after the burn-in, weighted; the sequences' priorities are left in the part."""
-        rows, after, begin = part.rows, part.after, self.own.burn_in
+    def loss(self, model: Network, batch: Any) -> Loss:
+        """The weighted error of the rows after the burn-in; the sequences' priorities go to `batch.priority`."""
+        rows, after, begin = batch.rows, batch.after, self.r2d2.burn_in
         rest, state = self._warm(model, rows.inputs, rows.core_state)
         values = model(rest, state)[0]
         action, mask = rows.action[begin:], rows.mask[begin:]
@@ -131,6 +165,6 @@ class R2D2:
         found = values[:-1].gather(-1, action[..., None])[..., 0]
         error = found - wanted
         size = (error.detach() * mask).abs()
-        part.priority.copy_(self._mix(size))
+        batch.priority.copy_(self._mix(size))
         terms = {"q_loss": (1.0, rows.weight * huber(error, self.q.huber))}
-        return combine(terms, {"q": found.detach(), "q_error": size}, mask, part.count)
+        return combine(terms, {"q": found.detach(), "q_error": size}, mask, batch.count)

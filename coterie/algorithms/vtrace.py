@@ -10,26 +10,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.a2c import A2C, Loss, combine, slices
-from coterie.config import Config
+from coterie.algorithms.a2c import A2C
+from coterie.algorithms.base import ON_CPU, Compute, Loss, combine, slices
+from coterie.config import Config, Refusal, batch_size
 from coterie.models.build import Network
 from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae
 from coterie.ops.vtrace import vtrace
 from coterie.replay.trajectories import Fifo
-from coterie.types import Inputs, Rollout, Spec
+from coterie.types import Inputs, Rollout, Spec, map_tensors
 
-_SPREAD_RATE = 0.01  # at which the deviation follows: not this batch's own, which its parts do not know
+_SPREAD_RATE = 0.01  # of the running deviation: a part of a batch does not have the whole batch's
 _EPSILON = 1e-6  # what the variant `epsilon` adds to a probability before its logarithm
 
 
 @dataclass
 class Sequences:
-    """Whole rollouts of some envs, `[T+1, b]`: what V-trace looks at together."""
+    """Whole rollouts of some envs, `[T+1, b]`."""
 
     inputs: Inputs  # row T is there for its value only
     action: Tensor
@@ -41,21 +43,13 @@ class Sequences:
     count: int  # T x B of the whole batch
 
     def columns(self, at: slice | Tensor) -> Sequences:
-        return Sequences(
-            self.inputs.map(lambda x: x[:, at]),
-            self.action[:, at],
-            self.reward[:, at],
-            self.terminated[:, at],
-            self.behavior_log_prob[:, at],
-            self.mask[:, at],
-            self.core_state[at] if self.core_state is not None else None,
-            self.count,
-        )
+        state = None if self.core_state is None else self.core_state[at]
+        return map_tensors(lambda x: x[:, at], self, core_state=state)
 
 
 @dataclass
 class Batch:
-    """New rollouts and replayed ones. A part holds at most `chunk` steps (0: all of either kind)."""
+    """New and replayed rollouts. A part holds at most `chunk` steps (0: all of either kind)."""
 
     rollouts: list[Sequences]
     chunk: int
@@ -75,26 +69,51 @@ class Batch:
                 yield whole.columns(at)
 
 
-class VTrace:
-    """A2C's parts with targets that are corrected for the policy that acted."""
+class VTrace(A2C):
+    """A2C with targets that correct for the acting policy."""
 
-    def __init__(self, config: Config, spec: Spec, chunk: int = 0, seed: int = 0) -> None:
-        self.base = base = A2C(config, spec)
-        self.clock, self.act, self.after_rollout = base.clock, base.act, base.after_rollout
-        self.explore, self.acts_at, self.sampled = base.explore, base.acts_at, base.sampled
-        self.config, self.algo, self.own, self.chunk = config, config.algo, config.vtrace, chunk
-        self.gauges = base.gauges
-        self.spread = 0.0  # running mean of the squared advantage, where that is normalised
-        self.replay = Fifo(self.own.replay_capacity, seed) if self.own.replay_capacity else None
+    on_policy = False
+    refusals = (
+        Refusal(
+            lambda c, s: 0 < c.vtrace.replay_capacity < max(batch_size(c), _replayed(c)),
+            "vtrace.replay_capacity",
+            "must hold the new and the replayed rollouts of a batch; set it higher, or to 0",
+        ),
+        Refusal(
+            lambda c, s: not 0 <= c.vtrace.replay_share < 1,
+            "vtrace.replay_share",
+            "is a share of a batch: at least 0 and below 1",
+        ),
+        Refusal(
+            lambda c, s: c.vtrace.minibatch > 0 and batch_size(c) % c.vtrace.minibatch != 0,
+            "vtrace.minibatch",
+            "must divide the rollouts of a batch (env.num_envs, or the acting's batch_size)",
+        ),
+        Refusal(
+            lambda c, s: 0 < c.vtrace.rho_bar < (c.vtrace.c_bar or math.inf),
+            "vtrace.rho_bar",
+            "must not be below vtrace.c_bar: V-trace would not converge",
+        ),
+    )
+
+    def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
+        super().__init__(config, spec, compute, seed)
+        self.vtrace = config.vtrace
+        self.spread = 0.0  # running mean of the squared advantage, to normalize it
+        self.replay = Fifo(self.vtrace.replay_capacity, seed) if self.vtrace.replay_capacity else None
+
+    @staticmethod
+    def steps_kind(config: Config) -> tuple[object, ...]:
+        return (config.vtrace, batch_size(config) if config.vtrace.minibatch else 0)
 
     def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
-        """The rollout once, whole or a few columns at a time, with older ones beside them where there is replay."""
+        """The rollout once, whole or in minibatches of columns, with replayed rollouts beside it."""
         width = len(rollout.env_id)
-        size = self.own.minibatch or width
+        size = self.vtrace.minibatch or width
         new = self._sequences(model, rollout)
-        old = round(size * self.own.replay_share / (1 - self.own.replay_share)) if self.replay is not None else 0
+        old = round(size * self.vtrace.replay_share / (1 - self.vtrace.replay_share)) if self.replay is not None else 0
         for i in range(width // size):
-            # Every so manieth column: neighbours are of one actor.
+            # Every k-th column: neighbouring columns come from the same actor.
             whole = [new if size == width else new.columns(torch.arange(i, width, width // size))]
             if self.replay is not None and old and self.replay.size >= old:
                 whole.append(self._sequences(model, self.replay.sample(old, rollout)))
@@ -106,79 +125,83 @@ class VTrace:
             self.replay.add(rollout)
 
     def _sequences(self, model: Network, rollout: Rollout) -> Sequences:
-        reward = self.base.normalized_rewards(model, rollout)
+        reward = self.rewards.normalized(model, rollout)
         return Sequences(
             Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward),
             rollout.action, reward, rollout.terminated, rollout.behavior_log_prob, rollout.mask, rollout.core_state,
             rollout.reward.numel(),
         )  # fmt: skip
 
-    def loss(self, model: Network, part: Sequences) -> Loss:
+    def loss(self, model: Network, batch: Any) -> Loss:
         """Policy gradient and squared value error towards the corrected targets, entropy bonus."""
-        params, value, last = _judge(model, part)
-        log_prob, entropy = self.base.dist.evaluate(params, part.action)
-        log_ratio = (log_prob - part.behavior_log_prob).detach()
-        target, advantage = self._targets(log_ratio, torch.cat((value.detach(), last[None])), part)
+        params, value, last = _forward(model, batch)
+        log_prob, entropy = self.dist.evaluate(params, batch.action)
+        log_ratio = (log_prob - batch.behavior_log_prob).detach()
+        target, advantage = self._targets(log_ratio, torch.cat((value.detach(), last[None])), batch)
         squares = advantage**2
         if self.spread:
             advantage = advantage / (math.sqrt(self.spread) + 1e-6)
-        if self.own.correction == "epsilon":
+        if self.vtrace.correction == "epsilon":
             log_prob = (log_prob.exp() + _EPSILON).log()
         terms = {
             "policy_loss": (1.0, policy_gradient(log_prob, advantage)),
             "value_loss": (self.algo.value_coef, value_loss(value, target)),
-            "entropy": (-self.base.entropy_coef(), entropy),
+            "entropy": (-self.entropy_coef(), entropy),
         }
         watched = {"rho": log_ratio.clamp(max=math.log(1e3)).exp()}
         if self.algo.normalize_advantage:
             watched["advantage_square"] = squares
-        loss = combine(terms, watched, part.mask, part.count)
-        if self.own.loss == "sum":
-            loss.total = loss.total * part.count
+        loss = combine(terms, watched, batch.mask, batch.count)
+        if self.vtrace.loss == "sum":
+            loss.total = loss.total * batch.count
         return loss
 
-    def after_step(self, model: Network, batch: Batch) -> None:
-        self.base.after_step(model, batch)
-        if (
-            (found := batch.metrics.get("advantage_square", 0.0)) > 0
-            and math.isfinite(found)
-            and (valid := batch.valid)
-        ):
+    def after_step(self, model: Network, batch: Any) -> None:
+        super().after_step(model, batch)
+        found = batch.metrics.get("advantage_square", 0.0)
+        if found > 0 and math.isfinite(found) and (valid := batch.valid):
             found *= batch.count / valid
             self.spread = found if not self.spread else self.spread + _SPREAD_RATE * (found - self.spread)
 
     def _targets(self, log_ratio: Tensor, value: Tensor, part: Sequences) -> tuple[Tensor, Tensor]:
         """Value targets and advantages `[T, b]`."""
-        how, gamma, lam = self.own, self.algo.gamma, self.algo.gae_lambda
+        how, gamma, lam = self.vtrace, self.algo.gamma, self.algo.gae_lambda
         if how.correction == "vtrace":
             return vtrace(
                 log_ratio, part.reward, value, part.terminated, part.mask, gamma,
                 rho_bar=how.rho_bar or math.inf, c_bar=how.c_bar or math.inf, pg_rho_bar=how.pg_rho_bar or math.inf,
                 lam=lam, q_from=how.q_from,
             )  # fmt: skip
-        # As if the policy that acted were the learner's, but for the weight of each policy gradient in `one-step`.
+        # On-policy targets; `one-step` weights each policy gradient by its clipped importance ratio.
         advantage, target = gae(part.reward, value, part.terminated, part.mask, gamma, lam)
         if how.correction == "one-step":
             advantage = advantage * log_ratio.clamp(max=math.log(how.pg_rho_bar or 1e3)).exp()
         return target, advantage
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The replayed rollouts are not in it: after a resume they are gathered anew."""
+        """Without the replayed rollouts: a resumed run refills its replay."""
         rng = {} if self.replay is None else {"replay_rng": self.replay.rng.get_state()}
         spread = {"spread": torch.tensor([self.spread], dtype=torch.float64)} if self.spread else {}
-        return {**self.base.state_dict(), **rng, **spread}
+        return {**super().state_dict(), **rng, **spread}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.base.load_state_dict(state)
+        super().load_state_dict(state)
         if "spread" in state:
             self.spread = float(state["spread"])
         if self.replay is not None and "replay_rng" in state:
             self.replay.rng.set_state(state["replay_rng"])
 
 
-def _judge(model: Network, part: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-    """Policy parameters `[T, b, P]` and values `[T, b]` of what is learned from, and the value `[b]` of row T.
-    No gradient goes into the last: without a core it needs no backward pass either, a twentieth of the work.
+def _replayed(config: Config) -> int:
+    """Replayed rollouts of a batch."""
+    share = min(config.vtrace.replay_share, 0.999)
+    return round(batch_size(config) * share / (1 - share))
+
+
+def _forward(model: Network, part: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+    """Policy parameters `[T, b, P]`, values `[T, b]`, and the bootstrap value `[b]` of row T.
+
+    No gradient flows into the bootstrap value; without a core it skips the backward pass, a twentieth of the work.
     """
     if model.recurrent:
         params, value, _ = model(part.inputs, part.core_state)

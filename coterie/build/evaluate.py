@@ -19,7 +19,8 @@ from coterie.config import Config
 from coterie.envs.make import env_edges, make_envs, make_spec
 from coterie.envs.spaces import flatten
 from coterie.models.build import Network
-from coterie.build.factory import AnyAlgorithm, make_algorithm, make_model
+from coterie.algorithms.base import Algorithm
+from coterie.build.factory import make_algorithm, make_model
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
 from coterie.envs.tasks import are_normalized, overall, task_config, tasks
@@ -69,7 +70,7 @@ class Scores:
 
 
 def evaluate(
-    algorithm: AnyAlgorithm,
+    algorithm: Algorithm,
     model: Network,
     config: Config,
     *,
@@ -132,7 +133,7 @@ def evaluate(
 class Player:
     """A policy in front of one group of envs: keeps the core state and the last action."""
 
-    def __init__(self, algorithm: AnyAlgorithm, model: Network, envs: Envs, sampled: bool, seed: int) -> None:
+    def __init__(self, algorithm: Algorithm, model: Network, envs: Envs, sampled: bool, seed: int) -> None:
         self.algorithm, self.model, self.envs = algorithm, model, envs
         device = next(model.parameters()).device
         self.recorder = Recorder(local_fields(envs.spec, 1, envs.num_envs, device), [slice(0, envs.num_envs)], device)

@@ -16,14 +16,10 @@ import torch
 from torch import Tensor
 
 from coterie.acting.recorder import rollout_layout
-from coterie.algorithms.a2c import A2C
-from coterie.algorithms.dqn import DQN
-from coterie.algorithms.ppo import PPO, horizon
-from coterie.algorithms.r2d2 import R2D2
-from coterie.algorithms.q_base import Means
-from coterie.algorithms.vtrace import VTrace
-from coterie.build.resources import Layout, batch_size
-from coterie.config import Config, Schedule
+from coterie.algorithms.base import ON_CPU, Algorithm, Compute
+from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
+from coterie.build.resources import Layout
+from coterie.config import Config, Schedule, batch_size
 from coterie.envs.make import make_envs
 from coterie.envs.owner import Envs
 from coterie.exchange.allreduce import AllReduce
@@ -35,7 +31,6 @@ from coterie.exchange.solo import Guard, Solo
 from coterie.exchange.store import Store, Turns
 from coterie.exchange.topology import matrices
 from coterie.learner import Exchange
-from coterie.build.validity import VALUE
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule
@@ -59,31 +54,14 @@ def seed_for(seed: int, *key: int) -> int:
 ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
 
 
-_PLAIN = Means()
-AnyAlgorithm = A2C | PPO | VTrace | DQN | R2D2
 # (group, inputs, core state) -> output and the next core state
 Policy = Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
 
 
-def make_algorithm(config: Config, spec: Spec, means: Means = _PLAIN, rank: int = 0) -> AnyAlgorithm:
-    seed = seed_for(config.seed, BATCH_SEED, rank)
-    if config.algorithm == "dqn":
-        return in_place_of(config, "algorithm", DQN)(config, spec, seed, means)
-    if config.algorithm == "r2d2":
-        return in_place_of(config, "algorithm", R2D2)(config, spec, seed, means)
-    if config.algorithm == "ppo":
-        return in_place_of(config, "algorithm", PPO)(config, spec, means.chunk, seed)
-    if config.algorithm == "vtrace":
-        return in_place_of(config, "algorithm", VTrace)(config, spec, means.chunk, seed)
-    return in_place_of(config, "algorithm", A2C)(config, spec, means.chunk)
-
-
-def replay_bytes(config: Config, spec: Spec) -> int:
-    """What the replay of all learners takes when it is full, in memory or on disk: 0 where there is none."""
-    if config.algorithm not in VALUE:
-        return 0
-    own = R2D2 if config.algorithm == "r2d2" else DQN
-    return own.replay_bytes(config, spec) * (config.learners if isinstance(config.learners, int) else 1)
+def make_algorithm(config: Config, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> Algorithm:
+    """The run's algorithm, or the user's in its place."""
+    make: Callable[..., Algorithm] = algorithm_class(config)
+    return in_place_of(config, "algorithm", make)(config, spec, compute, seed_for(config.seed, BATCH_SEED, rank))
 
 
 def envs_of(
@@ -106,7 +84,7 @@ def envs_of(
     return envs, rngs
 
 
-def policy_of(algorithm: AnyAlgorithm, model: Network, rngs: list[torch.Generator], ids: list[Tensor]) -> Policy:
+def policy_of(algorithm: Algorithm, model: Network, rngs: list[torch.Generator], ids: list[Tensor]) -> Policy:
     """How a group's actions are chosen; `ids`: each group's envs."""
     ids = [x.to(rngs[0].device) for x in ids]
 
@@ -125,7 +103,7 @@ def make_model(config: Config, spec: Spec) -> Network:
     """The network with the run's initial weights: the same for every learner."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(config.seed))
-        return Network(spec, config.model, config.q if config.algorithm in VALUE else None)
+        return Network(spec, config.model, config.q if is_value_based(config) else None)
 
 
 def actor_env(config: Config, number: int, rank: int) -> tuple[Config, int]:
@@ -150,7 +128,7 @@ def task_of(config: Config, env_id: int) -> str:
 def acting_memory(config: Config, spec: Spec, model: Network) -> tuple[Slots, Weights]:
     """Where a learner's actors get weights from and leave rollouts."""
     state = model.initial_state(1)
-    layout = rollout_layout(spec, horizon(config), batch_size(config), () if state is None else state.shape[1:])
+    layout = rollout_layout(spec, unroll_length(config), batch_size(config), () if state is None else state.shape[1:])
     width = actor_env(config, 0, 0)[0].env.num_envs
     batches = 1 if config.decoupled.lockstep else 2 + config.decoupled.queue
     assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
@@ -237,10 +215,7 @@ def _ring(config: Config, params: FlatParams, moments: Moments, board: Board, ra
         params.slices,
         moments.size,
     ]
-    if config.algorithm == "ppo":  # as many learner steps for each rollout
-        parts += [config.ppo, config.env.num_envs, batch_size(config)]
-    if config.algorithm == "vtrace":
-        parts += [config.vtrace, batch_size(config) if config.vtrace.minibatch else 0]
+    parts += algorithm_class(config).steps_kind(config)
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
     kind = f"{config.algorithm} on {config.env.id} (weights and settings {digest})"
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from coterie.algorithms.q_base import Means
-from coterie.config import Config, elsewhere
+from coterie.algorithms.base import Compute
+from coterie.config import Config, batch_size, elsewhere
 from coterie.envs.make import make_spec
 from coterie.envs.pool import has_env
-from coterie.build.validity import VALUE, first_rows
+from coterie.algorithms.table import algorithm_class, first_rows, is_value_based
 from coterie.parallel.affinity import available_cores, bf16_is_fast
 from coterie.envs.tasks import tasks
 from coterie.types import ConfigError, Spec
@@ -19,7 +19,6 @@ from coterie.types import ConfigError, Spec
 # For each core where env.num_envs is auto.
 _IMAGE_ENVS, _VECTOR_ENVS = 16, 32
 _CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks.md)
-_SAMPLES_A_THREAD = 64  # of a batch of dqn
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Layout:
     chunk: int
 
     @property
-    def means(self) -> Means:
-        return Means(self.dtype, self.chunk, self.torch_threads)
+    def compute(self) -> Compute:
+        return Compute(self.dtype, self.chunk, self.torch_threads)
 
 
 def resolve(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Layout:
@@ -53,11 +52,7 @@ def resolve(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Layout:
     cores = cores or len(available_cores())
     # A second thread pays where a forward pass takes long; a small net's calls would only wait for the interpreter.
     most = cores if image and not cuda else 1
-    if config.algorithm == "dqn":
-        # Another thread gathers and judges the next batch meanwhile, and each part casts the weights anew (Nature CNN,
-        # bf16, 2 cores, two threads beside one: 23 and 17 ms for the passes of a batch of 32, as fast with 128, 1.4
-        # times as fast with 512).
-        most = max(1, min(most, config.q.batch_size // _SAMPLES_A_THREAD))
+    most = algorithm_class(config).training_threads(config, most)
     threads = config.torch_threads or most
     # Two groups: for images each has a thread; otherwise one thread acts for them in turns, which pays while a group's
     # step is short beside the threads' wake-ups (LunarLander, acting: 32 envs 51,200 steps/s with two groups and 38,700
@@ -91,7 +86,7 @@ def simulators(config: Config, learners: int, cores: int = 0) -> int:
     if batch and elsewhere(config).lockstep:
         return batch
     most = config.central.max_envs if config.acting == "central" else sys.maxsize
-    if config.algorithm in VALUE:
+    if is_value_based(config):
         most = min(most, int(config.q.learn_start // first_rows(one)))
     step = 2 if config.env.groups == 2 else 1
     if isinstance(config.actors, int):
@@ -151,8 +146,3 @@ def settle(config: Config, cores: int = 0) -> Config:
         ] or [1]
         actors = learners * _most(fitting, most)
     return replace(config, learners=learners, exchange=exchange, actors=actors)
-
-
-def batch_size(config: Config) -> int:
-    """Rollouts of one env each that a learner trains on at once."""
-    return (config.acting != "inline" and elsewhere(config).batch_size) or config.env.num_envs

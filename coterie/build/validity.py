@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import NamedTuple, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
-from coterie.algorithms.q_base import size_of
-from coterie.config import Config, elsewhere
+from coterie.algorithms.q_base import replay_size
+from coterie.algorithms.table import ALGORITHMS, algorithm_class, is_value_based
+from coterie.config import Config, Refusal, batch_size, elsewhere
 from coterie.plugins import check_own
 from coterie.envs.tasks import tasks
 from coterie.types import ConfigError, Spec
 from coterie.wire.auth import is_local, split
 
-ALGORITHMS: tuple[str, ...] = get_args(get_type_hints(Config)["algorithm"])
 ACTING: tuple[str, ...] = get_args(get_type_hints(Config)["acting"])
 EXCHANGES: tuple[str, ...] = tuple(x for x in get_args(get_type_hints(Config)["exchange"]) if x != "auto")
 LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
-
-
-ON_POLICY = ("a2c", "ppo")  # they cannot correct for an older policy
-VALUE = ("dqn", "r2d2")  # they learn what actions are worth
-
-
-class Refusal(NamedTuple):
-    """A cell or setting that makes no sense: refused when `applies`, with one line that names `field`."""
-
-    applies: Callable[[Config, Spec], bool]
-    field: str
-    reason: str
-
-
-def _image(spec: Spec) -> bool:
-    return any(s.is_image for s in spec.obs.values())
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -42,71 +25,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "exchange solo is one learner; with several use allreduce, hogwild, store or gossip",
     ),
     Refusal(
-        lambda c, s: c.algorithm in VALUE and s.action.kind != "categorical",
-        "algorithm",
-        "dqn and r2d2 choose one of so many actions, which this env has not: use a2c, ppo or vtrace",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm == "dqn" and c.model.core != "none",
-        "model.core",
-        "dqn learns from single steps and has no memory: use none, or algorithm r2d2",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm == "r2d2" and c.model.core == "none",
-        "model.core",
-        "r2d2 replays sequences for a memory: use lstm, or algorithm dqn",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm == "r2d2" and any(x % c.algo.unroll_length for x in _lengths(c)),
-        "r2d2.length",
-        "r2d2.length, burn_in and stride must be multiples of algo.unroll_length: recurrent states are kept at each",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm == "r2d2" and (c.q.atoms > 0 or c.r2d2.stride < 1 or c.r2d2.length < 1),
-        "q.atoms",
-        "r2d2 learns values, on sequences of some length and stride: leave q.atoms at 0, the others above",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm in VALUE and c.reward.normalize,
-        "reward.normalize",
-        "value learning keeps rewards, which must not change their scale afterwards: use reward.clip or reward.scale",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm in VALUE and c.q.learn_start < first_rows(c),
-        "q.learn_start",
-        "must be at least 2 x env.num_envs x (algo.unroll_length + q.n_step), for r2d2 env.num_envs x (r2d2.burn_in + "
-        "length + stride + algo.unroll_length): there is nothing to draw before",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm in VALUE and _ring(c) <= _least_ring(c),
-        "replay.capacity",
-        "is too small: each env of each learner needs more than algo.unroll_length + q.n_step + atari.stack rows, for "
-        "r2d2 more than r2d2.burn_in + r2d2.length, rounded down to whole rollouts",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm in VALUE and 0 < c.replay.envs < c.env.num_envs,
-        "replay.envs",
-        "must not be below env.num_envs",
-    ),
-    Refusal(
-        lambda c, s: c.q.secondary_batch > 0 and (c.algorithm not in VALUE or c.exchange != "solo"),
+        lambda c, s: c.q.secondary_batch > 0 and (not is_value_based(c) or c.exchange != "solo"),
         "q.secondary_batch",
         "a secondary learner follows one learner that has a replay: dqn or r2d2 with exchange solo",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm in VALUE and c.q.atoms > 0 and c.q.v_min >= c.q.v_max,
-        "q.v_min",
-        "must be below q.v_max",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm in VALUE and c.q.atoms > 0 and c.replay.initial == "acting",
-        "replay.initial",
-        "acting tells values, and the priority of distributions is a divergence: use highest",
-    ),
-    Refusal(
-        lambda c, s: c.exchange == "allreduce" and c.ppo.target_kl > 0 and c.algorithm == "ppo",
-        "ppo.target_kl",
-        "learners under allreduce must make as many steps: set it to 0",
     ),
     Refusal(
         lambda c, s: _only_lockstep(c.algorithm, c.acting) and not elsewhere(c).lockstep,
@@ -114,14 +35,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "a2c and ppo cannot correct for an older policy: set it to True, or use vtrace",
     ),
     Refusal(
-        lambda c, s: c.acting == "decoupled" and c.algorithm in ON_POLICY and c.decoupled.publish_every > 1,
+        lambda c, s: c.acting == "decoupled" and algorithm_class(c).on_policy and c.decoupled.publish_every > 1,
         "decoupled.publish_every",
         "a2c and ppo cannot correct for an older policy: leave it at 1",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm == "vtrace" and 0 < c.vtrace.replay_capacity < max(_batch(c), _replayed(c)),
-        "vtrace.replay_capacity",
-        "must hold a batch, new and replayed: more, or 0",
     ),
     Refusal(
         lambda c, s: c.algo.entropy_target != 0 and c.algo.entropy_coef == 0,
@@ -139,7 +55,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "2 groups need an even number of envs in each actor (env.num_envs x learners / actors)",
     ),
     Refusal(
-        lambda c, s: c.acting != "inline" and elsewhere(c).lockstep and _batch(c) != c.env.num_envs,
+        lambda c, s: c.acting != "inline" and elsewhere(c).lockstep and batch_size(c) != c.env.num_envs,
         "ACTING.batch_size",
         "in lockstep a batch has one rollout of each env: leave it at 0",
     ),
@@ -155,7 +71,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "several tasks need actors or hosts of their own: set acting decoupled or central",
     ),
     Refusal(
-        lambda c, s: c.acting == "decoupled" and _even(c) and _batch(c) % _width(c) != 0,
+        lambda c, s: c.acting == "decoupled" and _even(c) and batch_size(c) % _width(c) != 0,
         "decoupled.batch_size",
         "must be a multiple of the envs of an actor (env.num_envs x learners / actors)",
     ),
@@ -205,11 +121,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "needs the address by which the other machines know this one, not that of all its networks",
     ),
     Refusal(
-        lambda c, s: bool(c.allreduce.address) and c.algorithm in VALUE,
-        "algorithm",
-        "a machine that comes later has nothing to replay yet, while the others wait for its gradient: use gossip",
-    ),
-    Refusal(
         lambda c, s: (
             bool(c.allreduce.address) and not c.allreduce.trusted_network and not is_local(c.allreduce.address)
         ),
@@ -237,21 +148,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "between machines all hear all, since anybody may come and go: use auto",
     ),
     Refusal(
-        lambda c, s: c.algorithm == "vtrace" and not 0 <= c.vtrace.replay_share < 1,
-        "vtrace.replay_share",
-        "is a share of a batch: at least 0 and below 1",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm == "vtrace" and c.vtrace.minibatch > 0 and _batch(c) % c.vtrace.minibatch != 0,
-        "vtrace.minibatch",
-        "must divide the rollouts of a batch (env.num_envs, or the acting's batch_size)",
-    ),
-    Refusal(
-        lambda c, s: c.algorithm == "vtrace" and 0 < c.vtrace.rho_bar < (c.vtrace.c_bar or float("inf")),
-        "vtrace.rho_bar",
-        "must not be below vtrace.c_bar: V-trace would not converge",
-    ),
-    Refusal(
         lambda c, s: c.exchange == "store" and c.store.local_steps > 1 and not c.optim.rule.startswith("adam"),
         "store.local_steps",
         "several local steps are worked out for Adam only: set optim.rule adam or adam_eps_hat",
@@ -275,11 +171,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c, s: c.env.groups == 2 and c.env.num_envs % 2 == 1, "env.groups", "2 groups need an even env.num_envs"
     ),
     Refusal(
-        lambda c, s: c.algorithm == "ppo" and c.model.core == "none" and c.ppo.minibatch_size > _rows(c),
-        "ppo.minibatch_size",
-        "is larger than a rollout (algo.unroll_length x env.num_envs, or ppo.batch_size)",
-    ),
-    Refusal(
         lambda c, s: c.model.normalize_obs and not any(o.is_numeric for o in s.obs.values()),
         "model.normalize_obs",
         "has nothing to do: the env's observations are bytes or text",
@@ -289,31 +180,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 def room_of(config: Config) -> int:
     """Simulators that a learner can learn from: in value learning each has a ring of its replay."""
-    return size_of(config)[0] if config.algorithm in VALUE else sys.maxsize
-
-
-def first_rows(config: Config) -> int:
-    """Env steps of a learner after which there is something to draw in any case."""
-    if config.algorithm == "r2d2":
-        return config.env.num_envs * (sum(_lengths(config)) + config.algo.unroll_length)
-    return 2 * config.env.num_envs * (config.algo.unroll_length + config.q.n_step)
-
-
-def _ring(config: Config) -> int:
-    """Rows that a learner's replay keeps of each env; of r2d2 whole rollouts."""
-    envs, capacity = size_of(config)
-    rows = capacity // envs
-    return rows // config.algo.unroll_length * config.algo.unroll_length if config.algorithm == "r2d2" else rows
-
-
-def _least_ring(config: Config) -> int:
-    if config.algorithm == "r2d2":
-        return config.r2d2.burn_in + config.r2d2.length
-    return config.algo.unroll_length + config.q.n_step + config.atari.stack
-
-
-def _lengths(config: Config) -> tuple[int, int, int]:
-    return config.r2d2.length, config.r2d2.burn_in, config.r2d2.stride
+    return replay_size(config)[0] if is_value_based(config) else sys.maxsize
 
 
 def _learners(config: Config) -> int:
@@ -337,31 +204,22 @@ def _width(config: Config) -> int:
     return config.env.num_envs * _learners(config) // max(1, _actors(config))
 
 
-def _replayed(config: Config) -> int:
-    share = min(config.vtrace.replay_share, 0.999)
-    return round(_batch(config) * share / (1 - share))
-
-
-def _batch(config: Config) -> int:
-    return (config.acting != "inline" and elsewhere(config).batch_size) or config.env.num_envs
-
-
-def _rows(config: Config) -> int:
-    from coterie.algorithms.ppo import horizon
-
-    return horizon(config) * config.env.num_envs
+def every_refusal() -> list[Refusal]:
+    """All refusals, each once: the general ones and those of every choice."""
+    found = [*REFUSALS, *(one for kind in ALGORITHMS.values() for one in kind.refusals)]
+    return list({(one.field, one.reason): one for one in found}.values())
 
 
 def check(config: Config, spec: Spec) -> None:
     """Raise a one-line `ConfigError` for a combination that cannot work."""
-    for refusal in REFUSALS:
+    for refusal in (*REFUSALS, *algorithm_class(config).refusals):
         if refusal.applies(config, spec):
             raise ConfigError(f"{refusal.field.replace('ACTING', config.acting)}: {refusal.reason}")
     check_own(config)
 
 
 def _only_lockstep(algorithm: str, acting: str) -> bool:
-    return acting != "inline" and algorithm in ON_POLICY
+    return acting != "inline" and ALGORITHMS[algorithm].on_policy
 
 
 def table() -> str:

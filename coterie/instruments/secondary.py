@@ -12,8 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from coterie.algorithms.dqn import DQN
-from coterie.algorithms.r2d2 import R2D2
+from coterie.algorithms.q_base import QLearning
 from coterie.build.factory import make_algorithm, make_model
 from coterie.build.resources import Layout
 from coterie.config import Config
@@ -28,13 +27,13 @@ from coterie.types import Rollout, Spec
 class Secondary:
     """Follows `primary`, the algorithm whose replay it draws from."""
 
-    def __init__(self, config: Config, spec: Spec, layout: Layout, primary: DQN | R2D2, team: Team) -> None:
+    def __init__(self, config: Config, spec: Spec, layout: Layout, primary: QLearning, team: Team) -> None:
         own = config.q
         self.config = config = replace(config, q=replace(own, batch_size=own.secondary_batch))
         self.model = make_model(config, spec).to(layout.device)
         self.params = FlatParams(self.model)
-        self.algorithm = cast(DQN | R2D2, make_algorithm(config, spec, layout.means))
-        self.algorithm.base.borrow(primary.base)
+        self.algorithm = cast(QLearning, make_algorithm(config, spec, layout.compute))
+        self.algorithm.borrow(primary)
         guard = Guard(config.optim.max_grad_norm, config.optim.on_nonfinite == "skip")
         self.exchange = Solo(self.params, make_rule(config.optim), guard)
         self.gradients = Gradients(self.model, self.params, team, autocast(layout.device, layout.dtype))

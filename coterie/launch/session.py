@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from coterie.algorithms.table import replay_bytes
 from coterie.build.evaluate import check_spec, open_run
-from coterie.build.factory import Links, circle_of, make_model, net_of, normalizers, replay_bytes
+from coterie.build.factory import Links, circle_of, make_model, net_of, normalizers
 from coterie.build.resources import resolve, settle
 from coterie.build.validity import check
 from coterie.config import Config

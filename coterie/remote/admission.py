@@ -10,7 +10,7 @@ from typing import Any
 
 from coterie.acting.central import REMOTE, Central
 from coterie.acting.central_stream import Seat
-from coterie.algorithms.ppo import horizon
+from coterie.algorithms.table import unroll_length
 from coterie.build.factory import actor_env
 from coterie.config import Config
 from coterie.envs.tasks import tasks
@@ -77,7 +77,7 @@ def settings_of(config: Config, spec: Spec) -> dict[str, Any]:
     return {
         "env_id": config.env.id,
         "action": [_finite(x) for x in spec.to_json()["action"]],
-        "unroll_length": horizon(config),
+        "unroll_length": unroll_length(config),
         "newest_frame": config.central.newest_frame,
         "atari": asdict(config.atari),
         "env": {k: getattr(config.env, k) for k in ENV_SETTINGS},

@@ -15,7 +15,7 @@ import torch
 
 from coterie.acting.decoupled import Decoupled
 from coterie.acting.recorder import rollout_layout
-from coterie.algorithms.ppo import horizon
+from coterie.algorithms.table import unroll_length
 from coterie.build.validity import room_of
 from coterie.config import Config
 from coterie.remote.admission import Numbers, Visitor, settings_of
@@ -49,7 +49,7 @@ class Guests:
         self.numbers = Numbers(rank)
         more = {"envs": self.slots.width, "core": core, "config": to_dict(config)}
         self.settings = json.dumps(settings_of(config, spec) | more)
-        self.reads = rollout_tensors(spec, horizon(config), self.slots.width, core)
+        self.reads = rollout_tensors(spec, unroll_length(config), self.slots.width, core)
         self.learners = config.learners
         self.env_id = config.env.id
         self.room = room_of(config) - (config.env.num_envs if config.actors else 0)  # beside the run's own

@@ -20,9 +20,8 @@ from coterie.acting.central_stream import Shape
 from coterie.acting.decoupled import Decoupled
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, Stages, local_fields
-from coterie.algorithms.dqn import DQN
-from coterie.algorithms.ppo import horizon
-from coterie.algorithms.r2d2 import R2D2
+from coterie.algorithms.q_base import QLearning
+from coterie.algorithms.table import replay_bytes, unroll_length
 from coterie.build.factory import (
     POLICY_SEED,
     Links,
@@ -34,12 +33,11 @@ from coterie.build.factory import (
     normalizers,
     patience,
     policy_of,
-    replay_bytes,
     seed_for,
 )
-from coterie.build.resources import batch_size, resolve, settle
+from coterie.build.resources import resolve, settle
 from coterie.build.validity import check, room_of
-from coterie.config import Config
+from coterie.config import Config, batch_size
 from coterie.envs.make import make_spec
 from coterie.instruments.consensus import Sampled
 from coterie.instruments.norms import Norms
@@ -77,7 +75,7 @@ class Learner:
         keep_freed_memory()
         self.model = make_model(config, self.spec).to(layout.device)
         self.params = FlatParams(self.model)
-        self.algorithm = make_algorithm(config, self.spec, layout.means, links.rank)
+        self.algorithm = make_algorithm(config, self.spec, layout.compute, links.rank)
         self.progress, self.stages = Progress(), Stages()
         self._telling = threading.Lock()
         self.before: dict[str, int] = {}  # this learner's counts when it was started
@@ -120,14 +118,14 @@ class Learner:
 
         self.secondary: Secondary | None = None
         if config.q.secondary_batch:
-            primary = cast(DQN | R2D2, self.algorithm)
+            primary = cast(QLearning, self.algorithm)
             self.secondary = Secondary(config, self.spec, layout, primary, self.trainers)
 
     def _inline(self, life: int) -> Inline:
         config, layout = self.config, self.layout
         first = self.links.rank * config.env.num_envs
         envs, self.rngs = envs_of(config, layout, life, first)
-        fields = local_fields(self.spec, horizon(config), config.env.num_envs, layout.device, self._core())
+        fields = local_fields(self.spec, unroll_length(config), config.env.num_envs, layout.device, self._core())
         return in_place_of(config, "acting", Inline)(
             envs,
             policy_of(self.algorithm, self.actor, self.rngs, ids_of(envs, first)),
@@ -149,7 +147,7 @@ class Learner:
         config, layout, links = self.config, self.layout, self.links
         apart = layout.device.type == "cuda" and links.inference_gpu >= 0
         device = torch.device("cuda", links.inference_gpu) if apart else layout.device
-        make_fields = partial(local_fields, self.spec, horizon(config), core=self._core())
+        make_fields = partial(local_fields, self.spec, unroll_length(config), core=self._core())
         rng = torch.Generator(device).manual_seed(seed_for(config.seed, POLICY_SEED, life, links.rank))
         self.rngs = [rng]
 
@@ -161,7 +159,7 @@ class Learner:
         own = config.central
         most = min(own.max_envs, room_of(config))
         shape = Shape(
-            self.spec, config.env.num_envs if config.actors else 0, horizon(config), batch_size(config),
+            self.spec, config.env.num_envs if config.actors else 0, unroll_length(config), batch_size(config),
             1 if own.lockstep else 2 + own.queue, own.batch_min, own.batch_max, own.wait, own.lockstep,
             own.newest_frame, most, patience(config),
         )  # fmt: skip

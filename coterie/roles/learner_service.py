@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from coterie.algorithms.base import Algorithm
 from coterie.build.evaluate import Scores, evaluate
-from coterie.build.factory import EVAL_SEED, AnyAlgorithm, seed_for
+from coterie.build.factory import EVAL_SEED, seed_for
 from coterie.models.build import Network
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST
@@ -121,7 +122,7 @@ class Service:
         if not self.board.stopping:
             self.post("scores", {"order": order, "scores": scores})
 
-    def _scores(self, algorithm: AnyAlgorithm, model: Network) -> Scores:
+    def _scores(self, algorithm: Algorithm, model: Network) -> Scores:
         config = self.learner.config
         return evaluate(
             algorithm,

@@ -16,9 +16,10 @@ import torch
 from coterie.acting.central import Central
 from coterie.acting.decoupled import Decoupled
 from coterie.acting.recorder import Stages
+from coterie.algorithms.table import first_rows, is_value_based
 from coterie.build.factory import Links
 from coterie.build.resources import settle
-from coterie.build.validity import VALUE, check, first_rows
+from coterie.build.validity import check
 from coterie.config import Config
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.spaces import random_actions
@@ -68,7 +69,7 @@ def bench(config: Config, seconds: float) -> dict[str, Any]:
     Several learners are measured at once, each on its own cores, turn by turn together; rates are sums over them.
     """
     config = settle(config)
-    if config.algorithm in VALUE:
+    if is_value_based(config):
         config = replace(config, q=replace(config.q, learn_start=first_rows(config)))  # it is to train at once
     check(config, make_spec(config.env, config.atari))
     if len(tasks(config.env.id)) > 1:

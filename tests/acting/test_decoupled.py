@@ -26,7 +26,7 @@ def own_log_prob(learner, rollout):
     inputs = Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward)
     with torch.no_grad():
         params, value, _ = learner.actor(inputs, rollout.core_state)
-    return learner.algorithm.base.dist.log_prob(params[:-1], rollout.action), value
+    return learner.algorithm.dist.log_prob(params[:-1], rollout.action), value
 
 
 @pytest.mark.parametrize("image", [False, True])

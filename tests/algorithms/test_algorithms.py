@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from coterie.algorithms.a2c import A2C
-from coterie.algorithms.ppo import PPO, horizon
+from coterie.algorithms.base import Compute
+from coterie.algorithms.ppo import PPO
+from coterie.algorithms.table import unroll_length
 from coterie.config import Model, Schedule
 from coterie.learner import Gradients, autocast
 from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
+from coterie.runs.config_io import replace
 from coterie.types import Inputs
 from tests.conftest import IMAGE, VECTOR, make_config, make_rollout
 
@@ -26,7 +29,7 @@ def gradient(config, spec, rollout, *, kind=A2C, chunk=0, ways=1, seed=0, first_
     torch.manual_seed(seed)
     model = Network(spec, config.model)
     params = FlatParams(model)
-    algorithm = kind(config, spec, chunk)
+    algorithm = kind(config, spec, Compute(chunk=chunk))
     team = Team(ways)
     gradients = Gradients(model, params, team, FP32)
     metrics = []
@@ -158,11 +161,9 @@ def test_ppo_stops_its_epochs_past_the_target_kl():
 
 def test_the_horizon_shrinks_at_a_fixed_batch_size():
     config = make_config(algorithm="ppo", **{"ppo.batch_size": 2048})
-    assert [horizon(make_config(algorithm="ppo", **{"ppo.batch_size": 2048, "env.num_envs": n})) for n in (8, 512)] == [
-        256,
-        4,
-    ]
-    assert horizon(config) == 512
+    for num_envs, length in ((8, 256), (512, 4)):
+        assert unroll_length(replace(config, {"env.num_envs": num_envs})) == length
+    assert unroll_length(config) == 512
 
 
 @pytest.mark.parametrize(("clip", "seen"), [("none", [-3.0, 0.5]), ("sign", [-1.0, 1.0]), ("clamp", [-1.0, 0.5])])
@@ -170,7 +171,7 @@ def test_reward_clipping(clip, seen):
     config = make_config(**{"reward.clip": clip, "reward.scale": 2.0})
     rollout = make_rollout(VECTOR, 2, 1)
     rollout.reward = torch.tensor([[-3.0], [0.5]])
-    assert A2C(config, VECTOR).rewards(rollout).flatten().tolist() == [2 * x for x in seen]
+    assert A2C(config, VECTOR).rewards.clipped(rollout).flatten().tolist() == [2 * x for x in seen]
 
 
 def test_normalizers_change_only_after_a_rollout():

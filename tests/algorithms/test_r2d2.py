@@ -38,7 +38,7 @@ def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stor
 
     learner.run(look)
     learner.close()
-    ring = learner.algorithm.base.replay
+    ring = learner.algorithm.replay
     picks = ring.draw(40)
     drawn = [*zip((picks.index // ring.ring).tolist(), picks.stamp.tolist(), strict=True)]
     assert {*drawn} == {(env, begin) for env in range(4) for begin in begins}
@@ -63,7 +63,7 @@ def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stor
 def test_r2d2s_targets_and_priorities():
     algorithm, model = build(**CORE, **{"q.n_step": 2, "replay.alpha": 0.9, "q.double": True})
     batch = drawn(algorithm, model)[-1]
-    target, model = algorithm.base.target, moved(model)
+    target, model = algorithm.target_model, moved(model)
     (part,) = batch.parts()
     loss = algorithm.loss(model, part)
     rows, burn = batch.rows, 6
@@ -104,7 +104,7 @@ def test_sequences_never_join_two_lives_of_an_env():
             rollout.obs[0] = lives[-1].obs[-1]
         lives.append(rollout)
         list(algorithm.batches(model, rollout))
-    ring = algorithm.base.replay
+    ring = algorithm.replay
     begins = np.flatnonzero(ring.priorities.tree.leaves > 0) % ring.ring
     assert set(begins.tolist()) == {0, 1, 4, 5}  # three blocks long: none of them holds both 3 and 4
     assert isinstance(algorithm, R2D2)

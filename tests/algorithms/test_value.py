@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.algorithms.base import Compute
 from coterie.algorithms.dqn import DQN
-from coterie.algorithms.q_base import Means, greedy
+from coterie.algorithms.q_base import greedy
 from coterie.build.factory import make_model
 from coterie.learner import Gradients
 from coterie.models.build import Network
@@ -47,7 +48,7 @@ def test_parts_and_threads_add_up_to_the_whole_batch(name, chunk, ways):
 def test_the_target_is_the_definitions(double):
     algorithm, model = build(**{"q.double": double, "q.n_step": 3, "q.huber": 1.0})
     batch = drawn(algorithm, model)[-1]
-    target, model = algorithm.base.target, moved(model)
+    target, model = algorithm.target_model, moved(model)
     rows, expected = batch.rows, []
     first = torch.ones(1, dtype=torch.bool)
 
@@ -124,7 +125,7 @@ def test_a_greedy_noisy_network_has_no_noise():
 @pytest.mark.parametrize("name", ["plain", "r2d2"])
 def test_a_target_in_bf16_judges_as_one_in_float32_about_and_in_pieces_the_same(name):
     found = {}
-    for means in (Means(), Means(torch.bfloat16), Means(torch.float32, 12, 2)):
+    for means in (Compute(), Compute(torch.bfloat16), Compute(torch.float32, 12, 2)):
         algorithm, model = build(means=means, **VARIANTS[name], **{"model.hidden": (64,)})
         found[means] = drawn(algorithm, model)[-1].after
     plain, rounded, pieces = found.values()
@@ -137,13 +138,13 @@ def test_a_target_in_bf16_judges_as_one_in_float32_about_and_in_pieces_the_same(
 def test_the_target_network_follows_every_so_many_rows():
     algorithm, model = build(**{"q.target_every": 144})
     drawn(algorithm, model, 1)
-    first = [p.clone() for p in algorithm.base.target.parameters()]
+    first = [p.clone() for p in algorithm.target_model.parameters()]
     move(model)
     drawn(algorithm, model, 1)
-    assert all(torch.equal(a, b) for a, b in zip(first, algorithm.base.target.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, algorithm.target_model.parameters(), strict=True))
     drawn(algorithm, model, 1)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), algorithm.base.target.parameters(), strict=True))
-    assert not any(p.requires_grad for p in algorithm.base.target.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), algorithm.target_model.parameters(), strict=True))
+    assert not any(p.requires_grad for p in algorithm.target_model.parameters())
 
 
 def test_exploration():
@@ -204,10 +205,10 @@ def test_a_checkpoint_with_its_replay_goes_on_with_the_same_batches(name):
     assert again.state_dict().keys() == state.keys()
     for one in (algorithm, again):
         next(one.batches(model, make_rollout(VECTOR, 6, 8, 5, core_size=8 * model.recurrent)))
-    a, b = (one.base.replay.state_dict() for one in (algorithm, again))
+    a, b = (one.replay.state_dict() for one in (algorithm, again))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[k], b[k]) for k in a)
-    picks = [one.base.replay.draw(8).index for one in (algorithm, again)]
+    picks = [one.replay.draw(8).index for one in (algorithm, again)]
     assert np.array_equal(*picks)
 
 
@@ -219,10 +220,10 @@ def test_a_replay_that_was_not_saved_is_gathered_anew_before_it_is_trained_on():
     again.load_state_dict({k: x.clone() for k, x in algorithm.state_dict().items()})
     model = moved(model)
     assert [len(drawn(again, model, 1, seed=9 + i)) for i in range(4)] == [0, 0, 0, 2]
-    assert again.base.rows == 10 * 48
+    assert again.rows == 10 * 48
     # The target network is the checkpoint's, not the weights' of now.
-    saved = algorithm.base.target.state_dict()
-    assert all(torch.equal(x, saved[k]) for k, x in again.base.target.state_dict().items())
+    saved = algorithm.target_model.state_dict()
+    assert all(torch.equal(x, saved[k]) for k, x in again.target_model.state_dict().items())
 
 
 def test_the_dqn_of_an_image_keeps_single_frames():

@@ -28,7 +28,7 @@ def on_policy(rollout, config):
     inputs = Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward)
     with torch.no_grad():
         params, value, _ = model(inputs, rollout.core_state)
-        log_prob = VTrace(config, VECTOR).base.dist.log_prob(params[:-1], rollout.action)
+        log_prob = VTrace(config, VECTOR).dist.log_prob(params[:-1], rollout.action)
     return swap(rollout, behavior_log_prob=log_prob, behavior_value=value)
 
 
@@ -126,7 +126,7 @@ def test_a_sum_is_the_mean_times_the_rows():
 )
 def test_rewards_are_squashed(kind, expected):
     rollout = swap(make_rollout(VECTOR, 5, 1), reward=torch.tensor([[-2.0], [-0.5], [0.0], [0.5], [2.0]]))
-    rewards = A2C(make_config(**{"reward.clip": kind}), VECTOR).rewards(rollout)
+    rewards = A2C(make_config(**{"reward.clip": kind}), VECTOR).rewards.clipped(rollout)
     torch.testing.assert_close(rewards[:, 0], torch.tensor(expected), atol=1e-4, rtol=0)
 
 
@@ -135,14 +135,14 @@ def test_the_entropy_bonus_moves_towards_its_target():
     batch = next(algorithm.batches(Network(VECTOR, make_config().model), make_rollout(VECTOR, 4, 2)))
     valid = batch.valid / batch.count
     for entropy, up in ((0.3, True), (0.7, False)):
-        before = algorithm.base.entropy_coef()
+        before = algorithm.entropy_coef()
         batch.metrics = {"entropy": entropy * valid}
         for _ in range(20):
             algorithm.after_step(None, batch)
-        assert (algorithm.base.entropy_coef() > before) == up
+        assert (algorithm.entropy_coef() > before) == up
     again = VTrace(make_config(**{"algo.entropy_target": 0.5, "algo.entropy_coef": 0.01}), VECTOR)
     again.load_state_dict(algorithm.state_dict())
-    assert again.base.entropy_coef() == algorithm.base.entropy_coef()
+    assert again.entropy_coef() == algorithm.entropy_coef()
 
 
 @pytest.mark.parametrize("kind", [A2C, PPO, VTrace])

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from coterie.algorithms.q_base import Means
+from coterie.algorithms.base import Compute
 from coterie.build.factory import make_algorithm, make_model
 from tests.conftest import VECTOR, make_config, make_rollout
 
@@ -32,7 +32,7 @@ VARIANTS = {
 def build(means=None, **changes):
     config = make_config(**{"algorithm": "dqn", **SMALL, **changes})
     model = make_model(config, VECTOR)
-    algorithm = make_algorithm(config, VECTOR, means or Means())
+    algorithm = make_algorithm(config, VECTOR, means or Compute())
     return algorithm, model
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from coterie.algorithms.a2c import Loss
+from coterie.algorithms.base import Loss
 from coterie.instruments.norms import Norms
 from coterie.learner import Gradients
 from coterie.parallel.params import FlatParams

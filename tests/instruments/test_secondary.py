@@ -48,8 +48,8 @@ def test_it_starts_as_the_primary_and_trains_on_as_many_samples_of_its_replay(ch
     assert second.learner_steps * config.secondary_batch == own.learner_steps * config.batch_size > 0
     assert not torch.equal(second.params.data, begin)
     assert not torch.equal(second.params.data, learner.params.data)
-    assert second.algorithm.base.replay is learner.algorithm.base.replay
-    assert second.algorithm.base.target is not learner.algorithm.base.target
+    assert second.algorithm.replay is learner.algorithm.replay
+    assert second.algorithm.target_model is not learner.algorithm.target_model
     seen = dict(learner.model.named_buffers())  # it normalizes as the primary does
     assert all(torch.equal(x, seen[name]) for name, x in second.model.named_buffers())
     learner.close()

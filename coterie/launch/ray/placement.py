@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from coterie.build.resources import batch_size, simulators
-from coterie.build.validity import VALUE
-from coterie.config import Config, Env, elsewhere
+from coterie.algorithms.table import is_value_based
+from coterie.build.resources import simulators
+from coterie.config import Config, Env, batch_size, elsewhere
 from coterie.envs.tasks import tasks
 from coterie.ops.optim import scaled_lr
 from coterie.types import ConfigError
@@ -125,7 +125,7 @@ def lay_out(config: Config, machines: list[Machine], sites: int = 0) -> Layout:
 def _spreads(config: Config) -> bool:
     """Whether learners on several machines can have part in one run."""
     across = config.exchange in ("allreduce", "auto") and config.allreduce.trusted_network
-    return config.exchange == "gossip" or (across and config.algorithm not in VALUE)
+    return config.exchange == "gossip" or (across and not is_value_based(config))
 
 
 def _sites(config: Config, learners: int, room: list[int]) -> int:

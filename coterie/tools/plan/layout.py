@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coterie.algorithms.ppo import horizon
+from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
 from coterie.build import validity
-from coterie.build.resources import batch_size, resolve, settle
-from coterie.build.validity import ACTING, EXCHANGES, ON_POLICY, VALUE
-from coterie.config import Config, elsewhere
+from coterie.build.resources import resolve, settle
+from coterie.build.validity import ACTING, EXCHANGES
+from coterie.config import Config, batch_size, elsewhere
 from coterie.envs.tasks import tasks
 from coterie.parallel.affinity import place
 from coterie.types import ConfigError, Spec
@@ -159,7 +159,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     else:
         groups = mine.groups if not gpu else (own.env.groups or 2 - width % 2)
         threads = own.env.threads or (place_cores - 1 if gpu and place_cores > 1 else place_cores)
-    unroll = horizon(own)
+    unroll = unroll_length(own)
     steps, samples = updates(own, batch, unroll)
     section = elsewhere(own)
     lockstep = acting != "inline" and section.lockstep
@@ -178,7 +178,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
 def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
     """The config with other acting and exchange: its batches stay, and lockstep comes where nothing else works."""
     was, batch = elsewhere(config), 0 if config.acting == "inline" else elsewhere(config).batch_size
-    lockstep = config.algorithm in ON_POLICY or (config.acting == acting and was.lockstep)
+    lockstep = algorithm_class(config).on_policy or (config.acting == acting and was.lockstep)
     batch = 0 if lockstep else batch
     decoupled = replace(config.decoupled, lockstep=lockstep, batch_size=batch)
     central = replace(config.central, lockstep=lockstep, batch_size=batch)
@@ -193,7 +193,7 @@ def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
 def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
     """Optimizer steps for a batch of so many columns, and the samples in each."""
     rows = columns * unroll
-    if config.algorithm in VALUE:
+    if is_value_based(config):
         sequence = config.r2d2.length if config.algorithm == "r2d2" else 1
         samples = config.q.batch_size * sequence
         return rows * config.q.intensity / samples, samples

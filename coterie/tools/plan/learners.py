@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import simpy
 
-from coterie.algorithms.a2c import slices
+from coterie.algorithms.base import slices
 from coterie.tools.plan.costs import Costs
 from coterie.tools.plan.des import Bell, Cores, Meeting, Process
 from coterie.tools.plan.layout import Layout

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from coterie.algorithms.ppo import horizon
+from coterie.algorithms.table import first_rows, is_value_based, unroll_length
 from coterie.build.factory import Links
-from coterie.build.resources import batch_size, resolve, settle
-from coterie.build.validity import EXCHANGES, VALUE, check, first_rows
-from coterie.config import Chaos, Config
+from coterie.build.resources import resolve, settle
+from coterie.build.validity import EXCHANGES, check
+from coterie.config import Chaos, Config, batch_size
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
 from coterie.launch.placement import Placement
@@ -54,12 +54,12 @@ def lone(config: Config, envs: int, of: int, own: bool = False) -> Config:
     minibatch = max(1, round(config.ppo.minibatch_size * share))
     c = replace(
         c,
-        algo=replace(config.algo, unroll_length=horizon(c)),
+        algo=replace(config.algo, unroll_length=unroll_length(c)),
         ppo=replace(config.ppo, batch_size=0, minibatch_size=minibatch),
         env=replace(c.env, num_envs=envs),
         q=replace(config.q, batch_size=max(1, round(config.q.batch_size * share)), secondary_batch=0),
     )
-    if config.algorithm in VALUE:  # it is to train at once
+    if is_value_based(config):  # it is to train at once
         kept = min(config.replay.capacity, max(_CAPACITY, 4 * first_rows(c)))
         c = replace(c, q=replace(c.q, learn_start=first_rows(c)), replay=replace(c.replay, capacity=kept, envs=0))
     return c

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.algorithms.ppo import horizon
+from coterie.algorithms.table import unroll_length
 from coterie.build.factory import Links, make_exchange, normalizers
 from coterie.config import Config
 from coterie.envs.make import make_envs
@@ -133,7 +133,7 @@ def _turn(loop: Training, seconds: float) -> Turn:
     return {
         "env": d["env"] / groups,
         "act": d["act"] / groups,
-        "unroll": max(0.0, d["wall"] - booked) / groups * horizon(learner.config),
+        "unroll": max(0.0, d["wall"] - booked) / groups * unroll_length(learner.config),
         "train": d["train"] / steps,
         "exchange": d["exchange"] / steps,
         "samples": d["samples"] / steps,

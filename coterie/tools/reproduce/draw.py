@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from coterie.build.validity import VALUE
+from coterie.algorithms.table import ALGORITHMS
 from coterie.envs.atari57 import human_normalized
 from coterie.tools.report.charts import Line, lines
 from coterie.tools.report.runs import Method, RecordedRun
@@ -31,7 +31,9 @@ def order(run: RecordedRun) -> float:
 
 def begins(run: RecordedRun) -> float:
     """The env steps after which it trains."""
-    return float(run.config.get("q.learn_start") or 0) if run.config.get("algorithm") in VALUE else 0.0
+    return (
+        float(run.config.get("q.learn_start") or 0) if ALGORITHMS[str(run.config.get("algorithm"))].value_based else 0.0
+    )
 
 
 def rate(run: RecordedRun) -> float:

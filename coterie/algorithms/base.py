@@ -1,0 +1,136 @@
+"""The protocol of an algorithm, and what all algorithms share: losses, parts of batches, transformed rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from coterie.config import Algo, Reward
+from coterie.models.build import Network
+from coterie.ops.policy import masked_mean
+from coterie.ops.returns import RunningReturns
+from coterie.types import AgentOutput, Inputs, Rollout, map_obs
+
+
+@dataclass
+class Clock:
+    """The whole run's progress, for schedules. The learner sets it before each rollout's batches."""
+
+    env_steps: int = 0
+    episodes: int = 0
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Limits of a forward pass: the torso's dtype, most samples at once (0: all), and threads that share a batch."""
+
+    dtype: torch.dtype = torch.float32
+    chunk: int = 0
+    threads: int = 1
+
+
+ON_CPU = Compute()
+
+
+@dataclass
+class Loss:
+    """The tensor to minimise, and named scalars without a graph. Both are divided by the whole batch's count, so that
+    the losses of its parts add up.
+    """
+
+    total: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Batch(Protocol):
+    """The data of one optimizer step."""
+
+    count: int  # T x B of all of it, masked or not
+    metrics: dict[str, float]  # the whole batch's, after it was trained on
+
+    def parts(self, ways: int = 1) -> Iterator[Any]: ...  # pieces whose losses and gradients add up to the batch's
+
+
+class Algorithm(Protocol):
+    """What is learned. Everything that it owns is in its `state_dict`."""
+
+    clock: Clock
+    sampled: float  # what `explore` is in an evaluation that samples
+
+    def act(
+        self, model: Network, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
+    ) -> tuple[AgentOutput, Tensor | None]: ...  # greedy where `explore` is None; builds no graph
+    def explore(self, env_id: Tensor) -> Tensor: ...  # how much each env explores, [B]
+    def acts_at(self, version: int) -> None: ...  # in an actor: its weights are those of learner step `version`
+    def batches(self, model: Network, rollout: Rollout) -> Iterator[Any]: ...
+    def loss(self, model: Network, batch: Any) -> Loss: ...  # of one part
+    def after_step(self, model: Network, batch: Any) -> None: ...  # once per batch
+    def after_rollout(self, model: Network, rollout: Rollout) -> None: ...  # after its last batch
+    def gauges(self) -> dict[str, float]: ...  # for the metrics, beside the loss's
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+def slices(length: int, size: int, ways: int) -> list[slice]:
+    """Even pieces of at most `size` (0: any), in a multiple of `ways` if `length` allows."""
+    pieces = min(length, math.ceil(math.ceil(length / (size or length)) / ways) * ways)
+    return [slice(length * i // pieces, length * (i + 1) // pieces) for i in range(pieces)]
+
+
+def combine(terms: dict[str, tuple[float, Tensor]], watched: dict[str, Tensor], mask: Tensor, count: int) -> Loss:
+    """The weighted sum of the terms' means, and as metrics these means and those of `watched`, over the valid rows.
+
+    One reduction instead of one per term: for a small net the calls take most of the time.
+    """
+    columns = torch.stack([*(x for _, x in terms.values()), *watched.values()])
+    means = masked_mean(columns, mask, count)
+    weights = means.new_tensor([weight for weight, _ in terms.values()])
+    total = torch.dot(means[: len(terms)], weights)
+    return Loss(total, dict(zip([*terms, *watched], means.detach().unbind(), strict=True)))
+
+
+class Rewards:
+    """Clipping, scaling and normalization of rewards, and the running normalizers of observations and returns."""
+
+    def __init__(self, config: Reward, algo: Algo) -> None:
+        self.config, self.gamma = config, algo.gamma
+        self.running = RunningReturns()  # for the deviation of the return
+
+    def clipped(self, rollout: Rollout) -> Tensor:
+        """The rollout's rewards `[T, B]`, clipped and scaled."""
+        r, how = rollout.reward, self.config
+        if how.clip == "sign":
+            r = r.sign()
+        elif how.clip == "clamp":
+            r = r.clamp(-1, 1)
+        elif how.clip == "tanh":
+            r = r.tanh()
+        elif how.clip == "asymmetric":  # IMPALA, Figure D.1 (its code: 5 tanh(r / 5), and 0.3 of that below 0)
+            r = r.tanh()
+            r = 0.3 * r.clamp(max=0) + 5 * r.clamp(min=0)
+        return r * how.scale if how.scale != 1 else r
+
+    def normalized(self, model: Network, rollout: Rollout) -> Tensor:
+        """Clipped rewards, divided by the running deviation of the return if `reward.normalize` is set."""
+        reward = self.clipped(rollout)
+        return (reward / model.return_norm.deviation()).clamp(-10, 10) if self.config.normalize else reward
+
+    def update(self, model: Network, rollout: Rollout) -> None:
+        """Update the running normalizers, once the last batch has used the old ones."""
+        mask = rollout.mask
+        model.observe(map_obs(lambda x: x[: len(mask)], rollout.obs), mask)
+        if self.config.normalize:
+            returns = self.running.update(self.clipped(rollout), rollout.is_first, rollout.env_id, self.gamma)
+            model.return_norm.update(returns[mask])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.running.state_dict() if self.running.carry else {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if "running_env" in state:
+            self.running.load_state_dict(state)

@@ -1,0 +1,46 @@
+"""All algorithms by name. A user's algorithm is added by `coterie.plugins`."""
+
+from __future__ import annotations
+
+from coterie.algorithms.a2c import A2C
+from coterie.algorithms.dqn import DQN
+from coterie.algorithms.ppo import PPO
+from coterie.algorithms.q_base import QLearning
+from coterie.algorithms.r2d2 import R2D2
+from coterie.algorithms.vtrace import VTrace
+from coterie.config import Config
+from coterie.types import Spec
+
+ALGORITHMS: dict[str, type[A2C] | type[QLearning]] = {
+    "a2c": A2C,
+    "ppo": PPO,
+    "vtrace": VTrace,
+    "dqn": DQN,
+    "r2d2": R2D2,
+}
+
+
+def algorithm_class(config: Config) -> type[A2C] | type[QLearning]:
+    return ALGORITHMS[config.algorithm]
+
+
+def is_value_based(config: Config) -> bool:
+    """Whether the network outputs action values and the learner has a replay."""
+    return algorithm_class(config).value_based
+
+
+def unroll_length(config: Config) -> int:
+    """Steps of each env in a rollout."""
+    return algorithm_class(config).unroll_length(config)
+
+
+def first_rows(config: Config) -> int:
+    """Env steps of a learner after which it can train."""
+    kind = algorithm_class(config)
+    return kind.first_rows(config) if issubclass(kind, QLearning) else 0
+
+
+def replay_bytes(config: Config, spec: Spec) -> int:
+    """Bytes of the full replay of all learners, in memory or on disk; 0 without a replay."""
+    kind, learners = algorithm_class(config), config.learners if isinstance(config.learners, int) else 1
+    return kind.replay_bytes(config, spec) * learners if issubclass(kind, QLearning) else 0

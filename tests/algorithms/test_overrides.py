@@ -1,0 +1,76 @@
+"""A user's subclass of a built-in algorithm is obeyed, whichever methods it overrides, and its state is saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from coterie import presets
+from coterie.algorithms.a2c import A2C
+from coterie.algorithms.base import Algorithm
+from coterie.algorithms.dqn import DQN
+from coterie.algorithms.ppo import PPO
+from coterie.algorithms.r2d2 import R2D2
+from coterie.algorithms.vtrace import VTrace
+from coterie.roles.learner import Learner
+
+METHODS = {name for name, value in vars(Algorithm).items() if callable(value) and not name.startswith("_")}
+SMALL = {"q.learn_start": 160, "q.batch_size": 8, "q.target_every": 30, "replay.capacity": 4000, "env.num_envs": 2}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "MyA2C": ("a2c", {}),
+    "MyPPO": ("ppo", {"ppo.minibatch_size": 8, "algo.unroll_length": 8}),
+    "MyVTrace": ("impala", {"acting": "inline", "env.num_envs": 4, "learners": 1, "actors": "auto"}),
+    "MyDQN": ("dqn", SMALL),
+    "MyR2D2": (
+        "seed-r2d2",
+        {
+            **SMALL, "acting": "inline", "algo.unroll_length": 5, "r2d2.length": 10, "r2d2.burn_in": 5,
+            "r2d2.stride": 5, "actors": "auto",
+        },
+    ),
+}  # fmt: skip
+
+
+def counting(base: type) -> type:
+    """A subclass that overrides every method of the protocol to count its calls, with one more tensor of state."""
+
+    def override(method: str) -> Any:
+        def call(self: Any, *args: Any) -> Any:
+            if "calls" not in vars(self):
+                self.calls = Counter()
+            self.calls[method] += 1
+            found = getattr(base, method)(self, *args)
+            return {**found, "mine": torch.tensor(7)} if method == "state_dict" else found
+
+        return call
+
+    return type(f"My{base.__name__}", (base,), {method: override(method) for method in METHODS})
+
+
+MyA2C, MyPPO, MyVTrace, MyDQN, MyR2D2 = (counting(base) for base in (A2C, PPO, VTrace, DQN, R2D2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_subclass_that_overrides_every_method_is_obeyed(name: str) -> None:
+    preset, options = CASES[name]
+    config = presets.make(preset, "CartPole-v1", **{**options, "own.algorithm": f"{__name__}:{name}"})
+    learner, rollouts = Learner(config), []
+
+    def enough(rollout: Any) -> bool:
+        rollouts.append(1)
+        return len(rollouts) == 60 or (len(rollouts) > 2 and learner.progress.learner_steps > 2)
+
+    try:
+        learner.run(enough)
+        learner.algorithm.acts_at(1)
+        learner.algorithm.gauges()
+        saved = learner.tensors()
+        learner.load(saved)
+        assert int(saved["algorithm"]["mine"]) == 7
+        assert set(learner.algorithm.calls) == METHODS
+        assert not METHODS & set(vars(learner.algorithm))
+    finally:
+        learner.close()
