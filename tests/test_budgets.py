@@ -12,7 +12,7 @@ from tests.test_layers import MODULES, ROOT, imports
 
 TESTS = Path(__file__).parent
 
-LIBRARY_LINES = 19_600  # everything but tools/
+LIBRARY_LINES = 19_750  # everything but tools/
 TOOLS_LINES = 6_200
 TESTS_LINES = 24_600
 TOP_LEVEL_MODULES = 8

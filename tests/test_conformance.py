@@ -11,22 +11,24 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.algorithms.table import ALGORITHMS
 from coterie.build import validity
 from coterie.roles.learner import Learner
 from coterie.types import Inputs, Rollout
 from tests.conftest import make_config
+from tests.support.cells import ON_POLICY, fast_and_slow
 from tests.support.crew import crewed
 
-CELLS = [
-    (algorithm, acting, exchange, groups)
-    for algorithm in validity.ALGORITHMS
-    for acting in validity.ACTING
-    for exchange in validity.EXCHANGES
-    for groups in (1, 2)
-    if groups == 1
-    or acting != "central"
-    or algorithm not in validity.ON_POLICY  # in lockstep a host's envs are one group
-]
+CELLS = fast_and_slow(
+    [
+        (algorithm, acting, exchange, groups)
+        for algorithm in ALGORITHMS
+        for acting in validity.ACTING
+        for exchange in validity.EXCHANGES
+        for groups in (1, 2)
+        if groups == 1 or acting != "central" or algorithm not in ON_POLICY  # in lockstep a host's envs are one group
+    ]
+)
 
 
 # Value learning begins within the few rollouts of a test.
@@ -104,7 +106,7 @@ def check_alignment(learner: Learner, seen: list[Rollout]) -> None:
     produced = sum(int(r.mask.sum()) for r in seen)
     assert learner.progress.env_steps == produced
     assert learner.progress.masked == sum(int((~r.mask).sum()) for r in seen)
-    if learner.config.algorithm in validity.ON_POLICY:
+    if learner.config.algorithm in ON_POLICY:
         assert learner.progress.policy_lag_max == 0
     assert learner.progress.lags.total() == sum(r.mask.numel() for r in seen)
 
@@ -120,8 +122,8 @@ def test_counting_env_through_worker_processes(algorithm, acting, exchange, grou
             "env.num_envs": 4,
             "env.groups": groups,
             "actors": 1 if acting == "decoupled" else "auto",
-            "decoupled.lockstep": algorithm in validity.ON_POLICY,
-            "central.lockstep": algorithm in validity.ON_POLICY,
+            "decoupled.lockstep": algorithm in ON_POLICY,
+            "central.lockstep": algorithm in ON_POLICY,
             "env.threads": 2,
             "algo.unroll_length": 7,
             "ppo.minibatch_size": 14,
@@ -172,8 +174,8 @@ def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
             "env.num_envs": 4,
             "env.groups": groups,
             "actors": 1 if acting == "decoupled" else "auto",
-            "decoupled.lockstep": algorithm in validity.ON_POLICY,
-            "central.lockstep": algorithm in validity.ON_POLICY,
+            "decoupled.lockstep": algorithm in ON_POLICY,
+            "central.lockstep": algorithm in ON_POLICY,
             "env.max_episode_steps": 12,
             "algo.unroll_length": 9,
             "ppo.minibatch_size": 18,

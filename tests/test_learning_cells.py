@@ -22,6 +22,7 @@ from coterie.envs.make import make_spec
 from coterie.types import ConfigError
 from tests.launch.harness import last_checkpoint
 from tests.launch.test_decoupled import check
+from tests.support.cells import ON_POLICY
 
 Cell = tuple[str, str, str]  # algorithm, acting, exchange
 
@@ -81,8 +82,8 @@ def cell_config(cell: Cell, preset: str = "", **changes: Any) -> Config:
         "acting": acting,
         "exchange": exchange,
         "learners": 1 if exchange == "solo" else 2,
-        "decoupled.lockstep": algorithm in validity.ON_POLICY,
-        "central.lockstep": algorithm in validity.ON_POLICY,
+        "decoupled.lockstep": algorithm in ON_POLICY,
+        "central.lockstep": algorithm in ON_POLICY,
         **changes,
     }
     return presets.make(preset or PRESET[algorithm], fields.pop("env.id", CATCH), **fields)
@@ -97,7 +98,7 @@ def refusal(config: Config) -> str:
     return ""
 
 
-AXES = (validity.ALGORITHMS, validity.ACTING, validity.EXCHANGES)
+AXES = (tuple(ALGORITHMS), validity.ACTING, validity.EXCHANGES)
 PRODUCT: list[Cell] = list(product(*AXES))
 REFUSED = {cell: why for cell in PRODUCT if (why := refusal(cell_config(cell)))}
 CELLS = [cell for cell in PRODUCT if cell not in REFUSED]
@@ -118,7 +119,7 @@ def train(config: Config, out: Path) -> dict[str, Any]:
     assert summary["status"] == "finished"
     assert summary["env_steps"] >= config.steps
     assert summary["rows"]["rolled_back"] == summary.get("restarts", 0) == 0
-    if config.algorithm in validity.ON_POLICY:
+    if config.algorithm in ON_POLICY:
         assert summary["policy_lag_max"] == 0
     if config.exchange == "allreduce":
         assert len(summary["digests"]) == 2
@@ -197,7 +198,7 @@ def test_no_cell_is_left_out_but_those_that_are_refused(tmp_path: Path) -> None:
             wanted = {
                 "learners": exchange == "solo" and learners == 2,
                 "model.core": ALGORITHMS[algorithm].value_based and (model.core == "none") == (algorithm == "r2d2"),
-                f"{acting}.lockstep": algorithm in validity.ON_POLICY and acting != "inline" and not lockstep,
+                f"{acting}.lockstep": algorithm in ON_POLICY and acting != "inline" and not lockstep,
             }
             said = refusal(changed)
             assert said.partition(":")[0] in ([field for field, refused in wanted.items() if refused] or [""])
