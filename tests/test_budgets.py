@@ -13,7 +13,7 @@ from tests.test_layers import MODULES, ROOT, imports
 TESTS = Path(__file__).parent
 
 LIBRARY_LINES = 19_750  # everything but tools/
-TOOLS_LINES = 6_200
+TOOLS_LINES = 6_210
 TESTS_LINES = 24_600
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 400

@@ -212,7 +212,7 @@ def every_refusal() -> list[Refusal]:
 
 def check(config: Config, spec: Spec) -> None:
     """Raise a one-line `ConfigError` for a combination that cannot work."""
-    for refusal in (*REFUSALS, *algorithm_class(config).refusals):
+    for refusal in (*algorithm_class(config).refusals, *REFUSALS):
         if refusal.applies(config, spec):
             raise ConfigError(f"{refusal.field.replace('ACTING', config.acting)}: {refusal.reason}")
     check_own(config)
