@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 from coterie.types import Spec
 
+ExchangeName = Literal["auto", "solo", "allreduce", "hogwild", "store", "gossip"]
+
 
 @dataclass(frozen=True)
 class Env:
@@ -348,7 +350,7 @@ class Config:
     preset: str = ""
     algorithm: Literal["a2c", "ppo", "vtrace", "dqn", "r2d2"] = "a2c"
     acting: Literal["inline", "decoupled", "central"] = "inline"
-    exchange: Literal["auto", "solo", "allreduce", "hogwild", "store", "gossip"] = "auto"  # auto: solo, or allreduce
+    exchange: ExchangeName = "auto"  # auto: solo, or allreduce
     launch: Literal["local", "ray"] = "local"  # ray: on the machines of a Ray cluster
     learners: int | Literal["auto"] = 1  # auto: one for each core, or for each GPU where there are any
     actors: int | Literal["auto"] = "auto"  # actors, or env hosts, of all learners together

@@ -5,50 +5,46 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from coterie.acting.recorder import Stages
-from coterie.algorithms.base import Algorithm, Batch
-from coterie.exchange.solo import Guard, Steps
-from coterie.instruments.norms import Norms
+from coterie.acting.recorder import Acting, Stages
+from coterie.algorithms.base import Algorithm, Batch, Clock
+from coterie.exchange.base import Exchange
 from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.types import CoterieError, Rollout
 
 
-class Exchange(Protocol):
-    """How learners agree. A context manager: entering gets the first weights, leaving tells the others."""
+class Observer:
+    """Looks at training without changing it. Observers are in `instruments/`; by default there are none."""
 
-    guard: Guard
+    def gradient(self, env_steps: int, algorithm: Algorithm, batch: Batch) -> None:
+        """The gradient of a batch was computed. `env_steps`: learned before this rollout."""
 
-    @property
-    def steps(self) -> Steps: ...  # the whole run's, as far as this learner knows
-    def __enter__(self) -> Exchange: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def pull(self, params: FlatParams) -> None: ...  # make the local weights current
-    def step(self, params: FlatParams, lr: float) -> float: ...  # agree, clip, check, update, clear the gradient
-    def after_rollout(self, params: FlatParams) -> None: ...
-    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]: ...
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+    def step(self) -> None:
+        """The learner step was made."""
 
+    def rollout(self, rollout: Rollout, lr: float) -> None:
+        """The last batch of a rollout was trained on."""
 
-class Acting(Protocol):
-    """Where actions are chosen: a source of rollouts that takes published weights."""
+    def gauges(self) -> dict[str, float]:
+        """For the metrics."""
+        return {}
 
-    def publish(self, version: int) -> None: ...
-    def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]: ...
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """For the checkpoint, by name."""
+        return {}
+
+    def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        """Restore what `tensors` gave."""
 
 
 @dataclass
@@ -81,8 +77,29 @@ class Progress:
         self.lag_by_row = [a + b for a, b in zip(self.lag_by_row, means, strict=True)] if self.rollouts else means
         self.rollouts += 1
 
-    def add(self, name: str, value: float) -> None:
-        self.metrics[name] = self.metrics.get(name, 0.0) + value
+    def begin(self, rollout: Rollout, exchange: Exchange, clock: Clock, learners: int) -> int:
+        """Count a rollout that training begins on, and set the algorithm's clock; returns the run's env steps."""
+        total = exchange.steps.total
+        self.episodes += len(rollout.episodes)
+        clock.env_steps, clock.episodes = total, self.episodes * learners  # an estimate: only steps are exchanged
+        exchange.steps.add(int(rollout.mask.sum()))
+        self.count_lag(rollout.policy_version)
+        return total
+
+    def count(self, batch: Batch) -> None:
+        """Count a learner step and add up its metrics."""
+        self.learner_steps += 1
+        self.samples_trained += batch.count
+        self.batches += 1
+        for name, value in batch.metrics.items():
+            if math.isfinite(value):  # a skipped batch leaves no NaN in the means
+                self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    def end(self, rollout: Rollout) -> None:
+        """Count a rollout that was learned."""
+        valid = int(rollout.mask.sum())
+        self.env_steps += valid
+        self.masked += rollout.mask.numel() - valid
 
     def read(self) -> dict[str, float]:
         """Means over the batches since the last call."""
@@ -102,19 +119,21 @@ class Gradients:
         self.models = [model, *(cast(Network, twin) for twin, _ in twins)]
         self.grads = [grad for _, grad in twins]
 
-    def compute(self, algorithm: Algorithm, batch: Batch, half: Tensor | None = None) -> dict[str, float]:
-        """Add the batch's gradient to `params.grad`, and that of half of it to `half`; returns the loss's metrics."""
-        ways = len(self.models)
-        if half is None:
-            return self._add(algorithm, list(batch.parts(ways)))
-        parts = list(batch.parts(2 * ways))
-        first, rest = parts[::2], parts[1::2]
-        found = self._add(algorithm, first)
-        if rest:
-            half.copy_(self.params.grad)
-            for name, value in self._add(algorithm, rest).items():
-                found[name] += value
-        return found
+    def compute(self, algorithm: Algorithm, batch: Batch) -> dict[str, float]:
+        """Add the batch's gradient to `params.grad`; returns the loss's metrics."""
+        return self._add(algorithm, list(batch.parts(len(self.models))))
+
+    def of_half(self, algorithm: Algorithm, batch: Batch) -> Tensor | None:
+        """The gradient of half of the batch, in a new tensor; None for a batch of one part."""
+        parts, grad = list(batch.parts(2 * len(self.models))), self.params.grad
+        if len(parts) < 2:
+            return None
+        whole = grad.clone()
+        grad.zero_()
+        self._add(algorithm, parts[::2])
+        half = grad.clone()
+        grad.copy_(whole)
+        return half
 
     def _add(self, algorithm: Algorithm, parts: list[Any]) -> dict[str, float]:
         ways = len(self.models)
@@ -136,82 +155,69 @@ class Gradients:
         return {name: sum(float(sums[name]) for sums in done) for name in done[0]}
 
 
-def take_step(exchange: Exchange, params: FlatParams, totals: dict[str, float], lr: float, where: str) -> None:
-    """Let the gradient of a batch with the metrics `totals` have its effect, and add its norm to them."""
-    if any(not math.isfinite(v) for v in totals.values()):
+def take_step(exchange: Exchange, params: FlatParams, metrics: dict[str, float], lr: float, where: str) -> float:
+    """Apply the gradient of a batch with these metrics; returns its norm."""
+    if any(not math.isfinite(v) for v in metrics.values()):
         params.grad.fill_(math.nan)  # a loss that is not finite must not pass because its gradient is
     try:
-        totals["grad_norm"] = exchange.step(params, lr)
+        return exchange.step(params, lr)
     except CoterieError as error:
-        shown = ", ".join(f"{k} {v:.4g}" for k, v in totals.items())
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items())
         raise type(error)(f"{error} at {where} ({shown})") from None
 
 
-def learn(
-    model: Network,
-    params: FlatParams,
-    algorithm: Algorithm,
-    acting: Acting,
-    exchange: Exchange,
-    gradients: Gradients,
-    progress: Progress,
-    settings: LearnSettings,
-) -> None:
-    """Train until `settings.on_rollout` says stop (it is asked after every rollout)."""
+@dataclass
+class Parts:
+    """What a learner consists of."""
 
-    stages = settings.stages
+    model: Network
+    params: FlatParams
+    algorithm: Algorithm
+    acting: Acting
+    exchange: Exchange
+    gradients: Gradients
+    lr: Callable[[int], float]  # the run's env steps -> learning rate
+    learners: int = 1
+    progress: Progress = field(default_factory=Progress)
+    stages: Stages = field(default_factory=Stages)
+    observers: list[Observer] = field(default_factory=list)
+
+
+def learn(parts: Parts, on_rollout: Callable[[Rollout], bool]) -> None:
+    """Train until `on_rollout` returns True; it is called after every rollout."""
+    algorithm, exchange, params, progress, stages = (
+        parts.algorithm, parts.exchange, parts.params, parts.progress, parts.stages,
+    )  # fmt: skip
 
     def refresh() -> None:
         begin = time.perf_counter()
         exchange.pull(params)
         stages.add("pull", begin)
-        acting.publish(progress.learner_steps)
+        parts.acting.publish(progress.learner_steps)
 
-    for rollout in acting.rollouts(refresh):
+    for rollout in parts.acting.rollouts(refresh):
         begin = time.perf_counter()
-        total = exchange.steps.total
-        lr, algorithm.clock.env_steps = settings.lr(total), total
-        progress.episodes += len(rollout.episodes)
-        algorithm.clock.episodes = progress.episodes * settings.learners  # nobody asks the others for theirs
-        valid = int(rollout.mask.sum())
-        exchange.steps.add(valid)
-        progress.count_lag(rollout.policy_version)
-        for batch in algorithm.batches(model, rollout):
-            half = settings.norms.begin(progress.env_steps) if settings.norms is not None else None
-            totals = gradients.compute(algorithm, batch, half)
+        lr = parts.lr(progress.begin(rollout, exchange, algorithm.clock, parts.learners))
+        for batch in algorithm.batches(parts.model, rollout):
+            batch.metrics = parts.gradients.compute(algorithm, batch)
             begin = stages.add("train", begin)
-            if half is not None:
-                cast(Norms, settings.norms).gradient(half)
-            take_step(exchange, params, totals, lr, f"learner step {progress.learner_steps}")
-            if half is not None:
-                cast(Norms, settings.norms).step()
-            batch.metrics = totals
-            algorithm.after_step(model, batch)
+            for observer in parts.observers:
+                observer.gradient(progress.env_steps, algorithm, batch)
+            where = f"learner step {progress.learner_steps}"
+            batch.metrics["grad_norm"] = take_step(exchange, params, batch.metrics, lr, where)
+            for observer in parts.observers:
+                observer.step()
+            algorithm.after_step(parts.model, batch)
             begin = stages.add("exchange", begin)
-            progress.learner_steps += 1
-            progress.samples_trained += batch.count
-            progress.batches += 1
-            for name, value in totals.items():
-                if math.isfinite(value):  # a skipped batch leaves no NaN in the means
-                    progress.add(name, value)
-        algorithm.after_rollout(model, rollout)
+            progress.count(batch)
+        algorithm.after_rollout(parts.model, rollout)
         exchange.after_rollout(params)
-        progress.env_steps += valid
-        progress.masked += rollout.mask.numel() - valid
+        progress.end(rollout)
         stages.add("train", begin)
-        if settings.on_rollout(rollout):
+        for observer in parts.observers:
+            observer.rollout(rollout, lr)
+        if on_rollout(rollout):
             return
-
-
-@dataclass
-class LearnSettings:
-    """What the loop needs besides its parts."""
-
-    lr: Callable[[int], float]  # env steps so far -> learning rate
-    stages: Stages
-    on_rollout: Callable[[Rollout], bool]  # True: stop
-    learners: int = 1
-    norms: Norms | None = None  # looks at some of the steps
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:

@@ -59,6 +59,10 @@ class Inline:
     def gauges(self) -> dict[str, float]:
         return {}
 
+    def rest(self) -> int:
+        """Nothing acts between rollouts."""
+        return 0
+
     def publish(self, version: int) -> None:
         """The learner's weights changed: act with those of learner step `version` from now on."""
         self.on_publish()

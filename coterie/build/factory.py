@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -22,15 +23,8 @@ from coterie.build.resources import Layout
 from coterie.config import Config, Schedule, batch_size
 from coterie.envs.make import make_envs
 from coterie.envs.owner import Envs
-from coterie.exchange.allreduce import AllReduce
-from coterie.exchange.shared_weights import Central, Shift, central_memory
-from coterie.exchange.gossip import Circle, Gossip, gossip_memory
-from coterie.exchange.hogwild import Hogwild
-from coterie.exchange.elastic import Ring
-from coterie.exchange.solo import Guard, Solo
-from coterie.exchange.store import Store, Turns
-from coterie.exchange.topology import matrices
-from coterie.learner import Exchange
+from coterie.exchange.base import Exchange, Peers, Setup
+from coterie.exchange.table import exchange_kind
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule
@@ -137,30 +131,16 @@ def acting_memory(config: Config, spec: Spec, model: Network) -> tuple[Slots, We
     return slots, Weights(size, normalizers(config, model).size)
 
 
-_GUESTS = 8  # learners of other machines that there is room for
-
-
 @dataclass(frozen=True)
-class Links:
-    """What ties a learner to the others: its place among them, the board, and the memory that its exchange needs."""
+class Links(Peers):
+    """A learner's place in the run: its peers, its GPUs, and how it reaches its actors or env hosts."""
 
-    rank: int = 0
-    board: Board = field(default_factory=lambda: Board(1))
-    memory: SharedArrays | None = None
-    rendezvous: Path | None = None  # allreduce: the file where they meet
     gradients: SharedArrays | None = None  # where gradients are left to be compared
-    circle: Circle | None = None  # gossip: who takes part, where that is not only this run's learners
-    rejoin: bool = False  # gossip: the others are at work already
     gpu: int = 0
     inference_gpu: int = -1  # central: the GPU that chooses actions; -1: the learner's device does
-    core: int = -1  # the core that this learner shares with others; -1: it has cores of its own
     slots: Slots | None = None  # decoupled: where this learner's actors leave rollouts
     weights: Weights | None = None  # and take weights
     address: str = ""  # central: where this learner's hosts find it
-
-    @property
-    def learners(self) -> int:
-        return len(self.board.here)
 
 
 def normalizers(config: Config, model: Network) -> Moments:
@@ -169,33 +149,10 @@ def normalizers(config: Config, model: Network) -> Moments:
     return Moments(cast(list[Normalizer], used))
 
 
-def circle_of(config: Config, learners: int) -> Circle:
-    """So many learners that gossip, and room for those who may come; the run's own are the first."""
-    own = config.gossip
-    seats = (own.seats or learners + _GUESTS) if own.bind else learners
-    topology = ("complete" if own.bind else "ring") if own.topology == "auto" else own.topology
-    return Circle(0, matrices(topology, seats, own.peers))
-
-
 def net_of(model: Network) -> str:
     """A digest of what the weights are called and how large they are: learners with other ones cannot average."""
     shapes = [(name, list(p.shape)) for name, p in model.state_dict().items()]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
-
-
-def exchange_memory(
-    config: Config, params: FlatParams, moments: Moments, learners: int, circle: Circle | None = None
-) -> SharedArrays | None:
-    """The memory that the learners' exchange needs, with these weights where it holds any."""
-    if config.exchange == "gossip":
-        circle = circle or circle_of(config, learners)
-        memory = gossip_memory(circle.seats, len(params.data), moments.size)
-        memory.arrays["here"][circle.first : circle.first + learners] = 1
-        return memory
-    if config.exchange in ("hogwild", "store"):
-        chunks = config.store.chunks if config.exchange == "store" else 1
-        return central_memory(params.data.cpu(), make_rule(config.optim), chunks, moments.read())
-    return None
 
 
 def patience(config: Config) -> float:
@@ -203,64 +160,11 @@ def patience(config: Config) -> float:
     return 10 + 2 * config.log.stall
 
 
-def _ring(config: Config, params: FlatParams, moments: Moments, board: Board, rank: int) -> Ring:
-    """The way of learner `rank` to learners of other machines, who must train the very same."""
-    own = config.allreduce
-    optim = replace(config.optim, lr=0.0, schedule=Schedule(), sqrt_scaling_from=0, chunk=0)  # the rest is each one's
-    parts: list[object] = [
-        replace(config.algo, poll=0),
-        config.own.algorithm,
-        config.own.exchange,
-        optim,
-        params.slices,
-        moments.size,
-    ]
-    parts += algorithm_class(config).steps_kind(config)
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
-    kind = f"{config.algorithm} on {config.env.id} (weights and settings {digest})"
-
-    def ended() -> bool:
-        board.beat[rank] = time.monotonic()  # who waits for other machines is not the one that hangs
-        return board.stopping
-
-    return Ring(split(own.address), own.machines if own.bind else 0, kind, config.seed, patience(config), ended)
+def exchange_setup(config: Config, params: FlatParams, moments: Moments, peers: Peers) -> Setup:
+    """What the exchange of one learner is made of."""
+    same, substitute = algorithm_class(config).steps_kind(config), partial(in_place_of, config, "exchange")
+    return Setup(config, params, moments, peers, patience(config), same, substitute)
 
 
-def make_exchange(config: Config, params: FlatParams, moments: Moments, links: Links) -> Exchange:
-    rule = make_rule(config.optim)
-    timeout = patience(config)
-    guard = Guard(config.optim.max_grad_norm, config.optim.on_nonfinite == "skip")
-    if config.exchange == "solo":
-        return in_place_of(config, "exchange", Solo)(params, rule, guard)
-    rank, learners, board = links.rank, links.learners, links.board
-    if config.exchange == "allreduce":
-        meeting = links.rendezvous or own_folder() / "meeting"
-        across = _ring(config, params, moments, board, rank) if config.allreduce.address else None
-        return in_place_of(config, "exchange", AllReduce)(
-            params, rule, guard, moments, board, rank, meeting, timeout, across, config.steps
-        )
-    memory = links.memory or exchange_memory(config, params, moments, learners)
-    assert memory is not None
-    if config.exchange == "gossip":
-        lockstep = config.gossip.tau == 0
-        return in_place_of(config, "exchange", Gossip)(
-            params, rule, guard, moments, memory, board,
-            OwnSteps(learners) if lockstep else BoardSteps(board, rank), rank,
-            links.circle or circle_of(config, learners),
-            tau=config.gossip.tau, mix_every=config.gossip.mix_every, timeout=timeout, rejoin=links.rejoin,
-        )  # fmt: skip
-    if config.exchange == "hogwild":
-        central = Central(memory, moments, 1, timeout)
-        # Bytes 0 and 1 of the memory are the locks of the weights and of the normalizers.
-        shift = Shift(central.locks, 2 + links.core, board, rank) if links.core >= 0 else None
-        own = config.hogwild.statistics == "own"
-        return in_place_of(config, "exchange", Hogwild)(
-            params, rule, guard, central, BoardSteps(board, rank), own, shift
-        )
-    central = Central(memory, moments, config.store.chunks, timeout)
-    turns = Turns(board, rank, timeout) if config.store.fixed_turns else None
-    steps = OwnSteps(learners) if turns else BoardSteps(board, rank)
-    betas = (config.optim.beta1, config.optim.beta2)
-    return in_place_of(config, "exchange", Store)(
-        params, rule, guard, central, steps, config.store.local_steps, betas, turns
-    )
+def make_exchange(config: Config, params: FlatParams, moments: Moments, peers: Peers) -> Exchange:
+    return exchange_kind(config).connect(exchange_setup(config, params, moments, peers))

@@ -14,6 +14,7 @@ from coterie.envs.pool import has_env
 from coterie.algorithms.table import algorithm_class, first_rows, is_value_based
 from coterie.parallel.affinity import available_cores, bf16_is_fast
 from coterie.envs.tasks import tasks
+from coterie.exchange.table import exchange_kind, resolve_exchange
 from coterie.types import ConfigError, Spec
 
 # For each core where env.num_envs is auto.
@@ -44,7 +45,7 @@ def resolve(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Layout:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is not available here; use cpu or auto")
     cuda = config.device == "cuda" or (
-        config.device == "auto" and torch.cuda.is_available() and config.exchange != "hogwild"
+        config.device == "auto" and torch.cuda.is_available() and exchange_kind(config).on_gpu
     )
     device = torch.device(f"cuda:{gpu}" if cuda else "cpu")
     image = any(s.is_image for s in spec.obs.values())
@@ -109,7 +110,7 @@ def _most(fitting: list[int], limit: int) -> int:
 
 def gpus_of(config: Config) -> tuple[int, int]:
     """GPUs that train, and after them those that only choose actions (`central.inference_gpus`)."""
-    there = 0 if config.device == "cpu" or config.exchange == "hogwild" else torch.cuda.device_count()
+    there = torch.cuda.device_count() if config.device != "cpu" and exchange_kind(config).on_gpu else 0
     acting = config.central.inference_gpus if config.acting == "central" else 0
     if acting and acting >= there:
         raise ConfigError(f"central.inference_gpus: there are {there} GPUs here, and one at least has to train")
@@ -123,10 +124,8 @@ def settle(config: Config, cores: int = 0) -> Config:
     learners, (gpus, _) = config.learners, gpus_of(config)
     cores = cores or len(available_cores())
     if learners == "auto":
-        learners = 1 if config.exchange == "solo" else gpus or cores
-    exchange = config.exchange
-    if exchange == "auto":
-        exchange = "solo" if learners == 1 and not config.allreduce.address else "allreduce"
+        learners = 1 if exchange_kind(config).one_learner else gpus or cores
+    exchange = resolve_exchange(replace(config, learners=learners))
     if not config.env.num_envs:
         config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))
     actors = config.actors

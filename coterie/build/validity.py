@@ -10,22 +10,16 @@ from coterie.algorithms.table import ALGORITHMS, algorithm_class, is_value_based
 from coterie.config import Config, Refusal, batch_size, elsewhere
 from coterie.plugins import check_own
 from coterie.envs.tasks import tasks
+from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.types import ConfigError, Spec
-from coterie.wire.auth import is_local, split
 
 ACTING: tuple[str, ...] = get_args(get_type_hints(Config)["acting"])
-EXCHANGES: tuple[str, ...] = tuple(x for x in get_args(get_type_hints(Config)["exchange"]) if x != "auto")
 LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
 
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        lambda c, s: c.exchange == "solo" and c.learners != 1,
-        "learners",
-        "exchange solo is one learner; with several use allreduce, hogwild, store or gossip",
-    ),
-    Refusal(
-        lambda c, s: c.q.secondary_batch > 0 and (not is_value_based(c) or c.exchange != "solo"),
+        lambda c, s: c.q.secondary_batch > 0 and (not is_value_based(c) or not exchange_kind(c).one_learner),
         "q.secondary_batch",
         "a secondary learner follows one learner that has a replay: dqn or r2d2 with exchange solo",
     ),
@@ -101,61 +95,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "hosts and actors that come by themselves are for decoupled or central acting, one task, and no lockstep",
     ),
     Refusal(
-        lambda c, s: c.chaos.every > 0 and c.acting == "inline" and c.exchange == "solo",
+        lambda c, s: c.chaos.every > 0 and c.acting == "inline" and exchange_kind(c).one_learner,
         "chaos.every",
         "a lone learner that acts itself has no processes to disturb: give it learners, actors or hosts",
     ),
     Refusal(
-        lambda c, s: bool(c.allreduce.address) and c.exchange != "allreduce",
+        lambda c, s: bool(c.allreduce.address) and not exchange_kind(c).in_lockstep,
         "allreduce.bind",
-        "and allreduce.connect are for exchange allreduce",
+        "needs exchange allreduce, and so does allreduce.connect",
     ),
     Refusal(
-        lambda c, s: bool(c.allreduce.bind) and bool(c.allreduce.connect),
-        "allreduce.connect",
-        "a run listens (allreduce.bind) or connects, not both",
-    ),
-    Refusal(
-        lambda c, s: bool(c.allreduce.bind) and split(c.allreduce.bind)[0] in ("0.0.0.0", "::"),
-        "allreduce.bind",
-        "needs the address by which the other machines know this one, not that of all its networks",
-    ),
-    Refusal(
-        lambda c, s: (
-            bool(c.allreduce.address) and not c.allreduce.trusted_network and not is_local(c.allreduce.address)
-        ),
-        "allreduce.trusted_network",
-        "torch.distributed has neither TLS nor a token: true says that nobody else is on the network in between",
-    ),
-    Refusal(
-        lambda c, s: bool(c.gossip.bind or c.gossip.connect) and c.exchange != "gossip",
+        lambda c, s: bool(c.gossip.bind or c.gossip.connect) and not exchange_kind(c).rejoins,
         "gossip.bind",
-        "and gossip.connect are for exchange gossip",
-    ),
-    Refusal(
-        lambda c, s: bool(c.gossip.bind) and bool(c.gossip.connect),
-        "gossip.connect",
-        "a run listens (gossip.bind) or connects, not both",
-    ),
-    Refusal(
-        lambda c, s: bool(c.gossip.bind) and isinstance(c.learners, int) and 0 < c.gossip.seats <= c.learners,
-        "gossip.seats",
-        "counts all learners, here and elsewhere: more than learners",
-    ),
-    Refusal(
-        lambda c, s: bool(c.gossip.bind or c.gossip.connect) and c.gossip.topology not in ("auto", "complete"),
-        "gossip.topology",
-        "between machines all hear all, since anybody may come and go: use auto",
-    ),
-    Refusal(
-        lambda c, s: c.exchange == "store" and c.store.local_steps > 1 and not c.optim.rule.startswith("adam"),
-        "store.local_steps",
-        "several local steps are worked out for Adam only: set optim.rule adam or adam_eps_hat",
-    ),
-    Refusal(
-        lambda c, s: c.exchange == "hogwild" and c.device == "cuda",
-        "device",
-        "hogwild writes into shared memory of the host: use cpu or auto",
+        "needs exchange gossip, and so does gossip.connect",
     ),
     Refusal(
         lambda c, s: c.model.last_action_reward and c.model.core == "none",
@@ -206,13 +158,13 @@ def _width(config: Config) -> int:
 
 def every_refusal() -> list[Refusal]:
     """All refusals, each once: the general ones and those of every choice."""
-    found = [*REFUSALS, *(one for kind in ALGORITHMS.values() for one in kind.refusals)]
+    found = [*REFUSALS, *(one for kind in (*EXCHANGES.values(), *ALGORITHMS.values()) for one in kind.refusals)]
     return list({(one.field, one.reason): one for one in found}.values())
 
 
 def check(config: Config, spec: Spec) -> None:
     """Raise a one-line `ConfigError` for a combination that cannot work."""
-    for refusal in (*algorithm_class(config).refusals, *REFUSALS):
+    for refusal in (*exchange_kind(config).refusals, *algorithm_class(config).refusals, *REFUSALS):
         if refusal.applies(config, spec):
             raise ConfigError(f"{refusal.field.replace('ACTING', config.acting)}: {refusal.reason}")
     check_own(config)

@@ -11,10 +11,13 @@ ones of the others (ring.py). What they count, and when they save and end, stays
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -23,18 +26,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coterie.config import Refusal, Schedule
+from coterie.exchange.base import Exchange, ExchangeKind, Guard, Rule, Setup
 from coterie.exchange.elastic import Ring
-from coterie.exchange.solo import Guard, Rule, Solo, Steps
+from coterie.exchange.solo import Solo
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
-from coterie.parallel.processes import PeerLost
+from coterie.parallel.processes import PeerLost, own_folder
 from coterie.types import first_line
+from coterie.wire.auth import is_local, split
 
 _BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _MEET, _BROKEN = range(8)  # places in the tail
 
 
-class AllReduce:
+class AllReduce(Solo):
     """The exchange of learner `rank` of those here; `store` is a file for their rendezvous. `across`: with whom there
     are more on other machines, who leave when they have had `budget` env steps.
     """
@@ -43,9 +49,9 @@ class AllReduce:
         self, params: FlatParams, rule: Rule, guard: Guard, moments: Moments, board: Board, rank: int,
         store: Path, timeout: float, across: Ring | None = None, budget: int = 0,
     ) -> None:  # fmt: skip
-        self.alone = Solo(params, rule, guard)
+        super().__init__(params, rule, guard, self)  # it counts the run's env steps itself: they travel with gradients
         self.params, self.across, self.budget = params, across, budget
-        self.guard, self.moments, self.board = guard, moments, board
+        self.moments, self.board = moments, board
         self.rank, self.learners, self.store, self.timeout = rank, len(board.here), store, timeout
         self._total, self.rows = 0, 0  # rows that the next message will tell the others of
         self.told = False  # a message was sent since the last rollout
@@ -86,11 +92,6 @@ class AllReduce:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    @property
-    def steps(self) -> Steps:
-        """The run's env steps travel with the gradients: this exchange counts them itself."""
-        return self
-
     def add(self, rows: int) -> None:
         self.rows += rows
 
@@ -101,9 +102,6 @@ class AllReduce:
     def start(self, own: int, total: int) -> None:
         self._total = total
         self.base = self.moments.read()
-
-    def pull(self, params: FlatParams) -> None:
-        """Equal weights and equal updates: nothing to fetch."""
 
     @torch.no_grad()
     def step(self, params: FlatParams, lr: float) -> float:
@@ -122,7 +120,7 @@ class AllReduce:
             params.grad.zero_()
             return float("nan")
         params.grad.div_(self.all_learners)
-        return self.alone.step(params, self.lr if self.across is not None else lr)  # all have the same mean
+        return super().step(params, self.lr if self.across is not None else lr)  # all have the same mean
 
     def _message(self, params: FlatParams, what: Tensor, bad: bool, lr: float = 0.0) -> bool:
         """Add up `what`, whose last numbers are the flags; returns whether any learner's gradient is not finite."""
@@ -171,7 +169,7 @@ class AllReduce:
     def _meet(self) -> None:
         """All machines' first learners meet, and each tells the others of its machine what came of it."""
         assert self.across is not None
-        state = [self.params.data, *self.alone.state.values()]
+        state = [self.params.data, *self.state.values()]
         if self.moments.size:
             state.append(self.moments.read())
         with self.waiting():
@@ -208,14 +206,69 @@ class AllReduce:
         except RuntimeError as error:
             raise PeerLost(f"allreduce: another learner is gone or hangs: {first_line(error)}") from error
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.alone.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.alone.load_state_dict(state)
+    def report_to(self, log: Callable[[str], None]) -> None:
+        if self.across is not None:
+            self.across.say = log
 
     def gauges(self) -> dict[str, float]:
         """How many machines train together, and updates that were not made because one was lost."""
         if self.across is None or self.rank:
             return {}
         return {"allreduce/machines": self.across.size, "allreduce/updates_lost": self.lost_updates}
+
+
+def _between_machines(setup: Setup) -> Ring | None:
+    """The group of this learner with those of other machines, which must train the same in every respect."""
+    config, peers, allreduce = setup.config, setup.peers, setup.config.allreduce
+    if not allreduce.address:
+        return None
+    # Learning rates may differ: the mean is applied.
+    optim = replace(config.optim, lr=0.0, schedule=Schedule(), sqrt_scaling_from=0, chunk=0)
+    parts = [
+        replace(config.algo, poll=0), config.own.algorithm, config.own.exchange, optim, setup.params.slices,
+        setup.moments.size, *setup.same,
+    ]  # fmt: skip
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+    kind = f"{config.algorithm} on {config.env.id} (weights and settings {digest})"
+
+    def ended() -> bool:
+        peers.board.beat[peers.rank] = time.monotonic()  # a learner that waits for other machines does not hang
+        return peers.board.stopping
+
+    machines = allreduce.machines if allreduce.bind else 0
+    return Ring(split(allreduce.address), machines, kind, config.seed, setup.timeout, ended)
+
+
+def connect(setup: Setup) -> Exchange:
+    config, peers = setup.config, setup.peers
+    make = setup.substitute(AllReduce)
+    return make(
+        setup.params, setup.rule(), setup.guard(), setup.moments, peers.board, peers.rank,
+        peers.rendezvous or own_folder() / "meeting", setup.timeout, _between_machines(setup), config.steps,
+    )  # fmt: skip
+
+
+KIND = ExchangeKind(
+    connect,
+    in_lockstep=True,
+    refusals=(
+        Refusal(
+            lambda c, s: bool(c.allreduce.bind) and bool(c.allreduce.connect),
+            "allreduce.connect",
+            "and allreduce.bind exclude each other: a run listens or connects",
+        ),
+        Refusal(
+            lambda c, s: bool(c.allreduce.bind) and split(c.allreduce.bind)[0] in ("0.0.0.0", "::"),
+            "allreduce.bind",
+            "must be the address that the other machines use, not that of all networks",
+        ),
+        Refusal(
+            lambda c, s: (
+                bool(c.allreduce.address) and not c.allreduce.trusted_network and not is_local(c.allreduce.address)
+            ),
+            "allreduce.trusted_network",
+            "must be True at an address that is not loopback: torch.distributed has neither TLS nor a token, so the "
+            "network must be private",
+        ),
+    ),
+)

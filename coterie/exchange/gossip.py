@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 import torch
 
-from coterie.exchange.solo import Guard, NonFinite, Rule, Solo, Steps
+from coterie.config import Config, Refusal
+from coterie.exchange.base import Circle, Exchange, ExchangeKind, Guard, NonFinite, Rule, Setup, Steps
+from coterie.exchange.solo import Solo
+from coterie.exchange.topology import matrices
 from coterie.models.heads import Moments
-from coterie.parallel.board import Board
+from coterie.parallel.board import Board, BoardSteps, OwnSteps
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array, CoterieError
@@ -29,6 +31,7 @@ from coterie.types import Array, CoterieError
 RECENT = 4096  # mixes for which the lengths of the updates before them are kept, for the bound of Proposition 1
 AHEAD = 3  # mixes between a peer's coming and its first message: the others go on meanwhile
 _BEHIND = 100  # mixes: who is so far behind its in-peers was not waited for
+_REMOTE = 8  # learners of other runs that there is room for by default
 LEAD = 1 << 20  # messages that a peer may be ahead of all others
 
 
@@ -65,19 +68,7 @@ def begin_at(arrays: Mapping[str, Array], seats: Sequence[int], number: int) -> 
     arrays["told"][own] = arrays["mixed"][own] = number
 
 
-@dataclass(frozen=True)
-class Circle:
-    """All learners that gossip, here and elsewhere."""
-
-    first: int  # which of them is this run's first
-    sequence: list[Array]  # matrices of all of them
-
-    @property
-    def seats(self) -> int:
-        return len(self.sequence[0])
-
-
-class Gossip:
+class Gossip(Solo):
     """The exchange of the run's learner `rank`. `shared` has a place for everyone in the circle; who is on another
     machine is heard there, too (peers.py). `mix_every` updates between mixes, or one mix for each rollout (0).
     """
@@ -86,9 +77,8 @@ class Gossip:
         self, params: FlatParams, rule: Rule, guard: Guard, moments: Moments, shared: SharedArrays, board: Board,
         steps: Steps, rank: int, circle: Circle, *, tau: int, mix_every: int, timeout: float, rejoin: bool = False,
     ) -> None:  # fmt: skip
-        self.alone = alone = Solo(params, rule, guard)
-        self.agree, self.state_dict, self.load_state_dict = alone.agree, alone.state_dict, alone.load_state_dict
-        self.params, self.guard, self.moments, self.board, self.steps = params, guard, moments, board, steps
+        super().__init__(params, rule, guard, steps)
+        self.params, self.moments, self.board = params, moments, board
         self.rank, self.sequence, self.timeout, self.rejoin = rank, circle.sequence, timeout, rejoin
         self.seat = circle.first + rank
         self.tau, self.mix_every = tau, mix_every
@@ -115,12 +105,9 @@ class Gossip:
     ) -> None:
         self.here[self.seat] = 0  # what it said stays; nobody waits for more
 
-    def pull(self, params: FlatParams) -> None:
-        """Peers push; there is nothing to fetch."""
-
     def step(self, params: FlatParams, lr: float) -> float:
         """Update alone; mix when it is time."""
-        norm = self.alone.step(params, lr)
+        norm = super().step(params, lr)
         self.made += 1
         if self.mix_every and self.made % self.mix_every == 0:
             self.mix(params)
@@ -249,3 +236,55 @@ class Gossip:
             "gossip/mixes_behind": behind,
             "gossip/updates_since_mix": self.due,
         }
+
+
+def circle_of(config: Config, learners: int) -> Circle:
+    """The run's learners, and seats for those of other runs behind them."""
+    gossip = config.gossip
+    seats = (gossip.seats or learners + _REMOTE) if gossip.bind else learners
+    topology = ("complete" if gossip.bind else "ring") if gossip.topology == "auto" else gossip.topology
+    return Circle(0, matrices(topology, seats, gossip.peers))
+
+
+def memory(setup: Setup) -> SharedArrays:
+    learners = setup.peers.learners
+    circle = setup.peers.circle or circle_of(setup.config, learners)
+    shared = gossip_memory(circle.seats, len(setup.params.data), setup.moments.size)
+    shared.arrays["here"][circle.first : circle.first + learners] = 1
+    return shared
+
+
+def connect(setup: Setup) -> Exchange:
+    config, peers = setup.config, setup.peers
+    make, gossip = setup.substitute(Gossip), config.gossip
+    return make(
+        setup.params, setup.rule(), setup.guard(), setup.moments, peers.memory or memory(setup), peers.board,
+        BoardSteps(peers.board, peers.rank) if gossip.tau else OwnSteps(peers.learners), peers.rank,
+        peers.circle or circle_of(config, peers.learners),
+        tau=gossip.tau, mix_every=gossip.mix_every, timeout=setup.timeout, rejoin=peers.rejoin,
+    )  # fmt: skip
+
+
+KIND = ExchangeKind(
+    connect,
+    memory,
+    circle=circle_of,
+    rejoins=True,
+    refusals=(
+        Refusal(
+            lambda c, s: bool(c.gossip.bind) and bool(c.gossip.connect),
+            "gossip.connect",
+            "and gossip.bind exclude each other: a run listens or connects",
+        ),
+        Refusal(
+            lambda c, s: bool(c.gossip.bind) and isinstance(c.learners, int) and 0 < c.gossip.seats <= c.learners,
+            "gossip.seats",
+            "must exceed learners: it counts the learners of all runs",
+        ),
+        Refusal(
+            lambda c, s: bool(c.gossip.bind or c.gossip.connect) and c.gossip.topology not in ("auto", "complete"),
+            "gossip.topology",
+            "must be auto or complete between machines, since runs join and leave",
+        ),
+    ),
+)

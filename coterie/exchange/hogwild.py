@@ -12,25 +12,27 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from coterie.exchange.shared_weights import Central, Shift
-from coterie.exchange.solo import Guard, Rule
+from coterie.config import Refusal
+from coterie.exchange.base import Exchange, ExchangeKind, Guard, Rule, Setup
+from coterie.exchange.shared_weights import Central, Shift, central_memory, fill
+from coterie.exchange.solo import Solo
 from coterie.parallel.board import BoardSteps, OwnSteps, Staleness
 from coterie.parallel.params import FlatParams
+from coterie.parallel.shm import SharedArrays
 
 
-class Hogwild:
+class Hogwild(Solo):
     """The exchange of one worker on the weights of all."""
 
     def __init__(
         self, params: FlatParams, rule: Rule, guard: Guard, central: Central,
         steps: OwnSteps | BoardSteps, own_statistics: bool, shift: Shift | None = None,
     ) -> None:  # fmt: skip
-        self.rule, self.guard, self.central, self.steps = rule, guard, central, steps
-        self.state = rule.state(params.data) if own_statistics else central.state
-        self.shared, self.staleness, self.shift = not own_statistics, Staleness(steps), shift
-
-    def __enter__(self) -> Hogwild:
-        return self
+        super().__init__(params, rule, guard, steps)
+        self.central, self.shared = central, not own_statistics
+        if self.shared:
+            self.state = central.state
+        self.staleness, self.shift = Staleness(steps), shift
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -60,9 +62,6 @@ class Hogwild:
         if self.shift is not None:
             self.shift.end()
 
-    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
-        return order, stop
-
     def gauges(self) -> dict[str, float]:
         return self.staleness.gauges()
 
@@ -72,5 +71,34 @@ class Hogwild:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.central.rebase()
         if not self.shared:  # what is shared was filled in before any worker began
-            for name, tensor in state.items():
-                self.state[name].copy_(tensor)
+            super().load_state_dict(state)
+
+
+def memory(setup: Setup) -> SharedArrays:
+    return central_memory(setup.params.data.cpu(), setup.rule(), 1, setup.moments.read())
+
+
+def connect(setup: Setup) -> Exchange:
+    config, peers = setup.config, setup.peers
+    central = Central(peers.memory or memory(setup), setup.moments, 1, setup.timeout)
+    # Bytes 0 and 1 of the memory are the locks of the weights and of the normalizers.
+    shift = Shift(central.locks, 2 + peers.core, peers.board, peers.rank) if peers.core >= 0 else None
+    steps = BoardSteps(peers.board, peers.rank)
+    make = setup.substitute(Hogwild)
+    return make(setup.params, setup.rule(), setup.guard(), central, steps, config.hogwild.statistics == "own", shift)
+
+
+KIND = ExchangeKind(
+    connect,
+    memory,
+    fill,
+    shared_weights=True,
+    on_gpu=False,
+    refusals=(
+        Refusal(
+            lambda c, s: c.device == "cuda",
+            "device",
+            "must be cpu or auto: hogwild writes into shared memory of the host",
+        ),
+    ),
+)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from coterie.exchange.solo import Rule
+from coterie.exchange.base import Rule
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks

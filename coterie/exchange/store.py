@@ -14,10 +14,13 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from coterie.exchange.shared_weights import Central
-from coterie.exchange.solo import Guard, Rule
+from coterie.config import Refusal
+from coterie.exchange.base import Exchange, ExchangeKind, Guard, Rule, Setup
+from coterie.exchange.shared_weights import Central, central_memory, fill
+from coterie.exchange.solo import Solo
 from coterie.parallel.board import Board, BoardSteps, OwnSteps, Staleness
 from coterie.parallel.params import FlatParams
+from coterie.parallel.shm import SharedArrays
 from coterie.types import CoterieError
 
 
@@ -39,7 +42,7 @@ class Turns:
         self.board.turns[self.rank] += 1
 
 
-class Store:
+class Store(Solo):
     """The exchange of one learner with the centre. `blocked` and `updating`: seconds at locks and under them."""
 
     def __init__(
@@ -47,8 +50,8 @@ class Store:
         steps: OwnSteps | BoardSteps,
         local_steps: int = 1, betas: tuple[float, float] = (0.0, 0.0), turns: Turns | None = None,
     ) -> None:  # fmt: skip
-        self.rule, self.guard, self.central, self.steps = rule, guard, central, steps
-        self.turns, self.staleness = turns, Staleness(steps)
+        super().__init__(params, rule, guard, steps)
+        self.central, self.turns, self.staleness = central, turns, Staleness(steps)
         self.local_steps, self.betas = local_steps, betas
         self.blocked = self.updating = 0.0
         self.made = 0  # local steps since the last meeting
@@ -164,9 +167,6 @@ class Store:
             self.central.share_moments()
             self.turns.done()
 
-    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
-        return order, stop
-
     def gauges(self) -> dict[str, float]:
         return {"store/blocked_s": self.blocked, "store/updating_s": self.updating, **self.staleness.gauges()}
 
@@ -184,3 +184,32 @@ class Store:
         if self.local_steps > 1:
             for k in range(len(self.central.slices)):
                 self._take_state(k)
+
+
+def memory(setup: Setup) -> SharedArrays:
+    return central_memory(setup.params.data.cpu(), setup.rule(), setup.config.store.chunks, setup.moments.read())
+
+
+def connect(setup: Setup) -> Exchange:
+    config, peers = setup.config, setup.peers
+    central = Central(peers.memory or memory(setup), setup.moments, config.store.chunks, setup.timeout)
+    turns = Turns(peers.board, peers.rank, setup.timeout) if config.store.fixed_turns else None
+    steps = OwnSteps(peers.learners) if turns else BoardSteps(peers.board, peers.rank)
+    betas = (config.optim.beta1, config.optim.beta2)
+    make = setup.substitute(Store)
+    return make(setup.params, setup.rule(), setup.guard(), central, steps, config.store.local_steps, betas, turns)
+
+
+KIND = ExchangeKind(
+    connect,
+    memory,
+    fill,
+    shared_weights=True,
+    refusals=(
+        Refusal(
+            lambda c, s: c.store.local_steps > 1 and not c.optim.rule.startswith("adam"),
+            "store.local_steps",
+            "above 1 needs an Adam rule: set optim.rule to adam or adam_eps_hat",
+        ),
+    ),
+)

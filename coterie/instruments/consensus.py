@@ -10,16 +10,15 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.algorithms.base import Algorithm, Batch
 from coterie.exchange.gossip import RECENT
-from coterie.exchange.solo import Guard, Steps
 from coterie.exchange.topology import contraction, delayed
-from coterie.learner import Exchange
+from coterie.learner import Observer
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array
@@ -100,55 +99,21 @@ def cosine_memory(learners: int, weights: int) -> SharedArrays:
     )
 
 
-class Sampled:
-    """An exchange that also leaves the gradient of every `every`-th env step of its learner, as it was before it."""
+class GradientSamples(Observer):
+    """Leaves this learner's gradient in shared memory every `every` of its env steps, as it is before the exchange."""
 
-    def __init__(self, inner: Exchange, shared: SharedArrays, rank: int, every: int) -> None:
-        self.inner, self.rank, self.every = inner, rank, every
+    def __init__(self, params: FlatParams, shared: SharedArrays, rank: int, every: int) -> None:
+        self.params, self.rank, self.every, self.taken = params, rank, every, -1
         self.grad = torch.from_numpy(shared.arrays["grad"])[rank]
         self.stamp, self.begun = shared.arrays["stamp"], shared.arrays["begun"]
-        self.rows = self.taken = 0
-        self.guard: Guard = inner.guard
-        self.across = getattr(inner, "across", None)  # who may have something to say
-        self.pull, self.after_rollout, self.agree = inner.pull, inner.after_rollout, inner.agree
-        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
 
-    def __enter__(self) -> Sampled:
-        self.inner.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.inner.__exit__(kind, error, trace)
-
-    @property
-    def steps(self) -> Steps:
-        return self
-
-    @property
-    def total(self) -> int:
-        return self.inner.steps.total
-
-    def start(self, own: int, total: int) -> None:
-        self.inner.steps.start(own, total)
-
-    def add(self, rows: int) -> None:
-        self.rows += rows
-        self.inner.steps.add(rows)
-
-    def step(self, params: FlatParams, lr: float) -> float:
-        number = self.rows // self.every
+    def gradient(self, env_steps: int, algorithm: Algorithm, batch: Batch) -> None:
+        number = env_steps // self.every
         if number > self.taken:
             self.taken = number
             self.begun[self.rank] += 1
-            self.grad.copy_(params.grad)
+            self.grad.copy_(self.params.grad)
             self.stamp[self.rank] = self.begun[self.rank]
-        return self.inner.step(params, lr)
-
-    def gauges(self) -> dict[str, float]:
-        tell = getattr(self.inner, "gauges", None)
-        return tell() if tell is not None else {}
 
 
 class Cosines:

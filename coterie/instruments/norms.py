@@ -1,6 +1,5 @@
-"""How large the weights, gradients and steps of each layer are, and what a whole batch tells beyond its half: where the
-two gradients are as one, a larger batch is of no use; where noise is all, their cosine is the root of a half
-(Accelerated Methods, section 5).
+"""Norms of each layer's weights, gradient and step, and the cosine of half a batch's gradient with the whole one's: 1
+where a larger batch would not help, the root of a half where the gradient is noise (Accelerated Methods, section 5).
 """
 
 from __future__ import annotations
@@ -8,37 +7,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coterie.parallel.params import FlatParams
+from coterie.algorithms.base import Algorithm, Batch
+from coterie.learner import Gradients, Observer
 
 
-class Norms:
-    """Looks at one learner step every `every` env steps of this learner; 0: never."""
+class Norms(Observer):
+    """Measures one learner step every `every` env steps of this learner."""
 
-    def __init__(self, params: FlatParams, every: int) -> None:
-        self.params, self.every, self.next = params, every, 0
+    def __init__(self, gradients: Gradients, every: int) -> None:
+        self.gradients, self.params, self.every, self.next = gradients, gradients.params, every, 0
         self.found: dict[str, float] = {}
         self.before: Tensor | None = None
 
-    def begin(self, env_steps: int) -> Tensor | None:
-        """Where this step is looked at: room for the gradient of half of the batch."""
-        if not self.every or env_steps < self.next:
-            return None
+    def gradient(self, env_steps: int, algorithm: Algorithm, batch: Batch) -> None:
+        if env_steps < self.next:
+            return
         self.next = env_steps + self.every
-        return torch.zeros_like(self.params.grad)
-
-    def gradient(self, half: Tensor) -> None:
-        """`params.grad` is the whole batch's, nothing clipped; `half` is zero where the batch could not be halved."""
-        whole, self.before = self.params.grad, self.params.data.clone()
+        whole, self.before = self.params.grad, self.params.data.clone()  # nothing is clipped yet
         self._each("gradient", whole)
         self._each("weights", self.before)
-        if float(half.norm()) > 0 and float(whole.norm()) > 0:
+        half = self.gradients.of_half(algorithm, batch)
+        if half is not None and float(half.norm()) > 0 and float(whole.norm()) > 0:
             self.found["cosine/half"] = float(torch.cosine_similarity(half, whole, dim=0))
 
     def step(self) -> None:
-        """The update has been made."""
         if self.before is not None:
             self._each("step", self.params.data - self.before)
             self.before = None
+
+    def gauges(self) -> dict[str, float]:
+        found, self.found = self.found, {}
+        return found
 
     def _each(self, kind: str, flat: Tensor) -> None:
         self.found |= {f"norm/{kind}/{name}": float(flat[at].norm()) for name, at in self.params.slices.items()}

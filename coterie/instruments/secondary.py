@@ -16,16 +16,17 @@ from coterie.algorithms.q_base import QLearning
 from coterie.build.factory import make_algorithm, make_model
 from coterie.build.resources import Layout
 from coterie.config import Config
-from coterie.exchange.solo import Guard, Solo
-from coterie.learner import Gradients, autocast, take_step
+from coterie.exchange.base import Guard
+from coterie.exchange.solo import Solo
+from coterie.learner import Gradients, Observer, autocast, take_step
 from coterie.ops.optim import make_rule
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.types import Rollout, Spec
 
 
-class Secondary:
-    """Follows `primary`, the algorithm whose replay it draws from."""
+class Secondary(Observer):
+    """Trains beside `primary`, from whose replay it samples."""
 
     def __init__(self, config: Config, spec: Spec, layout: Layout, primary: QLearning, team: Team) -> None:
         own = config.q
@@ -40,8 +41,8 @@ class Secondary:
         self.learner_steps = 0
         self.last: dict[str, float] = {}
 
-    def follow(self, rollout: Rollout, lr: float) -> None:
-        """Train on what is due. The primary has kept the rollout. `lr`: the primary's."""
+    def rollout(self, rollout: Rollout, lr: float) -> None:
+        """Train on the batches that are due. The primary has stored the rollout. `lr`: the primary's."""
         lr *= (self.config.q.secondary_lr or self.config.optim.lr) / self.config.optim.lr
         for batch in self.algorithm.batches(self.model, rollout):
             totals = self.gradients.compute(self.algorithm, batch)

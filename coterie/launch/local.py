@@ -13,6 +13,7 @@ from typing import Any
 
 from coterie.build.factory import make_model
 from coterie.config import Config, elsewhere
+from coterie.exchange.table import exchange_kind
 from coterie.launch.chaos import Disturber
 from coterie.launch.coordinator import Run
 from coterie.launch.placement import Placement
@@ -179,7 +180,7 @@ class Crew:
             return  # it has done all that it had to
         if manner.endswith("exit code 1") and self.lost is not None:
             return  # it missed another learner, whose end is about to be known
-        if self.config.exchange != "gossip":
+        if not exchange_kind(self.config).rejoins:
             self._restart_all(f"learner {rank} {manner}")
             return
         rows = self.group.rows(rank)

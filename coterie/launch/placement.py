@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from coterie.build.factory import Links, acting_memory, circle_of, exchange_memory, make_model, net_of, normalizers
+from coterie.build.factory import Links, acting_memory, exchange_setup, make_model, net_of, normalizers
 from coterie.build.resources import gpus_of
 from coterie.config import Config
-from coterie.exchange.gossip import Circle
-from coterie.exchange.shared_weights import fill
+from coterie.exchange.base import Circle, Peers
+from coterie.exchange.table import exchange_kind
 from coterie.instruments.consensus import Consensus, Cosines, cosine_memory
 from coterie.models.build import Network
 from coterie.parallel.affinity import available_cores, place
@@ -39,16 +39,18 @@ class Placement:
         self.actors = config.actors if config.acting != "inline" and isinstance(config.actors, int) else 0
         self.board = Board(self.learners, self.actors)
         self.board.here[:] = 1
-        self.meeting = own_folder() if config.exchange == "allreduce" else None
+        kind = exchange_kind(config)
+        self.meeting = own_folder() if kind.in_lockstep else None
         model = make_model(config, spec)
         if tensors:
             model.load_state_dict(tensors["model"])
         self.net = net_of(model)
         params, moments = FlatParams(model), normalizers(config, model)
-        self.circle = circle or (circle_of(config, self.learners) if config.exchange == "gossip" else None)
-        self.memory = exchange_memory(config, params, moments, self.learners, self.circle)
-        if tensors and self.memory is not None and config.exchange in ("hogwild", "store"):
-            fill(self.memory, tensors["exchange"], moments.read())
+        self.circle = circle or kind.circle(config, self.learners)
+        peers = Peers(board=self.board, circle=self.circle)
+        self.memory = kind.memory(exchange_setup(config, params, moments, peers))
+        if tensors and self.memory is not None:
+            kind.restore(self.memory, tensors["exchange"], moments.read())
         self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
         self.acting: dict[int, tuple[Slots, Weights]] = {}
         self.sockets: Path | None = None

@@ -11,11 +11,12 @@ from typing import Any
 
 from coterie.algorithms.table import replay_bytes
 from coterie.build.evaluate import check_spec, open_run
-from coterie.build.factory import Links, circle_of, make_model, net_of, normalizers
+from coterie.build.factory import Links, make_model, net_of, normalizers
 from coterie.build.resources import resolve, settle
 from coterie.build.validity import check
 from coterie.config import Config
 from coterie.envs.make import make_spec
+from coterie.exchange.table import exchange_kind
 from coterie.launch.coordinator import Run
 from coterie.launch.local import run_children, run_here
 from coterie.launch.ray.sync import fetch
@@ -91,11 +92,11 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
     assert isinstance(config.learners, int)
     board = Board(config.learners)  # of the first moments: children get another
     board.release()
-    here = config.exchange == "solo" and config.acting == "inline"
+    kind = exchange_kind(config)
+    here = kind.one_learner and config.acting == "inline"
     life = 0 if state is None else state["life"] + 1
     learner = Learner(config, life, Links(board=board)) if here else None
-    if not here and config.exchange == "gossip":
-        circle_of(config, config.learners)
+    kind.circle(config, config.learners)  # a topology that cannot be read is refused before anything is written
     link, lonely = _link(config, spec, saved is not None, quiet) if config.gossip.connect else (None, "")
     try:
         if learner is not None and saved is not None and state is not None:

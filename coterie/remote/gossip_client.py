@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coterie.config import Config, Wire
-from coterie.exchange.gossip import AHEAD, Circle, begin_at
+from coterie.exchange.base import Circle
+from coterie.exchange.gossip import AHEAD, begin_at
 from coterie.exchange.topology import matrices
 from coterie.parallel.shm import SharedArrays
 from coterie.remote.gossip_hub import HEARS, LEAVE_S, NAP_S, TELLS

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from coterie.config import Config
-from coterie.exchange.gossip import Circle, begin_at, next_number
+from coterie.exchange.base import Circle
+from coterie.exchange.gossip import begin_at, next_number
 from coterie.parallel.shm import SharedArrays
 from coterie.remote.admission import Visitor
 from coterie.remote.gossip_mirror import Mirror, news_layout

@@ -39,10 +39,11 @@ from coterie.build.resources import resolve, settle
 from coterie.build.validity import check, room_of
 from coterie.config import Config, batch_size
 from coterie.envs.make import make_spec
-from coterie.instruments.consensus import Sampled
+from coterie.exchange.table import exchange_kind
+from coterie.instruments.consensus import GradientSamples
 from coterie.instruments.norms import Norms
 from coterie.instruments.secondary import Secondary
-from coterie.learner import Gradients, LearnSettings, Progress, autocast, learn
+from coterie.learner import Gradients, Observer, Parts, Progress, autocast, learn
 from coterie.models.build import Network, acting_copy
 from coterie.ops.optim import scaled_lr, schedule_value
 from coterie.parallel.affinity import keep_freed_memory
@@ -81,8 +82,6 @@ class Learner:
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         moments = normalizers(config, self.model)
         self.exchange = make_exchange(config, self.params, moments, links)
-        if links.gradients is not None:
-            self.exchange = Sampled(self.exchange, links.gradients, links.rank, config.log.cosines)
         self.actor, self.refresh_actor = acting_copy(self.model, layout.dtype)
         self.rngs: list[torch.Generator] = []
         self.acting: Inline | Decoupled | Central
@@ -109,17 +108,22 @@ class Learner:
                     raise ConfigError(f"wire.max_message_mb: a rollout of an actor's has {-(-need // 2**20)} MB")
                 desks = {"PushRollouts": self.guests.push, "PullParameters": self.guests.pull}
                 self.servers.invite(links.rank, desks)
-        self.norms = Norms(self.params, config.log.norms)
         self.trainers = Team(layout.torch_threads if config.model.compile == "none" else 1)
         self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
             self.gradients.models[0] = cast(Network, compiled)
 
+        self.observers: list[Observer] = []
+        if links.gradients is not None:
+            self.observers.append(GradientSamples(self.params, links.gradients, links.rank, config.log.cosines))
+        if config.log.norms:
+            self.observers.append(Norms(self.gradients, config.log.norms))
         self.secondary: Secondary | None = None
         if config.q.secondary_batch:
             primary = cast(QLearning, self.algorithm)
             self.secondary = Secondary(config, self.spec, layout, primary, self.trainers)
+            self.observers.append(self.secondary)
 
     def _inline(self, life: int) -> Inline:
         config, layout = self.config, self.layout
@@ -185,10 +189,10 @@ class Learner:
         allreduce they would wait for this learner.
         """
         ended = self.links.board.stopping or self.exchange.steps.total >= self.config.steps
-        return ended and self.config.exchange != "allreduce"
+        return ended and not exchange_kind(self.config).in_lockstep
 
     def lr(self, env_steps: int) -> float:
-        optim, alone = self.config.optim, self.config.exchange in ("hogwild", "store")
+        optim, alone = self.config.optim, exchange_kind(self.config).shared_weights
         envs = self.config.env.num_envs * (1 if alone else self.links.learners)
         return scaled_lr(optim, envs) * schedule_value(optim.schedule, env_steps, self.config.steps)
 
@@ -250,39 +254,25 @@ class Learner:
 
     def gauges(self) -> dict[str, float]:
         """What the algorithm, the acting and the exchange can tell about themselves, for the metrics."""
-        tell = getattr(self.exchange, "gauges", None)
-        found, self.norms.found = self.norms.found, {}
         came = self.acting.counts().get("produced", 0) if self.guests is None else self.guests.produced
-        return (
-            found
-            | self.algorithm.gauges()
-            | self.acting.gauges()
-            | self.servers.traffic(came)
-            | (tell() if tell is not None else {})
-            | (self.secondary.gauges() if self.secondary is not None else {})
-        )
+        parts = (*self.observers, self.algorithm, self.acting, self.exchange)
+        found = {name: value for part in parts for name, value in part.gauges().items()}
+        return found | self.servers.traffic(came)
+
+    @property
+    def parts(self) -> Parts:
+        """What `learn` trains."""
+        return Parts(
+            self.model, self.params, self.algorithm, self.acting, self.exchange, self.gradients, self.lr,
+            self.links.learners, self.progress, self.stages, self.observers,
+        )  # fmt: skip
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
 
-        def after(rollout: Rollout) -> bool:
-            if self.secondary is not None:
-                self.secondary.follow(rollout, self.lr(self.algorithm.clock.env_steps))
-            return on_rollout(rollout)
-
-        settings = LearnSettings(self.lr, self.stages, after, self.links.learners, self.norms)
         with self.exchange, self._doors() as doors:
             doors.push(self._leave_open)
-            learn(
-                self.model,
-                self.params,
-                self.algorithm,
-                self.acting,
-                self.exchange,
-                self.gradients,
-                self.progress,
-                settings,
-            )
+            learn(self.parts, on_rollout)
 
     def _leave_open(self, kind: type[BaseException] | None, *_: object) -> None:
         """Where it is this learner that ends, and not the run, clients are to come again."""
@@ -309,7 +299,7 @@ class Learner:
             "exchange": self.exchange.state_dict(),
             "algorithm": self.algorithm.state_dict(),
             "rng": {f"policy_{g}": rng.get_state() for g, rng in enumerate(self.rngs)},
-            **(self.secondary.tensors() if self.secondary is not None else {}),
+            **{name: x for observer in self.observers for name, x in observer.tensors().items()},
         }
 
     def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
@@ -319,5 +309,5 @@ class Learner:
         for g, rng in enumerate(self.rngs):
             if (saved := tensors["rng"].get(f"policy_{g}")) is not None:  # another machine may have fewer groups
                 rng.set_state(saved)
-        if self.secondary is not None:
-            self.secondary.load(tensors)
+        for observer in self.observers:
+            observer.load(tensors)

@@ -33,8 +33,7 @@ class Service:
         self.games: list[tuple[float, int, int]] = []  # return, length, env id
         self.reported = self.gauged = 0.0
         self.gauges: dict[str, float] = {}
-        if (across := getattr(learner.exchange, "across", None)) is not None:
-            across.say = lambda line: post("said", line)
+        learner.exchange.report_to(lambda line: post("said", line))
         self.done = done  # the last order that was carried out
         self.over = False
 

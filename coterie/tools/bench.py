@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.acting.central import Central
 from coterie.acting.decoupled import Decoupled
 from coterie.acting.recorder import Stages
 from coterie.algorithms.table import first_rows, is_value_based
@@ -24,8 +23,9 @@ from coterie.config import Config
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.spaces import random_actions
 from coterie.envs.tasks import tasks
+from coterie.exchange.table import exchange_kind
 from coterie.launch.placement import Placement
-from coterie.learner import Gradients, LearnSettings, autocast
+from coterie.learner import Gradients, autocast
 from coterie.learner import learn as train
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, Post, found_by
@@ -194,10 +194,10 @@ class Training:
         self.made = 0  # rollouts to come that were acted before the turn
         self.ends: list[float] = []  # of the turn's rollouts, after its beginning
 
-    def rest(self) -> None:
-        """Wait until nobody acts: actors have filled all that they may."""
-        if isinstance(self.learner.acting, Decoupled | Central):
-            self.made = self.learner.acting.rest()
+    def rest(self) -> int:
+        """Wait until nothing acts: actors have filled all slots."""
+        self.made = self.learner.acting.rest()
+        return self.made
 
     def _refresh(self) -> None:
         begin = time.perf_counter()
@@ -211,21 +211,11 @@ class Training:
         learner = self.learner
         if learn:
             learner.exchange.agree(False, False)
-            settings = LearnSettings(learner.lr, learner.stages, self._over, learner.links.learners)
-            train(
-                learner.model,
-                learner.params,
-                learner.algorithm,
-                self,
-                learner.exchange,
-                learner.gradients,
-                learner.progress,
-                settings,
-            )
+            train(replace(learner.parts, acting=self, observers=[]), self._over)
         else:
             while time.perf_counter() < self.end:
                 self.last = next(self.source)
-                if learner.config.exchange == "hogwild":  # others may wait for this learner's core
+                if exchange_kind(learner.config).shared_weights:  # others may wait for this learner's core
                     learner.exchange.after_rollout(learner.params)
                 self._count(self.last)
         return self.steps / (time.perf_counter() - self.begin)
@@ -244,7 +234,16 @@ class Training:
         return self.learner.exchange.agree(False, time.perf_counter() >= self.end)[1]
 
     def publish(self, version: int) -> None:
-        """`learn` asks for it; `source` publishes before each rollout itself."""
+        """`source` publishes before each rollout."""
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def failures(self) -> list[str]:
+        return []
+
+    def gauges(self) -> dict[str, float]:
+        return {}
 
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
         for rollout in self.source:
@@ -267,7 +266,11 @@ def _costs(learner: Learner, rollout: Rollout | None) -> dict[str, float]:
     )
     inputs = Inputs(seen, *(x[0, :width] for x in (rollout.is_first, rollout.prev_action, rollout.prev_reward)))
     rng, state = torch.Generator(learner.layout.device), learner.model.initial_state(width)
-    forward = _best(lambda: learner.algorithm.act(learner.actor, inputs, state, torch.ones(width), rng))
+    forward = _best(
+        lambda: learner.algorithm.act(
+            learner.actor, inputs, state, torch.ones(width, device=learner.layout.device), rng
+        )
+    )
     cast = autocast(learner.layout.device, learner.layout.dtype)
     alone = Gradients(learner.model, learner.params, Team(1), cast)
 

@@ -35,7 +35,7 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         ((*TRAIN, "--env.num-env", "3"), "env.num"),
         ((*TRAIN, "--lr", "3"), "optim.lr"),
         ((*TRAIN, "--learners", "many"), "learners"),
-        ((*TRAIN, "--learners", "2", "--exchange", "solo"), "learners: exchange solo is one learner"),
+        ((*TRAIN, "--learners", "2", "--exchange", "solo"), "learners: exchange solo is for one learner"),
         ((*TRAIN, "--model.core", "gru"), "lstm"),
         ((*TRAIN, "--algo.gamma", "1.5"), "gamma"),
         ((*TRAIN, "--env.num-envs", "-1"), "env.num"),
@@ -114,7 +114,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "central.max_envs": {**CENTRAL, "central.max_envs": 2},
         "wire.bind": {"wire.bind": "127.0.0.1:8765"},
         "chaos.every": {"exchange": "solo", "chaos.every": 1.0},
-        "allreduce.bind": {"allreduce.bind": "127.0.0.1:8791"},
+        "allreduce.bind": {"allreduce.bind": "127.0.0.1:8791", "exchange": "gossip", "learners": 2},
         "allreduce.connect": {**RING, "allreduce.connect": "127.0.0.1:8791"},
         "allreduce.trusted_network": {**RING, "allreduce.bind": "10.0.0.1:8791"},
         "gossip.bind": {"gossip.bind": "127.0.0.1:8790"},
@@ -153,7 +153,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
     )  # fmt: skip
     if "empty replay" in refusal.reason:
         meets["algorithm"] = {**RING, "algorithm": "dqn"}
-    if "all its networks" in refusal.reason:
+    if "of all networks" in refusal.reason:
         meets["allreduce.bind"] = {**RING, "allreduce.bind": "0.0.0.0:8791"}
     odd_env = {"model.normalize_obs": "Pong-v5", "algorithm": "Pendulum-v1"}
     env = "CartPole-v1" if "allreduce.bind" in meets[refusal.field] else odd_env.get(refusal.field, "CartPole-v1")

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.exchange.gossip import Circle, Gossip, gossip_memory
-from coterie.exchange.solo import Guard
+from coterie.exchange.base import Circle, Guard
+from coterie.exchange.gossip import Gossip, gossip_memory
 from coterie.exchange.topology import matrices
 from coterie.models.heads import Moments, Normalizer
 from coterie.parallel.board import Board, BoardSteps

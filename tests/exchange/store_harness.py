@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coterie.exchange.base import Guard
 from coterie.exchange.shared_weights import Central
-from coterie.exchange.solo import Guard
 from coterie.exchange.store import Store, Turns
 from coterie.models.heads import Moments, Normalizer
 from coterie.parallel.board import Board, BoardSteps

@@ -17,7 +17,7 @@ from coterie import presets
 from coterie.build.factory import Links, normalizers
 from coterie.config import Config
 from coterie.exchange.allreduce import AllReduce
-from coterie.exchange.solo import Guard, NonFinite
+from coterie.exchange.base import Guard, NonFinite
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board

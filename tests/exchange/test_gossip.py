@@ -199,8 +199,8 @@ def test_proposition_1_bounds_the_distance_to_the_mean(topology, rule, steps, tm
     lengths: list[list[float]] = [[] for _ in range(n)]
     if rule == "rmsprop":
         for x in c.learners:
-            x.alone.rule = RMSProp(0.9, 1e-3)
-            x.alone.state = x.alone.rule.state(x.params.data)
+            x.rule = RMSProp(0.9, 1e-3)
+            x.state = x.rule.state(x.params.data)
 
     def run(i: int) -> None:
         x = c.learners[i]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.exchange.solo import NonFinite
+from coterie.exchange.base import NonFinite
 from coterie.exchange.topology import matrices
 from coterie.ops.optim import RMSProp
 from coterie.types import CoterieError

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from coterie.exchange.base import Guard, NonFinite
 from coterie.exchange.hogwild import Hogwild
 from coterie.exchange.shared_weights import Central, central_memory, fill
-from coterie.exchange.solo import Guard, NonFinite
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import Adam, RMSProp, flat_norm_clip
 from coterie.parallel.board import Board, BoardSteps

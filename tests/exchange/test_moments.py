@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coterie.build.factory import Links, exchange_memory, make_model, normalizers
+from coterie.build.factory import Links, exchange_setup, make_model, normalizers
 from coterie.exchange.shared_weights import Central, central_memory, fill
+from coterie.exchange.table import exchange_kind
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
@@ -145,7 +146,7 @@ def test_a_resumed_run_counts_the_rows_of_before_once(exchange):
     params, moments = FlatParams(model), normalizers(config, model)
     before = moments.read()
     assert before[0] == learner.progress.env_steps > 0
-    memory = exchange_memory(config, params, moments, 2)
+    memory = exchange_kind(config).memory(exchange_setup(config, params, moments, Links(board=Board(2))))
     fill(memory, tensors["exchange"], before)
     board = Board(2)
     again = [Learner(config, 1, Links(rank, board, memory)) for rank in range(2)]

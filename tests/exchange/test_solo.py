@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from coterie.config import Optim
-from coterie.exchange.solo import Guard, NonFinite, Solo
+from coterie.exchange.base import Guard, NonFinite
+from coterie.exchange.solo import Solo
 from coterie.ops.optim import make_rule
 from coterie.parallel.params import FlatParams
 

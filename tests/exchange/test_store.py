@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.exchange.base import NonFinite
 from coterie.exchange.shared_weights import central_memory, fill, split
-from coterie.exchange.solo import NonFinite
 from coterie.ops.optim import Adam, RMSProp, flat_norm_clip
 from tests.exchange.harness import flat, gradients
 from tests.exchange.store_harness import BETAS, NOTHING, apply, store

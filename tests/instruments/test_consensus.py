@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.exchange.base import Guard
 from coterie.exchange.gossip import RECENT
-from coterie.exchange.solo import Guard, Solo
+from coterie.exchange.solo import Solo
 from coterie.exchange.topology import contraction, matrices
-from coterie.instruments.consensus import Consensus, Cosines, Sampled, cosine_memory
+from coterie.instruments.consensus import Consensus, Cosines, GradientSamples, cosine_memory
 from tests.exchange.gossip_harness import Crowd, crowd, distance, step
 from tests.exchange.harness import Sgd, flat, together
 
@@ -129,18 +130,15 @@ def test_cosines_of_pairs_of_peers_and_of_others():
 def test_a_gradient_is_left_as_it_was_before_the_exchange_every_so_many_steps():
     params, shared = flat(4), cosine_memory(2, 16)
     inner = Solo(params, Sgd(), Guard(0.5, False))
-    exchange = Sampled(inner, shared, 1, every=10)
-    before = params.data.clone()
+    observer = GradientSamples(params, shared, 1, every=10)
     taken = []
     for k in range(6):
-        exchange.steps.add(4)  # 4, 8, 12, ...: the first past 10, and the first past 20
         params.grad[:4] = 8.0 + k
-        exchange.step(params, 1.0)
+        observer.gradient(4 * k, None, None)  # 0, 4, 8, 12, ...: the first, and the first past 10 and past 20
+        inner.step(params, 1.0)
         taken.append(int(shared.arrays["stamp"][1]))
-        if k in (2, 3):
-            assert shared.arrays["grad"][1, :4].tolist() == [10.0] * 4  # and not clipped
-    assert taken == [0, 0, 1, 1, 2, 2]
-    assert exchange.steps.total == inner.steps.total == 24
-    assert not torch.equal(params.data, before)
+        if k in (3, 4):
+            assert shared.arrays["grad"][1, :4].tolist() == [11.0] * 4  # and not clipped
+    assert taken == [1, 1, 1, 2, 2, 3]
     assert shared.arrays["stamp"][0] == 0
     shared.close()

@@ -38,21 +38,22 @@ def test_of_white_noise_the_cosine_is_the_root_of_a_half_and_of_one_direction_it
     torch.manual_seed(0)
     model = nn.Linear(20_000, 1, bias=False)
     params, team = FlatParams(model), Team(ways)
-    gradients, norms = Gradients(model, params, team, nullcontext), Norms(params, 10)
-    batch = Noise(torch.randn(24, 20_000), same)
-    half = norms.begin(0)
-    gradients.compute(batch, batch, half)
-    team.close()
+    gradients = Gradients(model, params, team, nullcontext)
+    norms, batch = Norms(gradients, 10), Noise(torch.randn(24, 20_000), same)
+    gradients.compute(batch, batch)
+    norms.gradient(0, batch, batch)
     whole = batch.noise.sum(0) if not same else torch.full((20_000,), 24.0)
     torch.testing.assert_close(params.grad, whole, atol=1e-4, rtol=1e-5)  # halved or not, it is the batch's
-    norms.gradient(half)
     params.data.add_(1.0)
     norms.step()
-    assert norms.found["cosine/half"] == pytest.approx(1 if same else math.sqrt(0.5), abs=0.02)
-    assert norms.found["norm/gradient/weight"] == pytest.approx(float(whole.norm()), rel=1e-5)
-    assert norms.found["norm/step/weight"] == pytest.approx(math.sqrt(20_000), rel=1e-4)
-    assert norms.begin(9) is None
-    assert norms.begin(10) is not None
+    found = norms.gauges()
+    assert found["cosine/half"] == pytest.approx(1 if same else math.sqrt(0.5), abs=0.02)
+    assert found["norm/gradient/weight"] == pytest.approx(float(whole.norm()), rel=1e-5)
+    assert found["norm/step/weight"] == pytest.approx(math.sqrt(20_000), rel=1e-4)
+    for env_steps, due in ((9, False), (10, True)):
+        norms.gradient(env_steps, batch, batch)
+        assert bool(norms.gauges()) == due
+    team.close()
 
 
 @pytest.mark.parametrize("algorithm", ["a2c", "ppo", "vtrace", "dqn"])

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from coterie.exchange.gossip import Circle, Gossip
+from coterie.exchange.base import Circle
+from coterie.exchange.gossip import Gossip
 from coterie.exchange.topology import matrices
 from coterie.remote.gossip_client import Link
 from coterie.remote.gossip_hub import Meeting

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from coterie.exchange.gossip import Circle
+from coterie.exchange.base import Circle
 from coterie.exchange.topology import matrices
 from coterie.remote.gossip_client import _read
 from coterie.remote.gossip_hub import HEARS, Meeting

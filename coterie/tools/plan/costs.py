@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from coterie.build.validity import EXCHANGES
+from coterie.exchange.table import EXCHANGES
 from coterie.types import ConfigError
 
 

@@ -10,9 +10,10 @@ from typing import Any
 from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
 from coterie.build import validity
 from coterie.build.resources import resolve, settle
-from coterie.build.validity import ACTING, EXCHANGES
+from coterie.build.validity import ACTING
 from coterie.config import Config, batch_size, elsewhere
 from coterie.envs.tasks import tasks
+from coterie.exchange.table import EXCHANGES
 from coterie.parallel.affinity import place
 from coterie.types import ConfigError, Spec
 

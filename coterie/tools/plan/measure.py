@@ -19,10 +19,11 @@ import numpy as np
 from coterie.algorithms.table import first_rows, is_value_based, unroll_length
 from coterie.build.factory import Links
 from coterie.build.resources import resolve, settle
-from coterie.build.validity import EXCHANGES, check
+from coterie.build.validity import check
 from coterie.config import Chaos, Config, batch_size
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
+from coterie.exchange.table import EXCHANGES
 from coterie.launch.placement import Placement
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, found_by

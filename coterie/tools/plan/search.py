@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, product
 
-from coterie.build.validity import ACTING, EXCHANGES
+from coterie.build.validity import ACTING
 from coterie.config import Config
+from coterie.exchange.table import EXCHANGES
 from coterie.tools.plan.costs import Services
 from coterie.tools.plan.layout import Hardware, Layout, layout
 from coterie.tools.plan.simulate import Result, ceiling, simulate

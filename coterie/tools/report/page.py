@@ -45,7 +45,7 @@ class Page:
             from jinja2 import Environment, PackageLoader
         except ImportError:
             raise ConfigError("pages need: pip install 'coterie[plots]'") from None
-        environment = Environment(loader=PackageLoader("coterie", "report"), autoescape=True)
+        environment = Environment(loader=PackageLoader("coterie.tools", "report"), autoescape=True)
         parts = [part for part in self.parts if part.charts or part.tables or part.videos]
         return environment.get_template("page.html").render(
             title=self.title, intro=self.intro, sections=parts, refresh=refresh

@@ -1,0 +1,154 @@
+"""The protocol of an exchange, the guard against gradients that are not finite, and what the program asks of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from coterie.config import Config, Refusal
+from coterie.models.heads import Moments
+from coterie.ops.optim import flat_norm_clip, make_rule
+from coterie.parallel.board import Board
+from coterie.parallel.params import FlatParams
+from coterie.parallel.shm import SharedArrays
+from coterie.types import Array, CoterieError
+
+
+class Rule(Protocol):
+    """An update rule on flat tensors (`ops/optim.py`)."""
+
+    def state(self, param: Tensor) -> dict[str, Tensor]: ...
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: float) -> None: ...
+
+
+class Steps(Protocol):
+    """The env steps of the whole run, as far as a learner knows."""
+
+    @property
+    def total(self) -> int: ...
+    def add(self, rows: int) -> None: ...
+    def start(self, own: int, total: int) -> None: ...
+
+
+class NonFinite(CoterieError):
+    """A gradient or weight that is NaN or infinite; the message names the tensor."""
+
+
+class Guard:
+    """Clips a gradient, and lets none pass that is not finite: it raises, or is dropped and counted in `skipped`."""
+
+    def __init__(self, max_grad_norm: float, skip: bool) -> None:
+        self.max_grad_norm, self.skip, self.skipped = max_grad_norm, skip, 0
+
+    def clip(self, params: FlatParams) -> tuple[float, bool]:
+        """The norm before clipping, and whether the gradient may be used; one that may not is cleared."""
+        norm = float(flat_norm_clip(params.grad, self.max_grad_norm))
+        if norm - norm == 0:  # neither NaN nor infinity
+            return norm, True
+        self.refuse(params.nonfinite(params.grad), params)
+        return norm, False
+
+    def refuse(self, name: str | None, params: FlatParams) -> None:
+        """Clear a gradient that is not finite."""
+        params.grad.zero_()
+        if not self.skip:
+            raise NonFinite(f"the gradient of {name or 'the whole net (its norm overflows)'} is not finite")
+        self.skipped += 1
+
+
+class Exchange(Protocol):
+    """How learners synchronise. A context manager: entering joins the other learners, leaving takes leave of them."""
+
+    guard: Guard
+
+    @property
+    def steps(self) -> Steps: ...  # the whole run's
+    def __enter__(self) -> Exchange: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def pull(self, params: FlatParams) -> None: ...  # make the local weights current
+    def step(self, params: FlatParams, lr: float) -> float: ...  # agree, clip, check, update, clear; returns the norm
+    def after_rollout(self, params: FlatParams) -> None: ...
+    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]: ...  # whether all learners obey an order, and stop
+    def report_to(self, log: Callable[[str], None]) -> None: ...  # lines about other machines
+    def gauges(self) -> dict[str, float]: ...  # for the metrics
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Circle:
+    """All learners that gossip, here and elsewhere."""
+
+    first: int  # which of them is this run's first
+    sequence: list[Array]  # matrices of all of them
+
+    @property
+    def seats(self) -> int:
+        return len(self.sequence[0])
+
+
+@dataclass(frozen=True)
+class Peers:
+    """A learner's place among the learners of its run, and the memory that they share."""
+
+    rank: int = 0
+    board: Board = field(default_factory=lambda: Board(1))
+    memory: SharedArrays | None = None  # made by `ExchangeKind.memory`
+    rendezvous: Path | None = None  # the file where learners in lockstep find each other
+    circle: Circle | None = None  # gossip: all learners, of other runs, too
+    rejoin: bool = False  # the other learners are training already
+    core: int = -1  # the core that this learner shares with others; -1: it has its own
+
+    @property
+    def learners(self) -> int:
+        return len(self.board.here)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a learner that its exchange is made of."""
+
+    config: Config
+    params: FlatParams
+    moments: Moments  # the running normalizers
+    peers: Peers
+    timeout: float  # seconds to wait for another learner
+    same: tuple[object, ...] = ()  # settings of the algorithm that all learners in lockstep must share
+    substitute: Callable[[Any], Callable[..., Exchange]] = lambda kind: kind  # the user's class in place of a built-in one
+
+    def rule(self) -> Rule:
+        return make_rule(self.config.optim)
+
+    def guard(self) -> Guard:
+        return Guard(self.config.optim.max_grad_norm, self.config.optim.on_nonfinite == "skip")
+
+
+def _no_memory(setup: Setup) -> SharedArrays | None:
+    return None
+
+
+def _nothing_to_restore(memory: SharedArrays, state: dict[str, Tensor], moments: Tensor) -> None:
+    """The exchange's state is each learner's."""
+
+
+@dataclass(frozen=True)
+class ExchangeKind:
+    """One choice of exchange, as the rest of the program knows it. Each module of this folder has its `KIND`."""
+
+    connect: Callable[[Setup], Exchange]  # in the learner's process
+    memory: Callable[[Setup], SharedArrays | None] = _no_memory  # in the parent: shared by all learners
+    restore: Callable[[SharedArrays, dict[str, Tensor], Tensor], None] = _nothing_to_restore  # from a checkpoint
+    circle: Callable[[Config, int], Circle | None] = lambda config, learners: None
+    one_learner: bool = False  # it is for a learner without others
+    in_lockstep: bool = False  # all learners make every step together, and find each other by a file
+    shared_weights: bool = False  # one set of weights: the learning rate is that of one learner
+    rejoins: bool = False  # a killed learner comes back alone; else all restart from the checkpoint
+    on_gpu: bool = True
+    refusals: tuple[Refusal, ...] = ()
