@@ -121,7 +121,7 @@ class Setup:
     peers: Peers
     timeout: float  # seconds to wait for another learner
     same: tuple[object, ...] = ()  # settings of the algorithm that all learners in lockstep must share
-    substitute: Callable[[Any], Callable[..., Exchange]] = lambda kind: kind  # the user's class in place of a built-in one
+    substitute: Callable[[Any], Callable[..., Exchange]] = lambda kind: kind  # by a user's class
 
     def rule(self) -> Rule:
         return make_rule(self.config.optim)
