@@ -392,13 +392,3 @@ class Refusal(NamedTuple):
     applies: Callable[[Config, Spec], bool]
     field: str
     reason: str
-
-
-def batch_size(config: Config) -> int:
-    """Rollouts of one env each in a learner's batch."""
-    return (config.acting != "inline" and elsewhere(config).batch_size) or config.env.num_envs
-
-
-def elsewhere(config: Config) -> Decoupled | Central:
-    """The settings of whoever steps the envs, where that is not the learner."""
-    return config.central if config.acting == "central" else config.decoupled

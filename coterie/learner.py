@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from coterie.acting.recorder import Acting, Stages
+from coterie.acting.base import Acting
+from coterie.acting.recorder import Stages
 from coterie.algorithms.base import Algorithm, Batch, Clock
 from coterie.exchange.base import Exchange
 from coterie.models.build import Network

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.acting.table import ACTING
 from coterie.algorithms.table import ALGORITHMS
-from coterie.build import validity
+from coterie.exchange.table import EXCHANGES
 from coterie.roles.learner import Learner
 from coterie.types import Inputs, Rollout
 from tests.conftest import make_config
@@ -23,8 +24,8 @@ CELLS = fast_and_slow(
     [
         (algorithm, acting, exchange, groups)
         for algorithm in ALGORITHMS
-        for acting in validity.ACTING
-        for exchange in validity.EXCHANGES
+        for acting in ACTING
+        for exchange in EXCHANGES
         for groups in (1, 2)
         if groups == 1 or acting != "central" or algorithm not in ON_POLICY  # in lockstep a host's envs are one group
     ]
@@ -201,7 +202,7 @@ def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
     assert all(score == n for r in seen for score, n in r.episodes)
 
 
-@pytest.mark.parametrize("acting", validity.ACTING)
+@pytest.mark.parametrize("acting", ACTING)
 def test_lstm_state_replayed_from_core_state_is_the_acting_state(acting):
     """The learner's pass from `core_state` gives the acting values and log-probs, over resets and rollouts."""
     config = make_config(

@@ -15,10 +15,12 @@ import pytest
 
 import coterie
 from coterie import presets
+from coterie.acting.table import ACTING, batch_size
 from coterie.algorithms.table import ALGORITHMS, is_value_based
 from coterie.build import validity
-from coterie.config import Config, batch_size
+from coterie.config import Config
 from coterie.envs.make import make_spec
+from coterie.exchange.table import EXCHANGES
 from coterie.types import ConfigError
 from tests.launch.harness import last_checkpoint
 from tests.launch.test_decoupled import check
@@ -98,7 +100,7 @@ def refusal(config: Config) -> str:
     return ""
 
 
-AXES = (tuple(ALGORITHMS), validity.ACTING, validity.EXCHANGES)
+AXES = (tuple(ALGORITHMS), tuple(ACTING), tuple(EXCHANGES))
 PRODUCT: list[Cell] = list(product(*AXES))
 REFUSED = {cell: why for cell in PRODUCT if (why := refusal(cell_config(cell)))}
 CELLS = [cell for cell in PRODUCT if cell not in REFUSED]

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.acting.base import ActingKind, apart_refusals
 from coterie.acting.central_stream import Question, Seat, Shape
 from coterie.acting.recorder import ON_HOST, Fields, Recorder, Stages, as_rollout
+from coterie.config import Central as CentralConfig
+from coterie.config import Config, Refusal
 from coterie.models.build import Network
 from coterie.parallel.board import Board
 from coterie.parallel.slots import columns_of
@@ -332,3 +335,32 @@ def _join(inputs: Sequence[Inputs]) -> Inputs:
     else:
         obs = _cat([x.obs for x in inputs])
     return Inputs(obs, *(_cat([x[i] for x in inputs]) for i in range(1, 4)))
+
+
+def _section(config: Config) -> CentralConfig:
+    return config.central
+
+
+KIND = ActingKind(
+    "host",
+    section=_section,
+    refusals=(
+        *apart_refusals(_section, optional=True),
+        Refusal(
+            lambda c, s: c.env.reset != "in_place",
+            "env.reset",
+            "must be in_place with central acting: env hosts do not see where a rollout ends",
+        ),
+        Refusal(
+            lambda c, s: c.central.lockstep and c.env.groups == 2,
+            "env.groups",
+            "must be 0 in lockstep: all envs of a host are acted on at once",
+        ),
+        Refusal(lambda c, s: c.env.num_envs > c.central.max_envs, "central.max_envs", "must not be below env.num_envs"),
+        Refusal(
+            lambda c, s: 0 < c.central.batch_max < c.central.batch_min,
+            "central.batch_max",
+            "must not be below central.batch_min",
+        ),
+    ),
+)

@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from coterie.acting.base import ActingKind, apart_refusals, envs_per_child, shares_evenly
 from coterie.acting.recorder import Recorder, Stages, as_rollout
+from coterie.config import Config, Refusal
+from coterie.config import Decoupled as DecoupledConfig
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
@@ -162,3 +165,22 @@ class Desk:
         self.slots.promise(self.number, self.at, self.board.read(self.rank)["produced"])
         self.slots.fill(self.at)
         self.at = None
+
+
+def _section(config: Config) -> DecoupledConfig:
+    return config.decoupled
+
+
+KIND = ActingKind(
+    "actor",
+    own_policy=True,
+    section=_section,
+    refusals=(
+        *apart_refusals(_section),
+        Refusal(
+            lambda c, s: shares_evenly(c) and (c.decoupled.batch_size or c.env.num_envs) % envs_per_child(c) != 0,
+            "decoupled.batch_size",
+            "must be a multiple of the envs of an actor (env.num_envs x learners / actors)",
+        ),
+    ),
+)

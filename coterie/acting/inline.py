@@ -13,7 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from coterie.acting.base import ActingKind
 from coterie.acting.recorder import Envs, Recorder, Stages, env_loop
+from coterie.config import Refusal
+from coterie.envs.tasks import tasks
 from coterie.parallel.threads import Team
 from coterie.types import AgentOutput, Array, Inputs, Rollout, TimeStep
 
@@ -104,3 +107,19 @@ class Inline:
         out, self.states[g] = self.policy(g, inputs, self.states[g])
         self.recorder.act(g, row, out, self.version)
         return out.action.cpu().numpy()
+
+
+KIND = ActingKind(
+    refusals=(
+        Refusal(
+            lambda c, s: c.actors != "auto",
+            "acting",
+            "inline has no actors; set it to decoupled or central, or leave actors at auto",
+        ),
+        Refusal(
+            lambda c, s: len(tasks(c.env.id)) > 1,
+            "env.id",
+            "several tasks need actors or env hosts: set acting to decoupled or central",
+        ),
+    )
+)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,18 +33,6 @@ class Envs(Protocol):
     def end_rollout(self) -> None: ...
     def begin_rollout(self, group: int) -> TimeStep: ...
     def failures(self) -> list[str]: ...
-    def close(self) -> None: ...
-
-
-class Acting(Protocol):
-    """Where actions are chosen: a source of rollouts that takes published weights."""
-
-    def publish(self, version: int) -> None: ...  # the weights of learner step `version`
-    def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]: ...
-    def rest(self) -> int: ...  # wait until nothing acts; returns the batches that wait. For measurements
-    def counts(self) -> dict[str, int]: ...  # rows produced and dropped, envs replaced, since it began
-    def failures(self) -> list[str]: ...  # why envs were replaced, since the last call
-    def gauges(self) -> dict[str, float]: ...  # for the metrics
     def close(self) -> None: ...
 
 

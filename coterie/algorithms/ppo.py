@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.acting.table import batch_size
 from coterie.algorithms.a2c import A2C, Batch
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
-from coterie.config import Config, Refusal, batch_size
+from coterie.config import Config, Refusal
 from coterie.models.build import Network
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import normalize, ppo_clip, ppo_stats, value_loss, value_loss_clipped

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.acting.table import batch_size
 from coterie.algorithms.a2c import A2C
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine, slices
-from coterie.config import Config, Refusal, batch_size
+from coterie.config import Config, Refusal
 from coterie.models.build import Network
 from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae

@@ -20,7 +20,8 @@ from coterie.acting.recorder import rollout_layout
 from coterie.algorithms.base import ON_CPU, Algorithm, Compute
 from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
 from coterie.build.resources import Layout
-from coterie.config import Config, Schedule, batch_size
+from coterie.config import Config, Schedule
+from coterie.acting.table import batch_size
 from coterie.envs.make import make_envs
 from coterie.envs.owner import Envs
 from coterie.exchange.base import Exchange, Peers, Setup

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from coterie.acting.table import acting_kind
 from coterie.algorithms.base import Compute
-from coterie.config import Config, batch_size, elsewhere
+from coterie.config import Config
+from coterie.acting.table import batch_size
+from coterie.acting.table import acting_kind
 from coterie.envs.make import make_spec
 from coterie.envs.pool import has_env
 from coterie.algorithms.table import algorithm_class, first_rows, is_value_based
@@ -62,7 +65,7 @@ def resolve(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Layout:
     workers = config.env.backend == "workers" or not has_env(config.env.id)
     apart = image or cuda or workers or 32 <= n <= 128
     # In lockstep a host's envs are acted on all at once.
-    apart = apart and not (config.acting == "central" and config.central.lockstep)
+    apart = apart and not (acting_kind(config).hosted and config.central.lockstep)
     groups = config.env.groups or (2 if apart and n % 2 == 0 else 1)
     return Layout(
         device=device,
@@ -83,21 +86,23 @@ def simulators(config: Config, learners: int, cores: int = 0) -> int:
     spec = make_spec(one.env, config.atari)
     width = _IMAGE_ENVS if any(s.is_image for s in spec.obs.values()) else _VECTOR_ENVS
     cores, several = max(1, (cores or len(available_cores())) // learners), len(tasks(config.env.id))
-    batch = elsewhere(config).batch_size if config.acting != "inline" else 0
-    if batch and elsewhere(config).lockstep:
+    kind = acting_kind(config)
+    section = kind.section(config)
+    batch = 0 if section is None else section.batch_size
+    if batch and kind.lockstep(config):
         return batch
-    most = config.central.max_envs if config.acting == "central" else sys.maxsize
+    most = config.central.max_envs if kind.hosted else sys.maxsize
     if is_value_based(config):
         most = min(most, int(config.q.learn_start // first_rows(one)))
     step = 2 if config.env.groups == 2 else 1
     if isinstance(config.actors, int):
         actors = max(1, config.actors // learners)
-    elif config.acting == "decoupled":
+    elif kind.own_policy:
         fair = [k for k in range(1, cores + several) if k * learners % several == 0]
         actors = _most(fair, min(cores, most // step))
     else:
-        actors = several if config.acting == "central" else 1  # a host has threads for all cores
-    if config.acting != "decoupled":
+        actors = several if kind.hosted else 1  # a host has threads for all cores
+    if not kind.own_policy:
         width, batch = -(-width * cores // actors), 0
     fitting = [w for w in range(step, width + 1, step) if batch % w == 0 and actors * w <= most]
     return actors * max(fitting, default=step)
@@ -111,7 +116,7 @@ def _most(fitting: list[int], limit: int) -> int:
 def gpus_of(config: Config) -> tuple[int, int]:
     """GPUs that train, and after them those that only choose actions (`central.inference_gpus`)."""
     there = torch.cuda.device_count() if config.device != "cpu" and exchange_kind(config).on_gpu else 0
-    acting = config.central.inference_gpus if config.acting == "central" else 0
+    acting = config.central.inference_gpus if acting_kind(config).hosted else 0
     if acting and acting >= there:
         raise ConfigError(f"central.inference_gpus: there are {there} GPUs here, and one at least has to train")
     return there - acting, acting
@@ -129,9 +134,10 @@ def settle(config: Config, cores: int = 0) -> Config:
     if not config.env.num_envs:
         config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))
     actors = config.actors
-    if actors == "auto" and config.acting == "central":
+    kind = acting_kind(config)
+    if actors == "auto" and kind.hosted:
         actors = learners * len(tasks(config.env.id))  # a host has threads for all cores
-    elif actors == "auto" and config.acting == "decoupled":
+    elif actors == "auto" and kind.own_policy:
         most = max(1, cores // learners)
         envs, several = config.env.num_envs, len(tasks(config.env.id))
         # Each learner's, so that its simulators, the tasks, and the columns of a batch are shared out evenly.

@@ -16,8 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from coterie.acting.table import acting_kind
 from coterie.build.evaluate import Scores
-from coterie.config import Config, elsewhere
+from coterie.config import Config
 from coterie.launch.ledger import Account
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
@@ -183,7 +184,8 @@ class Run:
         self.starved = now - self.waiting_since > _STARVED_S
 
     def _line(self) -> None:
-        line, alarm = self.account.line(), elsewhere(self.config).lag_alarm
+        line, section = self.account.line(), acting_kind(self.config).section(self.config)
+        alarm = 0 if section is None else section.lag_alarm
         self.writer.write(line)
         self.writer.processes(self._health(), self.account.restarts)
         if alarm and line.get("policy_lag/p95", 0) >= alarm:
@@ -264,7 +266,7 @@ class Run:
             return None
         idle = now - max(float(self.board.beat[stale[0]]), self.account.begin)
         row = stale[0] - self.learners
-        kind = "host" if self.config.acting == "central" else "actor"
+        kind = acting_kind(self.config).child
         who = f"{kind} {row}: " if row >= 0 else f"learner {stale[0]}: " if self.learners > 1 else ""
         return f"{who}no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
 

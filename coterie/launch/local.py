@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from coterie.acting.table import acting_kind
 from coterie.build.factory import make_model
-from coterie.config import Config, elsewhere
+from coterie.config import Config
 from coterie.exchange.table import exchange_kind
 from coterie.launch.chaos import Disturber
 from coterie.launch.coordinator import Run
@@ -134,7 +135,7 @@ class Crew:
         """Whether the run could not bear that this one is killed by chaos, or by anything else right after it."""
         own, account = self.config, self.run.account
         if row >= self.group.learners:
-            return self.deaths + 1 >= elsewhere(own).restarts
+            return self.deaths + 1 >= acting_kind(own).restarts(own)
         return account.restarts + 1 >= own.restarts or checkpoint.latest(self.run.root) is None
 
     def _cut(self) -> bool:
@@ -152,7 +153,7 @@ class Crew:
 
     def _name(self, row: int) -> str:
         actor = row - self.group.learners
-        kind = "host" if self.config.acting == "central" else "actor"
+        kind = acting_kind(self.config).child
         return f"learner {row}" if actor < 0 else f"{kind} {actor}"
 
     def _processes(self) -> dict[int, tuple[str, int]]:
@@ -218,13 +219,13 @@ class Crew:
         run.account.lose_actor(row, self.group.delivered(row))
         if run.over or run.board.closed:
             return
-        if not elsewhere(self.config).lockstep:  # the others fill what it left
+        if not acting_kind(self.config).lockstep(self.config):  # the others fill what it left
             self.group.abandon(row)
         now = time.monotonic()
         last, often = self.ends.get(row, (now, 0))
         self.ends[row] = now, often + 1 if now - last < _FORGOTTEN_S else 0
         self.deaths += 1
-        if self.deaths > (most := elsewhere(self.config).restarts):
+        if self.deaths > (most := acting_kind(self.config).restarts(self.config)):
             raise CoterieError(f"{self._name(row)} {manner}; {self.config.acting}.restarts ({most}) are used up")
         run.writer.log(f"{self._name(row)} {manner}; it is started again")
         self.due[row] = now + min(_BACK_OFF_S, 0.1 * 2 ** self.ends[row][1])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from coterie.acting.table import acting_kind
 from coterie.build.factory import Links, acting_memory, exchange_setup, make_model, net_of, normalizers
 from coterie.build.resources import gpus_of
 from coterie.config import Config
@@ -36,7 +37,7 @@ class Placement:
         self.config, self.learners = config, config.learners
         self.gpus, self.inference_gpus = gpus_of(config)
         self.places = place(self.learners, available_cores(), self.gpus)
-        self.actors = config.actors if config.acting != "inline" and isinstance(config.actors, int) else 0
+        self.actors = config.actors if acting_kind(config).apart and isinstance(config.actors, int) else 0
         self.board = Board(self.learners, self.actors)
         self.board.here[:] = 1
         kind = exchange_kind(config)
@@ -54,14 +55,14 @@ class Placement:
         self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
         self.acting: dict[int, tuple[Slots, Weights]] = {}
         self.sockets: Path | None = None
-        if config.acting == "central":  # a socket's path has 107 bytes at most
+        if acting_kind(config).hosted:  # a socket's path has 107 bytes at most
             self.sockets = own_folder(None if len(tempfile.gettempdir()) < 60 else "/tmp")
-        for rank in range(self.learners if config.acting == "decoupled" else 0):
+        for rank in range(self.learners if acting_kind(config).own_policy else 0):
             self.renew(rank, spec, model)
 
     def renew(self, rank: int, spec: Spec, model: Network) -> None:
         """New memory between a learner and its actors: nobody is at work on it."""
-        if self.config.acting != "decoupled":
+        if not acting_kind(self.config).own_policy:
             return
         for memory in self.acting.pop(rank, ()):
             memory.close()
@@ -92,7 +93,7 @@ class Placement:
         number, rank = divmod(row - self.learners, self.learners)
         cores = self.places[rank].cores
         stepping = cores[1:] if self.places[rank].gpu >= 0 and len(cores) > 1 else cores
-        alone = self.config.acting == "decoupled"
+        alone = acting_kind(self.config).own_policy
         return self.links(rank), number, (stepping[number % len(stepping)],) if alone else tuple(stepping)
 
     def links(self, rank: int, rejoin: bool = False) -> Links:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from coterie.acting.table import acting_kind
 from coterie.algorithms.table import replay_bytes
 from coterie.build.evaluate import check_spec, open_run
 from coterie.build.factory import Links, make_model, net_of, normalizers
@@ -93,7 +94,7 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
     board = Board(config.learners)  # of the first moments: children get another
     board.release()
     kind = exchange_kind(config)
-    here = kind.one_learner and config.acting == "inline"
+    here = kind.one_learner and not acting_kind(config).apart
     life = 0 if state is None else state["life"] + 1
     learner = Learner(config, life, Links(board=board)) if here else None
     kind.circle(config, config.learners)  # a topology that cannot be read is refused before anything is written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from coterie.acting.table import acting_kind
 from coterie.build.factory import Links
 from coterie.config import Config
 from coterie.parallel.processes import Post
@@ -38,7 +39,7 @@ def learner_process(
 
 def actor_process(post: Post, config: Config, life: int, links: Links, number: int, row: int) -> None:
     """A child: one actor, or one env host."""
-    actor = (Host if config.acting == "central" else Actor)(config, life, links, number, row)
+    actor = (Host if acting_kind(config).hosted else Actor)(config, life, links, number, row)
     try:
         actor.run(post)
     finally:

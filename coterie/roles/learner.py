@@ -20,6 +20,7 @@ from coterie.acting.central_stream import Shape
 from coterie.acting.decoupled import Decoupled
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, Stages, local_fields
+from coterie.acting.table import acting_kind, batch_size
 from coterie.algorithms.q_base import QLearning
 from coterie.algorithms.table import replay_bytes, unroll_length
 from coterie.build.factory import (
@@ -37,7 +38,7 @@ from coterie.build.factory import (
 )
 from coterie.build.resources import resolve, settle
 from coterie.build.validity import check, room_of
-from coterie.config import Config, batch_size
+from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.exchange.table import exchange_kind
 from coterie.instruments.consensus import GradientSamples
@@ -87,9 +88,10 @@ class Learner:
         self.acting: Inline | Decoupled | Central
         self.servers = Servers(config.wire)
         self.guests: Guests | None = None
-        if config.acting == "inline":
+        acting = acting_kind(config)
+        if not acting.apart:
             self.acting = self._inline(life)
-        elif config.acting == "central":
+        elif acting.hosted:
             self.acting = self._central(life)
         else:
             assert links.slots is not None

@@ -15,6 +15,7 @@ import torch
 
 from coterie.acting.decoupled import Decoupled
 from coterie.acting.recorder import Stages
+from coterie.acting.table import acting_kind
 from coterie.algorithms.table import first_rows, is_value_based
 from coterie.build.factory import Links
 from coterie.build.resources import settle
@@ -74,7 +75,7 @@ def bench(config: Config, seconds: float) -> dict[str, Any]:
     check(config, make_spec(config.env, config.atari))
     if len(tasks(config.env.id)) > 1:
         raise ConfigError("env.id: bench measures one task at a time")
-    if config.learners == 1 and config.acting == "inline":
+    if config.learners == 1 and not acting_kind(config).apart:
         found = [_measure(Learner(config), seconds, lambda: None)]
     else:
         found = _measure_children(config, seconds)

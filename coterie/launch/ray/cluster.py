@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from coterie.config import elsewhere
+from coterie.acting.table import acting_kind
 from coterie.launch.ray import sync
 from coterie.launch.ray.calls import SILENT_S, Calls, Part
 from coterie.launch.ray.node import News
@@ -48,7 +48,7 @@ class Fleet:
         self.config = config = layout.config
         self.signal: signal.Signals | None = None
         # The run's, as it has them on one machine; Ray itself only knows of each part's.
-        self.budgets = {"restarts": config.restarts, f"{config.acting}.restarts": elsewhere(config).restarts}
+        self.budgets = {"restarts": config.restarts, f"{config.acting}.restarts": acting_kind(config).restarts(config)}
         self.lost = Counter[str]()
         self.hosts = sorted({m.address for m in machines})
         self.keys = self._make_keys() if len(self.hosts) > 1 else {}
@@ -74,7 +74,7 @@ class Fleet:
             )
             for k, site in enumerate(layout.sites)
         ]  # fmt: skip
-        budget = elsewhere(config).restarts
+        budget = acting_kind(config).restarts(config)
         self.lenders = [
             Part(f"{x.kind} {x.number}", self.calls.place(x.machine, 1, 0, budget), 1) for x in layout.lenders
         ]

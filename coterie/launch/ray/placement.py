@@ -6,10 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from coterie.acting.table import acting_kind, batch_size
 from coterie.algorithms.table import is_value_based
 from coterie.build.resources import simulators
-from coterie.config import Config, Env, batch_size, elsewhere
+from coterie.config import Config, Env
 from coterie.envs.tasks import tasks
+from coterie.exchange.table import exchange_kind
 from coterie.ops.optim import scaled_lr
 from coterie.types import ConfigError
 
@@ -61,7 +63,7 @@ class Layout:
 
 def acts_elsewhere(config: Config) -> bool:
     """Whether machines without a learner can step envs: in lockstep, and with several tasks, all is at the site."""
-    return config.acting != "inline" and not elsewhere(config).lockstep and len(tasks(config.env.id)) == 1
+    return acting_kind(config).apart and not acting_kind(config).lockstep(config) and len(tasks(config.env.id)) == 1
 
 
 def lay_out(config: Config, machines: list[Machine], sites: int = 0) -> Layout:
@@ -80,11 +82,11 @@ def lay_out(config: Config, machines: list[Machine], sites: int = 0) -> Layout:
             raise ConfigError(
                 f"{field}: with launch ray a run's machines find each other by themselves: leave it empty"
             )
-    gpus = sum(m.gpus for m in machines) if config.device != "cpu" and config.exchange != "hogwild" else 0
+    gpus = sum(m.gpus for m in machines) if config.device != "cpu" and exchange_kind(config).on_gpu else 0
     ordered = (
         sorted(machines, key=lambda m: -m.gpus) if gpus else machines
     )  # stable: this machine is first among equals
-    per_learner = 2 if acts_elsewhere(config) and config.acting == "decoupled" else 1  # with an actor beside it
+    per_learner = 2 if acts_elsewhere(config) and acting_kind(config).own_policy else 1  # with an actor beside it
     learners = config.learners if config.learners != "auto" else _learners(config, ordered, per_learner, bool(gpus))
     exchange = config.exchange if config.exchange != "auto" else "solo" if learners == 1 else "allreduce"
     config = replace(config, learners=learners, exchange=exchange)
@@ -108,7 +110,7 @@ def lay_out(config: Config, machines: list[Machine], sites: int = 0) -> Layout:
     lenders: list[Lender] = []
     if acts_elsewhere(config):
         assert isinstance(config.actors, int)
-        kind, beside = ("actor", learners) if config.acting == "decoupled" else ("envs", 0)
+        kind, beside = ("actor", learners) if acting_kind(config).own_policy else ("envs", 0)
         for i in range(config.actors - beside):
             machine = max(machines, key=lambda m: free[m.id])
             free[machine.id] -= 1
@@ -124,13 +126,14 @@ def lay_out(config: Config, machines: list[Machine], sites: int = 0) -> Layout:
 
 def _spreads(config: Config) -> bool:
     """Whether learners on several machines can have part in one run."""
-    across = config.exchange in ("allreduce", "auto") and config.allreduce.trusted_network
-    return config.exchange == "gossip" or (across and not is_value_based(config))
+    kind = exchange_kind(replace(config, learners="auto"))
+    across = kind.in_lockstep and config.allreduce.trusted_network
+    return kind.rejoins or (across and not is_value_based(config))
 
 
 def _sites(config: Config, learners: int, room: list[int]) -> int:
     """Over how many machines the learners are spread, which have room for so many each."""
-    if config.exchange == "gossip":
+    if exchange_kind(config).rejoins:
         return min(learners, len(room))
     enough = (k for k in range(1, len(room) + 1) if sum(room[:k]) >= learners)
     return next(enough, len(room)) if _spreads(config) else 1
@@ -143,10 +146,10 @@ def _room(machine: Machine, per_learner: int, gpus: bool) -> int:
 
 def _learners(config: Config, machines: list[Machine], per_learner: int, gpus: bool) -> int:
     """`auto`: one for each GPU, else one for each core, or one for each machine where others step the envs."""
-    if config.exchange == "solo":
+    if config.exchange != "auto" and exchange_kind(config).one_learner:
         return 1
     own = machines if _spreads(config) else machines[:1]
-    if config.acting != "inline" and not gpus:
+    if acting_kind(config).apart and not gpus:
         return len(own)
     return max(1, sum(_room(m, per_learner, gpus) for m in own))
 
@@ -156,7 +159,7 @@ def _actors(config: Config, free: int) -> int | Literal["auto"]:
     assert isinstance(config.learners, int)
     if not acts_elsewhere(config):
         return config.actors
-    learners, envs, beside = config.learners, config.env.num_envs, config.acting == "decoupled"
+    learners, envs, beside = config.learners, config.env.num_envs, acting_kind(config).own_policy
     fitting = [
         k
         for k in range(1, envs + 1)
@@ -196,7 +199,7 @@ def site_config(
     `steps`: its own. Paths of keys begin with {here}, which is the machine's to fill in.
     """
     config, own, all_learners = layout.config, layout.sites[k].learners, layout.learners
-    total = config.env.num_envs * (all_learners if config.exchange not in ("hogwild", "store") else 1)
+    total = config.env.num_envs * (1 if exchange_kind(config).shared_weights else all_learners)
     optim = replace(config.optim, lr=scaled_lr(config.optim, total), sqrt_scaling_from=0)
     wire, gossip = config.wire, config.gossip
     if keys:
@@ -214,7 +217,7 @@ def site_config(
     if acts_elsewhere(config):
         host, port = address
         wire = replace(wire, bind=f"{_host(host)}:{port}")
-        if config.acting == "decoupled":
+        if acting_kind(config).own_policy:
             envs = config.env.num_envs
             config = replace(
                 config,
@@ -230,7 +233,7 @@ def site_config(
     if len(layout.sites) > 1:
         at = f"{_host(hub[0])}:{hub[1] + layout.sites[0].learners}"
         bind, connect = ("", at) if k else (at, "")
-        if config.exchange == "gossip":
+        if exchange_kind(config).rejoins:
             gossip = replace(gossip, bind=bind, connect=connect, seats=0 if k else all_learners)
         else:
             ring = replace(config.allreduce, bind=bind, connect=connect, machines=len(layout.sites))

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from coterie.acting.table import ACTING, acting_kind, batch_size
 from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
 from coterie.build import validity
 from coterie.build.resources import resolve, settle
-from coterie.build.validity import ACTING
-from coterie.config import Config, batch_size, elsewhere
+from coterie.config import Config
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.affinity import place
@@ -162,8 +162,8 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
         threads = own.env.threads or (place_cores - 1 if gpu and place_cores > 1 else place_cores)
     unroll = unroll_length(own)
     steps, samples = updates(own, batch, unroll)
-    section = elsewhere(own)
-    lockstep = acting != "inline" and section.lockstep
+    kind = ACTING[acting]
+    section, lockstep = kind.section(own) or own.decoupled, kind.apart and kind.lockstep(own)
     trainers = 1 if gpu else mine.torch_threads
     return Layout(
         acting=acting, exchange=exchange, hardware=h, learners=everywhere, producers=producers, width=width,
@@ -178,8 +178,10 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
 
 def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
     """The config with other acting and exchange: its batches stay, and lockstep comes where nothing else works."""
-    was, batch = elsewhere(config), 0 if config.acting == "inline" else elsewhere(config).batch_size
-    lockstep = algorithm_class(config).on_policy or (config.acting == acting and was.lockstep)
+    kind = acting_kind(config)
+    was = kind.section(config)
+    batch = 0 if was is None else was.batch_size
+    lockstep = algorithm_class(config).on_policy or (config.acting == acting and was is not None and was.lockstep)
     batch = 0 if lockstep else batch
     decoupled = replace(config.decoupled, lockstep=lockstep, batch_size=batch)
     central = replace(config.central, lockstep=lockstep, batch_size=batch)
@@ -187,8 +189,8 @@ def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
     actors = config.actors if config.acting == acting != "inline" else "auto"
     if exchange == "solo" and isinstance(actors, int) and isinstance(config.learners, int) and config.learners > 1:
         actors = max(1, actors // config.learners)
-    kind: dict[str, Any] = {"acting": acting, "exchange": exchange}
-    return replace(config, **kind, learners=learners, actors=actors, decoupled=decoupled, central=central, env=env)
+    names: dict[str, Any] = {"acting": acting, "exchange": exchange}
+    return replace(config, **names, learners=learners, actors=actors, decoupled=decoupled, central=central, env=env)
 
 
 def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from coterie.acting.table import batch_size
 from coterie.algorithms.table import first_rows, is_value_based, unroll_length
 from coterie.build.factory import Links
 from coterie.build.resources import resolve, settle
 from coterie.build.validity import check
-from coterie.config import Chaos, Config, batch_size
+from coterie.config import Chaos, Config
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES

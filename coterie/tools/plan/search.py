@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, product
 
-from coterie.build.validity import ACTING
+from coterie.acting.table import ACTING
 from coterie.config import Config
 from coterie.exchange.table import EXCHANGES
 from coterie.tools.plan.costs import Services

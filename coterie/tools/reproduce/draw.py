@@ -31,9 +31,8 @@ def order(run: RecordedRun) -> float:
 
 def begins(run: RecordedRun) -> float:
     """The env steps after which it trains."""
-    return (
-        float(run.config.get("q.learn_start") or 0) if ALGORITHMS[str(run.config.get("algorithm"))].value_based else 0.0
-    )
+    algorithm = ALGORITHMS.get(str(run.config.get("algorithm")))
+    return float(run.config.get("q.learn_start") or 0) if algorithm and algorithm.value_based else 0.0
 
 
 def rate(run: RecordedRun) -> float:

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from coterie.build.validity import ACTING, EXCHANGES
+from coterie.acting.table import ACTING
 from coterie.cli.main import main
+from coterie.exchange.table import EXCHANGES
 from coterie.presets import PRESETS, make
 from coterie.tools.plan.costs import load, save
 from coterie.tools.plan.measure import lone, sizes

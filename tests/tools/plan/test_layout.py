@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from coterie import presets
+from coterie.acting.table import ACTING
 from coterie.build.factory import acting_memory, actor_env, make_model
-from coterie.build.validity import ACTING, EXCHANGES
 from coterie.envs.make import make_spec
+from coterie.exchange.table import EXCHANGES
 from coterie.roles.learner import Learner
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.layout import Hardware, layout, layouts, updates
