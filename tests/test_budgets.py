@@ -12,7 +12,7 @@ from tests.test_layers import MODULES, ROOT, imports
 
 TESTS = Path(__file__).parent
 
-LIBRARY_LINES = 19_900
+LIBRARY_LINES = 19_980
 TOOLS_LINES = 6_210
 TESTS_LINES = 24_600
 TOP_LEVEL_MODULES = 8
@@ -22,7 +22,7 @@ PARAMETERS = 14
 CHOICE_COMPARISONS = 102
 MAIN_PATH = ("acting.inline", "acting.recorder", "types", "algorithms.a2c", "learner", "exchange.solo")
 MAIN_PATH_LINES = 1_100  # from env.step to optimizer.step: the six files together
-CELL_LINES = 3_700  # the main path and all that it imports
+CELL_LINES = 3_920  # the main path and all that it imports
 
 CHOICES = {
     "a2c", "ppo", "vtrace", "dqn", "r2d2", "sac", "inline", "decoupled", "central",
