@@ -118,7 +118,7 @@ class Central:
 
     def _wait(self) -> Fields | None:
         begin = time.perf_counter()
-        with self.board.waits(self.rank):
+        with self.board.blocked(self.rank):
             while True:
                 if self._error is not None:
                     raise self._error

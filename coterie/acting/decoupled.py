@@ -89,7 +89,7 @@ class Decoupled:
 
     def _wait(self, batch: int) -> None:
         begin = time.perf_counter()
-        with self.board.waits(self.rank):
+        with self.board.blocked(self.rank):
             while not self.slots.is_full(batch):
                 time.sleep(_NAP_S)
                 if time.perf_counter() - begin > self.timeout:
@@ -140,13 +140,13 @@ class Desk:
     def next(self) -> Recorder:
         """Wait for a slot, and for weights as new as it needs."""
         begin = time.perf_counter()
-        with self.board.waits(self.rank):
+        with self.board.blocked(self.rank):
             while (at := self.slots.take(self.number)) is None or self.weights.version < self.slots.need[at]:
                 self.check()
                 waited = time.perf_counter() - begin
                 time.sleep(_NAP_S if waited < _SOON_S else _LONG_NAP_S)
                 # It may be evaluating, which shows signs of life.
-                silent = time.monotonic() - float(self.board.beat[self.learner])
+                silent = time.monotonic() - float(self.board.heartbeat[self.learner])
                 if min(waited, silent) > self.timeout:
                     raise CoterieError(f"no slot for a rollout for {self.timeout:g} s: the learner hangs")
         self.stages.add("wait", begin)
@@ -155,7 +155,7 @@ class Desk:
 
     def check(self) -> None:
         """Show a sign of life, and leave where the run is over."""
-        self.board.beat[self.rank] = time.monotonic()
+        self.board.heartbeat[self.rank] = time.monotonic()
         if self.board.closed:
             raise Stopped
 

@@ -32,7 +32,7 @@ from coterie.ops.optim import make_rule
 from coterie.plugins import in_place_of
 from coterie.parallel.board import Board, BoardSteps, OwnSteps
 from coterie.parallel.params import FlatParams
-from coterie.parallel.processes import own_folder
+from coterie.parallel.processes import scratch_folder
 from coterie.parallel.shm import SharedArrays
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights

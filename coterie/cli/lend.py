@@ -9,7 +9,7 @@ from dataclasses import replace
 from coterie.acting.decoupled import Stopped
 from coterie.build.resources import settle
 from coterie.config import Config
-from coterie.parallel.signals import hearing
+from coterie.parallel.signals import on_signals
 from coterie.roles.remote_worker import Door, lend_actor, lend_envs
 from coterie.runs.config_io import parse_cli, validate
 from coterie.types import ConfigError
@@ -48,7 +48,7 @@ def lend(what: str, args: list[str], parser: argparse.ArgumentParser) -> int:
         print(line, flush=True)
 
     try:
-        with hearing(stop.append):
+        with on_signals(stop.append):
             (lend_envs if what == "envs" else lend_actor)(config, door, say, leave)
     except Stopped:
         say("left before it began")

@@ -33,7 +33,7 @@ from coterie.exchange.solo import Solo
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
-from coterie.parallel.processes import PeerLost, own_folder
+from coterie.parallel.processes import PeerLost, scratch_folder
 from coterie.types import first_line
 from coterie.wire.auth import is_local, split
 
@@ -52,7 +52,7 @@ class AllReduce(Solo):
         super().__init__(params, rule, guard, self)  # it counts the run's env steps itself: they travel with gradients
         self.params, self.across, self.budget = params, across, budget
         self.moments, self.board = moments, board
-        self.rank, self.learners, self.store, self.timeout = rank, len(board.here), store, timeout
+        self.rank, self.learners, self.store, self.timeout = rank, len(board.active), store, timeout
         self._total, self.rows = 0, 0  # rows that the next message will tell the others of
         self.told = False  # a message was sent since the last rollout
         self.order = self.stop = False  # this learner's wishes; the group's are answered by `agree`
@@ -201,7 +201,7 @@ class AllReduce(Solo):
     def waiting(self) -> Iterator[None]:
         """Around a collective: it is not this learner that hangs, and whoever is gone is named as the reason."""
         try:
-            with self.board.waits(self.rank):
+            with self.board.blocked(self.rank):
                 yield
         except RuntimeError as error:
             raise PeerLost(f"allreduce: another learner is gone or hangs: {first_line(error)}") from error
@@ -232,7 +232,7 @@ def _between_machines(setup: Setup) -> Ring | None:
     kind = f"{config.algorithm} on {config.env.id} (weights and settings {digest})"
 
     def ended() -> bool:
-        peers.board.beat[peers.rank] = time.monotonic()  # a learner that waits for other machines does not hang
+        peers.board.heartbeat[peers.rank] = time.monotonic()  # a learner that waits for other machines does not hang
         return peers.board.stopping
 
     machines = allreduce.machines if allreduce.bind else 0
@@ -244,7 +244,7 @@ def connect(setup: Setup) -> Exchange:
     make = setup.substitute(AllReduce)
     return make(
         setup.params, setup.rule(), setup.guard(), setup.moments, peers.board, peers.rank,
-        peers.rendezvous or own_folder() / "meeting", setup.timeout, _between_machines(setup), config.steps,
+        peers.rendezvous or scratch_folder() / "meeting", setup.timeout, _between_machines(setup), config.steps,
     )  # fmt: skip
 
 

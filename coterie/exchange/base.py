@@ -108,7 +108,7 @@ class Peers:
 
     @property
     def learners(self) -> int:
-        return len(self.board.here)
+        return len(self.board.active)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from coterie.exchange.rendezvous import LOOK_S, SILENT_S, STORE_S, Call, Convener, Ticket
 from coterie.exchange.rendezvous_client import Address, Contact, again
-from coterie.parallel.processes import where
+from coterie.parallel.processes import location
 from coterie.types import CoterieError, first_line
 
 _FORM_S = 20.0  # for a ring's connections to be made
@@ -53,7 +53,7 @@ class Ring:
         self.broken, self.alone = True, False  # alone: the run of the machine that listens is over
         self.number, self.size = 0, 1
         # The same for a learner that is started in another's place.
-        self.who = f"{where()} {os.getppid()}"
+        self.who = f"{location()} {os.getppid()}"
         self.group: Any = None
         self.contact: Contact | None = None
         self.master: TCPStore | None = None

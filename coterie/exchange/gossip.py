@@ -146,7 +146,7 @@ class Gossip(Solo):
         return self._hear(params)
 
     def _wait(self, done: Callable[[], bool], what: str, begin: float) -> None:
-        with self.board.waits(self.rank):
+        with self.board.blocked(self.rank):
             while not done() and not self.board.stopping:
                 if time.monotonic() - begin > self.timeout:
                     raise CoterieError(f"gossip: {what} for {self.timeout:g} s: it hangs")

@@ -47,7 +47,7 @@ class Shift:
 
     def begin(self) -> None:
         if not self.mine:
-            with self.board.waits(self.rank):
+            with self.board.blocked(self.rank):
                 self.locks.queue(self.k)
             self.mine = True
 

@@ -32,7 +32,7 @@ class Turns:
 
     def wait(self) -> None:
         end = time.monotonic() + self.timeout
-        with self.board.waits(self.rank):
+        with self.board.blocked(self.rank):
             while not self.board.my_turn(self.rank):
                 if time.monotonic() > end:
                     raise CoterieError(f"store: no turn for {self.timeout:g} s: another learner hangs")
@@ -70,7 +70,7 @@ class Store(Solo):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.turns is not None:
-            self.turns.board.here[self.turns.rank] = 0  # who has left is passed over
+            self.turns.board.active[self.turns.rank] = 0  # who has left is passed over
         self.central.close()
 
     def pull(self, params: FlatParams) -> None:

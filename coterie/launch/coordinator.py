@@ -22,7 +22,7 @@ from coterie.config import Config
 from coterie.launch.ledger import Account
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
-from coterie.parallel.signals import hearing
+from coterie.parallel.signals import on_signals
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
 from coterie.runs.metrics import RunWriter, read_metrics
@@ -81,7 +81,7 @@ class Run:
         """Do `work` to the end, to a signal, or to an error, and write the summary whichever it is."""
         status, reason = "finished", ""
         failure: BaseException | None = None
-        with hearing(self._hear):
+        with on_signals(self._hear):
             try:
                 with self.display:
                     work()
@@ -179,7 +179,7 @@ class Run:
         """After a signal: learners that all wait for what nobody makes, such as one that has no hosts and others that
         wait for its gradient, cannot come to a checkpoint.
         """
-        if self.over or self.idle or not self.board.all_wait(self.members):
+        if self.over or self.idle or not self.board.all_blocked(self.members):
             self.waiting_since = now
         self.starved = now - self.waiting_since > _STARVED_S
 
@@ -202,7 +202,7 @@ class Run:
         now, board = time.monotonic(), self.board
         return [
             {
-                "name": name, "pid": pid, "silent_s": round(now - float(board.beat[row]), 1),
+                "name": name, "pid": pid, "silent_s": round(now - float(board.heartbeat[row]), 1),
                 "env_steps": board.read(row)["produced"], "rss_mb": rss_mb(pid),
             }
             for row, (name, pid) in sorted(self.processes().items())
@@ -264,7 +264,7 @@ class Run:
         stale = self.board.stale(watched, now - stall) if now - self.account.begin > stall else []
         if not stale:
             return None
-        idle = now - max(float(self.board.beat[stale[0]]), self.account.begin)
+        idle = now - max(float(self.board.heartbeat[stale[0]]), self.account.begin)
         row = stale[0] - self.learners
         kind = acting_kind(self.config).child
         who = f"{kind} {row}: " if row >= 0 else f"learner {stale[0]}: " if self.learners > 1 else ""

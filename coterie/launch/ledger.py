@@ -58,7 +58,7 @@ class Account:
 
     @property
     def learners(self) -> int:
-        return len(self.board.here)
+        return len(self.board.active)
 
     @property
     def seconds(self) -> float:

@@ -74,7 +74,7 @@ class Crew:
             everything, state = checkpoint.load(self.saved)
             tensors = checkpoint.learner(everything, state["present"][0])
         group = Placement(self.config, self.run.spec, tensors, self.link.circle if self.link is not None else None)
-        group.board.beat[:] = time.monotonic()
+        group.board.heartbeat[:] = time.monotonic()
         for rank in range(group.learners):
             counts = {} if self.state is None else self.state["learners"][rank]
             learned = counts.get("learned", 0)
@@ -197,7 +197,7 @@ class Crew:
             return
         self._count_restart(f"learner {rank} {manner}", f"learner {rank} comes back with a peer's weights")
         run.give_up_order()
-        run.board.beat[rank] = time.monotonic()
+        run.board.heartbeat[rank] = time.monotonic()
         if rows:
             self.group.renew(rank, run.spec, make_model(self.config, run.spec))
         # With what the others learned since, where there are others.
@@ -234,7 +234,7 @@ class Crew:
         self.due.pop(row, None)
         links, number, cores = self.group.actor(row)
         life = self.run.account.life + 1000 * (self.run.account.restarts + self.deaths)
-        self.run.board.beat[row] = time.monotonic()
+        self.run.board.heartbeat[row] = time.monotonic()
         args = (self.config, life, links, number, row)
         self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, actor_process, args)
         self.run.actors.add(row)

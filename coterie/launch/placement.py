@@ -20,7 +20,7 @@ from coterie.models.build import Network
 from coterie.parallel.affinity import available_cores, place
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
-from coterie.parallel.processes import own_folder
+from coterie.parallel.processes import scratch_folder
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.runs import checkpoint
@@ -39,9 +39,9 @@ class Placement:
         self.places = place(self.learners, available_cores(), self.gpus)
         self.actors = config.actors if acting_kind(config).apart and isinstance(config.actors, int) else 0
         self.board = Board(self.learners, self.actors)
-        self.board.here[:] = 1
+        self.board.active[:] = 1
         kind = exchange_kind(config)
-        self.meeting = own_folder() if kind.in_lockstep else None
+        self.meeting = scratch_folder() if kind.in_lockstep else None
         model = make_model(config, spec)
         if tensors:
             model.load_state_dict(tensors["model"])
@@ -56,7 +56,7 @@ class Placement:
         self.acting: dict[int, tuple[Slots, Weights]] = {}
         self.sockets: Path | None = None
         if acting_kind(config).hosted:  # a socket's path has 107 bytes at most
-            self.sockets = own_folder(None if len(tempfile.gettempdir()) < 60 else "/tmp")
+            self.sockets = scratch_folder(None if len(tempfile.gettempdir()) < 60 else "/tmp")
         for rank in range(self.learners if acting_kind(config).own_policy else 0):
             self.renew(rank, spec, model)
 

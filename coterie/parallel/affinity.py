@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 
 def available_cores() -> list[int]:
     """Cores that this process may run on, limited by a container's CPU quota (cgroup v2) where one is set."""
@@ -21,7 +23,7 @@ def available_cores() -> list[int]:
 
 def machine_memory() -> int:
     """Bytes of the machine's memory, limited by a container's (cgroup v2) where that is set."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whole = int(psutil.virtual_memory().total)
     try:
         return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):
@@ -62,14 +64,14 @@ def _shares(n: int, cores: Sequence[int]) -> list[list[int]]:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 32 << 20  # allocations up to this: glibc below 2.35 takes no more
+_KEPT_BYTES = 32 << 20  # allocations up to this size; glibc below 2.35 accepts no more
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep what is freed for the next allocation; elsewhere nothing happens.
+    """Let glibc's malloc keep freed memory for the next allocation. Other allocators are left alone.
 
-    By itself it gives large blocks back to the system at once, and each training step gets its activations as fresh
-    pages again: 3,100 page faults, 5 of 36 ms, in a step of DQN.
+    By default it returns large blocks to the system at once, and each training step gets its activations as fresh pages
+    again: 3,100 page faults, 5 of 36 ms, in a step of DQN.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -79,13 +81,12 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def rss_mb(pid: int | str = "self") -> float | None:
-    """Resident memory of a process in MiB; None where the system does not say."""
+def rss_mb(pid: int | None = None) -> float | None:
+    """Resident memory of a process (this one by default) in MiB; None where it is gone."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
+        return float(psutil.Process(pid).memory_info().rss / 2**20)
+    except psutil.Error:
         return None
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def bf16_is_fast(device: str) -> bool:

@@ -1,6 +1,6 @@
-"""The board: plain numbers in shared memory that the processes of a run tell each other.
+"""The board: plain numbers in shared memory through which the processes of a run tell each other how far they are.
 
-Every number has one writer, so nothing is locked and no increment is lost, whoever dies.
+Every number has one writer, so nothing is locked and no increment is lost when a process dies.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from coterie.parallel.shm import SharedArrays
-from coterie.types import Array
+from coterie.parallel.shm import SharedArrays, fence
+from coterie.types import Array, CoterieError
 
-#: What each learner, and each actor, counts. `produced`: rows acted, whoever learns from them; `delivered`: those of
-#: them that an actor has handed over; `dropped`: those that central acting could not make whole rollouts of; `started`:
-#: rows that a learner has begun to learn from (budgets and schedules read their sum); `learned`: rows that it has.
+#: What each learner, and each actor, counts. `produced`: rows acted; `delivered`: those that an actor has handed to its
+#: learner; `dropped`: those that central acting could not complete to rollouts; `started`: rows that a learner has
+#: begun to learn from (budgets and schedules read their sum); `learned`: rows that it has learned from.
 COUNTS = (
     "produced", "delivered", "started", "learned", "masked", "learner_steps", "samples_trained",
     "policy_lag_max", "skipped", "replaced", "episodes", "dropped",
@@ -23,17 +23,19 @@ SAVE, EVALUATE, LAST = 1, 2, 4  # what an order asks for: a checkpoint, before i
 
 
 class Board:
-    """One row of counts for each learner, then for each actor, and the orders of whoever runs them."""
+    """One row of counts for each learner, then for each actor, and the orders of their parent."""
 
     def __init__(self, learners: int, actors: int = 0) -> None:
+        rows = learners + actors
         self._shared = SharedArrays(
             {
-                "counts": ((learners + actors, len(COUNTS)), "int64"),
-                "here": ((learners,), "int64"),
-                "beat": ((learners + actors,), "float64"),
+                "counts": ((rows, len(COUNTS)), "int64"),
+                "active": ((learners,), "int64"),
+                "heartbeat": ((rows,), "float64"),
+                "blocked": ((rows,), "int64"),
                 "order": ((4,), "int64"),
                 "turns": ((learners,), "int64"),
-                "waiting": ((learners + actors,), "int64"),
+                "arrivals": ((learners,), "int64"),
             },
             name="coterie-board",
         )
@@ -42,11 +44,12 @@ class Board:
     def _bind(self) -> None:
         arrays = self._shared.arrays
         self.counts: Array = arrays["counts"]
-        self.here: Array = arrays["here"]  # 1 while a learner takes part
-        self.beat: Array = arrays["beat"]  # monotonic time of its last sign of life
-        self._waiting: Array = arrays["waiting"]
+        self.active: Array = arrays["active"]  # 1 while a learner takes part
+        self.heartbeat: Array = arrays["heartbeat"]  # monotonic time of its last sign of life
         self.turns: Array = arrays["turns"]  # turns that each learner has had, where they go one after the other
+        self._blocked: Array = arrays["blocked"]
         self._order: Array = arrays["order"]  # number, what, stop, closed
+        self._arrivals: Array = arrays["arrivals"]
 
     def __getstate__(self) -> dict[str, SharedArrays]:
         return {"_shared": self._shared}
@@ -55,13 +58,17 @@ class Board:
         self._shared = state["_shared"]
         self._bind()
 
-    def write(self, rank: int, counts: Mapping[str, int]) -> None:
+    def write(self, row: int, counts: Mapping[str, int]) -> None:
         for name, value in counts.items():
-            self.counts[rank, COUNTS.index(name)] = value
-        self.beat[rank] = time.monotonic()
+            self.counts[row, COUNTS.index(name)] = value
+        self.beat(row)
 
-    def read(self, rank: int) -> dict[str, int]:
-        return dict(zip(COUNTS, self.counts[rank].tolist(), strict=True))
+    def beat(self, row: int) -> None:
+        """Give a sign of life."""
+        self.heartbeat[row] = time.monotonic()
+
+    def read(self, row: int) -> dict[str, int]:
+        return dict(zip(COUNTS, self.counts[row].tolist(), strict=True))
 
     def sum(self, name: str) -> int:
         return int(self.counts[:, COUNTS.index(name)].sum())
@@ -69,64 +76,77 @@ class Board:
     def give(self, what: int) -> int:
         """Order all learners to save, or to save and evaluate; returns the order's number. One order at a time."""
         self._order[1] = what
-        self._order[0] += 1  # written last: who sees the number sees what it asks for
+        fence()  # a learner that reads the number must read what belongs to it
+        self._order[0] += 1
         return int(self._order[0])
 
     @property
     def order(self) -> tuple[int, int]:
-        """Number of the latest order, and what it asks for."""
-        return int(self._order[0]), int(self._order[1])
+        """The number of the latest order, and what it asks for."""
+        number = int(self._order[0])
+        fence()
+        return number, int(self._order[1])
 
     def my_turn(self, rank: int) -> bool:
-        """Learners before `rank` have had one turn more, those after it as many; who has left is passed over."""
+        """Learners before `rank` have had one turn more, those after it as many; inactive ones are passed over."""
         mine = self.turns[rank]
         ahead = self.turns > mine
         ahead[rank + 1 :] = self.turns[rank + 1 :] >= mine
         ahead[rank] = True
-        return bool((ahead | (self.here == 0)).all())
+        return bool((ahead | (self.active == 0)).all())
+
+    def meet(self, rank: int, timeout: float) -> None:
+        """Wait until every learner has called this as often as `rank` has."""
+        self._arrivals[rank] += 1
+        end = time.monotonic() + timeout
+        while self._arrivals.min() < self._arrivals[rank]:
+            if time.monotonic() > end:
+                raise CoterieError(f"another learner hangs: learner {rank} waited for {timeout:g} s")
+            time.sleep(1e-4)
 
     @contextmanager
-    def waits(self, rank: int) -> Iterator[None]:
-        """While a learner waits for others it is not the one that hangs."""
-        self._waiting[rank] = 1
+    def blocked(self, row: int) -> Iterator[None]:
+        """While a process waits for others it is not the one that hangs."""
+        self._blocked[row] = 1
         try:
             yield
         finally:
-            self._waiting[rank] = 0
+            self._blocked[row] = 0
 
-    def all_wait(self, ranks: Iterable[int]) -> bool:
-        return all(self._waiting[rank] for rank in ranks)
+    def all_blocked(self, rows: Iterable[int]) -> bool:
+        return all(self._blocked[row] for row in rows)
 
-    def stale(self, ranks: Iterable[int], before: float) -> list[int]:
-        """Those of `ranks` without a sign of life since `before`, the longest first: others may have gone on after it.
-        Who merely waits for others only if all do.
+    def stale(self, rows: Iterable[int], before: float) -> list[int]:
+        """The rows without a sign of life since `before`, the longest silent first. A blocked process is among them
+        only where no other is at work.
         """
-        all_of_them = list(ranks)
-        silent = sorted((r for r in all_of_them if self.beat[r] < before), key=lambda r: float(self.beat[r]))
-        return [r for r in silent if not self._waiting[r]] or (silent if len(silent) == len(all_of_them) else [])
+        watched = list(rows)
+        silent = sorted((r for r in watched if self.heartbeat[r] < before), key=lambda r: float(self.heartbeat[r]))
+        return [r for r in silent if not self._blocked[r]] or (silent if len(silent) == len(watched) else [])
 
     def stop(self) -> None:
+        """Ask all learners to end their training."""
         self._order[2] = 1
 
-    def release(self) -> None:
-        """Nobody will be started with it any more; who has it goes on reading it."""
-        self._shared.close()
+    @property
+    def stopping(self) -> bool:
+        return bool(self._order[2])
 
     def close(self) -> None:
-        """Let the actors go: nobody will learn from what they do."""
+        """Ask the actors to end: nothing more will be learned."""
         self._order[3] = 1
 
     @property
     def closed(self) -> bool:
         return bool(self._order[3])
 
-    @property
-    def stopping(self) -> bool:
-        return bool(self._order[2])
+    def release(self) -> None:
+        """Close the descriptor: no process will be started with it any more. Those that have the memory keep it."""
+        self._shared.close()
 
 
 class OwnSteps:
-    """Counts a run's env steps from what one learner knows: its own rows times the number of learners."""
+    """A run's env steps as one learner counts them: its own rows times the number of learners."""
 
     def __init__(self, learners: int = 1) -> None:
         self.learners, self.own = learners, 0
@@ -147,7 +167,7 @@ class OwnSteps:
 
 
 class BoardSteps:
-    """Counts a run's env steps on the board: everybody's rows, the moment that somebody begins to learn from them."""
+    """A run's env steps on the board: the rows that any learner has begun to learn from."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self._column = board.counts[:, COUNTS.index("started")]
@@ -169,7 +189,7 @@ class BoardSteps:
 
 
 class Staleness:
-    """Env steps that others began to learn from between a snapshot of the weights and the update made with it."""
+    """Env steps that other learners began with between a snapshot of the weights and the update made with it."""
 
     def __init__(self, steps: OwnSteps | BoardSteps) -> None:
         self.steps = steps

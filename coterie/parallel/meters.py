@@ -1,5 +1,5 @@
-"""What this machine tells of its own use: joules by Intel's and AMD's counters (RAPL) and NVIDIA's (NVML), and how
-busy it is. All of it is the whole machine's, whoever uses it.
+"""Energy and load of the whole machine: joules by Intel's and AMD's counters (RAPL) and NVIDIA's (NVML), and how busy
+its cores and GPUs are.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _RAPL = Path("/sys/class/powercap")
-_STAT = Path("/proc/stat")
+_WORK, _IDLE = ("user", "nice", "system", "irq", "softirq"), ("idle", "iowait")  # fields of `psutil.cpu_times`
 
 
 def _gpus() -> tuple[Any, list[Any]]:
@@ -23,7 +25,7 @@ def _gpus() -> tuple[Any, list[Any]]:
 
 
 class Energy:
-    """`joules()` since this object was made; None where nothing can be read, and `reason` says why."""
+    """`joules()` since this object was made; None where no counter can be read, for the `reason` given."""
 
     def __init__(self, root: Path = _RAPL) -> None:
         self.reason = ""
@@ -36,7 +38,7 @@ class Energy:
                 self._last[package] = int((package / "energy_uj").read_text())
         if not self._last:
             self.reason = (
-                f"{root} has no energy counter (a virtual machine, or no RAPL), and NVML tells of no GPU"
+                f"{root} has no energy counter (a virtual machine, or no RAPL), and NVML finds no GPU"
                 if not self._packages
                 else f"{self._packages[0]}/energy_uj cannot be read: it needs root"
             )
@@ -63,30 +65,24 @@ class Energy:
 
 
 class Busy:
-    """Shares, 0 to 1, of what the machine can do; an empty dict where nothing can be read."""
+    """How much of the machine is in use, as shares from 0 to 1."""
 
-    def __init__(self, stat: Path = _STAT) -> None:
-        self._stat = stat
+    def __init__(self) -> None:
         self._nvml, self._gpus = _gpus()
-        self._last = self._cores()
-
-    def _cores(self) -> tuple[int, int]:
-        """Ticks of all cores at work, and in all, but for those that another virtual machine had."""
-        try:
-            user, nice, system, idle, iowait, irq, softirq = map(int, self._stat.read_text().split(None, 8)[1:8])
-        except (OSError, ValueError):
-            return 0, 0
-        work = user + nice + system + irq + softirq
-        return work, work + idle + iowait
+        self._last = psutil.cpu_times()
 
     def read(self) -> dict[str, float]:
-        """`busy/cpu`: of the time of all cores since the last call. `busy/gpu`: of NVML's last sampling period (under a
-        second), as a mean over the GPUs.
+        """`busy/cpu`: of the time of all cores since the last call, without what other virtual machines had (steal).
+        `busy/gpu`: of NVML's last sampling period (under a second), as a mean over the GPUs.
         """
         found = {}
-        before, self._last = self._last, self._cores()
-        if (ticks := self._last[1] - before[1]) > 0:
-            found["busy/cpu"] = (self._last[0] - before[0]) / ticks
+        before, self._last = self._last, psutil.cpu_times()
+        work, idle = (
+            sum(getattr(self._last, name, 0.0) - getattr(before, name, 0.0) for name in names)
+            for names in (_WORK, _IDLE)
+        )
+        if work + idle > 0:
+            found["busy/cpu"] = work / (work + idle)
         with suppress(Exception):
             shares = [self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100 for gpu in self._gpus]
             found["busy/gpu"] = sum(shares) / len(shares)

@@ -1,14 +1,16 @@
-"""Processes that a run starts: on their own cores, never outliving their parent, and never silent about their end.
+"""Child processes: on cores of their own, never outliving their parent, and their end is always reported.
 
 Children are forked from a server that has torch loaded already (multiprocessing's forkserver), so that sixty of them
-start in seconds and share its memory; never from the caller, whose threads and locks a fork would copy half-way.
+start in seconds and share its memory. A fork of the caller would copy its threads and locks half-way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -20,18 +22,21 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import resource_tracker, util
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, cast
+
+import psutil
 
 from coterie.types import ConfigError, CoterieError
 
 Post = Callable[[str, Any], None]  # (kind, content) to the parent
-_END_S = 5.0  # for a child whose pipe has closed to be gone
+_END_S = 5.0  # for a child whose socket has closed to end
+_HEAD = 8  # bytes before a message: its length
 
 
 class PeerLost(CoterieError):
-    """A learner cannot go on because another one is gone: the other's end is the reason to show."""
+    """A process cannot go on without another one that is gone. The end of the other is the reason to show."""
 
 
 class Child:
@@ -41,10 +46,13 @@ class Child:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["coterie.roles.preload"])
         self.name = name
-        self.conn, theirs = context.Pipe()
-        self.process = context.Process(target=_enter, args=(theirs, list(cores), target, args), name=name, daemon=True)
+        self.socket, far_end = socket.socketpair()
+        self.socket.setblocking(False)
+        self._received = bytearray()
+        call = (far_end, list(cores), target, args)
+        self.process = context.Process(target=_enter, args=call, name=name, daemon=True)
         # A server that is only starting must not die of a signal to its group: roles/preload.py unblocks them.
-        _short_paths()
+        _short_socket_path()
         resource_tracker.ensure_running()  # it would unblock them, if it were the server that started it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
@@ -52,7 +60,7 @@ class Child:
                 self.process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
+        far_end.close()
 
     def kill(self) -> None:
         """End it at once."""
@@ -61,8 +69,8 @@ class Child:
         self.end()
 
     def end(self) -> str:
-        """After its pipe has closed, or a kill: how it ended."""
-        self.conn.close()
+        """Wait for its end, after its socket has closed or it was killed; returns how it ended."""
+        self.socket.close()
         self.process.join(_END_S)
         if self.process.is_alive():
             self.process.kill()
@@ -72,85 +80,85 @@ class Child:
             return "was killed by SIGKILL (the kernel does so when memory runs out)"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
+    def messages(self) -> Iterator[tuple[str, Any]]:
+        """The messages that have arrived whole. Never blocks: a child may be stopped in the middle of one."""
+        ended = False
+        try:
+            while chunk := self.socket.recv(1 << 16):
+                self._received += chunk
+            ended = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            ended = True
+        while len(self._received) >= (end := _HEAD + int.from_bytes(self._received[:_HEAD], "big")):
+            body = bytes(self._received[_HEAD:end])
+            del self._received[:end]
+            yield pickle.loads(body)
+        if ended:
+            yield "end", self.end()
+
 
 def listen(children: Iterable[Child], seconds: float) -> Iterator[tuple[Child, str, Any]]:
-    """Messages that arrive within `seconds`; kind "end" with the manner of it is a child's last."""
-    by_conn = {child.conn: child for child in children}
-    for conn in wait(list(by_conn), seconds):
-        child = by_conn[cast(Connection, conn)]
-        try:
-            while True:
-                kind, content = child.conn.recv()
-                yield child, kind, content
-                if not child.conn.poll():
-                    break
-        except (EOFError, OSError):
-            yield child, "end", child.end()
+    """Messages that arrive within `seconds`; a child's last has the kind "end" and says how it ended."""
+    by_socket = {child.socket: child for child in children}
+    for ready in wait(list(by_socket), seconds):
+        child = by_socket[cast(socket.socket, ready)]
+        for kind, content in child.messages():
+            yield child, kind, content
 
 
-def found_by(children: Sequence[Child], within: float, others: Sequence[Child] = ()) -> list[Any]:
-    """What each of `children` posts as "found", in their order; `others` serve them. All are the caller's to kill.
+def gather(children: Sequence[Child], within: float, others: Sequence[Child] = ()) -> list[Any]:
+    """What each of `children` posts as "result", in their order; `others` serve them. The caller kills all of them.
 
-    Raises `CoterieError` with the first failure of any of them, or where somebody has found nothing `within` seconds.
+    Raises `CoterieError` with the first failure of any of them, or where a result takes longer than `within` seconds.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     end = time.monotonic() + within
-    while len(found) < len(children):
+    while len(results) < len(children):
         if time.monotonic() > end:
-            late = ", ".join(child.name for child in children if child.name not in found)
-            raise CoterieError(f"{late}: nothing for {within:.0f} s")
-        for child, kind, content in listen([c for c in (*children, *others) if c.name not in found], 0.5):
-            if kind == "found":
-                found[child.name] = content
-            elif kind != "acted" and child.name not in found:  # who has been heard may end at once
+            late = ", ".join(child.name for child in children if child.name not in results)
+            raise CoterieError(f"{late}: no result within {within:.0f} s")
+        for child, kind, content in listen([c for c in (*children, *others) if c.name not in results], 0.5):
+            if kind == "result":
+                results[child.name] = content
+            elif kind != "acted" and child.name not in results:  # after its result a child may end
                 raise CoterieError(f"{child.name}: {content if kind == 'end' else content[0]}")
-    return [found[child.name] for child in children]
+    return [results[child.name] for child in children]
 
 
-def own_folder(where: str | None = None) -> Path:
-    """A new temporary folder with its owner in its name; those of owners that were killed are removed first."""
-    base, owner = Path(where or tempfile.gettempdir()), pid_space()
+def scratch_folder(where: str | None = None) -> Path:
+    """A new temporary folder. Its name holds its owner; folders of owners that were killed are removed first."""
+    base, owner = Path(where or tempfile.gettempdir()), hashlib.sha256(location().encode()).hexdigest()[:8]
     for folder in base.glob(f"coterie-{owner}-*-*"):
-        with contextlib.suppress(OSError, ValueError):  # somebody else's, or gone meanwhile
-            if folder.stat().st_uid == os.getuid() and not exists(int(folder.name.split("-")[2])):
+        with contextlib.suppress(OSError, ValueError):  # another user's, or already gone
+            if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int(folder.name.split("-")[2])):
                 shutil.rmtree(folder, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"coterie-{owner}-{os.getpid()}-", dir=base))
 
 
-def pid_space() -> str:
-    """The pid namespace: in a container that shares the folder with others, their processes are not to be seen."""
+def location() -> str:
+    """Where a pid means the same process: the host, and its pid namespace (containers may share a folder)."""
     try:
-        return f"{os.stat('/proc/self/ns/pid').st_ino:x}"
+        namespace = f"{os.stat('/proc/self/ns/pid').st_ino:x}"
     except OSError:
-        return "0"
+        namespace = "0"
+    return f"{socket.gethostname()} {namespace}"
 
 
-def where() -> str:
-    """Where this process's pid means this process."""
-    return f"{socket.gethostname()} {pid_space()}"
-
-
-def exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is another user's
-        return True
-    return True
-
-
-def _short_paths() -> None:
+def _short_socket_path() -> None:
     """The fork server's socket is in the temporary folder, and a socket's path has 107 bytes at most."""
-    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    if "tempdir" not in config and len(os.fsencode(tempfile.gettempdir())) > 70:
-        config["tempdir"] = folder = str(own_folder("/tmp"))
-        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
+    if len(os.fsencode(tempfile.gettempdir())) > 70:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        try:
+            util.get_temp_dir()  # chosen once for each process, and removed at its end
+        finally:
+            tempfile.tempdir = before
 
 
 @contextlib.contextmanager
 def _no_main() -> Iterator[None]:
-    """A child must not run the caller's script again: it would start a run of its own where there is no main guard."""
+    """A child must not run the caller's script again: without a main guard that would start a second run."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -159,8 +167,8 @@ def _no_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _enter(conn: Connection, cores: list[int], target: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """A child's life: signals are the parent's to handle, and with the parent the child is gone."""
+def _enter(parent: socket.socket, cores: list[int], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """The main function of a child. Its parent handles signals, and the child ends when its parent does."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(os, "sched_setaffinity"):
@@ -168,14 +176,15 @@ def _enter(conn: Connection, cores: list[int], target: Callable[..., None], args
     lock = threading.Lock()
 
     def post(kind: str, content: Any) -> None:
+        body = pickle.dumps((kind, content))
         with lock:
-            conn.send((kind, content))
+            parent.sendall(len(body).to_bytes(_HEAD, "big") + body)
 
-    threading.Thread(target=_die_with_parent, args=(conn,), name="coterie-parent-watch", daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(parent,), name="coterie-parent-watch", daemon=True).start()
     code = 0
     try:
         target(post, *args)
-    except BaseException as error:  # whatever it is, the parent says it
+    except BaseException as error:  # every reason is reported to the parent
         code = 1
         kind = "config" if isinstance(error, ConfigError) else "peer" if isinstance(error, PeerLost) else "error"
         text = " ".join(str(error).split())
@@ -188,7 +197,7 @@ def _enter(conn: Connection, cores: list[int], target: Callable[..., None], args
     os._exit(code)  # threads of simulators must not keep it
 
 
-def _die_with_parent(conn: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        conn.recv()
+def _die_with_parent(parent: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        parent.recv(1)  # the parent sends nothing: this returns when it is gone
     os._exit(1)

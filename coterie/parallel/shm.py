@@ -24,15 +24,18 @@ Layout = Mapping[str, tuple[tuple[int, ...], DTypeLike]]  # name -> (shape, dtyp
 _ALIGN = 64  # a cache line: no two arrays share one
 
 
-_BARRIER = threading.Lock()
+_FIRST, _SECOND = threading.Lock(), threading.Lock()
 
 
 def fence() -> None:
-    """What was written before this is seen before what is written after it, on processors that reorder writes (Arm).
+    """A full memory barrier, for processors that reorder memory accesses (Arm).
 
-    A lock's atomic operations order the memory accesses around them.
+    An access before a lock's release may not move behind it, and one after an acquisition not before that. The release
+    of the first lock and the acquisition of the second keep their order, so no access passes both ways.
     """
-    with _BARRIER:
+    with _FIRST:
+        pass
+    with _SECOND:
         pass
 
 

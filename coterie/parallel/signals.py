@@ -1,5 +1,5 @@
-"""SIGINT and SIGTERM ask for an end. Handlers take note of them and raise nothing before the second one: an exception
-that comes out of any line at all may be swallowed, or leave half of something done.
+"""SIGINT and SIGTERM ask for an end. Their handlers only note them: an exception that comes out of any line at all may
+be swallowed, or leave something half done.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def hearing(note: Callable[[signal.Signals], None], numbers: Sequence[signal.Signals] = STOP) -> Iterator[None]:
-    """Meanwhile these signals go to `note`; in a thread besides the main one (some notebooks) they stay whoever's
-    they are.
-    """
+def on_signals(note: Callable[[signal.Signals], None], numbers: Sequence[signal.Signals] = STOP) -> Iterator[None]:
+    """Pass these signals to `note` meanwhile. Outside the main thread (some notebooks) handlers stay as they are."""
     before = {}
     try:
         for number in numbers:

@@ -97,11 +97,11 @@ class Host:
             newest=config.central.newest_frame, patience=patience(config),
         )  # fmt: skip
         self.work = HostWork(mine, life, first, dialer, self._check, union=several)
-        self.work.waits = partial(links.board.waits, row)  # an answer may take as long as an evaluation
+        self.work.waits = partial(links.board.blocked, row)  # an answer may take as long as an evaluation
         self._replaced = int(links.board.counts[row][COUNTS.index("replaced")])
 
     def _check(self) -> None:
-        self.board.beat[self.row] = time.monotonic()
+        self.board.heartbeat[self.row] = time.monotonic()
         if self.board.closed:
             raise Stopped
 
@@ -114,7 +114,7 @@ class Host:
         try:
             self.work.run(report)
         except Over:
-            with self.board.waits(self.row):  # for learners that have not reached the end
+            with self.board.blocked(self.row):  # for learners that have not reached the end
                 while not self.board.closed:
                     time.sleep(0.01)
         except Stopped:

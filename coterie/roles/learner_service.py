@@ -49,7 +49,7 @@ class Service:
         self.report()
         self.post("idle", None)
         while not self.over:
-            self.board.beat[self.rank] = time.monotonic()
+            self.board.heartbeat[self.rank] = time.monotonic()
             if self.board.order[0] > self.done:
                 self.obey()
             else:
@@ -134,5 +134,5 @@ class Service:
         )
 
     def _alive(self) -> bool:
-        self.board.beat[self.rank] = time.monotonic()
+        self.board.heartbeat[self.rank] = time.monotonic()
         return self.board.stopping

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from coterie.parallel.processes import where
+from coterie.parallel.processes import location
 from coterie.types import ConfigError, CoterieError
 
 # What a run writes into its folder besides checkpoints/ and TensorBoard's events.
@@ -121,7 +121,7 @@ class RunWriter:
 
     def processes(self, rows: list[dict[str, Any]], restarts: int) -> None:
         """Replace processes.json: the health of the run's processes, for who looks on."""
-        told = {"unix": round(time.time(), 3), "where": where(), "restarts": restarts, "processes": rows}
+        told = {"unix": round(time.time(), 3), "where": location(), "restarts": restarts, "processes": rows}
         with _Reason(self.folder):
             write_whole(self.folder / "processes.json", json.dumps(clean(told)) + "\n", durable=False)
 

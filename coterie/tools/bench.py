@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,11 @@ from coterie.launch.placement import Placement
 from coterie.learner import Gradients, autocast
 from coterie.learner import learn as train
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.processes import Child, Post, found_by
+from coterie.parallel.processes import Child, Post, gather
 from coterie.parallel.threads import Team
 from coterie.roles.entry import actor_process
 from coterie.roles.learner import Learner
-from coterie.types import ConfigError, CoterieError, Inputs, Rollout
+from coterie.types import ConfigError, Inputs, Rollout
 
 _ROUNDS = 3
 
@@ -154,17 +155,8 @@ def _measure(learner: Learner, seconds: float, sync: Sync) -> dict[str, Any]:
 
 def bench_process(post: Post, config: Config, links: Links, seconds: float) -> None:
     """A child: one learner of several that are measured together."""
-    board, rank = links.board, links.rank
-
-    def sync() -> None:
-        board.turns[rank] += 1
-        end = time.monotonic() + config.log.stall
-        while int(board.turns.min()) < int(board.turns[rank]):
-            if time.monotonic() > end:
-                raise CoterieError("bench: another learner hangs")
-            time.sleep(1e-4)
-
-    post("found", _measure(Learner(config, 0, links), seconds, sync))
+    sync = partial(links.board.meet, links.rank, config.log.stall)
+    post("result", _measure(Learner(config, 0, links), seconds, sync))
 
 
 def _measure_children(config: Config, seconds: float) -> list[dict[str, Any]]:
@@ -177,7 +169,7 @@ def _measure_children(config: Config, seconds: float) -> list[dict[str, Any]]:
         for row in range(crew.learners, crew.learners + crew.actors):
             links, number, cores = crew.actor(row)
             actors.append(Child(f"coterie-bench-{row}", cores, actor_process, (config, 0, links, number, row)))
-        return found_by(learners, 2 * seconds + config.log.stall, actors)
+        return gather(learners, 2 * seconds + config.log.stall, actors)
     finally:
         for child in (*learners, *actors):
             child.kill()

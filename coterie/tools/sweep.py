@@ -23,7 +23,7 @@ from typing import Any
 
 from coterie.config import Config
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.signals import STOP, hearing
+from coterie.parallel.signals import STOP, on_signals
 from coterie.runs import checkpoint
 from coterie.runs.metrics import RUN_FILES, file_name, read_metrics
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
@@ -115,7 +115,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
     shares = [cores[i::slots] or [cores[i % len(cores)]] for i in range(slots)]
     running: dict[int, tuple[subprocess.Popen[bytes], Job]] = {}
     done, worst, told, stop = len(jobs) - len(todo), 0, time.monotonic(), list[int]()
-    with hearing(stop.append, _STOP):
+    with on_signals(stop.append, _STOP):
         try:
             while (todo or running) and not stop:
                 for slot in range(slots):

@@ -135,7 +135,7 @@ class Noted(Sgd):
 def test_fixed_turns_keep_their_order_whoever_comes_first():
     """Who leaves is passed over; normalizers take a turn of their own."""
     board, log, n, steps = Board(3), [], 3, [6, 3, 6]
-    board.here[:] = 1
+    board.active[:] = 1
     norms = [Normalizer((2,)) for _ in range(n)]
     all_params = [flat(20) for _ in range(n)]
     shared = central_memory(all_params[0].data, Sgd(), 1, Moments([norms[0]]).read())
@@ -157,7 +157,7 @@ def test_fixed_turns_keep_their_order_whoever_comes_first():
     together([partial(run, r) for r in reversed(range(n))])
     assert log == [0, 1, 2] * 3 + [0, 2] * 3
     assert board.turns.tolist() == [12, 6, 12]
-    assert board.here.tolist() == [0, 0, 0]
+    assert board.active.tolist() == [0, 0, 0]
     assert exchanges[2].central.moments.read()[0] == sum(steps)
     shared.close()
 
@@ -167,7 +167,7 @@ def test_with_fixed_turns_a_run_comes_out_the_same_twice():
 
     def once(seed: int) -> tuple[Tensor, list[list[float]]]:
         board = Board(2)
-        board.here[:] = 1
+        board.active[:] = 1
         both, seen = [flat(30), flat(30)], [[], []]
         rule = RMSProp(0.9, 1e-3)
         shared = central_memory(both[0].data, rule, 3, NOTHING)
@@ -195,7 +195,7 @@ def test_with_fixed_turns_a_run_comes_out_the_same_twice():
 
 def test_who_gets_no_turn_says_so():
     board = Board(2)
-    board.here[:] = 1
+    board.active[:] = 1
     params = flat(20)
     shared = central_memory(params.data, Sgd(), 1, NOTHING)
     exchange = store(shared, params, Sgd(), 1, rank=1, board=board, turns=True, timeout=0.02)
@@ -213,8 +213,8 @@ def test_who_gets_no_turn_says_so():
 def take_shifts(post: Post, shared: SharedArrays, board: Board, rank: int, rollouts: int) -> None:
     """`data[0]`: how many are inside; `data[1]`: the most that ever were; `data[2:]`: who was inside, one by one."""
     data, shift = shared.arrays["data"], Shift(Locks(shared.fd, 5.0), 7, board, rank)
-    board.here[rank] = 1
-    until(lambda: board.here.all())  # who starts late has not been left out
+    board.active[rank] = 1
+    until(lambda: board.active.all())  # who starts late has not been left out
     for _ in range(rollouts):
         shift.begin()
         shift.begin()  # polled in the middle of a rollout: it goes on
@@ -252,7 +252,7 @@ def test_a_shift_ends_with_its_learner_and_who_waits_says_so():
     shared, board = central_memory(torch.zeros(64), Sgd(), 1, NOTHING), Board(2)
     child = start(begin_shift, shared, board)
     assert expect(child, {"inside"})[0] == "inside"
-    board.beat[:] = 0
+    board.heartbeat[:] = 0
     shift = Shift(Locks(shared.fd, 5.0), 7, board, 1)
     done: list[bool] = []
     together([partial(_wait_for_shift, shift, done), partial(_look_and_kill, board, child)])

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from coterie.cli.main import main
-from coterie.parallel.processes import own_folder
+from coterie.parallel.processes import scratch_folder
 from tests.launch.harness import (
     ENDLESS,
     EXCHANGES,
@@ -83,7 +83,7 @@ def test_everybody_goes_with_a_killed_parent(outside):
     run.process.wait()
     until(lambda: not run.processes(), "all are gone", 5)
     (left,) = run.tmp.glob("coterie-*")  # where they met: the next run sees to it
-    own_folder(str(run.tmp))
+    scratch_folder(str(run.tmp))
     assert not left.exists()
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
+import pytest
 
 from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board, BoardSteps, OwnSteps, Staleness
 from coterie.parallel.processes import Post
+from coterie.types import CoterieError
 from tests.exchange.harness import hear, start, together
 
 PROCESSES, EACH, ADDS = 4, 16, 300
@@ -41,13 +43,13 @@ def test_counts_of_one_learner_and_of_all():
     board = Board(3)
     board.write(0, {"produced": 5, "learned": 3})
     board.write(2, {"produced": 10, "skipped": 1})
-    board.write(0, {"learned": 4})  # what is not named stays
+    board.write(0, {"learned": 4})  # other counts stay
     assert board.read(0) == dict.fromkeys(COUNTS, 0) | {"produced": 5, "learned": 4}
     assert board.read(1) == dict.fromkeys(COUNTS, 0)
     assert board.sum("produced") == 15
     assert board.sum("skipped") == 1
-    assert board.beat[0] > 0
-    assert board.beat[1] == 0
+    assert board.heartbeat[0] > 0
+    assert board.heartbeat[1] == 0
 
 
 def test_steps_of_the_whole_run():
@@ -78,35 +80,63 @@ def test_orders_have_numbers():
     assert board.order == (2, 7)
 
 
-def test_turns_go_round_and_pass_over_who_has_left():
+def test_an_order_is_written_before_its_number_and_read_after_it(monkeypatch):
+    """On every processor: a learner that sees the number must see what belongs to it."""
+    board, at_fence = Board(1), list[tuple[int, int]]()
+
+    def fence() -> None:
+        at_fence.append(tuple(board._order[:2].tolist()))
+
+    monkeypatch.setattr("coterie.parallel.board.fence", fence)
+    board.give(SAVE)
+    assert at_fence == [(0, SAVE)]
+    assert board.order == (1, SAVE)
+    assert len(at_fence) == 2
+
+
+def meet_often(post: Post, board: Board, rank: int) -> None:
+    for _ in range(50):
+        board.meet(rank, 60.0)
+        board.turns[rank] += 1
+        assert board.turns.max() <= board.turns[rank] + 1
+
+
+def test_learners_meet_as_often_as_each_of_them_calls():
+    both = Board(2)
+    assert hear([start(meet_often, both, rank) for rank in range(2)]) == [[("end", "ended with exit code 0")]] * 2
+    with pytest.raises(CoterieError, match=r"another learner hangs: learner 1 waited for 0\.01 s"):
+        both.meet(1, 0.01)
+
+
+def test_turns_go_round_and_pass_over_inactive_learners():
     board, order = Board(4), []
-    board.here[:] = 1
+    board.active[:] = 1
 
     def one_turn() -> int:
-        (who,) = [rank for rank in range(4) if board.here[rank] and board.my_turn(rank)]
+        (who,) = [rank for rank in range(4) if board.active[rank] and board.my_turn(rank)]
         board.turns[who] += 1
         return who
 
     order = [one_turn() for _ in range(6)]
     assert order == [0, 1, 2, 3, 0, 1]
-    board.here[2] = 0  # it would be next
+    board.active[2] = 0  # it would be next
     assert [one_turn() for _ in range(5)] == [3, 0, 1, 3, 0]
-    board.here[0] = 0
+    board.active[0] = 0
     assert [one_turn() for _ in range(3)] == [1, 3, 1]
-    board.here[[1, 2]] = 0
+    board.active[[1, 2]] = 0
     assert [one_turn() for _ in range(3)] == [3, 3, 3]
 
 
 def test_whose_turn_it_is_where_all_have_left_but_one_that_never_came():
     board = Board(3)
-    board.here[1] = 1
+    board.active[1] = 1
     assert board.my_turn(1)
 
 
 def write_on(post: Post, board: Board) -> None:
     assert board.read(1)["learned"] == 11
     board.write(1, {"learned": 12})
-    board.here[0] = 1
+    board.active[0] = 1
     board.turns[1] = 3
     post("order", board.order)
     board.stop()
@@ -119,20 +149,20 @@ def test_a_process_has_the_same_board():
     (said,) = hear([start(write_on, board)])
     assert said == [("order", (1, EVALUATE)), ("end", "ended with exit code 0")]
     assert board.read(1)["learned"] == 12
-    assert board.here.tolist() == [1, 0]
+    assert board.active.tolist() == [1, 0]
     assert board.turns.tolist() == [0, 3]
     assert board.stopping
     assert board.counts.dtype == np.int64  # a run of 2^53 steps and more
 
 
-def test_who_waits_for_others_is_not_the_one_that_hangs():
+def test_a_blocked_process_is_not_the_one_that_hangs():
     board = Board(3)
-    board.beat[:] = [10.0, 20.0, 90.0]
+    board.heartbeat[:] = [10.0, 20.0, 90.0]
     assert board.stale([0, 1, 2], 50.0) == [0, 1]
-    with board.waits(0):
+    with board.blocked(0):
         assert board.stale([0, 1, 2], 50.0) == [1]
-        assert board.stale([0, 2], 50.0) == []  # 0 waits for 2, which is at work
-        assert board.stale([0], 50.0) == [0]  # nobody is at work: then who waits is to be named
+        assert board.stale([0, 2], 50.0) == []  # 0 is blocked by 2, which is at work
+        assert board.stale([0], 50.0) == [0]  # no other is at work
     assert board.stale([0, 1, 2], 50.0) == [0, 1]
     assert board.stale([2], 50.0) == []
 
@@ -158,6 +188,6 @@ def test_staleness_is_what_others_did_between_a_snapshot_and_its_update() -> Non
 def test_of_those_that_all_wait_the_one_silent_longest_is_named():
     """It was stopped while it waited; the other went on until it had to wait for it."""
     board = Board(2)
-    board.beat[:] = (20.0, 19.0)
-    with board.waits(0), board.waits(1):
+    board.heartbeat[:] = (20.0, 19.0)
+    with board.blocked(0), board.blocked(1):
         assert board.stale([0, 1], 30.0) == [1, 0]

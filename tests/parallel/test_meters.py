@@ -1,15 +1,15 @@
-"""Joules and shares of use, from counters that a test has written."""
+"""Energy and load, from counters that a test has written."""
 
 from __future__ import annotations
 
 import sys
-import time
-from pathlib import Path
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
 
 from coterie.parallel.meters import Busy, Energy
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -17,40 +17,34 @@ def no_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
-def ticks(user: int, idle: int, steal: int = 0) -> str:
-    """As Linux writes it: user nice system idle iowait irq softirq steal guest guest_nice."""
-    return f"cpu  {user} 10 20 {idle} 5 1 4 {steal} 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n"
-
-
-def test_cores_in_use_since_the_last_call(tmp_path):
-    stat = tmp_path / "stat"
-    stat.write_text(ticks(100, 1000))
-    busy = Busy(stat)
-    stat.write_text(ticks(175, 1025, steal=500))
-    assert busy.read() == {"busy/cpu": 0.75}  # what another virtual machine had is nobody's here
-    assert busy.read() == {}  # no tick since
-    stat.write_text(ticks(175, 1125))
+def test_cores_in_use_since_the_last_call(monkeypatch):
+    times = {"user": 100.0, "nice": 10.0, "system": 20.0, "idle": 1000.0, "iowait": 5.0, "steal": 0.0}
+    monkeypatch.setattr("psutil.cpu_times", lambda: namedtuple("Times", times)(**times))
+    busy = Busy()
+    times |= {"user": 175.0, "idle": 1025.0, "steal": 500.0}
+    assert busy.read() == {"busy/cpu": 0.75}  # without the time that other virtual machines had
+    assert busy.read() == {}  # no time has passed
+    times["idle"] = 1125.0
     assert busy.read() == {"busy/cpu": 0.0}
 
 
-def test_a_machine_that_does_not_tell(tmp_path):
-    assert Busy(tmp_path / "none").read() == {}
+def test_a_machine_without_energy_counters_gives_the_reason(tmp_path):
     energy = Energy(tmp_path)
     assert energy.joules() is None
     assert "no energy counter" in energy.reason
 
 
-@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="no /proc/stat here (not Linux)")
-def test_this_machine_tells_its_use():
+def test_a_busy_machine_reports_its_load():
     busy = Busy()
-    share, end = 0.0, time.monotonic() + 30
-    while not share and time.monotonic() < end:
+
+    def load() -> float:
         sum(range(100_000))
-        share = busy.read().get("busy/cpu", 0.0)
-    assert 0 < share <= 1
+        return busy.read().get("busy/cpu", 0.0)
+
+    assert 0 < wait_until(load) <= 1
 
 
-def test_gpus(tmp_path, monkeypatch):
+def test_load_and_energy_of_gpus(tmp_path, monkeypatch):
     used, counted = [30, 90], [5_000, 7_000]
     nvml = SimpleNamespace(
         nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=lambda i: i,
@@ -58,14 +52,14 @@ def test_gpus(tmp_path, monkeypatch):
         nvmlDeviceGetTotalEnergyConsumption=lambda gpu: counted[gpu],
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert Busy(tmp_path / "none").read() == {"busy/gpu": 0.6}
+    assert Busy().read()["busy/gpu"] == 0.6
     energy = Energy(tmp_path)
     counted[:] = [6_000, 10_000]  # mJ
     assert energy.joules() == 4.0
     assert energy.joules() == 4.0
 
 
-def test_joules_of_the_packages_alone_over_a_wrap(tmp_path):
+def test_energy_is_that_of_the_packages_also_when_their_counters_wrap(tmp_path):
     for name, start in (("intel-rapl:0", 1_000_000), ("intel-rapl:0:0", 5), ("intel-rapl:1", 9_000_000)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "energy_uj").write_text(str(start))
@@ -73,5 +67,5 @@ def test_joules_of_the_packages_alone_over_a_wrap(tmp_path):
     energy = Energy(tmp_path)
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("3000000")
     (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("999999")
-    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("500000")  # has begun anew
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("500000")  # it has wrapped
     assert energy.joules() == pytest.approx(2.0 + 1.5)

@@ -1,74 +1,106 @@
-"""What children find, and temporary folders: nobody's but those that a killed run has left are removed."""
+"""Messages and results of child processes, and scratch folders that a killed process has left."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
 
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.processes import Child, found_by, own_folder
+from coterie.parallel.processes import Child, gather, listen, scratch_folder
 from coterie.types import CoterieError
+from tests.support.waiting import PATIENCE
 
-OWN = "from coterie.parallel.processes import own_folder; print(own_folder({where!r}), flush=True); input()"
-
-
-def test_folders_of_killed_owners_are_swept_and_no_others(tmp_path):
-    def owner() -> subprocess.Popen[str]:
-        code = OWN.format(where=str(tmp_path))
-        return subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True)
-
-    with owner() as alive, owner() as killed:
-        left = []
-        for process in (alive, killed):
-            left.append(tmp_path / process.stdout.readline().strip())
-        killed.kill()
-        killed.wait()
-        (left[1] / "0").touch()
-        dead = left[1].name.split("-")[2]
-        others = [
-            tmp_path / name for name in ("coterie-abcdefgh", f"coterie-123-{dead}-elsewhere", "coterie-runs-of-me")
-        ]
-        others.append(tmp_path / f"{left[1].name.rsplit('-', 2)[0]}-x-y")  # no pid
-        for folder in others:
-            folder.mkdir()
-        mine = own_folder(str(tmp_path))
-        assert sorted(tmp_path.iterdir()) == sorted([left[0], mine, *others])
-        assert f"-{os.getpid()}-" in mine.name
-        alive.stdin.write("\n")
+OWNER = "from coterie.parallel.processes import scratch_folder; print(scratch_folder({where!r}), flush=True); input()"
 
 
-def find(post, what: object) -> None:
+@pytest.fixture
+def dead_owner(tmp_path) -> tuple[Path, str]:
+    """A scratch folder whose owner was killed, and that one's pid."""
+    code = OWNER.format(where=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as owner:
+        folder = Path(owner.stdout.readline().strip())
+        owner.kill()
+    (folder / "0").touch()
+    return folder, folder.name.split("-")[2]
+
+
+def test_scratch_folders_of_killed_owners_are_removed_and_no_others(tmp_path, dead_owner):
+    folder, pid = dead_owner
+    prefix = folder.name.rpartition(f"-{pid}-")[0]
+    names = ("coterie-abcdefgh", f"coterie-123-{pid}-elsewhere", "coterie-runs", f"{prefix}-x-y", f"{prefix}-1-z")
+    for name in names:
+        (tmp_path / name).mkdir()
+    mine = scratch_folder(str(tmp_path))
+    assert sorted(tmp_path.iterdir()) == sorted([mine, *(tmp_path / name for name in names)])
+    assert f"-{os.getpid()}-" in mine.name
+
+
+def test_scratch_folders_of_other_hosts_are_left_alone(tmp_path, dead_owner, monkeypatch):
+    """On a shared file system. The first pid namespace has the same number on every Linux host."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+    scratch_folder(str(tmp_path))
+    assert dead_owner[0].exists()
+
+
+def send_much(post) -> None:
+    """A child. The first message does not fit the socket's buffer."""
+    post("large", b"x" * 10_000_000)
+    post("small", None)
+
+
+def test_a_child_that_stops_in_the_middle_of_a_message_does_not_block_its_parent():
+    child, received = Child("test", available_cores(), send_much, ()), list[tuple[str, object]]()
+    try:
+        assert wait([child.socket], PATIENCE), "it sends"
+        os.kill(child.process.pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        while time.monotonic() < begin + 0.5:
+            assert not list(listen([child], 0.1))
+        assert time.monotonic() < begin + PATIENCE / 2
+        os.kill(child.process.pid, signal.SIGCONT)
+        while not received or received[-1][0] != "end":
+            received += [(kind, content) for _, kind, content in listen([child], PATIENCE)]
+    finally:
+        child.kill()
+    assert received == [("large", b"x" * 10_000_000), ("small", None), ("end", "ended with exit code 0")]
+
+
+def post_result(post, what: object) -> None:
     """A child."""
     if what == "late":
         time.sleep(60)
     if what == "wrong":
         raise CoterieError("it went wrong")
     if what is not None:
-        post("found", what)
+        post("result", what)
 
 
-def finds(*each: object, within: float = 60.0) -> list[object]:
-    children = [Child(f"child {i}", available_cores(), find, (what,)) for i, what in enumerate(each)]
+def results(*each: object, within: float = 60.0) -> list[object]:
+    children = [Child(f"child {i}", available_cores(), post_result, (what,)) for i, what in enumerate(each)]
     try:
-        return found_by(children, within)
+        return gather(children, within)
     finally:
         for child in children:
             child.kill()
 
 
-def test_what_children_find_comes_in_their_order_and_they_may_end_at_once():
+def test_results_of_children_come_in_order_and_a_child_may_end_after_its_own():
     for _ in range(5):
-        assert finds(1, 2, 3) == [1, 2, 3]
+        assert results(1, 2, 3) == [1, 2, 3]
 
 
-def test_a_child_that_finds_nothing_is_named():
+def test_a_child_without_a_result_is_named():
     with pytest.raises(CoterieError, match=r"^child 1: ended with exit code 0$"):
-        finds(1, None)
+        results(1, None)
     with pytest.raises(CoterieError, match=r"^child 1: .*it went wrong"):
-        finds(1, "wrong")
-    with pytest.raises(CoterieError, match=r"^child 1: nothing for 3 s$"):
-        finds(1, "late", within=3.0)
+        results(1, "wrong")
+    with pytest.raises(CoterieError, match=r"^child 1: no result within 3 s$"):
+        results(1, "late", within=3.0)

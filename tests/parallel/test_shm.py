@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from coterie.parallel import shm
 from coterie.parallel.shm import SharedArrays
 
 LAYOUT = {"a": ((3, 2), "float32"), "b": ((5,), "uint8"), "c": ((), "int64")}
@@ -56,3 +57,20 @@ def test_memory_that_is_too_small_for_the_layout_is_refused():
     with pytest.raises(ValueError, match="holds 192 bytes, the layout needs 65536"):
         SharedArrays({"a": ((65536,), np.uint8)}, os.dup(shared.fd))
     shared.close()
+
+
+def test_a_fence_has_a_release_before_an_acquisition(monkeypatch):
+    """One lock alone lets the store before it and the store after it meet in between."""
+    calls: list[str] = []
+
+    class Recorder:
+        def __enter__(self) -> None:
+            calls.append("acquire")
+
+        def __exit__(self, *_: object) -> None:
+            calls.append("release")
+
+    monkeypatch.setattr(shm, "_FIRST", Recorder())
+    monkeypatch.setattr(shm, "_SECOND", Recorder())
+    shm.fence()
+    assert calls == ["acquire", "release", "acquire", "release"]

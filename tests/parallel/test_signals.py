@@ -2,12 +2,12 @@ import os
 import signal
 import threading
 
-from coterie.parallel.signals import STOP, hearing
+from coterie.parallel.signals import STOP, on_signals
 
 
 def test_signals_are_noted_and_then_whoevers_they_were():
     before, heard = [signal.getsignal(number) for number in STOP], []
-    with hearing(heard.append):
+    with on_signals(heard.append):
         for number in STOP:
             os.kill(os.getpid(), number)
     assert heard == [signal.SIGINT, signal.SIGTERM]
@@ -18,7 +18,7 @@ def test_in_another_thread_they_stay_whoevers_they_are():
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def work():
-        with hearing(seen.append):
+        with on_signals(seen.append):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

@@ -22,7 +22,7 @@ from coterie.launch.ray.calls import SILENT_S, Calls, Part
 from coterie.launch.ray.node import News
 from coterie.launch.ray.placement import Layout, Machine, lender_args, site_config, targets
 from coterie.launch.ray.watchdog import GRACE_S
-from coterie.parallel.signals import hearing
+from coterie.parallel.signals import on_signals
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, to_dict
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
@@ -92,7 +92,7 @@ class Fleet:
 
     def work(self, resumed: bool) -> tuple[str, str]:
         """Start all parts and see them through; returns the status of the run and the reason."""
-        with hearing(self._hear):
+        with on_signals(self._hear):
             try:
                 self._start_sites(resumed)
                 told = False

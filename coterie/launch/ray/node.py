@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from coterie import __version__
 from coterie.launch.ray import sync, watchdog
-from coterie.parallel.processes import own_folder
+from coterie.parallel.processes import scratch_folder
 from coterie.types import CoterieError
 
 _TRIES = 100  # for ports in a row that nobody has
@@ -32,7 +32,7 @@ class Node:
     def __init__(self, version: str) -> None:
         if version != __version__:
             raise CoterieError(f"this machine has coterie {__version__}, the one that started the run {version}")
-        self.here = own_folder()
+        self.here = scratch_folder()
         self.run = self.here / "run"
         self.process: subprocess.Popen[bytes] | None = None
         self.printed = 0

@@ -27,7 +27,7 @@ from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES
 from coterie.launch.placement import Placement
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.processes import Child, found_by
+from coterie.parallel.processes import Child, gather
 from coterie.tools.plan.costs import Costs, Line, Services, Threads, fit
 from coterie.tools.plan.layout import Hardware, Layout, layout
 from coterie.tools.plan.learners import training
@@ -170,7 +170,7 @@ def _found(each: Sequence[tuple[str, list[int], Callable[..., None], tuple[Any, 
     children: list[Child] = []
     try:
         children.extend(Child(*one) for one in each)
-        return found_by(children, 2 * seconds + PATIENCE_S)
+        return gather(children, 2 * seconds + PATIENCE_S)
     finally:
         for child in children:
             child.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from coterie.roles.learner import Learner
 from coterie.tools.bench import Training
 from coterie.tools.plan.costs import fit
 from coterie.tools.plan.wire import wire_cost
-from coterie.types import Array, CoterieError, Spec
+from coterie.types import Array, Spec
 
 _ROUNDS = 3
 _LEAST = 3  # rollouts of a turn that tell by how much they differ
@@ -42,21 +43,12 @@ def measure_whole(post: Post, config: Config, turn: float) -> None:
             trained.append(_turn(loop, turn)["train"])
     finally:
         loop.close()
-    post("found", (float(np.median(acted)), float(np.median(trained))))
+    post("result", (float(np.median(acted)), float(np.median(trained))))
 
 
 def measure_process(post: Post, configs: list[Config], links: Links, others: dict[str, Links], seconds: float) -> None:
     """A child: its turns beside the others, and what only the first is asked."""
-    board, rank = links.board, links.rank
-
-    def sync() -> None:
-        board.turns[rank] += 1
-        end = time.monotonic() + PATIENCE_S
-        while int(board.turns.min()) < int(board.turns[rank]):
-            if time.monotonic() > end:
-                raise CoterieError("plan: another process hangs")
-            time.sleep(1e-3)
-
+    rank, sync = links.rank, partial(links.board.meet, links.rank, PATIENCE_S)
     turn = seconds / TURNS
     *loops, own = [Training(Learner(c)) for c in configs]
     alone: list[list[Turn]] = [[], []]
@@ -103,7 +95,7 @@ def measure_process(post: Post, configs: list[Config], links: Links, others: dic
     finally:
         for loop in (*loops, own):
             loop.close()
-    post("found", found)
+    post("result", found)
 
 
 def _warm(loop: Training, seconds: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.parallel.processes import own_folder
+from coterie.parallel.processes import scratch_folder
 from coterie.types import Array, Spec
 from coterie.wire.client import Stream, open_channel
 from coterie.wire.codec import action_layout, timestep_layout
@@ -37,7 +37,7 @@ class Echo:
 
 def wire_cost(spec: Spec, envs: int, seconds: float) -> float:
     """Core-seconds of a question of so many envs and its answer, both ends together."""
-    folder = own_folder("/tmp")  # a socket's path has 107 bytes at most
+    folder = scratch_folder("/tmp")  # a socket's path has 107 bytes at most
     server = Server(f"unix:{folder / 'wire'}", {"Infer": lambda hello: Echo(spec, envs)})
     try:
         layout = timestep_layout(spec, envs)

@@ -16,8 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import cast
 
-from coterie.parallel.processes import exists, where
-from coterie.parallel.signals import hearing
+import psutil
+
+from coterie.parallel.processes import location
+from coterie.parallel.signals import on_signals
 from coterie.tools.report.page import Page, Section, of_runs
 from coterie.tools.report.runs import read_run
 from coterie.tools.report.sections import Table
@@ -67,15 +69,18 @@ def _processes(folder: Path) -> list[Table]:
         return []
     if (folder / "summary.json").exists():
         return []
-    here = told.get("where", where()) == where()  # or else these pids are another machine's
+    here = told.get("where", location()) == location()  # or else these pids are another machine's
     age = max(0.0, time.time() - told["unix"])
     rows = [
         [
-            p["name"], str(p["pid"]), f"{p['silent_s'] + age:.0f} s ago" if not here or exists(p["pid"]) else "gone",
-            f"{p['env_steps']:,}", "-" if p["rss_mb"] is None else f"{p['rss_mb']:,.0f}",
+            p["name"],
+            str(p["pid"]),
+            f"{p['silent_s'] + age:.0f} s ago" if not here or psutil.pid_exists(p["pid"]) else "gone",
+            f"{p['env_steps']:,}",
+            "-" if p["rss_mb"] is None else f"{p['rss_mb']:,.0f}",
         ]
         for p in told["processes"]
-    ]  # fmt: skip
+    ]
     head = ["process", "pid", "last sign of life", "env steps acted", "memory, MB"]
     text = f"The run told this {age:.0f} s ago; {told['restarts']} learners were started again."
     if age > _SILENT_S:
@@ -131,7 +136,7 @@ def make_server(folder: str, port: int) -> ThreadingHTTPServer:
 def serve(folder: str, port: int) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     stop = list[int]()
-    with hearing(stop.append), make_server(folder, port) as server:
+    with on_signals(stop.append), make_server(folder, port) as server:
         with suppress(OSError, AttributeError):
             os.nice(10)  # the run comes first
         print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it; the run does not notice)", flush=True)

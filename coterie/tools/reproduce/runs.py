@@ -17,7 +17,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
-from coterie.parallel.signals import hearing
+from coterie.parallel.signals import on_signals
 from coterie.runs import checkpoint
 from coterie.runs.metrics import file_name
 from coterie.tools.report.command import save
@@ -87,7 +87,7 @@ def tell(words: Sequence[str], stem: Path) -> dict[str, Any]:
     stop, end = list[int](), time.monotonic() + _TELL_S
     command = [sys.executable, "-m", "coterie", *words]
     with (
-        hearing(stop.append),
+        on_signals(stop.append),
         subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True) as process,
     ):
         while True:
