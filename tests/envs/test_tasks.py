@@ -57,11 +57,12 @@ def both(tmp_path, monkeypatch) -> str:
 
 def test_a_policy_learns_two_tasks_and_each_return_is_told(both, tmp_path, capsys):
     out = tmp_path / "run"
-    args = ["--env", both, "--actors", "2", "--env.num-envs", "8", "--steps", "20000", "--log.every", "0.2"]
-    more = ["--eval.every", "10000", "--eval.episodes", "4", "--log.tensorboard", "False", "--out", str(out)]
-    assert main(["train", "impala", *args, *more]) == 0
+    # In lockstep the weights, and so the returns, do not depend on the machine's speed.
+    args = ["--env", both, "--actors", "2", "--env.num-envs", "8", "--steps", "8000", "--decoupled.lockstep", "True"]
+    more = ["--eval.every", "4000", "--eval.episodes", "4", "--log.every", "0.2", "--log.tensorboard", "False"]
+    assert main(["train", "impala", *args, *more, "--out", str(out)]) == 0
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["envs_replaced"] == 0  # nobody was given an action that it has not
+    assert summary["envs_replaced"] == 0  # a task never receives an action that it does not have
     told = summary["tasks"]
     assert told["return/toy_tasks:two"] > 4
     assert told["return/toy_tasks:five"] > 40
@@ -74,7 +75,7 @@ def test_a_policy_learns_two_tasks_and_each_return_is_told(both, tmp_path, capsy
     assert result["mean_return"] == result["score"] == 27.5
     assert main(["eval", str(out), "--episodes", "4"]) == 0
     assert f"{both}: mean of the returns: 27.5 (8 games, greedy, " in capsys.readouterr().out
-    assert main(["resume", str(out), "--steps", "21000"]) == 0
+    assert main(["resume", str(out), "--steps", "8500"]) == 0
 
 
 @pytest.mark.parametrize(("learners", "actors"), [(1, 2), (2, 4), (2, 8), (4, 8), (3, 6)])
@@ -106,7 +107,7 @@ def test_the_score_is_normalised_and_capped_where_all_have_a_reference():
     ("env", "args", "says"),
     [
         ("CartPole-v1,Pong-v5", [], "show different things"),
-        ("CartPole-v1,CartPole-v0", ["--acting", "inline"], "several tasks need actors or hosts of their own"),
+        ("CartPole-v1,CartPole-v0", ["--acting", "inline"], "several tasks need actors or env hosts: set acting to decoupled or central"),
         ("CartPole-v1,CartPole-v0", ["--actors", "3"], "actors: "),
     ],
 )
