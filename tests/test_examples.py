@@ -32,7 +32,7 @@ FAKES = {
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
-def test_commands_are_the_command_line_s(path):
+def test_commands_of_the_cluster_examples_are_possible(path):
     found = re.findall(r"^ *(?:exec )?(coterie (?:train|envs) .*)$", path.read_text(), re.M)
     assert len(found) == 2
     for line in found:
@@ -46,8 +46,9 @@ def test_commands_are_the_command_line_s(path):
             parse_cli(Config(), own)
 
 
-def test_slurm(tmp_path):
-    """Two nodes of one machine: it trains, is preempted, requeued, resumed, and preempted again."""
+@pytest.mark.slow
+def test_a_slurm_job_is_preempted_requeued_and_resumed(tmp_path):
+    """Two nodes of one machine."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in FAKES.items():

@@ -15,30 +15,38 @@ def train(tmp_path, preset, env, **changes):
     return coterie.train(config, quiet=True), out
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW)])
 def test_ppo_solves_cartpole(tmp_path, seed):
     summary, out = train(tmp_path, "ppo", "CartPole-v1", steps=200_000, seed=seed)
     assert summary["mean_return"] >= 475
     assert evaluate_run(out, episodes=20)["mean_return"] >= 475
 
 
+@pytest.mark.slow
 def test_a2c_learns_cartpole(tmp_path):
     _, out = train(tmp_path, "a2c", "CartPole-v1", steps=300_000)
     assert evaluate_run(out, episodes=20)["mean_return"] >= 400
 
 
-@pytest.mark.parametrize("exchange", ["allreduce", "hogwild", "store", "gossip"])
+@pytest.mark.parametrize(
+    "exchange", ["gossip", *(pytest.param(x, marks=SLOW) for x in ("allreduce", "hogwild", "store"))]
+)
 def test_two_learners_solve_cartpole_through_every_exchange(tmp_path, exchange):
     small = {"env.num_envs": 8, "learners": 2, "exchange": exchange}
     if exchange == "store":
         # Each learner makes a step for each of its own minibatches: twice as many as with allreduce.
         small |= {"store.local_steps": 2, "algo.poll": 32, "optim.lr": 5e-4}
-    summary, out = train(tmp_path, "ppo", "CartPole-v1", steps=200_000, **small)
+    # Lock-free workers apply gradients of older weights: how old depends on the machine's load.
+    steps = 300_000 if exchange == "hogwild" else 200_000
+    summary, out = train(tmp_path, "ppo", "CartPole-v1", steps=steps, **small)
     assert summary["mean_return"] >= 400
     assert evaluate_run(out, episodes=20, learner="mean" if exchange == "gossip" else "best")["mean_return"] >= 450
 
 
-@pytest.mark.parametrize("exchange", ["solo", "gossip"])
+@pytest.mark.parametrize("exchange", [pytest.param("solo", marks=SLOW), "gossip"])
 def test_impala_learns_cartpole(tmp_path, exchange):
     learners = 1 if exchange == "solo" else 2
     many = {"exchange": exchange, "learners": learners, "actors": 2 * learners}
@@ -73,12 +81,14 @@ def test_impala_solves_what_needs_memory(tmp_path):
     assert summary["mean_return"] >= 0.9
 
 
-def test_without_memory_it_cannot_be_solved(tmp_path):
+@pytest.mark.slow
+def test_an_mlp_cannot_solve_what_needs_memory(tmp_path):
     blank = {"env.kwargs": '{"blank": true}', "algo.gamma": 0.99}
     summary, _ = train(tmp_path, "ppo", "coterie.envs.testing:Catch", steps=60_000, **CATCH, **blank)
     assert summary["mean_return"] <= 0.45  # 0.2 and three standard errors of 100 games
 
 
+@pytest.mark.slow
 def test_a2c_learns_catch_from_worker_processes(tmp_path):
     summary, _ = train(tmp_path, "a2c", "coterie.envs.testing:Catch", steps=120_000, **{**CATCH, "optim.lr": 2e-3})
     assert summary["mean_return"] >= 0.8
