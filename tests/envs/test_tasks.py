@@ -107,7 +107,11 @@ def test_the_score_is_normalised_and_capped_where_all_have_a_reference():
     ("env", "args", "says"),
     [
         ("CartPole-v1,Pong-v5", [], "show different things"),
-        ("CartPole-v1,CartPole-v0", ["--acting", "inline"], "several tasks need actors or env hosts: set acting to decoupled or central"),
+        (
+            "CartPole-v1,CartPole-v0",
+            ["--acting", "inline"],
+            "several tasks need actors or env hosts: set acting to decoupled or central",
+        ),
         ("CartPole-v1,CartPole-v0", ["--actors", "3"], "actors: "),
     ],
 )
