@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie import presets
-from coterie.build.resources import settle
+from coterie.build.resources import resolve_config
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.parallel.affinity import available_cores
@@ -76,7 +76,7 @@ GROUPS: dict[str, tuple[str, str, dict[str, Any], dict[str, dict[str, Any]]]] = 
 
 
 def predict(config: Config, services: Any) -> dict[str, Any]:
-    config = settle(config)
+    config = resolve_config(config)
     assert isinstance(config.learners, int)
     spec = make_spec(config.env, config.atari)
     hardware = Hardware(cores=len(available_cores()))

@@ -212,7 +212,6 @@ class Central:
     wait: float = 0.002  # seconds that batch_min is waited for, from the first who asks
     newest_frame: bool = False  # send only the newest frame of a stack, which is put together on the learner
     max_envs: int = 4096  # of one learner, with those of hosts that come by themselves
-    inference_gpus: int = 0  # GPUs that only choose actions, for the learners in turns; 0: each learner's own does
 
 
 @dataclass(frozen=True)
@@ -386,9 +385,18 @@ class Config:
     log: Log = field(default_factory=Log)
 
 
+@dataclass(frozen=True)
+class ResolvedConfig(Config):
+    """A config without `auto`, made once for a run by `coterie.build.resources.resolve_config`."""
+
+    exchange: Literal["solo", "allreduce", "hogwild", "store", "gossip"] = "solo"
+    learners: int = 1
+    actors: int = 0  # inline acting has none
+
+
 class Refusal(NamedTuple):
     """A combination of settings that cannot work: refused when `applies`, with one line that names `field`."""
 
-    applies: Callable[[Config, Spec], bool]
+    applies: Callable[[ResolvedConfig, Spec], bool]
     field: str
     reason: str

@@ -13,6 +13,7 @@ import torch
 
 from coterie.acting.table import ACTING
 from coterie.algorithms.table import ALGORITHMS
+from coterie.build.resources import resolve_config
 from coterie.exchange.table import EXCHANGES
 from coterie.roles.learner import Learner
 from coterie.types import Inputs, Rollout
@@ -245,7 +246,7 @@ def test_an_env_that_breaks_costs_one_masked_row_and_is_counted(tmp_path):
             "env.kwargs": f'{{"how": "nan_reward", "at": 3, "marker": "{tmp_path / "once"}", "length": 100}}',
         },
     )
-    learner = Learner(config)
+    learner = Learner(resolve_config(config))
     seen = list(rollouts(learner, 3))
     assert learner.acting.counts()["replaced"] == 1
     masked = [(i, *map(int, at)) for i, r in enumerate(seen) for at in (~r.mask).nonzero()]
@@ -274,7 +275,7 @@ def test_held_back_resets_keep_every_row_true(reset, core):
             "optim.eps": 1.0,
         },
     )
-    learner = Learner(config)
+    learner = Learner(resolve_config(config))
     seen = list(rollouts(learner, 6))
     valid = masked = 0
     for r in seen:

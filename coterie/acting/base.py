@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from coterie.config import Central, Config, Decoupled, Refusal
+from coterie.config import Central, Config, Decoupled, Refusal, ResolvedConfig
 from coterie.envs.tasks import tasks
 from coterie.types import Rollout
 
@@ -58,19 +58,11 @@ class ActingKind:
         return 0 if section is None else section.restarts
 
 
-def learners_of(config: Config) -> int:
-    return config.learners if isinstance(config.learners, int) else 1
-
-
-def actors_of(config: Config) -> int:
-    return config.actors if isinstance(config.actors, int) else learners_of(config)
-
-
-def shares_evenly(config: Config, optional: bool = False) -> bool:
+def shares_evenly(config: ResolvedConfig, optional: bool = False) -> bool:
     """Whether learners, tasks and envs are shared out evenly over the children. `optional`: none at all will do where
     clients of other machines may join.
     """
-    actors, learners = actors_of(config), learners_of(config)
+    actors, learners = config.actors, config.learners
     return (
         (actors > 0 or (optional and bool(config.wire.bind)))
         and actors % learners == actors % len(tasks(config.env.id)) == 0
@@ -78,8 +70,8 @@ def shares_evenly(config: Config, optional: bool = False) -> bool:
     )
 
 
-def envs_per_child(config: Config) -> int:
-    return config.env.num_envs * learners_of(config) // max(1, actors_of(config))
+def envs_per_child(config: ResolvedConfig) -> int:
+    return config.env.num_envs * config.learners // max(1, config.actors)
 
 
 def apart_refusals(section: Callable[[Config], Decoupled | Central], optional: bool = False) -> tuple[Refusal, ...]:

@@ -112,7 +112,7 @@ class Inline:
 KIND = ActingKind(
     refusals=(
         Refusal(
-            lambda c, s: c.actors != "auto",
+            lambda c, s: c.actors != 0,
             "acting",
             "inline has no actors; set it to decoupled or central, or leave actors at auto",
         ),

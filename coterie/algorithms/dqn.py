@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coterie.algorithms.base import Loss, combine, slices
 from coterie.algorithms.q_base import QLearning, replay_size, stacked_frames, value_refusals
-from coterie.config import Config, Refusal
+from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.build import Network
 from coterie.ops.q import cross_entropy, divergence, huber, project
 from coterie.replay.transitions import Ring, Transitions
@@ -78,7 +78,7 @@ class DQN(QLearning):
         return params
 
     @staticmethod
-    def replay_bytes(config: Config, spec: Spec) -> int:
+    def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
         return Ring.bytes_for(spec, *replay_size(config), stacked_frames(config))
 
     def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import ON_CPU, Clock, Compute, Loss, Rewards, slices
-from coterie.config import Config, Refusal
+from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.pool import is_atari
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.threads import Team
@@ -57,7 +57,7 @@ class QLearning(ABC):
     refusals: ClassVar[tuple[Refusal, ...]]
     batch_axis: ClassVar[int] = 0  # of the target network's output
 
-    def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         self.config, self.spec, self.q, self.compute, self.chunk = config, spec, config.q, compute, compute.chunk
         self.rewards = Rewards(config.reward, config.algo)
         self.clock = Clock()
@@ -93,7 +93,7 @@ class QLearning(ABC):
 
     @staticmethod
     @abstractmethod
-    def replay_bytes(config: Config, spec: Spec) -> int:
+    def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
         """Bytes of one learner's full replay."""
 
     @staticmethod
@@ -128,17 +128,15 @@ class QLearning(ABC):
 
     def acts_at(self, version: int) -> None:
         """In an actor: estimate the run's env steps from the learner step of the weights."""
-        learners = self.config.learners if isinstance(self.config.learners, int) else 1
-        trained = version * self.batch_rows / self.q.intensity
-        self.clock.env_steps = int(min(self.config.steps, (trained + self.q.learn_start * (version > 0)) * learners))
+        of_one = version * self.batch_rows / self.q.intensity + self.q.learn_start * (version > 0)
+        self.clock.env_steps = int(min(self.config.steps, of_one * self.config.learners))
 
     def explore(self, env_id: Tensor) -> Tensor:
         """Share of random actions of each env `[B]`."""
         if self.q.noisy:
             return torch.zeros(len(env_id), device=env_id.device)
         if self.q.ladder:
-            learners = self.config.learners if isinstance(self.config.learners, int) else 1
-            envs = self.config.env.num_envs * learners
+            envs = self.config.env.num_envs * self.config.learners
             place = (env_id % envs).float() / max(1, envs - 1)
             return self.q.epsilon_end ** (1 + self.q.ladder * place)
         left = max(0.0, 1 - self.clock.env_steps / max(1, self.q.epsilon_steps))
@@ -272,14 +270,13 @@ def stacked_frames(config: Config) -> int:
     return config.atari.stack if is_atari(config.env.id) and config.atari.stack > 1 else 0
 
 
-def replay_size(config: Config) -> tuple[int, int]:
+def replay_size(config: ResolvedConfig) -> tuple[int, int]:
     """Envs and rows of one learner's replay."""
-    learners = config.learners if isinstance(config.learners, int) else 1
-    return config.replay.envs or config.env.num_envs, config.replay.capacity // learners
+    return config.replay.envs or config.env.num_envs, config.replay.capacity // config.learners
 
 
 def value_refusals(
-    rows: Callable[[Config], int], needed: Callable[[Config], int], first_rows: Callable[[Config], int]
+    rows: Callable[[ResolvedConfig], int], needed: Callable[[Config], int], first_rows: Callable[[Config], int]
 ) -> tuple[Refusal, ...]:
     """Refusals of all value methods. `rows`, `needed`: rows that the replay stores of each env, and must exceed.
     `first_rows`: env steps after which the replay can be sampled.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine, slices
 from coterie.algorithms.q_base import QLearning, replay_size, stacked_frames, value_refusals
-from coterie.config import Config, Refusal
+from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.build import Network
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
 from coterie.replay.sequences import SequenceRing, Sequences
@@ -56,7 +56,7 @@ def _first_rows(config: Config) -> int:
     return config.env.num_envs * (sum(_lengths(config)) + config.algo.unroll_length)
 
 
-def _whole_rows(config: Config) -> int:
+def _whole_rows(config: ResolvedConfig) -> int:
     """Rows that the replay stores of each env: whole rollouts."""
     envs, capacity = replay_size(config)
     return capacity // envs // config.algo.unroll_length * config.algo.unroll_length
@@ -86,7 +86,7 @@ class R2D2(QLearning):
         ),
     )
 
-    def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
         self.r2d2 = config.r2d2
 
@@ -108,7 +108,7 @@ class R2D2(QLearning):
         )  # fmt: skip
 
     @staticmethod
-    def replay_bytes(config: Config, spec: Spec) -> int:
+    def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
         core, frames = (2, config.model.core_size), stacked_frames(config)
         return SequenceRing.bytes_for(spec, *replay_size(config), config.algo.unroll_length, core, frames)
 

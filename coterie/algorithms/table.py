@@ -8,7 +8,7 @@ from coterie.algorithms.ppo import PPO
 from coterie.algorithms.q_base import QLearning
 from coterie.algorithms.r2d2 import R2D2
 from coterie.algorithms.vtrace import VTrace
-from coterie.config import Config
+from coterie.config import Config, ResolvedConfig
 from coterie.types import Spec
 
 ALGORITHMS: dict[str, type[A2C] | type[QLearning]] = {
@@ -40,7 +40,7 @@ def first_rows(config: Config) -> int:
     return kind.first_rows(config) if issubclass(kind, QLearning) else 0
 
 
-def replay_bytes(config: Config, spec: Spec) -> int:
+def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
     """Bytes of the full replay of all learners, in memory or on disk; 0 without a replay."""
-    kind, learners = algorithm_class(config), config.learners if isinstance(config.learners, int) else 1
-    return kind.replay_bytes(config, spec) * learners if issubclass(kind, QLearning) else 0
+    kind = algorithm_class(config)
+    return kind.replay_bytes(config, spec) * config.learners if issubclass(kind, QLearning) else 0

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.build.resources import resolve_config
 from coterie.acting.recorder import Envs, Recorder, local_fields
 from coterie.envs.atari57 import human_normalized
 from coterie.config import Config
@@ -161,7 +162,7 @@ class Policy:
 
     def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: Network) -> None:
         self.folder, self.config, self.spec, self.step, self.model = folder, config, spec, step, model
-        self.algorithm = make_algorithm(config, spec)
+        self.algorithm = make_algorithm(resolve_config(config), spec)
         self.fields, self.actions = env_edges(config.env, config.atari)
         self._state: Tensor | None = None
         self._first: Tensor | None = None

@@ -19,8 +19,8 @@ from torch import Tensor
 from coterie.acting.recorder import rollout_layout
 from coterie.algorithms.base import ON_CPU, Algorithm, Compute
 from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
-from coterie.build.resources import Layout
-from coterie.config import Config, Schedule
+from coterie.build.resources import Resources
+from coterie.config import Config, ResolvedConfig, Schedule
 from coterie.acting.table import batch_size
 from coterie.envs.make import make_envs
 from coterie.envs.owner import Envs
@@ -53,14 +53,14 @@ ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
 Policy = Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
 
 
-def make_algorithm(config: Config, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> Algorithm:
+def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> Algorithm:
     """The run's algorithm, or the user's in its place."""
     make: Callable[..., Algorithm] = algorithm_class(config)
     return in_place_of(config, "algorithm", make)(config, spec, compute, seed_for(config.seed, BATCH_SEED, rank))
 
 
 def envs_of(
-    config: Config, layout: Layout, life: int, first: int, union: bool = False
+    config: Config, layout: Resources, life: int, first: int, union: bool = False
 ) -> tuple[Envs, list[torch.Generator]]:
     """Envs with global ids from `first` on, and random numbers for each group: their threads must not race for them."""
     envs = make_envs(
@@ -101,9 +101,8 @@ def make_model(config: Config, spec: Spec) -> Network:
         return Network(spec, config.model, config.q if is_value_based(config) else None)
 
 
-def actor_env(config: Config, number: int, rank: int) -> tuple[Config, int]:
+def actor_env(config: ResolvedConfig, number: int, rank: int) -> tuple[ResolvedConfig, int]:
     """The config of actor `number` of learner `rank`, with its share of the simulators, and its first env's id."""
-    assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
     width = config.env.num_envs * config.learners // max(1, config.actors)
     several = tasks(config.env.id)
     mine = task_config(config, several[(rank * (config.actors // config.learners) + number) % len(several)])
@@ -112,21 +111,19 @@ def actor_env(config: Config, number: int, rank: int) -> tuple[Config, int]:
     return replace(mine, env=env), rank * config.env.num_envs + number * width
 
 
-def task_of(config: Config, env_id: int) -> str:
+def task_of(config: ResolvedConfig, env_id: int) -> str:
     """The task of an env by its id."""
-    assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
     rank, place = divmod(env_id, config.env.num_envs)
     number = place * max(1, config.actors) // (config.env.num_envs * config.learners)
     return actor_env(config, number, rank)[0].env.id
 
 
-def acting_memory(config: Config, spec: Spec, model: Network) -> tuple[Slots, Weights]:
+def acting_memory(config: ResolvedConfig, spec: Spec, model: Network) -> tuple[Slots, Weights]:
     """Where a learner's actors get weights from and leave rollouts."""
     state = model.initial_state(1)
     layout = rollout_layout(spec, unroll_length(config), batch_size(config), () if state is None else state.shape[1:])
     width = actor_env(config, 0, 0)[0].env.num_envs
     batches = 1 if config.decoupled.lockstep else 2 + config.decoupled.queue
-    assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
     slots = Slots(layout, batches, batch_size(config), width, max(1, config.actors // config.learners))
     size = len(FlatParams(copy.deepcopy(model)).data)
     return slots, Weights(size, normalizers(config, model).size)
@@ -138,7 +135,6 @@ class Links(Peers):
 
     gradients: SharedArrays | None = None  # where gradients are left to be compared
     gpu: int = 0
-    inference_gpu: int = -1  # central: the GPU that chooses actions; -1: the learner's device does
     slots: Slots | None = None  # decoupled: where this learner's actors leave rollouts
     weights: Weights | None = None  # and take weights
     address: str = ""  # central: where this learner's hosts find it

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import Compute
-from coterie.config import Config
+from coterie.config import Config, ResolvedConfig
 from coterie.acting.table import batch_size
 from coterie.acting.table import acting_kind
 from coterie.envs.make import make_spec
@@ -26,7 +26,7 @@ _CPU_CHUNK = 320  # samples of images whose activations still fit the cache (doc
 
 
 @dataclass(frozen=True)
-class Layout:
+class Resources:
     """What `auto` came to on this machine."""
 
     device: torch.device
@@ -41,7 +41,7 @@ class Layout:
         return Compute(self.dtype, self.chunk, self.torch_threads)
 
 
-def resolve(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Layout:
+def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Resources:
     """Turn every `auto` and 0 into a choice, by rules that depend on the machine and the env, never on timing.
     `cores`: of a machine that is only thought of (here as below); 0: as many as this process may use.
     """
@@ -67,7 +67,7 @@ def resolve(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Layout:
     # In lockstep a host's envs are acted on all at once.
     apart = apart and not (acting_kind(config).hosted and config.central.lockstep)
     groups = config.env.groups or (2 if apart and n % 2 == 0 else 1)
-    return Layout(
+    return Resources(
         device=device,
         dtype=torch.bfloat16 if bf16 else torch.float32,
         env_threads=config.env.threads or cores,
@@ -122,9 +122,9 @@ def gpus_of(config: Config) -> tuple[int, int]:
     return there - acting, acting
 
 
-def settle(config: Config, cores: int = 0) -> Config:
-    """`auto` learners, simulators, actors and exchange as what they are on this machine: one learner for each GPU, or
-    else each core; one actor for each core, as far as the simulators can be shared out evenly.
+def resolve_config(config: Config, cores: int = 0) -> ResolvedConfig:
+    """Choose the learners, envs, actors and exchange that are `auto`: one learner for each GPU, or else for each core;
+    one actor for each core, as far as the envs can be shared out evenly.
     """
     learners, (gpus, _) = config.learners, gpus_of(config)
     cores = cores or len(available_cores())
@@ -150,4 +150,5 @@ def settle(config: Config, cores: int = 0) -> Config:
             and (config.env.groups != 2 or envs // k % 2 == 0)
         ] or [1]
         actors = learners * _most(fitting, most)
-    return replace(config, learners=learners, exchange=exchange, actors=actors)
+    chosen = {"learners": learners, "exchange": exchange, "actors": 0 if actors == "auto" else actors}
+    return ResolvedConfig(**{f.name: chosen.get(f.name, getattr(config, f.name)) for f in fields(Config)})

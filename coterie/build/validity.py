@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.q_base import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class, is_value_based
-from coterie.config import Config, Refusal
+from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.acting.table import batch_size
 from coterie.acting.table import acting_kind
 from coterie.plugins import check_own
@@ -81,7 +81,7 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def room_of(config: Config) -> int:
+def room_of(config: ResolvedConfig) -> int:
     """Simulators that a learner can learn from: in value learning each has a ring of its replay."""
     return replay_size(config)[0] if is_value_based(config) else sys.maxsize
 
@@ -92,7 +92,7 @@ def every_refusal() -> list[Refusal]:
     return list({(one.field, one.reason): one for one in found}.values())
 
 
-def check(config: Config, spec: Spec) -> None:
+def check(config: ResolvedConfig, spec: Spec) -> None:
     """Raise a one-line `ConfigError` for a combination that cannot work."""
     choices = exchange_kind(config), acting_kind(config), algorithm_class(config)
     for refusal in (*(one for choice in choices for one in choice.refusals), *REFUSALS):

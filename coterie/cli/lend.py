@@ -7,8 +7,8 @@ import random
 from dataclasses import replace
 
 from coterie.acting.decoupled import Stopped
-from coterie.build.resources import settle
-from coterie.config import Config
+from coterie.build.resources import resolve_config
+from coterie.config import Config, ResolvedConfig
 from coterie.parallel.signals import on_signals
 from coterie.roles.remote_worker import Door, lend_actor, lend_envs
 from coterie.runs.config_io import parse_cli, validate
@@ -16,7 +16,7 @@ from coterie.types import ConfigError
 from coterie.wire.auth import read_token, split
 
 
-def _options(args: list[str], parser: argparse.ArgumentParser) -> tuple[Config, Door]:
+def _options(args: list[str], parser: argparse.ArgumentParser) -> tuple[ResolvedConfig, Door]:
     """Where to go, and the envs to bring along."""
     parser.add_argument("--connect", required=True, metavar="HOST:PORT")
     parser.add_argument("--token-file", default="", help="the token that the run was given")
@@ -30,7 +30,7 @@ def _options(args: list[str], parser: argparse.ArgumentParser) -> tuple[Config, 
         split(options.connect)
     if not options.patience > 0:
         raise ConfigError("--patience: must be above 0")
-    config = settle(validate(parse_cli(replace(Config(), seed=options.seed, device="cpu"), rest)))
+    config = resolve_config(validate(parse_cli(replace(Config(), seed=options.seed, device="cpu"), rest)))
     token = read_token(options.token_file) if options.token_file else ""
     return config, Door(options.connect, token, options.cert, options.patience)
 

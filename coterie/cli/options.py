@@ -51,9 +51,9 @@ def _only(options: list[str], sections: tuple[str, ...]) -> list[str]:
 
 def possible(config: Config) -> None:
     """Raise a one-line `ConfigError` where a run of it would be refused, by the machine, the env or the matrix."""
-    from coterie.build.resources import settle
+    from coterie.build.resources import resolve_config
     from coterie.build.validity import check
     from coterie.envs.make import make_spec
 
-    config = settle(config)
-    check(config, make_spec(config.env, config.atari))
+    resolved = resolve_config(config)
+    check(resolved, make_spec(resolved.env, resolved.atari))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
 from coterie.config import Config
 from coterie.envs.atari57 import human_normalized
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def tasks(env_id: str) -> list[str]:
@@ -16,7 +19,7 @@ def tasks(env_id: str) -> list[str]:
     return [name.strip() for name in env_id.split(",")]
 
 
-def task_config(config: Config, task: str) -> Config:
+def task_config(config: AnyConfig, task: str) -> AnyConfig:
     """The config of one task of a run's. Atari games then all have the 18 actions of the full set."""
     if len(tasks(config.env.id)) == 1:
         return config

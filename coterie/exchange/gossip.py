@@ -277,7 +277,7 @@ KIND = ExchangeKind(
             "and gossip.bind exclude each other: a run listens or connects",
         ),
         Refusal(
-            lambda c, s: bool(c.gossip.bind) and isinstance(c.learners, int) and 0 < c.gossip.seats <= c.learners,
+            lambda c, s: bool(c.gossip.bind) and 0 < c.gossip.seats <= c.learners,
             "gossip.seats",
             "must exceed learners: it counts the learners of all runs",
         ),

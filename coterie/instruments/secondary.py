@@ -14,8 +14,8 @@ from torch import Tensor
 
 from coterie.algorithms.q_base import QLearning
 from coterie.build.factory import make_algorithm, make_model
-from coterie.build.resources import Layout
-from coterie.config import Config
+from coterie.build.resources import Resources
+from coterie.config import ResolvedConfig
 from coterie.exchange.base import Guard
 from coterie.exchange.solo import Solo
 from coterie.learner import Gradients, Observer, autocast, take_step
@@ -28,7 +28,7 @@ from coterie.types import Rollout, Spec
 class Secondary(Observer):
     """Trains beside `primary`, from whose replay it samples."""
 
-    def __init__(self, config: Config, spec: Spec, layout: Layout, primary: QLearning, team: Team) -> None:
+    def __init__(self, config: ResolvedConfig, spec: Spec, layout: Resources, primary: QLearning, team: Team) -> None:
         own = config.q
         self.config = config = replace(config, q=replace(own, batch_size=own.secondary_batch))
         self.model = make_model(config, spec).to(layout.device)

@@ -18,7 +18,7 @@ from typing import Any
 
 from coterie.acting.table import acting_kind
 from coterie.build.evaluate import Scores
-from coterie.config import Config
+from coterie.config import ResolvedConfig
 from coterie.launch.ledger import Account
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
@@ -35,7 +35,14 @@ class Run:
     """The life of a run in one process. `state`: of the checkpoint that it goes on from."""
 
     def __init__(
-        self, config: Config, folder: Path, spec: Spec, board: Board, *, state: dict[str, Any] | None, quiet: bool
+        self,
+        config: ResolvedConfig,
+        folder: Path,
+        spec: Spec,
+        board: Board,
+        *,
+        state: dict[str, Any] | None,
+        quiet: bool,
     ) -> None:
         self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
@@ -293,7 +300,7 @@ class Run:
         self.signal = number
 
 
-def title(config: Config) -> str:
+def title(config: ResolvedConfig) -> str:
     parts = (config.preset or config.algorithm, config.env.id, config.acting, config.exchange)
     return " x ".join(parts)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from coterie.build.evaluate import Scores
 from coterie.build.factory import task_of
-from coterie.config import Config
+from coterie.config import ResolvedConfig
 from coterie.envs.tasks import overall, tasks
 from coterie.parallel.board import COUNTS, Board
 from coterie.parallel.meters import Busy, Energy
@@ -26,7 +26,9 @@ _SUMMED = ("wire/refused", "inference/envs", "inference/streams")  # of all lear
 class Account:
     """Counts are the board's; the rest is added up here. `state`: of the checkpoint that the run goes on from."""
 
-    def __init__(self, config: Config, spec: Spec, board: Board, state: dict[str, Any] | None, reached: int) -> None:
+    def __init__(
+        self, config: ResolvedConfig, spec: Spec, board: Board, state: dict[str, Any] | None, reached: int
+    ) -> None:
         self.config, self.spec, self.board = config, spec, board
         self.episodes = Episodes()
         several = tasks(config.env.id)

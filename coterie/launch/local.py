@@ -13,7 +13,7 @@ from typing import Any
 
 from coterie.acting.table import acting_kind
 from coterie.build.factory import make_model
-from coterie.config import Config
+from coterie.config import ResolvedConfig
 from coterie.exchange.table import exchange_kind
 from coterie.launch.chaos import Disturber
 from coterie.launch.coordinator import Run
@@ -51,7 +51,7 @@ class Crew:
     """The learners and actors of a run as processes, by their rows of the board."""
 
     def __init__(
-        self, run: Run, config: Config, saved: Path | None, state: dict[str, Any] | None, link: Link | None
+        self, run: Run, config: ResolvedConfig, saved: Path | None, state: dict[str, Any] | None, link: Link | None
     ) -> None:
         self.run, self.config, self.saved, self.state = run, config, saved, state
         self.children: dict[int, Child] = {}
@@ -314,7 +314,7 @@ class Crew:
 
 
 def run_children(
-    run: Run, config: Config, saved: Path | None, state: dict[str, Any] | None, link: Link | None = None
+    run: Run, config: ResolvedConfig, saved: Path | None, state: dict[str, Any] | None, link: Link | None = None
 ) -> dict[str, Any]:
     """Train with several learners, each a process. `link`: to a run elsewhere with which they gossip."""
     try:

@@ -12,7 +12,7 @@ import numpy as np
 from coterie.acting.table import acting_kind
 from coterie.build.factory import Links, acting_memory, exchange_setup, make_model, net_of, normalizers
 from coterie.build.resources import gpus_of
-from coterie.config import Config
+from coterie.config import ResolvedConfig
 from coterie.exchange.base import Circle, Peers
 from coterie.exchange.table import exchange_kind
 from coterie.instruments.consensus import Consensus, Cosines, cosine_memory
@@ -31,13 +31,15 @@ class Placement:
     """Where the learners and actors of a run sit and what they share; made anew when all of them start again."""
 
     def __init__(
-        self, config: Config, spec: Spec, tensors: checkpoint.Tensors | None = None, circle: Circle | None = None
+        self,
+        config: ResolvedConfig,
+        spec: Spec,
+        tensors: checkpoint.Tensors | None = None,
+        circle: Circle | None = None,
     ) -> None:
-        assert isinstance(config.learners, int)
         self.config, self.learners = config, config.learners
-        self.gpus, self.inference_gpus = gpus_of(config)
-        self.places = place(self.learners, available_cores(), self.gpus)
-        self.actors = config.actors if acting_kind(config).apart and isinstance(config.actors, int) else 0
+        self.places = place(self.learners, available_cores(), gpus_of(config))
+        self.actors = config.actors
         self.board = Board(self.learners, self.actors)
         self.board.active[:] = 1
         kind = exchange_kind(config)
@@ -110,7 +112,6 @@ class Placement:
             circle=self.circle,
             rejoin=rejoin,
             gpu=max(place.gpu, 0),
-            inference_gpu=self.gpus + rank % self.inference_gpus if self.inference_gpus else -1,
             core=place.cores[0] if shared else -1,
             slots=slots,
             weights=weights,

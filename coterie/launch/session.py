@@ -13,9 +13,9 @@ from coterie.acting.table import acting_kind
 from coterie.algorithms.table import replay_bytes
 from coterie.build.evaluate import check_spec, open_run
 from coterie.build.factory import Links, make_model, net_of, normalizers
-from coterie.build.resources import resolve, settle
+from coterie.build.resources import resolve_config, resolve_resources
 from coterie.build.validity import check
-from coterie.config import Config
+from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.exchange.table import exchange_kind
 from coterie.launch.coordinator import Run
@@ -82,15 +82,17 @@ def _on_ray(config: Config, folder: Path, resumed: bool, quiet: bool) -> dict[st
     return run_on_ray(config, folder, resumed, quiet)
 
 
-def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
+def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
     """From the config to the summary, in this process or with children. What cannot work leaves nothing behind."""
-    config = settle(config)
+    config = resolve_config(asked)
+    # A later run that begins with this config.json may have another acting: what inline acting lacks stays `auto`.
+    kept = replace(asked, learners=config.learners, exchange=config.exchange, env=config.env)
+    kept = replace(kept, actors=config.actors or asked.actors)
     spec = make_spec(config.env, config.atari)
     check(config, spec)
-    resolve(config, spec)
+    resolve_resources(config, spec)
     if need := replay_bytes(config, spec):
         room_for("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
-    assert isinstance(config.learners, int)
     board = Board(config.learners)  # of the first moments: children get another
     board.release()
     kind = exchange_kind(config)
@@ -106,7 +108,7 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
             learner.tell()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            save_config(folder / "config.json", config)  # a later resume goes on towards the same total
+            save_config(folder / "config.json", kept)  # a later resume goes on towards the same total
             if state is None:
                 (folder / "spec.json").write_text(_spec_text(spec))
                 (folder / "machine.json").write_text(json.dumps(describe(), indent=1) + "\n")
@@ -127,9 +129,8 @@ def _go(config: Config, folder: Path, saved: Path | None, state: dict[str, Any] 
     return run_children(run, config, saved, state, link)
 
 
-def _link(config: Config, spec: Spec, resumed: bool, quiet: bool) -> tuple[Link | None, str]:
+def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tuple[Link | None, str]:
     """The way to the run that this one gossips with. A resumed run can do without: then the reason."""
-    assert isinstance(config.learners, int)
 
     def say(line: str) -> None:
         if not quiet:

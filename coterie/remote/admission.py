@@ -12,7 +12,7 @@ from coterie.acting.central import REMOTE, Central
 from coterie.acting.central_stream import Seat
 from coterie.algorithms.table import unroll_length
 from coterie.build.factory import actor_env
-from coterie.config import Config
+from coterie.config import ResolvedConfig
 from coterie.envs.tasks import tasks
 from coterie.types import Spec
 from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
@@ -72,7 +72,7 @@ def _finite(x: Any) -> Any:
     return [None if y in (math.inf, -math.inf) else y for y in x] if isinstance(x, list) else x
 
 
-def settings_of(config: Config, spec: Spec) -> dict[str, Any]:
+def settings_of(config: ResolvedConfig, spec: Spec) -> dict[str, Any]:
     """What a client must know before it makes its envs."""
     return {
         "env_id": config.env.id,
@@ -87,7 +87,7 @@ def settings_of(config: Config, spec: Spec) -> dict[str, Any]:
 class Hosts:
     """A desk for env hosts. `ours`: they are the run's own children, and say themselves which."""
 
-    def __init__(self, config: Config, spec: Spec, rank: int, central: Central, ours: bool) -> None:
+    def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, central: Central, ours: bool) -> None:
         self.config, self.spec, self.rank, self.central, self.ours = config, spec, rank, central, ours
         self.numbers = Numbers(rank)
         self.settings = json.dumps(settings_of(config, spec), allow_nan=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.config import Config
+from coterie.config import ResolvedConfig
 from coterie.exchange.base import Circle
 from coterie.exchange.gossip import begin_at, next_number
 from coterie.parallel.shm import SharedArrays
@@ -28,7 +28,7 @@ LEAVE_S = 2.0
 class Meeting:
     """Where the runs that connect to this one come: a desk, and a thread that tells them the news."""
 
-    def __init__(self, config: Config, circle: Circle, memory: SharedArrays, learners: int, net: str) -> None:
+    def __init__(self, config: ResolvedConfig, circle: Circle, memory: SharedArrays, learners: int, net: str) -> None:
         self.memory, self.circle, self.own, self.env_id = memory, circle, learners, config.env.id
         weights, moments = (memory.arrays[k].shape[1] for k in ("message", "moments"))
         self.layout = news_layout(circle.seats, weights, moments)

@@ -17,7 +17,7 @@ from coterie.acting.decoupled import Decoupled
 from coterie.acting.recorder import rollout_layout
 from coterie.algorithms.table import unroll_length
 from coterie.build.validity import room_of
-from coterie.config import Config
+from coterie.config import ResolvedConfig
 from coterie.remote.admission import Numbers, Visitor, settings_of
 from coterie.runs.config_io import to_dict
 from coterie.types import Array, CoterieError, Spec
@@ -44,7 +44,7 @@ def weights_tensors(size: int, moments: int) -> Layout:
 class Guests:
     """A learner's guests: desks for their two streams, and a thread that puts their rollouts into slots."""
 
-    def __init__(self, config: Config, spec: Spec, rank: int, acting: Decoupled, core: tuple[int, ...]) -> None:
+    def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, acting: Decoupled, core: tuple[int, ...]) -> None:
         self.spec, self.acting, self.slots, self.weights = spec, acting, acting.slots, acting.weights
         self.numbers = Numbers(rank)
         more = {"envs": self.slots.width, "core": core, "config": to_dict(config)}

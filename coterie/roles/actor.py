@@ -28,8 +28,8 @@ from coterie.build.factory import (
     patience,
     policy_of,
 )
-from coterie.build.resources import resolve, settle
-from coterie.config import Config
+from coterie.build.resources import resolve_resources
+from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.models.build import acting_copy
 from coterie.models.heads import Moments
@@ -59,12 +59,13 @@ class Unrolls:
     """
 
     def __init__(
-        self, config: Config, mine: Config, spec: Spec, life: int, first_env: int, count: Callable[[int], None],
+        self, config: ResolvedConfig, mine: ResolvedConfig, spec: Spec, life: int, first_env: int,
+        count: Callable[[int], None],
         make_ledge: Callable[[FlatParams, Moments, list[slice], Stages], Ledge],
     ) -> None:  # fmt: skip
         torch.set_num_threads(1)
         keep_freed_memory()
-        layout = resolve(replace(mine, device="cpu"), spec)
+        layout = resolve_resources(replace(mine, device="cpu"), spec)
         self.stages, self.count = Stages(), count
         self.model = make_model(config, spec)
         params = FlatParams(self.model)  # before the copy is made, which follows these tensors
@@ -132,10 +133,9 @@ class Unrolls:
 class Actor:
     """An actor that the run started: number `number` of its learner, with the board's row `row`."""
 
-    def __init__(self, config: Config, life: int, links: Links, number: int, row: int) -> None:
+    def __init__(self, config: ResolvedConfig, life: int, links: Links, number: int, row: int) -> None:
         assert links.slots is not None
         assert links.weights is not None
-        config = settle(replace(config, learners=links.learners))
         mine, first = actor_env(config, number, links.rank)
         self._counts = links.board.counts[row]
         self._replaced = int(self._counts[COUNTS.index("replaced")])  # by whoever was this actor before

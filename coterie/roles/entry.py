@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coterie.acting.table import acting_kind
 from coterie.build.factory import Links
-from coterie.config import Config
+from coterie.config import ResolvedConfig
 from coterie.parallel.processes import Post
 from coterie.roles.actor import Actor
 from coterie.roles.env_host import Host
@@ -18,7 +18,7 @@ _REPORT_S = 0.25  # between two reports of a learner
 
 
 def learner_process(
-    post: Post, config: Config, folder: Path, life: int, links: Links, counts: dict[str, int], total: int,
+    post: Post, config: ResolvedConfig, folder: Path, life: int, links: Links, counts: dict[str, int], total: int,
     saved: Path | None,
     done: int,
 ) -> None:  # fmt: skip
@@ -37,7 +37,7 @@ def learner_process(
         learner.close()
 
 
-def actor_process(post: Post, config: Config, life: int, links: Links, number: int, row: int) -> None:
+def actor_process(post: Post, config: ResolvedConfig, life: int, links: Links, number: int, row: int) -> None:
     """A child: one actor, or one env host."""
     actor = (Host if acting_kind(config).hosted else Actor)(config, life, links, number, row)
     try:

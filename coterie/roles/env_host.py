@@ -19,8 +19,8 @@ import torch
 from coterie.acting.decoupled import Stopped
 from coterie.acting.recorder import Stages, env_loop
 from coterie.build.factory import Links, actor_env, envs_of, patience
-from coterie.build.resources import resolve, settle
-from coterie.config import Config
+from coterie.build.resources import resolve_resources
+from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.parallel.affinity import available_cores, keep_freed_memory, rss_mb
 from coterie.parallel.board import COUNTS
@@ -87,8 +87,7 @@ class Host:
     `number`: among its learner's hosts, with the board's row `row`.
     """
 
-    def __init__(self, config: Config, life: int, links: Links, number: int, row: int) -> None:
-        config = settle(replace(config, learners=links.learners))
+    def __init__(self, config: ResolvedConfig, life: int, links: Links, number: int, row: int) -> None:
         mine, first = actor_env(config, number, links.rank)
         self.board, self.row, self.learner = links.board, row, links.rank
         several = mine.env.id != config.env.id
@@ -130,12 +129,12 @@ class HostWork:
     """
 
     def __init__(
-        self, config: Config, life: int, first_env: int, dialer: Dialer, check: Callable[[], None], union: bool = False,
-        unroll: int = 1, rest: Callable[[], None] = lambda: None,
+        self, config: ResolvedConfig, life: int, first_env: int, dialer: Dialer, check: Callable[[], None],
+        union: bool = False, unroll: int = 1, rest: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         torch.set_num_threads(1)
         keep_freed_memory()
-        layout = resolve(replace(config, device="cpu"), dialer.spec)
+        layout = resolve_resources(replace(config, device="cpu"), dialer.spec)
         if not config.env.threads:
             # A group whose actions are awaited leaves its threads idle: each has one for every core.
             layout = replace(layout, env_threads=len(available_cores()) * layout.groups)

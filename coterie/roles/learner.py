@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -36,9 +35,9 @@ from coterie.build.factory import (
     policy_of,
     seed_for,
 )
-from coterie.build.resources import resolve, settle
+from coterie.build.resources import resolve_resources
 from coterie.build.validity import check, room_of
-from coterie.config import Config
+from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.exchange.table import exchange_kind
 from coterie.instruments.consensus import GradientSamples
@@ -64,12 +63,12 @@ class Learner:
     episodes of its first minutes again.
     """
 
-    def __init__(self, config: Config, life: int = 0, links: Links | None = None) -> None:
+    def __init__(self, config: ResolvedConfig, life: int = 0, links: Links | None = None) -> None:
         self.links = links = links or Links()
-        self.config = config = settle(replace(config, learners=links.learners))
+        self.config = config
         self.spec = make_spec(config.env, config.atari)
         check(config, self.spec)
-        self.layout = layout = resolve(config, self.spec, links.gpu)
+        self.layout = layout = resolve_resources(config, self.spec, links.gpu)
         if layout.device.type == "cuda":
             torch.cuda.set_device(layout.device)
         self._torch_threads = torch.get_num_threads()
@@ -96,7 +95,6 @@ class Learner:
         else:
             assert links.slots is not None
             assert links.weights is not None
-            assert isinstance(config.actors, int)
             self.acting = in_place_of(config, "acting", Decoupled)(
                 links.slots, links.weights, self.params, moments, links.board, links.rank,
                 config.actors // links.learners, self.stages, layout.device,
@@ -151,8 +149,7 @@ class Learner:
 
     def _central(self, life: int) -> Central:
         config, layout, links = self.config, self.layout, self.links
-        apart = layout.device.type == "cuda" and links.inference_gpu >= 0
-        device = torch.device("cuda", links.inference_gpu) if apart else layout.device
+        device = layout.device
         make_fields = partial(local_fields, self.spec, unroll_length(config), core=self._core())
         rng = torch.Generator(device).manual_seed(seed_for(config.seed, POLICY_SEED, life, links.rank))
         self.rngs = [rng]

@@ -16,7 +16,8 @@ import torch
 
 from coterie.acting.decoupled import Stopped
 from coterie.acting.recorder import Recorder, Stages, local_fields
-from coterie.config import Config
+from coterie.build.resources import resolve_config
+from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.models.heads import Moments
 from coterie.parallel.params import FlatParams
@@ -46,7 +47,7 @@ class Door:
 
 
 def _settings(
-    base: Config, door: Door, method: str, run_id: int, say: Say, leave: Callable[[], None]
+    base: ResolvedConfig, door: Door, method: str, run_id: int, say: Say, leave: Callable[[], None]
 ) -> tuple[dict[str, Any], str]:
     """What learner 0 says to a client that has only asked, and the address of the learner that it belongs to."""
     channel, hello = open_channel(door.address, door.cert), {"client": "coterie", "run_id": run_id, "number": -1}
@@ -62,7 +63,7 @@ def _settings(
     return settings, offset(door.address, welcome.number % max(1, welcome.learners))
 
 
-def _config(base: Config, settings: dict[str, Any]) -> Config:
+def _config(base: ResolvedConfig, settings: dict[str, Any]) -> ResolvedConfig:
     """The client's own env with the run's settings of what an env step is. Only numbers and names are taken from the
     other side, never code.
     """
@@ -109,7 +110,7 @@ class Told:
         self.latencies.clear()
 
 
-def lend_envs(base: Config, door: Door, say: Say, leave: Callable[[], None]) -> None:
+def lend_envs(base: ResolvedConfig, door: Door, say: Say, leave: Callable[[], None]) -> None:
     """Step `base.env` for a run until it has ended. `leave` raises `Stopped` when this is to end before."""
     run_id = random.SystemRandom().getrandbits(64)
     settings, address = _settings(base, door, "Infer", run_id, say, leave)
@@ -214,11 +215,11 @@ class Wire:
             self.channel.close()
 
 
-def lend_actor(base: Config, door: Door, say: Say, leave: Callable[[], None]) -> None:
+def lend_actor(base: ResolvedConfig, door: Door, say: Say, leave: Callable[[], None]) -> None:
     """Act in `base.env` for a run of decoupled acting until it has ended."""
     run_id = random.SystemRandom().getrandbits(64)
     settings, address = _settings(base, door, "PushRollouts", run_id, say, leave)
-    run = from_dict(settings["config"])
+    run = resolve_config(from_dict(settings["config"]))
     if ":" in run.model.torso and run.model.torso != base.model.torso:
         raise CoterieError(f"the run's torso is {run.model.torso}: if you trust it, name it with --model.torso")
     if run.own.algorithm and run.own.algorithm != base.own.algorithm:

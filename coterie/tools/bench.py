@@ -19,9 +19,9 @@ from coterie.acting.recorder import Stages
 from coterie.acting.table import acting_kind
 from coterie.algorithms.table import first_rows, is_value_based
 from coterie.build.factory import Links
-from coterie.build.resources import settle
+from coterie.build.resources import resolve_config
 from coterie.build.validity import check
-from coterie.config import Config
+from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.spaces import random_actions
 from coterie.envs.tasks import tasks
@@ -65,12 +65,12 @@ class _EnvOnly:
 Sync = Callable[[], None]  # returns once all learners have come as far
 
 
-def bench(config: Config, seconds: float) -> dict[str, Any]:
+def bench(asked: Config, seconds: float) -> dict[str, Any]:
     """Rates in env steps/s (see DESIGN names): env_only, acting, training, their ratios, and the parts of a step.
 
     Several learners are measured at once, each on its own cores, turn by turn together; rates are sums over them.
     """
-    config = settle(config)
+    config = resolve_config(asked)
     if is_value_based(config):
         config = replace(config, q=replace(config.q, learn_start=first_rows(config)))  # it is to train at once
     check(config, make_spec(config.env, config.atari))
@@ -87,7 +87,6 @@ def bench(config: Config, seconds: float) -> dict[str, Any]:
     parts = {"env": found[0]["env_cores"] * len(found) / env, **found[0]["costs"]}
     ceiling = cores / sum(parts.values())
     stages = {k: float(np.mean([one["stages"].get(k, 0.0) for one in found])) for k in found[0]["stages"]}
-    assert isinstance(config.learners, int)
     pulled = stages.get("pull", 0.0) if config.learners <= cores else 0.0  # or else it is the wait for a shared core
     return {
         "preset": config.preset,
@@ -153,13 +152,13 @@ def _measure(learner: Learner, seconds: float, sync: Sync) -> dict[str, Any]:
     }
 
 
-def bench_process(post: Post, config: Config, links: Links, seconds: float) -> None:
+def bench_process(post: Post, config: ResolvedConfig, links: Links, seconds: float) -> None:
     """A child: one learner of several that are measured together."""
     sync = partial(links.board.meet, links.rank, config.log.stall)
     post("result", _measure(Learner(config, 0, links), seconds, sync))
 
 
-def _measure_children(config: Config, seconds: float) -> list[dict[str, Any]]:
+def _measure_children(config: ResolvedConfig, seconds: float) -> list[dict[str, Any]]:
     crew = Placement(config, make_spec(config.env, config.atari))
     learners, actors = list[Child](), list[Child]()
     try:

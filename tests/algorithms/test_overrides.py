@@ -15,6 +15,7 @@ from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import PPO
 from coterie.algorithms.r2d2 import R2D2
 from coterie.algorithms.vtrace import VTrace
+from coterie.build.resources import resolve_config
 from coterie.roles.learner import Learner
 
 METHODS = {name for name, value in vars(Algorithm).items() if callable(value) and not name.startswith("_")}
@@ -57,7 +58,7 @@ MyA2C, MyPPO, MyVTrace, MyDQN, MyR2D2 = (counting(base) for base in (A2C, PPO, V
 def test_a_subclass_that_overrides_every_method_is_obeyed(name: str) -> None:
     preset, options = CASES[name]
     config = presets.make(preset, "CartPole-v1", **{**options, "own.algorithm": f"{__name__}:{name}"})
-    learner, rollouts = Learner(config), []
+    learner, rollouts = Learner(resolve_config(config)), []
 
     def enough(rollout: Any) -> bool:
         rollouts.append(1)

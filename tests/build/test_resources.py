@@ -10,7 +10,7 @@ import pytest
 import coterie
 from coterie import presets
 from coterie.build import resources
-from coterie.build.resources import settle
+from coterie.build.resources import resolve_config
 from coterie.config import Config, Env
 from coterie.envs.make import make_spec
 from coterie.launch.placement import Placement
@@ -29,7 +29,7 @@ def cores(monkeypatch):
 
 def settled(preset: str, env: str, *args: str) -> Config:
     """As the command line has it, and accepted by the matrix."""
-    config = settle(parse_cli(presets.make(preset, env), ["--device", "cpu", *args]))
+    config = resolve_config(parse_cli(presets.make(preset, env), ["--device", "cpu", *args]))
     check(config, make_spec(config.env, config.atari))
     return config
 
@@ -112,38 +112,13 @@ def test_auto_is_a_word_of_this_option_only_and_is_settled_before_the_run(tmp_pa
     made = presets.make("a2c", "CartPole-v1", **{"env.num_envs": "auto"}, out=str(tmp_path / "run"), steps=2000)
     coterie.train(replace(made, log=replace(made.log, tensorboard=False)), quiet=True)
     kept = load_config(tmp_path / "run" / "config.json")
-    assert kept.env.num_envs == settle(made).env.num_envs > 0
-
-
-def test_gpus_that_only_choose_actions(monkeypatch):
-    """Six learners and two of them: a ratio of 3 to 1, as in SEED RL's runs on 8 cores of a TPU."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    base = presets.seed_vtrace(
-        "CartPole-v1", **{"central.inference_gpus": 2, "learners": "auto", "exchange": "allreduce"}
-    )
-    config = settle(base)
-    assert (config.learners, config.actors) == (6, 6)
-    group = Placement(config, make_spec(config.env, config.atari))
-    try:
-        links = [group.links(rank) for rank in range(6)]
-        assert [x.gpu for x in links] == [0, 1, 2, 3, 4, 5]
-        assert [x.inference_gpu for x in links] == [6, 7, 6, 7, 6, 7]
-    finally:
-        group.close()
-    alone = replace(config, central=replace(config.central, inference_gpus=0))
-    group = Placement(alone, make_spec(config.env, config.atari))
-    try:
-        assert {group.links(rank).inference_gpu for rank in range(6)} == {-1}
-    finally:
-        group.close()
-    with pytest.raises(ConfigError, match=r"central\.inference_gpus: there are 8 GPUs here, and one"):
-        settle(replace(base, central=replace(base.central, inference_gpus=8)))
+    assert kept.env.num_envs == resolve_config(made).env.num_envs > 0
 
 
 def test_a_thread_of_dqn_has_work_for_it():
     def threads(*options):
         config = parse_cli(presets.make("dqn", "Breakout-v5"), list(options))
-        return resources.resolve(config, make_spec(config.env, config.atari), cores=4).torch_threads
+        return resources.resolve_resources(config, make_spec(config.env, config.atari), cores=4).torch_threads
 
     assert threads() == 1  # batches of 32
     assert threads("--q.batch-size", "128") == 2

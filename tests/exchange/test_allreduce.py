@@ -15,6 +15,7 @@ import torch
 
 from coterie import presets
 from coterie.build.factory import Links, normalizers
+from coterie.build.resources import resolve_config
 from coterie.config import Config
 from coterie.exchange.allreduce import AllReduce
 from coterie.exchange.base import Guard, NonFinite
@@ -73,7 +74,7 @@ def train(learner: Learner) -> dict[str, object]:
 
 def train_one_of_two(post: Post, rank: int, meeting: Path, board: Board, settings: Config) -> None:
     torch.set_num_threads(1)
-    post("result", train(Learner(settings, links=Links(rank, board, rendezvous=meeting))))
+    post("result", train(Learner(resolve_config(settings), links=Links(rank, board, rendezvous=meeting))))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_two_learners_of_four_envs_are_one_of_eight(tmp_path, changes):
         start(train_one_of_two, rank, meeting, board, config("allreduce", 4, 1, learners=2, **changes))
         for rank in range(2)
     ]
-    one = train(Learner(config("solo", 8, 2, **changes)))
+    one = train(Learner(resolve_config(config("solo", 8, 2, **changes))))
     said = hear(children)
     assert [kind for s in said for kind, _ in s] == ["result", "end"] * 2, said
     two = [s[0][1] for s in said]
@@ -107,7 +108,7 @@ def test_two_learners_of_four_envs_are_one_of_eight(tmp_path, changes):
     assert two[0]["lr"] == one["lr"]
     if changes["model.normalize_obs"]:
         assert one["moments"][0] == one["total"]  # every row of all envs, once
-    first = Learner(config("solo", 8, 2, **changes))
+    first = Learner(resolve_config(config("solo", 8, 2, **changes)))
     assert np.abs(first.params.data.numpy() - one["weights"]).max() > 1e-3  # it has learned
     first.close()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from coterie.build.factory import Links, exchange_setup, make_model, normalizers
+from coterie.build.resources import resolve_config
 from coterie.exchange.shared_weights import Central, central_memory, fill
 from coterie.exchange.table import exchange_kind
 from coterie.models.heads import Moments, Normalizer
@@ -137,7 +140,7 @@ def test_learners_share_rows_through_the_centre():
 def test_a_resumed_run_counts_the_rows_of_before_once(exchange):
     """Built in the order of launch/local.py: memory from the checkpoint, a fresh learner, then its part of it."""
     config = make_config(exchange=exchange, **{"model.normalize_obs": True, "algo.unroll_length": 5})
-    learner = Learner(config)
+    learner = Learner(resolve_config(config))
     learner.run(lambda rollout: learner.progress.learner_steps == 2)
     learner.close()
     tensors = {part: {k: x.clone() for k, x in group.items()} for part, group in learner.tensors().items()}
@@ -149,7 +152,8 @@ def test_a_resumed_run_counts_the_rows_of_before_once(exchange):
     memory = exchange_kind(config).memory(exchange_setup(config, params, moments, Links(board=Board(2))))
     fill(memory, tensors["exchange"], before)
     board = Board(2)
-    again = [Learner(config, 1, Links(rank, board, memory)) for rank in range(2)]
+    both = replace(resolve_config(config), learners=2)
+    again = [Learner(both, 1, Links(rank, board, memory)) for rank in range(2)]
     for each in again:
         each.load(tensors)
         each.start({"learned": 20}, 40)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from coterie.algorithms.base import Loss
+from coterie.build.resources import resolve_config
 from coterie.instruments.norms import Norms
 from coterie.learner import Gradients
 from coterie.parallel.params import FlatParams
@@ -62,7 +63,7 @@ def test_any_algorithm_tells_them_and_learns_the_same(algorithm):
     small |= {"algo.unroll_length": 8, "ppo.minibatch_size": 16}
     found = []
     for every in (0, 40):
-        learner = Learner(make_config(algorithm=algorithm, **small, **{"log.norms": every}))
+        learner = Learner(resolve_config(make_config(algorithm=algorithm, **small, **{"log.norms": every})))
         learner.run(after(6))
         gauges = learner.gauges()
         learner.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from coterie.build.evaluate import evaluate_run, load
+from coterie.build.resources import resolve_config
 from coterie.launch.session import resume, train
 from coterie.roles.learner import Learner
 from coterie.types import ConfigError, CoterieError
@@ -39,7 +40,7 @@ def until(steps):
 
 @pytest.mark.parametrize("changes", [{}, RANKED, CORE])
 def test_it_starts_as_the_primary_and_trains_on_as_many_samples_of_its_replay(changes):
-    learner = Learner(make_config(**{**SMALL, **changes, "steps": 800, "model.normalize_obs": True}))
+    learner = Learner(resolve_config(make_config(**{**SMALL, **changes, "steps": 800, "model.normalize_obs": True})))
     second = learner.secondary
     assert torch.equal(second.params.data, learner.params.data)
     begin = second.params.data.clone()
@@ -59,7 +60,7 @@ def test_it_starts_as_the_primary_and_trains_on_as_many_samples_of_its_replay(ch
 def test_the_primary_learns_the_same_with_and_without_it(changes):
     weights = []
     for batch in (0, 64):
-        learner = Learner(make_config(**{**SMALL, **changes, "steps": 400, "q.secondary_batch": batch}))
+        learner = Learner(resolve_config(make_config(**{**SMALL, **changes, "steps": 400, "q.secondary_batch": batch})))
         learner.run(until(400))
         weights.append(learner.params.data.clone())
         learner.close()
@@ -68,7 +69,7 @@ def test_the_primary_learns_the_same_with_and_without_it(changes):
 
 def test_its_learning_rate_follows_the_primarys_schedule():
     schedule = {"optim.schedule.kind": "linear", "q.secondary_lr": 3e-3, "optim.lr": 1e-3}
-    learner = Learner(make_config(**{**SMALL, **schedule, "q.secondary_batch": 16, "steps": 400}))
+    learner = Learner(resolve_config(make_config(**{**SMALL, **schedule, "q.secondary_batch": 16, "steps": 400})))
     seen = {"own": [], "theirs": []}
     for name, exchange in (("theirs", learner.exchange), ("own", learner.secondary.exchange)):
         exchange.step = lambda params, lr, name=name: seen[name].append(lr) or 0.0
@@ -79,7 +80,7 @@ def test_its_learning_rate_follows_the_primarys_schedule():
 
 
 def test_what_is_not_finite_is_told_apart_from_the_primarys():
-    learner = Learner(make_config(**{**SMALL, "steps": 400}))
+    learner = Learner(resolve_config(make_config(**{**SMALL, "steps": 400})))
     learner.secondary.params.data.fill_(math.nan)
     with pytest.raises(CoterieError, match=r"not finite at the secondary learner's step \d+"):
         learner.run(until(400))
@@ -88,7 +89,7 @@ def test_what_is_not_finite_is_told_apart_from_the_primarys():
 
 def test_a_checkpoint_holds_it():
     config = make_config(**{**SMALL, **RANKED, "replay.save": True, "steps": 800})
-    learner, again = Learner(config), Learner(config)
+    learner, again = Learner(resolve_config(config)), Learner(resolve_config(config))
     learner.run(until(400))
     again.load(learner.tensors())
     ours, theirs = learner.secondary.tensors(), again.secondary.tensors()

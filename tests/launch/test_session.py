@@ -18,6 +18,7 @@ import torch
 
 import coterie
 from coterie import presets
+from coterie.build.resources import resolve_config
 from coterie.launch.local import Crew
 from coterie.roles.learner import Learner
 from coterie.runs import checkpoint
@@ -121,7 +122,7 @@ def test_kill_9_then_resume_goes_on_with_everything(tmp_path):
     tensors, state = checkpoint.load(path)
     lines = read_metrics(out)
     rolled_back = max(line["env_steps"] for line in lines) - state["env_steps"]
-    learner = Learner(load_config(out / "config.json"), life=1)
+    learner = Learner(resolve_config(load_config(out / "config.json")), life=1)
     learner.load(checkpoint.learner(tensors, 0))
     try:
         for name, tensor in tensors["learner_0/model"].items():

@@ -6,7 +6,7 @@ import pytest
 
 from coterie import presets
 from coterie.build import validity
-from coterie.build.resources import settle
+from coterie.build.resources import resolve_config
 from coterie.envs import pool
 from coterie.envs.make import make_spec
 
@@ -105,6 +105,6 @@ def test_a_run_of_a_value_preset_copies_its_target_network(name, env):
 
 @pytest.mark.parametrize("name", ["impala", "impala-deep", "seed-vtrace", "seed-r2d2", "apex-dqn"])
 def test_three_tasks_are_shared_out_by_default(name):
-    config = settle(presets.make(name, env="Pong-v5,Breakout-v5,Seaquest-v5"))
+    config = resolve_config(presets.make(name, env="Pong-v5,Breakout-v5,Seaquest-v5"))
     validity.check(config, make_spec(config.env, config.atari))
     assert config.actors % 3 == 0

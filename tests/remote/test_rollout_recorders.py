@@ -13,7 +13,7 @@ import torch
 from coterie import presets
 from coterie.acting.decoupled import Stopped
 from coterie.acting.recorder import Recorder, local_fields
-from coterie.build.resources import settle
+from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
 from coterie.remote.rollout_service import Guests
 from coterie.roles.actor import Unrolls
@@ -62,7 +62,7 @@ def test_what_recorders_write_is_taken(case: str):
     preset, env, changes = CASES[case]
     env_id = env if "-" in env else f"coterie.envs.testing:{env}"
     own = {"env.num_envs": 4, "algo.unroll_length": 7, "env.threads": 1, "env.replace_budget": 10_000, "device": "cpu"}
-    config = settle(getattr(presets, preset)(env=env_id, **{**own, **changes, "learners": 1, "actors": 1}))
+    config = resolve_config(getattr(presets, preset)(env=env_id, **{**own, **changes, "learners": 1, "actors": 1}))
     spec = make_spec(config.env, config.atari)
     core, ledges = (2, 8) if case == "swap" else (), list[Ledge]()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coterie.build.resources import settle
+from coterie.build.resources import resolve_config
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.launch.placement import Placement
@@ -17,13 +17,13 @@ from coterie.roles.learner import Learner
 @contextmanager
 def crewed(config: Config) -> Iterator[Learner]:
     if config.acting == "inline":
-        learner = Learner(config)
+        learner = Learner(resolve_config(config))
         try:
             yield learner
         finally:
             learner.close()
         return
-    placement = Placement(settle(config), make_spec(config.env, config.atari))
+    placement = Placement(resolve_config(config), make_spec(config.env, config.atari))
     actors = []
     try:
         for row in range(1, 1 + placement.actors):

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 
-from coterie.build.resources import settle
+from coterie.build.resources import resolve_config
 from coterie.envs.text import text_spec
 from coterie.remote.admission import Hosts
 from coterie.types import ActionSpec, ObsSpec, Spec
@@ -68,7 +68,7 @@ def test_newest_frames_only_where_there_are_stacks(spec):
 
 def test_settings_are_json_where_an_action_has_no_bounds():
     spec = Spec("CartPole-v1", VECTOR.obs, ActionSpec("continuous", low=(-math.inf, -2.0), high=(math.inf, 2.0)))
-    hosts = Hosts(settle(make_config()), spec, 0, central(spec), False)
+    hosts = Hosts(resolve_config(make_config()), spec, 0, central(spec), False)
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -78,7 +78,7 @@ def test_settings_are_json_where_an_action_has_no_bounds():
 
 
 def test_env_ids_are_of_one_env_whatever_the_width_of_a_stream():
-    hosts = Hosts(settle(make_config()), VECTOR, 0, central(VECTOR), False)
+    hosts = Hosts(resolve_config(make_config()), VECTOR, 0, central(VECTOR), False)
     ids = []
     for run_id, group, envs in [(7, 0, 4), (8, 0, 4), (7, 0, 8), (9, 0, 1)]:
         hello = Frame(hello={"run_id": run_id, "group": group, "envs": envs, "env_id": "CartPole-v1"}).hello

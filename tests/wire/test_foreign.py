@@ -20,6 +20,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from coterie import presets
 from coterie.acting.central import REMOTE
+from coterie.build.resources import resolve_config
 from coterie.remote.admission import Visitor
 from coterie.roles.learner import Learner
 from coterie.runs.config_io import replace
@@ -82,7 +83,7 @@ def learning(bind, **wire):
     """A learner of central acting that has no hosts of its own."""
     config = presets.make("seed-vtrace", "CartPole-v1")
     changes = {"wire.bind": bind, "log.stall": 20.0, "algo.unroll_length": UNROLL, "central.batch_size": ENVS}
-    learner = Learner(replace(config, changes | {f"wire.{k}": str(v) for k, v in wire.items()}))
+    learner = Learner(resolve_config(replace(config, changes | {f"wire.{k}": str(v) for k, v in wire.items()})))
     try:
         yield learner
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 from coterie.acting.table import ACTING, acting_kind, batch_size
 from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
 from coterie.build import validity
-from coterie.build.resources import resolve, settle
+from coterie.build.resources import resolve_config, resolve_resources
 from coterie.config import Config
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES
@@ -125,9 +125,9 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     cell = _cell(config, acting, exchange, learners)
     apart = h.hosts if acting != "inline" else 0
     # One host is settled as a learner of its own would be: its actors, and the simulators of each.
-    whole = settle(replace(cell, learners=1, exchange="solo"), h.host_cores) if apart else settle(cell, h.cores)
-    assert isinstance(whole.actors, int) or acting == "inline"
-    actors = 0 if acting == "inline" else int(whole.actors) * max(1, apart)
+    one, cores = (replace(cell, learners=1, exchange="solo"), h.host_cores) if apart else (cell, h.cores)
+    whole = resolve_config(one, cores)
+    actors = whole.actors * max(1, apart)
     if apart and config.acting == acting and isinstance(config.actors, int):
         actors = config.actors
     served = everywhere if apart else learners  # by those actors
@@ -135,10 +135,11 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
         raise ConfigError(f"hosts: {actors} actors or hosts cannot be shared out evenly among {served} learners")
     producers = actors // served
     envs = whole.env.num_envs
-    width = envs // max(1, int(whole.actors) // (1 if apart else learners)) if actors else envs
-    own = replace(cell, env=replace(cell.env, num_envs=width * max(1, producers)))
+    width = envs // max(1, whole.actors // (1 if apart else learners)) if actors else envs
+    env = replace(cell.env, num_envs=width * max(1, producers))
+    given: dict[str, Any] = {"learners": learners, "exchange": exchange, "actors": producers * learners, "env": env}
+    own = replace(whole, **given)
     batch = batch_size(own) if acting != "inline" else width
-    own = replace(own, actors=producers * learners or "auto")
     # Who is on another machine comes by itself (docs/nodes.md), which not every run allows.
     seen = replace(own, wire=replace(own.wire, bind=_HERE)) if apart else own
     if h.machines > 1:
@@ -149,13 +150,13 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     validity.check(seen, spec)
     gpu = h.gpus > 0 and exchange != "hogwild"
     place_cores = len(place(learners, range(h.cores), h.gpus if gpu else 0)[0].cores)
-    mine = resolve(replace(own, device="cpu"), spec, cores=place_cores)
+    mine = resolve_resources(replace(own, device="cpu"), spec, cores=place_cores)
     acts_on = place_cores
     if acting != "inline":
         acts_on = h.host_cores if apart else place_cores
-        one = replace(own, env=replace(own.env, num_envs=width), device="cpu")
+        narrow = replace(own, env=replace(own.env, num_envs=width), device="cpu")
         acts_on = 1 if acting == "decoupled" else acts_on  # an actor has one core; a host has all
-        there = resolve(one, spec, cores=acts_on)
+        there = resolve_resources(narrow, spec, cores=acts_on)
         groups, threads = there.groups, own.env.threads or (acts_on * there.groups if acting == "central" else 1)
     else:
         groups = mine.groups if not gpu else (own.env.groups or 2 - width % 2)

@@ -19,9 +19,9 @@ import numpy as np
 from coterie.acting.table import batch_size
 from coterie.algorithms.table import first_rows, is_value_based, unroll_length
 from coterie.build.factory import Links
-from coterie.build.resources import resolve, settle
+from coterie.build.resources import resolve_config, resolve_resources
 from coterie.build.validity import check
-from coterie.config import Chaos, Config
+from coterie.config import Chaos, Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES
@@ -40,7 +40,7 @@ _DECORRELATE = 20  # env steps
 _CAPACITY = 100_000  # env steps of a replay
 
 
-def lone(config: Config, envs: int, of: int, own: bool = False) -> Config:
+def lone(config: Config, envs: int, of: int, own: bool = False) -> ResolvedConfig:
     """The learner that is measured, with `envs` of `of` simulators: its batches shrink alike. `own`: with the threads
     and groups that it would have on its cores, else with one.
     """
@@ -64,12 +64,12 @@ def lone(config: Config, envs: int, of: int, own: bool = False) -> Config:
     if is_value_based(config):  # it is to train at once
         kept = min(config.replay.capacity, max(_CAPACITY, 4 * first_rows(c)))
         c = replace(c, q=replace(c.q, learn_start=first_rows(c)), replay=replace(c.replay, capacity=kept, envs=0))
-    return c
+    return resolve_config(c)
 
 
 def sizes(config: Config) -> tuple[int, int]:
     """Numbers of simulators to measure with: about those that are acted for at once, and that make a batch."""
-    settled = settle(replace(config, learners=1, exchange="auto"))
+    settled = resolve_config(replace(config, learners=1, exchange="auto"))
     large = max(2, settled.env.num_envs, batch_size(settled))
     return max(1, large // 4), large
 
@@ -154,7 +154,9 @@ def _threads(config: Config, spec: Spec, services: Services, turns: float, acted
     return replace(found, act=act, train=trained / max(training(every, beside(every, services))))
 
 
-def _run(configs: list[Config], cores: list[int], crews: dict[str, Placement], seconds: float) -> list[dict[str, Any]]:
+def _run(
+    configs: list[ResolvedConfig], cores: list[int], crews: dict[str, Placement], seconds: float
+) -> list[dict[str, Any]]:
     """What a process on each of `cores` found; the last of `configs` has the groups that it would have on one."""
     board = next(iter(crews.values())).board
     each = []
@@ -176,7 +178,7 @@ def _found(each: Sequence[tuple[str, list[int], Callable[..., None], tuple[Any, 
             child.kill()
 
 
-def _costs(turns: Sequence[Turn], configs: list[Config], exchange: dict[str, float], wire: Line) -> Costs:
+def _costs(turns: Sequence[Turn], configs: list[ResolvedConfig], exchange: dict[str, float], wire: Line) -> Costs:
     """Lines through what was found with fewer and with more simulators."""
 
     def line(part: str, paid: Sequence[float] = (1, 1), n: Sequence[float] = ()) -> Line:
@@ -194,7 +196,7 @@ def _costs(turns: Sequence[Turn], configs: list[Config], exchange: dict[str, flo
 
 def _chunk(config: Config) -> int:
     """Samples of one part of a batch at most."""
-    return resolve(config, make_spec(config.env, config.atari)).chunk
+    return resolve_resources(config, make_spec(config.env, config.atari)).chunk
 
 
 def _mean(values: Sequence[float]) -> float:

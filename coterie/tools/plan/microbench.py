@@ -13,7 +13,7 @@ import torch
 
 from coterie.algorithms.table import unroll_length
 from coterie.build.factory import Links, make_exchange, normalizers
-from coterie.config import Config
+from coterie.config import ResolvedConfig
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
 from coterie.parallel.processes import Post
@@ -32,7 +32,7 @@ PATIENCE_S = 600.0
 Turn = dict[str, float]  # seconds of each part, and what was done in them
 
 
-def measure_whole(post: Post, config: Config, turn: float) -> None:
+def measure_whole(post: Post, config: ResolvedConfig, turn: float) -> None:
     """A child that has all cores."""
     loop = Training(Learner(config))
     acted, trained = list[float](), list[float]()
@@ -46,7 +46,9 @@ def measure_whole(post: Post, config: Config, turn: float) -> None:
     post("result", (float(np.median(acted)), float(np.median(trained))))
 
 
-def measure_process(post: Post, configs: list[Config], links: Links, others: dict[str, Links], seconds: float) -> None:
+def measure_process(
+    post: Post, configs: list[ResolvedConfig], links: Links, others: dict[str, Links], seconds: float
+) -> None:
     """A child: its turns beside the others, and what only the first is asked."""
     rank, sync = links.rank, partial(links.board.meet, links.rank, PATIENCE_S)
     turn = seconds / TURNS
@@ -158,7 +160,7 @@ def _exchange(learner: Learner, kind: str, links: Links, sync: Callable[[], None
     return took
 
 
-def _deviation(config: Config, spec: Spec, seconds: float) -> float:
+def _deviation(config: ResolvedConfig, spec: Spec, seconds: float) -> float:
     """Standard deviation of one env's step in seconds, without the hundredth that took longest: those were others."""
     rng = np.random.default_rng(0)
     envs = make_envs(replace(config.env, num_envs=1, decorrelate=0), config.atari, seed=1)
@@ -177,7 +179,7 @@ def _deviation(config: Config, spec: Spec, seconds: float) -> float:
     return float(np.std(np.sort(took)[: max(2, len(took) * 99 // 100)]))
 
 
-def _gpu(configs: list[Config], turn: float) -> list[Turn]:
+def _gpu(configs: list[ResolvedConfig], turn: float) -> list[Turn]:
     """The same loop on the first GPU."""
     found = []
     for config in configs:

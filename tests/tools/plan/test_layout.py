@@ -9,6 +9,7 @@ import pytest
 from coterie import presets
 from coterie.acting.table import ACTING
 from coterie.build.factory import acting_memory, actor_env, make_model
+from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
 from coterie.exchange.table import EXCHANGES
 from coterie.roles.learner import Learner
@@ -39,7 +40,7 @@ def test_every_cell_is_there_or_says_why_not():
 @pytest.mark.parametrize("name", ["a2c", "ppo", "dqn"])
 def test_an_inline_layout_is_what_the_learner_makes_of_it(name):
     config = presets.make(name, "CartPole-v1", **{"env.num_envs": 32, "q.learn_start": 5000})
-    learner = Learner(replace(config, env=replace(config.env, threads=1)))
+    learner = Learner(resolve_config(replace(config, env=replace(config.env, threads=1))))
     try:
         own = layout(config, SPEC, Hardware(cores=1), "inline", "solo", 1)
         assert own.width == learner.acting.envs.num_envs
