@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.cli.options import config_of
 from coterie.config import Config
@@ -38,7 +39,7 @@ def test_commands_of_the_cluster_examples_are_possible(path):
     for line in found:
         words = shlex.split(re.sub(r"\$wire", "--wire.token-file t --wire.cert c", line))
         if words[1] == "train":
-            check(config_of(words[2:]), ATARI)
+            check(resolve_config(config_of(words[2:])), ATARI)
         else:
             own = [
                 w for k, w in enumerate(words[2:]) if not {words[1 + k], w} & {"--connect", "--token-file", "--cert"}

@@ -18,6 +18,7 @@ from coterie import presets
 from coterie.acting.table import ACTING, batch_size
 from coterie.algorithms.table import ALGORITHMS, is_value_based
 from coterie.build import validity
+from coterie.build.resources import resolve_config
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.exchange.table import EXCHANGES
@@ -94,7 +95,7 @@ def cell_config(cell: Cell, preset: str = "", **changes: Any) -> Config:
 def refusal(config: Config) -> str:
     """Why the matrix does not take it; empty where it does."""
     try:
-        validity.check(config, make_spec(config.env, config.atari))
+        validity.check(resolve_config(config), make_spec(config.env, config.atari))
     except ConfigError as error:
         return str(error)
     return ""

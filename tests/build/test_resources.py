@@ -57,9 +57,9 @@ def test_learners_share_the_cores(cores):
     cores(4)
     assert layout("impala", "CartPole-v1", *words, "--learners", "2") == (2, 4, 16)
     assert layout("impala", "CartPole-v1", *words, "--learners", "8") == (8, 8, 8)
-    assert layout("a2c", "CartPole-v1", *words, "--learners", "auto") == (4, "auto", 32)
-    assert layout("a2c", "CartPole-v1", "--env.num-envs", "auto") == (1, "auto", 128)
-    assert layout("ppo", "Breakout-v5", "--env.num-envs=auto") == (1, "auto", 64)
+    assert layout("a2c", "CartPole-v1", *words, "--learners", "auto") == (4, 0, 32)
+    assert layout("a2c", "CartPole-v1", "--env.num-envs", "auto") == (1, 0, 128)
+    assert layout("ppo", "Breakout-v5", "--env.num-envs=auto") == (1, 0, 64)
 
 
 def test_central_acting_has_one_host_for_all_cores_of_a_learner(cores):

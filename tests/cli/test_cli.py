@@ -10,6 +10,7 @@ import pytest
 
 from coterie import __version__, presets
 from coterie.build import validity
+from coterie.build.resources import resolve_config
 from coterie.cli.main import COMMANDS, main
 from coterie.envs.make import make_spec
 from coterie.types import ConfigError
@@ -160,9 +161,9 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
     good = presets.ppo(env=env)
     changes = meets[refusal.field]
     bad = presets.ppo(env=env, **changes)
-    validity.check(good, make_spec(good.env, good.atari))
+    validity.check(resolve_config(good), make_spec(good.env, good.atari))
     with pytest.raises(ConfigError) as error:
-        validity.check(bad, make_spec(bad.env, bad.atari))
+        validity.check(resolve_config(bad), make_spec(bad.env, bad.atari))
     line = str(error.value)
     assert line == f"{refusal.field.replace('ACTING', bad.acting)}: {refusal.reason}"
     assert "\n" not in line
@@ -173,7 +174,7 @@ def test_presets_take_images_too_small_for_convolutions_for_vectors(name):
     env, kwargs = "coterie.envs.testing:Catch", {"env.kwargs": '{"image": true}'}
     small = presets.make(name, env, **kwargs)
     assert (small.model.torso, small.model.normalize_obs) == ("auto", False)  # bytes: nothing to normalize
-    validity.check(small, make_spec(small.env, small.atari))
+    validity.check(resolve_config(small), make_spec(small.env, small.atari))
     assert presets.make(name, env, **{"env.kwargs": '{"image": true, "scale": 8}'}).model.torso == "a3c"
     assert presets.make(name, "BabyAI-GoToObj-v0").model.normalize_obs
 

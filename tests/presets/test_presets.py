@@ -23,7 +23,7 @@ def test_seed_football_is_the_papers_setting_for_scoring():
         "central",
         "vtrace",
     )
-    validity.check(config, make_spec(config.env, config.atari))
+    validity.check(resolve_config(config), make_spec(config.env, config.atari))
     assert (config.env.action_repeat, config.reward.clip, config.steps) == (1, "none", 500_000_000)
     assert (config.model.torso, config.model.core) == ("football", "none")
     assert (config.central.batch_size, config.algo.unroll_length) == (32, 32)
