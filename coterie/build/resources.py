@@ -1,4 +1,4 @@
-"""What `auto` comes to on this machine: device, threads, groups, learners, simulators, actors, exchange."""
+"""What `auto` becomes on this machine: learners, envs, actors and exchange; then device, threads and groups."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import torch
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import Compute
+from coterie.algorithms.table import algorithm_class, first_rows, is_value_based
 from coterie.config import Config, ResolvedConfig
-from coterie.acting.table import batch_size
-from coterie.acting.table import acting_kind
 from coterie.envs.make import make_spec
 from coterie.envs.pool import has_env
-from coterie.algorithms.table import algorithm_class, first_rows, is_value_based
-from coterie.parallel.affinity import available_cores, bf16_is_fast
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import exchange_kind, resolve_exchange
+from coterie.parallel.affinity import available_cores, bf16_is_fast
 from coterie.types import ConfigError, Spec
 
 # For each core where env.num_envs is auto.
@@ -27,12 +25,12 @@ _CPU_CHUNK = 320  # samples of images whose activations still fit the cache (doc
 
 @dataclass(frozen=True)
 class Resources:
-    """What `auto` came to on this machine."""
+    """What one process computes with."""
 
     device: torch.device
     dtype: torch.dtype  # of the torsos
     env_threads: int
-    torch_threads: int  # threads that train parts of a batch side by side, torch on one core in each
+    torch_threads: int  # threads that train parts of a batch side by side, each with torch on one core
     groups: int
     chunk: int
 
@@ -42,8 +40,8 @@ class Resources:
 
 
 def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Resources:
-    """Turn every `auto` and 0 into a choice, by rules that depend on the machine and the env, never on timing.
-    `cores`: of a machine that is only thought of (here as below); 0: as many as this process may use.
+    """Choose device, precision, threads and groups where they are `auto` or 0, by rules that depend on the machine and
+    the env, never on timing. `cores`: of a hypothetical machine (here and below); 0: those that this process may use.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is not available here; use cpu or auto")
@@ -55,32 +53,77 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
     bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_is_fast(device.type))
     cores = cores or len(available_cores())
     # A second thread pays where a forward pass takes long; a small net's calls would only wait for the interpreter.
-    most = cores if image and not cuda else 1
-    most = algorithm_class(config).training_threads(config, most)
-    threads = config.torch_threads or most
-    # Two groups: for images each has a thread; otherwise one thread acts for them in turns, which pays while a group's
-    # step is short beside the threads' wake-ups (LunarLander, acting: 32 envs 51,200 steps/s with two groups and 38,700
-    # with one; 256 envs 86,700 and 93,700).
-    n = config.env.num_envs
-    workers = config.env.backend == "workers" or not has_env(config.env.id)
-    apart = image or cuda or workers or 32 <= n <= 128
-    # In lockstep a host's envs are acted on all at once.
-    apart = apart and not (acting_kind(config).hosted and config.central.lockstep)
-    groups = config.env.groups or (2 if apart and n % 2 == 0 else 1)
+    most = algorithm_class(config).training_threads(config, cores if image and not cuda else 1)
     return Resources(
         device=device,
         dtype=torch.bfloat16 if bf16 else torch.float32,
         env_threads=config.env.threads or cores,
-        torch_threads=threads,
-        groups=groups,
+        torch_threads=config.torch_threads or most,
+        groups=config.env.groups or _groups(config, image or cuda),
         chunk=config.optim.chunk or (_CPU_CHUNK if image and not cuda else 0),
     )
 
 
+def _groups(config: Config, threaded: bool) -> int:
+    """Groups of envs. `threaded`: each group has a thread of its own; otherwise one thread acts for them in turn, which
+    pays while a group's step is short beside a thread's wake-up (LunarLander, acting: 32 envs 51,200 steps/s with two
+    groups and 38,700 with one; 256 envs 86,700 and 93,700).
+    """
+    n = config.env.num_envs
+    workers = config.env.backend == "workers" or not has_env(config.env.id)
+    together = acting_kind(config).hosted and config.central.lockstep  # all envs of a host are acted on at once
+    two = (threaded or workers or 32 <= n <= 128) and not together and n % 2 == 0
+    return 2 if two else 1
+
+
+def resolve_config(config: Config, cores: int = 0) -> ResolvedConfig:
+    """Choose the learners, envs, actors and exchange that are `auto`: one learner for each GPU, or else for each core;
+    one actor for each core, as far as the envs can be shared out evenly.
+    """
+    cores, kind = cores or len(available_cores()), acting_kind(config)
+    learners = config.learners
+    if learners == "auto":
+        learners = 1 if exchange_kind(config).one_learner else gpus_of(config) or cores
+    config = replace(config, learners=learners)
+    if not config.env.num_envs:
+        config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))
+    actors = config.actors
+    if actors == "auto":
+        actors = learners * len(tasks(config.env.id)) if kind.hosted else 0  # a host has threads for all cores
+        if kind.own_policy:
+            actors = learners * largest(fitting_actors(config, learners), cores // learners)
+    chosen = {"exchange": resolve_exchange(config), "actors": actors}
+    return ResolvedConfig(**{f.name: chosen.get(f.name, getattr(config, f.name)) for f in fields(Config)})
+
+
+def gpus_of(config: Config) -> int:
+    """GPUs that the learners use on this machine."""
+    return torch.cuda.device_count() if config.device != "cpu" and exchange_kind(config).on_gpu else 0
+
+
+def fitting_actors(config: Config, learners: int) -> list[int]:
+    """The numbers of actors, or of env hosts, among which a learner's envs, the tasks, and (for actors, which record)
+    the rollouts of a batch are shared out evenly.
+    """
+    envs, several, kind = config.env.num_envs, len(tasks(config.env.id)), acting_kind(config)
+    return [
+        k
+        for k in range(1, envs + 1)
+        if envs % k == 0
+        and (not kind.own_policy or kind.batch_size(config) % (envs // k) == 0)
+        and k * learners % several == 0
+        and (config.env.groups != 2 or envs // k % 2 == 0)
+    ] or [1]
+
+
+def largest(fitting: list[int], limit: int) -> int:
+    """The largest of `fitting` (in rising order) up to `limit`; the smallest where none is."""
+    return max([k for k in fitting if k <= limit], default=fitting[0])
+
+
 def simulators(config: Config, learners: int, cores: int = 0) -> int:
-    """Each learner's, where `env.num_envs` is auto: so many for each of its cores, or for each of its actors, that the
-    columns of a batch and the tasks are shared out evenly, and what has to be there before learning begins comes of
-    `q.learn_start` env steps.
+    """Envs of each learner where `env.num_envs` is auto: a number for each of its cores, or for each of its actors, that
+    shares out the tasks and the rollouts of a batch evenly, and lets learning begin after `q.learn_start` env steps.
     """
     one = replace(config, env=replace(config.env, num_envs=1))
     spec = make_spec(one.env, config.atari)
@@ -95,60 +138,14 @@ def simulators(config: Config, learners: int, cores: int = 0) -> int:
     if is_value_based(config):
         most = min(most, int(config.q.learn_start // first_rows(one)))
     step = 2 if config.env.groups == 2 else 1
-    if isinstance(config.actors, int):
+    if config.actors != "auto":
         actors = max(1, config.actors // learners)
     elif kind.own_policy:
         fair = [k for k in range(1, cores + several) if k * learners % several == 0]
-        actors = _most(fair, min(cores, most // step))
+        actors = largest(fair, min(cores, most // step))
     else:
-        actors = several if kind.hosted else 1  # a host has threads for all cores
+        actors = several if kind.hosted else 1
     if not kind.own_policy:
         width, batch = -(-width * cores // actors), 0
     fitting = [w for w in range(step, width + 1, step) if batch % w == 0 and actors * w <= most]
     return actors * max(fitting, default=step)
-
-
-def _most(fitting: list[int], limit: int) -> int:
-    """The most of `fitting` (rising) up to `limit`, or the fewest."""
-    return max([k for k in fitting if k <= limit], default=fitting[0])
-
-
-def gpus_of(config: Config) -> tuple[int, int]:
-    """GPUs that train, and after them those that only choose actions (`central.inference_gpus`)."""
-    there = torch.cuda.device_count() if config.device != "cpu" and exchange_kind(config).on_gpu else 0
-    acting = config.central.inference_gpus if acting_kind(config).hosted else 0
-    if acting and acting >= there:
-        raise ConfigError(f"central.inference_gpus: there are {there} GPUs here, and one at least has to train")
-    return there - acting, acting
-
-
-def resolve_config(config: Config, cores: int = 0) -> ResolvedConfig:
-    """Choose the learners, envs, actors and exchange that are `auto`: one learner for each GPU, or else for each core;
-    one actor for each core, as far as the envs can be shared out evenly.
-    """
-    learners, (gpus, _) = config.learners, gpus_of(config)
-    cores = cores or len(available_cores())
-    if learners == "auto":
-        learners = 1 if exchange_kind(config).one_learner else gpus or cores
-    exchange = resolve_exchange(replace(config, learners=learners))
-    if not config.env.num_envs:
-        config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))
-    actors = config.actors
-    kind = acting_kind(config)
-    if actors == "auto" and kind.hosted:
-        actors = learners * len(tasks(config.env.id))  # a host has threads for all cores
-    elif actors == "auto" and kind.own_policy:
-        most = max(1, cores // learners)
-        envs, several = config.env.num_envs, len(tasks(config.env.id))
-        # Each learner's, so that its simulators, the tasks, and the columns of a batch are shared out evenly.
-        fitting = [
-            k
-            for k in range(1, envs + 1)
-            if envs % k == 0
-            and batch_size(config) % (envs // k) == 0
-            and k * learners % several == 0
-            and (config.env.groups != 2 or envs // k % 2 == 0)
-        ] or [1]
-        actors = learners * _most(fitting, most)
-    chosen = {"learners": learners, "exchange": exchange, "actors": 0 if actors == "auto" else actors}
-    return ResolvedConfig(**{f.name: chosen.get(f.name, getattr(config, f.name)) for f in fields(Config)})
