@@ -15,7 +15,7 @@ train: $(VENV)/installed
 	$(BIN)/coterie train ppo --env Pong-v5 $(ARGS)
 
 test: $(VENV)/installed lint
-	$(BIN)/python -m pytest -m "not slow" -n 2 $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal $(ARGS)
 
 test-all: $(VENV)/installed lint
 	$(BIN)/python -m pytest $(ARGS)
