@@ -20,7 +20,6 @@ from coterie.envs.make import make_spec
 from coterie.exchange.table import exchange_kind
 from coterie.launch.coordinator import Run
 from coterie.launch.local import run_children, run_here
-from coterie.launch.ray.sync import fetch
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.remote.gossip_client import Link
@@ -59,6 +58,8 @@ def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[s
     """
     if "://" in str(folder):
         url, folder = str(folder), Path("runs") / str(folder).rstrip("/").rpartition("/")[2]
+        from coterie.launch.ray.storage import fetch  # fsspec loads slowly
+
         fetch(url, folder)
     folder = Path(folder)
     config = open_run(folder)

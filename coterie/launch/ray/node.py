@@ -1,69 +1,151 @@
-"""A machine of a cluster, for one part of a run: a `coterie` command, its output and its folder."""
+"""A Ray actor that runs one part of a run on its machine: a `coterie` command, its output and its folder."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from contextlib import closing, suppress
-from typing import NamedTuple
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from coterie import __version__
-from coterie.launch.ray import sync, watchdog
+from coterie.launch.ray import watchdog
+from coterie.launch.ray.board import Address, Orders, Terms
+from coterie.launch.ray.placement import Allocation, Part, Site, Worker, site_config, worker_args
+from coterie.launch.ray.storage import OF_THE_RUN, Mirror, site_url
 from coterie.parallel.processes import scratch_folder
-from coterie.types import CoterieError
+from coterie.runs import checkpoint
+from coterie.runs.config_io import to_dict
+from coterie.types import EXIT_INTERRUPTED, CoterieError, first_line
+from coterie.wire.auth import CERT, TOKEN
 
-_TRIES = 100  # for ports in a row that nobody has
+_POLL_S = 0.5
+_SILENT_S = 60.0  # for the board to answer: a node that is out of reach for longer gives up
+_STORE_S = 300.0  # for the storage to have all files at the end
+_AGAIN_S = 5.0  # before a command that ended too early is started again
+_TRIES = 100  # for consecutive free ports
 
 
-class News(NamedTuple):
-    """Since the last time: what the command printed, and what changed in its folder. `code`: None while it works."""
+class Outcome(NamedTuple):
+    """How a part ended: the exit code of its command, and the last line that it printed."""
 
-    code: int | None
-    lines: list[str]
-    changes: sync.Changes
+    code: int
+    line: str
 
 
 class Node:
-    """One command at a time on this machine. `{here}` in its arguments and files is the folder that is its own."""
+    """Runs one part. `{here}` in a command's arguments and files is the node's own folder."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, board: Any, allocation: Allocation, storage: str) -> None:
         if version != __version__:
             raise CoterieError(f"this machine has coterie {__version__}, the one that started the run {version}")
+        self.board, self.allocation, self.storage = board, allocation, storage
         self.here = scratch_folder()
-        self.run = self.here / "run"
+        self.run_folder = self.here / "run"
         self.process: subprocess.Popen[bytes] | None = None
-        self.printed = 0
+        self.mirror: Mirror | None = None
+        self.printed, self.last_line = 0, ""
 
-    def started(self) -> bool:
-        """Whether there is a command: one that has been started anew by Ray has none."""
-        return self.process is not None
-
-    def open(self, host: str, ports: int) -> tuple[str, int]:
-        """An address, and the first of so many ports in a row that are free there. HOST: or this machine's, as Ray has
-        it.
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call the board. Without an answer this process ends, its watchdog ends the command, and Ray runs the part
+        again.
         """
-        if not host:
-            from ray.util import get_node_ip_address
+        import ray
 
-            host = str(get_node_ip_address())
-        return host, _free_ports(host, ports)
+        try:
+            return ray.get(getattr(self.board, method).remote(*args), timeout=_SILENT_S)
+        except ray.exceptions.RayTaskError as error:
+            raise CoterieError(first_line(error.cause or error)) from None
+        except ray.exceptions.RayError:
+            os._exit(1)
 
-    def start(self, args: list[str], files: dict[str, bytes], folder: sync.Changes | None = None) -> sync.Stamps:
-        """Run `coterie ARGS`, with `files` beside it and, to resume, the run's `folder`: returns that one's stamps."""
+    def run(self, part: Part, host: str, target: int) -> Outcome:
+        """Run a part to its end. `host`: this machine's address, empty for the one that Ray has; `target`: env steps of
+        a site. Ray calls this again on another machine when this one is lost.
+        """
+        try:
+            self.ask("begin", part)
+            address = open_address(host, 2 * part.learners + 1 if isinstance(part, Site) else 1)
+            if isinstance(part, Site):  # it listens for actors or env hosts, and for gossip
+                self.ask("publish", part.site, address)
+            while not (orders := self._wait_for_peer(part)).stop:
+                if isinstance(part, Site):
+                    if not self._start_site(part, address, orders.terms, target):
+                        return Outcome(0, "")
+                else:
+                    self._start_worker(part, address, orders.terms)
+                code, again = self._follow(part, orders.terms)
+                if again:
+                    continue
+                if code == 2 or (isinstance(part, Site) and code in (0, 1)):
+                    return Outcome(code, self.last_line)
+                orders = self.ask("report", part, [])
+                if orders.stop:
+                    return Outcome(code, self.last_line)
+                if code:
+                    said = f" ({self.last_line.removeprefix('coterie: ')})" if code == 1 else ""
+                    self.ask("restart", part, f"its command ended with exit code {code}{said}")
+                time.sleep(_AGAIN_S)  # a worker's learners may be about to end
+            return Outcome(EXIT_INTERRUPTED, "")
+        finally:
+            self.end()
+            shutil.rmtree(self.here, ignore_errors=True)
+
+    def _wait_for_peer(self, part: Part) -> Orders:
+        while True:
+            orders: Orders = self.ask("report", part, [])
+            if orders.stop or orders.terms.peer is not None:
+                return orders
+            time.sleep(_POLL_S)
+
+    def _start_site(self, site: Site, address: Address, terms: Terms, target: int) -> bool:
+        """Start a site from its last checkpoint in the storage; False if that has reached the target."""
+        assert terms.peer is not None
         self.end()
-        shutil.rmtree(self.run, ignore_errors=True)
+        url = site_url(self.storage, site.site)
+        shutil.rmtree(self.run_folder, ignore_errors=True)
+        if not Mirror(self.here, self.storage).has("config.json"):
+            raise CoterieError(
+                f"ray.storage: {socket.gethostname()} does not see {self.storage}; put the run folder on a file system "
+                "that all machines mount, or give a URL that fsspec accepts"
+            )
+        Mirror(url, self.run_folder, skip=("sites", "summary.json", *OF_THE_RUN)).update()
+        if env_steps(self.run_folder) >= target:
+            return False
+        config = site_config(self.allocation, site, address, terms.peer, bool(terms.keys), target)
+        files = {"config.json": json.dumps(to_dict(config)).encode(), **terms.keys}
+        self.mirror = Mirror(self.run_folder, url, skip=() if site.site else OF_THE_RUN)
+        self.mirror.remove("summary.json")  # of an earlier start
+        if checkpoint.latest(self.run_folder / "checkpoints") is None:
+            shutil.rmtree(self.run_folder, ignore_errors=True)
+            self.start(["train", "{here}/config.json", "--out", "{here}/run"], files)
+        else:
+            self.mirror.take_as_equal()
+            self.start(["resume", "{here}/run"], files)
+        learners = f"{site.learners} learners" if site.learners > 1 else "a learner"
+        self.ask("say", f"{site.name}: {learners} at {address[0]}")
+        return True
+
+    def _start_worker(self, worker: Worker, address: Address, terms: Terms) -> None:
+        assert terms.peer is not None
+        args = worker_args(self.allocation, worker, terms.peer, bool(terms.keys))
+        self.start(args, {name: x for name, x in terms.keys.items() if name in (TOKEN, CERT)})
+        self.ask("say", f"{worker.name}: at {address[0]}, for site {worker.site}")
+
+    def start(self, args: list[str], files: dict[str, bytes]) -> None:
+        """Run `coterie ARGS`, with `files` in the node's folder."""
+        self.end()
         here = str(self.here)
         for name, content in files.items():
             with open(os.open(self.here / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(content.replace(b"{here}", here.encode()))
-        if folder is not None:
-            self.run.mkdir()
-            sync.take(self.run, folder)
-            (self.run / "config.json").write_bytes((self.here / "config.json").read_bytes())
-        stamps = sync.changes(self.run, {}).stamps if folder is not None else {}
+        if self.run_folder.exists():
+            shutil.copy(self.here / "config.json", self.run_folder / "config.json")
         command = [sys.executable, watchdog.__file__, sys.executable, "-m", "coterie"]
         with (self.here / "output.txt").open("wb") as output:
             self.process = subprocess.Popen(
@@ -75,28 +157,51 @@ class Node:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)},  # of code that Ray brought
             )
         self.printed = 0
-        return stamps
 
-    def news(self, known: sync.Stamps) -> News:
-        """`known`: the stamps of what the other side has of the folder."""
+    def _follow(self, part: Part, terms: Terms) -> tuple[int, bool]:
+        """Watch a command to its end, when the storage has all of its files; returns its exit code, and whether it was
+        stopped to be started on other terms. The storage is updated only while the board answers, so that a machine
+        that is out of reach does not write over the files of its successor.
+        """
         assert self.process is not None
-        code = self.process.poll()  # before the rest: nothing comes after it
+        stopping, ended = False, 0.0
+        while True:
+            code, lines = self.process.poll(), self._output()
+            if code is not None:
+                ended = ended or time.monotonic()
+            if self.mirror is not None:
+                lines += self.mirror.poll(now=code is not None)
+            orders: Orders = self.ask("report", part, lines)
+            stored = self.mirror is None or self.mirror.updated >= ended or time.monotonic() > ended + _STORE_S
+            if code is not None and stored:
+                return code, orders.terms != terms and not orders.stop
+            if not stopping and (orders.stop or orders.terms != terms):
+                stopping = True
+                self._stop()
+            time.sleep(_POLL_S)
+
+    def _output(self) -> list[str]:
+        """What the command printed since the last call, up to the last whole line while it runs."""
+        assert self.process is not None
+        ended = self.process.poll() is not None
         with (self.here / "output.txt").open("rb") as file:
             file.seek(self.printed)
             new = file.read()
-        whole = len(new) if code is not None else new.rfind(b"\n") + 1
+        whole = len(new) if ended else new.rfind(b"\n") + 1
         self.printed += whole
-        return News(code, new[:whole].decode(errors="replace").splitlines(), sync.changes(self.run, known))
+        lines = new[:whole].decode(errors="replace").splitlines()
+        self.last_line = next((line for line in reversed(lines) if line.strip()), self.last_line)
+        return lines
 
-    def stop(self) -> None:
-        """Ask for an end in good order; asked again, at once."""
+    def _stop(self) -> None:
+        """Ask the command to shut down cleanly."""
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError):  # it has ended
                 self.process.stdin.write(b".")
                 self.process.stdin.flush()
 
     def end(self) -> None:
-        """Let go of the command: it ends in good order, or is killed after a while."""
+        """Shut the command down, or kill it after a while."""
         if self.process is None:
             return
         if self.process.stdin is not None:
@@ -108,25 +213,24 @@ class Node:
             self.process.kill()
         self.process = None
 
-    def close(self) -> None:
-        self.end()
-        shutil.rmtree(self.here, ignore_errors=True)
+
+def env_steps(folder: Path) -> int:
+    """Env steps of a site's last checkpoint."""
+    path = checkpoint.latest(folder / "checkpoints")
+    return 0 if path is None else int(json.loads((path / "state.json").read_text())["env_steps"])
 
 
-def _free_ports(host: str, count: int) -> int:
+def open_address(host: str, count: int) -> Address:
+    """An address, and the first of `count` consecutive ports that are free there."""
+    if not host:
+        from ray.util import get_node_ip_address
+
+        host = str(get_node_ip_address())
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for _ in range(_TRIES):
-        with closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as first:
-            first.bind((host, 0))
-            port: int = first.getsockname()[1]
-        if port + count < 65536 and all(_is_free(host, port + k) for k in range(count)):
-            return port
-    raise CoterieError(f"no {count} free ports in a row at {host}")
-
-
-def _is_free(host: str, port: int) -> bool:
-    with closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as one:
-        try:
-            one.bind((host, port))
-        except OSError:
-            return False
-        return True
+        with ExitStack() as held, suppress(OSError, OverflowError):
+            first: int = held.enter_context(socket.create_server((host, 0), family=family)).getsockname()[1]
+            for k in range(1, count):
+                held.enter_context(socket.create_server((host, first + k), family=family))
+            return host, first
+    raise CoterieError(f"no {count} consecutive free ports at {host}")

@@ -1,6 +1,7 @@
-"""Runs a command for as long as whoever started it lives: `python leash.py COMMAND...`, holding its standard input.
+"""Runs a command until its own standard input closes: `python watchdog.py COMMAND...`.
 
-When that closes, by a word or by death, the command gets SIGTERM and time for a checkpoint, then SIGKILL.
+Input, or its end, such as by the death of the process that holds it, sends SIGTERM to the command. After the end the
+command has time for a checkpoint, then it is killed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _LIBC = ctypes.CDLL(None)  # before the fork
 
 
 def main(command: list[str]) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # its own end is told by its input alone
+    for number in (signal.SIGINT, signal.SIGTERM):  # only its input ends it
         signal.signal(number, signal.SIG_IGN)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_default_signals)
 
     def hold() -> None:
         while os.read(0, 4096):
-            process.send_signal(signal.SIGTERM)  # a word: end in good order; a second one: at once
+            process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(GRACE_S)
@@ -37,7 +38,7 @@ def main(command: list[str]) -> int:
 
 
 def _default_signals() -> None:
-    """The command's, between fork and exec: it hears of the leash's own death, too, where the system can tell."""
+    """For the command, between fork and exec: it gets SIGTERM when the watchdog is killed, on Linux."""
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM):

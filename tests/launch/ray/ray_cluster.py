@@ -8,16 +8,17 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.launch.harness import family
 from tests.launch.namespaces import bridged
-from tests.launch.visitors import free_ports
+from tests.support.net import free_port
+from tests.support.waiting import wait_until
 
 _START_S = 120.0
 _SMALL = ("--num-cpus", "2", "--object-store-memory", "80000000", "--disable-usage-stats")
@@ -45,17 +46,19 @@ class Machine:
         self.process.wait()
 
 
+@dataclass
 class Cluster:
-    def __init__(self, machines: list[Machine], address: str, env: dict[str, str]) -> None:
-        self.machines, self.address, self.env = machines, address, env
+    machines: list[Machine]
+    address: str
+    env: dict[str, str]
 
 
 @contextmanager
 def cluster(folder: Path, others: int = 2) -> Iterator[Cluster]:
-    """A head here and so many others in namespaces of their own, on one bridge."""
+    """A head in this namespace, and `others` in namespaces of their own, on one bridge."""
     if importlib.util.find_spec("ray") is None:  # imported in the runs alone: it has warnings and threads of its own
         pytest.skip("ray is not installed")
-    port = free_ports()
+    port = free_port()
     token = secrets.token_hex(32)
     env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_grpc_server_num_threads": "1"}
     machines: list[Machine] = []
@@ -63,20 +66,22 @@ def cluster(folder: Path, others: int = 2) -> Iterator[Cluster]:
         try:
             head = ["--head", "--port", str(port), "--include-dashboard", "false"]
             machines.append(Machine("", here, head, env, folder / "head.txt"))
-            _until_up(machines[0], folder / "head.txt")
+            _wait_until_up(machines[0], folder / "head.txt")
             for name, address, _ in made:
                 join = ["--address", f"{here}:{port}"]
                 machines.append(Machine(name, address, join, env, folder / f"{name}.txt"))
-                _until_up(machines[-1], folder / f"{name}.txt")  # they share a folder: two at once take the same names
+                _wait_until_up(
+                    machines[-1], folder / f"{name}.txt"
+                )  # they share a folder: two at once take the same names
             yield Cluster(machines, f"{here}:{port}", env)
         finally:
             for machine in reversed(machines):
                 machine.kill()
 
 
-def _until_up(machine: Machine, log: Path) -> None:
-    end = time.monotonic() + _START_S
-    while "Ray runtime started" not in log.read_text():
+def _wait_until_up(machine: Machine, log: Path) -> None:
+    def is_up() -> bool:
         assert machine.process.poll() is None, log.read_text()
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.2)
+        return "Ray runtime started" in log.read_text()
+
+    wait_until(is_up, _START_S)

@@ -1,4 +1,4 @@
-"""A machine of a cluster, without Ray: its command, what it prints, its folder, and its end."""
+"""A node without Ray: its command, its folder on the storage, and its end; and the watchdog of its command."""
 
 from __future__ import annotations
 
@@ -7,87 +7,119 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coterie import __version__
-from coterie.launch.ray import sync, watchdog
-from coterie.launch.ray.node import News, Node
-from coterie.runs.config_io import to_dict
+from coterie.launch.ray import watchdog
+from coterie.launch.ray.board import Board
+from coterie.launch.ray.node import Node, Outcome, open_address
+from coterie.launch.ray.placement import Allocation, Machine, Site, allocate
+from coterie.runs import checkpoint
+from coterie.runs.config_io import save_config
 from coterie.types import CoterieError
-from tests.conftest import made_by, make_config
-from tests.launch.harness import PATIENCE
+from tests.conftest import make_config
+from tests.launch.harness import family
+from tests.support.waiting import PATIENCE, wait_until
 
-CONFIG = {"steps": 10**9, "log.checkpoint_every": 0.5, "log.tensorboard": False}
+CONFIG = make_config(
+    **{"steps": 10**9, "learners": 1, "log.checkpoint_every": 0.5, "log.tensorboard": False, "launch": "ray"}
+)
+
+
+class Local(Node):
+    """A node whose board is in the same process."""
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return getattr(self.board, method)(*args)
+
+
+class Rig:
+    """A run of one site, without a cluster. `storage`: its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.storage = folder / "storage"
+        self.storage.mkdir()
+        save_config(self.storage / "config.json", CONFIG)
+        self.allocation: Allocation = allocate(CONFIG, [Machine("a", "127.0.0.1", 2, 0)])
+        self.board = Board(self.allocation, ["127.0.0.1"])
+        self.lines: list[str] = []
+
+    @property
+    def site(self) -> Site:
+        return self.allocation.sites[0]
+
+    def node(self, version: str = __version__) -> Local:
+        return Local(version, self.board, self.allocation, str(self.storage))
+
+    def run(self, pool: ThreadPoolExecutor, target: int = 10**9) -> Future[Outcome]:
+        return pool.submit(self.node().run, self.site, "127.0.0.1", target)
+
+    def saw(self, text: str) -> bool:
+        self.lines += self.board.collect()[0]
+        return any(text in line for line in self.lines)
+
+    def checkpoints(self) -> list[Path]:
+        return sorted(self.storage.glob("checkpoints/step_*/manifest.json"))
 
 
 @pytest.fixture
-def nodes() -> Iterator[Callable[[], Node]]:
-    yield from made_by(lambda: Node(__version__), lambda node: node.close())
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
 
 
-def until(node: Node, condition: Callable[[News], object], known: sync.Stamps) -> News:
-    """The news for which this holds, with all lines so far."""
-    end, lines = time.monotonic() + PATIENCE, list[str]()
-    while True:
-        news = node.news(known)
-        lines += news.lines
-        if condition(news := news._replace(lines=lines)):
-            return news
-        assert time.monotonic() < end, news
-        time.sleep(0.05)
+@pytest.fixture
+def pool(rig):
+    with ThreadPoolExecutor(2) as one:
+        yield one
+        rig.board.stop(Site)
 
 
-def config() -> dict[str, bytes]:
-    return {"config.json": json.dumps(to_dict(make_config(**CONFIG))).encode()}
+def test_a_site_is_stopped_and_goes_on_elsewhere_from_the_storage(rig, pool):
+    run = rig.run(pool)
+    wait_until(lambda: len(rig.checkpoints()) > 1)
+    rig.board.stop(Site)
+    assert run.result(PATIENCE).code == 75
+    assert rig.saw("SIGTERM")
+    steps = json.loads((rig.checkpoints()[-1].parent / "state.json").read_text())["env_steps"]
+    assert json.loads((rig.storage / "summary.json").read_text())["env_steps"] == steps
+    assert json.loads((rig.storage / "config.json").read_text())["launch"] == "ray"  # not the site's own
+    rig.board = Board(rig.allocation, ["127.0.0.1"])
+    assert rig.run(pool, target=steps).result(PATIENCE) == Outcome(0, "")  # it has nothing left to do
+    assert rig.run(pool, target=steps + 2000).result(PATIENCE).code == 0
+    assert json.loads((rig.storage / "summary.json").read_text())["env_steps"] >= steps + 2000
+    assert checkpoint.load(rig.checkpoints()[-1].parent)[1]["life"] == 1
 
 
-def test_a_run_is_begun_told_to_end_and_goes_on_elsewhere(tmp_path, nodes):
-    one, other = nodes(), nodes()
-    assert not one.started()
-    assert one.start(["train", "{here}/config.json", "--out", "{here}/run"], config()) == {}
-    copy, stamps = tmp_path / "copy", sync.Stamps()
-
-    def keep(news: News) -> bool:
-        nonlocal stamps
-        sync.take(copy, news.changes)
-        stamps = news.changes.stamps
-        return len(list(copy.glob("checkpoints/step_*"))) > 1
-
-    end = time.monotonic() + PATIENCE
-    while not keep(one.news(stamps)):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    assert one.started()
-    one.stop()
-    last = until(one, lambda news: news.code is not None, stamps)
-    assert last.code == 75
-    assert any("SIGTERM" in line for line in last.lines)
-    sync.take(copy, last.changes)
-    there = other.start(["resume", "{here}/run"], config(), sync.changes(copy, {}))
-    assert there.keys() == last.changes.stamps.keys()
-    until(other, lambda news: "env steps" in " ".join(news.lines), there)
-    other.stop()
-    assert until(other, lambda news: news.code is not None, there).code == 75
+def test_a_command_that_is_killed_is_restarted_from_the_storage(rig, pool):
+    node = rig.node()
+    run = pool.submit(node.run, rig.site, "127.0.0.1", 10**9)
+    wait_until(rig.checkpoints)
+    _, command, *_ = family(node.process.pid)
+    os.kill(command, signal.SIGKILL)
+    wait_until(lambda: rig.saw("site 0: its command ended with exit code 137; it is restarted"))
+    before = len(rig.checkpoints())
+    wait_until(lambda: len(rig.checkpoints()) > before)
+    rig.board.stop(Site)
+    assert run.result(PATIENCE).code == 75
 
 
-def test_a_command_that_fails_says_why(nodes):
-    node = nodes()
-    node.start(["train", "nothing"], {})
-    news = until(node, lambda news: news.code is not None, {})
-    assert news.code == 2
-    assert "nothing" in news.lines[-1]
-
-
-def test_a_machine_with_another_version_is_refused():
+def test_a_node_with_another_version_is_refused(rig):
     with pytest.raises(CoterieError, match=r"this machine has coterie .*, the one that started the run 9\.9"):
-        Node("9.9")
+        rig.node("9.9")
 
 
-def test_ports_are_free_and_in_a_row(nodes):
-    host, port = nodes().open("127.0.0.1", 5)
+def test_a_machine_that_does_not_see_the_run_folder_is_named(rig, pool):
+    rig.storage = rig.storage / "elsewhere"
+    with pytest.raises(CoterieError, match=r"ray.storage: \S+ does not see .*elsewhere; put the run folder on"):
+        rig.run(pool).result(PATIENCE)
+
+
+def test_ports_are_free_and_consecutive():
+    host, port = open_address("127.0.0.1", 5)
     assert host == "127.0.0.1"
     assert 1024 < port < 65531
 
@@ -102,7 +134,7 @@ for _ in range(1000):
 """
 
 
-def on_leash(code: str = CHILD) -> subprocess.Popen[str]:
+def watched(code: str = CHILD) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, watchdog.__file__, sys.executable, "-c", code],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -112,44 +144,31 @@ def on_leash(code: str = CHILD) -> subprocess.Popen[str]:
     return process
 
 
-def test_who_lets_go_of_the_leash_ends_the_command():
-    process = on_leash()
+@pytest.mark.parametrize("word", ["", "."])
+def test_the_watchdog_ends_its_command_when_its_input_ends_or_has_a_word(word):
+    process = watched()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(process.pid, number)  # signals to the watchdog are not passed on
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.2)
+    assert process.stdin is not None
+    process.stdin.write(word)
+    if word:
+        process.stdin.flush()
+        assert process.wait(PATIENCE) == 75
     process.communicate(timeout=PATIENCE)  # closes its input
     assert process.returncode == 75
 
 
-def test_a_word_on_the_leash_ends_it_too():
-    process = on_leash()
-    assert process.stdin is not None
-    process.stdin.write(".")
-    process.stdin.flush()
-    assert process.wait(PATIENCE) == 75
-    process.communicate()
-
-
-def test_who_kills_the_leash_ends_the_command_too(tmp_path):
+def test_a_command_gets_sigterm_when_its_watchdog_is_killed(tmp_path):
     """As Ray does with the children of its workers."""
-    code = CHILD.replace("sys.exit(75)", f"(open({str(tmp_path / 'told')!r}, 'w').close(), sys.exit(75))")
-    process = on_leash(code)
+    process = watched(CHILD.replace("sys.exit(75)", f"(open({str(tmp_path / 'got')!r}, 'w').close(), sys.exit(75))"))
     process.kill()
-    end = time.monotonic() + PATIENCE
-    while not (tmp_path / "told").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until((tmp_path / "got").exists)
     process.communicate()
 
 
-def test_signals_to_the_leash_itself_are_not_the_commands():
-    process = on_leash()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(process.pid, number)
-    time.sleep(0.2)
-    assert process.poll() is None
-    process.communicate(timeout=PATIENCE)
-    assert process.returncode == 75
-
-
-def test_a_killed_command_is_told_by_its_code():
-    process = on_leash("import os; print('up', flush=True); os.kill(os.getpid(), 9)")
+def test_the_watchdog_of_a_killed_command_ends_with_its_signal():
+    process = watched("import os; print('up', flush=True); os.kill(os.getpid(), 9)")
     assert process.wait(PATIENCE) == 137
     process.communicate()

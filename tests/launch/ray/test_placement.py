@@ -1,4 +1,4 @@
-"""Which part of a run goes to which machine of a cluster, and what it is told."""
+"""Which part of a run goes to which machine of a cluster, and with which config."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 
 from coterie import presets
 from coterie.build.validity import check
+from coterie.config import Config
 from coterie.envs.make import make_spec
-from coterie.launch.ray.placement import Layout, Machine, lay_out, lender_args, site_config, targets
+from coterie.launch.ray.placement import Allocation, Machine, allocate, site_config, targets, worker_args
 from coterie.ops.optim import scaled_lr
 from coterie.runs.config_io import parse_cli, validate
 from coterie.types import ConfigError
@@ -18,20 +19,24 @@ HERE, THERE, FAR = (Machine(name, f"10.0.0.{k}", 4, 0) for k, name in enumerate(
 ONE, TWO = ("10.0.0.1", 9000), ("10.0.0.2", 9100)
 
 
-def layout(preset: str, machines: list[Machine], sites: int = 0, env: str = "CartPole-v1", **changes: object) -> Layout:
-    return lay_out(presets.make(preset, env, launch="ray", **changes), machines, sites)
+def layout(
+    preset: str, machines: list[Machine], sites: int = 0, env: str = "CartPole-v1", **changes: object
+) -> Allocation:
+    return allocate(presets.make(preset, env, launch="ray", **changes), machines, sites)
 
 
-def places(found: Layout) -> list[tuple[str, int, int, int]]:
+def site(found: Allocation, k: int = 0, keys: bool = True) -> Config:
+    """The config of a site; there are two at most."""
+    return site_config(found, found.sites[k], (ONE, TWO)[k], ONE, keys, steps=1000)
+
+
+def places(found: Allocation) -> list[tuple[str, int, int, int]]:
     return [(s.machine.id, s.learners, s.cpus, s.gpus) for s in found.sites]
 
 
 def test_gossiping_learners_are_spread_and_others_share_a_machine():
-    assert places(layout("gala-a2c", [HERE, THERE, FAR], learners=5)) == [
-        ("a", 2, 2, 0),
-        ("b", 2, 2, 0),
-        ("c", 1, 1, 0),
-    ]
+    five = places(layout("gala-a2c", [HERE, THERE, FAR], learners=5))
+    assert five == [("a", 2, 2, 0), ("b", 2, 2, 0), ("c", 1, 1, 0)]
     assert places(layout("gala-a2c", [HERE, THERE, FAR], learners=2)) == [("a", 1, 1, 0), ("b", 1, 1, 0)]
     for exchange in ("allreduce", "hogwild", "store"):
         assert places(layout("a2c", [HERE, THERE], learners=3, exchange=exchange)) == [("a", 3, 3, 0)]
@@ -59,15 +64,15 @@ def test_learners_go_where_gpus_are():
 
 def test_what_steps_envs_takes_the_cores_that_are_left():
     found = layout("seed-vtrace", [HERE, THERE], **{"env.num_envs": 16})
-    assert [x.kind for x in found.lenders] == ["envs"] * 4  # of 7: a divisor of 16
-    assert {x.machine.id for x in found.lenders} == {"a", "b"}
+    assert [x.kind for x in found.workers] == ["envs"] * 4  # of 7: a divisor of 16
+    assert {x.machine.id for x in found.workers} == {"a", "b"}
     found = layout("impala", [HERE, THERE], actors=4, **{"env.num_envs": 16})
-    assert [(x.kind, x.machine.id) for x in found.lenders] == [("actor", "b"), ("actor", "b"), ("actor", "a")]
+    assert [(x.kind, x.machine.id) for x in found.workers] == [("actor", "b"), ("actor", "b"), ("actor", "a")]
     assert places(found) == [("a", 1, 2, 0)]  # with the first actor beside the learner
     for lockstep in ({"acting": "central", "central.lockstep": True}, {"env": "Pong-v5,Breakout-v5"}):
         env = str(lockstep.pop("env", "CartPole-v1"))
         preset = "ppo" if env == "CartPole-v1" else "seed-vtrace"
-        assert layout(preset, [HERE, THERE], env=env, **lockstep).lenders == ()
+        assert layout(preset, [HERE, THERE], env=env, **lockstep).workers == ()
 
 
 @pytest.mark.parametrize(
@@ -76,8 +81,8 @@ def test_what_steps_envs_takes_the_cores_that_are_left():
         ("seed-vtrace", {"actors": 3}, "actors: 3 do not share out"),
         ("seed-vtrace", {"actors": 8, "env.num_envs": 8}, "ray: the run needs 9 CPUs"),
         ("a2c", {"learners": 5, "exchange": "hogwild"}, "ray: the run needs 5 CPUs"),
-        ("seed-vtrace", {"wire.bind": "127.0.0.1:1"}, "wire.bind: with launch ray"),
-        ("gala-a2c", {"gossip.bind": "127.0.0.1:1"}, "gossip.bind: with launch ray"),
+        ("seed-vtrace", {"wire.bind": "127.0.0.1:1"}, "wire.bind: must be empty with launch ray"),
+        ("gala-a2c", {"gossip.bind": "127.0.0.1:1"}, "gossip.bind: must be empty with launch ray"),
     ],
 )
 def test_what_does_not_fit_is_refused(preset, changes, said):
@@ -89,7 +94,7 @@ def test_a_resumed_run_has_as_many_sites_as_before():
     assert len(layout("gala-a2c", [HERE, THERE, FAR], sites=2, learners=4).sites) == 2
     found = layout("gala-a2c", [HERE, THERE], sites=3, learners=3)  # and a machine less
     assert [s.machine.id for s in found.sites] == ["a", "b", "a"]
-    assert len(layout("seed-vtrace", [Machine("x", "10.0.0.7", 2, 0)], sites=1, actors=8).lenders) == 8  # most wait
+    assert len(layout("seed-vtrace", [Machine("x", "10.0.0.7", 2, 0)], sites=1, actors=8).workers) == 8  # most wait
 
 
 def test_learners_are_shared_out_by_the_room_that_machines_have():
@@ -104,7 +109,7 @@ def test_learners_are_shared_out_by_the_room_that_machines_have():
 
 def test_sites_share_the_budget_and_find_each_other():
     found = layout("gala-a2c", [HERE, THERE], learners=3, steps=1000, **{"env.num_envs": 16})
-    hub, other = (site_config(found, k, (ONE, TWO)[k], ONE, keys=True) for k in (0, 1))
+    hub, other = (site(found, k) for k in (0, 1))
     assert (hub.learners, other.learners) == (2, 1)
     assert targets(found, [0, 0]) == [667, 334]
     assert targets(found, [700, 0]) == [900, 100]  # what is left is shared out again
@@ -121,7 +126,7 @@ def test_sites_share_the_budget_and_find_each_other():
 
 def test_synchronous_sites_find_each_other():
     found = layout("ppo", [HERE, THERE], learners=6, **{"allreduce.trusted_network": True})
-    hub, other = (site_config(found, k, (ONE, TWO)[k], ONE, keys=True) for k in (0, 1))
+    hub, other = (site(found, k) for k in (0, 1))
     assert (hub.learners, hub.allreduce.bind, hub.allreduce.machines) == (3, "10.0.0.1:9003", 2)
     assert (other.learners, other.allreduce.connect, other.allreduce.bind) == (3, "10.0.0.1:9003", "")
     assert (hub.gossip.bind, hub.seed != other.seed, hub.env.num_envs) == ("", True, other.env.num_envs)
@@ -131,20 +136,16 @@ def test_synchronous_sites_find_each_other():
 
 def test_one_site_needs_no_gossip_with_others():
     found = layout("gala-a2c", [HERE], learners=3)
-    own = site_config(found, 0, ONE, ONE, keys=False)
+    own = site(found, keys=False)
     assert (own.gossip.bind, own.gossip.connect, own.wire.token_file, own.exchange) == ("", "", "", "gossip")
 
 
 def test_an_actor_beside_each_learner_is_as_wide_as_those_elsewhere():
     found = layout("impala", [HERE, THERE], actors=4, **{"env.num_envs": 16, "env.max_episode_steps": 77})
-    own = site_config(found, 0, ONE, ONE, keys=True)
-    assert (own.actors, own.env.num_envs, own.decoupled.batch_size, own.wire.bind) == (
-        1,
-        4,
-        8,
-        "10.0.0.1:9000",
-    )  # impala's own 8
-    args = lender_args(found, found.lenders[0], ONE, keys=True)
+    own = site(found)
+    # impala's own batch size
+    assert (own.actors, own.env.num_envs, own.decoupled.batch_size, own.wire.bind) == (1, 4, 8, "10.0.0.1:9000")
+    args = worker_args(found, found.workers[0], ONE, keys=True)
     assert args[:5] == ["actor", "--connect", "10.0.0.1:9000", "--env", "CartPole-v1"]
     options = dict(zip(args[5::2], args[6::2], strict=True))
     assert options["--env.num-envs"] == "4"
@@ -152,16 +153,13 @@ def test_an_actor_beside_each_learner_is_as_wide_as_those_elsewhere():
     assert options["--cert"] == "{here}/cert.pem"
 
 
-def test_an_actor_is_told_of_an_algorithm_of_ones_own():
-    found = layout("impala", [HERE, THERE], **{"own.algorithm": "a.b:c"})
-    actor = next(lender for lender in found.lenders if lender.kind == "actor")
-    assert lender_args(found, actor, ("::1", 7), keys=False)[-2:] == ["--own.algorithm", "a.b:c"]
-
-
-def test_a_hosts_options_are_the_command_lines():
+def test_a_workers_command_line_has_the_runs_env_torso_and_algorithm():
     found = layout("seed-vtrace", [HERE], actors=2, **{"env.num_envs": 8, "env.delay": 0.5, "model.torso": "a.b:c"})
-    args = lender_args(found, found.lenders[1], ("::1", 7), keys=False)
+    args = worker_args(found, found.workers[1], ("::1", 7), keys=False)
     assert args[:3] == ["envs", "--connect", "[::1]:7"]
     env = parse_cli(found.config, args[3:]).env
     assert (env.num_envs, env.delay, env.threads) == (4, 0.5, 1)
     assert args[-2:] == ["--model.torso", "a.b:c"]
+    found = layout("impala", [HERE, THERE], **{"own.algorithm": "a.b:c"})
+    actor = next(worker for worker in found.workers if worker.kind == "actor")
+    assert worker_args(found, actor, ("::1", 7), keys=False)[-2:] == ["--own.algorithm", "a.b:c"]

@@ -17,8 +17,9 @@ import pytest
 
 from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
-from tests.launch.harness import PATIENCE, put_down, read_summary, until
+from tests.launch.harness import PATIENCE, put_down, read_summary
 from tests.launch.ray.ray_cluster import Cluster, cluster
+from tests.support.waiting import wait_until
 
 # Three Ray nodes and a run take both cores for minutes: beside another worker's tests both would miss their times. That
 # `--launch ray` works at all is shown by the commands of docs/nodes.md, which tests/test_docs.py runs.
@@ -48,12 +49,12 @@ class OnRay:
     def text(self) -> str:
         return self.path.read_text()
 
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        def there() -> object:
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        def holds() -> object:
             assert self.process.poll() is None, self.text()
             return condition()
 
-        until(there, what)
+        wait_until(holds, PATIENCE, what)
 
     def steps(self, site: int = 0) -> int:
         folder = self.out / "sites" / str(site) if site else self.out
@@ -70,15 +71,16 @@ class OnRay:
         return summary
 
 
-def hubs_worker() -> Iterator[int]:
-    """Ray's worker of site 0: the parent of the leash of the only command in its folder that listens for gossip."""
+def hub_node() -> int:
+    """Ray's process of site 0: the parent of the watchdog of the command that listens for gossip."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            if any(word.endswith(b"leash.py") for word in words) and b"--out" in words:
+            if any(word.endswith(b"watchdog.py") for word in words) and b"--out" in words:
                 config = json.loads(Path(words[words.index(b"--out") - 1].decode()).read_text())
                 if config["gossip"]["bind"]:
-                    yield int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                    return int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    raise AssertionError("no site listens for gossip")
 
 
 @pytest.fixture
@@ -87,14 +89,8 @@ def start(machines: Cluster, tmp_path: Path) -> Iterator[Callable[..., OnRay]]:
 
     def begin(preset: str, steps: int, **changes: object) -> OnRay:
         out = tmp_path / preset
-        options = {
-            "launch": "ray",
-            "ray.address": machines.address,
-            "steps": steps,
-            "out": out,
-            "log.every": 1,
-            **changes,
-        }
+        options = {"launch": "ray", "ray.address": machines.address, "steps": steps, "out": out, "log.every": 1}
+        options |= changes
         args = [x for key, value in options.items() for x in (f"--{key}", str(value))]
         made.append(OnRay(machines, out, "train", preset, "--env", "CartPole-v1", *args))
         return made[-1]
@@ -107,8 +103,8 @@ def start(machines: Cluster, tmp_path: Path) -> Iterator[Callable[..., OnRay]]:
 def test_gossip_over_two_machines_is_stopped_and_goes_on(tmp_path, machines, start):
     bucket = tmp_path / "bucket" / "moved"
     run = start("gala-ppo", 10**9, learners=2, **{"ray.storage": f"file://{bucket}", "log.checkpoint_every": 2})
-    run.until(lambda: run.steps(0) > 3000 and run.steps(1) > 3000, "both train")
-    run.until(
+    run.wait_until(lambda: run.steps(0) > 3000 and run.steps(1) > 3000, "both train")
+    run.wait_until(
         lambda: all(read_metrics(f)[-1].get("gossip/peers") == 1 for f in (run.out, run.out / "sites/1")), "gossip"
     )
     run.process.send_signal(signal.SIGTERM)
@@ -135,13 +131,11 @@ def test_gossip_over_two_machines_is_stopped_and_goes_on(tmp_path, machines, sta
 def test_learners_that_are_lost_go_on_from_their_checkpoint(machines, start):
     """The worker of the site that the other one and a host depend on is killed, as when memory runs out."""
     run = start("seed-vtrace", 10**9, exchange="gossip", learners=2, **{"log.checkpoint_every": 1})
-    run.until(lambda: min(run.steps(0), run.steps(1)) > 1500, "both train")
-    for pid in hubs_worker():
-        os.kill(pid, signal.SIGKILL)
-        break
-    run.until(lambda: "all go on from their checkpoints" in run.text(), "it comes back")
+    run.wait_until(lambda: min(run.steps(0), run.steps(1)) > 1500, "both train")
+    os.kill(hub_node(), signal.SIGKILL)
+    run.wait_until(lambda: "all go on from their checkpoints" in run.text(), "it is placed again")
     before = run.steps(0), run.steps(1)
-    run.until(lambda: run.steps(0) > before[0] + 1000 and run.steps(1) > before[1] + 1000, "both train again")
+    run.wait_until(lambda: run.steps(0) > before[0] + 1000 and run.steps(1) > before[1] + 1000, "both train again")
     run.process.send_signal(signal.SIGTERM)
     summary = run.end(75)
     assert summary["ray"]["restarts"] == 1, run.text()
@@ -150,11 +144,11 @@ def test_learners_that_are_lost_go_on_from_their_checkpoint(machines, start):
 @pytest.mark.parametrize(
     ("address", "learners", "code", "said"),
     [
-        ("127.0.0.1:1", 1, 1, "ray.address: nobody listens at 127.0.0.1:1"),
+        ("127.0.0.1:1", 1, 1, "ray.address: cannot connect to 127.0.0.1:1"),
         ("", 9, 2, "ray: the run needs 9 CPUs (9 on one machine), the machines have 2, 2, 2"),
     ],
 )
-def test_what_cannot_be_is_one_line(tmp_path, machines, address, learners, code, said):
+def test_a_run_that_cannot_be_placed_fails_with_one_line(tmp_path, machines, address, learners, code, said):
     args = ["--ray.address", address or machines.address, "--learners", str(learners), "--out", str(tmp_path / "x")]
     run = OnRay(machines, tmp_path / "x", "train", "a2c", "--env", "CartPole-v1", "--launch", "ray", *args)
     try:
@@ -165,15 +159,28 @@ def test_what_cannot_be_is_one_line(tmp_path, machines, address, learners, code,
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("preset", "steps", "changes"),
+    [
+        ("ppo", 200_000, {"learners": 3, "allreduce.trusted_network": True}),  # more than a machine has room for
+        ("impala", 150_000, {}),
+        ("seed-vtrace", 150_000, {}),
+        ("gala-ppo", 300_000, {"learners": 3}),
+    ],
+)
+def test_cartpole_is_solved_across_machines(start, preset, steps, changes):
+    assert start(preset, steps, **changes).end()["mean_return"] >= 400
+
+
 def test_hosts_on_three_machines_of_which_one_is_lost(machines, start):
     """The last of those that share the cluster: the machine does not come back, and there is no other place."""
     run = start("seed-vtrace", 10**9)
-    run.until(lambda: run.steps() > 3000, "it trains")
-    told = re.findall(r"^envs \d: at ([0-9.]+), for site 0$", run.text(), re.MULTILINE)
-    assert set(told) == {machine.address for machine in machines.machines}
+    run.wait_until(lambda: run.steps() > 3000, "it trains")
+    found = re.findall(r"^envs \d: at ([0-9.]+), for site 0$", run.text(), re.MULTILINE)
+    assert set(found) == {machine.address for machine in machines.machines}
     machines.machines.pop().kill()
-    run.until(lambda: "waits for a place; free are 0 of 4 CPUs" in run.text(), "it is missed")
+    run.wait_until(lambda: "waits for a place, no report for 20 s; free are 0 of 4 CPUs" in run.text(), "it is missed")
     before = run.steps()
-    run.until(lambda: run.steps() > before + 1000, "the others go on")
+    run.wait_until(lambda: run.steps() > before + 1000, "the others go on")
     run.process.send_signal(signal.SIGTERM)
     run.end(75)

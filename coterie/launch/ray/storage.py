@@ -1,0 +1,155 @@
+"""Shared storage: the only way in which files travel between the machines of a run. It is `ray.storage`, or else the
+run folder itself, on a file system that all machines mount.
+
+A site writes to its machine's own disk and copies what changed to the storage. Only complete checkpoints are copied,
+their manifests last, so that a machine that is lost at any moment leaves a folder that can be resumed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from coterie.types import CoterieError
+
+OF_THE_RUN = ("config.json", "ray.txt")  # files in the run folder that are not its first site's
+_CHECKPOINTS, _MANIFEST, _BEST = "checkpoints", "manifest.json", "best.json"
+_LOCAL_S, _REMOTE_S = 1.0, 10.0  # between updates of a local path and of a URL
+
+
+def site_url(storage: str, site: int) -> str:
+    """The folder of a site of the run in `storage`. The first site's is the run's."""
+    return f"{storage}/sites/{site}" if site else storage
+
+
+class Mirror:
+    """Copies of a run folder: `target` is kept like `source`, except for the names in `skip`. Both are paths or URLs
+    that fsspec accepts. A checkpoint that `source` no longer has is removed from `target`; other files stay.
+    """
+
+    def __init__(self, source: str | Path, target: str | Path, skip: Collection[str] = ()) -> None:
+        self.target, self._skip = str(target), skip
+        try:
+            (self._from, self._source), (self._to, self._target) = map(url_to_fs, (str(source), str(target)))
+        except (ImportError, ValueError) as error:
+            raise CoterieError(f"ray.storage: cannot use {target}: {_one_line(error)}") from None
+        self._local = isinstance(self._to, LocalFileSystem)
+        self._known: dict[str, str] = {}  # a stamp of each file of `target`
+        self._thread: threading.Thread | None = None
+        self._begun, self._reason, self._reported = 0.0, "", False
+        self.updated = 0.0  # when the last update that succeeded began, on the monotonic clock
+
+    def take_as_equal(self) -> None:
+        """Take `target` to have all files of `source`, as after a copy in the other direction."""
+        self._known = self._stamps()
+
+    def has(self, name: str) -> bool:
+        return bool(self._to.exists(f"{self._target}/{name}"))
+
+    def update(self) -> None:
+        """Copy what changed since the last update."""
+        begun = time.monotonic()
+        try:
+            found = self._stamps()
+            changed = [name for name, stamp in found.items() if self._known.get(name) != stamp]
+            for checkpoint in _checkpoints(changed) & _checkpoints(self._known):
+                self.remove(f"{checkpoint}/{_MANIFEST}")  # it is incomplete until its files are copied
+            for name in sorted(changed, key=lambda x: (x.endswith(_BEST), x.endswith(_MANIFEST), x)):
+                if self.copy(name):
+                    self._known[name] = found[name]
+            for checkpoint in _checkpoints(self._known) - _checkpoints(found):
+                if not self._from.exists(f"{self._source}/{checkpoint}"):
+                    self.remove(checkpoint)
+            self._known = {name: stamp for name, stamp in self._known.items() if name in found}
+        except Exception as error:  # every file system of fsspec's has its own
+            raise CoterieError(f"ray.storage: cannot update {self.target}: {_one_line(error)}") from None
+        self.updated, self._reported = begun, False
+
+    def poll(self, now: bool = False) -> list[str]:
+        """Update in the background when that is due, or `now`. Returns a line if it fails, once for each failure."""
+        due = self._begun + (0 if now else _LOCAL_S if self._local else _REMOTE_S)
+        if (self._thread is None or not self._thread.is_alive()) and time.monotonic() >= due:
+            self._begun = time.monotonic()
+            self._thread = threading.Thread(target=self._update_quietly, name="coterie-storage", daemon=True)
+            self._thread.start()
+        reason, self._reason = self._reason, ""
+        return [reason] if reason else []
+
+    def _update_quietly(self) -> None:
+        try:
+            self.update()
+        except CoterieError as error:
+            self._reason, self._reported = "" if self._reported else str(error), True
+
+    def copy(self, name: str) -> bool:
+        """Copy one file; False if it no longer exists. A local one is replaced at once."""
+        source, target = f"{self._source}/{name}", f"{self._target}/{name}"
+        folder, _, last = target.rpartition("/")
+        draft = f"{folder}/.{last}.new" if self._local else target
+        self._to.makedirs(folder, exist_ok=True)
+        try:
+            with self._from.open(source, "rb") as read, self._to.open(draft, "wb") as write:
+                shutil.copyfileobj(read, write, 1 << 20)
+        except FileNotFoundError:
+            if self._from.exists(source):
+                raise
+            return False
+        if self._local:
+            Path(draft).rename(target)
+        return True
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder of `target`, if it exists."""
+        with suppress(FileNotFoundError):
+            self._to.rm(f"{self._target}/{name}", recursive=True)
+
+    def _stamps(self) -> dict[str, str]:
+        """The files of `source` to be copied. A stamp (size, times, version) changes whenever its file does."""
+        self._from.invalidate_cache()
+        infos: dict[str, Any] = self._from.find(self._source, detail=True)
+        found = {path[len(self._source) + 1 :]: str(info) for path, info in infos.items()}
+        return {
+            name: stamp
+            for name, stamp in found.items()
+            if name.split("/")[0] not in self._skip
+            and (not (checkpoint := _checkpoint(name)) or f"{checkpoint}/{_MANIFEST}" in found)
+            and not any(part.startswith(".") or part.endswith(".old") for part in name.split("/"))
+        }
+
+
+def fetch(url: str, folder: Path) -> None:
+    """Get a run's folder from its storage."""
+    draft = folder.with_name(f".{folder.name}.new")
+    try:
+        if not Mirror(folder, url).has("config.json"):
+            raise FileNotFoundError("it has no config.json")
+        if folder.exists():
+            raise FileExistsError(f"{folder} exists: resume it, or remove it")
+        shutil.rmtree(draft, ignore_errors=True)
+        Mirror(url, draft).update()
+        draft.rename(folder)
+    except Exception as error:  # every file system of fsspec's has its own
+        raise CoterieError(f"RUN: cannot get {url}: {_one_line(error)}") from None
+
+
+def _checkpoints(names: Iterable[str]) -> set[str]:
+    return {_checkpoint(name) for name in names} - {""}
+
+
+def _checkpoint(name: str) -> str:
+    """The folder of the checkpoint that a file belongs to; empty for other files."""
+    parts = name.split("/")
+    at = parts.index(_CHECKPOINTS) if _CHECKPOINTS in parts else len(parts)
+    return "/".join(parts[: at + 2]) if len(parts) > at + 2 else ""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or repr(error)

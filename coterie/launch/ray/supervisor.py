@@ -1,0 +1,161 @@
+"""A run on a cluster, as the process that started it follows it to the end.
+
+Each part of the run is a node (node.py), which Ray places, and runs again elsewhere when its machine is lost.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from coterie import __version__
+from coterie.launch.ray.board import Board, budgets
+from coterie.launch.ray.cluster import Cluster
+from coterie.launch.ray.node import Node, Outcome, env_steps
+from coterie.launch.ray.placement import Allocation, Part, Site, Worker, targets
+from coterie.launch.ray.storage import OF_THE_RUN, Mirror, site_url
+from coterie.parallel.signals import on_signals
+from coterie.runs.config_io import save_config
+from coterie.types import ConfigError, CoterieError
+
+_POLL_S = 0.5
+_WARN_S = 20.0  # without a report of a part, before that is said
+_LOST_S = 600.0  # without a report of learners, before the run fails
+_STOP_S = 60.0  # for sites to write a checkpoint when another one has failed
+_LEAVE_S = 20.0  # for workers to shut down at the end
+
+
+class Supervisor:
+    """Starts all parts of a run and waits for their outcomes."""
+
+    def __init__(self, cluster: Cluster, allocation: Allocation, folder: Path, quiet: bool) -> None:
+        self.cluster, self.folder, self.quiet = cluster, folder, quiet
+        config = allocation.config
+        self.signal: signal.Signals | None = None
+        self.storage = config.ray.storage.rstrip("/") or str(folder.absolute())
+        self.down = Mirror(self.storage, folder, skip=OF_THE_RUN) if config.ray.storage else None
+        self.folders = [Path(site_url(str(folder), k)) for k in range(len(allocation.sites))]
+        if self.down is not None and folder.exists():  # the run is resumed
+            self.down.update()
+        goals = targets(allocation, [env_steps(own) for own in self.folders])  # before anything is written
+        try:
+            for own in self.folders:
+                own.mkdir(parents=True, exist_ok=True)
+                (own / "summary.json").unlink(missing_ok=True)
+            save_config(folder / "config.json", config)
+            self.log = (folder / "ray.txt").open("a")
+        except OSError as error:
+            raise CoterieError(f"out: cannot write to {folder}: {error.strerror or error}") from None
+        self.push("config.json")
+        here, hosts = cluster.machines[0], {m.address for m in cluster.machines}
+        self.board = cluster.start(Board, (allocation, hosts), here, cpus=0)
+        self.pending: dict[Any, Part] = {}  # parts by the calls that end with them
+        self.codes: dict[str, int] = {}
+        self.silent: dict[str, float] = {}  # for how many seconds each part has not reported
+        self.begin = time.monotonic()
+        host, limits = ("" if len(hosts) > 1 else "127.0.0.1"), budgets(config)
+        parts: list[Part] = [*allocation.sites, *allocation.workers]
+        for part in parts:
+            node = cluster.start(
+                Node,
+                (__version__, self.board, allocation, self.storage),
+                part.machine,
+                cpus=part.cpus,
+                gpus=part.gpus,
+                restarts=limits[type(part)].limit,
+            )
+            target = goals[part.site] if isinstance(part, Site) else 0
+            self.pending[node.run.remote(part, host, target)] = part
+            self.silent[part.name] = 0.0
+
+    def push(self, *names: str) -> None:
+        """Store files of the run folder."""
+        if self.down is not None:
+            try:
+                for name in names:
+                    Mirror(self.folder, self.storage).copy(name)
+            except Exception as error:  # every file system of fsspec's has its own
+                reason = " ".join(str(error).split()) or repr(error)
+                raise CoterieError(f"ray.storage: cannot write to {self.storage}: {reason}") from None
+
+    def say(self, line: str) -> None:
+        self.log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+        self.log.flush()
+        if not self.quiet:
+            print(line, flush=True)
+
+    def work(self) -> tuple[str, str]:
+        """Follow the run to its end; returns its status and the reason."""
+        with on_signals(self._on_signal):
+            try:
+                stopping = False
+                while self._working(Site):
+                    if self.signal is not None and not stopping:
+                        stopping = True
+                        self.say(f"{self.signal.name}: a checkpoint of every site, then the end (again: stop at once)")
+                        self.board.stop.remote(Site)
+                    self._poll()
+            except CoterieError:
+                self._stop(Site, _STOP_S)  # the others' checkpoints are kept
+                raise
+            self._stop(Worker, _LEAVE_S)
+        if self.signal is not None and any(self.codes.get(f"site {k}") != 0 for k in range(len(self.folders))):
+            return "interrupted", self.signal.name
+        return "finished", ""
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def _working(self, kind: type[Part]) -> bool:
+        """Whether a part of a kind has not ended. After a signal those that do not report are not waited for."""
+        parts = [part for part in self.pending.values() if isinstance(part, kind)]
+        return any(self.signal is None or self.silent[part.name] < _WARN_S for part in parts)
+
+    def _stop(self, kind: type[Part], seconds: float) -> None:
+        """Shut down all parts of a kind."""
+        self.board.stop.remote(kind)
+        end = time.monotonic() + seconds
+        while self._working(kind) and time.monotonic() < end:
+            with suppress(CoterieError):  # the run ends anyway
+                self._poll()
+
+    def _poll(self) -> None:
+        """Take what has happened: lines, silence, outcomes."""
+        ready, _ = self.cluster.ray.wait(list(self.pending), num_returns=len(self.pending), timeout=_POLL_S)
+        lines, silent = self.cluster.result("the board", self.board.collect.remote())
+        for line in [*lines, *(self.down.poll() if self.down is not None else ())]:
+            self.say(line)
+        for part in self.pending.values():
+            self._check_silence(part, silent.get(part.name, time.monotonic() - self.begin))
+        for call in ready:
+            part = self.pending.pop(call)
+            outcome: Outcome = self.cluster.result(part.name, call)
+            self.codes[part.name] = outcome.code
+            said = f"{part.name}: {outcome.line.removeprefix('coterie: ')}"
+            if outcome.code == 2:
+                raise ConfigError(said)
+            if outcome.code == 1:
+                raise CoterieError(said)
+
+    def _check_silence(self, part: Part, seconds: float) -> None:
+        before, self.silent[part.name] = self.silent.get(part.name, 0.0), seconds
+        if isinstance(part, Site) and seconds > _LOST_S:
+            raise CoterieError(f"ray: no report of {part.name} for {_LOST_S:.0f} s; {self.cluster.free()}")
+        if before < _WARN_S <= seconds:
+            self.say(f"{part.name}: waits for a place, no report for {_WARN_S:.0f} s; {self.cluster.free()}")
+
+    def close(self) -> dict[str, int]:
+        """End the storage's last updates, and count machines and restarts."""
+        with suppress(CoterieError):
+            if self.down is not None:
+                self.down.update()
+        found: dict[str, int] = {}
+        with suppress(CoterieError):
+            found = self.cluster.result("the board", self.board.summary.remote())
+        self.log.close()
+        return found
