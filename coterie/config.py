@@ -231,7 +231,7 @@ class Ray:
 
     address: str = ""  # of a cluster that this machine belongs to: auto, or HOST:PORT; empty: this machine alone
     runtime_env: str = "{}"  # JSON object for Ray, such as {"working_dir": "."} for code of your own
-    storage: str = ""  # where checkpoints are put besides the run folder: a path, or a URL that fsspec knows
+    storage: str = ""  # the run's files, for all machines: a path, or a URL of fsspec's; empty: the run folder
 
 
 @dataclass(frozen=True)

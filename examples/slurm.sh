@@ -1,5 +1,5 @@
 #!/bin/bash
-# SEED RL under SLURM: the first node learns, all others step environments for it. What is preempted goes on by itself.
+# SEED RL under SLURM: the first node learns, all others step environments for it. A preempted job is requeued and resumes.
 #   sbatch examples/slurm.sh
 #SBATCH --job-name=coterie
 #SBATCH --nodes=3
@@ -16,7 +16,7 @@ HEAD=${HEAD:-$(hostname -s)}              # this script runs on the first node
 KEYS=$RUN.keys
 
 rm -rf "$KEYS" && coterie keys "$KEYS" --host "$HEAD"
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}   # srun does not take it from sbatch by itself
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}   # srun does not take it from sbatch
 if compgen -G "$RUN/checkpoints/*/manifest.json" > /dev/null; then
   learn=(coterie resume "$RUN")
 else
@@ -30,7 +30,7 @@ srun --nodes=$((SLURM_NNODES - 1)) --exclude="$HEAD" coterie envs --connect "$HE
   --env.num-envs 64 --token-file "$KEYS/token" --cert "$KEYS/cert.pem" &
 wait $learner
 code=$?
-if [ $code -eq 75 ]; then                 # checkpointed on the signal: there is more to do
+if [ $code -eq 75 ]; then                 # checkpointed on the signal
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code
