@@ -1,4 +1,4 @@
-"""Faults on purpose, for users who want to know: processes of a run are killed, stopped and slowed, links are cut."""
+"""Deliberate faults (`--chaos`): processes are killed, stopped and slowed, and links to other runs are cut."""
 
 from __future__ import annotations
 
@@ -13,87 +13,71 @@ from contextlib import suppress
 from coterie.config import Chaos
 from coterie.parallel.processes import Child
 
-_STOPPED_S = (0.2, 5.0)  # for how long one is stopped
-_SLOWED_S = 5.0  # for how long one is slowed
-_SLICE_S = 0.1  # that a slowed one works and rests, in turns
+_STOPPED_S = (0.2, 5.0)  # for how long a process is stopped
+_SLOWED_S = 5.0  # for how long one is slowed: it rests and works in turns
+_SLICE_S = 0.1  # of each turn
 
 
 class Disturber:
-    """Disturbs one of `children` (by their rows of the board; below `learners` they are learners) at random times,
-    which are those of the seed. `cut`: cuts the run's links to other runs and returns whether there were any. Whom
-    nothing could bring back is not killed: `spare` says so of a row.
+    """Disturbs one process at a time, at random moments that the seed determines.
+
+    `log` takes a line about each fault. `spare(name)`: True where killing that process would end the run; it is stopped
+    instead. `cut` cuts the links to other runs and returns whether there were any.
     """
 
     def __init__(
-        self, own: Chaos, learners: int, say: Callable[[str], None], name: Callable[[int], str],
-        spare: Callable[[int], bool], cut: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
-        self.own, self.learners, self.say, self.name, self.spare, self.cut = own, learners, say, name, spare, cut
-        self.rng = random.Random(own.seed)
+        self, config: Chaos, log: Callable[[str], None], spare: Callable[[str], bool], cut: Callable[[], bool]
+    ) -> None:
+        self.config, self.log, self.spare, self.cut = config, log, spare, cut
+        self.rng = random.Random(config.seed)
         self.done = Counter[str]()
         self.due = time.monotonic() + self._pause()
-        self.resting: dict[int, tuple[Child, float]] = {}  # who is stopped, by row, and until when
-        self.slowed: dict[int, tuple[Child, float, float, bool]] = {}  # until when, when to change, whether it rests
+        self.pending: list[tuple[float, Child, signal.Signals]] = []  # signals to come, by their times
 
     def _pause(self) -> float:
-        return self.rng.expovariate(1 / self.own.every)
+        return self.rng.expovariate(1 / self.config.every)
 
-    def poll(self, children: Mapping[int, Child], calm: bool = False) -> None:
-        """Do what is due. Called often. `calm`: nothing new."""
+    def poll(self, children: Mapping[str, Child], calm: bool = False) -> None:
+        """Do what is due to `children`, by name. Called often. `calm`: begin nothing new."""
         now = time.monotonic()
-        self._wake(children, now)
-        self._slow(children, now)
+        for when, child, number in self.pending:
+            if when <= now:
+                _send(child, number)
+        self.pending = [entry for entry in self.pending if entry[0] > now]
         if calm or now < self.due or not children:
             return
         self.due = now + self._pause()
-        kind, row = self.rng.choice(("kill", "stop", "slow", "cut")), self.rng.choice(sorted(children))
-        seconds = self.rng.uniform(*_STOPPED_S)
-        if kind == "cut" and not self.cut():
+        kind, name = self.rng.choice(("kill", "stop", "slow", "cut")), self.rng.choice(sorted(children))
+        seconds, child = self.rng.uniform(*_STOPPED_S), children[name]
+        if (kind == "cut" and not self.cut()) or (kind == "kill" and self.spare(name)):
             kind = "stop"
-        if kind == "kill" and self.spare(row):
-            kind = "stop"
-        if kind in ("stop", "slow") and (row in self.resting or row in self.slowed):
+        if kind in ("stop", "slow") and any(other is child for _, other, _ in self.pending):
             return
-        child = children[row]
-        what = {
-            "kill": "is killed",
-            "stop": f"is stopped for {seconds:.1f} s",
-            "slow": f"is slowed for {_SLOWED_S:g} s",
-        }
-        if kind == "kill":
-            _signal(child, signal.SIGKILL)
-        elif kind == "stop":
-            _signal(child, signal.SIGSTOP)
-            self.resting[row] = child, now + seconds
-        elif kind == "slow":
-            self.slowed[row] = child, now + _SLOWED_S, now, False
         self.done[kind] += 1
-        self.say(f"chaos: {self.name(row)} {what[kind]}" if kind in what else "chaos: links are cut")
+        if kind == "cut":
+            self.log("chaos: links are cut")
+        elif kind == "kill":
+            _send(child, signal.SIGKILL)
+            self.log(f"chaos: {name} is killed")
+        elif kind == "stop":
+            self._rest(child, now, seconds)
+            self.log(f"chaos: {name} is stopped for {seconds:.1f} s")
+        else:
+            for turn in range(int(_SLOWED_S / _SLICE_S / 2)):
+                self._rest(child, now + 2 * turn * _SLICE_S, _SLICE_S)
+            self.log(f"chaos: {name} is slowed for {_SLOWED_S:g} s")
 
-    def _wake(self, children: Mapping[int, Child], now: float) -> None:
-        for row, (child, until) in list(self.resting.items()):
-            if now >= until or children.get(row) is not child:
-                _signal(child, signal.SIGCONT)
-                del self.resting[row]
-
-    def _slow(self, children: Mapping[int, Child], now: float) -> None:
-        for row, (child, until, turn, rests) in list(self.slowed.items()):
-            if now >= until or children.get(row) is not child:
-                _signal(child, signal.SIGCONT)
-                del self.slowed[row]
-            elif now >= turn:
-                _signal(child, signal.SIGCONT if rests else signal.SIGSTOP)
-                self.slowed[row] = child, until, now + _SLICE_S, not rests
+    def _rest(self, child: Child, begin: float, seconds: float) -> None:
+        self.pending += [(begin, child, signal.SIGSTOP), (begin + seconds, child, signal.SIGCONT)]
 
     def close(self) -> None:
-        """Everybody goes on."""
-        for child in (*(c for c, _ in self.resting.values()), *(c for c, *_ in self.slowed.values())):
-            _signal(child, signal.SIGCONT)
-        self.resting.clear()
-        self.slowed.clear()
+        """Let every process go on."""
+        for _, child, _ in self.pending:
+            _send(child, signal.SIGCONT)
+        self.pending.clear()
 
 
-def _signal(child: Child, number: int) -> None:
-    if child.process.pid is not None:
-        with suppress(OSError):  # it is gone, and somebody else may have its number
+def _send(child: Child, number: signal.Signals) -> None:
+    if child.process.is_alive() and child.process.pid is not None:  # else another process may have its pid
+        with suppress(OSError):
             os.kill(child.process.pid, number)

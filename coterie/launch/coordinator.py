@@ -1,14 +1,13 @@
-"""A run from its first order to its summary: what is due when, checkpoints put together, signals, the end.
+"""What a run's learners do, and when: orders to evaluate, to save and to end, complete checkpoints, and the summary.
 
-Learners report and save; a `Run` decides, an `Account` (account.py) adds up, the folder's writer writes down.
+Learners report and obey; the coordinator decides, the ledger (ledger.py) counts, and the folder's writer writes. Which
+processes the learners are, and what becomes of them, is for the supervisor (local.py) to see to.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -16,10 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from coterie.acting.table import acting_kind
 from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
-from coterie.launch.ledger import Account
+from coterie.launch.ledger import Ledger
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.parallel.signals import on_signals
@@ -28,11 +26,11 @@ from coterie.runs.display import Display
 from coterie.runs.metrics import RunWriter, read_metrics
 from coterie.types import CoterieError, Spec
 
-_STARVED_S = 20.0  # that learners wait for rollouts after a signal
+_LOST_DRAFTS = 3  # drafts that may vanish in a row
 
 
-class Run:
-    """The life of a run in one process. `state`: of the checkpoint that it goes on from."""
+class Coordinator:
+    """The course of a run. `state`: of the checkpoint that it continues from."""
 
     def __init__(
         self,
@@ -46,49 +44,47 @@ class Run:
     ) -> None:
         self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
-        self.account = Account(config, spec, board, state, reached)
+        self.ledger = Ledger(config, spec, board, state, reached)
         self.next_eval = config.eval.every if state is None else state["next_eval"]
-        self.writer = self._writer(None if state is None else state["env_steps"])
-        self.display = Display(config.steps, title(config), start_steps=self.account.begin_steps, quiet=quiet)
-        self.last_checkpoint = time.monotonic()
-        self.members = set(range(self.learners))  # who is to take part in a checkpoint
-        self.idle: set[int] = set()
-        self.order: int | None = None  # the order that is being carried out
-        self.saved: dict[int, dict[str, Any]] = {}
+        self.writer = self._open_writer(None if state is None else state["env_steps"])
+        self.display = Display(config.steps, title(config), start_steps=self.ledger.begin_steps, quiet=quiet)
+        self.members = set(range(self.learners))  # learners that take part in a checkpoint
+        self.idle: set[int] = set()  # learners that have ended their training
+        self.order: int | None = None  # number of the order that is being carried out
+        self.saved: dict[int, dict[str, Any]] = {}  # what its members have reported about their parts
         self.scores: Scores | None = None
+        self.lost_drafts = 0
+        self.last_checkpoint = time.monotonic()
         self.digests: dict[int, str] = {}
-        self.on_end: Callable[[], None] = lambda: None  # called before the last order: nobody acts after it
-        self.actors: set[int] = set()  # their rows of the board, where they are at work
-        # Name and pid of the process behind each row of the board.
-        self.processes: Callable[[], dict[int, tuple[str, int]]] = lambda: {0: ("learner 0", os.getpid())}
-        self.over = False
         self.signal: signal.Signals | None = None
-        self.noted = self.alarmed = False
-        self.more: dict[str, Any] = {}  # for the summary
-        self.waiting_since = 0.0  # after a signal: since when all learners wait
-        self.starved = False  # they have for too long: the last checkpoint has to do
+        self.over = False
+        # The supervisor's. `on_end`: called before the last order, since nothing may be acted after it. `processes`:
+        # name and pid of the process behind each row of the board.
+        self.on_end: Callable[[], None] = lambda: None
+        self.processes: Callable[[], dict[int, tuple[str, int]]] = lambda: {0: ("learner 0", os.getpid())}
+        self.extra_summary: dict[str, Any] = {}
 
     @property
     def board(self) -> Board:
-        return self.account.board
+        return self.ledger.board
 
     @property
     def learners(self) -> int:
-        return self.account.learners
-
-    def _writer(self, resume_env_steps: int | None) -> RunWriter:
-        return RunWriter(self.folder, self.config.log.tensorboard, self.config.log.wandb, resume_env_steps)
+        return self.ledger.learners
 
     @property
     def ending(self) -> bool:
         """Whether the last order has been given."""
         return self.order is not None and bool(self.board.order[1] & LAST)
 
+    def _open_writer(self, resume_env_steps: int | None) -> RunWriter:
+        return RunWriter(self.folder, self.config.log.tensorboard, self.config.log.wandb, resume_env_steps)
+
     def go(self, work: Callable[[], None], close: Callable[[], None]) -> dict[str, Any]:
-        """Do `work` to the end, to a signal, or to an error, and write the summary whichever it is."""
+        """Do `work` until it ends, fails or is interrupted by a signal, then `close`, and write the summary."""
         status, reason = "finished", ""
         failure: BaseException | None = None
-        with on_signals(self._hear):
+        with on_signals(self._on_signal):
             try:
                 with self.display:
                     work()
@@ -103,8 +99,8 @@ class Run:
                         self.writer.log(traceback.format_exc())
             finally:
                 close()
-        summary = self._summary(status, reason)
-        with suppress(CoterieError):  # what could not be written has its reason already
+        summary = self.summary(status, reason)
+        with suppress(CoterieError):  # a write that fails must not hide the reason
             self.writer.summary(summary)
         with suppress(CoterieError):
             self.writer.log(f"{status} {reason}".strip())
@@ -120,24 +116,24 @@ class Run:
             raise kind(reason + (f"; last good checkpoint: {kept}" if kept else "")) from failure
         return summary
 
-    def _summary(self, status: str, reason: str) -> dict[str, Any]:
-        told = {**self.account.summary(self.digests), **self.more}
-        return {"status": status, "reason": reason, "folder": str(self.folder), **told}
+    def summary(self, status: str, reason: str) -> dict[str, Any]:
+        counted = self.ledger.summary(self.digests)
+        return {"status": status, "reason": reason, "folder": str(self.folder), **counted, **self.extra_summary}
 
-    def receive(self, rank: int, kind: str, content: Any) -> None:
-        """The message of a learner, or of an actor (`rank`: its row of the board); then see what is due."""
+    def log(self, line: str) -> None:
+        """Write a line to the log, and show it."""
+        self.writer.log(line)
+        self.display.note(line)
+
+    def receive(self, row: int, kind: str, content: Any) -> None:
+        """Take the message of a learner or an actor, by its row of the board, then do what is due."""
         if kind == "note":
-            if rank == 0 or self.learners == 1:
+            if row == 0 or self.learners == 1:
                 self.display.note(f"{self.learners} learners, each: {content}" if self.learners > 1 else content)
-        elif kind == "report":
-            self.account.take(rank, content)
-            for reason in content["failures"]:
-                self.writer.log(reason)
         elif kind == "said":
-            self.writer.log(content)
-            self.display.note(content)
-        elif kind == "acted":
-            self.account.take_acted(rank, content)
+            self.log(content)
+        elif kind in ("report", "acted"):
+            (self.ledger.take if kind == "report" else self.ledger.take_acted)(row, content)
             for reason in content["failures"]:
                 self.writer.log(reason)
         elif kind == "scores":
@@ -145,75 +141,66 @@ class Run:
                 self.scores = content["scores"]
         elif kind == "saved":
             if content["order"] == self.order:
-                self.saved[rank] = content
+                self.saved[row] = content
+        elif kind == "draft_lost":
+            if content == self.order:
+                self._lose_draft()
         elif kind == "idle":
-            self.idle.add(rank)
+            self.idle.add(row)
         self.poll()
 
     def poll(self) -> None:
-        """Do what is due by now. Called after every message, and in between where there are several learners."""
-        now, account = time.monotonic(), self.account
-        if self.signal is not None and not self.noted:
-            self.noted, self.waiting_since = True, now
+        """Do what is due by now. Called after every message, and in between where there are several processes."""
+        now, ledger = time.monotonic(), self.ledger
+        if self.signal is not None and not self.board.stopping:
             self.display.note(f"{self.signal.name}: a checkpoint, then the end (again: stop at once)")
             self.board.stop()
         if self.order is not None and self.members <= self.saved.keys():
             self._seal()
-        if self.signal is not None:
-            self._see_who_waits(now)
         if self.over:
             return
-        if account.reports and now - account.last_line >= self.config.log.every:
-            self._line()
-        if self.order is None:
-            if self.members <= self.idle:
-                if account.news:
-                    self._line()
+        if ledger.reports and now - ledger.last_line >= self.config.log.every:
+            self._write_line()
+        if self.order is None and (what := self._due(now)):
+            if what & LAST:
+                if ledger.has_news:
+                    self._write_line()
                 self.on_end()
-                self._order(SAVE | LAST)
-            elif self.idle:
-                pass  # the end is near
-            elif account.life == 0 and checkpoint.latest(self.root) is None:
-                self._order(SAVE)  # from here on there is something to resume from
-            elif self.config.eval.every and account.env_steps >= self.next_eval and self.signal is None:
-                self._order(SAVE | EVALUATE)
-            elif now - self.last_checkpoint >= self.config.log.checkpoint_every:
-                self._order(SAVE)
-        if account.reports:
-            self.display.update(account.status())
+            self._order(what)
+        if ledger.reports:
+            self.display.update(ledger.status())
 
-    def _see_who_waits(self, now: float) -> None:
-        """After a signal: learners that all wait for what nobody makes, such as one that has no hosts and others that
-        wait for its gradient, cannot come to a checkpoint.
-        """
-        if self.over or self.idle or not self.board.all_blocked(self.members):
-            self.waiting_since = now
-        self.starved = now - self.waiting_since > _STARVED_S
+    def _due(self, now: float) -> int:
+        """What the next order asks for; 0 where none is due."""
+        if self.members <= self.idle:
+            return SAVE | LAST
+        if self.idle:  # the last order is near
+            return 0
+        if self.ledger.life == 0 and checkpoint.latest(self.root) is None:
+            return SAVE  # from here on there is something to resume from
+        if self.config.eval.every and self.ledger.env_steps >= self.next_eval and self.signal is None:
+            return SAVE | EVALUATE
+        return SAVE if now - self.last_checkpoint >= self.config.log.checkpoint_every else 0
 
-    def _line(self) -> None:
-        line, section = self.account.line(), acting_kind(self.config).section(self.config)
-        alarm = 0 if section is None else section.lag_alarm
+    def _write_line(self) -> None:
+        line = self.ledger.line()
         self.writer.write(line)
-        self.writer.processes(self._health(), self.account.restarts)
-        if alarm and line.get("policy_lag/p95", 0) >= alarm:
-            self.writer.log(
-                f"policy_lag {line['policy_lag/p95']:g} learner steps (p95), {self.config.acting}.lag_alarm {alarm}"
-            )
-            if not self.alarmed:
-                self.display.note(f"the policy that acts is old: see policy_lag in {self.folder / 'metrics.jsonl'}")
-            self.alarmed = True
-        self.display.update({**self.account.status(), "losses": line})
+        self.writer.processes(self._health(), self.ledger.restarts)
+        self.display.update({**self.ledger.status(), "losses": line})
 
     def _health(self) -> list[dict[str, Any]]:
-        """What is known of each process: `rss_mb` is None where it is gone."""
+        """One entry for each process; `rss_mb` is None where it is gone."""
         now, board = time.monotonic(), self.board
         return [
             {
-                "name": name, "pid": pid, "silent_s": round(now - float(board.heartbeat[row]), 1),
-                "env_steps": board.read(row)["produced"], "rss_mb": rss_mb(pid),
+                "name": name,
+                "pid": pid,
+                "silent_s": round(now - float(board.heartbeat[row]), 1),
+                "env_steps": board.read(row)["produced"],
+                "rss_mb": rss_mb(pid),
             }
             for row, (name, pid) in sorted(self.processes().items())
-        ]  # fmt: skip
+        ]
 
     def _order(self, what: int) -> None:
         self.saved, self.scores = {}, None
@@ -222,37 +209,45 @@ class Run:
         self.board.give(what)
 
     def give_up_order(self) -> None:
-        """Somebody who was to take part in the order is gone: it will be given again."""
+        """Give the present order again: a member is gone, or the draft is."""
         self.order, self.saved = None, {}
         self.last_checkpoint = -1e9
 
+    def _lose_draft(self) -> None:
+        """The folder that the order's parts are written to has vanished."""
+        self.lost_drafts += 1
+        if self.lost_drafts > _LOST_DRAFTS or (self.ending and self.saved):  # those that have saved have ended
+            raise CoterieError(f"drafts of checkpoints vanish from {self.root}: does another process remove them?")
+        self.writer.log("the draft of a checkpoint has vanished; it is written again")
+        self.give_up_order()
+
     def join(self, board: Board, readers: list[Callable[[], dict[str, float]]], back: dict[str, Any] | None) -> None:
-        """A group of learners begins on this board, where one is given `back` at a checkpoint's state."""
+        """Begin with a new group of learners on this board. `back`: the state that they are rolled back to, if any."""
         if back is not None:
-            self.account.roll_back(back, board)
+            self.ledger.roll_back(back, board)
             self.order, self.saved, self.scores = None, {}, None
             self.members, self.idle, self.next_eval = set(range(self.learners)), set(), back["next_eval"]
             self.writer.close()
-            self.writer = self._writer(back["env_steps"])  # curves do not double back
-        self.account.board = board
-        self.account.readers = readers
+            self.writer = self._open_writer(back["env_steps"])  # drops the lines after the checkpoint
+        self.ledger.board = board
+        self.ledger.readers = readers
 
     def _seal(self) -> None:
-        """All parts of a checkpoint are there."""
+        """Complete the checkpoint: all parts of it are there."""
         what = self.board.order[1]
         counts = [  # a learner that is gone keeps what it had learned
             self.saved[rank]["counts"] if rank in self.saved else self.board.read(rank) for rank in range(self.learners)
         ]
         steps = sum(row["learned"] for row in counts)
         if self.scores is not None:
-            self.writer.write(self.account.take_scores(self.scores, steps))
+            self.writer.write(self.ledger.take_scores(self.scores, steps))
             every = self.config.eval.every
             self.next_eval += -(-max(1, steps - self.next_eval + 1) // every) * every
-        account = self.account.state(counts, bool(what & LAST))
-        state = {**account, "present": sorted(self.saved), "next_eval": self.next_eval}
+        ledger = self.ledger.state(counts, bool(what & LAST))
+        state = {**ledger, "present": sorted(self.saved), "next_eval": self.next_eval}
         draft = checkpoint.draft_path(self.root, f"order_{self.order}")
         path = checkpoint.seal(self.root, draft, steps, state)
-        # The games that end early are not a fair sample: a score that was cut short marks nothing.
+        # Episodes that end early are not a fair sample: a score that was cut short marks nothing.
         if self.scores is not None and self.scores.returns and not self.scores.unfinished:
             best = checkpoint.best_score(self.root)
             if best is None or self.scores.mean >= best:
@@ -261,40 +256,23 @@ class Run:
         if what & LAST:
             self.digests = {rank: part["digest"] for rank, part in self.saved.items()}
             self.over = True
-        self.order, self.saved, self.scores = None, {}, None
+        self.order, self.saved, self.scores, self.lost_drafts = None, {}, None, 0
         self.last_checkpoint = time.monotonic()
 
     def stalled(self) -> str | None:
-        """Who has not come forward for `log.stall` seconds, if anybody."""
-        stall, now = self.config.log.stall, time.monotonic()
-        watched = sorted(self.members | self.actors)
-        stale = self.board.stale(watched, now - stall) if now - self.account.begin > stall else []
+        """Why the run is to end, if a process has given no sign of life for `log.stall` seconds."""
+        now, stall, board, begin = time.monotonic(), self.config.log.stall, self.board, self.ledger.begin
+        names = self.processes()
+        watched = self.members | {row for row in names if row >= self.learners}
+        stale = board.stale(sorted(watched), now - stall) if now - begin > stall else []
         if not stale:
             return None
-        idle = now - max(float(self.board.heartbeat[stale[0]]), self.account.begin)
-        row = stale[0] - self.learners
-        kind = acting_kind(self.config).child
-        who = f"{kind} {row}: " if row >= 0 else f"learner {stale[0]}: " if self.learners > 1 else ""
+        idle = now - max(float(board.heartbeat[stale[0]]), begin)
+        who = f"{names[stale[0]][0]}: " if len(names) > 1 and stale[0] in names else ""
         return f"{who}no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
 
-    def exit_when_stalled(self) -> Callable[[], None]:
-        """Watch this very process from a thread: a hung simulator cannot be interrupted. Returns a call to end that."""
-        ended = threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(min(5.0, self.config.log.stall / 4)):
-                if reason := self.stalled():
-                    with suppress(Exception):
-                        self.writer.summary(self._summary("failed", reason))
-                    sys.stderr.write(f"coterie: {reason}\n")
-                    sys.stderr.flush()
-                    os._exit(1)
-
-        threading.Thread(target=watch, name="coterie-watchdog", daemon=True).start()
-        return ended.set
-
-    def _hear(self, number: signal.Signals) -> None:
-        """The first asks for an end after this rollout; a second one ends it at once."""
+    def _on_signal(self, number: signal.Signals) -> None:
+        """The first one asks for an end after this rollout. A second one ends the run at once."""
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number

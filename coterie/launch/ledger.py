@@ -1,4 +1,4 @@
-"""What a run has done so far: from the learners' reports and the board to lines of metrics, status and summary."""
+"""What a run has done so far: the learners' reports and the board become lines of metrics, status and summary."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from coterie.parallel.meters import Busy, Energy
 from coterie.runs.metrics import Episodes
 from coterie.types import Spec
 
-_SUMMED = ("wire/refused", "inference/envs", "inference/streams")  # of all learners; of other gauges the mean
+_SUMMED = ("wire/refused", "inference/envs", "inference/streams")  # gauges that learners add up; of others the mean
 
 
-class Account:
-    """Counts are the board's; the rest is added up here. `state`: of the checkpoint that the run goes on from."""
+class Ledger:
+    """Counts are read from the board, the rest is added up here.
+
+    `state`: of the checkpoint that the run continues from; `reached`: env steps of its last line of metrics.
+    """
 
     def __init__(
         self, config: ResolvedConfig, spec: Spec, board: Board, state: dict[str, Any] | None, reached: int
@@ -37,16 +40,16 @@ class Account:
         self.rolled_back = self.dropped = self.restarts = 0
         self.last_eval: dict[str, float] = {}
         self.lags, self.line_lags = Counter[int](), Counter[int]()  # rows by policy_lag: of all, since the last line
-        self.lag_by_row, self.rollouts = list[float](), 0  # lag of each row of a rollout, added up over so many
-        self.latencies = deque[float](maxlen=20_000)  # seconds that envs waited for their actions, lately
+        self.lag_by_row, self.rollouts = list[float](), 0  # sums of the lag of each row, over that many rollouts
+        self.latencies = deque[float](maxlen=20_000)  # seconds that envs have waited for their latest actions
         self.begin_stages: dict[str, float] = {}
         if state is not None:
             self.life, self.seconds_before, self.begin_steps = state["life"] + 1, state["seconds"], state["env_steps"]
-            # What was acted and not learned at the end of the life before is lost.
+            # What was acted and not learned before the run was resumed is lost.
             self.last_eval, self.dropped = state["last_eval"], state["dropped"] + state.get("in_flight", 0)
             self._load_history(state)
             self.begin_stages = dict(state["stages"])
-            # What was told to the world after the checkpoint (`reached` env steps) is learned again.
+            # What came after the checkpoint is learned again.
             self.rolled_back = state["rolled_back"] + max(0, reached - self.begin_steps)
         self.begin = self.last_line = time.monotonic()
         self.reports: dict[int, dict[str, Any]] = {}  # the latest of each learner
@@ -55,7 +58,7 @@ class Account:
         self.line_stages, self.line_steps = dict(self.begin_stages), self.begin_steps
         self.metrics: dict[str, float] = {}
         self.batches = 0
-        self.readers: list[Callable[[], dict[str, float]]] = []  # more for the lines of metrics
+        self.readers: list[Callable[[], dict[str, float]]] = []  # more values for the lines of metrics
         self.energy, self.busy = Energy(), Busy()
 
     @property
@@ -71,10 +74,10 @@ class Account:
         return self.board.sum("learned")
 
     def take(self, rank: int, report: dict[str, Any]) -> None:
-        """A learner's report."""
-        self.episodes.extend((score, length) for score, length, _ in report["games"])
+        """Add a learner's report."""
+        self.episodes.extend((score, length) for score, length, _ in report["episodes"])
         if self.tasks:
-            for score, length, env_id in report["games"]:
+            for score, length, env_id in report["episodes"]:
                 self.tasks[task_of(self.config, env_id)].extend([(score, length)])
         self.batches += report["batches"]
         for name, value in report["metrics"].items():
@@ -89,7 +92,7 @@ class Account:
         self._add_stages()
 
     def take_acted(self, row: int, report: dict[str, Any]) -> None:
-        """An actor's report."""
+        """Add an actor's report."""
         self.acted[row] = report
         self.latencies.extend(report.get("latencies", ()))
         self._add_stages()
@@ -102,12 +105,12 @@ class Account:
                 self.stages[name] = self.begin_stages.get(name, 0.0) + mean
 
     @property
-    def news(self) -> bool:
+    def has_news(self) -> bool:
         """Whether anything was learned since the last line."""
         return bool(self.batches) or self.env_steps != self.line_steps
 
     def take_scores(self, scores: Scores, env_steps: int) -> dict[str, Any]:
-        """An evaluation's outcome after so many env steps; returns its line of metrics."""
+        """Add an evaluation after `env_steps`; returns its line of metrics."""
         self.last_eval = {"eval_return": scores.mean, "eval_stderr": scores.stderr}
         line = {
             "env_steps": env_steps,
@@ -122,7 +125,7 @@ class Account:
         return line
 
     def lose(self, rank: int, actors: Iterable[int] = ()) -> None:
-        """A learner has died, and its actors (rows of the board) with it: what nobody learned from is lost."""
+        """A learner has died, and its actors (rows of the board) with it: the rows that it had not learned are lost."""
         learned = self.board.read(rank)["learned"]
         self.dropped += sum(self.board.read(row)["produced"] for row in (rank, *actors)) - learned
         self.board.write(rank, {"produced": learned, "dropped": 0})
@@ -132,8 +135,8 @@ class Account:
         self.reports.pop(rank, None)
 
     def lose_actor(self, row: int, delivered: int = 0) -> None:
-        """An actor has died in the midst of a rollout, of which nobody will learn. `delivered`: rows that it may have
-        handed over without counting them.
+        """An actor has died, and its unfinished rollout is lost. `delivered`: rows that it may have handed over without
+        counting them.
         """
         counts = self.board.read(row)
         delivered = max(delivered, counts["delivered"])
@@ -142,7 +145,7 @@ class Account:
         self.acted.pop(row, None)
 
     def roll_back(self, state: dict[str, Any], board: Board) -> None:
-        """All learners go back to a checkpoint, on a new board; what they had counted since is on the old one."""
+        """Go back to a checkpoint, with a new board; the old one has what was counted since then."""
         learned = self.board.sum("learned")
         self.rolled_back += learned - state["env_steps"]
         self.dropped += self.board.sum("produced") - learned
@@ -156,11 +159,11 @@ class Account:
         self.lags = Counter({int(k): v for k, v in state.get("lags", {}).items()})
         self.lag_by_row, self.rollouts = list(state.get("lag_by_row", ())), state.get("rollouts", 0)
         self.episodes.load_state_dict(state["episodes"])
-        for task, games in self.tasks.items():
-            games.load_state_dict(state["tasks"][task])
+        for task, episodes in self.tasks.items():
+            episodes.load_state_dict(state["tasks"][task])
 
     def state(self, counts: list[dict[str, int]], last: bool) -> dict[str, Any]:
-        """What a checkpoint keeps, with each learner's counts as of its part. `last`: nobody acts any more."""
+        """What a checkpoint keeps, with each learner's counts as of its part. `last`: the actors have ended."""
         return {
             "env_steps": sum(row["learned"] for row in counts),
             "learners": counts,
@@ -175,18 +178,14 @@ class Account:
             "lag_by_row": self.lag_by_row,
             "rollouts": self.rollouts,
             "episodes": self.episodes.state_dict(),
-            "tasks": {task: games.state_dict() for task, games in self.tasks.items()},
+            "tasks": {task: episodes.state_dict() for task, episodes in self.tasks.items()},
         }
 
     def status(self) -> dict[str, Any]:
         """For the display: rates and stages since the run was started."""
         elapsed = max(time.monotonic() - self.begin, 1e-9)
-        steps = self.env_steps
-        rate = (steps - self.begin_steps) / elapsed
         return {
-            "env_steps": steps,
-            "env_steps_per_s": rate,
-            "frames_per_s": rate * self.spec.action_repeat,
+            **self._rates(self.env_steps - self.begin_steps, elapsed),
             "mean_return": self.episodes.mean_return,
             "episodes": self.episodes.count,
             "stages": {k: (v - self.begin_stages.get(k, 0.0)) / elapsed for k, v in self.stages.items()},
@@ -195,28 +194,18 @@ class Account:
 
     def line(self) -> dict[str, Any]:
         """One line of metrics: rates and stages since the line before, losses as means over its batches."""
-        now, steps, board = time.monotonic(), self.env_steps, self.board
+        now, steps = time.monotonic(), self.env_steps
         elapsed = max(now - self.last_line, 1e-9)
-        rate = (steps - self.line_steps) / elapsed
         reports = list(self.reports.values())
         rss = [r["rss_mb"] for r in [*reports, *self.acted.values()] if r["rss_mb"] is not None]
         line: dict[str, Any] = {
-            "env_steps": steps,
-            "seconds": round(self.seconds, 3),
-            "learner_steps": board.sum("learner_steps"),
-            "env_steps_per_s": rate,
-            "frames_per_s": rate * self.spec.action_repeat,
-            "mean_return": self.episodes.mean_return,
+            **self._rates(steps - self.line_steps, elapsed),
+            **self._totals(),
             "mean_length": self.episodes.mean_length,
-            "episodes": self.episodes.count,
             **self._task_returns(),
             "lr": reports[0]["lr"] if reports else None,
-            "policy_lag_max": self._policy_lag_max(),
-            **self._lags(),
-            **self._latency(),
-            "masked_steps": board.sum("masked"),
-            "envs_replaced": board.sum("replaced"),
-            "skipped_batches": board.sum("skipped"),
+            **self._line_lag(),
+            **{f"latency/{name}": value for name, value in self._latency().items()},
             "rss_mb": sum(rss) if rss else None,
             **{k: v / max(1, self.batches) for k, v in self.metrics.items()},
         }
@@ -232,19 +221,42 @@ class Account:
         self.metrics, self.batches = {}, 0
         self.line_lags.clear()
         if joules := self.energy.joules():
-            line["joules"] = joules  # of this life of the run, and of the whole machine
+            line["joules"] = joules  # of the whole machine, since the run was started
         for read in (self.busy.read, *self.readers):
             line |= read()
         return line
 
+    def _rates(self, env_steps: int, seconds: float) -> dict[str, Any]:
+        """The env steps, and the rate at which the last `env_steps` of them were learned."""
+        rate = env_steps / seconds
+        return {
+            "env_steps": self.env_steps,
+            "env_steps_per_s": rate,
+            "frames_per_s": rate * self.spec.action_repeat,
+        }
+
+    def _totals(self) -> dict[str, Any]:
+        """Of the whole run, for the lines of metrics and the summary."""
+        board = self.board
+        return {
+            "learner_steps": board.sum("learner_steps"),
+            "seconds": round(self.seconds, 3),
+            "episodes": self.episodes.count,
+            "mean_return": self.episodes.mean_return,
+            "masked_steps": board.sum("masked"),
+            "envs_replaced": board.sum("replaced"),
+            "skipped_batches": board.sum("skipped"),
+            "policy_lag_max": int(board.counts[:, COUNTS.index("policy_lag_max")].max()),
+        }
+
     def _task_returns(self) -> dict[str, float]:
-        """Of several tasks each mean return, and one number for all once each has ended a game."""
-        means = {task: games.mean_return for task, games in self.tasks.items() if games.count}
+        """The mean return of each of several tasks, and one score of all once each has ended an episode."""
+        means = {task: episodes.mean_return for task, episodes in self.tasks.items() if episodes.count}
         lines = {f"return/{task}": mean for task, mean in means.items()}
         return lines | ({"score": overall(means)} if means and len(means) == len(self.tasks) else {})
 
-    def _lags(self) -> dict[str, float]:
-        """How old, in learner steps, the weights were that acted what was learned from since the last line."""
+    def _line_lag(self) -> dict[str, float]:
+        """The age, in learner steps, of the weights that acted what was learned from since the last line."""
         total = self.line_lags.total()
         if not total:
             return {}
@@ -255,48 +267,37 @@ class Account:
         return {"policy_lag/mean": mean, "policy_lag/p95": p95}
 
     def _latency(self) -> dict[str, float]:
-        """How long envs waited for their actions lately."""
+        """How long envs have waited for their latest actions."""
         if not self.latencies:
             return {}
         p50, p99 = np.percentile(np.array(self.latencies), (50, 99)) * 1e3
-        return {"latency/p50_ms": float(p50), "latency/p99_ms": float(p99)}
+        return {"p50_ms": float(p50), "p99_ms": float(p99)}
 
     def _in_flight(self) -> int:
         return self.board.sum("produced") - self.board.sum("learned") - self.board.sum("dropped")
 
-    def _policy_lag_max(self) -> int:
-        return int(self.board.counts[:, COUNTS.index("policy_lag_max")].max())
-
     def summary(self, digests: dict[int, str]) -> dict[str, Any]:
-        """The run's end in numbers; `digests`: of the learners' last weights, where all have told theirs."""
-        seconds, board = self.seconds, self.board
-        learned, produced = board.sum("learned"), board.sum("produced")
+        """The final metrics. `digests`: of the learners' last weights, where they have ended."""
+        board, learned = self.board, self.env_steps
         each = [digests.get(rank, "") for rank in range(self.learners)]
         whole = each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
         return {
             "env_steps": learned,
             "env_frames": learned * self.spec.action_repeat,
-            "learner_steps": board.sum("learner_steps"),
+            **self._totals(),
             "samples_trained": board.sum("samples_trained"),
-            "seconds": round(seconds, 3),
-            "env_steps_per_s": learned / seconds,
-            "episodes": self.episodes.count,
-            "mean_return": self.episodes.mean_return,
+            "env_steps_per_s": learned / self.seconds,
             **({"tasks": self._task_returns()} if self.tasks else {}),
             "rows": {
-                "produced": produced + self.rolled_back + self.dropped,
+                "produced": board.sum("produced") + self.rolled_back + self.dropped,
                 "learned": learned,
                 "in_flight": self._in_flight(),  # what an error or a second signal kept from being learned
                 "dropped": self.dropped + board.sum("dropped"),
                 "rolled_back": self.rolled_back,
             },
-            "masked_steps": board.sum("masked"),
-            "envs_replaced": board.sum("replaced"),
-            "skipped_batches": board.sum("skipped"),
-            "policy_lag_max": self._policy_lag_max(),
             "policy_lag": {str(lag): rows for lag, rows in sorted(self.lags.items())},
             "policy_lag_by_row": [round(x / self.rollouts, 3) for x in self.lag_by_row],
-            **{k.replace("/", "_"): v for k, v in self._latency().items()},
+            **{f"latency_{name}": value for name, value in self._latency().items()},
             "stages": {k: round(v, 3) for k, v in self.stages.items()},
             "energy": self._energy(learned - self.begin_steps),
             "digest": whole if digests else "",
@@ -305,7 +306,7 @@ class Account:
         }
 
     def _energy(self, env_steps: int) -> dict[str, Any]:
-        """Of this life of the run, and of the whole machine."""
+        """Of the whole machine, since the run was started."""
         joules = self.energy.joules()
         if not joules:
             return {"frames_per_kj": None, "joules": None, "reason": self.energy.reason}

@@ -12,6 +12,10 @@ class RestartBudget:
         self.field, self.limit = field, limit
         self.used = 0
 
+    @property
+    def left(self) -> int:
+        return self.limit - self.used
+
     def spend(self, reason: str) -> None:
         """Count one restart. Raises `CoterieError` with the reason for it when there is none left."""
         self.used += 1

@@ -18,7 +18,7 @@ from coterie.build.validity import check
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.exchange.table import exchange_kind
-from coterie.launch.coordinator import Run
+from coterie.launch.coordinator import Coordinator
 from coterie.launch.local import run_children, run_here
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
@@ -116,7 +116,7 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
             (folder / "summary.json").unlink(missing_ok=True)  # of the life before
         except OSError as error:
             raise CoterieError(f"out: cannot write to {folder}: {error.strerror or error}") from None
-        run = Run(config, folder, spec, board, state=state, quiet=quiet)
+        run = Coordinator(config, folder, spec, board, state=state, quiet=quiet)
     except BaseException:
         for part in (learner, link):
             if part is not None:
@@ -127,7 +127,7 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
     if learner is not None:
         return run_here(run, learner)
     del board  # its memory goes with the last who holds it: the run, until there is the children's
-    return run_children(run, config, saved, state, link)
+    return run_children(run, config, saved, link)
 
 
 def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tuple[Link | None, str]:

@@ -1,6 +1,6 @@
-"""A learner at work within a run: after each rollout it counts, reports, and carries out orders.
+"""A learner at work within a run: after each rollout it counts and reports, and it obeys orders.
 
-Whoever runs it (the same process, or the parent of several) gives orders on the board and takes messages by `post`.
+Its parent (the same process, or that of several learners) gives orders on the board and takes messages by `post`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coterie.roles.learner import Learner
 from coterie.runs import checkpoint
 from coterie.types import CoterieError, Rollout
 
-_GAUGES_S = 0.25  # least seconds between two readings of what takes a while to find out
+_GAUGES_S = 0.25  # least seconds between two readings of the gauges, some of which take a while
 
 
 class Service:
@@ -30,41 +30,45 @@ class Service:
         self.learner, self.post, self.every = learner, post, every
         self.root = folder / "checkpoints"
         self.board, self.rank = learner.links.board, learner.links.rank
-        self.games: list[tuple[float, int, int]] = []  # return, length, env id
+        self.episodes: list[tuple[float, int, int]] = []  # return, length, env id
         self.reported = self.gauged = 0.0
         self.gauges: dict[str, float] = {}
-        learner.exchange.report_to(lambda line: post("said", line))
         self.done = done  # the last order that was carried out
         self.over = False
+        learner.exchange.report_to(lambda line: post("said", line))
+
+    @property
+    def has_order(self) -> bool:
+        return self.board.order[0] > self.done
 
     def run(self) -> None:
-        """Train to the end of the run, then go on carrying out orders until the last."""
+        """Train to the end of the run, then obey orders until the last one."""
         self.learner.tell()
         self.post("note", self.learner.describe())
-        # Given before anybody began: the checkpoint at step 0. Who comes back has no weights worth saving yet.
-        if self.board.order[0] > self.done and not self.learner.links.rejoin:
-            self.obey()
+        # Given before the learners began: the checkpoint at step 0. One that rejoins has no weights worth saving yet.
+        if self.has_order and not self.learner.links.rejoin:
+            self.execute_order()
         self.learner.run(self.after_rollout)
-        self.learner.tell()  # hosts had gone on during the last rollout's training
+        self.learner.tell()  # env hosts go on during the training on the last rollout
         self.report()
         self.post("idle", None)
         while not self.over:
-            self.board.heartbeat[self.rank] = time.monotonic()
-            if self.board.order[0] > self.done:
-                self.obey()
+            self.board.beat(self.rank)
+            if self.has_order:
+                self.execute_order()
             else:
                 time.sleep(0.005)
 
     def after_rollout(self, rollout: Rollout) -> bool:
-        """True ends the training: by budget, or because whoever runs the learners says so."""
+        """Returns True where the training ends: the budget is used up, or the parent stops it."""
         learner = self.learner
-        self.games += [(*game, i) for game, i in zip(rollout.episodes, rollout.episode_env, strict=True)]
+        self.episodes += [(*episode, i) for episode, i in zip(rollout.episodes, rollout.episode_env, strict=True)]
         learner.tell()
         if time.monotonic() - self.reported >= self.every:
             self.report()
-        order, stop = learner.exchange.agree(self.board.order[0] > self.done, self.board.stopping)
+        order, stop = learner.exchange.agree(self.has_order, self.board.stopping)
         if order:
-            self.obey()
+            self.execute_order()
         return stop or learner.exchange.steps.total >= learner.config.steps
 
     def report(self) -> None:
@@ -72,7 +76,7 @@ class Service:
         if self.reported - self.gauged > _GAUGES_S:
             self.gauged, self.gauges = self.reported, self.learner.gauges()
         content: dict[str, Any] = {
-            "games": self.games,
+            "episodes": self.episodes,
             "metrics": progress.metrics,
             "batches": progress.batches,
             "stages": dict(self.learner.stages.seconds),
@@ -84,13 +88,13 @@ class Service:
             "lag_by_row": progress.lag_by_row,
             "rollouts": progress.rollouts,
         }
-        self.games, progress.metrics, progress.batches = [], {}, 0
+        self.episodes, progress.metrics, progress.batches = [], {}, 0
         progress.lags.clear()
         progress.rollouts = 0
         self.post("report", content)
 
-    def obey(self) -> None:
-        """Evaluate where that is asked for and this is the first learner; then write this learner's part."""
+    def execute_order(self) -> None:
+        """Evaluate, if the order asks for it and this is the first learner; then save this learner's part."""
         number, what = self.board.order
         self.done = number
         if what & EVALUATE and self.rank == 0:
@@ -104,15 +108,16 @@ class Service:
         except CoterieError:
             if draft.is_dir():
                 raise
-            return  # the order was given up meanwhile: somebody who was to take part is gone
+            self.post("draft_lost", number)  # the order was given up meanwhile, or another process removed the folder
+            return
         digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
-        self.gauged = 0.0  # also of a run that is shorter than the time between two readings
-        self.report()  # so that what the checkpoint says of all rows is said of these, too
+        self.gauged = 0.0  # read them once more, also in a run that is shorter than the time between two readings
+        self.report()  # the checkpoint counts these rows, too
         self.post("saved", {"order": number, "counts": learner.counts(), "digest": digest})
         self.over = bool(what & LAST)
 
     def _evaluate(self, order: int) -> None:
-        """Score the weights that the checkpoint will hold, unless a signal comes in between."""
+        """Score the weights that the checkpoint will hold, unless a signal ends it."""
         learner = self.learner
         learner.refresh_actor()
         scores = self._scores(learner.algorithm, learner.actor)
@@ -123,6 +128,11 @@ class Service:
 
     def _scores(self, algorithm: Algorithm, model: Network) -> Scores:
         config = self.learner.config
+
+        def stop() -> bool:
+            self.board.beat(self.rank)
+            return self.board.stopping
+
         return evaluate(
             algorithm,
             model,
@@ -130,9 +140,5 @@ class Service:
             episodes=config.eval.episodes,
             sampled=config.eval.sampled,
             seed=seed_for(config.seed, EVAL_SEED, self.learner.exchange.steps.total),
-            stop=self._alive,
+            stop=stop,
         )
-
-    def _alive(self) -> bool:
-        self.board.heartbeat[self.rank] = time.monotonic()
-        return self.board.stopping

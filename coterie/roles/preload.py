@@ -1,15 +1,13 @@
-"""What the server that learners are forked from loads before any of them: torch and this package.
+"""What the server that child processes are forked from loads first: torch and this package.
 
-A signal to the whole process group (a terminal, `timeout`, a batch system) is for the parent of the run to act on; the
-server must outlive it, or nobody would know how its children end.
+A signal to the whole process group (a terminal, `timeout`, a batch system) is for the parent of the run to handle. The
+server must outlive it, because it reports how its children end.
 """
 
 import os
 import signal
 
-os.environ.setdefault(
-    "TORCH_CPP_LOG_LEVEL", "ERROR"
-)  # else it prints traces of what is handled: a machine that is gone
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it prints traces of handled errors, such as a lost machine
 
 import coterie.roles.actor
 import coterie.roles.env_host

@@ -1,7 +1,8 @@
-"""Fixtures of the runs of several learners: odd models, and a meddler beside a run in this process."""
+"""Fixtures of runs with child processes: odd models, envs that count their steps, a meddler beside the run."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing.util
 import signal
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import made_by
-from tests.launch.harness import PATIENCE, Meddler, Outside, put_down
 from tests.launch.visitors import WIDTH, Client, Guest
+from tests.support.meddler import PATIENCE, Meddler, Outside
+from tests.support.process_table import put_down
+from tests.support.runs import TALLY
 
 # For `--model.torso odd:NAME`: learners that are unlike the others. Loaded in the parent, too.
 ODD = '''
@@ -79,11 +82,39 @@ raises, not_a_number = broken(fail), broken(lambda x: x * float("nan"))
 
 
 @pytest.fixture
-def odd(tmp_path, monkeypatch) -> None:
-    """The module `odd` for this test."""
-    (tmp_path / "odd.py").write_text(ODD)
+def module(tmp_path, monkeypatch) -> Callable[[str, str], None]:
+    """Makes a module of this name and text that the run can import."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "odd", raising=False)
+
+    def make(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return make
+
+
+@pytest.fixture
+def odd(module) -> None:
+    """The module `odd`."""
+    module("odd", ODD)
+
+
+class Tally:
+    """Options of an env that counts its own steps, and their number over all processes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.options = {"env.id": "tally_env:Tally", "env.kwargs": json.dumps({"path": str(path)}), "env.delay": 0.01}
+
+    @property
+    def steps(self) -> int:
+        return self.path.stat().st_size
+
+
+@pytest.fixture
+def tally(tmp_path, module) -> Tally:
+    module("tally_env", TALLY)
+    return Tally(tmp_path / "tally")
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
-"""Faults on purpose: what is disturbed, and that the run bears it."""
+"""Deliberate faults: what is disturbed, and that a run survives it."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 from types import SimpleNamespace
 
@@ -13,117 +11,72 @@ from coterie.cli.main import main
 from coterie.config import Chaos
 from coterie.launch import chaos
 from coterie.launch.chaos import Disturber
-from tests.launch import test_central, test_decoupled
-from tests.launch.harness import ENDLESS, options
-from tests.launch.test_decoupled import CROWD, check
-from tests.launch.test_killed import TALLY
+from tests.support.runs import CROWD, ENDLESS, check_rows, decoupled_options
 
 
-class Run:
-    """Children that only note their signals, and a clock."""
+class World:
+    """Four children that note their signals, and a clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, spare=lambda row: False, cut=lambda: False, **own) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, spare=False, cut=True, seed=1) -> None:
         self.now, self.lines, self.sent = 0.0, list[str](), list[tuple[int, int]]()
-        self.children = {row: SimpleNamespace(process=SimpleNamespace(pid=row)) for row in range(4)}
+        names = ("learner 0", "learner 1", "actor 0", "actor 1")
+        processes = (SimpleNamespace(pid=pid, is_alive=lambda: True) for pid in range(4))
+        self.children = {name: SimpleNamespace(process=x) for name, x in zip(names, processes, strict=True)}
         monkeypatch.setattr(chaos, "time", SimpleNamespace(monotonic=lambda: self.now))
-        fake = SimpleNamespace(kill=lambda pid, number: self.sent.append((pid, number)))
-        monkeypatch.setattr(chaos, "os", fake)
-        own = Chaos(**{"every": 2.0, **own})
-        self.it = Disturber(own, 2, self.lines.append, lambda row: f"number {row}", spare, cut)
+        monkeypatch.setattr(chaos, "os", SimpleNamespace(kill=lambda pid, number: self.sent.append((pid, number))))
+        self.it = Disturber(Chaos(every=2.0, seed=seed), self.lines.append, lambda name: spare, lambda: cut)
 
-    def go(self, seconds: float, calm: bool = False) -> None:
+    def go(self, seconds: float, calm: bool = False) -> World:
         end = self.now + seconds
         while self.now < end:
             self.now += 0.05
             self.it.poll(self.children, calm)
+        return self
 
 
-def test_everything_happens_as_often_as_asked_and_the_same_with_the_same_seed(monkeypatch):
-    one, same, other = (Run(monkeypatch, cut=lambda: True, seed=s) for s in (1, 1, 2))
-    for run in (one, same, other):
-        monkeypatch.setattr(chaos, "time", SimpleNamespace(monotonic=lambda run=run: run.now))
-        monkeypatch.setattr(chaos, "os", SimpleNamespace(kill=lambda p, n, run=run: run.sent.append((p, n))))
-        run.it.due = run.it._pause()
-        run.go(2000)
+def test_every_fault_happens_as_often_as_asked_and_the_same_with_the_same_seed(monkeypatch):
+    one, same, other = (World(monkeypatch, seed=seed).go(2000) for seed in (1, 1, 2))
     assert one.lines == same.lines != other.lines
     assert 800 < one.it.done.total() < 1200
     assert all(one.it.done[kind] > 100 for kind in ("kill", "stop", "slow", "cut"))
-    assert {pid for pid, number in one.sent if number == signal.SIGKILL} == set(one.children)
+    assert {pid for pid, number in one.sent if number == signal.SIGKILL} == {0, 1, 2, 3}
 
 
-def test_who_was_stopped_goes_on(monkeypatch):
-    run = Run(monkeypatch, spare=lambda row: True)
-    run.go(500)
-    assert signal.SIGKILL not in {number for _, number in run.sent}
-    stops = sum(number == signal.SIGSTOP for _, number in run.sent)
-    assert stops > 200
-    run.go(20, calm=True)
-    assert (run.it.resting, run.it.slowed) == ({}, {})
-    for row in run.children:
-        assert [number for pid, number in run.sent if pid == row][-1] == signal.SIGCONT
-    run.it.due = 0
-    run.it.poll(run.children)
-    before = len(run.sent)
-    run.it.close()
-    assert all(number == signal.SIGCONT for _, number in run.sent[before:])
+def test_a_stopped_process_always_continues_and_a_spared_one_is_not_killed(monkeypatch):
+    world = World(monkeypatch, spare=True, cut=False).go(500)
+    assert signal.SIGKILL not in {number for _, number in world.sent}
+    assert world.it.done["cut"] == 0
+    assert sum(number == signal.SIGSTOP for _, number in world.sent) > 200
+    for leave in (lambda: world.go(20, calm=True), world.it.close):
+        leave()
+        for pid in range(4):
+            assert [number for one, number in world.sent if one == pid][-1] == signal.SIGCONT
+        world.it.due = 0.0
+        world.it.poll(world.children)
 
 
-def test_without_links_there_is_nothing_to_cut(monkeypatch):
-    run = Run(monkeypatch)
-    run.go(500)
-    assert run.it.done["cut"] == 0
-    assert run.it.done["stop"] > run.it.done["slow"]
-
-
-def test_a_process_of_its_own_has_to_be_there(capsys):
+def test_chaos_without_child_processes_is_refused(capsys):
     assert main(["train", "ppo", "--env", "CartPole-v1", "--chaos"]) == 2
     assert "chaos.every: a lone learner that acts itself has no processes to disturb" in capsys.readouterr().err
 
 
-SEVERE = {"chaos.every": 0.4, "restarts": 2, "log.checkpoint_every": 0.3}
+def test_a_run_survives_chaos_with_its_rows_accounted_for(meddler, tally):
+    """All that chaos did is in the log, and nothing is left behind."""
+    severe = {"chaos.every": 0.4, "restarts": 2, "log.checkpoint_every": 0.3}
 
-
-@pytest.mark.parametrize(
-    ("kind", "exchange"),
-    [("inline", "gossip"), ("decoupled", "allreduce"), ("central", "gossip"), ("inline", "store")],
-)
-def test_a_run_bears_it(tmp_path, meddler, monkeypatch, kind, exchange):
-    """With its accounts in order (the envs count their steps themselves), everything that chaos did in the log, and
-    nothing left behind.
-    """
-    tally = tmp_path / "tally"
-    (tmp_path / "tally_env.py").write_text(TALLY)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    env = {"env.id": "tally_env:Tally", "env.kwargs": json.dumps({"path": str(tally)}), "env.delay": 0.01}
-    monkeypatch.setattr(chaos, "_STOPPED_S", (0.1, 1.0))
-    monkeypatch.setattr(chaos, "_SLOWED_S", 1.0)
-    how = {**ENDLESS, **SEVERE, **env, "env.num-envs": CROWD}
-    args = {
-        "inline": lambda: options(meddler.out, exchange, **how),
-        "decoupled": lambda: test_decoupled.options(meddler.out, exchange, **{**how, "learners": 2, "actors": 4}),
-        "central": lambda: test_central.options(meddler.out, exchange, **{**how, "learners": 2, "actors": 2}),
-    }[kind]()
-
-    def said() -> list[str]:
-        log = meddler.out / "log.txt"
-        return [line for line in log.read_text().splitlines() if "chaos: " in line] if log.exists() else []
+    def faults() -> list[str]:
+        return [line for line in meddler.log().splitlines() if "chaos: " in line]
 
     def meddle() -> None:
-        meddler.until(lambda: len(said()) >= 12 and any("is killed" in x for x in said()), "a lot happens")
-        at = meddler.saved()
-        meddler.until(lambda: meddler.saved() > at, "it learns on")
-        os.kill(os.getpid(), signal.SIGTERM)
+        meddler.until(lambda: len(faults()) >= 12 and any("is killed" in x for x in faults()), "many faults")
+        meddler.saves_again()
+        meddler.interrupt()
 
+    args = decoupled_options(meddler.out, "gossip", **{**ENDLESS, **severe, **tally.options})
     assert meddler.run(args, meddle) == 75
-    summary = json.loads((meddler.out / "summary.json").read_text())
-    rows = summary["rows"]
-    assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
-    assert min(rows.values()) >= 0
-    # Of who is killed, or leaves, what it was at may be in nobody's books: an inline learner's rollout, else a step.
-    starts, unroll = len(meddler.started), 8 if kind == "inline" else 2
-    assert rows["produced"] <= tally.stat().st_size <= rows["produced"] + starts * CROWD * unroll
-    assert rows["in_flight"] <= 2 * CROWD * 5 * (3 + 2 + 1)
-    assert sum(summary["chaos"].values()) == len(said())
-    if kind != "inline":
-        check(meddler.out)
+    summary = check_rows(meddler.out)
+    # Each life of an actor may end with a step that is not counted.
+    assert summary["rows"]["produced"] <= tally.steps <= summary["rows"]["produced"] + len(meddler.started) * 2 * CROWD
+    assert summary["rows"]["in_flight"] <= 2 * CROWD * 5 * (3 + 2 + 1)
+    assert sum(summary["chaos"].values()) == len(faults())
     meddler.check_nothing_left()

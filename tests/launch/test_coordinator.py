@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import coterie
+from coterie import presets
 from coterie.build.evaluate import Scores
-from coterie.launch.coordinator import Run
+from coterie.launch.coordinator import Coordinator
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
+from coterie.types import CoterieError
 from tests.conftest import VECTOR, make_config
 
 REPORT = {
-    "games": [],
+    "episodes": [],
     "metrics": {},
     "batches": 0,
     "stages": {},
@@ -31,10 +35,10 @@ REPORT = {
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path: Path) -> Iterator[Coordinator]:
     """Two learners that have made their first checkpoint, and an evaluation due at 1000 env steps."""
     config = make_config(**{"eval.every": 1000, "log.tensorboard": False, "steps": 100_000, "log.every": 1e9})
-    run = Run(config, tmp_path, VECTOR, Board(2), state=None, quiet=True)
+    run = Coordinator(config, tmp_path, VECTOR, Board(2), state=None, quiet=True)
     run.poll()
     for rank in range(2):
         save(run, rank, 0)
@@ -43,7 +47,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run.writer.close()
 
 
-def save(run: Run, rank: int, learned: int) -> None:
+def save(run: Coordinator, rank: int, learned: int) -> None:
     """What a learner does to obey."""
     draft = checkpoint.draft_path(run.root, f"order_{run.order}")
     checkpoint.write(draft, {f"learner_{rank}/model": {"w": torch.zeros(2)}})
@@ -51,21 +55,21 @@ def save(run: Run, rank: int, learned: int) -> None:
     run.receive(rank, "saved", {"order": run.order, "counts": counts, "digest": "x"})
 
 
-def scores(run: Run, mean: float, order: int) -> None:
+def scores(run: Coordinator, mean: float, order: int) -> None:
     run.receive(0, "scores", {"order": order, "scores": Scores("made-up", [mean, mean])})
 
 
-def learn(run: Run, learned: int) -> None:
+def learn(run: Coordinator, learned: int) -> None:
     for rank in range(2):
         run.board.write(rank, {"learned": learned})
         run.receive(rank, "report", dict(REPORT))
 
 
-def evaluations(run: Run) -> list[float]:
+def evaluations(run: Coordinator) -> list[float]:
     return [line["eval/return"] for line in read_metrics(run.folder) if "eval/return" in line]
 
 
-def test_an_evaluation_is_due_once_for_each_stretch_of_steps(run: Run) -> None:
+def test_an_evaluation_is_due_once_for_each_stretch_of_steps(run: Coordinator) -> None:
     learn(run, 400)
     assert run.order is None
     learn(run, 1600)  # 3,200 of both: it was due at 1,000
@@ -83,7 +87,7 @@ def test_an_evaluation_is_due_once_for_each_stretch_of_steps(run: Run) -> None:
     assert run.order is None
 
 
-def test_an_evaluation_whose_learner_dies_is_made_again_and_its_late_score_is_not_taken(run: Run) -> None:
+def test_an_evaluation_whose_learner_dies_is_made_again_and_its_late_score_is_not_taken(run: Coordinator) -> None:
     learn(run, 600)
     first = run.board.order[0]
     run.give_up_order()  # learner 0 is gone
@@ -91,7 +95,7 @@ def test_an_evaluation_whose_learner_dies_is_made_again_and_its_late_score_is_no
     assert run.board.order == (first + 1, SAVE | EVALUATE)
     scores(run, 99.0, first)
     assert evaluations(run) == []
-    assert run.account.last_eval == {}
+    assert run.ledger.last_eval == {}
     scores(run, 7.0, first + 1)
     save(run, 0, 600)
     save(run, 1, 600)
@@ -99,31 +103,31 @@ def test_an_evaluation_whose_learner_dies_is_made_again_and_its_late_score_is_no
     assert checkpoint.best_score(run.root) == 7.0
 
 
-def test_a_group_that_goes_back_takes_its_counts_and_games_back(run: Run) -> None:
+def test_a_group_that_goes_back_takes_its_counts_and_games_back(run: Coordinator) -> None:
     learn(run, 400)
     run.last_checkpoint = -1e9
     run.poll()
-    run.receive(0, "report", {**REPORT, "games": [(1.0, 10, 0)]})
+    run.receive(0, "report", {**REPORT, "episodes": [(1.0, 10, 0)]})
     for rank in range(2):
         save(run, rank, 400)
     path = checkpoint.latest(run.root)
     assert path is not None
     state = checkpoint.load(path)[1]
-    run.receive(1, "report", {**REPORT, "games": [(2.0, 20, 0)]})
+    run.receive(1, "report", {**REPORT, "episodes": [(2.0, 20, 0)]})
     for rank in range(2):
         run.board.write(rank, {"learned": 450, "produced": 460})
     board = Board(2)
     for rank in range(2):
         board.write(rank, {"learned": 400, "produced": 400})
     run.join(board, [], state)
-    assert (run.account.rolled_back, run.account.dropped) == (100, 20)
-    assert run.account.episodes.count == 1
-    assert run.account.env_steps == 800
-    rows = run.account.summary({})["rows"]
+    assert (run.ledger.rolled_back, run.ledger.dropped) == (100, 20)
+    assert run.ledger.episodes.count == 1
+    assert run.ledger.env_steps == 800
+    rows = run.ledger.summary({})["rows"]
     assert rows == {"produced": 920, "learned": 800, "in_flight": 0, "dropped": 20, "rolled_back": 100}
 
 
-def test_the_last_order_ends_the_run(run: Run) -> None:
+def test_the_last_order_ends_the_run(run: Coordinator) -> None:
     learn(run, 500)
     run.give_up_order()
     run.receive(0, "idle", None)
@@ -138,3 +142,52 @@ def test_the_last_order_ends_the_run(run: Run) -> None:
     save(run, 1, 500)
     assert run.over
     assert run.digests == {0: "x", 1: "x"}
+
+
+def lose_draft(run: Coordinator, rank: int) -> int:
+    """The folder vanishes before this learner has written its part; returns the number of the order."""
+    assert run.order is not None
+    shutil.rmtree(checkpoint.draft_path(run.root, f"order_{run.order}"))
+    number = run.order
+    run.receive(rank, "draft_lost", number)
+    return number
+
+
+def test_a_checkpoint_whose_draft_vanishes_is_ordered_again(run: Coordinator) -> None:
+    learn(run, 600)
+    first = lose_draft(run, 0)
+    assert run.board.order == (first + 1, SAVE | EVALUATE)
+    run.receive(1, "draft_lost", first)  # the other learner has missed the same one
+    assert run.order == first + 1
+    scores(run, 5.0, first + 1)
+    for rank in range(2):
+        save(run, rank, 600)
+    assert run.order is None
+    assert checkpoint.latest(run.root) == run.root / f"step_{1200:012d}"
+
+
+def test_a_run_whose_drafts_vanish_again_and_again_fails_with_the_reason(run: Coordinator) -> None:
+    learn(run, 600)
+    for _ in range(3):
+        lose_draft(run, 0)
+    with pytest.raises(CoterieError, match=r"drafts of checkpoints vanish from .*another process"):
+        lose_draft(run, 0)
+
+
+def test_a_run_ends_although_a_draft_vanished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner must not wait for ever after it has failed to obey."""
+    write, calls = checkpoint.write, list[Path]()
+
+    def vanish(draft: Path, tensors: checkpoint.Tensors) -> None:
+        calls.append(draft)
+        if len(calls) == 2:
+            shutil.rmtree(draft)
+        write(draft, tensors)
+
+    monkeypatch.setattr(checkpoint, "write", vanish)
+    changes = {"env.num_envs": 4, "algo.unroll_length": 16, "log.tensorboard": False, "log.checkpoint_every": 0.05}
+    config = presets.a2c(env="CartPole-v1", steps=3000, out=str(tmp_path / "run"), **changes)
+    summary = coterie.train(config, quiet=True)
+    assert summary["status"] == "finished"
+    assert len(calls) > 3
+    assert "draft of a checkpoint has vanished" in (tmp_path / "run" / "log.txt").read_text()

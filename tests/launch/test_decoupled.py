@@ -1,64 +1,26 @@
-"""Runs with actors of their own, as a user has them: killed, stopped, resumed, the same twice, and the books."""
+"""Runs with actors: killed, resumed, the same twice, and the accounts of their rows."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from coterie.cli.main import main
-from coterie.launch.ledger import Account
+from coterie.launch.ledger import Ledger
 from coterie.parallel.board import Board
 from coterie.parallel.slots import Slots
 from coterie.runs.metrics import read_metrics
 from tests.conftest import VECTOR, make_config
-from tests.launch.harness import ENDLESS, last_checkpoint, last_line, read_summary
-from tests.launch.test_killed import TALLY
+from tests.support.runs import CROWD, ENDLESS, check_rows, decoupled_options, last_line
 
-CROWD = 4  # simulators of one learner, in two actors
-
-
-def options(out: Path, exchange: str = "solo", **changes: object) -> list[str]:
-    learners = 1 if exchange == "solo" else 2
-    fields: dict[str, object] = {
-        "steps": 3000,
-        "out": out,
-        "exchange": exchange,
-        "learners": learners,
-        "actors": 2 * learners,
-        "env.num-envs": CROWD,
-        "decoupled.batch_size": 0,
-        "algo.unroll-length": 5,
-        "log.tensorboard": False,
-        "log.every": 0.1,
-        **changes,
-    }
-    return [
-        "train",
-        "impala",
-        "--env",
-        "CartPole-v1",
-        *(text for k, v in fields.items() for text in (f"--{k}", str(v))),
-    ]
+options, check = decoupled_options, check_rows  # for test_central.py, test_remote*.py and test_learning_cells.py
 
 
-def check(out: Path) -> dict:
-    """The books of a run whose actors may have left work that nobody learned from."""
-    summary = read_summary(out)
-    rows = summary["rows"]
-    assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
-    assert min(rows.values()) >= 0
-    assert rows["learned"] == summary["env_steps"]
-    if summary["status"] != "failed":
-        assert last_checkpoint(out)[1]["in_flight"] == rows["in_flight"]
-    return summary
-
-
-@pytest.mark.parametrize("exchange", ["solo", "allreduce", "hogwild", "store", "gossip"])
-def test_through_every_exchange(tmp_path, exchange):
+@pytest.mark.parametrize("exchange", ["solo", "allreduce", "gossip"])
+def test_decoupled_learners_finish_evaluate_and_resume(tmp_path, exchange):
     out = tmp_path / "run"
     assert main(options(out, exchange, **{"eval.every": 1000, "eval.episodes": 2})) == 0
     summary = check(out)
@@ -66,7 +28,7 @@ def test_through_every_exchange(tmp_path, exchange):
     if exchange == "allreduce":  # all learners hold equal parameters: pulling from one is pulling from all
         assert len(summary["digests"]) == 2
         assert len(set(summary["digests"])) == 1
-    # Whoever has not seen the end yet finishes a batch: at most what is open of each learner.
+    # A learner finishes the batches that it has begun.
     assert 3000 <= summary["env_steps"] <= 3000 + 4 * CROWD * 5
     assert summary["rows"]["dropped"] == summary["rows"]["rolled_back"] == 0
     lines = read_metrics(out)
@@ -77,17 +39,17 @@ def test_through_every_exchange(tmp_path, exchange):
     before, summary = summary["rows"], check(out)
     assert summary["env_steps"] >= 4000
     assert summary["rows"]["dropped"] == before["in_flight"]
-    # Both are of the whole run, the life before the resume with it.
+    # Both are of the whole run, with its life before the resume.
     lags, by_row = {int(k): n for k, n in summary["policy_lag"].items()}, summary["policy_lag_by_row"]
     mean = sum(lag * n for lag, n in lags.items()) / sum(lags.values())
     assert sum(by_row) / len(by_row) == pytest.approx(mean, abs=1e-3)
 
 
 @pytest.mark.parametrize("handed_over", [True, False])
-def test_rows_of_an_actor_killed_at_its_slot_are_dropped_only_if_nobody_gets_them(handed_over):
-    """Between filling a slot and counting it there is a moment at which an actor can be killed, too."""
+def test_rows_of_an_actor_killed_at_its_slot_are_dropped_only_if_they_were_not_handed_over(handed_over):
+    """An actor can be killed between filling a slot and counting it."""
     config, board = make_config(), Board(1, 1)
-    account = Account(config, VECTOR, board, None, 0)
+    ledger = Ledger(config, VECTOR, board, None, 0)
     slots = Slots({"x": ((5, 2), "int64")}, 1, 2, 2)
     board.write(1, {"produced": 100, "delivered": 90})
     slots.open(0, 0)
@@ -95,72 +57,52 @@ def test_rows_of_an_actor_killed_at_its_slot_are_dropped_only_if_nobody_gets_the
     slots.promise(0, at, 100)
     if handed_over:
         slots.fill(at)
-    account.lose_actor(1, slots.delivered(0))
+    ledger.lose_actor(1, slots.delivered(0))
     left = 100 if handed_over else 90
-    assert (account.dropped, board.read(1)["produced"], board.read(1)["delivered"]) == (100 - left, left, left)
+    assert (ledger.dropped, board.read(1)["produced"], board.read(1)["delivered"]) == (100 - left, left, left)
 
 
-@pytest.mark.parametrize("exchange", ["solo", "allreduce", "gossip"])
-def test_killed_actors_come_back_and_every_row_is_accounted_for(tmp_path, monkeypatch, meddler, exchange):
-    out, tally = meddler.out, tmp_path / "tally"
-    (tmp_path / "tally_env.py").write_text(TALLY)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    actors = 2 if exchange == "solo" else 4
-    env = {"env.id": "tally_env:Tally", "env.kwargs": json.dumps({"path": str(tally)}), "env.delay": 0.01}
-
+def test_killed_actors_are_restarted_and_every_row_is_accounted_for(meddler, tally):
     def kill_each() -> None:
         meddler.at_work()
-        for i in range(actors):
-            starts = len(meddler.started)
-            os.kill(meddler.pid(f"actor {i}"), signal.SIGKILL)
-            meddler.until(lambda s=starts: len(meddler.started) > s, "an actor is started again")
+        for i in range(2):
+            meddler.kill(f"actor {i}")
             steps = meddler.steps()
             meddler.until(lambda s=steps: meddler.steps() > s + 20 * CROWD, "the run goes on")
-        os.kill(os.getpid(), signal.SIGTERM)
+        meddler.interrupt()
 
-    code = meddler.run(options(out, exchange, **{**ENDLESS, **env}), kill_each)
-    assert code == 75
-    summary = check(out)
+    assert meddler.run(options(meddler.out, **{**ENDLESS, **tally.options}), kill_each) == 75
+    summary = check(meddler.out)
     assert summary["status"] == "interrupted"
-    log = (out / "log.txt").read_text()
-    assert all(f"actor {i} was killed by SIGKILL" in log for i in range(actors))
-    assert [x for x, _ in meddler.started].count(0) == 1, "no learner was started again"
+    assert all(f"actor {i} was killed by SIGKILL" in meddler.log() for i in range(2))
+    assert meddler.starts(0) == 1, "the learner was not restarted"
     assert summary["rows"]["rolled_back"] == 0
-    # Of a killed actor, and of one that leaves, a step may have been made that nobody saw.
-    taken = tally.stat().st_size
-    assert summary["rows"]["produced"] <= taken <= summary["rows"]["produced"] + 2 * actors * CROWD
+    # An actor that is killed or shuts down may have made a step that is not counted.
+    assert summary["rows"]["produced"] <= tally.steps <= summary["rows"]["produced"] + 4 * CROWD
     meddler.check_nothing_left()
 
 
 @pytest.mark.parametrize("exchange", ["solo", "gossip"])
-def test_a_killed_learner_comes_back_with_its_actors(tmp_path, monkeypatch, meddler, exchange):
-    out, tally = meddler.out, tmp_path / "tally"
-    (tmp_path / "tally_env.py").write_text(TALLY)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    env = {"env.id": "tally_env:Tally", "env.kwargs": json.dumps({"path": str(tally)}), "env.delay": 0.01}
-
+def test_a_killed_learner_comes_back_with_its_actors(meddler, tally, exchange):
     def kill() -> None:
         meddler.at_work()
         meddler.kill(0)
-        at = meddler.saved()
-        meddler.until(lambda: meddler.saved() > at, "a later checkpoint")
-        os.kill(os.getpid(), signal.SIGTERM)
+        meddler.saves_again()
+        meddler.interrupt()
 
-    assert meddler.run(options(out, exchange, **{**ENDLESS, **env}), kill) == 75
-    summary = check(out)
-    actors = sum(isinstance(x, str) for x, _ in meddler.started)
-    taken = tally.stat().st_size
-    assert summary["rows"]["produced"] <= taken <= summary["rows"]["produced"] + 2 * actors * CROWD
+    assert meddler.run(options(meddler.out, exchange, **{**ENDLESS, **tally.options}), kill) == 75
+    summary = check(meddler.out)
+    actors = sum(isinstance(one, str) for one, _ in meddler.started)
+    assert summary["rows"]["produced"] <= tally.steps <= summary["rows"]["produced"] + 2 * actors * CROWD
     if exchange == "solo":  # what was rolled back is not in the histogram either
         assert sum(summary["policy_lag"].values()) == summary["env_steps"] + summary["masked_steps"]
-    assert [x for x, _ in meddler.started].count(0) == 2
-    assert [x for x, _ in meddler.started].count("actor 0") == 2
+    assert meddler.starts(0) == meddler.starts("actor 0") == 2
     assert (summary["rows"]["rolled_back"] > 0) == (exchange == "solo")
     meddler.check_nothing_left()
 
 
-@pytest.mark.parametrize("changes", [{}, {"algorithm": "a2c"}, {"exchange": "allreduce", "learners": 2, "actors": 4}])
-def test_lockstep_is_the_same_twice(tmp_path, changes):
+@pytest.mark.parametrize("changes", [{"algorithm": "a2c"}, {"exchange": "allreduce", "learners": 2, "actors": 4}])
+def test_decoupled_acting_in_lockstep_gives_the_same_weights_twice(tmp_path, changes):
     digests = []
     for i in range(2):
         out = tmp_path / str(i)
@@ -172,16 +114,13 @@ def test_lockstep_is_the_same_twice(tmp_path, changes):
     assert digests[0] == digests[1]
 
 
-def test_forced_lag_is_seen(tmp_path):
+def test_weights_published_every_eighth_step_are_up_to_eight_steps_old(tmp_path):
     out = tmp_path / "run"
-    changes = {"decoupled.publish_every": 8, "decoupled.lag_alarm": 6, "steps": 4000}
-    assert main(options(out, **changes)) == 0
-    summary = check(out)
-    assert 7 <= summary["policy_lag_max"] <= 8 + 4
-    assert "policy_lag" in (out / "log.txt").read_text()
+    assert main(options(out, **{"decoupled.publish_every": 8, "steps": 4000})) == 0
+    assert 7 <= check(out)["policy_lag_max"] <= 8 + 4
 
 
-def test_an_actor_that_dies_again_and_again_ends_the_run(tmp_path, meddler, capsys):
+def test_an_actor_that_dies_more_often_than_allowed_ends_the_run(meddler, capsys):
     def kill() -> None:
         meddler.at_work()
         os.kill(meddler.pid("actor 1"), signal.SIGKILL)
@@ -196,27 +135,33 @@ def test_an_actor_that_dies_again_and_again_ends_the_run(tmp_path, meddler, caps
 def test_an_actor_that_hangs_is_named(tmp_path, meddler, capsys):
     env = {"env.id": "coterie.envs.testing:FlakyEnv", "log.stall": 8, "env.timeout": 60}  # more than a start takes
     env["env.kwargs"] = json.dumps({"how": "hang", "at": 30, "marker": str(tmp_path / "once")})
-    assert meddler.run(options(meddler.out, **{**ENDLESS, **env}), lambda: None) == 1
+    assert meddler.run(options(meddler.out, **{**ENDLESS, **env})) == 1
     line = last_line(capsys)
     assert "actor " in line
     assert "hangs" in line
     meddler.check_nothing_left()
 
 
-def test_an_actors_error_ends_the_run_with_its_reason(tmp_path, monkeypatch, capsys):
-    (tmp_path / "odd_torso.py").write_text(
-        "import multiprocessing\n"
-        "from coterie.models.mlp import MLPTorso\n"
-        "class Odd(MLPTorso):\n"
-        "    def forward(self, x):\n"
-        "        if 'actor-1' in multiprocessing.current_process().name:\n"
-        "            raise ValueError('odd by design')\n"
-        "        return super().forward(x)\n"
-        "def odd(obs, config):\n"
-        "    return Odd(obs[''].shape, config.hidden, config.activation, False)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    out = tmp_path / "run"
-    assert main(options(out, **{"model.torso": "odd_torso:odd"})) == 1
+ODD = """
+import multiprocessing
+
+from coterie.models.mlp import MLPTorso
+
+
+class Odd(MLPTorso):
+    def forward(self, x):
+        if "actor-1" in multiprocessing.current_process().name:
+            raise ValueError("odd by design")
+        return super().forward(x)
+
+
+def odd(obs, config):
+    return Odd(obs[""].shape, config.hidden, config.activation, False)
+"""
+
+
+def test_an_actors_error_ends_the_run_with_its_reason(meddler, module, capsys):
+    module("odd_torso", ODD)
+    assert main(options(meddler.out, **{"model.torso": "odd_torso:odd"})) == 1
     assert "actor 1: ValueError: odd by design" in last_line(capsys)
-    assert "odd by design" in (out / "log.txt").read_text()
+    assert "odd by design" in meddler.log()

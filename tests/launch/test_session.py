@@ -1,8 +1,7 @@
-"""Runs as a user has them: the folder, resume after kill -9, signals, NaNs, evaluation, damage, a full disk."""
+"""Runs of a lone learner: the folder, resume after kill -9, signals, NaNs, evaluation, damage, a full disk."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import math
@@ -19,12 +18,14 @@ import torch
 import coterie
 from coterie import presets
 from coterie.build.resources import resolve_config
-from coterie.launch.local import Crew
+from coterie.launch.local import Supervisor
 from coterie.roles.learner import Learner
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace, save_config
 from coterie.runs.metrics import read_metrics
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
+from tests.support.runs import check_rows
+from tests.support.waiting import wait_until
 
 
 def tiny(out: Path, **changes: object):
@@ -32,15 +33,14 @@ def tiny(out: Path, **changes: object):
     return presets.ppo(env="CartPole-v1", **changes)
 
 
-def test_a_run_leaves_what_the_design_says(tmp_path):
+def test_a_run_leaves_its_summary_metrics_scores_and_best_checkpoint(tmp_path):
     out = tmp_path / "run"
     summary = coterie.train(tiny(out, **{"eval.every": 1000, "eval.episodes": 3, "log.tensorboard": True}), quiet=True)
     assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(summary))
     assert summary["status"] == "finished"
     assert summary["env_steps"] >= 3000
-    rows = summary["rows"]
-    assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
-    assert rows["learned"] == summary["env_steps"] == summary["env_frames"]
+    check_rows(out)
+    assert summary["env_steps"] == summary["env_frames"]
     assert summary["samples_trained"] >= 3.9 * summary["env_steps"]  # four epochs
     lines = read_metrics(out)
     assert all({"env_steps", "seconds"} <= set(line) for line in lines)
@@ -56,7 +56,7 @@ def test_a_run_leaves_what_the_design_says(tmp_path):
     assert policy(torch.zeros(5, 4).numpy()).shape == (5,)
 
 
-def test_same_seed_same_weights_and_evaluation_does_not_disturb_them(tmp_path):
+def test_the_same_seed_gives_the_same_weights_with_evaluations_too(tmp_path):
     digests = []
     for i, changes in enumerate(({}, {}, {"eval.every": 700, "eval.episodes": 2}, {"seed": 1})):
         digests.append(coterie.train(tiny(tmp_path / str(i), **changes), quiet=True)["digest"])
@@ -64,7 +64,7 @@ def test_same_seed_same_weights_and_evaluation_does_not_disturb_them(tmp_path):
     assert digests[3] != digests[0]
 
 
-def test_same_seed_same_weights_on_images_with_threads(tmp_path):
+def test_the_same_seed_gives_the_same_weights_on_images_with_threads(tmp_path):
     small = {"steps": 300, "env.num_envs": 4, "env.decorrelate": 10, "algo.unroll_length": 8, "ppo.batch_size": 0}
     small |= {"ppo.minibatch_size": 16, "log.tensorboard": False, "env.groups": 2, "torch_threads": 2}
     runs = [presets.ppo(env="Pong-v5", out=str(tmp_path / str(i)), **small) for i in range(2)]
@@ -73,19 +73,15 @@ def test_same_seed_same_weights_on_images_with_threads(tmp_path):
 
 def boards() -> int:
     """Descriptors of boards that this process has open."""
-    found = 0
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found += "coterie-board" in os.readlink(path)
-    return found
+    return sum("coterie-board" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
 @pytest.mark.parametrize("learners", [1, 2])
-def test_a_run_with_children_holds_their_board_only_and_lets_go_of_it(tmp_path, monkeypatch, learners):
+def test_the_parent_of_a_run_keeps_no_board_after_it(tmp_path, monkeypatch, learners):
     gc.collect()  # of what other tests have left
-    before, held, close = boards(), [], Crew.close
-    monkeypatch.setattr(Crew, "close", lambda crew: (held.append(boards() - before), close(crew)))
+    before, held, close = boards(), [], Supervisor.close
+    monkeypatch.setattr(Supervisor, "close", lambda supervisor: (held.append(boards() - before), close(supervisor)))
     coterie.train(tiny(tmp_path / "run", learners=learners), quiet=True)
     assert held == [2] * (learners > 1)  # what children are given, and the map
     gc.collect()
@@ -99,18 +95,18 @@ def start(*args: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*COMMAND, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not list(path.parent.glob(path.name)):
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    def there() -> bool:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, f"{path} did not appear"
-        time.sleep(0.05)
+        return bool(list(path.parent.glob(path.name)))
+
+    wait_until(there, what=f"{path} appears")
 
 
 TRAIN = ("--steps", "100000000", "--log.checkpoint-every", "0.3", "--log.every", "0.1", "--log.tensorboard", "False")
 
 
-def test_kill_9_then_resume_goes_on_with_everything(tmp_path):
+def test_a_killed_run_is_resumed_with_all_its_state(tmp_path):
     out = tmp_path / "run"
     process = start("train", "ppo", "--env", "CartPole-v1", "--out", str(out), *TRAIN)
     wait_for(out / "checkpoints" / "step_*", process)
@@ -148,8 +144,8 @@ def test_kill_9_then_resume_goes_on_with_everything(tmp_path):
     assert after["lr"] == pytest.approx(config.optim.lr * (1 - after["env_steps"] / total), rel=1e-6)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_checkpoints_and_exits_75(tmp_path, number):
+@pytest.mark.parametrize("number", [signal.SIGINT])
+def test_a_signal_to_a_lone_learner_checkpoints_and_exits_75(tmp_path, number):
     out = tmp_path / "run"
     process = start("train", "ppo", "--env", "CartPole-v1", "--out", str(out), *TRAIN)
     wait_for(out / "metrics.jsonl", process)
@@ -227,7 +223,7 @@ def test_resume_offers_the_checkpoint_before_a_damaged_one(tmp_path):
     assert checkpoint.latest(out / "checkpoints", before=path).name in str(caught.value)
 
 
-def test_unwritable_out_is_one_line(tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(CoterieError, match=r"^out: cannot write to"):
@@ -253,7 +249,7 @@ def test_a_full_disk_ends_the_run_with_the_reason_and_the_last_checkpoint_intact
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_the_session_keeps_signal_handlers_as_they_were(tmp_path):
+def test_signal_handlers_are_restored_after_a_run(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     coterie.train(tiny(tmp_path / "run", steps=100), quiet=True)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -277,8 +273,8 @@ def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):
     assert any("explained_variance" in line for line in read_metrics(out))
 
 
-def test_a_run_in_which_nothing_moves_ends_with_a_line(tmp_path):
-    """Nobody else would notice: the envs' own time-out is longer than the run's patience."""
+def test_a_run_in_which_nothing_moves_ends_with_the_reason(tmp_path):
+    """The envs' own time-out is longer than log.stall."""
     out = tmp_path / "run"
     options = ("--env.kwargs", '{"how": "hang", "at": 3}', "--env.timeout", "600", "--log.stall", "2")
     process = start("train", "ppo", "--env", "coterie.envs.testing:FlakyEnv", *options, "--out", str(out), *TRAIN)

@@ -1,33 +1,44 @@
-"""Runs of several learners that are sent a signal, alone or as a process group, or whose parent is killed."""
+"""Runs with child processes that are sent a signal, alone or as a process group, or whose parent is killed."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from coterie.cli.main import main
 from coterie.parallel.processes import scratch_folder
-from tests.launch.harness import (
+from tests.support.process_table import named_memory
+from tests.support.runs import (
     ENDLESS,
-    EXCHANGES,
+    central_options,
     check_accounts,
+    check_rows,
+    decoupled_options,
+    inline_options,
     last_checkpoint,
     last_line,
-    named_memory,
-    options,
     read_summary,
-    until,
 )
+from tests.support.waiting import wait_until
 
-COUNTING = {"env.id": "coterie.envs.testing:CountingEnv", "env.num_envs": 4}
+COUNTING = {"env.id": "coterie.envs.testing:CountingEnv"}
+OPTIONS = {"inline": inline_options, "decoupled": decoupled_options, "central": central_options}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_signal_checkpoints_and_the_run_can_be_resumed(capsys, meddler, exchange, number):
+@pytest.mark.parametrize(
+    ("acting", "exchange", "number"),
+    [
+        ("inline", "allreduce", signal.SIGINT),
+        ("inline", "gossip", signal.SIGTERM),
+        ("decoupled", "hogwild", signal.SIGINT),
+        ("central", "solo", signal.SIGTERM),
+    ],
+)
+def test_a_signal_checkpoints_and_no_process_or_named_memory_is_left(capsys, meddler, acting, exchange, number):
     out = meddler.out
 
     def interrupt() -> None:
@@ -36,73 +47,73 @@ def test_a_signal_checkpoints_and_the_run_can_be_resumed(capsys, meddler, exchan
             assert not named_memory(pid)
         os.kill(os.getpid(), number)
 
-    assert meddler.run(options(out, exchange, **ENDLESS), interrupt) == 75
+    assert meddler.run(OPTIONS[acting](out, exchange, **ENDLESS), interrupt) == 75
     assert f"{number.name}: checkpoint written" in capsys.readouterr().out
-    summary = read_summary(out)
+    summary = (check_accounts if acting == "inline" else check_rows)(out)
     assert (summary["status"], summary["reason"]) == ("interrupted", number.name)
-    assert summary["restarts"] == 0
-    check_accounts(out, summary)
+    assert summary.get("restarts", 0) == 0
     meddler.check_nothing_left()
-    if number == signal.SIGINT:
-        return  # one resumed run for each exchange is enough
-    total = summary["env_steps"] + 1000
-    assert main(["resume", str(out), "--steps", str(total)]) == 0
-    again = read_summary(out)
-    assert again["status"] == "finished"
-    assert again["rows"]["rolled_back"] == 0
-    assert total <= again["env_steps"] <= total + 4 * 128
-    assert again["learner_steps"] > summary["learner_steps"]
-    check_accounts(out, again)
-    meddler.check_nothing_left()
+    if exchange == "gossip":
+        total = summary["env_steps"] + 1000
+        assert main(["resume", str(out), "--steps", str(total)]) == 0
+        again = check_accounts(out)
+        assert again["status"] == "finished"
+        assert again["rows"]["rolled_back"] == 0
+        assert total <= again["env_steps"] <= total + 4 * 128
+        assert again["learner_steps"] > summary["learner_steps"]
+        meddler.check_nothing_left()
 
 
-def test_a_second_signal_ends_it_at_once(capsys, meddler):
-    """Also where a learner is in the middle of a long rollout."""
-    out = meddler.out
+def test_a_second_signal_ends_a_run_at_once(capsys, meddler):
+    """Learners wait for actors, which are in the middle of an env step of a minute."""
+    sent: list[float] = []
 
     def interrupt_twice() -> None:
-        meddler.until(lambda: meddler.saved() == 0 and meddler.steps() >= 0, "the first checkpoint")
-        time.sleep(0.5)
+        meddler.until(lambda: len(meddler.started) == 3 and meddler.saved() == 0, "all are started")
+        time.sleep(1)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
+            sent.append(time.monotonic())
             time.sleep(0.3)
 
-    assert meddler.run(options(out, "gossip", **{**ENDLESS, "env.delay": 5}), interrupt_twice) == 1
+    assert meddler.run(decoupled_options(meddler.out, **{**ENDLESS, "env.delay": 60}), interrupt_twice) == 1
+    assert time.monotonic() - sent[1] < 30
     assert last_line(capsys) == "coterie: stopped at once; the last checkpoint stands"
-    assert read_summary(out)["status"] == "failed"
-    last_checkpoint(out)
+    assert read_summary(meddler.out)["status"] == "failed"
+    last_checkpoint(meddler.out)
     meddler.check_nothing_left()
 
 
-def test_everybody_goes_with_a_killed_parent(outside):
-    """Learners that wait for each other, and their env workers."""
-    run = outside(make=lambda out: options(out, "allreduce", **ENDLESS, **COUNTING))
+@pytest.mark.parametrize(("acting", "exchange"), [("decoupled", "allreduce"), ("central", "solo")])
+def test_all_processes_end_with_a_killed_parent(outside, acting, exchange):
+    """Learners that wait for each other, actors or env hosts, and their env workers."""
+    run = outside(make=lambda out: OPTIONS[acting](out, exchange, **ENDLESS, **COUNTING))
     run.wait_for("metrics.jsonl")
-    assert len(run.processes()) >= 6  # parent, fork server, two learners with two workers at least
+    assert len(run.processes()) >= 5  # parent, fork server, learner, actor, an env worker
     run.process.kill()
     run.process.wait()
-    until(lambda: not run.processes(), "all are gone", 5)
-    (left,) = run.tmp.glob("coterie-*")  # where they met: the next run sees to it
+    wait_until(lambda: not run.processes(), 10, "all are gone")
+    (left,) = run.tmp.glob("coterie-*")  # the next run removes it
     scratch_folder(str(run.tmp))
     assert not left.exists()
 
 
 @pytest.mark.parametrize(
     ("exchange", "number", "changes", "early"),
-    [
-        ("gossip", signal.SIGINT, COUNTING, False),
-        ("hogwild", signal.SIGINT, {}, True),
-        ("allreduce", signal.SIGTERM, COUNTING, False),
-    ],
+    [("gossip", signal.SIGTERM, {**COUNTING, "env.num_envs": 4}, False), ("hogwild", signal.SIGINT, {}, True)],
 )
-def test_a_signal_to_the_whole_process_group(outside, exchange, number, changes, early):
+def test_a_signal_to_the_whole_process_group_checkpoints(outside, exchange, number, changes, early):
     """As a terminal's Ctrl-C and `timeout` or a service manager send it: to every process of the run.
 
     `early`: while the server that the learners are forked from still loads torch.
     """
-    run = outside(make=lambda out: options(out, exchange, **ENDLESS, **changes))
+
+    def options(out: Path) -> list[str]:
+        return inline_options(out, exchange, **ENDLESS, **changes)
+
+    run = outside(make=options)
     if early:
-        until(lambda: "forkserver" in " ".join(run.processes().values()), "the fork server starts")
+        wait_until(lambda: "forkserver" in " ".join(run.processes().values()), what="the fork server starts")
     else:
         run.wait_for("metrics.jsonl")
     os.killpg(run.process.pid, number)
@@ -111,7 +122,6 @@ def test_a_signal_to_the_whole_process_group(outside, exchange, number, changes,
     assert f"{number.name}: checkpoint written" in stdout
     summary = read_summary(run.out)
     assert (summary["status"], summary["envs_replaced"]) == ("interrupted", 0)
-    _, state = last_checkpoint(run.out)
-    assert state["env_steps"] == summary["env_steps"]
-    until(lambda: not run.processes(), "all are gone", 5)
+    assert last_checkpoint(run.out)[1]["env_steps"] == summary["env_steps"]
+    wait_until(lambda: not run.processes(), 5, "all are gone")
     assert list(run.tmp.iterdir()) == []

@@ -1,0 +1,176 @@
+"""A run in this process with a thread beside it, and a run in a process group of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.process
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.cli.main import main
+from coterie.runs import checkpoint
+from tests.support.process_table import gone, tagged
+from tests.support.waiting import wait_until
+
+PATIENCE = 120.0  # seconds; a machine may be busy
+
+
+class Outside:
+    """A run in a process group of its own."""
+
+    def __init__(self, tmp_path: Path, make: Callable[[Path], list[str]]) -> None:
+        self.out, self.tag = tmp_path / "run", f"COTERIE_TEST={tmp_path}"
+        self.tmp = Path(tempfile.mkdtemp(prefix="ct-"))  # a socket's path must be short
+        key, _, value = self.tag.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "coterie", *make(self.out)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, key: value, "TMPDIR": str(self.tmp)},
+            start_new_session=True,
+        )
+
+    def wait_for(self, pattern: str) -> None:
+        def there() -> bool:
+            assert self.process.poll() is None, self.process.communicate()
+            return any(file.stat().st_size for file in self.out.glob(pattern))
+
+        wait_until(there, PATIENCE, f"{pattern} appears")
+
+    def processes(self) -> dict[int, str]:
+        return tagged(self.tag)
+
+    def end(self) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, stdout, stderr
+
+    def clear_up(self) -> None:
+        for pid in self.processes():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+        shutil.rmtree(self.tmp, ignore_errors=True)
+
+
+class Meddler:
+    """Runs the command line in this process, with a thread beside it that knows the process ids of the children.
+
+    Most runs go this way, because the fork server is warm.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+        self.out, self.over = out, threading.Event()
+        # Rank (or "actor 1") and pid of every child, in the order of their starts.
+        self.started: list[tuple[int | str, int]] = []
+        start = multiprocessing.process.BaseProcess.start
+
+        def record(process: multiprocessing.process.BaseProcess) -> None:
+            start(process)
+            kind, _, number = process.name.removeprefix("coterie-").rpartition("-")
+            self.started.append((int(number) if kind == "learner" else f"{kind} {number}", process.pid))
+
+        monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", record)
+        self.folders: list[Path] = []  # temporary ones, wherever they are
+        make = tempfile.mkdtemp
+
+        def remember(*args: Any, **kwargs: Any) -> str:
+            self.folders.append(Path(make(*args, **kwargs)))
+            return str(self.folders[-1])
+
+        monkeypatch.setattr(tempfile, "mkdtemp", remember)
+
+    def run(self, args: list[str], action: Callable[[], None] = lambda: None) -> int:
+        """The exit code of the command, with `action` in a thread beside it."""
+        self.over.clear()
+        failed: list[BaseException] = []
+
+        def meddle() -> None:
+            try:
+                action()
+                assert self.over.wait(PATIENCE), "the run does not end"
+            except BaseException as error:
+                failed.append(error)
+                for _ in range(2):  # end the run, whatever it does
+                    if not self.over.wait(0.2):
+                        os.kill(os.getpid(), signal.SIGTERM)
+
+        thread = threading.Thread(target=meddle)
+        thread.start()
+        try:
+            code = main(args)
+        finally:
+            self.over.set()
+            thread.join()
+        if failed:
+            raise failed[0]
+        return code
+
+    def starts(self, which: int | str) -> int:
+        return [one for one, _ in self.started].count(which)
+
+    def pid(self, which: int | str) -> int:
+        return [pid for one, pid in self.started if one == which][-1]
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        def met() -> object:
+            over = self.over.is_set()
+            found = condition()
+            assert found or not over, f"the run ended before: {what}"
+            return found
+
+        wait_until(met, PATIENCE, what)
+
+    def steps(self) -> int:
+        """Env steps of the last line of metrics."""
+        with suppress(OSError):
+            lines = (self.out / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
+            return json.loads(lines[-1])["env_steps"] if lines else 0
+        return 0
+
+    def saved(self) -> int:
+        """Env steps of the newest checkpoint; -1 where there is none."""
+        path = checkpoint.latest(self.out / "checkpoints")
+        return -1 if path is None else int(path.name.removeprefix("step_").removesuffix(".old"))
+
+    def log(self) -> str:
+        path = self.out / "log.txt"
+        return path.read_text() if path.exists() else ""
+
+    def at_work(self) -> None:
+        """Wait until all learners have learned, and there is a checkpoint of that."""
+        self.until(lambda: self.saved() > 0 and self.steps() > 0, "a checkpoint and a line of metrics")
+
+    def saves_again(self) -> None:
+        at = self.saved()
+        self.until(lambda: self.saved() > at, "a later checkpoint")
+
+    def interrupt(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def kill(self, which: int | str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Kill a learner, or an actor, and wait until it has been restarted; returns the env steps known before.
+
+        They are more than the last checkpoint's, so that going back to it costs something.
+        """
+        self.until(lambda: self.steps() > self.saved(), "a line of metrics after the last checkpoint")
+        steps, starts = self.steps(), self.starts(which)
+        os.kill(self.pid(which), number)
+        self.until(lambda: self.starts(which) > starts, f"{which} is restarted")
+        return steps
+
+    def check_nothing_left(self) -> None:
+        wait_until(lambda: all(gone(pid) for _, pid in self.started), 5, "every child is gone")
+        assert not list(Path(tempfile.gettempdir()).glob("coterie-*"))
+        assert not [x for x in self.folders if x.name.startswith("coterie-") and x.exists()]

@@ -1,0 +1,46 @@
+"""Processes as the operating system sees them."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, also where its parent has not waited for it yet."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+def tagged(tag: str) -> dict[int, str]:
+    """The command lines of processes with this variable ("KEY=value") in their environment, whoever started them."""
+    key, _, value = tag.partition("=")
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(key) == value and not gone(process.pid):
+                found[process.pid] = " ".join(process.cmdline())[:120]
+    return found
+
+
+def named_memory(pid: int) -> list[str]:
+    """Shared memory of a process that has a name, and could be left behind."""
+    paths = [entry.path for entry in psutil.Process(pid).memory_maps()]
+    return [path for path in paths if path.startswith("/dev/shm") and not path.endswith("(deleted)")]
+
+
+def put_down(process: subprocess.Popen[Any]) -> None:
+    """End a process, in whatever state it is."""
+    if process.poll() is None:
+        process.kill()
+    process.wait(30)
