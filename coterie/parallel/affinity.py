@@ -1,12 +1,12 @@
-"""Cores, threads and memory: how much this process may use, and what the hardware can do."""
+"""Cores and memory that this process may use, and what the hardware can do."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -30,30 +30,27 @@ def machine_memory() -> int:
         return whole
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a learner runs."""
+class Place(NamedTuple):
+    """Where a learner runs. On a GPU its first core is for driving it."""
 
     cores: tuple[int, ...]
-    env_threads: int  # one core less than it has where it drives a GPU
-    gpu: int  # -1: none
+    gpu: int = -1  # -1: none
 
 
 def place(learners: int, cores: Sequence[int], gpus: int) -> list[Place]:
-    """Disjoint cores for learners that act inline, round robin where there are more learners than cores.
+    """Disjoint cores for each learner, round robin where there are more learners than cores.
 
-    With GPUs learners take them in turns, cores are split evenly among the GPUs, and the first core of each is kept
-    for the learners that drive it (Accelerated Methods 2.2).
+    With GPUs, learners take them in turns, cores are split evenly among the GPUs, and the first core of each split is
+    kept for driving its GPU (Accelerated Methods 2.2).
     """
     if gpus == 0:
-        return [Place(tuple(own), len(own), -1) for own in _shares(learners, cores)]
-    places: list[Place | None] = [None] * learners
-    for gpu, own in enumerate(_shares(min(gpus, learners), cores)):
-        mine = range(gpu, learners, min(gpus, learners))
-        stepping = own[1:] or own
-        for rank, share in zip(mine, _shares(len(mine), stepping), strict=True):
-            places[rank] = Place(tuple(dict.fromkeys([own[0], *share])), len(share), gpu)
-    return [p for p in places if p is not None]
+        return [Place(tuple(share)) for share in _shares(learners, cores)]
+    used, places = min(gpus, learners), dict[int, Place]()
+    for gpu, (driving, *stepping) in enumerate(_shares(used, cores)):
+        ranks = range(gpu, learners, used)
+        for rank, share in zip(ranks, _shares(len(ranks), stepping or [driving]), strict=True):
+            places[rank] = Place(tuple(dict.fromkeys([driving, *share])), gpu)
+    return [places[rank] for rank in range(learners)]
 
 
 def _shares(n: int, cores: Sequence[int]) -> list[list[int]]:

@@ -17,7 +17,7 @@ class Locks:
         self.fd, self.timeout = fd, timeout
 
     def take(self, k: int, wait: bool = True) -> bool:
-        """Lock number `k`; False where somebody else has it and `wait` is False."""
+        """Lock number `k`; False if another process has it and `wait` is False."""
         end = time.monotonic() + self.timeout
         while True:
             try:
@@ -27,11 +27,11 @@ class Locks:
                 if not wait:
                     return False
             if time.monotonic() > end:
-                raise CoterieError(f"a lock on shared memory was not free for {self.timeout:g} s: who has it hangs")
+                raise CoterieError(f"a lock on shared memory was not free for {self.timeout:g} s: its holder hangs")
             time.sleep(5e-5)
 
     def queue(self, k: int) -> None:
-        """Lock number `k`, asleep until it is this process's turn, for as long as that takes."""
+        """Lock number `k`, asleep until it is free, without a time-out."""
         fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, k)
 
     def free(self, k: int) -> None:

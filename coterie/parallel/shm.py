@@ -1,7 +1,7 @@
 """Anonymous shared memory: numpy arrays over one memory file that has no name, so nothing is left behind.
 
-The file descriptor is inherited by (or sent to) the processes that share it; the memory is freed when the last of them
-is gone, however it died. This file imports without torch: env workers load it.
+The file descriptor is inherited by (or sent to) the processes that share it. The memory is freed when the last of them
+ends, also if it is killed. This file imports without torch: env workers load it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SharedArrays:
         return _attach, (self.layout, reduction.DupFd(self.fd), self.name)
 
     def close(self) -> None:
-        """Let go of the memory. Arrays that somebody still holds stay readable; the memory goes with the last one."""
+        """Release the memory. Arrays that are still referenced stay readable; the last one frees it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -2,7 +2,7 @@
 
 There are a few batches, each `[T, B]` arrays cut into slots of `width` columns. The consumer opens a batch by writing
 a ticket beside each of its slots; a producer takes the oldest open slot and writes the same number when it is full.
-A producer that is killed leaves its slot to whoever takes its place: nothing it held has to be freed.
+The slot of a killed producer goes to its successor: nothing that it held has to be freed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from coterie.parallel.locks import Locks
 from coterie.parallel.shm import Layout, SharedArrays, fence
 
-ANYBODY = -1
+FREE = -1  # a slot that any producer may take
 _PLAIN = ("env_id", "core")  # arrays without a time axis
-_LOCK_S = 30.0  # a lock that is held for as long belongs to a process that was stopped
+_LOCK_S = 30.0  # after which the holder of a lock must have been stopped
 
 
 def columns_of(fields: Mapping[str, Tensor], first: int, count: int) -> dict[str, Tensor]:
@@ -28,8 +28,9 @@ def columns_of(fields: Mapping[str, Tensor], first: int, count: int) -> dict[str
 
 
 class Slots:
-    """`batches` times the arrays of `layout`, whose columns are axis 1 (axis 0 of those in `_PLAIN`). `producers`: how
-    many may be asked for what they have delivered.
+    """`batches` times the arrays of `layout`, whose columns are axis 1 (axis 0 of those in `_PLAIN`).
+
+    `producers`: the number whose deliveries `delivered` knows.
     """
 
     def __init__(self, layout: Layout, batches: int, batch_size: int, width: int, producers: int = 1) -> None:
@@ -42,9 +43,9 @@ class Slots:
 
     def _bind(self) -> None:
         arrays = self._shared.arrays
-        self.ticket, self.need = arrays["ticket"], arrays["need"]  # the consumer writes them
-        self.holder, self.full = arrays["holder"], arrays["full"]  # the producers do
-        self.promised = arrays["promised"]  # the slot that each fills next, its ticket, rows that are delivered then
+        self.ticket, self.need = arrays["ticket"], arrays["need"]  # written by the consumer
+        self.holder, self.full = arrays["holder"], arrays["full"]  # written by the producers
+        self.promised = arrays["promised"]  # of each producer: its next slot, the ticket, the rows delivered with it
         self.fields = [
             {k.removeprefix("field/"): torch.from_numpy(x[j]) for k, x in arrays.items() if k.startswith("field/")}
             for j in range(self.batches)
@@ -60,8 +61,8 @@ class Slots:
         self._bind()
 
     def open(self, batch: int, need: int, holders: list[int] | None = None) -> None:
-        """Consumer: have a batch filled with weights of version `need` or newer; `holders` says by whom."""
-        self.holder[batch] = ANYBODY if holders is None else holders
+        """Consumer: have a batch filled with weights of version `need` or newer; `holders`: by these producers."""
+        self.holder[batch] = FREE if holders is None else holders
         self.need[batch] = need
         fence()
         self.ticket[batch] = self.ticket.max() + 1 + np.arange(self.per_batch)
@@ -73,17 +74,18 @@ class Slots:
         return whole
 
     def take(self, producer: int) -> tuple[int, int] | None:
-        """Producer: (batch, slot) to fill next, or None. The one it holds already, else the oldest that is open: what a
-        dead one held may be filled by another after a newer slot of its own, so that two of its rollouts are swapped.
+        """Producer: (batch, slot) to fill next, or None. The one it holds already, else the oldest open one.
+
+        A dead producer's slot may be filled by another one after a newer slot, which swaps two rollouts of that one.
         """
         empty = self.full != self.ticket
-        fence()  # who is told to hold a slot that is empty now, not who held it before
+        fence()  # the holder of a slot that is empty now, not the one before
         if (at := self._oldest(empty & (self.holder == producer))) is not None:
             return at
-        if not (empty & (self.holder == ANYBODY)).any():
+        if not (empty & (self.holder == FREE)).any():
             return None
         with self.locks.held(0):
-            at = self._oldest((self.full != self.ticket) & (self.holder == ANYBODY))
+            at = self._oldest((self.full != self.ticket) & (self.holder == FREE))
             if at is not None:
                 self.holder[at] = producer
         return at
@@ -96,23 +98,23 @@ class Slots:
         return divmod(int(flat), self.per_batch)
 
     def abandon(self, producer: int) -> None:
-        """The consumer's supervisor: a dead producer's slots are anybody's."""
-        self.holder[(self.holder == producer) & (self.full != self.ticket)] = ANYBODY
+        """Supervisor: free a dead producer's slots."""
+        self.holder[(self.holder == producer) & (self.full != self.ticket)] = FREE
 
     def promise(self, producer: int, at: tuple[int, int], rows: int) -> None:
-        """Producer: with this slot it will have delivered `rows` in all. Whether it did is for `delivered` to tell, for
-        it may be killed before it has counted them.
+        """Producer: with this slot it will have delivered `rows` in all. It may be killed before it has counted them;
+        `delivered` knows whether it filled the slot.
         """
-        own = self.promised[producer]
-        own[1] = np.iinfo(np.int64).max  # no slot will have that: half a promise is none
+        promise = self.promised[producer]
+        promise[1] = np.iinfo(np.int64).max  # the ticket of no slot: half a promise does not count
         fence()
-        own[0], own[2] = at[0] * self.per_batch + at[1], rows
+        promise[0], promise[2] = at[0] * self.per_batch + at[1], rows
         fence()
-        own[1] = self.ticket[at]
+        promise[1] = self.ticket[at]
         fence()
 
     def delivered(self, producer: int) -> int:
-        """Its supervisor: the rows of its last promise, where that was kept, or 0."""
+        """Supervisor: the rows of a producer's last promise if the slot was filled, else 0."""
         slot, ticket, rows = self.promised[producer].tolist()
         return rows if self.full.reshape(-1)[slot] >= ticket else 0
 

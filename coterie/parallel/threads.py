@@ -1,8 +1,8 @@
 """A team of threads in which each member runs torch on one core.
 
-Torch's own intra-op threads meet after every operation: on a busy machine each of those hundreds of meetings costs a
-time slice (seen here: a training step 4 to 20 times slower with two of them than with one). A team meets once for each
-batch or rollout, which is also faster when the machine is idle. Torch's calls release the interpreter lock.
+Torch's own intra-op threads synchronise after every operation. On a busy machine each of those hundreds of barriers
+costs a time slice (measured: a training step 4 to 20 times slower with two threads than with one). A team synchronises
+once for each batch or rollout, which is also faster on an idle machine. Torch's calls release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -37,4 +37,4 @@ class Team:
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=False)  # one that hangs must not keep the rest from ending
+            self._pool.shutdown(wait=False)  # a thread that hangs must not delay the end

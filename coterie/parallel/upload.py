@@ -13,36 +13,36 @@ Fields = dict[str, Tensor]
 
 
 class Uploads:
-    """Copies of `batches` on a GPU, made on a stream of their own out of `memory`, which is pinned for it.
+    """Copies of `batches` on a GPU, made on a separate stream. `memory`, which holds the batches, is pinned for that.
 
-    On the CPU a batch is what it was, and nothing is copied.
+    On the CPU nothing is copied.
     """
 
     def __init__(self, batches: Sequence[Fields], memory: Array, device: torch.device) -> None:
         self.batches, self.memory, self.device = batches, memory, device
         self.pinned = False
-        self.there: dict[int, tuple[Fields, torch.cuda.Event]] = {}
+        self.copied: dict[int, tuple[Fields, torch.cuda.Event]] = {}
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            # Where it cannot be pinned, the copies are slower.
+            # If pinning fails, the copies are slower.
             self.pinned = int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0
 
     def send(self, batch: int) -> None:
         """Start to copy a whole batch."""
-        if self.device.type == "cuda" and batch not in self.there:
+        if self.device.type == "cuda" and batch not in self.copied:
             with torch.cuda.stream(self.stream):
                 copies = {k: x.to(self.device, non_blocking=True) for k, x in self.batches[batch].items()}
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record()
-            self.there[batch] = copies, done
+            self.copied[batch] = copies, done
 
     def get(self, batch: int) -> Fields:
-        """A batch on the device: the current stream waits until it is there."""
+        """A batch on the device. The current stream waits for its copy."""
         if self.device.type != "cuda":
             return self.batches[batch]
         self.send(batch)
-        copies, done = self.there[batch]
+        copies, done = self.copied[batch]
         current = torch.cuda.current_stream(self.device)
         current.wait_event(done)
         for x in copies.values():
@@ -50,9 +50,9 @@ class Uploads:
         return copies
 
     def free(self, batch: int) -> None:
-        """The batch will be written again: its copy must be whole by now."""
-        if batch in self.there:
-            self.there.pop(batch)[1].synchronize()
+        """The batch is about to be written again: wait for its copy."""
+        if batch in self.copied:
+            self.copied.pop(batch)[1].synchronize()
 
     def close(self) -> None:
         if self.pinned:

@@ -1,7 +1,7 @@
-"""A learner's weights for whoever acts with them: a versioned copy in shared memory that cannot be read torn.
+"""A learner's weights for its actors: a versioned copy in shared memory that cannot be read torn.
 
-One writer, any number of readers, no lock: there are two copies, the writer fills the one that is not the newest, and
-a reader that was overtaken while it copied sees that and copies again.
+One writer, any number of readers, no lock. There are two copies. The writer fills the older one, and a reader that was
+overtaken while it copied copies again.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Weights:
         return -1 if newest < 0 else int(self._version[newest])
 
     def publish(self, weights: Tensor, moments: Tensor, version: int) -> None:
-        """The one writer's: make these the newest."""
+        """Writer: make these the newest."""
         into = 1 - max(0, int(self._newest[0]))
-        self._writes[into] += 1 + int(self._writes[into]) % 2  # odd, also where the writer before died half-way
+        self._writes[into] += 1 + int(self._writes[into]) % 2  # odd, also where an earlier writer died half-way
         fence()
         self._weights[into].copy_(weights)
         self._moments[into, : len(moments)].copy_(moments)
@@ -63,7 +63,7 @@ class Weights:
         self._newest[0] = into
 
     def read(self, weights: Tensor, moments: Tensor, timeout: float = 60.0) -> int:
-        """Copy the newest whole weights out; returns their version. Waits for the first publication."""
+        """Copy the newest weights out; returns their version. Waits for the first publication."""
         end = time.monotonic() + timeout
         while True:
             newest = int(self._newest[0])

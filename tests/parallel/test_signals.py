@@ -5,16 +5,16 @@ import threading
 from coterie.parallel.signals import STOP, on_signals
 
 
-def test_signals_are_noted_and_then_whoevers_they_were():
-    before, heard = [signal.getsignal(number) for number in STOP], []
-    with on_signals(heard.append):
+def test_signals_are_noted_and_their_handlers_restored_afterwards():
+    before, noted = [signal.getsignal(number) for number in STOP], []
+    with on_signals(noted.append):
         for number in STOP:
             os.kill(os.getpid(), number)
-    assert heard == [signal.SIGINT, signal.SIGTERM]
+    assert noted == [signal.SIGINT, signal.SIGTERM]
     assert [signal.getsignal(number) for number in STOP] == before
 
 
-def test_in_another_thread_they_stay_whoevers_they_are():
+def test_outside_the_main_thread_signal_handlers_stay_as_they_are():
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def work():

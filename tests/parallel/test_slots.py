@@ -1,4 +1,4 @@
-"""Slots: each is filled once by one producer, the oldest first, and one that was left is taken up again."""
+"""Slots: each is filled once by one producer, the oldest first; its successor takes over the slot of a dead one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_oldest_open_slot_is_taken_and_a_batch_is_full_when_all_are():
     assert [slots.take(5), slots.take(6), slots.take(7)] == [(0, 1), (0, 2), (1, 0)]
 
 
-def test_who_takes_a_dead_producers_place_gets_its_slot():
+def test_the_successor_of_a_dead_producer_gets_its_slot():
     slots = make()
     slots.open(0, 0)
     assert slots.take(3) == (0, 0)
@@ -56,16 +56,16 @@ def test_who_takes_a_dead_producers_place_gets_its_slot():
     assert slots.take(3) == (0, 2)
 
 
-def test_what_was_delivered_is_known_of_a_producer_that_was_killed_before_it_counted():
+def test_deliveries_of_a_producer_that_was_killed_before_it_counted_them_are_known():
     slots = Slots(LAYOUT, 2, 6, 2, producers=3)
     slots.open(0, 0)
     at = slots.take(2)
     assert slots.delivered(2) == 0
     slots.promise(2, at, 30)
-    assert slots.delivered(2) == 0  # killed here, nobody learns of them
+    assert slots.delivered(2) == 0  # killed here, they are lost
     slots.fill(at)
     assert [slots.delivered(p) for p in range(3)] == [0, 0, 30]
-    slots.open(0, 1)  # it was learned from and is open again
+    slots.open(0, 1)  # it has been learned from, and is open again
     assert slots.delivered(2) == 30
     at = slots.take(1)
     slots.fill(at)

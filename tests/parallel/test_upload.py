@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU: on a stand-in that copies only when waited for, and on a real one if there is."""
+"""Batches on their way to a GPU: a stand-in that copies only when it is waited for, and a real one if there is one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BATCHES = 3
 
 
 class Machine:
-    """A GPU in little: what is queued on the side stream is copied late, when an event after it is waited for."""
+    """A stand-in for a GPU: copies on the side stream are made only when an event after them is waited for."""
 
     def __init__(self, pins: bool = True) -> None:
         self.queue: list[Callable[[], None]] = []
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.pins = pins
 
     def drain(self, upto: int) -> None:
@@ -35,37 +35,37 @@ class Machine:
                 self.at = len(machine.queue)
 
             def synchronize(self) -> None:
-                machine.said.append("synchronize")
+                machine.calls.append("synchronize")
                 machine.drain(self.at)
 
         class Stream:
             def __init__(self, device: object = None) -> None: ...
 
             def __enter__(self) -> None:
-                machine.said.append("side")
+                machine.calls.append("side")
 
             def __exit__(self, *args: object) -> None: ...
 
             def wait_event(self, event: Event) -> None:
-                machine.said.append("wait")
+                machine.calls.append("wait")
                 machine.drain(event.at)
 
         class Runtime:
             def cudaHostRegister(self, at: int, size: int, flags: int) -> int:
-                machine.said.append(f"pin {size}")
+                machine.calls.append(f"pin {size}")
                 return 0 if machine.pins else 1
 
             def cudaHostUnregister(self, at: int) -> int:
-                machine.said.append("unpin")
+                machine.calls.append("unpin")
                 return 0
 
         return SimpleNamespace(
             Stream=Stream, Event=Event, stream=lambda s: s, current_stream=lambda device: Stream(), cudart=Runtime,
-            synchronize=lambda device: machine.said.append("all done"),
+            synchronize=lambda device: machine.calls.append("all done"),
         )  # fmt: skip
 
     def tensor(self, host: torch.Tensor) -> SimpleNamespace:
-        """A tensor in pinned memory, that knows how to go to this machine."""
+        """A tensor in pinned memory, that can be copied to this machine."""
 
         def to(device: object, non_blocking: bool) -> SimpleNamespace:
             assert non_blocking
@@ -90,56 +90,43 @@ def gpu(monkeypatch):
 def test_a_batch_is_sent_once_and_there_when_the_learner_gets_it(gpu):
     machine, uploads, memory = gpu()
     memory[:] = np.arange(BATCHES)[:, None]
-    uploads.send(1)
-    uploads.send(1)
+    for _ in range(2):
+        uploads.send(1)
     assert len(machine.queue) == 1
     got = uploads.get(1)["x"]
-    assert machine.said == [f"pin {memory.nbytes}", "side", "wait"]
+    assert machine.calls == [f"pin {memory.nbytes}", "side", "wait"]
     assert got.data.tolist() == [1.0] * 4
-    assert len(got.used) == 1  # the stream that trains keeps its memory from being given away
+    assert len(got.used) == 1  # the training stream keeps its memory from being freed
     assert uploads.get(1)["x"] is got
-
-
-def test_one_that_nobody_sent_ahead_is_sent_when_it_is_asked_for(gpu):
-    machine, uploads, memory = gpu()
-    memory[2] = 7
-    assert uploads.get(2)["x"].data.tolist() == [7.0] * 4
-    assert machine.said[1:] == ["side", "wait"]
+    assert uploads.get(2)["x"].data.tolist() == [2.0] * 4  # sent when it is asked for
 
 
 def test_memory_is_free_for_actors_only_when_its_copy_is_whole(gpu):
     machine, uploads, memory = gpu()
     memory[0] = 1
     uploads.send(0)
-    sent = uploads.there[0][0]["x"]
+    sent = uploads.copied[0][0]["x"]
     assert sent.data is None  # still on its way
     uploads.free(0)
     memory[0] = 2  # an actor writes its next rollout
     assert sent.data.tolist() == [1.0] * 4
-    assert machine.said[-1] == "synchronize"
-    assert uploads.get(0)["x"].data.tolist() == [2.0] * 4  # copied anew
+    assert machine.calls[-1] == "synchronize"
+    assert uploads.get(0)["x"].data.tolist() == [2.0] * 4  # copied again
     uploads.free(1)  # never sent: nothing to wait for
-    assert machine.said.count("synchronize") == 1
+    assert machine.calls.count("synchronize") == 1
 
 
-def test_the_pin_is_taken_off_once_after_the_last_copy(gpu):
-    machine, uploads, _ = gpu()
-    uploads.send(0)
-    uploads.close()
-    uploads.close()
-    assert machine.said[-2:] == ["all done", "unpin"]
-    assert machine.said.count("unpin") == 1
-
-
-def test_memory_that_cannot_be_pinned_is_copied_all_the_same(gpu):
-    machine, uploads, memory = gpu(pins=False)
+@pytest.mark.parametrize("pins", [True, False])
+def test_memory_is_unpinned_once_after_the_last_copy_if_it_could_be_pinned(gpu, pins):
+    machine, uploads, memory = gpu(pins)
     memory[1] = 3
     assert uploads.get(1)["x"].data.tolist() == [3.0] * 4
     uploads.close()
-    assert "unpin" not in machine.said
+    uploads.close()
+    assert machine.calls[3:] == ["all done", "unpin"] * pins
 
 
-def test_on_a_cpu_a_batch_is_what_it_was():
+def test_on_a_cpu_nothing_is_copied():
     batches = [{"x": torch.zeros(2)}]
     uploads = Uploads(batches, np.zeros(2), torch.device("cpu"))
     uploads.send(0)
