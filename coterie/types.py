@@ -196,3 +196,9 @@ def first_line(error: BaseException) -> str:
     """What an error says, without the trace that others' libraries put behind it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message; with its class, if it is none of the program's own errors."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, CoterieError) else f"{type(error).__name__}: {text}"

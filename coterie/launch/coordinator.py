@@ -24,7 +24,7 @@ from coterie.parallel.signals import on_signals
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
 from coterie.runs.metrics import RunWriter, read_metrics
-from coterie.types import CoterieError, Spec
+from coterie.types import CoterieError, Spec, one_line
 
 _LOST_DRAFTS = 3  # drafts that may vanish in a row
 
@@ -93,7 +93,7 @@ class Coordinator:
             except KeyboardInterrupt as error:
                 status, reason, failure = "failed", "stopped at once by a second signal, without a checkpoint", error
             except Exception as error:
-                status, reason, failure = "failed", _one_line(error), error
+                status, reason, failure = "failed", one_line(error), error
                 if not isinstance(error, CoterieError):
                     with suppress(CoterieError):
                         self.writer.log(traceback.format_exc())
@@ -281,8 +281,3 @@ class Coordinator:
 def title(config: ResolvedConfig) -> str:
     parts = (config.preset or config.algorithm, config.env.id, config.acting, config.exchange)
     return " x ".join(parts)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, CoterieError) else f"{type(error).__name__}: {text}"

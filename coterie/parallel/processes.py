@@ -28,7 +28,7 @@ from typing import Any, cast
 
 import psutil
 
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError, one_line
 
 Post = Callable[[str, Any], None]  # (kind, content) to the parent
 _END_S = 5.0  # for a child whose socket has closed to end
@@ -187,10 +187,8 @@ def _enter(parent: socket.socket, cores: list[int], target: Callable[..., None],
     except BaseException as error:  # every reason is reported to the parent
         code = 1
         kind = "config" if isinstance(error, ConfigError) else "peer" if isinstance(error, PeerLost) else "error"
-        text = " ".join(str(error).split())
-        line = text if isinstance(error, CoterieError) else f"{type(error).__name__}: {text}"
         with contextlib.suppress(OSError):
-            post(kind, (line, "" if isinstance(error, CoterieError) else traceback.format_exc()))
+            post(kind, (one_line(error), "" if isinstance(error, CoterieError) else traceback.format_exc()))
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

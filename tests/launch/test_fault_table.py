@@ -1,6 +1,6 @@
-"""Four architectures on three machines, each in a network namespace of its own; one is lost, slow, or cut off.
+"""Four architectures on three machines (network namespaces), of which one is lost, slow, or cut off.
 
-`make chaos` runs it and leaves what was measured in runs/faults.json: the table of docs/faults.md.
+`make chaos` runs it and writes its measurements to runs/faults.json: the table of docs/faults.md.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import subprocess
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
-from tests.launch.harness import family, put_down, read_summary
 from tests.launch.namespaces import bridged
 from tests.launch.slow_link import SlowLink
-from tests.launch.visitors import free_ports
+from tests.support.net import free_port
+from tests.support.process_table import put_down
+from tests.support.runs import check_rows
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 900.0  # synchronous learners on a slow link take 8 minutes
@@ -52,15 +54,15 @@ class Part:
         return read_metrics(self.out) if (self.out / "metrics.jsonl").exists() else []
 
     def kill(self) -> None:
-        for pid in family(self.process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        for process in (self.process, *children):
+            process.kill()
         self.process.wait()
 
 
 def commands(kind: str, here: str, keys: Path) -> tuple[list[str], list[str]]:
-    """That of the first machine, and that of each other one."""
-    at = f"{here}:{free_ports()}"
+    """The command of the first machine, and that of each other one."""
+    at = f"{here}:{free_port()}"
     env = ["--env", "CartPole-v1"]
     token = ["token-file", f"{keys}/token", "cert", f"{keys}/cert.pem"]
     wire = [word if i % 2 else f"--wire.{word}" for i, word in enumerate([*token, "key", f"{keys}/key.pem"])]
@@ -85,13 +87,13 @@ def machines() -> Iterator[tuple[str, list[tuple[str, str, str]], list[SlowLink]
         yield here, made, links
 
 
-def until(condition, what: str, parts: list[Part]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
+def until(condition: Callable[[], object], what: str, parts: list[Part]) -> None:
+    def met() -> object:
         for part in parts:
             assert part.process.poll() is None, part.output.read_text()[-2000:]
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
+        return condition()
+
+    wait_until(met, PATIENCE_S, what)
 
 
 def solved(part: Part) -> bool:
@@ -99,7 +101,7 @@ def solved(part: Part) -> bool:
 
 
 class Watch:
-    """The env steps of a run by time, as its lines of metrics come."""
+    """The env steps of a run by time, from its lines of metrics."""
 
     def __init__(self, part: Part) -> None:
         self.part, self.times, self.steps = part, [time.monotonic()], [0.0]
@@ -175,10 +177,7 @@ def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
         for part in reversed(parts):
             part.process.send_signal(signal.SIGTERM)
             assert part.process.wait(120) == (75 if part.trains else 0), part.output.read_text()[-2000:]
-        found = [read_summary(part.out) for part in learners]
-        for one in found:
-            rows = one["rows"]
-            assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
+        found = [check_rows(part.out) for part in learners]
         note({
             "what": kind,
             "fault": fault,
