@@ -164,7 +164,8 @@ def test_without_restarts_a_killed_learner_ends_the_run(capsys, meddler, exchang
 
     assert meddler.run(inline_options(meddler.out, exchange, restarts=0, **ENDLESS), kill) == 1
     line, reason = last_line(capsys), f"learner {rank} was killed by {number.name}"
-    assert f"{reason}; restarts (0) are used up" in line
+    assert reason in line
+    assert "restarts (0) are used up" in line
     assert reason in read_summary(meddler.out)["reason"]
     assert check_rows(meddler.out)["status"] == "failed"
     last_checkpoint(meddler.out)

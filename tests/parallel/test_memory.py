@@ -12,36 +12,34 @@ import pytest
 
 from coterie.parallel import affinity
 
-STEP = """
+STEPS = """
 import resource
-import torch
+import numpy as np
 from coterie.parallel.affinity import keep_freed_memory
-torch.set_num_threads(1)
-if {keep}:
-    keep_freed_memory()
 
 def step():
-    kept = [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(10)]
+    kept = [np.ones(8 << 20, np.uint8) for _ in range(10)]
 
-for _ in range(5):
-    step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
-    step()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 20)
+def faults():
+    for _ in range(5):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        step()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 20
+
+print(faults())
+keep_freed_memory()
+print(faults())
 """
-
-
-def faults(keep: bool) -> float:
-    """Page faults of one step, with malloc's initial threshold: if it grows, it sometimes spares them."""
-    code, env = STEP.format(keep=keep), os.environ | {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    return float(done.stdout)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 def test_freed_memory_is_used_again_without_page_faults():
-    plain, kept = faults(keep=False), faults(keep=True)
+    """Faults of each step, with malloc's initial threshold: if it grows, it sometimes spares them."""
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+    done = subprocess.run([sys.executable, "-c", STEPS], env=env, capture_output=True, text=True, check=True)
+    plain, kept = map(float, done.stdout.split())
     assert plain >= 40  # 10 blocks of 2,048 pages, or of 4 huge ones
     assert kept < plain / 4
 

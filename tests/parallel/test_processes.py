@@ -93,7 +93,7 @@ def results(*each: object, within: float = 60.0) -> list[object]:
 
 
 def test_results_of_children_come_in_order_and_a_child_may_end_after_its_own():
-    for _ in range(5):
+    for _ in range(2):
         assert results(1, 2, 3) == [1, 2, 3]
 
 
@@ -102,5 +102,5 @@ def test_a_child_without_a_result_is_named():
         results(1, None)
     with pytest.raises(CoterieError, match=r"^child 1: .*it went wrong"):
         results(1, "wrong")
-    with pytest.raises(CoterieError, match=r"^child 1: no result within 3 s$"):
-        results(1, "late", within=3.0)
+    with pytest.raises(CoterieError, match=r"^child 1: no result within 1 s$"):
+        results(1, "late", within=1.0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-from multiprocessing.synchronize import Event
 
 import numpy as np
 
+from coterie.parallel.processes import Post
 from coterie.parallel.slots import Slots
+from tests.exchange.harness import start
+from tests.support.waiting import PATIENCE, wait_until
 
 LAYOUT = {"x": ((3, 6), "int64"), "env_id": ((6,), "int64")}
 
@@ -82,8 +83,9 @@ def test_in_lockstep_each_slot_has_its_producer():
     assert slots.take(1) == (0, 0)
 
 
-def produce(slots: Slots, producer: int, stop: Event) -> None:
-    while not stop.is_set():
+def produce(post: Post, slots: Slots, producer: int) -> None:
+    """A child, until it is killed."""
+    while True:
         if (at := slots.take(producer)) is not None:
             slots.columns(*at)["x"][:] = producer
             slots.columns(*at)["env_id"][:] += 1
@@ -91,28 +93,23 @@ def produce(slots: Slots, producer: int, stop: Event) -> None:
 
 
 def test_many_producers_fill_each_slot_once():
-    slots, context = make(3, 1), multiprocessing.get_context("spawn")
-    stop, end = context.Event(), time.monotonic() + 90  # a process may take its time to start
-    producers = [context.Process(target=produce, args=(slots, p, stop), daemon=True) for p in range(3)]
-    for process in producers:
-        process.start()
-    rounds, seen = 0, set()
+    slots, seen, rounds, end = make(3, 1), set(), 0, time.monotonic() + PATIENCE
+    producers = [start(produce, slots, p) for p in range(3)]
     for j in range(3):
         slots.open(j, 0)
-    while rounds < 50 or (len(seen) < 2 and time.monotonic() < end):
-        j = rounds % 3
-        while not slots.is_full(j):
-            assert time.monotonic() < end, "a slot is never filled"
-            time.sleep(1e-4)
-        fields = slots.fields[j]
-        assert (fields["env_id"] == rounds // 3 + 1).all(), "every slot was filled once"
-        x = fields["x"].numpy()
-        assert (x == x[0]).all(), "by one producer"
-        seen |= set(np.unique(x).tolist())
-        slots.open(j, 0)
-        rounds += 1
-    stop.set()
-    for process in producers:
-        process.join()
+    try:
+        while rounds < 50 or (len(seen) < 2 and time.monotonic() < end):
+            j = rounds % 3
+            wait_until(lambda j=j: slots.is_full(j), what="every slot is filled")
+            fields = slots.fields[j]
+            assert (fields["env_id"] == rounds // 3 + 1).all(), "every slot was filled once"
+            x = fields["x"].numpy()
+            assert (x == x[0]).all(), "by one producer"
+            seen |= set(np.unique(x).tolist())
+            slots.open(j, 0)
+            rounds += 1
+    finally:
+        for producer in producers:
+            producer.kill()
     assert len(seen) > 1
     slots.close()

@@ -1,21 +1,22 @@
-"""The versioned weights: what a reader gets is whole, whatever the writer does meanwhile, and however it died."""
+"""The versioned weights: a reader gets whole weights, whatever the writer does meanwhile, and also if it died."""
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 
 import pytest
 import torch
 
+from coterie.parallel.processes import Post
 from coterie.parallel.weights import Weights
 from coterie.types import CoterieError
+from tests.exchange.harness import start
 
 SIZE = 300_000
 
 
-def flip(weights: Weights, seconds: float) -> None:
-    """All weights are `version % 2` at any time."""
+def flip(post: Post, weights: Weights, seconds: float) -> None:
+    """A child. All weights are `version % 2` at any time."""
     version, end = 0, time.monotonic() + seconds
     ones = [torch.full((SIZE,), float(x)) for x in range(2)]
     sums = [torch.full((3,), float(x), dtype=torch.float64) for x in range(2)]
@@ -26,16 +27,16 @@ def flip(weights: Weights, seconds: float) -> None:
 
 def test_readers_never_see_torn_weights():
     weights = Weights(SIZE, 3)
-    context = multiprocessing.get_context("spawn")
-    writer = context.Process(target=flip, args=(weights, 3.0), daemon=True)
-    writer.start()
+    writer = start(flip, weights, 2.0)
     mine, sums = torch.empty(SIZE), torch.empty(3, dtype=torch.float64)
     versions = []
-    while writer.is_alive():
-        versions.append(weights.read(mine, sums))
-        assert float(mine.min()) == float(mine.max()) == versions[-1] % 2
-        assert float(sums.min()) == float(sums.max()) == versions[-1] % 2
-    writer.join()
+    try:
+        while writer.process.is_alive():
+            versions.append(weights.read(mine, sums))
+            assert float(mine.min()) == float(mine.max()) == versions[-1] % 2
+            assert float(sums.min()) == float(sums.max()) == versions[-1] % 2
+    finally:
+        writer.kill()
     assert versions == sorted(versions)
     assert len(set(versions)) > 20
     weights.close()
