@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.base import ActingKind, apart_refusals
+from coterie.acting.batching import choose_batch, choose_turn, has_room
 from coterie.acting.central_stream import Question, Seat, Shape
 from coterie.acting.recorder import ON_HOST, Fields, Recorder, Stages, as_rollout
 from coterie.config import Central as CentralConfig
@@ -167,27 +168,17 @@ class Central:
         if self.shape.lockstep:
             return self._turn(pending), _LOOK_S
         # Rollouts of streams that have ended wait, too: new ones are not begun beside any number of them.
-        room = self.columns < 2 * self.envs + self.shape.batches * self.shape.batch_size
+        room = has_room(self.columns, self.envs, self.shape.batches * self.shape.batch_size)
         ready = [q for q in pending.values() if q.seat.may_go(room)]
-        rows = sum(q.seat.width for q in ready)
-        left = self.shape.wait - (time.perf_counter() - min((q.since for q in ready), default=0.0))
-        if not ready or (rows < min(self.shape.batch_min, self.envs) and left > 0):
-            return [], min(left, _LOOK_S) if ready else _LOOK_S
-        most, picked, rows = self.shape.batch_max or rows, list[Question](), 0
-        for question in ready:
-            if picked and rows + question.seat.width > most:
-                break
-            picked.append(question)
-            rows += question.seat.width
-        return picked, 0.0
+        least = min(self.shape.batch_min, self.envs)
+        picked, wait = choose_batch(ready, time.perf_counter(), least, self.shape.batch_max, self.shape.wait)
+        return picked, min(wait, _LOOK_S)
 
     def _turn(self, pending: dict[Seat, Question]) -> list[Question]:
         """In lockstep: all envs, always in the same order. A rollout that is behind catches up while others rest."""
-        seats = self.seats.values()
-        due = [seat for seat in seats if not self._rests(seat)]
-        there = sum(seat.width for seat in seats)
-        if there != self.shape.envs or not all(seat in pending and seat.may_go() for seat in due):
-            return []
+        due = choose_turn(
+            self.seats.values(), self.shape.envs, self._rests, lambda seat: seat in pending and seat.may_go()
+        )
         return [pending[seat] for seat in sorted(due, key=lambda seat: seat.first_env_id)]
 
     def _rests(self, seat: Seat) -> bool:

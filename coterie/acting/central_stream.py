@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.acting.batching import may_go
 from coterie.acting.recorder import Recorder
 from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep
 from coterie.wire.codec import Newest, action_layout, check_values, timestep_layout
@@ -44,6 +45,10 @@ class Question:
     seen: TimeStep
     answer: Answer
     since: float = field(default_factory=time.perf_counter)
+
+    @property
+    def width(self) -> int:
+        return self.seat.width
 
 
 class Seat:
@@ -97,8 +102,8 @@ class Seat:
 
     def may_go(self, room: bool = True) -> bool:
         """Whether what comes next can be written; where that begins a rollout only if there is `room` for another."""
-        whole = self.row == self.shape.unroll_length and not self.shape.lockstep  # in lockstep it rests after that
-        return (room and bool(self.buffers)) if self.recorder is None or whole else True
+        row = -1 if self.recorder is None else self.row
+        return may_go(row, self.shape.unroll_length, self.shape.lockstep, room and bool(self.buffers))
 
     def see(self, seen: TimeStep) -> Inputs:
         """Write the next row, of a new rollout where the last one is whole."""
