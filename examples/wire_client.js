@@ -1,5 +1,5 @@
 // A simulator that a Coterie run acts on, in JavaScript: docs/wire.md in code. `npm install` here first.
-// Eight CartPoles are one stream: each data frame shows them all, each answer has an action for each.
+// Eight CartPoles share one stream: each data frame has all of them, each answer an action for each.
 "use strict";
 const crypto = require("crypto");
 const fs = require("fs");
@@ -29,7 +29,7 @@ class CartPole {
   }
 
   step(action) {
-    const first = this.ended; // here the step only begins an episode: the action means nothing, and nothing is earned
+    const first = this.ended; // a reset step: the action is ignored, and the reward is 0
     if (first) {
       this.state = Array.from({ length: 4 }, () => Math.random() * 0.1 - 0.05);
       this.length = 0;
@@ -72,7 +72,7 @@ me.run_id = crypto.randomBytes(8).readBigUInt64LE().toString();
 const envs = Array.from({ length: ENVS }, () => new CartPole());
 let steps = 0;
 
-// Opens a stream and says hello; calls `on[kind](content, stream)` for each frame. What ends it otherwise ends us.
+// Opens a stream; calls `on[kind](content, stream)` for each frame. Any other end of the stream ends the program.
 function connect(address, hello, on) {
   const stream = new Coterie(address, credentials).Infer(metadata);
   const watch = setTimeout(() => stream.cancel(), SILENCE_MS);
@@ -82,7 +82,7 @@ function connect(address, hello, on) {
       console.log(`${steps} steps; over: ${frame.over.reason}`);
       process.exit(0);
     }
-    if (frame.kind) on[frame.kind](frame[frame.kind], stream); // one of no kind only says that the server is alive
+    if (frame.kind) on[frame.kind](frame[frame.kind], stream); // a frame of no kind is a heartbeat
   });
   stream.on("error", (error) => {
     clearTimeout(watch);
@@ -98,7 +98,7 @@ function show(number, stream) {
   stream.write({ data: { number, tensors: Buffer.concat(parts.map((part) => Buffer.from(part.buffer))) } });
 }
 
-// Learner 0 says which learner is ours.
+// Learner 0 assigns a learner.
 connect(positionals[0], { envs: 0 }, {
   welcome({ number, learners }, stream) {
     this.done = true;

@@ -18,7 +18,7 @@ SENDS |= {"episode_return": "float64", "episode_length": "float64", "obs/": "flo
 
 
 class CartPoles:
-    """Gymnasium's CartPole-v1, eight times. `seen` is what a data frame shows."""
+    """Eight of Gymnasium's CartPole-v1. `seen` holds the tensors of a data frame."""
 
     def __init__(self):
         self.length, self.state, self.ended = np.zeros(ENVS), np.zeros((ENVS, 4)), np.ones(ENVS, bool)
@@ -29,7 +29,7 @@ class CartPoles:
         push = (np.where(action == 1, 10.0, -10.0) + 0.05 * spin**2 * np.sin(angle)) / 1.1
         turn = (9.8 * np.sin(angle) - np.cos(angle) * push) / (0.5 * (4 / 3 - 0.1 * np.cos(angle) ** 2 / 1.1))
         after = self.state + 0.02 * np.stack([speed, push - 0.05 * turn * np.cos(angle) / 1.1, spin, turn], 1)
-        first = self.ended  # here the step only begins an episode: the action means nothing, and nothing is earned
+        first = self.ended  # a reset step: the action is ignored, and the reward is 0
         self.state = np.where(first[:, None], np.random.uniform(-0.05, 0.05, (ENVS, 4)), after)
         self.length = np.where(first, 0, self.length + 1)
         fell = ~first & ((abs(self.state[:, 0]) > 2.4) | (abs(self.state[:, 2]) > np.radians(12)))
@@ -40,12 +40,12 @@ class CartPoles:
         self.seen |= {"episode_return": told, "episode_length": told}
 
 
-class Over(Exception):
+class RunEnded(Exception):
     """The run has ended."""
 
 
 def connect(address, desc, cert, token, **hello):
-    """Open a stream and say hello; returns the welcome, and what sends a frame and waits for its answer."""
+    """Open a stream; returns the welcome, and a function that sends a frame and waits for the answer."""
     pool, outbox = descriptor_pool.DescriptorPool(), queue.SimpleQueue()
     pool.AddSerializedFile(descriptor_pb2.FileDescriptorSet.FromString(desc.read_bytes()).file[0].SerializeToString())
     frame_type = message_factory.GetMessageClass(pool.FindMessageTypeByName("coterie.v1.Frame"))
@@ -64,8 +64,8 @@ def connect(address, desc, cert, token, **hello):
             finally:
                 watch.cancel()
             if frame.HasField("over"):
-                raise Over(frame.over.reason)
-            if frame.WhichOneof("kind"):  # a frame of no kind only says that the server is alive
+                raise RunEnded(frame.over.reason)
+            if frame.WhichOneof("kind"):  # a frame of no kind is a heartbeat
                 return frame
 
     return ask(hello={**hello, "protocol": 1, "env_id": "CartPole-v1", "number": -1}).welcome, ask
@@ -74,7 +74,7 @@ def connect(address, desc, cert, token, **hello):
 def main(address, **secrets):
     steps, envs, me = 0, CartPoles(), {"client": "wire_client.py", "run_id": random.getrandbits(64)}
     try:
-        welcome, _ = connect(address, **secrets, **me, envs=0)  # learner 0 says which learner is ours
+        welcome, _ = connect(address, **secrets, **me, envs=0)  # learner 0 assigns a learner
         if learner := welcome.number % welcome.learners:
             host, _, port = address.rpartition(":")
             address = f"{address}.{learner}" if host == "unix" else f"{host}:{int(port) + learner}"
@@ -84,8 +84,8 @@ def main(address, **secrets):
             tensors = b"".join(np.asarray(envs.seen[name], x).tobytes() for name, x in SENDS.items())
             envs.step(np.frombuffer(ask(data={"number": number, "tensors": tensors}).data.tensors, np.int64))
             steps += int((~envs.seen["is_first"]).sum())
-    except Over as over:
-        print(f"{steps} steps; over: {over}")
+    except RunEnded as reason:
+        print(f"{steps} steps; over: {reason}")
     except grpc.RpcError as error:
         sys.exit(f"{error.code().name}: {error.details()}")
 

@@ -20,7 +20,7 @@ from coterie.config import Config
 from coterie.runs.config_io import parse_cli
 from coterie.types import ActionSpec, ObsSpec, Spec
 from tests.launch.harness import PATIENCE, tagged, until
-from tests.launch.visitors import free_ports
+from tests.support.net import free_port
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "examples" / name for name in ("kubernetes.yaml", "cloud.yaml")]
@@ -59,7 +59,7 @@ def test_a_slurm_job_is_preempted_requeued_and_resumed(tmp_path):
     small = "--log.every 0.2 --log.tensorboard False --log.checkpoint-every 0.5 --algo.unroll-length 8"
     env = {
         **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "RUN": str(tmp_path / "run"),
-        "ENV": "CartPole-v1", "PORT": str(free_ports()), "HEAD": "localhost", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7",
+        "ENV": "CartPole-v1", "PORT": str(free_port()), "HEAD": "localhost", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7",
         "COTERIE_TEST": str(tmp_path), "OPTIONS": f"--steps 1000000000 --env.num-envs 16 {small}",
     }  # fmt: skip
 

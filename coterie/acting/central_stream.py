@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from coterie.acting.batching import may_go
 from coterie.acting.recorder import Recorder
 from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep
 from coterie.wire.codec import Newest, action_layout, check_values, timestep_layout
-from coterie.wire.server import Answer
+from coterie.wire.server import Answer, ServiceStream
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,14 @@ class Question:
         return self.seat.width
 
 
-class Seat:
+class Seat(ServiceStream):
     """One stream's envs: their recurrent state and their unfinished rollout. Dies with the stream."""
 
     def __init__(
         self, shape: Shape, place: tuple[int, int], first_env: int, width: int, buffers: Sequence[Recorder],
         state: Tensor | None, post: Callable[[Question], None], left: Callable[[Seat], None],
     ) -> None:  # fmt: skip
+        super().__init__({})  # the service fills the welcome
         self.shape, self.place, self.first_env_id, self.width = shape, place, first_env, width
         self.post, self.left = post, left
         self.alive = self.counted = True  # counted: its rows are in the books
@@ -72,10 +72,6 @@ class Seat:
         self.row, self.valid = 0, 0  # of the unfinished rollout: the next row, valid rows
         self.seen = 0  # valid rows that nobody has added up yet
         self.new = True
-        self.said: dict[str, Any] = {}  # in the welcome
-
-    def welcome(self) -> dict[str, Any]:
-        return {**self.said, "first_env_id": self.first_env_id}
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         """In the server's thread: check what came, and hand it to the inference thread."""

@@ -1,79 +1,86 @@
-"""The door: what a host must say of itself before it may take a seat, and what it is told."""
+"""Admission of clients: their numbers and env ids, the check of their handshake, and the settings they receive."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from coterie.acting.central import REMOTE, Central
-from coterie.acting.central_stream import Seat
 from coterie.algorithms.table import unroll_length
 from coterie.build.factory import actor_env
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import tasks
-from coterie.types import Spec
+from coterie.types import Array, Spec
 from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
-from coterie.wire.server import Answer
+from coterie.wire.server import Answer, ServiceStream
 
-_REMEMBERED = 10_000  # clients that came by themselves
-ENV_SETTINGS = ("action_repeat", "max_episode_steps", "time_limit")  # of the run's that its clients' envs have
-
-
-class Visitor:
-    """Asks only for the welcome."""
-
-    reads = writes = Layout(())
-    alive = True
-
-    def __init__(self, welcome: dict[str, Any]) -> None:
-        self._welcome = welcome
-
-    def welcome(self) -> dict[str, Any]:
-        return self._welcome
-
-    def ask(self, arrays: dict[str, Any], answer: Answer) -> None:
-        raise Refused("a stream of 0 envs has nothing to show")
-
-    def leave(self) -> None:
-        pass
+_REMEMBERED = 10_000  # remote clients
+ENV_SETTINGS = ("action_repeat", "max_episode_steps", "time_limit")  # that a run sets for its remote clients' envs
 
 
-class Numbers:
-    """Which client is which: numbers and env ids for those that come by themselves, the same when they come again."""
+class SettingsRequest(ServiceStream):
+    """A stream of 0 envs: it only receives the welcome."""
 
-    def __init__(self, rank: int) -> None:
-        self.numbers = OrderedDict[int, int]()  # of each run_id
-        self.first_envs = OrderedDict[tuple[int, int, int], int]()  # of each of its groups, and their envs
-        self.next_number, self.next_env = 0, REMOTE * (rank + 1)
+    def ask(self, arrays: Mapping[str, Array], answer: Answer) -> None:
+        raise Refused("a stream of 0 envs must not send data frames")
 
-    def of(self, run_id: int) -> int:
-        if run_id not in self.numbers:
-            self.numbers[run_id] = self.next_number
-            self.next_number += 1
-            if len(self.numbers) > _REMEMBERED:
-                self.numbers.popitem(last=False)
-        return self.numbers[run_id]
+
+def check_hello(hello: Any, env_ids: Collection[str], expected: Layout) -> None:
+    """Raise `Refused` unless a client has one of these envs and declares these tensors."""
+    if hello.env_id not in env_ids:
+        raise Refused(f"the run's envs are {', '.join(env_ids)}, not {hello.env_id[:100]!r}")
+    declared = layout_from(hello.sends, expected.most)
+    if declared.tensors != expected.tensors:
+        raise Refused(f"the run's frames hold {_shown(expected)}, the client's {_shown(declared)}")
+
+
+def _shown(layout: Layout) -> str:
+    return ", ".join(f"{t.name}: {t.dtype}{list(t.shape)}" for t in layout.tensors[:12])[:250] or "no tensors"
+
+
+class ClientIds:
+    """Numbers and env ids of a learner's remote clients. A client that reconnects keeps them.
+
+    An env's id also chooses its epsilon, by its place among the envs of all learners: the n-th remote env of a learner
+    has the place of the learner's n-th local one.
+    """
+
+    def __init__(self, config: ResolvedConfig, rank: int) -> None:
+        envs, learners = config.env.num_envs, config.learners
+        self._numbers = OrderedDict[int, int]()  # by run_id
+        self._first_envs = OrderedDict[tuple[int, int, int], int]()  # by run_id, group and envs
+        self._next_number, base = 0, REMOTE * (rank + 1)
+        self._next_env = base + (rank * envs - base) % (envs * learners)
+
+    def number(self, run_id: int) -> int:
+        if run_id not in self._numbers:
+            self._numbers[run_id] = self._next_number
+            self._next_number += 1
+            if len(self._numbers) > _REMEMBERED:
+                self._numbers.popitem(last=False)
+        return self._numbers[run_id]
 
     def first_env(self, run_id: int, group: int, envs: int) -> int:
         key = run_id, group, envs
-        if key not in self.first_envs:
-            self.first_envs[key] = self.next_env
-            self.next_env += envs
-            if len(self.first_envs) > _REMEMBERED:
-                self.first_envs.popitem(last=False)
-        return self.first_envs[key]
+        if key not in self._first_envs:
+            self._first_envs[key] = self._next_env
+            self._next_env += envs
+            if len(self._first_envs) > _REMEMBERED:
+                self._first_envs.popitem(last=False)
+        return self._first_envs[key]
 
 
 def _finite(x: Any) -> Any:
-    """JSON has no infinity: a bound that is none is null."""
+    """JSON has no infinity: null stands for no bound."""
     return [None if y in (math.inf, -math.inf) else y for y in x] if isinstance(x, list) else x
 
 
 def settings_of(config: ResolvedConfig, spec: Spec) -> dict[str, Any]:
-    """What a client must know before it makes its envs."""
+    """What a client needs to know before it makes its envs."""
     return {
         "env_id": config.env.id,
         "action": [_finite(x) for x in spec.to_json()["action"]],
@@ -84,38 +91,27 @@ def settings_of(config: ResolvedConfig, spec: Spec) -> dict[str, Any]:
     }
 
 
-class Hosts:
-    """A desk for env hosts. `ours`: they are the run's own children, and say themselves which."""
+class EnvHostService:
+    """The service of central acting. `local`: for the run's own env hosts, which know their numbers."""
 
-    def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, central: Central, ours: bool) -> None:
-        self.config, self.spec, self.rank, self.central, self.ours = config, spec, rank, central, ours
-        self.numbers = Numbers(rank)
+    def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, central: Central, local: bool) -> None:
+        self.config, self.spec, self.rank, self.central, self.local = config, spec, rank, central, local
+        self.ids = ClientIds(config, rank)
         self.settings = json.dumps(settings_of(config, spec), allow_nan=False)
 
-    def __call__(self, hello: Any) -> Seat | Visitor:
-        number = hello.number if self.ours else self.numbers.of(hello.run_id)
-        said = {"number": number, "learners": self.config.learners, "settings": self.settings}
+    def __call__(self, hello: Any) -> ServiceStream:
+        number = hello.number if self.local else self.ids.number(hello.run_id)
+        welcome = {"number": number, "learners": self.config.learners, "settings": self.settings}
         if hello.envs == 0:
-            return Visitor(said)
-        if hello.env_id not in tasks(self.config.env.id):
-            raise Refused(f"the run's envs are {self.config.env.id}, not {hello.env_id[:100]!r}")
+            return SettingsRequest(welcome)
         if hello.envs > self.config.central.max_envs:
-            raise Refused(f"{hello.envs} envs are more than central.max_envs {self.config.central.max_envs}")
-        if self.ours:
-            first = actor_env(self.config, number, self.rank)[1] + hello.group * hello.envs
-            key = number, hello.group
-        else:
-            first = self.numbers.first_env(hello.run_id, hello.group, hello.envs)
-            key = REMOTE + number, hello.group
+            raise Refused(f"{hello.envs} envs are more than central.max_envs, {self.config.central.max_envs}")
         expected = timestep_layout(self.spec, hello.envs, self.config.central.newest_frame)
-        declared = layout_from(hello.sends, expected.most)
-        if declared.tensors != expected.tensors:
-            raise Refused(f"its frames hold {_shown(declared)}; the run's hold {_shown(expected)}")
-        seat = self.central.sit(*key, first, hello.envs)
-        seat.said = said
-        return seat
-
-
-def _shown(layout: Layout) -> str:
-    shown = ", ".join(f"{t.name}: {t.dtype}{list(t.shape)}" for t in layout.tensors[:12])
-    return shown[:400]
+        check_hello(hello, tasks(self.config.env.id), expected)
+        if self.local:
+            first = actor_env(self.config, number, self.rank)[1] + hello.group * hello.envs
+        else:
+            first, number = self.ids.first_env(hello.run_id, hello.group, hello.envs), REMOTE + number
+        stream = self.central.sit(number, hello.group, first, hello.envs)
+        stream.welcome = {**welcome, "first_env_id": first}
+        return stream

@@ -22,7 +22,7 @@ from coterie.remote.gossip_hub import HEARS, LEAVE_S, NAP_S, TELLS
 from coterie.remote.gossip_mirror import Mirror, news_layout
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.auth import read_token
-from coterie.wire.client import Lost, Over, Stream, back_off, keep_trying, open_channel
+from coterie.wire.client import ConnectionLost, Retry, RunEnded, Stream, back_off, open_channel
 from coterie.wire.codec import Layout, Refused
 
 _SEATS = 1024  # that a meeting may have: everybody keeps a place for everybody
@@ -85,8 +85,8 @@ class Link:
 
         try:
             patience = _ALONE_S if resumed else _PATIENCE_S
-            keep_trying(come, self.address, patience, lambda: None, say)
-        except Over as over:
+            Retry(self.address, patience, report=say)(come)
+        except RunEnded as over:
             self.close()
             raise CoterieError(f"gossip.connect: the run at {self.address} is over: {over}") from None
         except BaseException:
@@ -115,13 +115,13 @@ class Link:
         return meeting
 
     def _open(self) -> None:
-        """Both streams. Raises `Lost` where the meeting is away."""
+        """Both streams. Raises `ConnectionLost` where the meeting is away."""
         layout = self.meeting.layout
         tell = self._stream(self._hello(TELLS), layout)
         self.streams = [tell]
         seat = tell.welcome.first_env_id
         if self.seat not in (-1, seat):
-            raise Lost(f"seat {self.seat} is taken")
+            raise ConnectionLost(f"seat {self.seat} is taken")
         try:
             now = json.loads(tell.welcome.settings)
             self.first, self.said = int(now["first"]), int(now["said"])
@@ -130,7 +130,7 @@ class Link:
         try:
             hear = self._stream(self._hello(HEARS), Layout(()))
         except CoterieError as error:  # it lets in who has told: the other stream is gone
-            raise Lost(str(error)) from None
+            raise ConnectionLost(str(error)) from None
         self.streams.append(hear)
         if hear.reads.tensors != layout.tensors:
             raise CoterieError("its news are not what it said that they are: is this the same version of coterie?")
@@ -188,10 +188,10 @@ class Link:
         """Gossip for as long as there is a connection; returns whether to look for another."""
         try:
             self._talk(mirror)
-        except Over as over:
+        except RunEnded as over:
             self.lines.append(f"the run at {self.address} is over ({over}): this one goes on without it")
             return False
-        except Lost as error:
+        except ConnectionLost as error:
             self.lines.append(f"the run at {self.address} is away ({error}): this one goes on meanwhile")
         except (CoterieError, Refused) as error:
             self.lines.append(f"the run at {self.address} ended the gossip ({error}): this one goes on meanwhile")
@@ -220,7 +220,7 @@ class Link:
                 self._say(tell, mirror)
             if not failed:
                 self._say(tell, mirror)  # that they have left
-        except Lost:
+        except ConnectionLost:
             if not failed:
                 raise
         finally:
@@ -255,12 +255,12 @@ class Link:
                     self.lines.append(f"the run at {self.address} has become another one: this one goes on without it")
                     return False
                 self._open()
-            except Over as over:
+            except RunEnded as over:
                 self.lines.append(f"the run at {self.address} is over ({over}): this one goes on without it")
                 return False
             except CoterieError as error:
                 self._hang_up()
-                if not isinstance(error, Lost) and str(error) != said:
+                if not isinstance(error, ConnectionLost) and str(error) != said:
                     self.lines.append(f"not back at {self.address}: {error}")
                     said = str(error)
             else:

@@ -13,12 +13,12 @@ from coterie.config import ResolvedConfig
 from coterie.exchange.base import Circle
 from coterie.exchange.gossip import begin_at, next_number
 from coterie.parallel.shm import SharedArrays
-from coterie.remote.admission import Visitor
+from coterie.remote.admission import SettingsRequest
 from coterie.remote.gossip_mirror import Mirror, news_layout
 from coterie.remote.servers import Servers
 from coterie.types import Array, ConfigError
 from coterie.wire.codec import Layout, Refused, layout_from
-from coterie.wire.server import Answer
+from coterie.wire.server import Answer, ServiceStream
 
 TELLS, HEARS = 0, 1  # groups of a guest's two streams
 NAP_S = 5e-3  # between two looks for news, each of which takes 50 us
@@ -42,14 +42,14 @@ class Meeting:
         self.lines = deque[str](maxlen=100)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self.servers = Servers(config.wire)
-        self.servers.invite_peers(config.gossip.bind, {"Gossip": self.sit})
+        self.servers.serve_peers(config.gossip.bind, {"Gossip": self.sit})
         self._thread = threading.Thread(target=self._work, name="coterie-gossip", daemon=True)
         self._thread.start()
 
-    def sit(self, hello: Any) -> Visitor | _Tells | _Hears:
+    def sit(self, hello: Any) -> ServiceStream:
         said: dict[str, Any] = {"number": 0, "learners": 1}
         if hello.envs == 0:
-            return Visitor(said | {"settings": json.dumps(self.settings)})
+            return SettingsRequest(said | {"settings": json.dumps(self.settings)})
         if hello.env_id != self.env_id:
             raise Refused(f"the run's envs are {self.env_id}, not {hello.env_id[:100]!r}")
         if hello.group not in (TELLS, HEARS):
@@ -150,16 +150,12 @@ class _Guest:
         self.tells: _Tells | None = None
 
 
-class _Tells:
+class _Tells(ServiceStream):
     """The stream on which a guest says what its learners say."""
 
-    writes = Layout(())
-
     def __init__(self, meeting: Meeting, guest: _Guest, said: dict[str, Any]) -> None:
-        self.meeting, self.guest, self.said, self.reads, self.alive = meeting, guest, said, meeting.layout, True
-
-    def welcome(self) -> dict[str, Any]:
-        return self.said
+        super().__init__(said)
+        self.meeting, self.guest, self.reads = meeting, guest, meeting.layout
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         if self.alive:
@@ -170,17 +166,13 @@ class _Tells:
         self.meeting.leave(self.guest)
 
 
-class _Hears:
+class _Hears(ServiceStream):
     """The stream on which it hears of all others: an answer comes when there is news."""
 
-    reads = Layout(())
-
     def __init__(self, writes: Layout, said: dict[str, Any]) -> None:
-        self.writes, self.said, self.alive = writes, said, True
+        super().__init__(said)
+        self.writes = writes
         self.answer: Answer | None = None
-
-    def welcome(self) -> dict[str, Any]:
-        return self.said
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         self.answer = answer

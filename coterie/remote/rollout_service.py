@@ -1,4 +1,4 @@
-"""Actors on other machines, seen from the learner: rollouts that come over the wire take the way of all others."""
+"""Remote actors, on the learner's side: their rollouts go into the same slots as those of local actors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from coterie.acting.recorder import rollout_layout
 from coterie.algorithms.table import unroll_length
 from coterie.build.validity import room_of
 from coterie.config import ResolvedConfig
-from coterie.remote.admission import Numbers, Visitor, settings_of
+from coterie.remote.admission import ClientIds, SettingsRequest, check_hello, settings_of
 from coterie.runs.config_io import to_dict
 from coterie.types import Array, CoterieError, Spec
-from coterie.wire.codec import Layout, Refused, Tensor, check_values, layout_from
-from coterie.wire.server import Answer
+from coterie.wire.codec import Layout, Refused, Tensor, check_values
+from coterie.wire.server import Answer, ServiceStream
 
-_FIRST = 1 << 16  # of the producers of slots that are guests
-_NAP_S = 1e-3
+_REMOTE_PRODUCER = 1 << 16  # remote actors are the slots' producers from here on
+_POLL_S = 1e-3
 _ROUNDING = 1e-4  # by which the logarithm of a certain action's probability may be above 0
+VERSION = Layout([Tensor("version", "int64", (1,))])  # a request for weights: the version that the client has
 
 
 def rollout_tensors(spec: Spec, unroll_length: int, width: int, core: tuple[int, ...]) -> Layout:
-    """A rollout's arrays as the tensors of a frame, but for the ids, which the learner gives."""
+    """A rollout's arrays as the tensors of a frame, without the env ids, which the learner assigns."""
     layout = rollout_layout(spec, unroll_length, width, core)
     return Layout([Tensor(k, dtype, shape) for k, (shape, dtype) in layout.items() if k != "env_id"])
 
@@ -41,188 +42,177 @@ def weights_tensors(size: int, moments: int) -> Layout:
     return Layout([Tensor("params", "float32", (size,)), *sums])
 
 
-class Guests:
-    """A learner's guests: desks for their two streams, and a thread that puts their rollouts into slots."""
+def check_rollout(spec: Spec, arrays: dict[str, Array]) -> None:
+    """Raise `Refused` for a rollout that no recorder writes, or that would harm the learner."""
+    check_values(spec, arrays)
+    if np.isnan(arrays["episode_return"]).any():
+        raise Refused("episode_return is NaN")
+    kind, sizes, action = spec.action.kind, np.array(spec.action.sizes), arrays["action"]
+    if kind != "continuous":
+        if not ((action >= 0) & (action < (sizes if kind == "multi" else sizes[0]))).all():
+            raise Refused(f"an action is not in the env's range: {sizes.tolist()} actions")
+        if (arrays["log_prob"] > _ROUNDING).any():
+            raise Refused("the probability of an action is above 1")
+    if (arrays["version"] < 0).any():
+        raise Refused("a version of the weights is negative")
+    ended = arrays["terminated"] | arrays["truncated"] | (arrays["episode_length"] != 0)
+    if ((ended | (arrays["reward"][1:] != 0)) & arrays["is_first"][1:]).any():
+        raise Refused("the masked step before an episode's first row has a reward or an end")
+
+
+class RolloutService:
+    """The two services for a learner's remote actors, and a thread that puts their rollouts into slots."""
 
     def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, acting: Decoupled, core: tuple[int, ...]) -> None:
         self.spec, self.acting, self.slots, self.weights = spec, acting, acting.slots, acting.weights
-        self.numbers = Numbers(rank)
+        self.ids = ClientIds(config, rank)
         more = {"envs": self.slots.width, "core": core, "config": to_dict(config)}
         self.settings = json.dumps(settings_of(config, spec) | more)
         self.reads = rollout_tensors(spec, unroll_length(config), self.slots.width, core)
         self.learners = config.learners
         self.env_id = config.env.id
-        self.room = room_of(config) - (config.env.num_envs if config.actors else 0)  # beside the run's own
-        self.here = Counter[int]()  # streams of rollouts, by their first env
+        self.room = room_of(config) - (config.env.num_envs if config.actors else 0)  # for envs of remote actors
+        self.streams = Counter[int]()  # of rollouts, by their first env
         self.produced = 0
-        self.told: Callable[[], None] = lambda: None  # hears of every change of `produced`
-        self.arrived: dict[_Push, tuple[dict[str, Array], Answer]] = {}  # the first to come first, one of each
-        self.news = threading.Condition()
-        self.newest: tuple[int, dict[str, Array]] = (-1, {})  # weights as they are sent, once for all who pull
-        self.pulling = threading.Lock()
-        self.closed = False
-        self._thread = threading.Thread(target=self._work, name="coterie-guests", daemon=True)
+        self.on_produced: Callable[[], None] = lambda: None
+        self.waiting: dict[_PushStream, tuple[dict[str, Array], Answer]] = {}  # in order of arrival, one of each stream
+        self._changed = threading.Condition()
+        self._newest: tuple[int, dict[str, Array]] = (-1, {})  # weights as they are sent, read once for all clients
+        self._reading = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="coterie-rollouts", daemon=True)
         self._thread.start()
 
-    def push(self, hello: Any) -> _Push | Visitor:
-        number = self.numbers.of(hello.run_id)
-        said = {"number": number, "learners": self.learners, "settings": self.settings}
+    def push(self, hello: Any) -> ServiceStream:
+        """Service `PushRollouts`."""
+        return self._admit(hello, self.reads) or self._push_stream(hello)
+
+    def pull(self, hello: Any) -> ServiceStream:
+        """Service `PullParameters`."""
+        return self._admit(hello, VERSION) or _PullStream(self, self._welcome(hello))
+
+    def _welcome(self, hello: Any) -> dict[str, Any]:
+        return {"number": self.ids.number(hello.run_id), "learners": self.learners, "settings": self.settings}
+
+    def _admit(self, hello: Any, reads: Layout) -> SettingsRequest | None:
         if hello.envs == 0:
-            return Visitor(said)
-        self._admit(hello, self.reads, "its rollouts are not the run's")
-        first = self.numbers.first_env(hello.run_id, hello.group, hello.envs)
-        if first not in self.here and (len(self.here) + 1) * hello.envs > self.room:
-            raise Refused(
-                f"{hello.envs} envs beside {len(self.here)} actors': there is room for {self.room}: replay.envs"
-            )
-        self.here[first] += 1
-        return _Push(self, number, first, said)
+            return SettingsRequest(self._welcome(hello))
+        if hello.envs != self.slots.width:
+            raise Refused(f"the run's actors have {self.slots.width} envs each, not {hello.envs}")
+        check_hello(hello, [self.env_id], reads)
+        return None
 
-    def pull(self, hello: Any) -> _Pull | Visitor:
-        said = {"number": self.numbers.of(hello.run_id), "learners": self.learners, "settings": self.settings}
-        if hello.envs == 0:
-            return Visitor(said)
-        self._admit(hello, _Pull.reads, "a question for weights is the version that one has")
-        return _Pull(self, said)
+    def _push_stream(self, hello: Any) -> _PushStream:
+        first = self.ids.first_env(hello.run_id, hello.group, hello.envs)
+        taken = len(self.streams) * hello.envs
+        if first not in self.streams and taken + hello.envs > self.room:
+            raise Refused(f"no room for {hello.envs} more envs of remote actors: {taken} of {self.room} (replay.envs)")
+        self.streams[first] += 1
+        return _PushStream(self, {**self._welcome(hello), "first_env_id": first})
 
-    def _admit(self, hello: Any, reads: Layout, why: str) -> None:
-        if hello.env_id != self.env_id or hello.envs != self.slots.width:
-            raise Refused(f"the run's actors have {self.slots.width} envs of {self.env_id} each")
-        if layout_from(hello.sends, reads.most).tensors != reads.tensors:
-            raise Refused(why)
+    def arrive(self, stream: _PushStream, arrays: dict[str, Array], answer: Answer) -> None:
+        with self._changed:
+            self.waiting[stream] = arrays, answer
+            self._changed.notify()
 
-    def check(self, arrays: dict[str, Array]) -> None:
-        """What a learner's tensors may not hold must not reach them, nor what no recorder writes."""
-        check_values(self.spec, arrays)
-        if np.isnan(arrays["episode_return"]).any():
-            raise Refused("episode_return is no number")
-        kind, sizes, action = self.spec.action.kind, np.array(self.spec.action.sizes), arrays["action"]
-        chosen = kind != "continuous"
-        if chosen and not ((action >= 0) & (action < (sizes if kind == "multi" else sizes[0]))).all():
-            raise Refused("an action is none of the env's")
-        if chosen and (arrays["log_prob"] > _ROUNDING).any():
-            raise Refused("an action has a probability above 1")
-        if (arrays["version"] < 0).any():
-            raise Refused("it acted with weights that there have not been")
-        told = (
-            arrays["terminated"] | arrays["truncated"] | (arrays["episode_length"] != 0) | (arrays["reward"][1:] != 0)
-        )
-        if (told & arrays["is_first"][1:]).any():
-            raise Refused("the fake step to the first row of an episode has a reward or an end")
+    def forget(self, stream: _PushStream) -> None:
+        """Drop a closed stream's rollout that is not in a slot yet."""
+        self.streams[stream.first_env_id] -= 1
+        self.streams += Counter()  # without those that are 0
+        with self._changed:
+            self.waiting.pop(stream, None)
 
-    def arrive(self, seat: _Push, arrays: dict[str, Array], answer: Answer) -> None:
-        with self.news:
-            self.arrived[seat] = arrays, answer
-            self.news.notify()
-
-    def forget(self, seat: _Push) -> None:
-        """What it has sent and nobody has taken yet goes with it."""
-        with self.news:
-            self.arrived.pop(seat, None)
-
-    def pulled(self) -> tuple[int, dict[str, Array]]:
-        """The newest weights and their version: shared by everybody, never written again."""
-        with self.pulling:
-            if self.weights.version != self.newest[0]:
+    def newest_weights(self) -> tuple[int, dict[str, Array]]:
+        """The newest weights and their version. The arrays are shared by all streams and never written again."""
+        with self._reading:
+            if self.weights.version != self._newest[0]:
                 params = torch.empty(self.acting.params.data.numel())
                 moments = torch.empty(self.acting.moments.size, dtype=torch.float64)
                 version = self.weights.read(params, moments)
-                self.newest = version, {"params": params.numpy(), "moments": moments.numpy()}
-            return self.newest
+                self._newest = version, {"params": params.numpy(), "moments": moments.numpy()}
+            return self._newest
 
     def close(self) -> None:
-        self.closed = True
-        with self.news:
-            self.news.notify()
+        self._closed = True
+        with self._changed:
+            self._changed.notify()
         self._thread.join(2.0)
 
-    def _next(self) -> tuple[_Push, dict[str, Array], Answer] | None:
-        with self.news:
-            self.news.wait_for(lambda: self.closed or self.arrived)
-            if self.closed:
+    def _next(self) -> tuple[_PushStream, dict[str, Array], Answer] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self.waiting)
+            if self._closed:
                 return None
-            seat = next(iter(self.arrived))
-            return seat, *self.arrived.pop(seat)
+            stream = next(iter(self.waiting))
+            return stream, *self.waiting.pop(stream)
 
     def _slot(self, producer: int) -> tuple[int, int] | None:
-        with suppress(CoterieError):  # an actor that was stopped holds the lock: it may go on
+        with suppress(CoterieError):  # a stopped actor holds the lock: it may go on
             return self.slots.take(producer)
         return None
 
     def _work(self) -> None:
         while (item := self._next()) is not None:
-            seat, arrays, answer = item
-            producer = _FIRST + seat.number
+            stream, arrays, answer = item
+            producer = _REMOTE_PRODUCER + stream.welcome["number"]
             while (at := self._slot(producer)) is None:
-                if self.closed:
+                if self._closed:
                     return
-                time.sleep(_NAP_S)
-            if not seat.alive:  # it is gone, and so may its rollout be
+                time.sleep(_POLL_S)
+            if not stream.alive:
                 self.slots.abandon(producer)
                 continue
             into = self.slots.columns(*at)
             for name, x in arrays.items():
                 into[name].numpy()[...] = x
-            into["env_id"].numpy()[:] = np.arange(seat.first_env_id, seat.first_env_id + self.slots.width)
+            into["env_id"].numpy()[:] = np.arange(stream.first_env_id, stream.first_env_id + self.slots.width)
             self.produced += int(np.count_nonzero(~arrays["is_first"][1:]))
-            self.told()
+            self.on_produced()
             self.slots.fill(at)
             answer({}, self.weights.version)
 
 
-class _Push:
-    """Takes rollouts; each answer is leave to send the next."""
+class _PushStream(ServiceStream):
+    """Takes rollouts. Each answer allows the client to send the next one."""
 
-    writes = Layout(())
-
-    def __init__(self, guests: Guests, number: int, first_env_id: int, said: dict[str, Any]) -> None:
-        self.guests, self.number, self.first_env_id, self.said = guests, number, first_env_id, said
-        self.reads, self.alive = guests.reads, True
-        self.asked, self.version = False, 0  # the newest of the weights that its rollouts were acted with
-
-    def welcome(self) -> dict[str, Any]:
-        return {**self.said, "first_env_id": self.first_env_id}
+    def __init__(self, service: RolloutService, welcome: dict[str, Any]) -> None:
+        super().__init__(welcome)
+        self.service, self.reads, self.first_env_id = service, service.reads, welcome["first_env_id"]
+        self.version, self._first = 0, True  # version: the newest weights that its rollouts were acted with
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
-        self.guests.check(arrays)
-        oldest, newest, published = arrays["version"].min(), arrays["version"].max(), self.guests.weights.version
-        first, self.asked = not self.asked, True
+        check_rollout(self.service.spec, arrays)
+        oldest, newest = int(arrays["version"].min()), int(arrays["version"].max())
+        published, first = self.service.weights.version, self._first
+        self._first = False
         if newest > max(0, published):
             if not first:
-                raise Refused("it acted with weights that there have not been")
-            answer({}, published)  # the run has gone back meanwhile: this is of the time after
+                raise Refused(f"version {newest} of the weights is above {published}, the newest")
+            answer({}, published)  # dropped: the learner was restarted from a checkpoint before that version
             return
-        if oldest < self.version:  # for as long as a stream lasts they only become newer
-            raise Refused("it acted with older weights than before")
-        self.version = int(newest)
-        self.guests.arrive(self, arrays, answer)
+        if oldest < self.version:
+            raise Refused(f"version {oldest} of the weights is below {self.version}, that of an earlier rollout")
+        self.version = newest
+        self.service.arrive(self, arrays, answer)
 
     def leave(self) -> None:
         self.alive = False
-        self.guests.here[self.first_env_id] -= 1
-        self.guests.here += Counter()  # without those that are 0
-        self.guests.forget(self)
+        self.service.forget(self)
 
 
-class _Pull:
-    """Gives weights that are newer than those that a guest has."""
+class _PullStream(ServiceStream):
+    """Sends weights that are newer than the client's."""
 
-    reads = Layout([Tensor("version", "int64", (1,))])
-    alive = True
+    reads = VERSION
 
-    def __init__(self, guests: Guests, said: dict[str, Any]) -> None:
-        self.guests, self.said = guests, said
-        self.writes = weights_tensors(guests.acting.params.data.numel(), guests.acting.moments.size)
-
-    def welcome(self) -> dict[str, Any]:
-        return self.said
+    def __init__(self, service: RolloutService, welcome: dict[str, Any]) -> None:
+        super().__init__(welcome)
+        self.service = service
+        self.writes = weights_tensors(service.acting.params.data.numel(), service.acting.moments.size)
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
-        version = self.guests.weights.version
+        version = self.service.weights.version
         newest: dict[str, Array] = {}
         if version > int(arrays["version"][0]):
-            version, newest = self.guests.pulled()
+            version, newest = self.service.newest_weights()
         answer(newest, version)
-
-    def leave(self) -> None:
-        pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -33,13 +32,12 @@ from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.models.build import acting_copy
 from coterie.models.heads import Moments
-from coterie.parallel.affinity import keep_freed_memory, rss_mb
+from coterie.parallel.affinity import keep_freed_memory
 from coterie.parallel.board import COUNTS
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
+from coterie.roles.reporting import WorkerReport
 from coterie.types import AgentOutput, Inputs, Spec
-
-_REPORT_S = 0.5  # between two reports
 
 
 class Ledge(Protocol):
@@ -86,7 +84,7 @@ class Unrolls:
             self.ledge.next,
         )
         self.calls = [0] * layout.groups
-        self.latencies = deque[float](maxlen=4096)  # seconds that envs waited for their actions
+        self.report = WorkerReport("actor", self.stages, self.acting.failures)
 
     def run(self, delivered: Callable[[], None]) -> None:
         """Act until the run is over; `delivered` is called after each rollout."""
@@ -101,16 +99,6 @@ class Unrolls:
     def close(self) -> None:
         self.acting.close()
 
-    def report(self) -> dict[str, Any]:
-        latencies = list(self.latencies)
-        self.latencies.clear()
-        return {
-            "stages": {f"actor/{k}": v for k, v in self.stages.seconds.items()},
-            "rss_mb": rss_mb(),
-            "failures": [f"replaced {reason}" for reason in self.acting.failures()],
-            "latencies": latencies,
-        }
-
     def _act(self, policy: Policy, g: int, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
         """Every row after row 0 shows the consequence of a step: it is counted at once, whatever becomes of it."""
         if self.calls[g] % (self.acting.recorder.unroll_length + 1):
@@ -119,7 +107,7 @@ class Unrolls:
         self.ledge.check()
         begin = time.perf_counter()
         out = policy(g, inputs, state)
-        self.latencies.append(time.perf_counter() - begin)
+        self.report.latencies.append(time.perf_counter() - begin)
         return out
 
     def _refresh(self) -> None:
@@ -152,15 +140,11 @@ class Actor:
         self._counts[COUNTS.index("produced")] += rows
 
     def run(self, post: Callable[[str, Any], None]) -> None:
-        reported = 0.0
-
         def delivered() -> None:
-            nonlocal reported
             self._counts[COUNTS.index("delivered")] = self._counts[COUNTS.index("produced")]
             self._counts[COUNTS.index("replaced")] = self._replaced + self.unrolls.envs.replaced
-            if time.monotonic() - reported > _REPORT_S:
-                reported = time.monotonic()
-                post("acted", self.unrolls.report())
+            if self.unrolls.report.is_due():
+                post("acted", self.unrolls.report.take())
 
         self.unrolls.run(delivered)
 

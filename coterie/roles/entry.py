@@ -9,7 +9,7 @@ from coterie.build.factory import Links
 from coterie.config import ResolvedConfig
 from coterie.parallel.processes import Post
 from coterie.roles.actor import Actor
-from coterie.roles.env_host import Host
+from coterie.roles.env_host import EnvHost
 from coterie.roles.learner import Learner
 from coterie.roles.learner_service import Service
 from coterie.runs import checkpoint
@@ -39,7 +39,7 @@ def learner_process(
 
 def actor_process(post: Post, config: ResolvedConfig, life: int, links: Links, number: int, row: int) -> None:
     """A child: one actor, or one env host."""
-    actor = (Host if acting_kind(config).hosted else Actor)(config, life, links, number, row)
+    actor = (EnvHost if acting_kind(config).hosted else Actor)(config, life, links, number, row)
     try:
         actor.run(post)
     finally:

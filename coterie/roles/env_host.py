@@ -1,18 +1,15 @@
-"""Env hosts of central acting: env_loop alone, whose actions come over the wire."""
+"""Env hosts of central acting: `env_loop` alone, whose actions come over the wire."""
 
 from __future__ import annotations
 
-import random
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import grpc
 import numpy as np
 import torch
 
@@ -22,81 +19,74 @@ from coterie.build.factory import Links, actor_env, envs_of, patience
 from coterie.build.resources import resolve_resources
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
-from coterie.parallel.affinity import available_cores, keep_freed_memory, rss_mb
+from coterie.envs.owner import Envs
+from coterie.parallel.affinity import available_cores, keep_freed_memory
 from coterie.parallel.board import COUNTS
+from coterie.roles.reporting import WorkerReport
 from coterie.types import Array, Spec, TimeStep
-from coterie.wire.client import Lost, Over, Stream, keep_trying, open_channel
-from coterie.wire.codec import Newest, timestep_layout
+from coterie.wire.client import Connection, Endpoint, ReconnectingStream, RunEnded, Stream
+from coterie.wire.codec import Layout, Newest, timestep_layout
 
-_REPORT_S = 0.5  # between two reports
-_SILENCE_S = 30.0  # without a sign of life from the learner
-
-
-@dataclass
-class Line:
-    """One group's stream to the learner."""
-
-    stream: Stream
-    newest: Newest
-    rows: int = 0  # sent: the first begins a rollout, and every unroll-th after it ends one
+_SILENCE_S = 30.0  # without a frame from the learner
 
 
-class Dialer:
-    """Calls the learner at `address`, and calls again for `patience` seconds when a stream is lost."""
+class GroupStream(ReconnectingStream):
+    """One group's stream to the learner. `wanted` ends a wait for an answer by raising; `check` is called before each
+    attempt to connect, and may raise.
+    """
 
     def __init__(
-        self, address: str, env_id: str, spec: Spec, *, number: int = -1, token: str = "", cert: str = "",
-        newest: bool = False, patience: float = 600.0, leave: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = lambda line: None,
+        self, connection: Connection, layout: Layout, group: int, wanted: Callable[[], None],
+        check: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.say = say
-        self.leave = leave  # raises where no answer is waited for any longer
-        self.address, self.cert, self.token = address, cert, token
-        self.env_id, self.spec, self.number, self.newest, self.patience = env_id, spec, number, newest, patience
-        self.run_id = random.SystemRandom().getrandbits(64)
-        self.channel: grpc.Channel | None = None
-        self.lost = 0
+        super().__init__(self._new_stream, connection.retry(check))
+        self._connection, self._layout, self._group, self._wanted = connection, layout, group, wanted
+        self._newest, self.rows = Newest(layout), 0  # rows: sent on the present stream
 
-    def call(self, group: int, envs: int, check: Callable[[], None]) -> Line:
-        """A new stream for a group of envs; `check` may end the trying by raising."""
-        layout = timestep_layout(self.spec, envs, self.newest)
-        hello = {
-            "client": "coterie", "run_id": self.run_id, "env_id": self.env_id, "envs": envs, "group": group,
-            "number": self.number,
-        }  # fmt: skip
+    def _new_stream(self) -> Stream:
+        self._newest, self.rows = Newest(self._layout), 0
+        hello = {"envs": self._layout.tensors[0].shape[0], "group": self._group}
+        return self._connection.stream("Infer", self._layout, self._wanted, silence=_SILENCE_S, **hello)
 
-        def dial() -> Line:
-            if self.channel is None:
-                self.channel = open_channel(self.address, self.cert)
-            stream = Stream(
-                self.channel, "Infer", hello, layout, token=self.token, silence=_SILENCE_S, check=self.leave
-            )
-            return Line(stream, Newest(layout))
+    def actions(self, seen: dict[str, Array]) -> Array:
+        """The learner's actions for what the envs show."""
 
-        return keep_trying(dial, self.address, self.patience, check, self.say)
+        def question() -> dict[str, Array]:
+            self.rows += 1
+            return self._newest.split(seen)
 
-    def close(self) -> None:
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
+        return self.ask(question)[0]["action"]
 
 
-class Host:
-    """An env host of central acting: env_loop alone, whose actions come over the wire.
+def host_envs(config: ResolvedConfig, spec: Spec, life: int, first_env: int, union: bool = False) -> Envs:
+    """Envs in two groups, one of which steps while the other waits for its actions."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    layout = resolve_resources(replace(config, device="cpu"), spec)
+    if not config.env.threads:
+        # A group that waits leaves its threads idle: each group has one for every core.
+        layout = replace(layout, env_threads=len(available_cores()) * layout.groups)
+    return envs_of(config, layout, life, first_env, union=union)[0]
 
-    `number`: among its learner's hosts, with the board's row `row`.
-    """
+
+class EnvHost:
+    """An env host that the run started: number `number` of its learner, with the board's row `row`."""
 
     def __init__(self, config: ResolvedConfig, life: int, links: Links, number: int, row: int) -> None:
         mine, first = actor_env(config, number, links.rank)
-        self.board, self.row, self.learner = links.board, row, links.rank
-        several = mine.env.id != config.env.id
-        dialer = Dialer(
-            links.address, mine.env.id, make_spec(config.env, config.atari), number=number,
-            newest=config.central.newest_frame, patience=patience(config),
-        )  # fmt: skip
-        self.work = HostWork(mine, life, first, dialer, self._check, union=several)
-        self.work.waits = partial(links.board.blocked, row)  # an answer may take as long as an evaluation
+        self.board, self.row = links.board, row
+        spec = make_spec(config.env, config.atari)
+        self.connection = Connection(
+            Endpoint(links.address, patience=patience(config)), {"env_id": mine.env.id, "number": number}
+        )
+
+        def connect(group: int, width: int) -> GroupStream:
+            layout = timestep_layout(spec, width, config.central.newest_frame)
+            return GroupStream(self.connection, layout, group, lambda: None, self._check)
+
+        envs = host_envs(mine, spec, life, first, union=mine.env.id != config.env.id)
+        self.loop = EnvLoop(envs, connect, self._check)
+        self.loop.waits = partial(links.board.blocked, row)  # an answer may take as long as an evaluation
         self._replaced = int(links.board.counts[row][COUNTS.index("replaced")])
 
     def _check(self) -> None:
@@ -106,13 +96,13 @@ class Host:
 
     def run(self, post: Callable[[str, Any], None]) -> None:
         def report(content: dict[str, Any]) -> None:
-            replaced = self._replaced + self.work.envs.replaced
+            replaced = self._replaced + self.loop.envs.replaced
             self.board.counts[self.row, COUNTS.index("replaced")] = replaced
             post("acted", content)
 
         try:
-            self.work.run(report)
-        except Over:
+            self.loop.run(report)
+        except RunEnded:
             with self.board.blocked(self.row):  # for learners that have not reached the end
                 while not self.board.closed:
                     time.sleep(0.01)
@@ -120,100 +110,62 @@ class Host:
             pass
 
     def close(self) -> None:
-        self.work.close()
+        self.loop.close()
+        self.connection.close()
 
 
-class HostWork:
-    """Envs, and the streams over which they are acted on. `check` is called at each step, and may end it all; so may
-    `rest`, where all rollouts of `unroll` rows are whole.
+class EnvLoop:
+    """Envs that are stepped with actions from the wire. `connect` makes the stream of a group of some width. `check` is
+    called at each step and may raise to end the loop; so may `rest`, where all rollouts of `unroll` rows are complete.
     """
 
     def __init__(
-        self, config: ResolvedConfig, life: int, first_env: int, dialer: Dialer, check: Callable[[], None],
-        union: bool = False, unroll: int = 1, rest: Callable[[], None] = lambda: None,
+        self, envs: Envs, connect: Callable[[int, int], GroupStream], check: Callable[[], None], unroll: int = 1,
+        rest: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        torch.set_num_threads(1)
-        keep_freed_memory()
-        layout = resolve_resources(replace(config, device="cpu"), dialer.spec)
-        if not config.env.threads:
-            # A group whose actions are awaited leaves its threads idle: each has one for every core.
-            layout = replace(layout, env_threads=len(available_cores()) * layout.groups)
-        self.dialer, self.check, self.unroll, self.rest = dialer, check, unroll, rest
-        self.envs, _ = envs_of(config, layout, life, first_env, union=union)
-        self.lines: dict[int, Line] = {}
+        self.envs, self.check, self.unroll, self.rest = envs, check, unroll, rest
+        self.streams = [connect(g, cols.stop - cols.start) for g, cols in enumerate(envs.groups)]
         self.stages = Stages()
-        self.latencies = deque[float](maxlen=4096)
+        self.report = WorkerReport("host", self.stages, self.envs.failures)
         self.env_steps = 0
-        self.report: Callable[[dict[str, Any]], None] = lambda content: None
-        self.waits: Callable[[], AbstractContextManager[None]] = nullcontext  # while somebody else has to do something
-        self.reported = 0.0
+        self.waits: Callable[[], AbstractContextManager[None]] = nullcontext  # around each wait for the learner
 
-    def run(self, report: Callable[[dict[str, Any]], None]) -> None:
-        """Step until something ends it: `Over`, `Stopped`, an error."""
-        self.report = report
+    def run(self, on_report: Callable[[dict[str, Any]], None]) -> None:
+        """Step until something ends it: `RunEnded`, `Stopped`, an error."""
+
+        def act(g: int, row: int, seen: TimeStep) -> Array:
+            action = self._act(g, seen)
+            if self.report.is_due():
+                on_report(self.report.take())
+            return action
+
         seen = {g: self.envs.recv(g) for g in range(len(self.envs.groups))}
-        for g in seen:  # in lockstep nobody is answered before all are there
+        for stream in self.streams:  # all before the first question: lockstep answers none before all are connected
             with self.waits():
-                self.lines[g] = self.dialer.call(g, len(seen[g].reward), self.check)
+                stream.open()
                 self.check()
-        env_loop(self.envs, self._act, range(sys.maxsize), seen, self.stages)
+        env_loop(self.envs, act, range(sys.maxsize), seen, self.stages)
 
-    def _act(self, g: int, row: int, seen: TimeStep) -> Array:
-        arrays = as_arrays(seen)
-        if all(line.rows == 0 or (line.rows - 1) % self.unroll == 0 for line in self.lines.values()):
+    def _act(self, g: int, seen: TimeStep) -> Array:
+        if all(stream.rows == 0 or (stream.rows - 1) % self.unroll == 0 for stream in self.streams):
             self.rest()
         with self.waits():
             try:
-                answer = self._ask(g, arrays)
+                action = self.streams[g].actions(as_arrays(seen))
             finally:
-                self.check()  # a sign of life, before it is expected again
+                self.check()  # a heartbeat, before the next one is due
+        self.report.latencies.append(self.streams[g].latency)
         self.env_steps += len(seen.reward)
-        if (now := time.perf_counter()) - self.reported > _REPORT_S:
-            self._tell(now)
-        return answer["action"]
-
-    def _ask(self, g: int, arrays: dict[str, Array]) -> dict[str, Array]:
-        """An answer, on a new stream where the old one is lost."""
-        while True:
-            self.check()
-            if g not in self.lines:
-                self.lines[g] = self.dialer.call(g, len(arrays["reward"]), self.check)
-            line = self.lines[g]
-            try:
-                begin = time.perf_counter()
-                line.stream.send(line.newest.split(arrays))
-                line.rows += 1
-                answer, _ = line.stream.receive()
-            except Lost:
-                # Another life begins on a new stream, with what the envs show now.
-                self.dialer.lost += 1
-                line.stream.close()
-                del self.lines[g]
-                continue
-            self.latencies.append(time.perf_counter() - begin)
-            return answer
-
-    def _tell(self, now: float) -> None:
-        self.reported = now
-        self.report(
-            {
-                "stages": {f"host/{k}": v for k, v in self.stages.seconds.items()},
-                "rss_mb": rss_mb(),
-                "failures": [f"replaced {reason}" for reason in self.envs.failures()],
-                "latencies": list(self.latencies),
-            }
-        )
-        self.latencies.clear()
+        return action
 
     def close(self) -> None:
-        for line in self.lines.values():
-            line.stream.close()
-        self.dialer.close()
+        for stream in self.streams:
+            stream.close()
         self.envs.close()
 
 
 def as_arrays(seen: TimeStep) -> dict[str, Array]:
-    """A TimeStep as the tensors of a frame; envs know their ids only here."""
+    """A TimeStep as the tensors of a frame. Env ids are not sent: the learner assigns them."""
     obs = seen.obs if isinstance(seen.obs, dict) else {"": seen.obs}
     small = {k: x for k, x in seen._asdict().items() if k not in ("obs", "env_id")}
     return {**{f"obs/{k}": x for k, x in obs.items()}, **{k: np.asarray(x) for k, x in small.items()}}

@@ -50,8 +50,8 @@ from coterie.parallel.affinity import keep_freed_memory
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.plugins import in_place_of
-from coterie.remote.admission import Hosts
-from coterie.remote.rollout_service import Guests
+from coterie.remote.admission import EnvHostService
+from coterie.remote.rollout_service import RolloutService
 from coterie.remote.servers import Servers
 from coterie.types import AgentOutput, ConfigError, Inputs, Rollout
 
@@ -86,7 +86,7 @@ class Learner:
         self.rngs: list[torch.Generator] = []
         self.acting: Inline | Decoupled | Central
         self.servers = Servers(config.wire)
-        self.guests: Guests | None = None
+        self.guests: RolloutService | None = None
         acting = acting_kind(config)
         if not acting.apart:
             self.acting = self._inline(life)
@@ -102,12 +102,12 @@ class Learner:
                 timeout=patience(config),
             )  # fmt: skip
             if config.wire.bind:
-                self.guests = Guests(config, self.spec, links.rank, self.acting, self._core())
-                self.guests.told = self.tell
+                self.guests = RolloutService(config, self.spec, links.rank, self.acting, self._core())
+                self.guests.on_produced = self.tell
                 if (need := self.guests.reads.most) > config.wire.max_message_mb << 20:
-                    raise ConfigError(f"wire.max_message_mb: a rollout of an actor's has {-(-need // 2**20)} MB")
-                desks = {"PushRollouts": self.guests.push, "PullParameters": self.guests.pull}
-                self.servers.invite(links.rank, desks)
+                    raise ConfigError(f"wire.max_message_mb: a remote actor's rollout has {-(-need // 2**20)} MB")
+                services = {"PushRollouts": self.guests.push, "PullParameters": self.guests.pull}
+                self.servers.serve_remote(links.rank, services)
         self.trainers = Team(layout.torch_threads if config.model.compile == "none" else 1)
         self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
@@ -174,10 +174,11 @@ class Learner:
         central.is_over, central.told = self._is_over, self.tell
         try:
             if links.address:
-                self.servers.listen(links.address, {"Infer": Hosts(config, self.spec, links.rank, central, True)})
+                service = EnvHostService(config, self.spec, links.rank, central, local=True)
+                self.servers.serve_local(links.address, {"Infer": service})
             if config.wire.bind:
-                desks = {"Infer": Hosts(config, self.spec, links.rank, central, False)}
-                self.servers.invite(links.rank, desks)
+                service = EnvHostService(config, self.spec, links.rank, central, local=False)
+                self.servers.serve_remote(links.rank, {"Infer": service})
         except BaseException:
             central.close()
             raise

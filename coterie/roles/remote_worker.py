@@ -1,257 +1,279 @@
-"""`coterie envs` and `coterie actor`: this machine's cores for a run elsewhere, for as long as both like."""
+"""`coterie envs` and `coterie actor`: environments or an actor on this machine for a run on another one."""
 
 from __future__ import annotations
 
 import json
-import random
+import operator
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import grpc
 import numpy as np
 import torch
 
 from coterie.acting.decoupled import Stopped
 from coterie.acting.recorder import Recorder, Stages, local_fields
 from coterie.build.resources import resolve_config
-from coterie.config import ResolvedConfig
+from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.models.heads import Moments
 from coterie.parallel.params import FlatParams
 from coterie.remote.admission import ENV_SETTINGS
-from coterie.remote.rollout_service import rollout_tensors, weights_tensors
+from coterie.remote.rollout_service import VERSION, rollout_tensors, weights_tensors
 from coterie.roles.actor import Unrolls
-from coterie.roles.env_host import Dialer, HostWork
-from coterie.runs.config_io import from_dict
-from coterie.types import CoterieError, Spec
+from coterie.roles.env_host import EnvLoop, GroupStream, host_envs
+from coterie.runs.config_io import from_dict, validate
+from coterie.types import ConfigError, CoterieError
 from coterie.wire.auth import offset
-from coterie.wire.client import Lost, Over, Stream, ask_settings, keep_trying, open_channel
-from coterie.wire.codec import Layout, Tensor
+from coterie.wire.client import Connection, Endpoint, ReconnectingStream, RunEnded, Stream
+from coterie.wire.codec import Layout, timestep_layout
 
-Say = Callable[[str], None]
-_SAY_S = 10.0
-_FINISH_S = 10.0  # for a rollout that was begun when the order to leave came
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Door:
-    """Where a run's learner is, and what it takes to come in."""
+class Worker:
+    """What a remote worker needs of its user: what to print, whether to leave, and how fast."""
 
-    address: str
-    token: str = ""
-    cert: str = ""
-    patience: float = 600.0  # seconds that it may be away
+    report: Report
+    leave: Callable[[], None]  # raises `Stopped` when the worker shall leave the run
+    report_s: float = 10.0  # between two lines of progress
+    finish_s: float = 10.0  # to complete a rollout before leaving
 
 
-def _settings(
-    base: ResolvedConfig, door: Door, method: str, run_id: int, say: Say, leave: Callable[[], None]
-) -> tuple[dict[str, Any], str]:
-    """What learner 0 says to a client that has only asked, and the address of the learner that it belongs to."""
-    channel, hello = open_channel(door.address, door.cert), {"client": "coterie", "run_id": run_id, "number": -1}
+@dataclass(frozen=True)
+class Session:
+    """A worker's place in a run."""
+
+    connection: Connection  # to the learner that it works for
+    run: Config  # the run's settings that a worker needs
+    settings: dict[str, Any]  # all that the run sent
+
+
+def _join(base: ResolvedConfig, endpoint: Endpoint, method: str, worker: Worker) -> Session:
+    """Ask learner 0 for the run's settings and for the learner to work for."""
+    first = Connection(endpoint, {}, worker.report)
     try:
-        welcome = keep_trying(
-            lambda: ask_settings(channel, method, hello, door.token, leave), door.address, door.patience, leave, say
-        )
+        welcome = first.settings(method, worker.leave)
     finally:
-        channel.close()
-    settings: dict[str, Any] = json.loads(welcome.settings)
-    if base.env.id != settings["env_id"]:
-        raise CoterieError(f"the run's envs are {settings['env_id']}, not {base.env.id}")
-    return settings, offset(door.address, welcome.number % max(1, welcome.learners))
+        first.close()
+    settings, run = read_settings(welcome.settings)
+    if base.env.id != run.env.id:
+        raise CoterieError(f"the run's envs are {run.env.id}, not {base.env.id}")
+    endpoint = replace(endpoint, address=offset(endpoint.address, welcome.number % max(1, welcome.learners)))
+    hello = {**first.hello, "env_id": run.env.id, "envs": run.env.num_envs}
+    return Session(Connection(endpoint, hello, worker.report), run, settings)
 
 
-def _config(base: ResolvedConfig, settings: dict[str, Any]) -> ResolvedConfig:
-    """The client's own env with the run's settings of what an env step is. Only numbers and names are taken from the
-    other side, never code.
-    """
-    own = {k: settings["env"][k] for k in ENV_SETTINGS}
-    atari = type(base.atari)(**{k: v for k, v in settings["atari"].items() if k in vars(base.atari)})
-    return replace(base, env=replace(base.env, **own), atari=atari)
+def read_settings(text: str) -> tuple[dict[str, Any], Config]:
+    """The settings of a welcome as they came, and checked as fields of a config. Raises `CoterieError`."""
+    try:
+        settings = json.loads(text)
+        atari = {k: v for k, v in settings["atari"].items() if k in vars(Config().atari)}
+        env = {k: settings["env"][k] for k in ENV_SETTINGS}
+        fields = {
+            "env": {"id": settings["env_id"], **env, "num_envs": settings.get("envs", 1)},
+            "atari": atari,
+            "algo": {"unroll_length": settings["unroll_length"]},
+            "central": {"newest_frame": settings["newest_frame"]},
+        }
+        return settings, validate(from_dict(fields))
+    except ConfigError as error:
+        raise CoterieError(f"the run's settings: {error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise CoterieError("the server did not send a run's settings: is it the same version of coterie?") from None
 
 
-class Unhurried:
-    """What `leave` says of an order to leave, but only once there was time to finish the rollout that was begun."""
+def _local_env(base: ResolvedConfig, run: Config) -> ResolvedConfig:
+    """The worker's own env with the run's definition of an env step."""
+    env = {k: getattr(run.env, k) for k in ENV_SETTINGS}
+    return replace(base, env=replace(base.env, **env), atari=run.atari)
 
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self.leave, self.ordered = leave, 0.0
+
+class FinishRollout:
+    """Passes on an order to leave once the present rollout had `seconds` to be completed."""
+
+    def __init__(self, leave: Callable[[], None], seconds: float) -> None:
+        self._leave, self._seconds, self._ordered = leave, seconds, 0.0
 
     def __call__(self) -> None:
         try:
-            self.leave()
+            self._leave()
         except Stopped:
-            self.ordered = self.ordered or time.monotonic()
-            if time.monotonic() - self.ordered > _FINISH_S:
+            self._ordered = self._ordered or time.monotonic()
+            if time.monotonic() - self._ordered > self._seconds:
                 raise
 
 
-class Told:
-    """Says from time to time how far the work is, and how long its envs have waited for their actions."""
+class ProgressPrinter:
+    """Prints replaced envs at once, and every few seconds the env steps and how long envs waited for their actions."""
 
-    def __init__(self, say: Say) -> None:
-        self.say, self.at = say, time.monotonic()
-        self.latencies = deque[float](maxlen=20_000)
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._printed = worker, time.monotonic()
+        self._latencies = deque[float](maxlen=20_000)
 
-    def hear(self, content: dict[str, Any], env_steps: int) -> None:
-        """`content`: what a host or an actor reports."""
+    def update(self, content: dict[str, Any], env_steps: int) -> None:
+        """`content`: from a `WorkerReport`."""
         for reason in content["failures"]:
-            self.say(reason)
-        self.latencies.extend(content["latencies"])
-        if time.monotonic() - self.at < _SAY_S:
+            self._worker.report(reason)
+        self._latencies.extend(content["latencies"])
+        if time.monotonic() - self._printed < self._worker.report_s:
             return
         line = f"{env_steps:,} env steps"
-        if self.latencies:
-            p50, p99 = np.percentile(np.array(self.latencies), (50, 99)) * 1e3
+        if self._latencies:
+            p50, p99 = np.percentile(np.array(self._latencies), (50, 99)) * 1e3
             line += f"; actions came after {p50:.2f} ms (p50), {p99:.2f} ms (p99)"
-        self.say(line)
-        self.at = time.monotonic()
-        self.latencies.clear()
+        self._worker.report(line)
+        self._printed = time.monotonic()
+        self._latencies.clear()
 
 
-def lend_envs(base: ResolvedConfig, door: Door, say: Say, leave: Callable[[], None]) -> None:
-    """Step `base.env` for a run until it has ended. `leave` raises `Stopped` when this is to end before."""
-    run_id = random.SystemRandom().getrandbits(64)
-    settings, address = _settings(base, door, "Infer", run_id, say, leave)
-    config, late = _config(base, settings), Unhurried(leave)
-    dialer = Dialer(
-        address, config.env.id, make_spec(config.env, config.atari), token=door.token, cert=door.cert,
-        newest=settings["newest_frame"], patience=door.patience, leave=late, say=say,
-    )  # fmt: skip
-    dialer.run_id = run_id
-    work = HostWork(config, 0, 0, dialer, late, unroll=max(1, int(settings["unroll_length"])), rest=leave)
-    say(f"{config.env.num_envs} envs of {config.env.id} for {address}")
-    told = Told(say)
+def _work(run: Callable[[], None], env_steps: Callable[[], int], report: Report) -> None:
+    """Run until the run has ended or the worker leaves, and report which."""
     try:
-        work.run(lambda content: told.hear(content, work.env_steps))
-    except Over as over:
-        say(f"{over}: {work.env_steps:,} env steps")
+        run()
+    except RunEnded as reason:
+        report(f"{reason}: {env_steps():,} env steps")
+        return
     except Stopped:
-        say(f"left: {work.env_steps:,} env steps")
+        pass
+    report(f"left: {env_steps():,} env steps")
+
+
+def lend_envs(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
+    """Step `base.env` for a run of central acting until it has ended."""
+    session = _join(base, endpoint, "Infer", worker)
+    config, finish = _local_env(base, session.run), FinishRollout(worker.leave, worker.finish_s)
+    spec = make_spec(config.env, config.atari)
+
+    def connect(group: int, width: int) -> GroupStream:
+        layout = timestep_layout(spec, width, session.run.central.newest_frame)
+        return GroupStream(session.connection, layout, group, finish, finish)
+
+    loop = EnvLoop(host_envs(config, spec, 0, 0), connect, finish, session.run.algo.unroll_length, worker.leave)
+    worker.report(f"{config.env.num_envs} envs of {config.env.id} for {session.connection.endpoint.address}")
+    printer = ProgressPrinter(worker)
+    try:
+        _work(
+            lambda: loop.run(lambda content: printer.update(content, loop.env_steps)),
+            lambda: loop.env_steps,
+            worker.report,
+        )
     finally:
-        work.close()
+        loop.close()
+        session.connection.close()
 
 
-class Wire:
-    """An actor's ledge at the other end of two streams."""
+class RemoteSink:
+    """An actor's weights and rollouts over two streams to its learner. `layout`: of a rollout."""
 
-    def __init__(
-        self, door: Door, address: str, run_id: int, spec: Spec, env_id: str, unroll_length: int, width: int,
-        core: tuple[int, ...], params: FlatParams, moments: Moments, groups: list[slice], stages: Stages,
-        say: Say, leave: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.say = say
-        self.door, self.address, self.stages, self._leave = door, address, stages, leave
-        self.params, self.moments = params, moments
-        self.hello = {"client": "coterie", "run_id": run_id, "env_id": env_id, "envs": width, "number": -1}
-        self.fields = local_fields(spec, unroll_length, width, torch.device("cpu"), core)
-        self.first = Recorder(self.fields, groups, torch.device("cpu"))
-        self.layout = rollout_tensors(spec, unroll_length, width, core)
-        self.expected = weights_tensors(len(params.data), moments.size)
-        self.channel: grpc.Channel | None = None
-        self.streams: dict[str, Stream] = {}
+    def __init__(self, session: Session, worker: Worker, layout: Layout) -> None:
+        self._connection = connection = session.connection
+        self.check, leave = FinishRollout(worker.leave, worker.finish_s), worker.leave
         self.version, self.rollouts = -1, 0
-        self.check = Unhurried(leave)
+        connect = partial(self._connect, "PushRollouts", layout, self.check)
+        self._push = ReconnectingStream(connect, connection.retry(self.check))
+        self._pull = ReconnectingStream(partial(self._connect_pull, leave), connection.retry(leave))
+
+    def _connect(self, method: str, sends: Layout, check: Callable[[], None]) -> Stream:
+        self.version = -1  # the learner may have been restarted from a checkpoint
+        return self._connection.stream(method, sends, check)
+
+    def _connect_pull(self, check: Callable[[], None]) -> Stream:
+        stream = self._connect("PullParameters", VERSION, check)
+        if stream.reads.tensors != weights_tensors(len(self._params.data), self._moments.size).tensors:
+            stream.close()
+            raise CoterieError("the run has a different network: is this the same version of coterie?")
+        return stream
+
+    def first_env_id(self) -> int:
+        """The run's id of this actor's first env."""
+        first: int = self._push.open().welcome.first_env_id
+        return first
+
+    def attach(
+        self, fields: Mapping[str, torch.Tensor], params: FlatParams, moments: Moments, groups: list[slice],
+        stages: Stages,
+    ) -> RemoteSink:  # fmt: skip
+        """Connect the sink with the network that acts and the memory that rollouts are recorded in."""
+        self._fields, self._params, self._moments, self._stages = fields, params, moments, stages
+        self.first = Recorder(fields, groups, torch.device("cpu"))
+        return self
 
     def pull(self) -> int:
         begin = time.perf_counter()
         while True:
-            self._leave()
-            answer, version = self._ask("PullParameters", {"version": np.array([self.version])}, self._leave)
+            answer, version = self._pull.ask(lambda: {"version": np.array([self.version])})
             if answer:
-                self.params.data.copy_(torch.from_numpy(answer["params"].copy()))
-                if self.moments.size:
-                    self.moments.write(torch.from_numpy(answer["moments"].copy()))
+                self._params.data.copy_(torch.from_numpy(answer["params"].copy()))
+                if self._moments.size:
+                    self._moments.write(torch.from_numpy(answer["moments"].copy()))
                 self.version = version
             if self.version >= 0:
-                self.stages.add("pull", begin)
+                self._stages.add("pull", begin)
                 return self.version
-            time.sleep(0.05)  # the learner has not begun
+            time.sleep(0.05)  # the learner has not published any weights
 
     def next(self) -> Recorder:
         return self.first
 
     def leave(self) -> None:
         begin = time.perf_counter()
-        arrays = {k: x.numpy() for k, x in self.fields.items()}
-        # Sent once: who resends what was not answered may be learned from twice.
-        if self._ask("PushRollouts", arrays, self.check, again=False) is not None:
+        # Sent once: a rollout that is sent again after a loss could be learned from twice.
+        if self._push.ask_once(lambda: {k: x.numpy() for k, x in self._fields.items()}) is not None:
             self.rollouts += 1
-        self.stages.add("wait", begin)
-
-    def _ask(self, method: str, arrays: dict[str, Any], check: Callable[[], None], again: bool = True) -> Any:
-        """An answer, asked for `again` on a new stream where the old one is lost; else None."""
-
-        def ask() -> Any:
-            try:
-                if method not in self.streams:
-                    self.streams[method] = self._open(method, check)
-                self.streams[method].send(arrays)
-                return self.streams[method].receive()
-            except Lost:
-                if (old := self.streams.pop(method, None)) is not None:
-                    old.close()
-                self.version = -1  # the learner may have gone back to a checkpoint
-                if again:
-                    raise
-                return None  # the next question goes to the other stream, which hears of the run's end
-
-        return keep_trying(ask, self.address, self.door.patience, check, self.say)
-
-    def _open(self, method: str, check: Callable[[], None]) -> Stream:
-        sends = self.layout if method == "PushRollouts" else Layout([Tensor("version", "int64", (1,))])
-        if self.channel is None:
-            self.channel = open_channel(self.address, self.door.cert)
-        stream = Stream(self.channel, method, self.hello, sends, token=self.door.token, check=check)
-        if method == "PullParameters" and stream.reads.tensors != self.expected.tensors:
-            raise CoterieError("the run's network is another one: is this the same version of coterie?")
-        return stream
+        self._stages.add("wait", begin)
 
     def close(self) -> None:
-        for stream in self.streams.values():
-            stream.close()
-        if self.channel is not None:
-            self.channel.close()
+        self._push.close()
+        self._pull.close()
+        self._connection.close()
 
 
-def lend_actor(base: ResolvedConfig, door: Door, say: Say, leave: Callable[[], None]) -> None:
+def lend_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
     """Act in `base.env` for a run of decoupled acting until it has ended."""
-    run_id = random.SystemRandom().getrandbits(64)
-    settings, address = _settings(base, door, "PushRollouts", run_id, say, leave)
-    run = resolve_config(from_dict(settings["config"]))
-    if ":" in run.model.torso and run.model.torso != base.model.torso:
-        raise CoterieError(f"the run's torso is {run.model.torso}: if you trust it, name it with --model.torso")
-    if run.own.algorithm and run.own.algorithm != base.own.algorithm:
-        raise CoterieError(f"the run's algorithm is {run.own.algorithm}: if you trust it, name it with --algorithm")
-    run = replace(run, seed=run_id >> 33)
-    mine = _config(replace(run, env=replace(base.env, num_envs=settings["envs"], groups=run.env.groups)), settings)
-    spec = make_spec(mine.env, mine.atari)
-    wires: list[Wire] = []
-
-    def wire(params: FlatParams, moments: Moments, groups: list[slice], stages: Stages) -> Wire:
-        wires.append(
-            Wire(
-                door, address, run_id, spec, mine.env.id, settings["unroll_length"], mine.env.num_envs,
-                tuple(settings["core"]), params, moments, groups, stages, say, leave,
-            )
-        )  # fmt: skip
-        return wires[0]
-
-    told, steps = Told(say), 0
+    session = _join(base, endpoint, "PushRollouts", worker)
+    run, mine, core = _actor_config(base, session)
+    spec, unroll, width = make_spec(mine.env, mine.atari), session.run.algo.unroll_length, mine.env.num_envs
+    fields = local_fields(spec, unroll, width, torch.device("cpu"), core)
+    sink = RemoteSink(session, worker, rollout_tensors(spec, unroll, width, core))
+    printer, steps = ProgressPrinter(worker), 0
 
     def count(rows: int) -> None:
         nonlocal steps
         steps += rows
 
-    unrolls = Unrolls(replace(run, env=mine.env), mine, spec, 0, 0, count, wire)
-    say(f"an actor with {mine.env.num_envs} envs of {mine.env.id} for {address}")
     try:
-        unrolls.run(lambda: told.hear(unrolls.report(), steps))
-        say(f"left: {steps:,} env steps")
-    except Over as over:
-        say(f"{over}: {steps:,} env steps")
+        unrolls = Unrolls(run, mine, spec, 0, sink.first_env_id(), count, partial(sink.attach, fields))
+        try:
+            worker.report(f"an actor with {width} envs of {mine.env.id} for {session.connection.endpoint.address}")
+            _work(
+                lambda: unrolls.run(lambda: printer.update(unrolls.report.take(), steps)), lambda: steps, worker.report
+            )
+        finally:
+            unrolls.close()
     finally:
-        unrolls.close()
-        for one in wires:
-            one.close()
+        sink.close()
+
+
+def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfig, ResolvedConfig, tuple[int, ...]]:
+    """The run's config, the same with this actor's envs, and the shape of a recurrent state."""
+    try:
+        run = resolve_config(from_dict(session.settings["config"]))
+        core = tuple(operator.index(n) for n in session.settings["core"])
+    except ConfigError as error:
+        raise CoterieError(f"the run's config: {error}") from None
+    except (LookupError, TypeError):
+        raise CoterieError("the server sent no config: is it the same version of coterie?") from None
+    if ":" in run.model.torso and run.model.torso != base.model.torso:
+        raise CoterieError(f"the run's torso is {run.model.torso}: if you trust it, name it with --model.torso")
+    if run.own.algorithm and run.own.algorithm != base.own.algorithm:
+        raise CoterieError(f"the run's algorithm is {run.own.algorithm}: if you trust it, name it with --algorithm")
+    run = replace(run, seed=session.connection.hello["run_id"] >> 33)
+    env = replace(base.env, num_envs=session.run.env.num_envs, groups=run.env.groups)
+    mine = _local_env(replace(run, env=env), session.run)
+    # An env explores by its id among all envs of the run: the algorithm needs the run's number of envs.
+    return replace(run, env=replace(mine.env, num_envs=run.env.num_envs)), mine, core

@@ -1,4 +1,4 @@
-"""The client's side of a stream: questions and answers that block, with time-outs and a reason for each."""
+"""The client's side of a stream: blocking questions and answers with time-outs, and streams that reconnect."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -19,7 +20,7 @@ from coterie.wire.server import SERVICE
 
 T = TypeVar("T")
 _MOST_BYTES = 1 << 30  # of a frame that the server may declare
-_PASSING = (  # ends of a stream after which it is worth to try again
+_TRANSIENT = (  # ends of a stream after which another attempt may succeed
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -28,31 +29,43 @@ _PASSING = (  # ends of a stream after which it is worth to try again
 )
 
 
-class Over(Exception):
-    """The server says that the run has ended."""
+class RunEnded(Exception):
+    """The server reports that the run has ended."""
 
 
-class Lost(CoterieError):
-    """The stream is gone: the server may be back after a while."""
+class ConnectionLost(CoterieError):
+    """The stream has ended without a reason that would be the same at the next attempt."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server's address and what a client needs to use it."""
+
+    address: str  # unix:PATH or HOST:PORT
+    token: str = ""
+    cert: str = ""  # path of the server's certificate (PEM)
+    patience: float = 600.0  # seconds that the server may be away
 
 
 def open_channel(address: str, cert: str = "", field: str = "--connect", option: str = "--cert") -> grpc.Channel:
-    """A connection to unix:PATH or HOST:PORT; `cert`: the certificate (PEM) that the server must have. `field` and
-    `option` are what the person who gave the two calls them.
+    """A connection to unix:PATH or HOST:PORT; `cert`: path of the certificate (PEM) that the server must have. `field`
+    and `option`: names of the settings of the two, for error messages.
     """
     if not cert and not is_local(address):
-        raise ConfigError(f"{field}: {address} is not on this machine: give its certificate with {option}")
+        raise ConfigError(
+            f"{field}: {address} is on another machine, so it needs TLS: give its certificate with {option}"
+        )
     options = [
         ("grpc.max_receive_message_length", _MOST_BYTES),
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.ping_timeout_ms", 10_000),  # a minute by itself, whatever the line above says
+        ("grpc.http2.ping_timeout_ms", 10_000),  # gRPC takes the larger of the two, by default a minute
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 10_000),  # despite its name: for one try to connect, with TLS
+        ("grpc.min_reconnect_backoff_ms", 10_000),  # despite its name: time-out of one attempt to connect, with TLS
         ("grpc.max_reconnect_backoff_ms", 1_000),
-        ("grpc.use_local_subchannel_pool", 1),  # a client of its own, whoever else is in this process
+        ("grpc.use_local_subchannel_pool", 1),  # share no connection with other clients in this process
     ]
     if cert:
         return grpc.secure_channel(address, channel_credentials(cert), options)
@@ -60,8 +73,8 @@ def open_channel(address: str, cert: str = "", field: str = "--connect", option:
 
 
 class Stream:
-    """One stream to a service. `silence`: seconds without any frame after which it is given up; `check` raises where
-    nobody waits for an answer any longer, however long it takes.
+    """One stream to a service. A wait for an answer ends after `silence` seconds without a frame, or when `check`
+    raises.
     """
 
     def __init__(
@@ -72,7 +85,7 @@ class Stream:
         self.number = 0
         self.bytes_out = self.bytes_in = 0
         self._out = queue.SimpleQueue[Any]()
-        self._heard, self._waits = time.monotonic(), True
+        self._last_frame, self._waiting = time.monotonic(), True
         self._closed = threading.Event()
         stub: Any = channel.stream_stream(f"/{SERVICE}/{method}")  # of bytes, which are counted
         metadata = (("authorization", f"Bearer {token}"),) if token else None
@@ -82,24 +95,24 @@ class Stream:
             self._put(Frame(hello={**hello, "protocol": PROTOCOL, "sends": sends.message()}))
             frame = self._next()
             if frame.WhichOneof("kind") != "welcome":
-                raise CoterieError("the server's first frame is no welcome")
+                raise CoterieError("the server's first frame is not a welcome")
             self.welcome = frame.welcome
             self.reads = layout_from(frame.welcome.sends, _MOST_BYTES)
         except Refused as error:
             self.close()
             raise CoterieError(f"the server's frames: {error}") from None
         except BaseException:
-            self.close()  # nobody else can: there would be two more threads after each try
+            self.close()  # else each failed attempt would leave two threads
             raise
 
     def send(self, arrays: Mapping[str, Array]) -> None:
-        """A question; does not wait."""
+        """Send a question without waiting for its answer."""
         self._put(Frame(data={"number": self.number, "tensors": self.sends.pack(arrays)}))
         self.number += 1
 
     def receive(self) -> tuple[dict[str, Array], int]:
-        """The answer to the oldest question without one, and the version of the weights; {}: nothing but leave to go
-        on. Raises `Over`, or `Lost`.
+        """The answer to the oldest unanswered question, {} where it has no tensors, and the version of the weights.
+        Raises `RunEnded` or `ConnectionLost`.
         """
         data = self._next().data
         try:
@@ -118,87 +131,169 @@ class Stream:
         self._out.put(data)
 
     def _next(self) -> Any:
-        self._heard, self._waits = time.monotonic(), True
+        self._last_frame, self._waiting = time.monotonic(), True
         try:
             while True:
                 data = next(self._call)
-                self._heard = time.monotonic()
+                self._last_frame = time.monotonic()
                 self.bytes_in += len(data)
                 frame = Frame.FromString(data)
                 kind = frame.WhichOneof("kind")
                 if kind == "over":
-                    raise Over(frame.over.reason)
+                    raise RunEnded(frame.over.reason)
                 if kind is not None:
                     return frame
         except DecodeError:
-            raise CoterieError("the server's bytes are no frame") from None
+            raise CoterieError("the server sent bytes that are not a frame") from None
         except StopIteration:
-            raise Lost("the server ended the stream") from None
+            raise ConnectionLost("the server ended the stream") from None
         except grpc.RpcError as error:
             raise self._reason(error) from None
         finally:
-            self._waits = False
+            self._waiting = False
 
     def _reason(self, error: Any) -> CoterieError:
         status, details = error.code(), error.details()
         if self._closed.is_set():
-            return Lost(f"no frame for {self.silence:g} s")
-        if status in _PASSING:
-            return Lost(f"{status.name.lower()}: {details}")
+            return ConnectionLost(f"no frame for {self.silence:g} s")
+        if status in _TRANSIENT:
+            return ConnectionLost(f"{status.name.lower()}: {details}")
         return CoterieError(f"the server refused: {details} ({status.name.lower()})")
 
     def _watch(self) -> None:
-        """Nothing can be waited for without an end: a call is given up from here."""
+        """End a wait from outside: gRPC's has no time-out between two frames."""
         while not self._closed.wait(min(1.0, self.silence / 4)):
-            if self._waits and (time.monotonic() - self._heard > self.silence or self._is_unwanted()):
+            if self._waiting and (time.monotonic() - self._last_frame > self.silence or self._is_unwanted()):
                 self.close()
 
     def _is_unwanted(self) -> bool:
         try:
             self._check()
-        except Exception:  # which is for the thread that waits to raise
+        except Exception:  # the waiting thread calls `check` itself, and raises it
             return True
         return False
 
 
 def back_off(first: float = 0.1, most: float = 10.0) -> Iterator[float]:
-    """Seconds to wait before each next try, at least half of them: clients that one server has lost come back apart."""
+    """Seconds to wait before each next attempt, random so that clients of a lost server return apart."""
     while True:
         yield random.uniform(first / 2, first)
         first = min(most, first * 2)
 
 
-def keep_trying(
-    act: Callable[[], T], address: str, patience: float, check: Callable[[], None],
-    say: Callable[[str], None] = lambda line: None,
-) -> T:  # fmt: skip
-    """What `act` returns once it raises no `Lost`, tried for `patience` seconds; `check` may end it by raising. `say`
-    hears of a learner that is away, and of its return.
+@dataclass(frozen=True)
+class Retry:
+    """How long, and between which checks, something is attempted again after `ConnectionLost`.
+
+    `check` is called before each attempt and may raise to end them. `report` receives one line when the server is away
+    and one when it is back. `pause` waits between two attempts.
     """
-    begin, away = time.monotonic(), False
-    for wait in back_off():
-        check()
+
+    address: str
+    patience: float = 600.0  # seconds that the server may be away
+    check: Callable[[], None] = lambda: None
+    report: Callable[[str], None] = lambda line: None
+    pause: Callable[[float], object] = time.sleep
+
+    def __call__(self, act: Callable[[], T]) -> T:
+        """What `act` returns. Raises `CoterieError` when the server has been away for longer than `patience`."""
+        away_since: float | None = None
+        for wait in back_off():
+            self.check()
+            try:
+                result = act()
+            except ConnectionLost as error:
+                now = time.monotonic()
+                if away_since is None:
+                    away_since = now
+                    self.report(f"no learner at {self.address} ({error}): retrying for {self.patience:.0f} s")
+                if (waited := now - away_since) > self.patience:
+                    raise CoterieError(f"no learner at {self.address} for {waited:.0f} s: {error}") from None
+                self.pause(wait)
+            else:
+                if away_since is not None:
+                    self.report(f"a learner at {self.address} after {time.monotonic() - away_since:.1f} s")
+                return result
+        raise AssertionError
+
+
+class ReconnectingStream:
+    """A stream that is opened at its first use and again after each loss.
+
+    `connect` opens it; what belongs to one connection (counters, differences to the last frame) is reset there.
+    """
+
+    def __init__(self, connect: Callable[[], Stream], retry: Retry) -> None:
+        self._connect, self._retry = connect, retry
+        self._stream: Stream | None = None
+        self.latency = 0.0  # seconds between the last question and its answer
+
+    def open(self) -> Stream:
+        """The open stream."""
+        return self._retry(self._opened)
+
+    def ask(self, question: Callable[[], Mapping[str, Array]]) -> tuple[dict[str, Array], int]:
+        """The answer. After a loss the question is made and sent again, on a new stream."""
+        return self._retry(lambda: self._ask(question))
+
+    def ask_once(self, question: Callable[[], Mapping[str, Array]]) -> tuple[dict[str, Array], int] | None:
+        """The answer. None after a loss: the server may have received the question or not."""
+        self._retry.check()
         try:
-            found = act()
-        except Lost as error:
-            if (waited := time.monotonic() - begin) > patience:
-                raise CoterieError(f"no learner at {address} for {waited:.0f} s: {error}") from None
-            if not away:
-                say(f"no learner at {address} ({error}): tried again for {patience:.0f} s")
-            away = True
-            time.sleep(wait)
-        else:
-            if away:
-                say(f"a learner at {address} after {time.monotonic() - begin:.1f} s")
-            return found
-    raise AssertionError
+            return self._ask(question)
+        except ConnectionLost:
+            return None
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _opened(self) -> Stream:
+        if self._stream is None:
+            self._stream = self._connect()
+        return self._stream
+
+    def _ask(self, question: Callable[[], Mapping[str, Array]]) -> tuple[dict[str, Array], int]:
+        try:
+            stream = self._opened()
+            begin = time.perf_counter()
+            stream.send(question())
+            answer = stream.receive()
+        except ConnectionLost:
+            self.close()
+            raise
+        self.latency = time.perf_counter() - begin
+        return answer
 
 
-def ask_settings(
-    channel: grpc.Channel, method: str, hello: Mapping[str, Any], token: str,
-    check: Callable[[], None] = lambda: None,
-) -> Any:  # fmt: skip
-    """The welcome alone: what a client must know before it makes its environments."""
-    stream = Stream(channel, method, {**hello, "envs": 0}, Layout(()), token=token, check=check)
-    stream.close()
-    return stream.welcome
+class Connection:
+    """A client's channel to one server. `hello`: the fields that all its streams share. `report` receives a line when
+    the server is away and when it is back.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, hello: Mapping[str, Any], report: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self.endpoint, self.report = endpoint, report
+        self.hello = {"client": "coterie", "number": -1, "run_id": random.SystemRandom().getrandbits(64), **hello}
+        self._channel = open_channel(endpoint.address, endpoint.cert)
+
+    def retry(self, check: Callable[[], None]) -> Retry:
+        return Retry(self.endpoint.address, self.endpoint.patience, check, self.report)
+
+    def stream(
+        self, method: str, sends: Layout, check: Callable[[], None], *, silence: float = 60.0, **hello: int
+    ) -> Stream:
+        """A new stream; `check` ends a wait for an answer by raising."""
+        fields, token = {**self.hello, **hello}, self.endpoint.token
+        return Stream(self._channel, method, fields, sends, token=token, silence=silence, check=check)
+
+    def settings(self, method: str, check: Callable[[], None] = lambda: None) -> Any:
+        """The `Welcome` alone, with the settings that a client needs before it makes its environments."""
+        stream = self.retry(check)(lambda: self.stream(method, Layout(()), check, envs=0))
+        stream.close()
+        return stream.welcome
+
+    def close(self) -> None:
+        self._channel.close()

@@ -1,8 +1,8 @@
-"""Frames of typed tensors: protobuf around them, raw bytes within.
+"""Frames of typed tensors: protobuf messages with raw bytes inside.
 
-What a frame holds is agreed in the handshake, so that a frame is checked by its length before anything is made of it.
-The message classes come from the compiled `coterie.proto` at import: generated modules would tie the package to one
-release of protobuf. This file must import without torch: clients need none.
+The handshake declares what a frame holds, so that a frame is checked by its length before it is read. The message
+classes are made from the compiled `coterie.proto` at import: generated modules would tie the package to one release of
+protobuf. This file must import without torch, which clients do not need.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Frame, Hello, Welcome, Data, TensorMessage = (_message(x) for x in ("Frame", "He
 
 
 class Refused(Exception):
-    """A peer sent what was not agreed, or more than it may; the message is one line for it and for the log."""
+    """A peer broke the protocol or a limit. The message is one line, for the peer and for the log."""
 
     def __init__(self, reason: str, *, too_much: bool = False) -> None:
         super().__init__(reason)
@@ -41,7 +41,7 @@ class Refused(Exception):
 
 
 class Tensor(NamedTuple):
-    """One tensor of a frame. `rows`: the bool tensor before it that says how long axis 0 is; "" where it is fixed."""
+    """One tensor of a frame. `rows`: the bool tensor before it whose count is the length of axis 0; "": it is fixed."""
 
     name: str
     dtype: str
@@ -62,34 +62,32 @@ class Layout:
         self.most = sum(_rows(t, shapes) * t.row_bytes for t in self.tensors)  # bytes
 
     def pack(self, arrays: Mapping[str, Array]) -> bytes:
-        """One frame of these arrays; a tensor with `rows` is given with those rows only. Raises where one is other
-        than agreed.
-        """
+        """One frame of these arrays; a tensor with `rows` has those rows only. Raises `Refused` for other shapes."""
         parts: list[memoryview] = []
         for t in self.tensors:
             x = np.ascontiguousarray(arrays[t.name], t.dtype)
             rows = int(np.count_nonzero(arrays[t.rows])) if t.rows else t.shape[0] if t.shape else 1
-            if x.shape != (rows, *t.shape[1:]):  # here a scalar is one row
+            if x.shape != (rows, *t.shape[1:]):  # a scalar is one row
                 raise Refused(f"{t.name} has shape {x.shape}, not {(rows, *t.shape[1:])}")
             parts.append(x.reshape(-1).view(np.uint8).data)
         return b"".join(parts)
 
     def unpack(self, data: bytes) -> dict[str, Array]:
-        """The arrays in a frame: views of `data`, but for bools. Raises `Refused` where the length is not theirs."""
+        """The arrays in a frame: views of `data`, except bools. Raises `Refused` for a wrong length."""
         arrays: dict[str, Array] = {}
         at = 0
         for t in self.tensors:
             rows = int(np.count_nonzero(arrays[t.rows])) if t.rows else t.shape[0] if t.shape else 1
             end = at + rows * t.row_bytes
             if end > len(data):
-                raise Refused(f"a frame of {len(data)} bytes ends within {t.name!r}, which goes to {end}")
+                raise Refused(f"a frame of {len(data)} bytes ends within {t.name!r}, which ends at byte {end}")
             raw = np.frombuffer(data, np.uint8, end - at, at)
-            # A bool that is neither 0 nor 1 would be a bool that is not itself.
+            # A bool whose byte is neither 0 nor 1 would not be equal to itself.
             x = raw != 0 if t.dtype == "bool" else raw.view(t.dtype)
             arrays[t.name] = x.reshape((rows, *t.shape[1:]) if t.shape else ())
             at = end
         if at != len(data):
-            raise Refused(f"a frame of {len(data)} bytes has {len(data) - at} more than was agreed")
+            raise Refused(f"a frame of {len(data)} bytes has {len(data) - at} more than declared")
         return arrays
 
     def message(self) -> list[Any]:
@@ -97,7 +95,7 @@ class Layout:
 
 
 def _rows(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Most rows of a tensor."""
+    """The largest number of rows of a tensor."""
     return math.prod(shapes[tensor.rows]) if tensor.rows else tensor.shape[0] if tensor.shape else 1
 
 
@@ -105,17 +103,19 @@ def layout_from(message: Sequence[Any], most: int) -> Layout:
     """The layout that a peer declares, with frames of at most `most` bytes."""
     tensors, seen = list[Tensor](), dict[str, Tensor]()
     if len(message) > 256:
-        raise Refused(f"{len(message)} tensors in a frame")
+        raise Refused(f"{len(message)} tensors in a frame; at most 256")
     for m in message:
         t = Tensor(m.name, m.dtype, tuple(m.shape), m.rows)
         if t.dtype not in DTYPES:
-            raise Refused(f"{t.name!r}: dtype {t.dtype!r} is none of {', '.join(DTYPES)}")
+            raise Refused(f"{t.name!r}: dtype {t.dtype!r} is not one of {', '.join(DTYPES)}")
         if t.name in seen or len(t.shape) > 8:
-            raise Refused(f"{t.name!r} comes twice, or has more than 8 axes")
-        if 0 in t.shape[bool(t.rows) :]:  # the other axes could be of any length then, and numpy bears no such shape
+            raise Refused(f"{t.name!r} is declared twice, or has more than 8 axes")
+        if 0 in t.shape[bool(t.rows) :]:  # the other axes could then have any length, which numpy refuses
             raise Refused(f"{t.name!r}: an axis of {t.shape} is empty")
         if t.rows and (t.rows not in seen or seen[t.rows].dtype != "bool" or seen[t.rows].rows or not t.shape):
-            raise Refused(f"{t.name!r}: its rows are those of {t.rows!r}, which is no whole bool tensor before it")
+            raise Refused(
+                f"{t.name!r}: its rows are those of {t.rows!r}, which is not a bool tensor of fixed size before it"
+            )
         seen[t.name] = t
         tensors.append(t)
     layout = Layout(tensors)
@@ -124,37 +124,35 @@ def layout_from(message: Sequence[Any], most: int) -> Layout:
     return layout
 
 
-_MOST = 1e15  # of what is no observation: its square, summed over a batch, is still a float32
+_MOST = 1e15  # except of observations: its square, summed over a batch, is still a float32
 
 
 def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:
-    """What would harm who learns from it is refused: numbers that are none, words that there are not."""
+    """Raise `Refused` for values that would harm the learner: non-finite numbers, tokens out of range."""
     for name, x in arrays.items():
-        told = name.startswith("episode_")  # NaN where no game has ended
-        if x.dtype.kind == "f" and not (~np.isinf(x) if told else np.isfinite(x)).all():
+        per_episode = name.startswith("episode_")  # NaN where no episode has ended
+        if x.dtype.kind == "f" and not (~np.isinf(x) if per_episode else np.isfinite(x)).all():
             raise Refused(f"{name} is not finite")
         if x.dtype.kind == "f" and not name.startswith("obs/") and (np.abs(x) > _MOST).any():
-            raise Refused(f"{name} is beyond {_MOST:g}: no loss would be finite")
+            raise Refused(f"{name} is beyond {_MOST:g}: the loss would not be finite")
     if (np.isnan(arrays["episode_return"]) != np.isnan(arrays["episode_length"])).any():
-        raise Refused("a game has a return without a length, or a length without a return")
+        raise Refused("an episode has a return without a length, or a length without a return")
     if (arrays["episode_length"] < 0).any():
-        raise Refused("a game has a negative length")
+        raise Refused("a negative episode length")
     for key, s in spec.obs.items():
         x = arrays[f"obs/{key}"]
         if s.text and not ((x >= 0) & (x <= s.high)).all():
-            raise Refused(f"{key!r} has a word that is none")
+            raise Refused(f"{key!r} has a token out of its range")
         if s.codes and (x >= np.array(s.codes)).any():
-            raise Refused(f"{key!r} has a code that is none")
+            raise Refused(f"{key!r} has a code out of its range")
 
 
-WHOLE = "whole"  # of which envs a whole stack of frames is sent
+WHOLE = "whole"  # tensor: the envs whose whole stack of frames is sent
 _NEWEST, _STACK = "newest/", "stack/"
 
 
 def timestep_layout(spec: Spec, envs: int, newest: bool = False) -> Layout:
-    """What a TimeStep of so many envs is on the wire. `newest`: of stacks of frames only the last one, but where an
-    episode begins.
-    """
+    """A TimeStep on the wire. `newest`: only the last frame of a stack, except where an episode begins."""
     obs: list[Tensor] = []
     for key, s in spec.obs.items():
         if newest and s.is_image and s.shape[0] > 1:
@@ -179,14 +177,14 @@ def action_layout(spec: Spec, envs: int) -> Layout:
 
 
 class Newest:
-    """Takes stacks of frames apart before they are sent, and puts them together again where they arrive."""
+    """Replaces stacks of frames by their newest frame before they are sent, and restores them on arrival."""
 
     def __init__(self, layout: Layout) -> None:
         self.keys = [t.name.removeprefix(_NEWEST) for t in layout.tensors if t.name.startswith(_NEWEST)]
         self.last: dict[str, Array] = {}
 
     def split(self, arrays: dict[str, Array]) -> dict[str, Array]:
-        """A whole stack goes wherever it is not the last one with a new frame: no env has to promise anything."""
+        """Whole stacks are sent wherever a stack is not the previous one moved by a frame, whatever the env does."""
         if not self.keys:
             return arrays
         whole = arrays["is_first"].copy()
@@ -211,7 +209,7 @@ class Newest:
             newest, stack = arrays.pop(f"{_NEWEST}{key}"), arrays.pop(f"{_STACK}{key}")
             if key not in self.last:
                 if not whole.all():
-                    raise Refused(f"the first frame of a stream must have whole stacks of {key!r}")
+                    raise Refused(f"a stream's first frame must have whole stacks of {key!r}")
                 self.last[key] = stack.copy()
             else:
                 last = self.last[key]

@@ -1,7 +1,7 @@
-"""The server: streams of questions and answers, whatever they are about, on an event loop in a thread of its own.
+"""The server: streams of questions and answers for any service, on an event loop in a thread.
 
-A service is a desk at which a client takes a seat; a seat is asked, frame by frame, and answers when it can. What a
-peer sends is checked against its handshake before a seat sees it; a peer that sends anything else loses its stream.
+A service turns a client's `Hello` into a `ServiceStream`, which receives the client's frames one by one and answers
+each when it can. Every frame is checked against the handshake first; a client that breaks it loses its stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -27,61 +27,68 @@ from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused
 SERVICE = "coterie.v1.Coterie"
 _HELLO_BYTES = 1 << 16
 _ROUND = 64  # bytes around a frame's tensors
-_HELLO_S = 10.0  # for a client's first frame
-_SIGN_S = 5.0  # between two signs of life while an answer takes long
 _GRACE_S = 1.0  # for streams to end by themselves
 _START_S = 30.0
 _REASON = 400  # characters of a reason: it travels in a header, of which gRPC takes 8 KiB
 
-# A header in no encoding is no token, and the peer is refused; a peer may be gone before it hears why its stream ends.
-# gRPC would print a traceback of each.
-_PEERS_FAULT = ("Invalid encoding", "ExecuteBatchError raised in core")
-logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record.msg).startswith(_PEERS_FAULT))
+# A client may send a header in no encoding, and is refused; it may be gone before it receives the reason. gRPC would
+# print a traceback of each.
+_CLIENTS_FAULT = ("Invalid encoding", "ExecuteBatchError raised in core")
+logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record.msg).startswith(_CLIENTS_FAULT))
 
 Answer = Callable[[Mapping[str, Array], int], None]  # arrays, and the version of the weights
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may ask of a server."""
+    """What a server allows its clients, and when it sends heartbeats."""
 
     message_bytes: int = 64 << 20
     streams: int = 1024  # of one client
     all_streams: int = 4096
+    hello_s: float = 10.0  # for a client's first frame
+    heartbeat_s: float = 5.0  # between two empty frames while an answer takes long
 
 
-class Seat(Protocol):
-    """One client's place at a service."""
+class ServiceStream:
+    """The server's side of one client's stream."""
 
-    reads: Layout
-    writes: Layout
-    alive: bool  # False once another stream has taken its place
+    reads: Layout = Layout(())  # of the client's data frames
+    writes: Layout = Layout(())  # of the answers
+    alive: bool = True  # False once another stream of the client has replaced this one
 
-    def welcome(self) -> dict[str, Any]: ...  # fields of the Welcome, but for `sends` and `credits`
-    def ask(self, arrays: dict[str, Array], answer: Answer) -> None: ...  # `answer` may be called in any thread, once
-    def leave(self) -> None: ...  # its stream has ended; called once
+    def __init__(self, welcome: Mapping[str, Any]) -> None:
+        self.welcome = welcome  # fields of the Welcome, except `sends` and `credits`
+
+    def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
+        """Take a data frame. `answer` is called once, in any thread. Raises `Refused`."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """The stream has ended; called once."""
 
 
-Desk = Callable[[Any], Seat]  # takes a Hello; raises Refused
+Service = Callable[[Any], ServiceStream]  # takes a Hello; raises Refused
 
 
 class Server:
-    """Serves `desks` (by the name of the RPC) at `address`: unix:PATH or HOST:PORT, which is the setting `field`."""
+    """Serves `services`, by RPC, at `address`: unix:PATH or HOST:PORT. `field`: the setting of the address."""
 
     def __init__(
-        self, address: str, desks: Mapping[str, Desk], *, token: str = "",
+        self, address: str, services: Mapping[str, Service], *, token: str = "",
         credentials: grpc.ServerCredentials | None = None, limits: Limits | None = None,
         on_refused: Callable[[str], None] = lambda line: None, field: str = "wire.bind",
     ) -> None:  # fmt: skip
         if not is_local(address) and (credentials is None or not token):
-            raise ConfigError(f"{field}: {address} can be reached from elsewhere: it needs TLS and a token")
-        self.address, self.desks, self.token, self.credentials, self.field = address, desks, token, credentials, field
+            raise ConfigError(f"{field}: {address} is reachable from other machines, so it needs TLS and a token")
+        self.address, self.services, self.field = address, services, field
+        self.token, self.credentials = token, credentials
         self.limits, self.on_refused = limits or Limits(), on_refused
         self.refused = Counter[str]()  # by client
         self.bytes_in = self.bytes_out = 0
         self._streams = Counter[str]()
-        self._open: dict[_Stream, None] = {}
-        self.over: str | None = None  # why the run has ended, where it has
+        self._open: dict[_Connection, None] = {}
+        self.over: str | None = None  # why the run has ended, once it has
         self._closed = False
         self._started: Future[None] = Future()
         self._loop = asyncio.new_event_loop()
@@ -94,7 +101,7 @@ class Server:
             raise
 
     def close(self, reason: str | None = "the run has ended") -> None:
-        """Tell every client that it is over, and end the streams. None: it is not, and they may come again."""
+        """End all streams, with `reason` for the end of the run. None: the run goes on, and clients may reconnect."""
         if not self._closed and self._thread.is_alive():
             self._closed, self.over = True, reason
             with suppress(Exception):
@@ -117,20 +124,20 @@ class Server:
     async def _start(self) -> None:
         self._server = grpc.aio.server(
             options=[
-                # Twice, because what gRPC itself cuts off looks like a client that went, and is not counted.
+                # Twice the limit: a stream that gRPC itself ends looks like a client that left, and is not counted.
                 ("grpc.max_receive_message_length", min(2 * self.limits.message_bytes, 2**31 - 1)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_concurrent_streams", self.limits.all_streams),
                 ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_time_ms", 10_000),  # a client that was cut off is found out by this
+                ("grpc.keepalive_time_ms", 10_000),  # detects a client whose connection was cut
                 ("grpc.keepalive_timeout_ms", 10_000),
-                ("grpc.http2.ping_timeout_ms", 10_000),  # a minute by itself, whatever the line above says
+                ("grpc.http2.ping_timeout_ms", 10_000),  # gRPC takes the larger of the two, by default a minute
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ]
         )
         methods: dict[str, Any] = {
-            name: grpc.stream_stream_rpc_method_handler(self._handler(desk))  # bytes, which are counted
-            for name, desk in self.desks.items()
+            name: grpc.stream_stream_rpc_method_handler(self.handler(service))  # bytes, which are counted
+            for name, service in self.services.items()
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
         try:
@@ -139,106 +146,119 @@ class Server:
             else:
                 self._server.add_secure_port(self.address, self.credentials)
         except RuntimeError:
-            raise CoterieError(f"{self.field}: cannot listen at {self.address}: is it taken?") from None
+            raise CoterieError(f"{self.field}: cannot listen at {self.address}: is the address in use?") from None
         await self._server.start()
 
     async def _stop(self) -> None:
         streams = list(self._open) if self.over is not None else []
         ends = (stream.end(self.over or "") for stream in streams)
-        with suppress(TimeoutError):  # of a client that does not read
+        with suppress(TimeoutError):  # a client that does not read
             await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), _GRACE_S)
         await self._server.stop(_GRACE_S)
 
-    def _handler(self, desk: Desk) -> Callable[[Any, Any], Any]:
+    def handler(self, service: Service) -> Callable[[Any, Any], Any]:
+        """gRPC's handler of one method."""
+
         async def handle(_: Any, context: grpc.aio.ServicerContext[bytes, Any]) -> None:
             client = _client(context.peer())
             given = dict(context.invocation_metadata() or ()).get("authorization", "")
             if self.token and not is_token(str(given), f"Bearer {self.token}"):
-                await self._refuse(context, client, StatusCode.UNAUTHENTICATED, "no such token")
+                await self._refuse(context, client, StatusCode.UNAUTHENTICATED, "not the run's token")
             if self._streams[client] >= self.limits.streams:
                 await self._refuse(context, client, StatusCode.RESOURCE_EXHAUSTED, "too many streams of one client")
             if self._streams.total() >= self.limits.all_streams:
                 await self._refuse(context, client, StatusCode.RESOURCE_EXHAUSTED, "too many streams")
             self._streams[client] += 1
-            stream = _Stream(self, context)
+            connection = _Connection(self, context)
             try:
-                await stream.serve(desk)
+                await connection.serve(service)
             except Refused as error:
                 status = StatusCode.RESOURCE_EXHAUSTED if error.too_much else StatusCode.INVALID_ARGUMENT
                 await self._refuse(context, client, status, str(error))
             finally:
-                self._open.pop(stream, None)
+                self._open.pop(connection, None)
                 self._streams[client] -= 1
                 if not self._streams[client]:
                     del self._streams[client]
-                if stream.seat is not None:
-                    stream.seat.leave()
+                if connection.stream is not None:
+                    connection.stream.leave()
 
         return handle
 
     async def _refuse(self, context: Any, client: str, status: StatusCode, reason: str) -> None:
-        reason = "".join(c if c.isprintable() else "?" for c in reason[:_REASON])  # of names that the client chose
+        reason = "".join(
+            c if c.isprintable() else "?" for c in reason[:_REASON]
+        )  # it may repeat names that the client chose
         if len(self.refused) < self.limits.all_streams or client in self.refused:
             if not self.refused[client]:
                 self.on_refused(f"refused {client}: {reason}")
             self.refused[client] += 1
         await context.abort(status, reason)
 
-    def opened(self, stream: _Stream) -> None:
-        self._open[stream] = None
+    def opened(self, connection: _Connection) -> None:
+        self._open[connection] = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no stream is open, nor one being opened or closed."""
+        return not self._streams and not self._open
 
 
-class _Stream:
-    """One client's stream."""
+class _Connection:
+    """One client's stream, from its first frame to its end."""
 
     def __init__(self, server: Server, context: Any) -> None:
         self.server, self.context = server, context
-        self.seat: Seat | None = None
+        self.stream: ServiceStream | None = None
         self.number = 0
         self._writing = asyncio.Lock()
 
-    async def serve(self, desk: Desk) -> None:
+    async def serve(self, service: Service) -> None:
+        limits = self.server.limits
         try:
-            hello = await asyncio.wait_for(self._read(_HELLO_BYTES), _HELLO_S)
+            hello = await asyncio.wait_for(self._read(_HELLO_BYTES), limits.hello_s)
         except TimeoutError:
-            raise Refused(f"no hello for {_HELLO_S:g} s") from None
+            raise Refused(f"no hello for {limits.hello_s:g} s") from None
         if hello is None:
             return
         if hello.WhichOneof("kind") != "hello":
             raise Refused("the first frame must be a hello")
         if hello.hello.protocol != PROTOCOL:
-            raise Refused(f"protocol {hello.hello.protocol} is not {PROTOCOL}: the versions do not fit")
+            raise Refused(
+                f"protocol {hello.hello.protocol} is not {PROTOCOL}: client and server are of different versions"
+            )
         if self.server.over is not None:  # it ended during the handshake
             return await self.end(self.server.over)
-        self.seat = seat = desk(hello.hello)
-        if seat.reads.most + _ROUND > (limit := self.server.limits.message_bytes):
-            raise Refused(f"its frames have up to {seat.reads.most} bytes, and wire.max_message_mb allows {limit}")
+        self.stream = stream = service(hello.hello)
+        if stream.reads.most + _ROUND > limits.message_bytes:
+            raise Refused(
+                f"frames of up to {stream.reads.most} bytes; wire.max_message_mb allows {limits.message_bytes}"
+            )
         self.server.opened(self)
-        await self._write(Frame(welcome={**seat.welcome(), "credits": 1, "sends": seat.writes.message()}))
+        await self._write(Frame(welcome={**stream.welcome, "credits": 1, "sends": stream.writes.message()}))
         loop = asyncio.get_running_loop()
-        # Before it is parsed: of small parts a parser makes large ones.
-        most = seat.reads.most + _ROUND
+        most = stream.reads.most + _ROUND  # checked before parsing, which can inflate small input
         while (frame := await self._read(most)) is not None:
             if frame.WhichOneof("kind") != "data":
-                raise Refused("a data frame must come after the welcome")
+                raise Refused("only data frames may follow the hello")
             if frame.data.number != self.number:
-                raise Refused(f"data frame {frame.data.number} came where {self.number} was due")
-            arrays = seat.reads.unpack(frame.data.tensors)
+                raise Refused(f"data frame {frame.data.number} instead of {self.number}")
+            arrays = stream.reads.unpack(frame.data.tensors)
             future: asyncio.Future[tuple[Mapping[str, Array], int]] = loop.create_future()
-            seat.ask(arrays, _resolve(loop, future))
-            answer, version = await self._wait(seat, future)
-            data = {"number": self.number, "version": version, "tensors": seat.writes.pack(answer) if answer else b""}
+            stream.ask(arrays, _resolve(loop, future))
+            answer, version = await self._wait(stream, future)
+            data = {"number": self.number, "version": version, "tensors": stream.writes.pack(answer) if answer else b""}
             await self._write(Frame(data=data))
             self.number += 1
 
-    async def _wait(self, seat: Seat, future: asyncio.Future[Any]) -> Any:
-        """The answer; the client sees signs of life until then."""
+    async def _wait(self, stream: ServiceStream, future: asyncio.Future[Any]) -> Any:
+        """The answer; until then the client receives heartbeats."""
         while True:
-            done, _ = await asyncio.wait({future}, timeout=_SIGN_S)
+            done, _ = await asyncio.wait({future}, timeout=self.server.limits.heartbeat_s)
             if done:
                 return future.result()
-            if not seat.alive:
-                raise Refused("another stream of this client has taken this one's place")
+            if not stream.alive:
+                raise Refused("replaced by another stream of the same client and group")
             await self._write(Frame())
 
     async def _read(self, most: int) -> Any:
@@ -253,7 +273,7 @@ class _Stream:
         try:
             return Frame.FromString(data)
         except DecodeError:
-            raise Refused("these bytes are no frame") from None
+            raise Refused("the bytes are not a frame") from None
 
     async def _write(self, frame: Any) -> None:
         data = frame.SerializeToString()
@@ -267,16 +287,16 @@ class _Stream:
 
 def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Answer:
     def resolve(arrays: Mapping[str, Array], version: int) -> None:
-        def there() -> None:
+        def set_result() -> None:
             if not future.done():
                 future.set_result((arrays, version))
 
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(there)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(set_result)
 
     return resolve
 
 
 def _client(peer: str) -> str:
-    """Who that is, whatever its port."""
+    """A client's name: its address without the port."""
     return peer.rpartition(":")[0] if peer.startswith("ipv") else peer.partition(":")[0]

@@ -15,7 +15,7 @@ from coterie.exchange import elastic, rendezvous, rendezvous_client
 from coterie.exchange.elastic import Ring
 from coterie.types import CoterieError
 from tests.launch.harness import until
-from tests.launch.visitors import free_ports
+from tests.support.net import free_port
 
 PATIENCE_S = 30.0
 
@@ -78,7 +78,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Machine]]
     monkeypatch.setattr(rendezvous_client, "BEAT_S", 0.2)
     monkeypatch.setattr(elastic, "SILENT_S", 4.0)
     monkeypatch.setattr(elastic, "_POLL_S", 0.2)
-    port, made = free_ports(), list[Machine]()
+    port, made = free_port(), list[Machine]()
 
     def make(number: int, **options: object) -> Machine:
         made.append(Machine(port, number, **options))  # type: ignore[arg-type]

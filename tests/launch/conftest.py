@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import made_by
-from tests.launch.visitors import WIDTH, Client, Guest
 from tests.support.meddler import PATIENCE, Meddler, Outside
 from tests.support.process_table import put_down
+from tests.support.remote_workers import WIDTH, Client, Guest
 from tests.support.runs import TALLY
 
 # For `--model.torso odd:NAME`: learners that are unlike the others. Loaded in the parent, too.

@@ -16,7 +16,7 @@ from coterie.runs.metrics import read_metrics
 from tests.conftest import made_by
 from tests.launch.harness import PATIENCE, options, put_down, read_summary, until
 from tests.launch.namespaces import ip, networks
-from tests.launch.visitors import free_ports
+from tests.support.net import free_port
 
 __all__ = ["networks"]  # a fixture
 ENDLESS = 10**9
@@ -84,7 +84,7 @@ def runs(tmp_path: Path) -> Iterator[Callable[..., Linked]]:
 
 def test_runs_come_and_go_while_others_train(runs):
     """One finishes, one is killed, one is told to stop."""
-    at = f"127.0.0.1:{free_ports()}"
+    at = f"127.0.0.1:{free_port()}"
     early = runs("early", **{"gossip.connect": at, "steps": 80_000, "learners": 2})  # before there is a run
     hub = runs("hub", **{"gossip.bind": at})
     early.gossips(1)
@@ -102,7 +102,7 @@ def test_runs_come_and_go_while_others_train(runs):
 
 
 def test_the_run_that_listens_is_killed_and_resumed(runs):
-    at = f"127.0.0.1:{free_ports()}"
+    at = f"127.0.0.1:{free_port()}"
     hub, other = runs("hub", **{"gossip.bind": at}), runs("other", **{"gossip.connect": at})
     other.gossips(1)
     hub.until(lambda: list(hub.out.glob("checkpoints/step_*")), "it has a checkpoint")
@@ -122,7 +122,7 @@ def test_the_run_that_listens_is_killed_and_resumed(runs):
 
 @pytest.mark.slow
 def test_a_resumed_run_that_finds_nobody_goes_on_by_itself(runs):
-    at = f"127.0.0.1:{free_ports()}"
+    at = f"127.0.0.1:{free_port()}"
     hub, other = runs("hub", **{"gossip.bind": at}), runs("other", **{"gossip.connect": at})
     other.gossips(1)
     for one in (other, hub):
@@ -138,7 +138,7 @@ def test_three_networks(tmp_path, runs, networks, away):
     """Each run has a network namespace of its own; TLS and a token; the link of one is down for a while."""
     keys = tmp_path / "keys"
     assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
-    port = free_ports()
+    port = free_port()
     common = {"wire.token-file": keys / "token", "wire.cert": keys / "cert.pem"}
     hub = runs("hub", **common, **{"gossip.bind": f"0.0.0.0:{port}", "wire.key": keys / "key.pem"})
     mine = [
@@ -163,7 +163,7 @@ def test_three_networks_learn(tmp_path, runs, networks):
     """CartPole, solved by all."""
     keys = tmp_path / "keys"
     assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
-    port = free_ports()
+    port = free_port()
     common = {"wire.token-file": keys / "token", "wire.cert": keys / "cert.pem", "steps": 300_000, "env.delay": 0}
     common |= {"gossip.mix_every": 1}
     hub = runs("hub", **common, **{"gossip.bind": f"0.0.0.0:{port}", "wire.key": keys / "key.pem"})

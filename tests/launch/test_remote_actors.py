@@ -1,4 +1,4 @@
-"""Actors that come by themselves: over loopback, and through a proxy that cuts."""
+"""Remote actors of whole runs: over loopback, and through a proxy that cuts."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import signal
 
 import pytest
 
-from coterie import presets
-from coterie.acting.decoupled import Stopped
-from coterie.acting.recorder import Stages
-from coterie.build.factory import make_model, normalizers
-from coterie.envs.make import make_spec
-from coterie.parallel.params import FlatParams
-from coterie.roles import remote_worker
-from coterie.roles.remote_worker import Door, Wire, lend_actor
+from coterie.roles.remote_worker import lend_actor
 from tests.launch.harness import until
 from tests.launch.test_decoupled import check
-from tests.launch.visitors import decoupled, finish, free_ports, goes_on
+from tests.support.net import free_port
 from tests.support.proxy import Proxy
+from tests.support.remote_workers import decoupled, finish, goes_on
 
 
-@pytest.mark.parametrize("normalises", [True, False])  # False: there is nothing to send beside the weights
-def test_an_actor_comes_and_goes(meddler, clients, normalises):
-    port = free_ports()
+@pytest.mark.parametrize("normalises", [True, pytest.param(False, marks=pytest.mark.slow)])  # False: weights only
+def test_actors_join_and_leave_while_a_run_trains(meddler, clients, normalises):
+    port = free_port()
 
     def meddle() -> None:
         mine, odd = clients("actor", port), clients("actor", port, env="Acrobot-v1")
@@ -44,8 +38,8 @@ def test_an_actor_comes_and_goes(meddler, clients, normalises):
     meddler.check_nothing_left()
 
 
-def test_an_actor_finds_a_learner_that_comes_back_through_a_proxy_that_cuts(meddler, guests):
-    port = free_ports()
+def test_an_actor_reconnects_after_cuts_and_a_restart_of_the_learner(meddler, guests):
+    port = free_port()
 
     def meddle(proxy: Proxy) -> None:
         mine = guests(lend_actor, proxy.port)
@@ -67,54 +61,3 @@ def test_an_actor_finds_a_learner_that_comes_back_through_a_proxy_that_cuts(medd
     check(meddler.out)
     assert "learner 0 was killed by SIGKILL" in (meddler.out / "log.txt").read_text()
     meddler.check_nothing_left()
-
-
-class Line:
-    """A stream whose other end answers everything."""
-
-    def __init__(self) -> None:
-        self.sent = 0
-
-    def send(self, arrays: object) -> None:
-        self.sent += 1
-
-    def receive(self) -> tuple[dict[str, object], int]:
-        return {}, 3
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture
-def wire(monkeypatch):
-    """An actor's, with `wire.orders` to leave in a list."""
-    config = presets.make("impala", "CartPole-v1", **{"env.num_envs": 4})
-    spec, orders = make_spec(config.env, config.atari), list[int]()
-    model = make_model(config, spec)
-
-    def leave() -> None:
-        if orders:
-            raise Stopped
-
-    it = Wire(
-        Door("unix:nowhere", patience=5.0), "unix:nowhere", 1, spec, config.env.id, 5, 4, (), FlatParams(model),
-        normalizers(config, model), [slice(0, 4)], Stages(), lambda line: None, leave,
-    )  # fmt: skip
-    it.orders, it.version = orders, 3
-    return it
-
-
-def test_who_is_told_to_leave_delivers_its_rollout_first(wire, monkeypatch):
-    push = wire.streams["PushRollouts"] = Line()
-    wire.streams["PullParameters"] = Line()
-    assert wire.pull() == 3
-    wire.check()
-    wire.orders.append(15)
-    wire.check()
-    wire.leave()
-    assert (push.sent, wire.rollouts) == (1, 1)
-    with pytest.raises(Stopped):
-        wire.pull()
-    monkeypatch.setattr(remote_worker, "_FINISH_S", -1.0)  # it takes too long
-    with pytest.raises(Stopped):
-        wire.check()

@@ -10,7 +10,8 @@ import pytest
 from coterie.cli.main import main
 from tests.launch.namespaces import ip, networks
 from tests.launch.test_decoupled import check
-from tests.launch.visitors import central, finish, free_ports, goes_on
+from tests.support.net import free_port
+from tests.support.remote_workers import central, finish, goes_on
 
 __all__ = ["networks"]  # a fixture
 slow = pytest.mark.slow
@@ -21,7 +22,7 @@ def test_hosts_in_networks_of_their_own(tmp_path, meddler, clients, networks, aw
     """With TLS and a token. `away`: seconds without a link, less and more than anybody waits."""
     keys = tmp_path / "keys"
     assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
-    port = free_ports()
+    port = free_port()
     args = ["--token-file", str(keys / "token"), "--cert", str(keys / "cert.pem")]
 
     def meddle() -> None:

@@ -15,7 +15,7 @@ from tests.conftest import made_by
 from tests.launch.harness import family, options, put_down
 from tests.launch.namespaces import bridged, ip
 from tests.launch.test_linked_runs import ENDLESS, Linked
-from tests.launch.visitors import free_ports
+from tests.support.net import free_port
 
 Machines = list[tuple[str, str, str]]
 
@@ -57,7 +57,7 @@ def inside(name: str) -> tuple[str, ...]:
 
 
 def begin(runs: Callable[..., Ringed], here: str, machines: Machines, **changes: object) -> list[Ringed]:
-    at = f"{here}:{free_ports()}"
+    at = f"{here}:{free_port()}"
     hub = runs(0, **{"allreduce.bind": at, "allreduce.machines": 1 + len(machines), **changes})
     return [
         hub,

@@ -8,9 +8,7 @@ from coterie import presets
 from coterie.cli.main import main
 from coterie.config import Config
 from coterie.plugins import named
-from coterie.roles import remote_worker
-from coterie.runs.config_io import parse_cli, replace, to_dict
-from coterie.types import CoterieError
+from coterie.runs.config_io import parse_cli, replace
 from tests.plugins.page import write_files
 
 
@@ -62,10 +60,3 @@ def test_an_error_in_ones_own_module_is_shown_whole(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ZeroDivisionError):
         named("own.acting", "broken:Any")
-
-
-def test_an_actor_imports_nothing_that_a_run_elsewhere_asks_for(monkeypatch):
-    run = to_dict(replace(Config(), {"own.algorithm": "mine:Mine"}))
-    monkeypatch.setattr(remote_worker, "_settings", lambda *_: ({"config": run}, ""))
-    with pytest.raises(CoterieError, match="the run's algorithm is mine:Mine: if you trust it"):
-        remote_worker.lend_actor(Config(), remote_worker.Door("127.0.0.1:1"), print, lambda: None)

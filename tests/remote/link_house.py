@@ -17,7 +17,7 @@ from coterie.remote.gossip_mirror import news_layout
 from coterie.types import ConfigError
 from tests.conftest import make_config
 from tests.exchange.gossip_harness import SIZE, distance, machine, weights
-from tests.wire.harness import hello_frame
+from tests.support.wire import hello_frame
 
 METHOD = "/coterie.v1.Coterie/Gossip"
 SEATS, NET, WAIT_S = 3, "a net", 20.0

@@ -1,207 +1,162 @@
-"""The desk of central acting behind a real server: whatever its clients send, inference goes on for the others."""
+"""Which clients the services of a learner admit, and what their welcomes hold."""
 
 from __future__ import annotations
 
-import random
+import json
+import math
 from collections.abc import Iterator
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import grpc
-import numpy as np
 import pytest
-import torch
 from grpc import StatusCode
-from torch import Tensor
 
-from coterie.acting.central import Central, Shape
-from coterie.acting.recorder import Stages, local_fields
-from coterie.parallel.board import Board
-from coterie.remote.admission import Hosts
-from coterie.types import AgentOutput, Array, CoterieError, Inputs, Spec
-from coterie.wire.client import Stream, ask_settings
-from coterie.wire.codec import Layout, Newest, timestep_layout
-from coterie.wire.server import Limits, Server
+from coterie.build.resources import resolve_config
+from coterie.remote.admission import ClientIds, settings_of
+from coterie.remote.rollout_service import RolloutService
+from coterie.types import ActionSpec, Spec
+from coterie.wire.client import Connection, Endpoint, Stream
+from coterie.wire.codec import Layout, Newest, Tensor
 from tests.conftest import IMAGE, VECTOR, make_config
-from tests.wire.harness import WAIT_S, Raw, channel_to, data_frame, hello_frame, is_empty, mutated, until
-
-UNROLL = 16  # more than any stream here sends: nobody trains, and no rollout ends
-MOST_ENVS = 8
-CPU = torch.device("cpu")
-
-# pytest forgets the filter that central.py sets; torch may warn once in a process, of a frame's bytes.
-
-
-class House:
-    """Central acting without a learner, and the door to it."""
-
-    def __init__(self, address: str, spec: Spec, newest: bool) -> None:
-        self.spec, self.newest = spec, newest
-        config = make_config(**{"central.max_envs": MOST_ENVS, "central.newest_frame": newest})
-        shape = Shape(spec, 0, UNROLL, 1, 1, newest=newest, max_envs=MOST_ENVS)
-        model: Any = None
-
-        def policy(model: Any, inputs: Inputs, state: Tensor | None, ids: Tensor) -> tuple[AgentOutput, None]:
-            rows = len(inputs.is_first)
-            assert all(torch.isfinite(x).all() for x in (inputs.obs, inputs.prev_reward))
-            return AgentOutput(torch.full((rows,), 3), torch.zeros(rows), torch.zeros(rows)), None
-
-        self.central = Central(
-            shape, [(model, lambda: None)] * 2, policy, lambda width: None,
-            partial(local_fields, spec, UNROLL), Board(1), 0, Stages(), CPU, CPU,
-        )  # fmt: skip
-        self.central.publish(0)
-        hosts = Hosts(config, spec, 0, self.central, False)
-        self.server = Server(address, {"Infer": hosts}, limits=Limits(message_bytes=1 << 16))
-
-    def hello(self, envs: int = 2, **changes: Any) -> bytes:
-        return hello_frame(**self.fields(envs), **changes)
-
-    def fields(self, envs: int) -> dict[str, Any]:
-        return {"env_id": "CartPole-v1", "envs": envs, "layout": timestep_layout(self.spec, envs, self.newest)}
-
-    def seen(self, envs: int, step: int = 0) -> dict[str, Array]:
-        s = self.spec.obs[""]
-        return {
-            "obs/": np.full((envs, *s.shape), step, s.dtype),
-            "reward": np.zeros(envs, np.float32),
-            **{name: np.zeros(envs, bool) for name in ("terminated", "truncated", "is_first")},
-            "episode_return": np.full(envs, np.nan),
-            "episode_length": np.full(envs, np.nan),
-        }
-
-    def works(self) -> bool:
-        """A good host is served; without `Stream`, which would wait for as long as the server gives signs of life."""
-        layout = timestep_layout(self.spec, 3, self.newest)
-        newest = Newest(layout)
-        frames = [layout.pack(newest.split(self.seen(3, step))) for step in range(2)]
-        with channel_to(self.server.address) as channel:
-            raw = Raw(channel, self.hello(3, run_id=99), *(data_frame(n, x) for n, x in enumerate(frames)))
-            for kind in ("welcome", "data", "data"):
-                try:
-                    frame = raw.next()
-                except grpc.RpcError as error:
-                    raise AssertionError(str(error)) from self.central._error
-                assert frame.WhichOneof("kind") == kind, self.central._error
-            assert np.frombuffer(frame.data.tensors, np.int64).tolist() == [3, 3, 3]
-            assert raw.end()[0] == StatusCode.OK
-        return True
+from tests.support.services import (
+    INFER,
+    MOST_ENVS,
+    PULL,
+    PUSH,
+    TOKEN,
+    UNROLL,
+    WIDTH,
+    InferenceServices,
+    RolloutServices,
+    Services,
+)
+from tests.support.waiting import wait_until
+from tests.support.wire import WAIT_S, channel_to, data_frame
 
 
-@pytest.fixture(params=["vector", "image", "newest"])
-def house(request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[House]:
-    one = House(f"unix:{tmp_path}/s", VECTOR if request.param == "vector" else IMAGE, request.param == "newest")
+def make(method: str, address: str) -> Services:
+    return InferenceServices(address) if method == INFER else RolloutServices(address)
+
+
+@pytest.fixture(params=[INFER, PUSH, PULL])
+def method(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def services(method: str, tmp_path: Path) -> Iterator[Any]:
+    one = make(method, f"unix:{tmp_path}/s")
     yield one
-    assert until(lambda: is_empty(one.server))
-    one.server.close()
-    one.central.close()
-    assert one.central._error is None
-    assert not one.central.seats
-    assert one.central.envs == 0
-    told = [r.getMessage() for r in caplog.get_records("call") if r.levelname != "DEBUG"]
-    assert told == [], "asyncio and gRPC log what the server did not catch"
+    assert one.works()
+    one.close()
 
 
-def test_an_env_host_is_served(house: House):
-    assert house.works()
-    with channel_to(house.server.address) as channel:
-        assert '"unroll_length"' in ask_settings(channel, "Infer", {}, "").settings
+def test_a_good_client_is_served_and_its_welcome_has_the_settings(services: Any, method: str):
+    assert services.works()
+    assert not services.server.refused
+    with closing(Connection(Endpoint(services.server.address, TOKEN), {})) as connection:
+        welcome = connection.settings(method)
+    settings = json.loads(welcome.settings)
+    assert (settings["env_id"], settings["unroll_length"] > 0) == ("CartPole-v1", True)
+    assert settings.get("envs", WIDTH) == WIDTH
+    assert not welcome.sends
+
+
+@pytest.mark.parametrize("given", [None, f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x", TOKEN])
+def test_a_client_without_the_token_is_refused(services: Any, method: str, given: str | None):
+    metadata = given and (("authorization", given),)
+    end = services.ends(services.hello(method), services.question(method), method=method, metadata=metadata)
+    assert end == (StatusCode.UNAUTHENTICATED, "not the run's token")
+    assert services.server.refused == {"unix": 1}
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"env_id": "Pong-v5"}, "the run's envs are CartPole-v1, not 'Pong-v5'"),
-        ({"env_id": "\n" * 500}, "the run's envs are CartPole-v1"),
-        ({"envs": 3}, "its frames hold whole: bool[2]|its frames hold reward: float32[2]"),
-        ({"envs": MOST_ENVS + 1}, "central.max_envs"),
-        ({"envs": 2**32 - 1}, "central.max_envs"),
+        ({"env_id": "\n" * 500}, "the run's envs are CartPole-v1, not"),
+        ({"envs": MOST_ENVS + 1}, "9 envs are more than central.max_envs, 8|actors have 2 envs each, not 9"),
+        ({"envs": 2**32 - 1}, "are more than central.max_envs|actors have 2 envs each"),
+        ({"layout": Layout([Tensor("x", "int32", (1,))])}, "the run's frames hold |the client's x: int32[1]"),
+        ({"layout": Layout(())}, "the client's no tensors"),
+        ({"layout": Layout([Tensor("x", "uint8", (2**31,) * 4)])}, "more than"),
+        ({"layout": Layout([Tensor("x", "O", (1,))])}, "'O' is not one of"),
+        ({"protocol": 2}, "protocol 2 is not 1"),
+        ({"envs": 0}, "a stream of 0 envs must not send data frames"),
     ],
 )
-def test_who_is_not_let_in(house: House, changes: dict[str, Any], why: str):
-    fields = house.fields(2)
-    with channel_to(house.server.address) as channel:
-        status, said = Raw(channel, hello_frame(**{**fields, **changes})).end()
-    assert status == StatusCode.INVALID_ARGUMENT
-    assert any(one in said for one in why.split("|"))
-    assert house.works()
+def test_a_hello_that_does_not_fit_the_run_is_refused(services: Any, method: str, changes: dict[str, Any], why: str):
+    question = data_frame(0, b"") if changes == {"envs": 0} else services.question(method)
+    part = why.split("|")[-1 if method != INFER else 0]
+    services.is_refused(part, services.hello(method, **changes), question, method=method)
 
 
-def test_who_only_looks_may_not_ask(house: House):
-    with channel_to(house.server.address) as channel:
-        status, said = Raw(channel, hello_frame(Layout(())), data_frame(0, b"")).end()
-        assert status == StatusCode.INVALID_ARGUMENT
-        assert "its frames" in said or "not ''" in said
-        status, said = Raw(channel, hello_frame(Layout(()), envs=0), data_frame(0, b"")).end()
-        assert (status, said) == (StatusCode.INVALID_ARGUMENT, "a stream of 0 envs has nothing to show")
-    assert house.works()
+def test_settings_are_json_where_an_action_has_no_bounds():
+    spec = Spec("CartPole-v1", VECTOR.obs, ActionSpec("continuous", low=(-math.inf, -2.0), high=(math.inf, 2.0)))
+    text = json.dumps(settings_of(resolve_config(make_config()), spec), allow_nan=False)
+    assert json.loads(text)["action"] == ["continuous", [], [None, -2.0], [None, 2.0]]
 
 
-def test_what_is_not_finite_is_refused(house: House):
-    layout = timestep_layout(house.spec, 2, house.newest)
-    for name in ("reward", *(["obs/"] if house.spec is VECTOR else [])):
-        for bad in (np.nan, np.inf, -np.inf):
-            seen = house.seen(2)
-            seen[name][1] = bad
-            frame = data_frame(0, layout.pack(Newest(layout).split(seen)))
-            with channel_to(house.server.address) as channel:
-                assert Raw(channel, house.hello(), frame).end() == (
-                    StatusCode.INVALID_ARGUMENT,
-                    f"{name} is not finite",
-                )
-    assert house.works()
+def test_remote_envs_have_ids_of_their_own_that_a_client_keeps():
+    ids = ClientIds(resolve_config(make_config()), 0)
+    streams = [(7, 0, 4), (8, 0, 4), (7, 0, 8), (9, 0, 1)]
+    firsts = [(ids.first_env(*stream), stream[2]) for stream in streams]
+    found = [env for first, envs in firsts for env in range(first, first + envs)]
+    assert len(found) == len(set(found)) == 17
+    assert ids.first_env(8, 0, 4) == found[4]
+    assert [ids.number(run_id) for run_id in (7, 8, 7, 9)] == [0, 1, 0, 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "bad", "why"),
-    [
-        ("episode_return", 1e308, "episode_return is beyond 1e+15: no loss would be finite"),
-        ("episode_length", 1e300, "episode_length is beyond 1e+15: no loss would be finite"),
-        ("episode_length", -5.0, "a game has a negative length"),
-    ],
-)
-def test_a_game_that_the_books_cannot_bear_is_refused(house: House, name: str, bad: float, why: str):
-    layout = timestep_layout(house.spec, 2, house.newest)
-    seen = house.seen(2)
-    for one in ("episode_return", "episode_length"):
-        seen[one][1] = bad if one == name else 1.0
-    with channel_to(house.server.address) as channel:
-        said = Raw(channel, house.hello(), data_frame(0, layout.pack(Newest(layout).split(seen)))).end()
-    assert said == (StatusCode.INVALID_ARGUMENT, why)
-    assert house.works()
+@pytest.mark.parametrize(("envs", "learners"), [(4, 1), (3, 2), (32, 4)])
+def test_remote_envs_take_the_places_of_the_learners_own_on_the_ladder(envs: int, learners: int):
+    config = resolve_config(make_config(**{"env.num_envs": envs, "learners": learners, "exchange": "gossip"}))
+    places = [ClientIds(config, rank).first_env(1, 0, envs) % (envs * learners) for rank in range(learners)]
+    assert places == [rank * envs for rank in range(learners)]
 
 
-def test_a_host_that_starts_again_takes_its_place(house: House):
-    """Its old stream may still seem to live; together they would be too many."""
-    with channel_to(house.server.address) as channel:
-        layout = timestep_layout(house.spec, MOST_ENVS, house.newest)
-        hello = {"env_id": "CartPole-v1", "envs": MOST_ENVS, "run_id": 7}
-        old = Stream(channel, "Infer", hello, layout, silence=WAIT_S)
-        with pytest.raises(CoterieError, match=r"central\.max_envs"):
-            Stream(channel, "Infer", {**hello, "run_id": 8}, layout, silence=WAIT_S)
-        new = Stream(channel, "Infer", hello, layout, silence=WAIT_S)
-        assert new.welcome.first_env_id == old.welcome.first_env_id
-        new.send(Newest(layout).split(house.seen(MOST_ENVS)))
-        assert len(new.receive()[0]["action"]) == MOST_ENVS
-        for stream in (old, new):
+def test_a_host_that_reconnects_replaces_its_old_stream(tmp_path: Path):
+    """The old one may still seem to be open; together they would be too many envs."""
+    services = InferenceServices(f"unix:{tmp_path}/s", IMAGE, newest=True)
+    layout = services.layout(MOST_ENVS)
+    hello = {"env_id": "CartPole-v1", "envs": MOST_ENVS, "run_id": 7}
+    with channel_to(services.server.address) as channel:
+        streams = []
+        for _ in range(2):
+            streams.append(Stream(channel, INFER, hello, layout, token=TOKEN, silence=WAIT_S))
+            streams[-1].send(Newest(layout).split(services.seen(MOST_ENVS)))
+            assert len(streams[-1].receive()[0]["action"]) == MOST_ENVS
+        for stream in streams:
             stream.close()
-    assert until(lambda: is_empty(house.server))
-    assert house.works()
+    wait_until(lambda: services.server.is_idle)
+    assert services.works()
+    services.close()
 
 
-def test_broken_frames_of_env_hosts(house: House):
-    """Only what fits is acted on; nothing ends inference, or reaches it with another shape or without an end."""
-    rng, layout, ends = random.Random(4), timestep_layout(house.spec, 2, house.newest), dict[StatusCode, int]()
-    with channel_to(house.server.address) as channel:
-        for k in range(120):
-            newest = Newest(layout)
-            content = [layout.pack(newest.split(house.seen(2, n))) for n in range(3)]
-            frames = [house.hello(run_id=k % 5), *(data_frame(n, x) for n, x in enumerate(content))]
-            broken = rng.randrange(5)
-            frames = [mutated(f, rng) if n >= broken else f for n, f in enumerate(frames)]
-            status, _ = Raw(channel, *frames).end()
-            ends[status] = ends.get(status, 0) + 1
-            assert house.central._error is None
-    assert set(ends) == {StatusCode.OK, StatusCode.INVALID_ARGUMENT}
-    assert house.works()
+def test_remote_actors_have_room_in_a_replay_or_are_refused(tmp_path: Path):
+    services = RolloutServices(f"unix:{tmp_path}/s")
+    assert services.service.room > 1 << 30, "V-trace keeps nothing of them"
+    value = {
+        "algorithm": "dqn",
+        "acting": "decoupled",
+        "learners": 1,
+        "actors": 2,
+        "env.num_envs": 8,
+        "algo.unroll_length": UNROLL,
+    }
+    for more, room in (({}, 0), ({"replay.envs": 12}, 4), ({"replay.envs": 12, "actors": 0}, 12)):
+        service = RolloutService(resolve_config(make_config(**value | more)), VECTOR, 0, services.acting, ())
+        assert service.room == room
+        service.close()
+    services.service.room = WIDTH
+    with channel_to(services.server.address) as channel:
+        one = services.raw(channel, services.hello(run_id=1), method=PUSH)
+        assert one.next().WhichOneof("kind") == "welcome"
+        why = "no room for 2 more envs of remote actors: 2 of 2 (replay.envs)"
+        services.is_refused(why, services.hello(run_id=2), services.question(PUSH))
+        again = services.ends(services.hello(run_id=1), services.question(PUSH), method=PUSH)
+        assert again[0] == StatusCode.OK, "a client that reconnects keeps its room"
+        one.end()
+    assert services.ends(services.hello(run_id=2), services.question(PUSH), method=PUSH)[0] == StatusCode.OK
+    services.close()

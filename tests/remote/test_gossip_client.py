@@ -14,12 +14,12 @@ from coterie.remote.gossip_client import Link
 from coterie.remote.gossip_hub import HEARS
 from coterie.remote.gossip_mirror import news_layout
 from coterie.types import CoterieError
-from coterie.wire.client import Over
+from coterie.wire.client import RunEnded
 from coterie.wire.codec import Layout
 from tests.exchange.gossip_harness import SIZE
 from tests.remote.link_house import METHOD, SEATS, Guest, agree, hello, news, until
 from tests.support.proxy import Proxy
-from tests.wire.harness import Raw, channel_to, data_frame
+from tests.support.wire import Raw, channel_to, data_frame
 
 
 def test_runs_come_and_go(address, hubs, guests):
@@ -155,7 +155,7 @@ def test_a_run_that_has_ended_is_none_to_join(address, hubs, monkeypatch):
     hubs(address)
 
     def over(link: Link) -> None:
-        raise Over("the run has ended")
+        raise RunEnded("the run has ended")
 
     monkeypatch.setattr(Link, "_visit", over)
     with pytest.raises(CoterieError, match=r"gossip\.connect: the run at .* is over: the run has ended"):

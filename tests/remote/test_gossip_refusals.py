@@ -16,7 +16,7 @@ from coterie.types import ConfigError, CoterieError
 from tests.conftest import make_config
 from tests.exchange.gossip_harness import SIZE, machine
 from tests.remote.link_house import METHOD, NET, SEATS, Hub, agree, hello, news, until
-from tests.wire.harness import Raw, channel_to, data_frame
+from tests.support.wire import Raw, channel_to, data_frame
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def test_a_token_is_asked_for(tmp_path, address, hubs, guests):
         (tmp_path / name).chmod(0o600)
     hub = hubs(address, **{"wire.token_file": str(tmp_path / "right")})
     for changes in ({}, {"wire.token_file": str(tmp_path / "wrong")}):
-        with pytest.raises(CoterieError, match="no such token"):
+        with pytest.raises(CoterieError, match="not the run's token"):
             guests(address, **changes)
-    assert hub.meeting.tell() == ["refused unix: no such token"]
+    assert hub.meeting.tell() == ["refused unix: not the run's token"]
     agree(hub.learner, guests(address, **{"wire.token_file": str(tmp_path / "right")}).learner)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,10 @@ from coterie.acting.decoupled import Stopped
 from coterie.acting.recorder import Recorder, local_fields
 from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
-from coterie.remote.rollout_service import Guests
+from coterie.remote.rollout_service import check_rollout
 from coterie.roles.actor import Unrolls
 from coterie.types import Array, Spec
-from tests.remote.guest_house import Rollout
+from tests.support.services import Rollout
 
 BREAKS = '"probability": 0.05}'
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -75,9 +74,9 @@ def test_what_recorders_write_is_taken(case: str):
         unrolls.run(lambda: None)
     finally:
         unrolls.close()
-    kept, house = ledges[0].kept, SimpleNamespace(spec=spec)
+    kept = ledges[0].kept
     for arrays in kept:
-        Guests.check(house, arrays)  # type: ignore[arg-type]
+        check_rollout(spec, arrays)
 
     def count(of: Callable[[Rollout], Array]) -> int:
         return sum(int(np.count_nonzero(of(x))) for x in kept)

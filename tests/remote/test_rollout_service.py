@@ -1,11 +1,9 @@
-"""The doors of actors that come by themselves behind a real server: whatever they send, the learner gets only what a
-recorder could have written, and the others go on.
+"""What the services of a learner refuse of their clients' data frames. Only what a recorder could have written reaches
+the learner, and other clients go on.
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,322 +13,208 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from coterie.remote.rollout_service import Guests
-from coterie.wire.client import ask_settings
-from coterie.wire.codec import Layout, Tensor
-from tests.conftest import VECTOR, make_config
-from tests.remote.guest_house import ASKS, GIVEN, MOST, PULL, PUSH, SPECS, TOKEN, UNROLL, WIDTH, House, path
-from tests.wire.harness import Raw, channel_to, data_frame, is_empty, mutated, until
+from coterie.remote.rollout_service import VERSION, check_rollout
+from coterie.wire.codec import Layout
+from tests.conftest import IMAGE, VECTOR
+from tests.support.services import INFER, PULL, PUSH, SPECS, UNROLL, WIDTH, InferenceServices, RolloutServices
+from tests.support.waiting import wait_until
+from tests.support.wire import channel_to, data_frame, mutated
 
 
 @pytest.fixture
-def open_house(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., House]]:
-    """Makes one, which must be as good as new in the end."""
-    gc.collect()  # what other tests left in their loops is told of now, and not in the midst of this one
-    made: list[House] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., RolloutServices]]:
+    """Starts services, which must serve a good client at the end."""
+    made: list[RolloutServices] = []
 
-    def make(kind: str = "vector", core: tuple[int, ...] = ()) -> House:
-        made.append(House(f"unix:{tmp_path}/s", SPECS[kind], core))
-        made[0].publish(0)
+    def make(kind: str = "vector") -> RolloutServices:
+        core = (2, 4) if kind == "core" else ()
+        made.append(RolloutServices(f"unix:{tmp_path}/s", SPECS.get(kind, VECTOR), core))
         return made[0]
 
     yield make
-    one = made[0]
-    assert one.works()
-    assert until(lambda: is_empty(one.server))
-    assert not one.guests.arrived
-    one.guests.close()
-    assert not one.guests._thread.is_alive()
-    one.server.close()
-    one.slots.close()
-    one.weights.close()
-    told = [r.getMessage() for r in caplog.get_records("call") if r.levelname != "DEBUG"]
-    assert told == [], "asyncio and gRPC log what the server did not catch"
+    assert made[0].works()
+    made[0].close()
 
 
 @pytest.fixture(params=[*SPECS, "core"])
-def house(request: pytest.FixtureRequest, open_house: Callable[..., House]) -> House:
-    return open_house("vector", (2, 4)) if request.param == "core" else open_house(request.param)
+def services(request: pytest.FixtureRequest, start: Callable[..., RolloutServices]) -> RolloutServices:
+    return start(request.param)
 
 
-# Who is let in.
+@pytest.mark.parametrize("kind", ["vector", "image", "newest"])
+def test_a_time_step_that_would_harm_the_learner_is_refused(tmp_path: Path, kind: str):
+    services = InferenceServices(f"unix:{tmp_path}/s", VECTOR if kind == "vector" else IMAGE, kind == "newest")
+    ended = {"episode_return": 1.0, "episode_length": 1.0}
+    cases: list[tuple[dict[str, Any], str]] = [
+        *(({"reward": bad}, "reward is not finite") for bad in (np.nan, np.inf)),
+        *([({"obs/": -np.inf}, "obs/ is not finite")] if kind == "vector" else []),
+        ({**ended, "episode_return": 1e308}, "episode_return is beyond 1e+15"),
+        ({**ended, "episode_length": 1e300}, "episode_length is beyond 1e+15"),
+        ({**ended, "episode_length": -5.0}, "a negative episode length"),
+        ({"episode_return": 1.0}, "a return without a length"),
+    ]
+    for changes, why in cases:
+        services.is_refused(why, services.hello(), services.changed(changes), method=INFER)
+    assert services.works()
+    services.close()
 
 
-def test_a_guest_is_served(house: House):
-    assert house.works()
-    assert not house.server.refused
-    assert house.guests.produced == 2 * (UNROLL * WIDTH - 1)  # the fake step is none
-    with channel_to(house.server.address) as channel:
-        for method in (PUSH, PULL):
-            welcome = ask_settings(channel, method, {}, TOKEN)
-            assert json.loads(welcome.settings)["envs"] == WIDTH
-            assert not welcome.sends
+def test_the_learner_counts_the_rows_of_a_rollout(services: RolloutServices):
+    assert services.works()
+    assert services.service.produced == 2 * (UNROLL * WIDTH - 1)  # without the masked step
 
 
-@pytest.mark.parametrize("method", [PUSH, PULL])
-@pytest.mark.parametrize("given", [None, f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x", TOKEN])
-def test_without_the_token(open_house: Callable[..., House], method: str, given: str | None):
-    house = open_house()
-    metadata = given and (("authorization", given),)
-    end = house.ends(house.hello(method), house.question(method), method=method, metadata=metadata)
-    assert end == (StatusCode.UNAUTHENTICATED, "no such token")
-    assert house.server.refused == {"unix": 1}
-
-
-@pytest.mark.parametrize("method", [PUSH, PULL])
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"env_id": "Pong-v5"}, "the run's actors have 2 envs of CartPole-v1 each"),
-        ({"env_id": "\n" * 500}, "the run's actors have"),
-        ({"envs": WIDTH + 1}, "the run's actors have"),
-        ({"envs": 2**32 - 1}, "the run's actors have"),
-        ({"layout": Layout([Tensor("version", "int32", (1,))])}, "its rollouts are not|is the version that one has"),
-        ({"layout": Layout(())}, "its rollouts are not|is the version that one has"),
-        ({"layout": Layout([Tensor("x", "uint8", (2**31,) * 4)])}, "more than"),
-        ({"layout": Layout([Tensor("x", "O", (1,))])}, "'O' is none of"),
-        ({"protocol": 2}, "protocol 2 is not 1"),
-        ({"envs": 0}, "a stream of 0 envs has nothing to show"),  # who only looks
-    ],
-)
-def test_who_is_not_let_in(open_house: Callable[..., House], method: str, changes: dict[str, Any], why: str):
-    house = open_house()
-    part = why.split("|")[-1 if method == PULL else 0]
-    question = data_frame(0, b"") if changes == {"envs": 0} else house.question(method)
-    house.is_refused(part, house.hello(method, **changes), question, method=method)
-
-
-def test_each_tensor_of_a_rollout_must_be_the_runs(house: House):
-    tensors = house.guests.reads.tensors
+def test_each_tensor_of_a_rollout_must_be_the_runs(services: RolloutServices):
+    tensors = services.service.reads.tensors
     for k, t in enumerate(tensors):
         fewer = t._replace(shape=(*t.shape[:-1], t.shape[-1] - 1))
-        for other in (
-            [t._replace(name="x")],
-            [t._replace(dtype="int8")],
-            [fewer],
-            [t._replace(shape=t.shape[::-1])],
-            [],
-        ):
+        for other in ([t._replace(name="x")], [t._replace(dtype="int8")], [fewer], []):
             layout = Layout([*tensors[:k], *other, *tensors[k + 1 :]])
-            if layout.tensors != tensors:  # a shape may be the same backwards
-                house.is_refused("its rollouts are not the run's", house.hello(layout=layout))
+            status, why = services.ends(services.hello(layout=layout), method=PUSH)
+            assert (status, "the run's frames hold" in why) == (StatusCode.INVALID_ARGUMENT, True), why
 
 
-# What is refused of what they send.
+def test_numbers_that_no_learner_can_use_are_refused(services: RolloutServices):
+    """Those beyond 1e15 are finite, but not what becomes of them: a priority, a square, a sum."""
+    for name in (t.name for t in services.service.reads.tensors if t.dtype.startswith("float")):
+        episode = name.startswith("episode_")
+        for bad, why in ((np.nan, "without a length" if episode else name), (-np.inf, name), (3e38, "1e+15")):
+            if bad != 3e38 or not name.startswith("obs/"):
+                services.is_refused(why, services.hello(), services.changed(name, bad, -1))
+    # A host sends NaN where no episode has ended; a recorder writes 0.
+    nan = services.changed("episode_return", np.nan, episode_length=np.nan)
+    services.is_refused("episode_return is NaN", services.hello(), nan)
 
 
-@pytest.mark.parametrize("method", [PUSH, PULL])
-def test_frames_that_are_none(open_house: Callable[..., House], method: str):
-    house, rng = open_house(), random.Random(0)
-    good = house.pack(house.rollout()) if method == PUSH else ASKS.pack({"version": np.array([0])})
-    cases = {
-        "first frame must be a hello": [data_frame(0, good)],
-        "ends within": [house.hello(method), data_frame(0, good[:-1])],
-        "1 more than was agreed": [house.hello(method), data_frame(0, good + b"x")],
-        "data frame 1 came where 0 was due": [house.hello(method), data_frame(1, good)],
-        "data frame 0 came where 1 was due": [house.hello(method), data_frame(0, good), data_frame(0, good)],
-        "a data frame must come": [house.hello(method), house.hello(method)],
-        "these bytes are no frame": [house.hello(method), rng.randbytes(60)],
-        "bytes, more than": [house.hello(method), data_frame(0, good + bytes(5000))],
-    }
-    for why, frames in cases.items():
-        with channel_to(house.server.address) as channel:
-            status, said = Raw(channel, *frames, method=path(method), metadata=GIVEN).end()
-            assert (status, why in said) == (StatusCode.INVALID_ARGUMENT, True), (why, status, said)
-        house.learn()
-    status, said = house.ends(house.hello(method), data_frame(0, bytes(MOST)), method=method)
-    assert (status, "more than" in said) == (StatusCode.RESOURCE_EXHAUSTED, True), said
-    assert house.server.refused == {"unix": len(cases) + 1}
-    assert len(house.lines) == 1
-
-
-def changed(house: House, name: str, value: float, at: Any = ..., **others: Any) -> bytes:
-    arrays = house.rollout()
-    arrays[name][at] = value
-    for other, x in others.items():
-        arrays[other][at] = x
-    return data_frame(0, house.pack(arrays))
-
-
-def floats(house: House) -> list[str]:
-    return [t.name for t in house.guests.reads.tensors if t.dtype.startswith("float")]
-
-
-def test_numbers_that_are_none_are_refused(house: House):
-    for name in floats(house):
-        for bad in (np.nan, np.inf, -np.inf):
-            for at in (0, -1):
-                frame = changed(house, name, bad, at)
-                house.is_refused(
-                    "a return without a length" if "episode" in name and bad != bad else name, house.hello(), frame
-                )
-    # Of a game that has not ended a host may say NaN; a recorder has nothing there.
-    house.is_refused("episode_", house.hello(), changed(house, "episode_return", np.nan, episode_length=np.nan))
-
-
-def test_actors_have_room_in_a_replay_or_are_refused(open_house: Callable[..., House]):
-    house = open_house()
-    assert house.guests.room > 1 << 30, "V-trace keeps nothing of them"
-    value = {"algorithm": "dqn", "acting": "decoupled", "actors": 2, "env.num_envs": 8, "algo.unroll_length": UNROLL}
-    for more, room in (({}, 0), ({"replay.envs": 12}, 4), ({"replay.envs": 12, "actors": 0}, 12)):
-        guests = Guests(make_config(**value | more), VECTOR, 0, house.guests.acting, ())
-        assert guests.room == room
-        guests.close()
-    house.guests.room = WIDTH
-    with channel_to(house.server.address) as channel:
-        one = Raw(channel, house.hello(run_id=1), method=path(PUSH), metadata=GIVEN)
-        assert one.next().WhichOneof("kind") == "welcome"
-        house.is_refused("2 envs beside 1 actors'", house.hello(run_id=2), house.question(PUSH))
-        assert house.ends(house.hello(run_id=1), house.question(PUSH))[0] == StatusCode.OK, "it came again"
-        one.end()
-    assert house.ends(house.hello(run_id=2), house.question(PUSH))[0] == StatusCode.OK
-
-
-def test_numbers_that_nobody_can_bear_are_refused(house: House):
-    """They are finite, but not what becomes of them: a priority, a square, a sum."""
-    for name in floats(house):
-        if not name.startswith("obs/"):
-            for bad in (3e38, -3e38):
-                house.is_refused("1e+15", house.hello(), changed(house, name, bad, -1))
-
-
-def test_actions_that_there_are_not(house: House):
-    sizes = house.guests.spec.action.sizes
+def test_actions_that_the_env_does_not_have_are_refused(services: RolloutServices):
+    sizes, why = services.service.spec.action.sizes, "an action is not in the env's range"
     for bad in (-1, 4, 2**62) if sizes else ():
-        for at in (0, -1):  # the one before row 0 is the network's input, too
-            house.is_refused("an action is none of the env's", house.hello(), changed(house, "action", bad, at))
-    if len(sizes) > 1:  # what one component has another has not
-        house.is_refused("an action is none", house.hello(), changed(house, "action", 2, (..., 1)))
+        for at in (0, -1):  # the one before row 0 is an input of the network, too
+            services.is_refused(why, services.hello(), services.changed("action", bad, at))
+    if len(sizes) > 1:  # each component has its own range
+        services.is_refused(why, services.hello(), services.changed("action", 2, (..., 1)))
 
 
-def test_a_probability_above_1(house: House):
-    frames = [house.hello(), changed(house, "log_prob", 0.01, (2, 1))]
-    if house.guests.spec.action.sizes:
-        house.is_refused("an action has a probability above 1", *frames)
-        frames[1] = changed(house, "log_prob", 1e-7, (2, 1))  # as rounding makes of a certain one
-    assert house.ends(*frames)[0] == StatusCode.OK  # a density may be any number
-    assert house.learn() == 1
+def test_a_probability_above_1_is_refused_and_a_density_is_not(services: RolloutServices):
+    frames = [services.hello(), services.changed("log_prob", 0.01, (2, 1))]
+    if services.service.spec.action.sizes:
+        services.is_refused("the probability of an action is above 1", *frames)
+        frames[1] = services.changed("log_prob", 1e-7, (2, 1))  # of a certain action, rounded
+    assert services.ends(*frames, method=PUSH)[0] == StatusCode.OK
+    assert services.learn() == 1
 
 
-def test_what_the_fake_step_cannot_have_brought(open_house: Callable[..., House]):
-    """Row 2 of env 0 leads from a final observation to a first one."""
-    house, row = open_house(), (2, 0)
-    for name in ("terminated", "truncated"):
-        house.is_refused("the fake step", house.hello(), changed(house, name, True, row))
-    house.is_refused("the fake step", house.hello(), changed(house, "episode_length", 1, row))
-    house.is_refused("the fake step", house.hello(), changed(house, "reward", 1e-3, (3, 0)))
-    # What came before row 0 is not of this rollout: an env that was reset in between has it and begins.
-    assert house.ends(house.hello(), changed(house, "is_first", True, 0))[0] == StatusCode.OK
-    assert house.learn() == 1
+@pytest.mark.parametrize(
+    ("name", "value", "at", "why"),
+    [
+        ("terminated", True, (2, 0), "the masked step"),
+        ("truncated", True, (2, 0), "the masked step"),
+        ("episode_length", 1, (2, 0), "the masked step"),
+        ("reward", 1e-3, (3, 0), "the masked step"),
+        ("episode_length", -1, (1, 0), "a negative episode length"),
+        ("version", -1, ..., "a version of the weights is negative"),
+        ("version", -(2**63), -1, "a version of the weights is negative"),
+    ],
+)
+def test_what_no_recorder_writes_is_refused(start: Callable[..., RolloutServices], name, value, at, why):
+    """Row 2 of env 0 leads from an episode's last observation to the first one of the next."""
+    services = start()
+    services.is_refused(why, services.hello(), services.changed(name, value, at))
+    # Row 0 may begin an episode after an action with a reward: that is of another rollout.
+    assert services.ends(services.hello(), services.changed("is_first", True, 0), method=PUSH)[0] == StatusCode.OK
+    assert services.learn() == 1
 
 
-def test_a_game_of_negative_length(open_house: Callable[..., House]):
-    house = open_house()
-    house.is_refused("a negative length", house.hello(), changed(house, "episode_length", -1, (1, 0)))
-
-
-# Versions.
-
-
-def versions(house: House, *pushed: int | tuple[int, int]) -> list[bytes]:
+def versions(services: RolloutServices, *pushed: int | tuple[int, int]) -> list[bytes]:
     """Rollouts acted with these weights, or with some and then others."""
-    frames = [house.hello()]
+    frames = [services.hello()]
     for n, version in enumerate(pushed):
-        arrays = house.rollout()
+        arrays = services.rollout()
         before, after = version if isinstance(version, tuple) else (version, version)
         arrays["version"][:2], arrays["version"][2:] = before, after
-        frames.append(data_frame(n, house.pack(arrays)))
+        frames.append(services.pushed(arrays, n))
     return frames
 
 
-def test_weights_that_there_have_not_been(open_house: Callable[..., House]):
-    house = open_house()
-    house.publish(10)
-    house.is_refused("weights that there have not been", *versions(house, -1))
-    house.is_refused("weights that there have not been", *versions(house, (5, -(2**63))))
-    # The first one of a stream may be of a time to which the run has not come again: it is passed over.
+def test_weights_that_were_never_published_are_refused(start: Callable[..., RolloutServices]):
+    services = start()
+    services.publish(10)
+    # The first one of a stream may be from before the learner was restarted from a checkpoint: it is dropped.
     for newer in (11, (3, 11), 2**63 - 1):
-        assert house.ends(*versions(house, newer))[0] == StatusCode.OK
-        assert house.learn() == 0
-        house.is_refused("weights that there have not been", *versions(house, newer, newer))
-    assert house.ends(*versions(house, 11, 10))[0] == StatusCode.OK
-    assert house.learn() == 1
-    assert house.guests.produced == UNROLL * WIDTH - 1
-    assert house.ends(*versions(house, 7, (7, 9)))[0] == StatusCode.OK
-    assert house.learn() == 3
+        assert services.ends(*versions(services, newer), method=PUSH)[0] == StatusCode.OK
+        assert services.learn() == 0
+        services.is_refused("of the weights is above 10, the newest", *versions(services, newer, newer))
+    assert services.ends(*versions(services, 11, 10), method=PUSH)[0] == StatusCode.OK
+    assert services.learn() == 1
+    assert services.service.produced == UNROLL * WIDTH - 1
+    assert services.ends(*versions(services, 7, (7, 9)), method=PUSH)[0] == StatusCode.OK
+    assert services.learn() == 3
 
 
-def test_weights_that_become_older(open_house: Callable[..., House]):
-    house = open_house()
-    house.publish(10)
-    with channel_to(house.server.address) as channel:
-        for falling in ((7, 6), ((7, 9), (8, 9)), (10, 0)):
-            taken = house.learn()
-            raw = Raw(channel, *versions(house, *falling), method=path(PUSH), metadata=GIVEN)
-            status, said = raw.end()
-            assert (status, said) == (StatusCode.INVALID_ARGUMENT, "it acted with older weights than before")
-            assert house.learn() == taken + 1
-    assert house.ends(*versions(house, 3))[0] == StatusCode.OK  # on another stream it is another life
+@pytest.mark.parametrize("falling", [(7, 6), ((7, 9), (8, 9)), (10, 0)])
+def test_weights_that_become_older_are_refused(start: Callable[..., RolloutServices], falling: tuple[Any, ...]):
+    services = start()
+    services.publish(10)
+    status, why = services.ends(*versions(services, *falling), method=PUSH)
+    assert (status, "that of an earlier rollout" in why) == (StatusCode.INVALID_ARGUMENT, True)
+    assert services.learn() == 1
+    assert services.ends(*versions(services, 3), method=PUSH)[0] == StatusCode.OK, "on another stream it may be older"
 
 
-def test_what_a_guest_says_that_it_has(open_house: Callable[..., House]):
-    """Weights go only to who has older ones, whatever number that is."""
-    house = open_house()
-    house.publish(10)
-    said = (-(2**63), -1, 0, 9, 10, 11, 2**63 - 1)
-    frames = [data_frame(n, ASKS.pack({"version": np.array([v])})) for n, v in enumerate(said)]
-    with channel_to(house.server.address) as channel:
-        raw = Raw(channel, house.hello(PULL), *frames, method=path(PULL), metadata=GIVEN)
+def test_weights_are_sent_only_to_clients_with_older_ones(start: Callable[..., RolloutServices]):
+    services = start()
+    services.publish(10)
+    asked = (-(2**63), -1, 0, 9, 10, 11, 2**63 - 1)
+    frames = [data_frame(n, VERSION.pack({"version": np.array([v])})) for n, v in enumerate(asked)]
+    with channel_to(services.server.address) as channel:
+        raw = services.raw(channel, services.hello(PULL), *frames, method=PULL)
         raw.next()
-        answers = [raw.next().data for _ in said]
+        answers = [raw.next().data for _ in asked]
         assert raw.end()[0] == StatusCode.OK
-    assert [bool(x.tensors) for x in answers] == [v < 10 for v in said]
+    assert [bool(x.tensors) for x in answers] == [v < 10 for v in asked]
     assert {x.version for x in answers} == {10}
 
 
-# All of them together.
-
-
-def test_others_go_on_beside_a_crowd_of_broken_ones(house: House):
-    """Some streams are open all the while; what they send comes through between what is refused of others."""
-    rng, ends = random.Random(3), dict[StatusCode, int]()
-    with channel_to(house.server.address) as channel:
-        good = [Raw(channel, house.hello(m, run_id=50), method=path(m), metadata=GIVEN) for m in (PUSH, PULL)]
+def test_good_clients_go_on_beside_broken_ones(start: Callable[..., RolloutServices]):
+    """Two streams stay open; what they send arrives between what is refused of others."""
+    services, rng, ends = start(), random.Random(3), dict[StatusCode, int]()
+    with channel_to(services.server.address) as channel:
+        good = [services.raw(channel, services.hello(m, run_id=50), method=m) for m in (PUSH, PULL)]
         for raw in good:
             assert raw.next().WhichOneof("kind") == "welcome"
-        for k in range(120):
+        for k in range(60):
             method = rng.choice((PUSH, PULL))
-            frames = [house.hello(method, run_id=k % 5), *(house.question(method, n) for n in range(2))]
+            frames = [services.hello(method, run_id=k % 5), *(services.question(method, n) for n in range(2))]
             broken = rng.randrange(4)
             frames = [mutated(f, rng) if n >= broken else f for n, f in enumerate(frames)]
-            call = Raw(channel, *frames, method=path(method), metadata=GIVEN)
-            status, said = call.end()
+            status, why = services.raw(channel, *frames, method=method).end()
             ends[status] = ends.get(status, 0) + 1
-            assert said or status == StatusCode.OK
-            house.learn()
+            assert why or status == StatusCode.OK
+            services.learn()
             if k % 10 == 0:
                 for raw, m in zip(good, (PUSH, PULL), strict=True):
-                    raw.out.put(house.question(m, k // 10))
+                    raw.out.put(services.question(m, k // 10))
                     assert raw.next().data.number == k // 10
-                house.learn()
+                services.learn()
         assert all(raw.end()[0] == StatusCode.OK for raw in good)
     assert set(ends) == {StatusCode.OK, StatusCode.INVALID_ARGUMENT}
-    assert house.server.refused == {"unix": ends[StatusCode.INVALID_ARGUMENT]}
-    assert len(house.lines) == 1
-    for arrays in house.learned:
-        house.guests.check(arrays)
+    assert services.server.refused == {"unix": ends[StatusCode.INVALID_ARGUMENT]}
+    assert len(services.lines) == 1
+    for arrays in services.learned:
+        check_rollout(VECTOR, arrays)
 
 
-def test_who_is_gone_leaves_nothing(open_house: Callable[..., House]):
-    """Its rollout waits for a slot when it is put out."""
-    house = open_house()
-    assert house.ends(house.hello(), *(house.question(PUSH, n) for n in range(2)))[0] == StatusCode.OK  # both slots
-    with channel_to(house.server.address) as channel:
+def test_an_actor_that_vanishes_leaves_nothing(start: Callable[..., RolloutServices]):
+    """Its rollout waits for a slot meanwhile, and is dropped."""
+    services = start()
+    frames = [services.hello(), *(services.question(PUSH, n) for n in range(2))]  # for both slots
+    assert services.ends(*frames, method=PUSH)[0] == StatusCode.OK
+    with channel_to(services.server.address) as channel:
         for _ in range(3):
-            raw = Raw(channel, house.hello(), house.question(PUSH), method=path(PUSH), metadata=GIVEN)
+            raw = services.raw(channel, *frames[:2], method=PUSH)
             assert raw.next().WhichOneof("kind") == "welcome"
             raw.call.cancel()
-    assert until(lambda: is_empty(house.server))
-    assert house.learn() == 2
-    assert house.works()
-    assert house.learn() == 4
+    wait_until(lambda: services.server.is_idle)
+    assert services.learn() == 2
+    assert services.works()
+    assert services.learn() == 4

@@ -12,15 +12,16 @@ import pytest
 from coterie.wire.server import Server
 from tests.conftest import made_by
 from tests.remote import link_house
-from tests.wire.harness import Desk, is_empty, until
+from tests.support.waiting import wait_until
+from tests.support.wire import EchoService
 
 
 class Served:
-    """A server, its desk, and what it told of those that it refused."""
+    """A server, its service, and what it told of those that it refused."""
 
     def __init__(self, address: str, **options: Any) -> None:
-        self.desk, self.lines = Desk(), list[str]()
-        self.server = Server(address, {"Infer": self.desk}, on_refused=self.lines.append, **options)
+        self.service, self.lines = EchoService(), list[str]()
+        self.server = Server(address, {"Infer": self.service}, on_refused=self.lines.append, **options)
         self.address = address
 
 
@@ -37,8 +38,8 @@ def serve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable
     for one in made:
         if one.server.over is None:
             assert one.server._thread.is_alive()
-            assert until(lambda one=one: is_empty(one.server)), "a stream that is over was kept"  # type: ignore[misc]
-        assert all(seat.left == 1 for seat in one.desk.seats), "a seat is left once"
+            wait_until(lambda one=one: one.server.is_idle), "a stream that is over was kept"  # type: ignore[misc]
+        assert all(seat.left == 1 for seat in one.service.streams), "a seat is left once"
         one.server.close()
         assert not one.server._thread.is_alive()
     gc.collect(1)  # what was never awaited or retrieved is told of now

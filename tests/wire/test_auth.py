@@ -12,7 +12,7 @@ from cryptography import x509
 from coterie.types import ConfigError
 from coterie.wire.auth import is_local, is_token, make_keys, offset, read_token, server_credentials, split
 from coterie.wire.server import Server
-from tests.wire.harness import Desk, works
+from tests.support.wire import EchoService, works
 
 TOKEN = "a-token-of-enough-characters"
 
@@ -148,11 +148,11 @@ def test_who_listens_to_others_must_be_safe(tmp_path: Path, address: str):
     credentials = server_credentials(str(cert), str(key))
     for token, tls in (("", None), (TOKEN, None), ("", credentials)):
         with pytest.raises(ConfigError, match=r"^wire\.bind: .* needs TLS and a token$"):
-            Server(address, {"Infer": Desk()}, token=token, credentials=tls)
+            Server(address, {"Infer": EchoService()}, token=token, credentials=tls)
 
 
 def test_who_is_on_this_machine_needs_neither(tmp_path: Path):
-    server = Server(f"unix:{tmp_path}/s", {"Infer": Desk()})
+    server = Server(f"unix:{tmp_path}/s", {"Infer": EchoService()})
     try:
         assert works(server.address)
     finally:

@@ -17,22 +17,25 @@ import grpc
 import pytest
 
 from coterie.types import ConfigError, CoterieError
-from coterie.wire.client import Lost, Over, Stream, ask_settings, back_off, open_channel
+from coterie.wire.client import ConnectionLost, RunEnded, Stream, back_off, open_channel
 from coterie.wire.codec import Frame, Layout, Refused, Tensor
-from coterie.wire.server import SERVICE
+from coterie.wire.server import SERVICE, Limits
+from tests.support.net import free_port
 from tests.support.proxy import Proxy
+from tests.support.waiting import wait_until
+from tests.support.wire import LAYOUT, WAIT_S, arrays, channel_to, works
 from tests.wire.conftest import Served
-from tests.wire.harness import LAYOUT, WAIT_S, arrays, channel_to, free_port, is_empty, until, works
 
 Serve = Callable[..., Served]
 
 SERVER = """
 import sys, threading
 from coterie.wire.server import Server
-from tests.wire.harness import Desk
-desk = Desk()
-desk.late = True
-server = Server(sys.argv[1], {"Infer": desk})
+from tests.support.waiting import wait_until
+from tests.support.wire import EchoService
+service = EchoService()
+service.late = True
+server = Server(sys.argv[1], {"Infer": service})
 print("listening", flush=True)
 threading.Event().wait(60)
 """
@@ -63,11 +66,6 @@ def test_questions_and_answers(serve: Serve):
         stream.close()
 
 
-def test_the_welcome_alone(serve: Serve):
-    with channel_to(serve().address) as channel, pytest.raises(CoterieError, match="other tensors"):
-        ask_settings(channel, "Infer", {}, "")  # the echo wants tensors even of those that have no envs
-
-
 def test_the_server_is_killed(tmp_path: Path):
     address = f"unix:{tmp_path}/s"
     server = subprocess.Popen([sys.executable, "-c", SERVER, address], stdout=subprocess.PIPE, text=True)
@@ -80,14 +78,14 @@ def test_the_server_is_killed(tmp_path: Path):
             server.kill()
             server.wait(WAIT_S)
             begin = time.monotonic()
-            with pytest.raises(Lost, match="unavailable"):
+            with pytest.raises(ConnectionLost, match="unavailable"):
                 waiting.receive()
             stepping.send(arrays())
-            with pytest.raises(Lost, match="unavailable"):
+            with pytest.raises(ConnectionLost, match="unavailable"):
                 stepping.receive()
             for stream in (waiting, stepping):
                 stream.close()
-            with pytest.raises(Lost, match="unavailable"):
+            with pytest.raises(ConnectionLost, match="unavailable"):
                 connect(channel)
             assert time.monotonic() - begin < WAIT_S / 2
     finally:
@@ -98,7 +96,7 @@ def test_the_server_is_killed(tmp_path: Path):
 def test_nobody_is_there(tmp_path: Path):
     with channel_to(f"unix:{tmp_path}/none") as channel:
         for _ in range(3):
-            with pytest.raises(Lost, match="unavailable"):
+            with pytest.raises(ConnectionLost, match="unavailable"):
                 connect(channel)
 
 
@@ -108,7 +106,7 @@ def test_a_server_that_comes_back(serve: Serve):
     with channel_to(first.address) as channel:
         stream = connect(channel)
         first.server.close()
-        with pytest.raises(Over):
+        with pytest.raises(RunEnded):
             stream.receive()
         stream.close()
         second, tries = serve(first.address), list[float]()
@@ -116,7 +114,7 @@ def test_a_server_that_comes_back(serve: Serve):
             try:
                 again = connect(channel)
                 break
-            except Lost:
+            except ConnectionLost:
                 tries.append(wait)
                 assert len(tries) < 200
                 time.sleep(wait)
@@ -133,7 +131,7 @@ def test_a_server_that_accepts_and_never_answers(tmp_path: Path):
         mute.listen()
         with channel_to(f"unix:{tmp_path}/s") as channel:
             begin = time.monotonic()
-            with pytest.raises(Lost, match=r"no frame for 0\.4 s"):
+            with pytest.raises(ConnectionLost, match=r"no frame for 0\.4 s"):
                 connect(channel, silence=0.4)
             assert 0.3 < time.monotonic() - begin < WAIT_S / 2
 
@@ -141,13 +139,13 @@ def test_a_server_that_accepts_and_never_answers(tmp_path: Path):
 def test_silence(serve: Serve):
     """A server that no longer answers, nor says that it lives."""
     served = serve()
-    served.desk.late = True
+    served.service.late = True
     with channel_to(served.address) as channel:
         stream = connect(channel, silence=0.4)
         time.sleep(0.8)  # nobody waits for anything: that is no silence
         stream.send(arrays())
         begin = time.monotonic()
-        with pytest.raises(Lost, match=r"no frame for 0\.4 s"):
+        with pytest.raises(ConnectionLost, match=r"no frame for 0\.4 s"):
             stream.receive()
         assert 0.3 < time.monotonic() - begin < WAIT_S / 2
         stream.close()
@@ -155,7 +153,7 @@ def test_silence(serve: Serve):
 
 def test_who_waits_no_longer_need_not_wait_for_the_answer(serve: Serve):
     served = serve()
-    served.desk.late = True
+    served.service.late = True
     leaving = threading.Event()
 
     def check() -> None:
@@ -168,7 +166,7 @@ def test_who_waits_no_longer_need_not_wait_for_the_answer(serve: Serve):
         timer = threading.Timer(0.2, leaving.set)
         timer.start()
         begin = time.monotonic()
-        with pytest.raises(Lost):
+        with pytest.raises(ConnectionLost):
             stream.receive()
         assert time.monotonic() - begin < WAIT_S
         timer.join()
@@ -178,26 +176,25 @@ def test_who_waits_no_longer_need_not_wait_for_the_answer(serve: Serve):
 def test_a_connection_that_nothing_comes_through_is_given_up_at_both_ends(serve: Serve):
     """What went into it was taken, and nothing says that there is nobody."""
     served = serve(f"127.0.0.1:{free_port()}")
-    served.desk.late = True
+    served.service.late = True
     with Proxy(int(served.address.rpartition(":")[2])) as proxy, channel_to(f"127.0.0.1:{proxy.port}") as channel:
         stream = connect(channel, silence=120)
         proxy.frozen.set()
         stream.send(arrays())
         begin = time.monotonic()
-        with pytest.raises(Lost):
+        with pytest.raises(ConnectionLost):
             stream.receive()
-        assert until(lambda: is_empty(served.server), 30)
+        wait_until(lambda: served.server.is_idle, 30)
         assert 5 < time.monotonic() - begin < 45
 
 
-def test_signs_of_life_are_no_silence(serve: Serve, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("coterie.wire.server._SIGN_S", 0.1)
-    served = serve()
-    served.desk.late = True
+def test_heartbeats_are_no_silence(serve: Serve):
+    served = serve(limits=Limits(heartbeat_s=0.1))
+    served.service.late = True
     with channel_to(served.address) as channel:
         stream = connect(channel, silence=2.0)
         stream.send(arrays())
-        asked, answer = served.desk.asked.get(timeout=WAIT_S)
+        asked, answer = served.service.asked.get(timeout=WAIT_S)
         threading.Timer(3.0, answer, (asked, 4)).start()
         assert stream.receive()[1] == 4
         stream.close()
@@ -209,16 +206,16 @@ def test_a_refusal_is_no_loss(serve: Serve):
     with channel_to(served.address) as channel:
         for token in ("", "x"):
             with pytest.raises(
-                CoterieError, match=r"^the server refused: no such token \(unauthenticated\)$"
+                CoterieError, match=r"^the server refused: not the run's token \(unauthenticated\)$"
             ) as caught:
                 connect(channel, token=token)
-            assert not isinstance(caught.value, Lost)
+            assert not isinstance(caught.value, ConnectionLost)
         stream = connect(channel, token="a-token-of-enough-characters")
         stream.number = 5
         stream.send(arrays())
-        with pytest.raises(CoterieError, match=r"data frame 5 came where 0 was due \(invalid_argument\)") as caught:
+        with pytest.raises(CoterieError, match=r"data frame 5 instead of 0 \(invalid_argument\)") as caught:
             stream.receive()
-        assert not isinstance(caught.value, Lost)
+        assert not isinstance(caught.value, ConnectionLost)
         stream.close()
 
 
@@ -231,7 +228,7 @@ def test_streams_that_never_began_leave_nothing_behind(serve: Serve, tmp_path: P
             for _ in range(5):
                 with pytest.raises(CoterieError):
                     connect(channel)
-    assert until(lambda: watchers() <= before)
+    wait_until(lambda: watchers() <= before)
 
 
 class Liar:
@@ -278,9 +275,9 @@ def test_a_server_that_does_not_keep_to_the_rules(tmp_path: Path, case: str):
 
     try:
         with channel_to(f"unix:{tmp_path}/s") as channel:
-            with pytest.raises(Over if case.startswith("over") else CoterieError, match=why):
+            with pytest.raises(RunEnded if case.startswith("over") else CoterieError, match=why):
                 ask(channel)
-            assert until(lambda: watchers() <= before)
+            wait_until(lambda: watchers() <= before)
     finally:
         liar.server.stop(None).wait(WAIT_S)
 

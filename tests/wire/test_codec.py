@@ -26,7 +26,7 @@ from coterie.wire.codec import (
     layout_from,
     timestep_layout,
 )
-from tests.wire.harness import hello_frame
+from tests.support.wire import hello_frame
 
 MOST = 1 << 20
 ACTION = ActionSpec("categorical", (4,))
@@ -85,7 +85,7 @@ def test_what_is_packed_is_unpacked(frame: tuple[Layout, dict[str, Array]]):
 def test_every_other_length_is_refused(frame: tuple[Layout, dict[str, Array]], draw: st.DataObject):
     layout, content = frame
     data = layout.pack(content)
-    with pytest.raises(Refused, match="more than was agreed"):
+    with pytest.raises(Refused, match="more than declared"):
         layout.unpack(data + b"\0" * draw.draw(st.integers(1, 20)))
     if data:
         with pytest.raises(Refused, match="ends within"):

@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,11 +20,12 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from coterie import presets
 from coterie.acting.central import REMOTE
 from coterie.build.resources import resolve_config
-from coterie.remote.admission import Visitor
+from coterie.remote.admission import SettingsRequest
 from coterie.roles.learner import Learner
 from coterie.runs.config_io import replace
-from coterie.wire import server
 from coterie.wire.auth import make_keys
+from coterie.wire.server import Server
+from tests.support.net import free_port, free_ports
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, PROTO = ROOT / "examples", ROOT / "coterie" / "wire" / "coterie.proto"
@@ -88,17 +88,6 @@ def learning(bind, **wire):
         yield learner
     finally:
         learner.close()
-
-
-def free_ports() -> int:
-    """A port that is free, as is the next one."""
-    while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port: int = one.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                two.bind(("127.0.0.1", port + 1))
-                return port
 
 
 def collect(learner):
@@ -167,12 +156,11 @@ def is_over(process, learner) -> None:
 
 # Filters of coterie.acting.central, which only reads a frame's bytes, do not count in a test.
 @pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
-def test_a_foreign_client_makes_rollouts(client, tls, tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "_SIGN_S", 0.02)  # frames of no kind come between
+def test_a_foreign_client_makes_rollouts(client, tls, tmp_path):
     wire, arguments, address = {}, [], f"unix:{tmp_path}/door"
     if tls:
         token, cert, key = make_keys(str(tmp_path / "keys"), [])
-        wire, address = {"token_file": token, "cert": cert, "key": key}, f"127.0.0.1:{free_ports()}"
+        wire, address = {"token_file": token, "cert": cert, "key": key}, f"127.0.0.1:{free_port()}"
         arguments = ["--token", str(token), "--cert", str(cert)]
     with learning(address, **wire) as learner, started([*client, address, *arguments]) as process:
         wait_for_envs(learner, process)
@@ -194,9 +182,9 @@ def wait_for_envs(learner, process) -> None:
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 def test_a_foreign_client_goes_to_its_own_learner(client, tcp, tmp_path):
-    port = free_ports()
+    port = free_ports(2)
     first, second = (f"127.0.0.1:{port + i}" if tcp else f"unix:{tmp_path}/door" + ".1" * i for i in range(2))
-    door = server.Server(first, {"Infer": lambda hello: Visitor({"number": 5, "learners": 2, "settings": "{}"})})
+    door = Server(first, {"Infer": lambda hello: SettingsRequest({"number": 5, "learners": 2, "settings": "{}"})})
     try:
         with learning(second) as learner, started([*client, first]) as process:
             wait_for_envs(learner, process)
@@ -211,14 +199,14 @@ def test_a_foreign_client_goes_to_its_own_learner(client, tcp, tmp_path):
 def test_a_foreign_client_says_why_it_was_refused(client, tmp_path):
     token, cert, key = make_keys(str(tmp_path / "keys"), [])
     (tmp_path / "other").write_text("another token than the run's")
-    address = f"127.0.0.1:{free_ports()}"
+    address = f"127.0.0.1:{free_port()}"
     with (
         learning(address, token_file=token, cert=cert, key=key),
         started([*client, address, "--token", str(tmp_path / "other"), "--cert", str(cert)]) as process,
     ):
         out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 1, out
-    assert err.splitlines()[-1] == "UNAUTHENTICATED: no such token"
+    assert err.splitlines()[-1] == "UNAUTHENTICATED: not the run's token"
 
 
 def test_the_clients_are_short_and_know_nothing_of_coterie():

@@ -14,12 +14,12 @@ import pytest
 from grpc import StatusCode
 
 from coterie.types import CoterieError
-from coterie.wire import server as server_module
-from coterie.wire.client import Lost, Over, Stream
+from coterie.wire.client import ConnectionLost, RunEnded, Stream
 from coterie.wire.codec import Layout, Tensor
-from coterie.wire.server import Server
-from tests.wire.conftest import Served
-from tests.wire.harness import (
+from coterie.wire.server import Limits, Server
+from tests.support.http2 import Http2
+from tests.support.waiting import wait_until
+from tests.support.wire import (
     LAYOUT,
     WAIT_S,
     Raw,
@@ -27,40 +27,35 @@ from tests.wire.harness import (
     channel_to,
     data_frame,
     hello_frame,
-    is_empty,
-    until,
     works,
 )
-from tests.wire.http2 import Http2
+from tests.wire.conftest import Served
 
 Serve = Callable[..., Served]
 
 
-def test_no_hello(serve: Serve, monkeypatch: pytest.MonkeyPatch):
-    served = serve()
-    monkeypatch.setattr(server_module, "_HELLO_S", 0.2)
+def test_a_client_that_sends_no_hello_is_refused(serve: Serve):
+    served = serve(limits=Limits(hello_s=0.2))
     with channel_to(served.address) as channel:
         begin, raw = time.monotonic(), Raw(channel)
         with pytest.raises(grpc.RpcError):
             next(raw.call)
         assert time.monotonic() - begin < WAIT_S / 2
         assert raw.end() == (StatusCode.INVALID_ARGUMENT, "no hello for 0.2 s")
-    assert until(lambda: is_empty(served.server))
+    wait_until(lambda: served.server.is_idle)
     assert served.server.refused == {"unix": 1}
-    monkeypatch.undo()
     assert works(served.address)
 
 
-def test_signs_of_life(serve: Serve, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server_module, "_SIGN_S", 0.05)
-    served = serve()
-    served.desk.late = True
+def test_a_waiting_client_receives_heartbeats(serve: Serve):
+    served = serve(limits=Limits(heartbeat_s=0.05))
+    served.service.late = True
     with channel_to(served.address) as channel:
         raw = Raw(channel, hello_frame(), data_frame(0))
         assert raw.next().WhichOneof("kind") == "welcome"
         for _ in range(3):
             assert raw.next().WhichOneof("kind") is None
-        asked, answer = served.desk.asked.get(timeout=WAIT_S)
+        asked, answer = served.service.asked.get(timeout=WAIT_S)
         answer(asked, 3)
         while (frame := raw.next()).WhichOneof("kind") is None:
             pass
@@ -70,11 +65,11 @@ def test_signs_of_life(serve: Serve, monkeypatch: pytest.MonkeyPatch):
 
 def test_an_answer_without_arrays(serve: Serve):
     served = serve()
-    served.desk.late = True
+    served.service.late = True
     with channel_to(served.address) as channel:
         stream = Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=WAIT_S)
         stream.send(arrays())
-        served.desk.asked.get(timeout=WAIT_S)[1]({}, 9)
+        served.service.asked.get(timeout=WAIT_S)[1]({}, 9)
         assert stream.receive() == ({}, 9)
         stream.close()
 
@@ -82,38 +77,38 @@ def test_an_answer_without_arrays(serve: Serve):
 @pytest.mark.parametrize("how", ["cancel", "channel", "socket"])
 def test_a_client_vanishes_while_its_answer_is_pending(serve: Serve, how: str):
     served = serve()
-    served.desk.late = True
+    served.service.late = True
     with channel_to(served.address) as channel:
         if how == "socket":
             with Http2(served.address) as peer:
                 peer.call(hello_frame(), data_frame(0))
-                asked, answer = served.desk.asked.get(timeout=WAIT_S)
+                asked, answer = served.service.asked.get(timeout=WAIT_S)
         else:
             raw = Raw(channel, hello_frame(), data_frame(0))
-            asked, answer = served.desk.asked.get(timeout=WAIT_S)
+            asked, answer = served.service.asked.get(timeout=WAIT_S)
             if how == "cancel":
                 raw.call.cancel()
             else:
                 channel.close()
             raw.out.put(None)
-    assert until(lambda: served.desk.seats[0].left == 1)
+    wait_until(lambda: served.service.streams[0].left == 1)
     for _ in range(2):
         answer(asked, 1)  # nobody listens: that is no error
-    assert until(lambda: is_empty(served.server))
-    served.desk.late = False
+    wait_until(lambda: served.server.is_idle)
+    served.service.late = False
     assert works(served.address)
-    assert served.desk.seats[0].left == 1
+    assert served.service.streams[0].left == 1
 
 
 def test_a_seat_answers_twice_and_late(serve: Serve):
     """Only the first answer counts, and none is an error."""
     served = serve()
-    served.desk.late = True
+    served.service.late = True
     with channel_to(served.address) as channel:
         stream = Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=WAIT_S)
         for n in range(3):
             stream.send(arrays(n))
-            asked, answer = served.desk.asked.get(timeout=WAIT_S)
+            asked, answer = served.service.asked.get(timeout=WAIT_S)
             answer(asked, n)
             answer(asked, 100)
             assert stream.receive()[1] == n
@@ -125,21 +120,21 @@ def test_a_seat_answers_twice_and_late(serve: Serve):
 def test_the_run_ends(serve: Serve):
     """Those that wait for an answer hear of it, and so do those that have still to ask."""
     served = serve()
-    served.desk.late = True
+    served.service.late = True
     with channel_to(served.address) as channel:
         waiting, stepping = (Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=WAIT_S) for _ in range(2))
         waiting.send(arrays())
-        asked, answer = served.desk.asked.get(timeout=WAIT_S)
+        asked, answer = served.service.asked.get(timeout=WAIT_S)
         served.server.close("that was all")
         answer(asked, 1)
-        with pytest.raises(Over, match="that was all"):
+        with pytest.raises(RunEnded, match="that was all"):
             waiting.receive()
         stepping.send(arrays())
-        with pytest.raises(Over, match="that was all"):
+        with pytest.raises(RunEnded, match="that was all"):
             stepping.receive()
         for stream in (waiting, stepping):
             stream.close()
-        with pytest.raises(Lost):
+        with pytest.raises(ConnectionLost):
             Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=WAIT_S)
     assert not served.server.refused
     served.server.close()  # a second time is nothing
@@ -150,10 +145,10 @@ def test_the_end_waits_for_nobody(serve: Serve):
     wide = Layout([Tensor("x", "uint8", (1 << 20,))])
     served = serve()
     with Http2(served.address) as peer:  # takes in 64 KiB, and never asks for more
-        served.desk.late = True
+        served.service.late = True
         peer.call(hello_frame(), data_frame(0))
-        _, answer = served.desk.asked.get(timeout=WAIT_S)
-        served.desk.seats[0].writes = wide
+        _, answer = served.service.asked.get(timeout=WAIT_S)
+        served.service.streams[0].writes = wide
         answer({"x": np.zeros(1 << 20, np.uint8)}, 1)
         with channel_to(served.address) as channel:
             good = Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=WAIT_S)
@@ -161,7 +156,7 @@ def test_the_end_waits_for_nobody(serve: Serve):
             served.server.close()
             assert time.monotonic() - begin < 10
             assert not served.server._thread.is_alive()
-            with pytest.raises(Over):
+            with pytest.raises(RunEnded):
                 good.receive()
             good.close()
 
@@ -171,7 +166,7 @@ def test_an_address_that_is_taken(serve: Serve, tmp_path: Path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(CoterieError, match=r"^wire\.bind: cannot listen at .*: is it taken\?$"):
+        with pytest.raises(CoterieError, match=r"^wire\.bind: cannot listen at .*: is the address in use\?$"):
             Server(address, {})
     assert works(serve(address).address)
 

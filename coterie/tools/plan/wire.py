@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -13,26 +12,19 @@ from coterie.parallel.processes import scratch_folder
 from coterie.types import Array, Spec
 from coterie.wire.client import Stream, open_channel
 from coterie.wire.codec import action_layout, timestep_layout
-from coterie.wire.server import Answer, Server
+from coterie.wire.server import Answer, Server, ServiceStream
 
 
-class Echo:
-    """A seat that answers at once."""
-
-    alive = True
+class Echo(ServiceStream):
+    """Answers at once."""
 
     def __init__(self, spec: Spec, envs: int, newest: bool = False) -> None:
+        super().__init__({})
         self.reads, self.writes = timestep_layout(spec, envs, newest), action_layout(spec, envs)
         self.actions = {t.name: np.zeros(t.shape, t.dtype) for t in self.writes.tensors}
 
-    def welcome(self) -> dict[str, Any]:
-        return {}
-
     def ask(self, arrays: Mapping[str, Array], answer: Answer) -> None:
         answer(self.actions, 0)
-
-    def leave(self) -> None:
-        pass
 
 
 def wire_cost(spec: Spec, envs: int, seconds: float) -> float:

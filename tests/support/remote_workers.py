@@ -1,21 +1,21 @@
-"""Hosts and actors that come by themselves, in threads of a test or as processes of their own."""
+"""Remote env hosts and actors, in threads of a test or as processes."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from coterie.acting.decoupled import Stopped
+from coterie.build.resources import resolve_config
 from coterie.config import Config, Env
-from coterie.roles.remote_worker import Door
+from coterie.roles.remote_worker import Worker
+from coterie.wire.client import Endpoint
 from tests.launch import test_central, test_decoupled
 from tests.launch.harness import ENDLESS, PATIENCE, Meddler, until
 from tests.launch.test_decoupled import CROWD
@@ -23,19 +23,8 @@ from tests.launch.test_decoupled import CROWD
 WIDTH = 2  # simulators of each host
 
 
-def free_ports(count: int = 1) -> int:
-    """The first of so many ports in a row."""
-    for _ in range(100):
-        with ExitStack() as held, suppress(OSError):
-            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for k in range(1, count):
-                held.enter_context(socket.create_server(("127.0.0.1", first + k)))
-            return first
-    raise AssertionError("no ports")
-
-
 def central(out: Path, port: int, exchange: str = "solo", **changes: object) -> list[str]:
-    """A run without hosts of its own."""
+    """The arguments of a run without local env hosts."""
     own = {"actors": 0, "wire.bind": f"127.0.0.1:{port}", **ENDLESS}
     return test_central.options(out, exchange, **{**own, **changes})
 
@@ -46,15 +35,17 @@ def decoupled(out: Path, port: int, **changes: object) -> list[str]:
 
 
 class Guest:
-    """A host or an actor in a thread of this process."""
+    """A remote worker in a thread of this process. `times`: of its `Worker`."""
 
-    def __init__(self, work: Callable[..., None], port: int, env: Env | None = None) -> None:
+    def __init__(
+        self, work: Callable[..., None], port: int, env: Env | None = None, times: tuple[float, ...] = ()
+    ) -> None:
         env = replace(env or Env("CartPole-v1"), num_envs=WIDTH, delay=0.005, threads=1)
-        config = replace(Config(), env=env, device="cpu")
+        config = resolve_config(replace(Config(), env=env, device="cpu"))
         self.lines: list[str] = []
         self.error: Exception | None = None
         self.left = threading.Event()
-        door = Door(f"127.0.0.1:{port}", patience=60)
+        endpoint = Endpoint(f"127.0.0.1:{port}", patience=60)
 
         def leave() -> None:
             if self.left.is_set():
@@ -62,7 +53,7 @@ class Guest:
 
         def run() -> None:
             try:
-                work(config, door, self.lines.append, leave)
+                work(config, endpoint, Worker(self.lines.append, leave, *times))
             except Stopped:
                 pass
             except Exception as error:
@@ -72,17 +63,17 @@ class Guest:
         self.thread.start()
 
     def there(self) -> bool:
-        """It has been let in, and has found a learner again as often as it has lost one."""
+        """Whether it is connected."""
         away, back = (sum(x.startswith(word) for x in self.lines) for word in ("no learner at", "a learner at"))
         return away == back and bool(self.address)
 
     @property
     def address(self) -> str:
-        """Of the learner that it works for; empty before it has been let in."""
+        """Of its learner; empty before it is admitted."""
         return next((x.rpartition(" ")[2] for x in self.lines if " envs of " in x), "")
 
     def end(self) -> str:
-        """It leaves, if it has not been told to go; what it said last."""
+        """End it; returns its last line."""
         self.left.set()
         self.thread.join(PATIENCE / 2)
         assert not self.thread.is_alive()
@@ -92,7 +83,7 @@ class Guest:
 
 
 class Client:
-    """`coterie envs` or `coterie actor` as a user has it."""
+    """`coterie envs` or `coterie actor` in a process."""
 
     def __init__(self, folder: Path, args: list[str], prefix: tuple[str, ...] = ()) -> None:
         self.path = folder / f"client-{len(list(folder.glob('client-*')))}"
@@ -124,7 +115,7 @@ def goes_on(meddler: Meddler, rows: int = 20 * CROWD) -> None:
 
 
 def finish(meddler: Meddler, *guests: Guest) -> None:
-    """The run ends, when these guests are at work: who is away at that moment never hears of it."""
+    """End the run once these workers are connected: one that is away would not receive the end."""
     meddler.until(lambda: all(guest.there() for guest in guests), "the guests are at work")
     os.kill(os.getpid(), signal.SIGTERM)
     for guest in guests:

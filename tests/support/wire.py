@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
-import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy as np
 from coterie.types import Array
 from coterie.wire.client import Stream, open_channel
 from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, Tensor, layout_from
-from coterie.wire.server import SERVICE, Answer, Server
+from coterie.wire.server import SERVICE, Answer, ServiceStream
 
 LAYOUT = Layout([Tensor("m", "bool", (4,)), Tensor("x", "int64", (3,)), Tensor("y", "float32", (0, 2), "m")])
 METHOD = f"/{SERVICE}/Infer"
@@ -41,22 +39,19 @@ def data_frame(number: int = 0, tensors: bytes | None = None) -> bytes:
     return Frame(data={"number": number, "tensors": tensors}).SerializeToString()
 
 
-class Seat:
-    """Answers with what it was asked, but `x` one higher; at once, or when the test says so."""
+class EchoStream(ServiceStream):
+    """Answers with what it was asked, but `x` one higher; at once, or when the test does."""
 
     reads = writes = LAYOUT
-    alive = True
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    def __init__(self, service: EchoService) -> None:
+        super().__init__({"number": 5, "settings": "{}"})
+        self.service = service
         self.left = 0
 
-    def welcome(self) -> dict[str, Any]:
-        return {"number": 5, "settings": "{}"}
-
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
-        if self.desk.late:
-            self.desk.asked.put((arrays, answer))
+        if self.service.late:
+            self.service.asked.put((arrays, answer))
         else:
             self.echo(arrays, answer)
 
@@ -67,18 +62,20 @@ class Seat:
         self.left += 1
 
 
-class Desk:
+class EchoService:
+    """A service of `EchoStream`s. `late`: the test answers what is in `asked`."""
+
     def __init__(self) -> None:
-        self.seats: list[Seat] = []
+        self.streams: list[EchoStream] = []
         self.late = False
         self.asked = queue.SimpleQueue[tuple[dict[str, Array], Answer]]()
 
-    def __call__(self, hello: Any) -> Seat:
+    def __call__(self, hello: Any) -> EchoStream:
         declared = layout_from(hello.sends, LAYOUT.most).tensors
         if declared != LAYOUT.tensors:
             raise Refused(f"other tensors: {', '.join(t.name for t in declared)}")
-        self.seats.append(Seat(self))
-        return self.seats[-1]
+        self.streams.append(EchoStream(self))
+        return self.streams[-1]
 
 
 @contextmanager
@@ -125,27 +122,6 @@ class Raw:
         except grpc.RpcError:
             pass
         return self.call.code(), self.call.details()
-
-
-def until(true: Callable[[], bool], seconds: float = WAIT_S) -> bool:
-    """Whether it becomes true in time."""
-    end = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
-
-
-def is_empty(server: Server) -> bool:
-    """No stream has left anything behind."""
-    return not server._streams and not server._open
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def mutated(frame: bytes, rng: random.Random) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 
-from tests.wire.harness import METHOD, WAIT_S
+from tests.support.wire import METHOD, WAIT_S
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"

@@ -1,0 +1,161 @@
+"""Remote workers against real services: what they accept of a run's settings, how they explore, when they leave."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coterie import presets
+from coterie.acting.decoupled import Stopped
+from coterie.acting.recorder import rollout_layout
+from coterie.build.factory import make_model, normalizers
+from coterie.build.resources import resolve_config
+from coterie.config import Config, ResolvedConfig
+from coterie.envs.make import make_spec
+from coterie.parallel.params import FlatParams
+from coterie.parallel.slots import Slots
+from coterie.parallel.weights import Weights
+from coterie.remote.admission import SettingsRequest, settings_of
+from coterie.remote.rollout_service import RolloutService
+from coterie.roles.remote_worker import FinishRollout, Worker, lend_actor, lend_envs
+from coterie.runs.config_io import replace, to_dict
+from coterie.types import CoterieError
+from coterie.wire.auth import offset
+from coterie.wire.client import Endpoint
+from coterie.wire.server import Server
+from tests.conftest import VECTOR
+from tests.support.waiting import wait_until
+
+Serve = Callable[..., Endpoint]
+BASE = resolve_config(replace(Config(), {"env.num_envs": 2, "learners": 1}))
+
+
+@pytest.fixture
+def serve(tmp_path) -> Iterator[Serve]:
+    """Makes a server of these services, that of learner 0, 1, ..."""
+    servers: list[Server] = []
+
+    def make(services: dict[str, Any]) -> Endpoint:
+        servers.append(Server(offset(f"unix:{tmp_path}/s", len(servers)), services))
+        return Endpoint(servers[-1].address, patience=5.0)
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a text for a number": ({"env": {"max_episode_steps": "x"}}, "env.max_episode_steps: 'x' is not an integer"),
+    "a number for a name": ({"env": {"time_limit": 3}}, "env.time_limit: 3 is not one of"),
+    "an object for a number": ({"atari": {"stack": {}}}, "atari.stack: {} is not an integer"),
+    "no field of Atari": ({"atari": 3}, "did not send a run's settings"),
+    "no env": ({"env": None}, "did not send a run's settings"),
+    "a number out of range": ({"unroll_length": 0}, "algo.unroll_length: 0 must be at least 1"),
+    "another env": ({"env_id": "Acrobot-v1"}, "the run's envs are Acrobot-v1, not CartPole-v1"),
+}
+BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "no config": ({"config": 3}, "the run's config: config: 3 is not an object"),
+    "a size that is none": ({"core": ["x"]}, "sent no config"),
+    "code for an algorithm": ({"own": {"algorithm": "m:M"}}, "the run's algorithm is m:M: if you trust it, name it"),
+    "code for a torso": ({"model": {"torso": "m:M"}}, "the run's torso is m:M: if you trust it, name it"),
+}
+
+
+@pytest.mark.parametrize(
+    ("work", "case"),
+    [(lend_envs, case) for case in BROKEN.values()]
+    + [(lend_actor, case) for case in [*list(BROKEN.values())[:1], *BROKEN_CONFIGS.values()]],
+    ids=[f"envs, {name}" for name in BROKEN] + [f"actor, {name}" for name in [*list(BROKEN)[:1], *BROKEN_CONFIGS]],
+)
+def test_settings_that_a_worker_cannot_use_are_refused_with_one_line(serve: Serve, work: Any, case: Any):
+    changes, why = case
+    config = resolve_config(Config())
+    settings: dict[str, Any] = settings_of(config, VECTOR) | {"envs": 4, "core": [], "config": to_dict(config)}
+    for name, value in changes.items():
+        into = settings["config"] if name in ("own", "model") else settings
+        into[name] = {**into[name], **value} if isinstance(value, dict) else value
+    method = "Infer" if work is lend_envs else "PushRollouts"
+    endpoint = serve({method: lambda hello: SettingsRequest({"learners": 1, "settings": json.dumps(settings)})})
+    with pytest.raises(CoterieError) as caught:
+        work(BASE, endpoint, Worker(print, lambda: None))
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Learner:
+    """Takes rollouts and publishes the initial weights."""
+
+    def __init__(self, config: ResolvedConfig, rank: int, width: int) -> None:
+        spec = make_spec(config.env, config.atari)
+        model = make_model(config, spec)
+        params, moments = FlatParams(model), normalizers(config, model)
+        fields = rollout_layout(spec, config.algo.unroll_length, width, ())
+        self.slots, weights = Slots(fields, 2, width, width), Weights(len(params.data), 0)
+        weights.publish(params.data, torch.zeros(0, dtype=torch.float64), 1)
+        acting: Any = SimpleNamespace(slots=self.slots, weights=weights, params=params, moments=moments)
+        self.service = RolloutService(config, spec, rank, acting, ())
+        for batch in range(self.slots.batches):
+            self.slots.open(batch, 0)
+
+    def log_probs(self) -> dict[int, Any]:
+        """Of the actions of each env whose rollouts have arrived."""
+        found = {}
+        for fields in (self.slots.fields[batch] for batch in range(self.slots.batches) if self.slots.is_full(batch)):
+            found |= dict(zip(fields["env_id"].tolist(), fields["log_prob"].numpy().T.astype(float), strict=True))
+        return found
+
+
+def test_remote_actors_explore_by_the_ladder_of_the_whole_run(serve: Serve):
+    """Each env acts with the epsilon of its place among all envs of the run's two learners."""
+    own = {"acting": "decoupled", "learners": 2, "actors": 0, "env.num_envs": 8, "algo.unroll_length": 16}
+    config = resolve_config(presets.make("dqn", "CartPole-v1", **own, **{"q.ladder": 7.0, "q.epsilon_end": 0.4}))
+    learners = [Learner(config, rank, 2) for rank in range(2)]
+    endpoint, _ = (serve({"PushRollouts": one.service.push, "PullParameters": one.service.pull}) for one in learners)
+    left = threading.Event()
+
+    def leave() -> None:
+        if left.is_set():
+            raise Stopped
+
+    worker = Worker(lambda line: None, leave, finish_s=0.0)
+    threads = [threading.Thread(target=lend_actor, args=(BASE, endpoint, worker)) for _ in learners]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: all(len(one.log_probs()) == 2 for one in learners), what="a rollout for each learner")
+    finally:
+        left.set()
+        for thread in threads:
+            thread.join(20.0)
+        for one in learners:
+            one.service.close()
+    found = {env_id % 16: x for one in learners for env_id, x in one.log_probs().items()}
+    assert sorted(found) == [0, 1, 8, 9], "the first envs of each learner's share of 16"
+    for place, log_prob in found.items():
+        # One of two actions at random with probability epsilon: epsilon / 2 for the one that is not the best.
+        epsilon = 0.4 ** (1 + 7 * place / 15)
+        probability = np.exp(log_prob)
+        assert np.minimum(probability, 1 - probability) == pytest.approx(epsilon / 2, rel=0.01, abs=1e-5)
+
+
+def test_a_worker_that_is_ended_has_time_to_finish_its_rollout():
+    orders: list[int] = []
+
+    def leave() -> None:
+        if orders:
+            raise Stopped
+
+    patient, hasty = FinishRollout(leave, 60.0), FinishRollout(leave, -1.0)
+    patient()
+    hasty()
+    orders.append(15)
+    patient()
+    with pytest.raises(Stopped):
+        hasty()

@@ -1,0 +1,251 @@
+"""The services of a learner behind a real server, without a learner, and what a good client sends them."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+from grpc import StatusCode
+from torch import Tensor as Floats
+
+from coterie.acting.central import REMOTE, Central, Shape
+from coterie.acting.recorder import Stages, local_fields, rollout_layout
+from coterie.build.resources import resolve_config
+from coterie.parallel.board import Board
+from coterie.parallel.slots import Slots
+from coterie.parallel.weights import Weights
+from coterie.remote.admission import EnvHostService
+from coterie.remote.rollout_service import VERSION, RolloutService
+from coterie.types import ActionSpec, AgentOutput, Array, Inputs, Spec
+from coterie.wire.codec import Layout, Newest, layout_from, timestep_layout
+from coterie.wire.server import SERVICE, Limits, Server
+from tests.conftest import IMAGE, VECTOR, make_config
+from tests.support.waiting import wait_until
+from tests.support.wire import Raw, channel_to, data_frame, hello_frame
+
+TOKEN = "a-token-of-enough-characters"
+GIVEN = (("authorization", f"Bearer {TOKEN}"),)
+INFER, PUSH, PULL = "Infer", "PushRollouts", "PullParameters"
+UNROLL, WIDTH, SIZE, MOMENTS = 5, 2, 7, 3
+MOST = 1 << 17  # bytes of a message; more than any frame here has
+MOST_ENVS = 8
+SPECS = {
+    "vector": VECTOR,
+    "image": IMAGE,
+    "multi": Spec("made-up", VECTOR.obs, ActionSpec("multi", (4, 2))),
+    "continuous": Spec("made-up", VECTOR.obs, ActionSpec("continuous", low=(-1.0, -1.0), high=(1.0, 1.0))),
+}
+CPU = torch.device("cpu")
+Rollout = dict[str, Array]
+
+
+def path(method: str) -> str:
+    return f"/{SERVICE}/{method}"
+
+
+class Services:
+    """A server of some services, whose clients need a token. Subclasses have `hello`, `question` and `works`."""
+
+    server: Server
+
+    def serve(self, address: str, services: dict[str, Any]) -> None:
+        self.lines: list[str] = []
+        limits = Limits(message_bytes=MOST)
+        self.server = Server(address, services, token=TOKEN, limits=limits, on_refused=self.lines.append)
+
+    def raw(self, channel: grpc.Channel, *frames: bytes, method: str) -> Raw:
+        return Raw(channel, *frames, method=path(method), metadata=GIVEN)
+
+    def ends(self, *frames: bytes, method: str, metadata: Any = GIVEN) -> tuple[StatusCode, str]:
+        """How a stream of these frames ends."""
+        with channel_to(self.server.address) as channel:
+            return Raw(channel, *frames, method=path(method), metadata=metadata).end()
+
+    def is_refused(self, why: str, *frames: bytes, method: str) -> None:
+        """The server ends these streams with a reason, counts each, and reports the client once."""
+        for _ in range(2):
+            before = self.server.refused.total()
+            status, reason = self.ends(*frames, method=method)
+            assert (status, why in reason) == (StatusCode.INVALID_ARGUMENT, True), (status, reason)
+            assert self.server.refused == {"unix": before + 1}
+        assert len(self.lines) == 1
+        assert self.lines[0].startswith("refused unix: ")
+
+    def close(self) -> None:
+        wait_until(lambda: self.server.is_idle, what="all streams are closed")
+        self.server.close()
+
+
+class InferenceServices(Services):
+    """Central acting without a learner. No stream here sends a whole rollout."""
+
+    def __init__(self, address: str, spec: Spec = VECTOR, newest: bool = False) -> None:
+        self.spec, self.newest = spec, newest
+        changes = {"acting": "central", "learners": 1, "actors": 0, "central.max_envs": MOST_ENVS}
+        config = resolve_config(make_config(**changes, **{"central.newest_frame": newest}))
+        shape = Shape(spec, 0, 16, 1, 1, newest=newest, max_envs=MOST_ENVS)
+        model: Any = None
+
+        def policy(model: Any, inputs: Inputs, state: Floats | None, ids: Floats) -> tuple[AgentOutput, None]:
+            rows = len(inputs.is_first)
+            assert all(torch.isfinite(x).all() for x in (inputs.obs, inputs.prev_reward))
+            return AgentOutput(torch.full((rows,), 3), torch.zeros(rows), torch.zeros(rows)), None
+
+        self.central = Central(
+            shape, [(model, lambda: None)] * 2, policy, lambda width: None, partial(local_fields, spec, 16), Board(1),
+            0, Stages(), CPU, CPU,
+        )  # fmt: skip
+        self.central.publish(0)
+        self.serve(address, {INFER: EnvHostService(config, spec, 0, self.central, local=False)})
+
+    def layout(self, envs: int = WIDTH) -> Layout:
+        return timestep_layout(self.spec, envs, self.newest)
+
+    def hello(self, method: str = INFER, *, envs: int = WIDTH, layout: Layout | None = None, **changes: Any) -> bytes:
+        layout = layout or self.layout(envs if 0 < envs <= 16 else WIDTH)
+        return hello_frame(layout, **{"env_id": "CartPole-v1", "envs": envs, **changes})
+
+    def question(self, method: str = INFER, number: int = 0) -> bytes:
+        """A frame for `hello`'s stream, correct where it is the first."""
+        return self.changed({}, number)
+
+    def changed(self, changes: dict[str, Any], number: int = 0, envs: int = WIDTH) -> bytes:
+        """A question whose last env shows something else."""
+        seen = self.seen(envs, number)
+        for name, value in changes.items():
+            seen[name][-1] = value
+        return data_frame(number, self.layout(envs).pack(Newest(self.layout(envs)).split(seen)))
+
+    def seen(self, envs: int, step: int = 0) -> dict[str, Array]:
+        s = self.spec.obs[""]
+        return {
+            "obs/": np.full((envs, *s.shape), step, s.dtype),
+            "reward": np.zeros(envs, np.float32),
+            **{name: np.zeros(envs, bool) for name in ("terminated", "truncated", "is_first")},
+            "episode_return": np.full(envs, np.nan),
+            "episode_length": np.full(envs, np.nan),
+        }
+
+    def works(self) -> bool:
+        """A good host is served. Without `Stream`, which would wait for as long as the server sends heartbeats."""
+        frames = [self.changed({}, number, 3) for number in range(2)]
+        with channel_to(self.server.address) as channel:
+            raw = self.raw(channel, self.hello(envs=3, run_id=99), *frames, method=INFER)
+            for kind in ("welcome", "data", "data"):
+                frame = raw.next()
+                assert frame.WhichOneof("kind") == kind
+            assert np.frombuffer(frame.data.tensors, np.int64).tolist() == [3, 3, 3]
+            assert raw.end()[0] == StatusCode.OK
+        return True
+
+    def close(self) -> None:
+        super().close()
+        self.central.close()
+        assert (self.central.envs, self.central.seats) == (0, {})
+
+
+class RolloutServices(Services):
+    """Decoupled acting whose learner only takes rollouts."""
+
+    def __init__(self, address: str, spec: Spec = VECTOR, core: tuple[int, ...] = ()) -> None:
+        changes = {
+            "acting": "decoupled",
+            "learners": 1,
+            "actors": 1,
+            "env.num_envs": WIDTH,
+            "algo.unroll_length": UNROLL,
+        }
+        self.slots = Slots(rollout_layout(spec, UNROLL, WIDTH, core), 2, WIDTH, WIDTH)
+        self.weights = Weights(SIZE, MOMENTS)
+        self.learned: list[Rollout] = []
+        self.acting: Any = SimpleNamespace(
+            slots=self.slots, weights=self.weights, params=SimpleNamespace(data=torch.zeros(SIZE)),
+            moments=SimpleNamespace(size=MOMENTS),
+        )  # fmt: skip
+        self.service = RolloutService(resolve_config(make_config(**changes)), spec, 0, self.acting, core)
+        self.serve(address, {PUSH: self.service.push, PULL: self.service.pull})
+        for batch in range(self.slots.batches):
+            self.slots.open(batch, 0)
+        self.publish(0)
+
+    def publish(self, version: int) -> None:
+        self.weights.publish(torch.full((SIZE,), float(version)), torch.zeros(MOMENTS, dtype=torch.float64), version)
+
+    def learn(self) -> int:
+        """Take what is in the slots; returns how many rollouts that were in all."""
+        for batch in range(self.slots.batches):
+            if self.slots.is_full(batch):
+                self.learned.append({k: x.numpy().copy() for k, x in self.slots.fields[batch].items()})
+                self.slots.open(batch, 0)
+        return len(self.learned)
+
+    def rollout(self, version: int = 0) -> Rollout:
+        """What a recorder may write: env 0 ends an episode in row 1, whose row 2 is masked; env 1 goes on."""
+        arrays = {t.name: np.zeros(t.shape, t.dtype) for t in self.service.reads.tensors}
+        for name, x in arrays.items():
+            if x.dtype.kind == "f" and not name.startswith("episode_"):
+                x[...] = np.arange(x.size).reshape(x.shape) / x.size - 1
+        arrays["is_first"][3, 0] = arrays["terminated"][1, 0] = True
+        arrays["reward"][3, 0] = 0
+        arrays["episode_length"][1, 0], arrays["episode_return"][1, 0] = 2, -1.5
+        arrays["version"][...] = version
+        return arrays
+
+    def pushed(self, arrays: Rollout, number: int = 0) -> bytes:
+        return data_frame(number, self.service.reads.pack(arrays))
+
+    def changed(self, name: str, value: float, at: Any = ..., **others: Any) -> bytes:
+        """A rollout with other values in a few fields, at the same place."""
+        arrays = self.rollout()
+        for field, x in {name: value, **others}.items():
+            arrays[field][at] = x
+        return self.pushed(arrays)
+
+    def hello(self, method: str = PUSH, *, layout: Layout | None = None, **changes: Any) -> bytes:
+        sends = self.service.reads if method == PUSH else VERSION
+        return hello_frame(layout or sends, **{"env_id": "CartPole-v1", "envs": WIDTH, **changes})
+
+    def question(self, method: str, number: int = 0) -> bytes:
+        if method == PUSH:
+            return self.pushed(self.rollout(), number)
+        return data_frame(number, VERSION.pack({"version": np.array([-1])}))
+
+    def is_refused(self, why: str, *frames: bytes, method: str = PUSH) -> None:
+        learned = self.learn()
+        super().is_refused(why, *frames, method=method)
+        assert self.learn() == learned
+
+    def works(self) -> bool:
+        """A good actor receives the weights, and what it records is learned from once, as it is."""
+        learned, version = self.learn(), self.weights.version
+        with channel_to(self.server.address) as channel:
+            pull = self.raw(channel, self.hello(PULL), self.question(PULL), method=PULL)
+            sends = layout_from(pull.next().welcome.sends, MOST)
+            data = pull.next().data
+            assert data.version == version
+            assert (sends.unpack(data.tensors)["params"] == version).all()
+            sent = self.rollout(version)
+            push = self.raw(channel, self.hello(run_id=99), *(self.pushed(sent, n) for n in range(2)), method=PUSH)
+            first = push.next().welcome.first_env_id
+            assert first >= REMOTE
+            for n in range(2):
+                data = push.next().data
+                assert (data.number, data.version, data.tensors) == (n, version, b"")
+            assert self.learn() == learned + 2
+            for got in self.learned[-2:]:
+                assert got.pop("env_id").tolist() == list(range(first, first + WIDTH))
+                assert got.keys() == sent.keys()
+                assert all(np.array_equal(got[name], x) for name, x in sent.items())
+            assert [one.end()[0] for one in (pull, push)] == [StatusCode.OK] * 2
+        return True
+
+    def close(self) -> None:
+        super().close()
+        assert not self.service.waiting
+        self.service.close()
+        self.slots.close()
+        self.weights.close()

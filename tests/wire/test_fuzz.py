@@ -1,0 +1,269 @@
+"""Broken frames, made of good ones by a seeded mutator (`support.wire.mutated`), for the codec and for every service.
+
+Each is refused with a reason, and none costs more memory than it has. test_codec.py has what hypothesis makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import resource
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from grpc import StatusCode
+
+from coterie.remote.rollout_service import check_rollout
+from coterie.wire.codec import PROTOCOL, Frame, Layout, Newest, Refused, layout_from, timestep_layout
+from coterie.wire.server import Server
+from tests.conftest import IMAGE, VECTOR
+from tests.remote import link_house
+from tests.support.services import INFER, PULL, PUSH, InferenceServices, RolloutServices, Services
+from tests.support.wire import LAYOUT, EchoService, data_frame, hello_frame, mutated, works
+from tests.wire.test_codec import MIXED, STACKS
+
+VALID = [
+    hello_frame(),
+    hello_frame(timestep_layout(STACKS, 4, newest=True)),
+    hello_frame(timestep_layout(MIXED, 4)),
+    data_frame(),
+    Frame(welcome={"number": 1, "credits": 1, "settings": "{}", "sends": LAYOUT.message()}).SerializeToString(),
+    Frame(over={"reason": "the run has ended"}).SerializeToString(),
+    Frame().SerializeToString(),
+]
+HELLO_MOST = 1 << 16
+AT_ONCE = 4  # streams; central.max_envs admits no more hosts
+GOOD = 3  # data frames of a good stream
+POLL_S = 1e-3
+slow = pytest.mark.slow
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def read(data: bytes, layout: Layout) -> tuple[str, Layout]:
+    """What a server does with a frame: what it was, and the layout from then on."""
+    try:
+        frame = Frame.FromString(data)
+    except DecodeError:
+        return "no frame", layout
+    kind = frame.WhichOneof("kind")
+    try:
+        if kind == "hello":
+            if frame.hello.protocol != PROTOCOL:
+                return "protocol", layout
+            return "hello", layout_from(frame.hello.sends, HELLO_MOST)
+        if kind == "data":
+            layout.unpack(frame.data.tensors)
+    except Refused:
+        return "refused", layout
+    return str(kind), layout
+
+
+@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=slow)])
+def test_the_codec_refuses_broken_frames_and_keeps_nothing_of_them(count: int):
+    rng, layout, seen = random.Random(0), LAYOUT, Counter[str]()
+    before = 0.0
+    for k in range(count):
+        kind, layout = read(mutated(rng.choice(VALID), rng), layout)
+        if kind == "hello" and k % 2:
+            layout = LAYOUT  # half the time a layout that was tampered with measures the next frame
+        seen[kind] += 1
+        if k == 5000:
+            before = peak_mb()
+    assert peak_mb() - before < 16
+    assert min(seen[x] for x in ("no frame", "protocol", "hello", "refused", "data", "None")) > count / 200, seen
+
+
+def test_the_codec_allocates_no_more_than_a_broken_frame_holds():
+    rng, layout = random.Random(1), LAYOUT
+    tracemalloc.start()
+    try:
+        for k in range(2000):
+            tracemalloc.reset_peak()
+            now = tracemalloc.get_traced_memory()[0]
+            _, layout = read(mutated(VALID[k % len(VALID)], rng), layout)
+            assert tracemalloc.get_traced_memory()[1] - now < 1 << 18
+    finally:
+        tracemalloc.stop()
+
+
+class Ended(Exception):
+    """What gRPC raises where a stream was aborted."""
+
+
+class Context:
+    """gRPC's side of a stream: the frames of one client, broken from `broken` on, and how the stream ended."""
+
+    def __init__(self, frames: list[bytes], broken: int, token: str) -> None:
+        self.frames, self.broken, self.token = frames, broken, token
+        self.taken = self.written = 0
+        self.status, self.reason = StatusCode.OK, ""
+
+    def peer(self) -> str:
+        return "unix:"
+
+    def invocation_metadata(self) -> Any:
+        return (("authorization", f"Bearer {self.token}"),)
+
+    async def read(self) -> Any:
+        if self.taken == len(self.frames):
+            return grpc.aio.EOF
+        self.taken += 1
+        return self.frames[self.taken - 1]
+
+    async def write(self, frame: Any) -> None:
+        self.written += 1
+
+    async def abort(self, status: StatusCode, reason: str) -> None:
+        assert self.status == StatusCode.OK, "a stream ends once"
+        self.status, self.reason = status, reason
+        raise Ended
+
+
+class Target:
+    """A service of a real server, and streams of good frames for it. Only `works` goes through a socket."""
+
+    def __init__(
+        self, server: Server, method: str, streams: Iterator[list[bytes]], works: Callable[[], bool],
+        poll: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.server, self.streams, self.works, self.poll = server, streams, works, poll
+        self.handle = server.handler(server.services[method])
+        self.ends, self.fed = Counter[StatusCode](), 0
+
+    def feed(self, count: int, seed: int) -> None:
+        """Send `count` broken frames, in several streams at once. A good client must be served afterwards."""
+        asyncio.run(self._clients(self.fed + count, seed))
+        assert self.works()
+        refused = self.ends.total() - self.ends[StatusCode.OK]
+        assert self.server.refused == {"unix": refused}, "each is counted"
+
+    async def _clients(self, goal: int, seed: int) -> None:
+        clients = [asyncio.create_task(self._client(goal, random.Random(AT_ONCE * seed + k))) for k in range(AT_ONCE)]
+        while not all(one.done() for one in clients):
+            self.poll()
+            await asyncio.wait(clients, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.gather(*clients)
+
+    async def _client(self, goal: int, rng: random.Random) -> None:
+        while self.fed < goal:
+            frames, token = next(self.streams), self.server.token
+            broken = rng.randrange(len(frames))
+            frames = [mutated(f, rng) if k >= broken else f for k, f in enumerate(frames)]
+            if rng.random() < 0.5:
+                frames.append(rng.randbytes(rng.randrange(300)))  # in case that all of them were good enough
+            if rng.random() < 0.01:
+                token += "x"
+            context = Context(frames, broken, token)
+            try:
+                await self.handle(None, context)
+            except Ended:
+                assert context.reason
+                assert context.reason.isprintable()
+                large = context.taken and len(frames[context.taken - 1]) > self.server.limits.message_bytes
+                due = StatusCode.RESOURCE_EXHAUSTED if large else StatusCode.INVALID_ARGUMENT
+                assert context.status == (due if context.taken else StatusCode.UNAUTHENTICATED)
+            assert context.written <= context.taken
+            self.ends[context.status] += 1
+            self.fed += max(0, context.taken - context.broken)
+
+
+def echo(address: str) -> Iterator[Target]:
+    server, frames = Server(address, {INFER: EchoService()}), [hello_frame(), *(data_frame(k) for k in range(GOOD))]
+    yield Target(server, INFER, itertools.repeat(frames), lambda: works(address))
+    server.close()
+
+
+def of(services: Services, method: str, questions: list[bytes], poll: Callable[[], object]) -> Iterator[Target]:
+    streams = ([services.hello(method, run_id=k), *questions] for k in itertools.count())
+    yield Target(services.server, method, streams, services.works, poll)
+    services.close()
+
+
+def infer(address: str, newest: bool) -> Iterator[Target]:
+    services = InferenceServices(address, IMAGE if newest else VECTOR, newest)
+    parts = Newest(services.layout())
+    questions = [data_frame(k, services.layout().pack(parts.split(services.seen(2, k)))) for k in range(GOOD)]
+    return of(services, INFER, questions, lambda: None)
+
+
+def rollouts(address: str, method: str) -> Iterator[Target]:
+    services = RolloutServices(address, VECTOR, (2, 4))
+
+    def learn() -> None:
+        services.learn()
+        for arrays in services.learned:
+            check_rollout(VECTOR, arrays)
+        services.learned.clear()
+
+    return of(services, method, [services.question(method, k) for k in range(GOOD)], learn)
+
+
+def gossip(address: str) -> Iterator[Target]:
+    hub = link_house.Hub(address)
+
+    def streams() -> Iterator[list[bytes]]:
+        for k in itertools.count():
+            seat = 1 + k % (link_house.SEATS - 1)
+            news = [data_frame(n, link_house.news(seat, n + 1)) for n in range(GOOD)]
+            yield [link_house.hello(run_id=k, number=seat), *news]
+
+    def still_gossips() -> bool:
+        guest = link_house.Guest(address)
+        try:
+            link_house.agree(hub.learner, guest.learner)
+        finally:
+            guest.link.close()
+        return bool(np.isfinite(hub.memory.arrays["message"]).all())
+
+    yield Target(hub.meeting.servers.open[0], "Gossip", streams(), still_gossips)
+    hub.meeting.close(True)
+    assert not hub.meeting.guests
+
+
+TARGETS: dict[str, Callable[[str], Iterator[Target]]] = {
+    "echo": echo,
+    "infer": lambda address: infer(address, False),
+    "newest": lambda address: infer(address, True),
+    "push": lambda address: rollouts(address, PUSH),
+    "pull": lambda address: rollouts(address, PULL),
+    "gossip": gossip,
+}
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
+    yield from TARGETS[request.param](f"unix:{tmp_path}/s")
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=slow)])
+def test_a_service_refuses_broken_frames_and_goes_on(target: Target, count: int):
+    """No stream ends without a status and a reason, each refused one is counted, and nothing is kept."""
+    target.feed(100, 0)  # what is allocated once
+    before = peak_mb()
+    target.feed(count, 1)
+    assert peak_mb() - before < 16
+    assert min(target.ends[StatusCode.OK], target.ends[StatusCode.INVALID_ARGUMENT]) > count / 100, target.ends
+
+
+@slow
+def test_a_service_allocates_little_for_broken_frames(target: Target):
+    target.feed(100, 0)
+    tracemalloc.start()
+    try:
+        now = tracemalloc.get_traced_memory()[0]
+        target.feed(200, 2)
+        after, peak = tracemalloc.get_traced_memory()
+        assert (after - now < 1 << 20, peak - now < 2 << 20) == (True, True), (after - now, peak - now)
+    finally:
+        tracemalloc.stop()
