@@ -160,7 +160,7 @@ class Server:
         """gRPC's handler of one method."""
 
         async def handle(_: Any, context: grpc.aio.ServicerContext[bytes, Any]) -> None:
-            client = _client(context.peer())
+            client = client_name(context.peer())
             given = dict(context.invocation_metadata() or ()).get("authorization", "")
             if self.token and not is_token(str(given), f"Bearer {self.token}"):
                 await self._refuse(context, client, StatusCode.UNAUTHENTICATED, "not the run's token")
@@ -297,6 +297,6 @@ def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> An
     return resolve
 
 
-def _client(peer: str) -> str:
+def client_name(peer: str) -> str:
     """A client's name: its address without the port."""
     return peer.rpartition(":")[0] if peer.startswith("ipv") else peer.partition(":")[0]

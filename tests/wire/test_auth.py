@@ -36,14 +36,14 @@ TOKEN = "a-token-of-enough-characters"
         ("127.1:5000", False),  # who reads it may have another opinion than the system
     ],
 )
-def test_what_is_this_machine(address: str, local: bool):
+def test_loopback_and_unix_sockets_are_local(address: str, local: bool):
     assert is_local(address) is local
 
 
 @pytest.mark.parametrize(
     "address", ["", ":", "host", "host:", ":5000", "host:port", "host:0", "host:65536", "host:-1", "host:²", "host:5 "]
 )
-def test_what_is_no_address(address: str):
+def test_an_address_is_host_and_port(address: str):
     for reads in (split, is_local, lambda x: offset(x, 1)):
         with pytest.raises(ConfigError, match="is not HOST:PORT"):
             reads(address)
@@ -92,7 +92,7 @@ def test_a_token_file_that_will_not_do(tmp_path: Path, content: bytes, mode: int
     assert TOKEN not in str(caught.value)
 
 
-def test_no_token_file(tmp_path: Path):
+def test_a_missing_token_file_is_refused(tmp_path: Path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(ConfigError, match="cannot read"):
             read_token(str(path))
@@ -104,7 +104,7 @@ def test_is_token():
         assert not is_token(other, TOKEN)
 
 
-def test_keys(tmp_path: Path):
+def test_keys_hold_a_token_and_a_certificate_for_the_hosts(tmp_path: Path):
     folder = tmp_path / "some" / "keys"
     token, cert, key = make_keys(str(folder), ["10.1.2.3", "learner.example.org", "::1", "localhost"])
     for path in (token, cert, key):
@@ -137,13 +137,13 @@ def test_keys_that_cannot_be_made(tmp_path: Path):
         make_keys(str(tmp_path / "keys"), ["münchen"])
 
 
-def test_no_credentials_without_their_files(tmp_path: Path):
+def test_credentials_need_their_files(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"wire\.key: cannot read"):
         server_credentials(str(tmp_path / "cert.pem"), str(tmp_path / "key.pem"))
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:5000", "[::]:5000", "10.0.0.1:5000", "learner.example.org:5000"])
-def test_who_listens_to_others_must_be_safe(tmp_path: Path, address: str):
+def test_a_server_for_other_machines_needs_tls_and_a_token(tmp_path: Path, address: str):
     _, cert, key = make_keys(str(tmp_path), [])
     credentials = server_credentials(str(cert), str(key))
     for token, tls in (("", None), (TOKEN, None), ("", credentials)):
@@ -151,7 +151,7 @@ def test_who_listens_to_others_must_be_safe(tmp_path: Path, address: str):
             Server(address, {"Infer": EchoService()}, token=token, credentials=tls)
 
 
-def test_who_is_on_this_machine_needs_neither(tmp_path: Path):
+def test_a_local_server_needs_neither(tmp_path: Path):
     server = Server(f"unix:{tmp_path}/s", {"Infer": EchoService()})
     try:
         assert works(server.address)

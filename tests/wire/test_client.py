@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -17,13 +18,22 @@ import grpc
 import pytest
 
 from coterie.types import ConfigError, CoterieError
-from coterie.wire.client import ConnectionLost, RunEnded, Stream, back_off, open_channel
+from coterie.wire.client import (
+    Connection,
+    ConnectionLost,
+    Endpoint,
+    ReconnectingStream,
+    RunEnded,
+    Stream,
+    back_off,
+    open_channel,
+)
 from coterie.wire.codec import Frame, Layout, Refused, Tensor
 from coterie.wire.server import SERVICE, Limits
 from tests.support.net import free_port
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_until
-from tests.support.wire import LAYOUT, WAIT_S, arrays, channel_to, works
+from tests.support.wire import LAYOUT, WAIT_S, arrays, channel_to
 from tests.wire.conftest import Served
 
 Serve = Callable[..., Served]
@@ -66,7 +76,7 @@ def test_questions_and_answers(serve: Serve):
         stream.close()
 
 
-def test_the_server_is_killed(tmp_path: Path):
+def test_a_killed_server_is_a_lost_connection(tmp_path: Path):
     address = f"unix:{tmp_path}/s"
     server = subprocess.Popen([sys.executable, "-c", SERVER, address], stdout=subprocess.PIPE, text=True)
     try:
@@ -93,35 +103,47 @@ def test_the_server_is_killed(tmp_path: Path):
         server.communicate()
 
 
-def test_nobody_is_there(tmp_path: Path):
+def test_a_client_without_a_server_loses_its_connection(tmp_path: Path):
     with channel_to(f"unix:{tmp_path}/none") as channel:
         for _ in range(3):
             with pytest.raises(ConnectionLost, match="unavailable"):
                 connect(channel)
 
 
-def test_a_server_that_comes_back(serve: Serve):
-    """The same channel, once it is there again."""
-    first = serve()
-    with channel_to(first.address) as channel:
-        stream = connect(channel)
-        first.server.close()
-        with pytest.raises(RunEnded):
-            stream.receive()
+def test_a_stream_reconnects_to_a_new_server_and_asks_again(serve: Serve):
+    first, lines, made = serve(), list[str](), list[Stream]()
+    with closing(Connection(Endpoint(first.address, patience=WAIT_S), {"envs": 1}, lines.append)) as connection:
+
+        def connect() -> Stream:
+            made.append(connection.stream("Infer", LAYOUT, lambda: None))
+            return made[-1]
+
+        stream = ReconnectingStream(connect, connection.retry(lambda: None))
+        assert stream.ask(lambda: arrays(len(made)))[0]["x"][0] == 2
+        first.server.close(None)
+        assert stream.ask_once(lambda: arrays(len(made))) is None, "sent once, and lost"
+        serve(first.address)
+        assert stream.ask(lambda: arrays(len(made)))[0]["x"][0] == len(made) + 1, "asked for the new stream"
+        assert len(made) >= 2
+        assert stream.ask_once(lambda: arrays(5)) is not None
         stream.close()
-        second, tries = serve(first.address), list[float]()
-        for wait in back_off(first=0.01, most=0.1):
-            try:
-                again = connect(channel)
-                break
-            except ConnectionLost:
-                tries.append(wait)
-                assert len(tries) < 200
-                time.sleep(wait)
-        again.send(arrays())
-        assert again.receive()[1] == 7
-        again.close()
-    assert works(second.address)
+    assert all(re.match(r"no learner at unix:.* retrying for 8 s|a learner at unix:.* after", line) for line in lines)
+
+
+def test_a_stream_gives_up_a_server_that_stays_away(tmp_path: Path):
+    lines = list[str]()
+    with closing(Connection(Endpoint(f"unix:{tmp_path}/none", patience=0.1), {}, lines.append)) as connection:
+        with pytest.raises(CoterieError, match=r"^no learner at unix:.*/none for \d s: unavailable"):
+            connection.settings("Infer")
+
+        def check() -> None:
+            if len(lines) > 1:
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            connection.settings("Infer", check)
+    assert all(line.startswith("no learner at ") for line in lines)
+    assert len(lines) == 2, "once for each outage"
 
 
 def test_a_server_that_accepts_and_never_answers(tmp_path: Path):
@@ -136,7 +158,7 @@ def test_a_server_that_accepts_and_never_answers(tmp_path: Path):
             assert 0.3 < time.monotonic() - begin < WAIT_S / 2
 
 
-def test_silence(serve: Serve):
+def test_a_silent_server_is_given_up(serve: Serve):
     """A server that no longer answers, nor says that it lives."""
     served = serve()
     served.service.late = True
@@ -151,7 +173,7 @@ def test_silence(serve: Serve):
         stream.close()
 
 
-def test_who_waits_no_longer_need_not_wait_for_the_answer(serve: Serve):
+def test_a_check_that_raises_ends_the_wait_for_an_answer(serve: Serve):
     served = serve()
     served.service.late = True
     leaving = threading.Event()
@@ -265,7 +287,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("case", LIES)
-def test_a_server_that_does_not_keep_to_the_rules(tmp_path: Path, case: str):
+def test_a_server_that_breaks_the_protocol_is_refused(tmp_path: Path, case: str):
     frames, why = LIES[case]
     liar, before = Liar(f"unix:{tmp_path}/s", *frames), watchers()
 
@@ -282,7 +304,7 @@ def test_a_server_that_does_not_keep_to_the_rules(tmp_path: Path, case: str):
         liar.server.stop(None).wait(WAIT_S)
 
 
-def test_back_off():
+def test_waits_between_attempts_grow_and_differ():
     most = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
     one, other = list(islice(back_off(), 9)), list(islice(back_off(), 9))
     assert all(m / 2 <= wait <= m for waits in (one, other) for wait, m in zip(waits, most, strict=True))
@@ -290,7 +312,7 @@ def test_back_off():
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:5000", "0.0.0.0:5000", "learner.example.org:5000"])
-def test_elsewhere_only_with_a_certificate(address: str, tmp_path: Path):
+def test_another_machine_needs_a_certificate(address: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"^--connect: .* is not on this machine"):
         open_channel(address)
     with pytest.raises(ConfigError, match="--cert: cannot read"):

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from coterie.wire import server as server_module
 from coterie.wire.codec import Frame, Layout, Tensor
-from coterie.wire.server import Limits
+from coterie.wire.server import Limits, client_name
 from tests.support.waiting import wait_until
 from tests.support.wire import (
     LAYOUT,
@@ -48,7 +47,7 @@ def test_a_good_client(serve: Serve):
     assert served.server.bytes_out > 0
 
 
-def test_the_welcome(serve: Serve):
+def test_a_welcome_declares_the_answers(serve: Serve):
     served = serve()
     with channel_to(served.address) as channel:
         raw = Raw(channel, hello_frame(), data_frame(0))
@@ -72,7 +71,7 @@ def test_the_welcome(serve: Serve):
         (("authorization-bin", f"Bearer {TOKEN}".encode()),),
     ],
 )
-def test_without_the_token(serve: Serve, metadata: Any):
+def test_a_client_without_the_token_is_refused(serve: Serve, metadata: Any):
     served = serve(token=TOKEN)
     status, why = raw_end(served, hello_frame(), metadata=metadata)
     assert (status, why) == (StatusCode.UNAUTHENTICATED, "not the run's token")
@@ -105,7 +104,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(serve: Serve, case: str):
+def test_a_stream_that_breaks_the_protocol_is_refused(serve: Serve, case: str):
     served, (frames, why) = serve(), REFUSED[case]
     for n in (1, 2):
         status, details = raw_end(served, *frames)
@@ -154,7 +153,7 @@ def test_too_many_streams_of_all_clients(serve: Serve):
     assert works(served.address)
 
 
-def test_the_count_of_the_refused_has_an_end(serve: Serve):
+def test_refused_clients_are_counted_up_to_a_limit(serve: Serve):
     """By address: whoever has many of them cannot fill the memory with them."""
     served = serve(limits=Limits(all_streams=3))
 
@@ -181,11 +180,11 @@ def test_the_count_of_the_refused_has_an_end(serve: Serve):
     ],
 )
 def test_a_client_is_the_same_at_any_port(peer: str, client: str):
-    assert server_module._client(peer) == client
+    assert client_name(peer) == client
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["hello", "data"])
-def test_messages_that_are_too_large(serve: Serve, first: bool):
+def test_messages_above_the_limit_are_refused(serve: Serve, first: bool):
     """What goes a little too far is refused and counted; what goes far beyond gRPC does not even take in."""
     served = serve(limits=Limits(message_bytes=MOST))
     before = [] if first else [hello_frame()]
@@ -201,7 +200,7 @@ def test_messages_that_are_too_large(serve: Serve, first: bool):
     assert works(served.address)
 
 
-def test_an_unknown_method(serve: Serve):
+def test_an_unknown_method_is_unimplemented(serve: Serve):
     served = serve()
     with channel_to(served.address) as channel:
         for method in (METHOD + "x", "/other.Service/Infer", "/x", "nonsense"):

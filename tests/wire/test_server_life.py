@@ -63,7 +63,7 @@ def test_a_waiting_client_receives_heartbeats(serve: Serve):
         assert raw.end()[0] == StatusCode.OK
 
 
-def test_an_answer_without_arrays(serve: Serve):
+def test_an_answer_may_have_no_arrays(serve: Serve):
     served = serve()
     served.service.late = True
     with channel_to(served.address) as channel:
@@ -117,7 +117,7 @@ def test_a_seat_answers_twice_and_late(serve: Serve):
     answer(asked, 1)
 
 
-def test_the_run_ends(serve: Serve):
+def test_clients_receive_the_end_of_the_run(serve: Serve):
     """Those that wait for an answer hear of it, and so do those that have still to ask."""
     served = serve()
     served.service.late = True
@@ -140,7 +140,7 @@ def test_the_run_ends(serve: Serve):
     served.server.close()  # a second time is nothing
 
 
-def test_the_end_waits_for_nobody(serve: Serve):
+def test_a_server_closes_although_a_client_does_not_read(serve: Serve):
     """A client that reads nothing: what the server writes is stuck on the way."""
     wide = Layout([Tensor("x", "uint8", (1 << 20,))])
     served = serve()
@@ -161,7 +161,7 @@ def test_the_end_waits_for_nobody(serve: Serve):
             good.close()
 
 
-def test_an_address_that_is_taken(serve: Serve, tmp_path: Path):
+def test_an_address_in_use_is_refused(serve: Serve, tmp_path: Path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -171,7 +171,7 @@ def test_an_address_that_is_taken(serve: Serve, tmp_path: Path):
     assert works(serve(address).address)
 
 
-def test_servers_side_by_side(serve: Serve):
+def test_two_servers_of_one_process_are_independent(serve: Serve):
     """A learner has one for its own hosts and one for others, each with a thread of its own."""
     two = [serve(), serve()]
 
@@ -193,3 +193,20 @@ def test_servers_side_by_side(serve: Serve):
     assert sorted(done) == sorted(one.address for one in two * 2)
     two[0].server.close()
     assert works(two[1].address)
+
+
+def test_a_client_that_says_hello_while_the_run_ends_receives_the_end(serve: Serve):
+    served = serve()
+    with channel_to(served.address) as channel:
+        # The late stream is open before the end, as the welcome of a later one proves; its hello comes afterwards.
+        first, late, last = Raw(channel, hello_frame()), Raw(channel), Raw(channel, hello_frame())
+        assert [raw.next().WhichOneof("kind") for raw in (first, last)] == ["welcome"] * 2
+        ending = threading.Thread(target=served.server.close, args=("enough",))
+        ending.start()
+        wait_until(lambda: served.server.over is not None)
+        late.out.put(hello_frame())
+        assert late.next().over.reason == "enough"
+        for raw in (first, late, last):
+            raw.end()
+        ending.join(WAIT_S)
+    assert not ending.is_alive()

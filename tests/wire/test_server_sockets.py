@@ -74,7 +74,7 @@ def test_garbage_on_the_socket(serve: Serve, case: str, abrupt: bool):
 
 
 @pytest.mark.parametrize("value", [b"Bearer \xff\xfe", b"\xc3\xbc", b"Bearer " + b"\x80" * 40, b"Bearer \xed\xa0\x80"])
-def test_a_token_of_other_characters(serve: Serve, value: bytes):
+def test_a_token_that_is_not_ascii_is_refused(serve: Serve, value: bytes):
     served = serve(token=TOKEN)
     with Http2(served.address) as peer:
         peer.call(hello_frame(), more=((b"authorization", value),))
@@ -91,7 +91,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Pat
     return make_keys(str(folder / "a"), []), make_keys(str(folder / "b"), [])
 
 
-def test_tls(serve: Serve, keys: tuple[list[Path], list[Path]]):
+def test_tls_needs_the_servers_certificate(serve: Serve, keys: tuple[list[Path], list[Path]]):
     (token_file, cert, key), (_, other, _) = keys
     token, address = token_file.read_text().strip(), f"127.0.0.1:{free_port()}"
     served = serve(address, token=token, credentials=server_credentials(str(cert), str(key)))
