@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,12 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from coterie import presets
 from coterie.acting.central import REMOTE
 from coterie.build.resources import resolve_config
+from coterie.remote import servers
 from coterie.remote.admission import SettingsRequest
 from coterie.roles.learner import Learner
 from coterie.runs.config_io import replace
 from coterie.wire.auth import make_keys
-from coterie.wire.server import Server
+from coterie.wire.server import Limits, Server
 from tests.support.net import free_port, free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +148,7 @@ def check_physics(rows):
 
 
 def is_over(process, learner) -> None:
-    """It was told that the run has ended, and knows how many steps it made."""
+    """The client received the end of the run, and prints its number of steps."""
     out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
     steps, reason = re.fullmatch(r"(\d+) steps; over: (.*)\n", out).groups()
@@ -154,9 +156,9 @@ def is_over(process, learner) -> None:
     assert 0 <= int(steps) - learner.acting.produced <= ENVS, "all but the last frame were answered"
 
 
-# Filters of coterie.acting.central, which only reads a frame's bytes, do not count in a test.
 @pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
-def test_a_foreign_client_makes_rollouts(client, tls, tmp_path):
+def test_a_foreign_client_makes_rollouts(client, tls, tmp_path, monkeypatch):
+    monkeypatch.setattr(servers, "Limits", partial(Limits, heartbeat_s=0.02))  # the client must skip heartbeats
     wire, arguments, address = {}, [], f"unix:{tmp_path}/door"
     if tls:
         token, cert, key = make_keys(str(tmp_path / "keys"), [])
@@ -164,7 +166,7 @@ def test_a_foreign_client_makes_rollouts(client, tls, tmp_path):
         arguments = ["--token", str(token), "--cert", str(cert)]
     with learning(address, **wire) as learner, started([*client, address, *arguments]) as process:
         wait_for_envs(learner, process)
-        time.sleep(0.2)  # for signs of life: nobody acts yet
+        time.sleep(0.2)  # for heartbeats: no weights are published yet
         rows, ended = collect(learner)
         check_convention(rows, ended)
         check_physics(rows)
@@ -181,7 +183,7 @@ def wait_for_envs(learner, process) -> None:
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
-def test_a_foreign_client_goes_to_its_own_learner(client, tcp, tmp_path):
+def test_a_foreign_client_connects_to_its_learner(client, tcp, tmp_path):
     port = free_ports(2)
     first, second = (f"127.0.0.1:{port + i}" if tcp else f"unix:{tmp_path}/door" + ".1" * i for i in range(2))
     door = Server(first, {"Infer": lambda hello: SettingsRequest({"number": 5, "learners": 2, "settings": "{}"})})
@@ -196,7 +198,7 @@ def test_a_foreign_client_goes_to_its_own_learner(client, tcp, tmp_path):
         door.close()
 
 
-def test_a_foreign_client_says_why_it_was_refused(client, tmp_path):
+def test_a_refused_foreign_client_prints_the_reason(client, tmp_path):
     token, cert, key = make_keys(str(tmp_path / "keys"), [])
     (tmp_path / "other").write_text("another token than the run's")
     address = f"127.0.0.1:{free_port()}"
@@ -209,7 +211,7 @@ def test_a_foreign_client_says_why_it_was_refused(client, tmp_path):
     assert err.splitlines()[-1] == "UNAUTHENTICATED: not the run's token"
 
 
-def test_the_clients_are_short_and_know_nothing_of_coterie():
+def test_the_example_clients_are_short_and_import_nothing_of_coterie():
     python, javascript = ((EXAMPLES / f"wire_client.{ending}").read_text() for ending in ("py", "js"))
     assert len(python.splitlines()) < 100
     assert len(javascript.splitlines()) < 120
