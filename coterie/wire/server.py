@@ -199,6 +199,10 @@ class Server:
         self._open[connection] = None
 
     @property
+    def is_closed(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
     def is_idle(self) -> bool:
         """Whether no stream is open, nor one being opened or closed."""
         return not self._streams and not self._open

@@ -46,7 +46,7 @@ def test_a_token_is_asked_for(tmp_path, address, hubs, guests):
 
 
 def test_elsewhere_needs_tls_and_a_token():
-    with pytest.raises(ConfigError, match=r"gossip\.bind: 0\.0\.0\.0:1 can be reached from elsewhere"):
+    with pytest.raises(ConfigError, match=r"gossip\.bind: 0\.0\.0\.0:1 is reachable from other machines"):
         Hub("0.0.0.0:1")
 
 
@@ -85,7 +85,7 @@ def test_settings_that_are_none_are_one_line(text):
         ([hello(sends=[])], "not of the run's network"),
         ([hello(group=2, sends=[])], "there is no group 2"),
         ([hello(group=HEARS, sends=[])], "the stream of group 0 comes first"),
-        ([hello(envs=0, sends=[]), data_frame(0, b"")], "a stream of 0 envs has nothing to show"),
+        ([hello(envs=0, sends=[]), data_frame(0, b"")], "a stream of 0 envs must not send data frames"),
     ],
 )
 def test_what_no_run_sends_ends_its_stream(address, hubs, guests, frames, reason):

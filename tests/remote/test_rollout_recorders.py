@@ -56,8 +56,8 @@ class Ledge:
             raise Stopped
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_recorders_write_is_taken(case: str):
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x == "lives")) for x in CASES])
+def test_what_recorders_write_is_accepted(case: str):
     preset, env, changes = CASES[case]
     env_id = env if "-" in env else f"coterie.envs.testing:{env}"
     own = {"env.num_envs": 4, "algo.unroll_length": 7, "env.threads": 1, "env.replace_budget": 10_000, "device": "cpu"}

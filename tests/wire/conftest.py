@@ -1,4 +1,4 @@
-"""Servers that are closed after each test, and that have said nothing on the way."""
+"""Servers that are closed after each test, and must not have logged anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.wire import EchoService
 
 
 class Served:
-    """A server, its service, and what it told of those that it refused."""
+    """A server, its service, and its lines on refused clients."""
 
     def __init__(self, address: str, **options: Any) -> None:
         self.service, self.lines = EchoService(), list[str]()
@@ -27,7 +27,7 @@ class Served:
 
 @pytest.fixture
 def serve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Served]]:
-    """Makes servers, by themselves at a unix socket."""
+    """Makes servers, by default at a unix socket."""
     made: list[Served] = []
 
     def make(address: str = "", **options: Any) -> Served:
@@ -36,13 +36,12 @@ def serve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable
 
     yield make
     for one in made:
-        if one.server.over is None:
-            assert one.server._thread.is_alive()
-            wait_until(lambda one=one: one.server.is_idle), "a stream that is over was kept"  # type: ignore[misc]
-        assert all(seat.left == 1 for seat in one.service.streams), "a seat is left once"
+        if not one.server.is_closed:
+            wait_until(lambda server=one.server: server.is_idle, what="streams that have ended are closed")  # type: ignore[misc]
+        assert all(stream.left == 1 for stream in one.service.streams), "each is left once"
         one.server.close()
-        assert not one.server._thread.is_alive()
-    gc.collect(1)  # what was never awaited or retrieved is told of now
+        assert one.server.is_closed
+    gc.collect(1)  # reports what was never awaited or retrieved
     told = [r.getMessage() for when in ("setup", "call") for r in caplog.get_records(when) if r.levelname != "DEBUG"]
     assert told == [], "asyncio and gRPC log what the server did not catch"
 

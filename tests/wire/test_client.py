@@ -272,7 +272,7 @@ def welcome(layout: Layout = LAYOUT) -> bytes:
 
 
 LIES = {
-    "no welcome": ([Frame(data={"number": 0}).SerializeToString()], "no welcome"),
+    "no welcome": ([Frame(data={"number": 0}).SerializeToString()], "not a welcome"),
     "nothing": ([], "ended the stream"),
     "signs of life": ([b""] * 3, "ended the stream"),
     "huge frames": ([welcome(Layout([Tensor("x", "float64", (2**31,) * 4)]))], "the server's frames: frames of up to"),
@@ -313,7 +313,7 @@ def test_waits_between_attempts_grow_and_differ():
 
 @pytest.mark.parametrize("address", ["10.0.0.1:5000", "0.0.0.0:5000", "learner.example.org:5000"])
 def test_another_machine_needs_a_certificate(address: str, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"^--connect: .* is not on this machine"):
+    with pytest.raises(ConfigError, match=r"^--connect: .* is on another machine"):
         open_channel(address)
     with pytest.raises(ConfigError, match="--cert: cannot read"):
         open_channel(address, str(tmp_path / "none"))

@@ -72,7 +72,7 @@ def frames(draw: st.DrawFn) -> tuple[Layout, dict[str, Array]]:
 
 
 @given(frames())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_what_is_packed_is_unpacked(frame: tuple[Layout, dict[str, Array]]):
     layout, content = frame
     data = layout.pack(content)
@@ -187,7 +187,7 @@ NAMES = st.sampled_from(["", "a", "b", "c"])
     ),
     st.binary(max_size=64),
 )  # fmt: skip
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_hostile_layouts_are_refused_or_kept_to(declared: list[Any], data: bytes):
     try:
         layout = layout_from(declared, MOST)
