@@ -6,31 +6,21 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
-from tests.launch.harness import ENDLESS, last_line
-from tests.launch.test_decoupled import CROWD, check
-from tests.launch.test_decoupled import options as decoupled
-from tests.launch.test_killed import TALLY
+from tests.support.runs import CROWD, ENDLESS, central_options, check_rows, last_line
 
 slow = pytest.mark.slow
-
-
-def options(out: Path, exchange: str = "solo", **changes: object) -> list[str]:
-    args = decoupled(out, exchange, **changes)
-    at = args.index("--decoupled.batch_size")
-    return ["train", "seed-vtrace", *args[2:at], "--central.batch_size", *args[at + 1 :]]
 
 
 @pytest.mark.parametrize("exchange", ["solo", pytest.param("allreduce", marks=slow)])
 def test_a_run_with_env_hosts_trains_and_resumes(tmp_path, exchange):
     out = tmp_path / "run"
-    assert main(options(out, exchange, **{"eval.every": 1000, "eval.episodes": 2})) == 0
-    summary = check(out)
+    assert main(central_options(out, exchange, **{"eval.every": 1000, "eval.episodes": 2})) == 0
+    summary = check_rows(out)
     assert summary["status"] == "finished"
     if exchange == "allreduce":  # all learners hold equal parameters: pulling from one is pulling from all
         assert len(summary["digests"]) == 2
@@ -44,19 +34,16 @@ def test_a_run_with_env_hosts_trains_and_resumes(tmp_path, exchange):
     assert told | {"policy_lag/mean", "latency/p50_ms"} <= {k for line in lines for k in line}
     assert sum(summary["policy_lag"].values()) == summary["env_steps"] + summary["masked_steps"]
     assert main(["resume", str(out), "--steps", "4000"]) == 0
-    before, summary = summary["rows"], check(out)
+    before, summary = summary["rows"], check_rows(out)
     assert summary["env_steps"] >= 4000
     assert summary["rows"]["dropped"] >= before["in_flight"] + before["dropped"]
     # Of each env the rollouts that wait, in a batch or for one, and the one that it is at.
     assert summary["rows"]["in_flight"] + summary["rows"]["dropped"] <= 2 * 2 * CROWD * 5 * (3 + 2 + 1)
 
 
-def test_killed_hosts_are_started_again_and_every_row_is_accounted_for(tmp_path, monkeypatch, meddler):
-    out, tally = meddler.out, tmp_path / "tally"
-    (tmp_path / "tally_env.py").write_text(TALLY)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_killed_hosts_are_started_again_and_every_row_is_accounted_for(meddler, tally):
+    out = meddler.out
     hosts = 2
-    env = {"env.id": "tally_env:Tally", "env.kwargs": json.dumps({"path": str(tally)}), "env.delay": 0.01}
 
     def kill_each() -> None:
         meddler.at_work()
@@ -68,17 +55,16 @@ def test_killed_hosts_are_started_again_and_every_row_is_accounted_for(tmp_path,
             meddler.until(lambda s=steps: meddler.steps() > s + 20 * CROWD, "the run goes on")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    code = meddler.run(options(out, **{**ENDLESS, **env}), kill_each)
+    code = meddler.run(central_options(out, **{**ENDLESS, **tally.options}), kill_each)
     assert code == 75
-    summary = check(out)
+    summary = check_rows(out)
     assert summary["status"] == "interrupted"
     log = (out / "log.txt").read_text()
     assert all(f"host {i} was killed by SIGKILL" in log for i in range(hosts))
     assert [x for x, _ in meddler.started].count(0) == 1, "no learner was started again"
     assert summary["rows"]["rolled_back"] == 0
     # Of a killed host, and of one that leaves, a step of each of its two envs may have been made that nobody saw.
-    taken = tally.stat().st_size
-    assert summary["rows"]["produced"] <= taken <= summary["rows"]["produced"] + 2 * hosts * 2
+    assert summary["rows"]["produced"] <= tally.steps <= summary["rows"]["produced"] + 2 * hosts * 2
     meddler.check_nothing_left()
 
 
@@ -108,20 +94,17 @@ def test_a_host_killed_twice_at_once_and_one_that_is_stopped(meddler):
             os.kill(meddler.pid("actor 0"), signal.SIGCONT)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    assert meddler.run(options(out, **ENDLESS), meddle) == 75
-    summary = check(out)
+    assert meddler.run(central_options(out, **ENDLESS), meddle) == 75
+    summary = check_rows(out)
     assert [x for x, _ in meddler.started].count("actor 0") == 3
     assert [x for x, _ in meddler.started].count("actor 1") == 1
     assert summary["policy_lag_max"] > 0
     meddler.check_nothing_left()
 
 
-def test_a_killed_learner_is_started_again_with_its_hosts(tmp_path, monkeypatch, meddler):
+def test_a_killed_learner_is_started_again_with_its_hosts(meddler, tally):
     """With long rollouts, whose rows the learner has received and not learned from."""
-    out, tally = meddler.out, tmp_path / "tally"
-    (tmp_path / "tally_env.py").write_text(TALLY)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    env = {"env.id": "tally_env:Tally", "env.kwargs": json.dumps({"path": str(tally)}), "env.delay": 0.01}
+    out = meddler.out
 
     def kill() -> None:
         meddler.at_work()
@@ -131,11 +114,10 @@ def test_a_killed_learner_is_started_again_with_its_hosts(tmp_path, monkeypatch,
         os.kill(os.getpid(), signal.SIGTERM)
 
     long = {"algo.unroll-length": 20, "log.checkpoint_every": 4}
-    assert meddler.run(options(out, **{**ENDLESS, **env, **long}), kill) == 75
-    summary = check(out)
+    assert meddler.run(central_options(out, **{**ENDLESS, **tally.options, **long}), kill) == 75
+    summary = check_rows(out)
     hosts = sum(isinstance(x, str) for x, _ in meddler.started)
-    taken = tally.stat().st_size
-    assert summary["rows"]["produced"] <= taken <= summary["rows"]["produced"] + 2 * hosts * 2
+    assert summary["rows"]["produced"] <= tally.steps <= summary["rows"]["produced"] + 2 * hosts * 2
     assert [x for x, _ in meddler.started].count(0) == 2
     assert [x for x, _ in meddler.started].count("actor 0") == 2
     assert summary["rows"]["rolled_back"] > 0
@@ -154,8 +136,8 @@ def test_lockstep_is_the_same_twice(tmp_path, changes):
     digests = []
     for i in range(2):
         out = tmp_path / str(i)
-        assert main(options(out, **{"central.lockstep": True, "steps": 1000, **changes})) == 0
-        summary = check(out)
+        assert main(central_options(out, **{"central.lockstep": True, "steps": 1000, **changes})) == 0
+        summary = check_rows(out)
         assert set(summary["policy_lag"]) == {"0"}
         assert summary["rows"]["in_flight"] == summary["rows"]["dropped"] == 0
         digests.append(summary["digest"])
@@ -168,10 +150,10 @@ def test_a_run_with_newest_frames_on_the_wire_learns_the_same(tmp_path):
     changes = {"central.lockstep": True, "actors": 1, "steps": 1200, "algo.unroll-length": 10, "model.torso": "a3c"}
     for newest in (False, True):
         out = tmp_path / str(newest)
-        args = options(out, **{**changes, "central.newest_frame": newest})
+        args = central_options(out, **{**changes, "central.newest_frame": newest})
         args[args.index("CartPole-v1")] = "Breakout-v5"
         assert main(args) == 0
-        summary = check(out)
+        summary = check_rows(out)
         assert 0 < summary["episodes"] < summary["masked_steps"]
         digests.append(summary["digest"])
         sent.append(
@@ -193,8 +175,8 @@ def test_in_lockstep_a_killed_host_comes_back_and_nothing_is_learned_with_a_lag(
             meddler.until(lambda s=steps: meddler.steps() > s + 20 * CROWD, "the run goes on")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    assert meddler.run(options(meddler.out, **{**ENDLESS, "central.lockstep": True}), kill) == 75
-    summary = check(meddler.out)
+    assert meddler.run(central_options(meddler.out, **{**ENDLESS, "central.lockstep": True}), kill) == 75
+    summary = check_rows(meddler.out)
     assert set(summary["policy_lag"]) == {"0"}
     meddler.check_nothing_left()
 
@@ -204,10 +186,10 @@ def test_a_host_that_dies_again_and_again_ends_the_run(meddler, capsys):
         meddler.at_work()
         os.kill(meddler.pid("actor 1"), signal.SIGKILL)
 
-    assert meddler.run(options(meddler.out, **{**ENDLESS, "central.restarts": 0}), kill) == 1
+    assert meddler.run(central_options(meddler.out, **{**ENDLESS, "central.restarts": 0}), kill) == 1
     assert "host 1 was killed by SIGKILL" in (line := last_line(capsys))
     assert "central.restarts (0) are used up" in line
-    check(meddler.out)
+    check_rows(meddler.out)
     meddler.check_nothing_left()
 
 
@@ -216,7 +198,7 @@ def test_a_host_that_hangs_is_named(tmp_path, meddler, capsys):
     """Though the others go on."""
     env = {"env.id": "coterie.envs.testing:FlakyEnv", "log.stall": 8, "env.timeout": 60}  # more than a start takes
     env["env.kwargs"] = json.dumps({"how": "hang", "at": 30, "marker": str(tmp_path / "once")})
-    assert meddler.run(options(meddler.out, **{**ENDLESS, **env}), lambda: None) == 1
+    assert meddler.run(central_options(meddler.out, **{**ENDLESS, **env}), lambda: None) == 1
     line = last_line(capsys)
     assert "host " in line
     assert "hangs" in line
@@ -235,7 +217,7 @@ def test_hosts_that_hang_end_the_run_at_its_deadline(meddler, capsys):
             os.kill(pid, signal.SIGSTOP)
 
     begin = time.monotonic()
-    assert meddler.run(options(meddler.out, **{**ENDLESS, **changes}), stop) == 1
+    assert meddler.run(central_options(meddler.out, **{**ENDLESS, **changes}), stop) == 1
     assert time.monotonic() - begin < 60
     assert "log.stall" in last_line(capsys)
     meddler.check_nothing_left()

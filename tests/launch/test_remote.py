@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import sys
 import time
 
 import pytest
@@ -14,12 +12,12 @@ import pytest
 from coterie.cli.main import main
 from coterie.config import Env
 from coterie.roles.remote_worker import lend_actor, lend_envs
-from tests.launch.harness import PATIENCE, last_checkpoint, until
-from tests.launch.test_decoupled import check
-from tests.launch.test_killed import TALLY
+from tests.support.meddler import PATIENCE
 from tests.support.net import free_port, free_ports
 from tests.support.proxy import Proxy
 from tests.support.remote_workers import WIDTH, central, decoupled, finish, goes_on
+from tests.support.runs import check_rows, last_checkpoint
+from tests.support.waiting import wait_until
 
 slow = pytest.mark.slow
 
@@ -59,7 +57,7 @@ def test_hosts_come_and_go_while_a_run_trains(tmp_path, meddler, clients, capsys
 
     args = [*central(meddler.out, port), "--wire.token-file", token[1]]
     assert meddler.run(args, meddle) == 75
-    summary = check(meddler.out)
+    summary = check_rows(meddler.out)
     assert summary["rows"]["learned"] > 0
     assert "refused ipv4:127.0.0.1: not the run's token" in (meddler.out / "log.txt").read_text()
     meddler.check_nothing_left()
@@ -81,7 +79,7 @@ def test_a_host_that_is_ended_finishes_its_rollout(meddler, guests):
         finish(meddler, mine[3])
 
     assert meddler.run(central(meddler.out, port), meddle) == 75
-    check(meddler.out)
+    check_rows(meddler.out)
     meddler.check_nothing_left()
 
 
@@ -97,27 +95,23 @@ def test_hosts_reconnect_to_a_learner_that_was_killed(meddler, guests):
         finish(meddler, *mine)
 
     assert meddler.run(central(meddler.out, port), meddle) == 75
-    check(meddler.out)
+    check_rows(meddler.out)
     assert meddler.started == [(0, pid) for _, pid in meddler.started]
     assert len(meddler.started) == 2
     meddler.check_nothing_left()
 
 
-def test_through_a_proxy_that_delays_throttles_and_cuts(tmp_path, monkeypatch, meddler, guests):
+def test_through_a_proxy_that_delays_throttles_and_cuts(meddler, guests, tally):
     """5% of what goes over the wire comes late; streams are cut in the middle of a frame, with nobody to go to. The
     envs count their steps, of which none is learned from twice, or lost but where a stream was.
     """
-    port, tally = free_port(), tmp_path / "tally"
-    (tmp_path / "tally_env.py").write_text(TALLY)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "tally_env", raising=False)
-    env = Env("tally_env:Tally", kwargs=json.dumps({"path": str(tally)}))
-    own = {"env.id": env.id, "env.kwargs": env.kwargs}
+    port = free_port()
+    env = Env(tally.options["env.id"], kwargs=tally.options["env.kwargs"])
 
     def meddle(proxy: Proxy) -> None:
         mine = [guests(lend_envs, at, env) for at in (proxy.port, proxy.port, port)]
         meddler.at_work()
-        until(lambda: proxy.connections >= 4, "both have asked, and are connected")
+        wait_until(lambda: proxy.connections >= 4, what="both have asked, and are connected")
         proxy.delayed, proxy.delay = 0.05, 0.1
         goes_on(meddler)
         assert proxy.late
@@ -138,10 +132,10 @@ def test_through_a_proxy_that_delays_throttles_and_cuts(tmp_path, monkeypatch, m
         finish(meddler, *mine)
 
     with Proxy(port) as proxy:
-        assert meddler.run(central(meddler.out, port, **own), lambda: meddle(proxy)) == 75
-    summary = check(meddler.out)
-    produced, taken = summary["rows"]["produced"], tally.stat().st_size
-    assert produced <= taken <= produced + (proxy.cuts + 3) * WIDTH
+        assert meddler.run(central(meddler.out, port, **tally.options), lambda: meddle(proxy)) == 75
+    summary = check_rows(meddler.out)
+    produced = summary["rows"]["produced"]
+    assert produced <= tally.steps <= produced + (proxy.cuts + 3) * WIDTH
     assert summary["rows"]["dropped"] > 0
     assert [rank for rank, _ in meddler.started] == [0]
     assert "Traceback" not in (meddler.out / "log.txt").read_text()
@@ -154,7 +148,7 @@ def test_hosts_are_spread_over_the_learners(meddler, guests, exchange):
 
     def meddle() -> None:
         mine = [guests(lend_envs, port) for _ in range(4)]
-        until(lambda: all(guest.there() for guest in mine), "all are let in")
+        wait_until(lambda: all(guest.there() for guest in mine), what="all are let in")
         where = sorted(guest.address for guest in mine)
         assert where == [f"127.0.0.1:{port}"] * 2 + [f"127.0.0.1:{port + 1}"] * 2
         meddler.at_work()
@@ -166,7 +160,7 @@ def test_hosts_are_spread_over_the_learners(meddler, guests, exchange):
         return [x["learned"] for x in last_checkpoint(meddler.out)[1]["learners"]]
 
     assert meddler.run(central(meddler.out, port, exchange), meddle) == 75
-    summary = check(meddler.out)
+    summary = check_rows(meddler.out)
     if exchange == "allreduce":
         assert len(summary["digests"]) == 2
         assert len(set(summary["digests"])) == 1
@@ -198,7 +192,7 @@ def test_a_worker_that_waits_for_a_stopped_learner_may_leave(meddler, guests, wo
 
     args = central if work is lend_envs else decoupled
     assert meddler.run(args(meddler.out, port), meddle) == 75
-    check(meddler.out)
+    check_rows(meddler.out)
     meddler.check_nothing_left()
 
 
@@ -209,7 +203,7 @@ def test_a_learner_without_hosts_does_not_keep_the_run_from_its_end(meddler, gue
         guests(lend_envs, port).thread.join(PATIENCE)
 
     assert meddler.run(central(meddler.out, port, "gossip", steps=500), meddle) == 0
-    assert check(meddler.out)["status"] == "finished"
+    assert check_rows(meddler.out)["status"] == "finished"
     learned = [x["learned"] for x in last_checkpoint(meddler.out)[1]["learners"]]
     assert learned[0] >= 500
     assert learned[1] == 0
@@ -230,7 +224,7 @@ def test_a_learner_whose_hosts_have_left_does_not_keep_the_run_from_its_end(medd
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert meddler.run(central(meddler.out, port, exchange), meddle) == 75
-    check(meddler.out)
+    check_rows(meddler.out)
     meddler.check_nothing_left()
 
 

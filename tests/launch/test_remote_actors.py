@@ -7,11 +7,11 @@ import signal
 import pytest
 
 from coterie.roles.remote_worker import lend_actor
-from tests.launch.harness import until
-from tests.launch.test_decoupled import check
 from tests.support.net import free_port
 from tests.support.proxy import Proxy
 from tests.support.remote_workers import decoupled, finish, goes_on
+from tests.support.runs import check_rows
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("normalises", [True, pytest.param(False, marks=pytest.mark.slow)])  # False: weights only
@@ -20,7 +20,7 @@ def test_actors_join_and_leave_while_a_run_trains(meddler, clients, normalises):
 
     def meddle() -> None:
         mine, odd = clients("actor", port), clients("actor", port, env="Acrobot-v1")
-        until(lambda: "an actor with " in mine.said, "it is let in")
+        wait_until(lambda: "an actor with " in mine.said, what="it is let in")
         code, said = odd.end()
         assert code == 1
         assert "the run's envs are CartPole-v1, not Acrobot-v1" in said
@@ -34,7 +34,7 @@ def test_actors_join_and_leave_while_a_run_trains(meddler, clients, normalises):
 
     args = decoupled(meddler.out, port, **{"model.normalize_obs": normalises})
     assert meddler.run(args, meddle) == 75
-    check(meddler.out)
+    check_rows(meddler.out)
     meddler.check_nothing_left()
 
 
@@ -44,11 +44,11 @@ def test_an_actor_reconnects_after_cuts_and_a_restart_of_the_learner(meddler, gu
     def meddle(proxy: Proxy) -> None:
         mine = guests(lend_actor, proxy.port)
         meddler.at_work()
-        until(lambda: proxy.bytes > 20_000, "it is at work")
+        wait_until(lambda: proxy.bytes > 20_000, what="it is at work")
         proxy.delayed, proxy.delay = 0.05, 0.1
         for _ in range(3):
             before = proxy.bytes
-            until(lambda: proxy.cut(500), "there is something to cut")
+            wait_until(lambda: proxy.cut(500), what="there is something to cut")
             meddler.until(lambda before=before: proxy.bytes > before + 20_000, "it is back")
         meddler.kill(0)
         at, before = meddler.saved(), proxy.bytes
@@ -58,6 +58,6 @@ def test_an_actor_reconnects_after_cuts_and_a_restart_of_the_learner(meddler, gu
 
     with Proxy(port) as proxy:
         assert meddler.run(decoupled(meddler.out, port), lambda: meddle(proxy)) == 75
-    check(meddler.out)
+    check_rows(meddler.out)
     assert "learner 0 was killed by SIGKILL" in (meddler.out / "log.txt").read_text()
     meddler.check_nothing_left()

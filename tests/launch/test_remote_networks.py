@@ -9,9 +9,9 @@ import pytest
 
 from coterie.cli.main import main
 from tests.launch.namespaces import ip, networks
-from tests.launch.test_decoupled import check
 from tests.support.net import free_port
 from tests.support.remote_workers import central, finish, goes_on
+from tests.support.runs import check_rows
 
 __all__ = ["networks"]  # a fixture
 slow = pytest.mark.slow
@@ -49,5 +49,5 @@ def test_hosts_in_networks_of_their_own(tmp_path, meddler, clients, networks, aw
     wire = {"wire.bind": f"0.0.0.0:{port}", "wire.token-file": keys / "token"}
     wire |= {"wire.cert": keys / "cert.pem", "wire.key": keys / "key.pem"}
     assert meddler.run(central(meddler.out, port, **wire), meddle) == 75
-    check(meddler.out)
+    check_rows(meddler.out)
     meddler.check_nothing_left()

@@ -16,9 +16,9 @@ from coterie.build.resources import resolve_config
 from coterie.config import Config, Env
 from coterie.roles.remote_worker import Worker
 from coterie.wire.client import Endpoint
-from tests.launch import test_central, test_decoupled
-from tests.launch.harness import ENDLESS, PATIENCE, Meddler, until
-from tests.launch.test_decoupled import CROWD
+from tests.support.meddler import PATIENCE, Meddler
+from tests.support.runs import CROWD, ENDLESS, central_options, decoupled_options
+from tests.support.waiting import wait_until
 
 WIDTH = 2  # simulators of each host
 
@@ -26,12 +26,12 @@ WIDTH = 2  # simulators of each host
 def central(out: Path, port: int, exchange: str = "solo", **changes: object) -> list[str]:
     """The arguments of a run without local env hosts."""
     own = {"actors": 0, "wire.bind": f"127.0.0.1:{port}", **ENDLESS}
-    return test_central.options(out, exchange, **{**own, **changes})
+    return central_options(out, exchange, **{**own, **changes})
 
 
 def decoupled(out: Path, port: int, **changes: object) -> list[str]:
     own = {"wire.bind": f"127.0.0.1:{port}", "actors": 1, **ENDLESS}
-    return test_decoupled.options(out, **{**own, **changes})
+    return decoupled_options(out, **{**own, **changes})
 
 
 class Guest:
@@ -101,7 +101,7 @@ class Client:
             assert self.process.poll() is None, self.said
             return f"{WIDTH} envs of CartPole-v1 for " in self.said
 
-        until(there, "it is let in")
+        wait_until(there, what="the client is admitted")
 
     def end(self, number: int = 0) -> tuple[int, str]:
         if number:
