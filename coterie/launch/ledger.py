@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -89,20 +88,19 @@ class Ledger:
             self.lag_by_row = [a + b for a, b in zip(before, report["lag_by_row"], strict=True)]
             self.rollouts += report["rollouts"]
         self.reports[rank] = report
-        self._add_stages()
+        self._add_stages(self.reports)
 
     def take_acted(self, row: int, report: dict[str, Any]) -> None:
         """Add an actor's report."""
         self.acted[row] = report
         self.latencies.extend(report.get("latencies", ()))
-        self._add_stages()
+        self._add_stages(self.acted)
 
-    def _add_stages(self) -> None:
-        """Seconds in each stage: means over the learners, and over the actors."""
-        for reports in (self.reports.values(), self.acted.values()):
-            for name in {name for r in reports for name in r["stages"]}:
-                mean = sum(r["stages"].get(name, 0.0) for r in reports) / len(reports)
-                self.stages[name] = self.begin_stages.get(name, 0.0) + mean
+    def _add_stages(self, reports: dict[int, dict[str, Any]]) -> None:
+        """Seconds in each stage: means over the learners, or over the actors."""
+        for name in {name for r in reports.values() for name in r["stages"]}:
+            mean = sum(r["stages"].get(name, 0.0) for r in reports.values()) / len(reports)
+            self.stages[name] = self.begin_stages.get(name, 0.0) + mean
 
     @property
     def has_news(self) -> bool:
@@ -229,11 +227,8 @@ class Ledger:
     def _rates(self, env_steps: int, seconds: float) -> dict[str, Any]:
         """The env steps, and the rate at which the last `env_steps` of them were learned."""
         rate = env_steps / seconds
-        return {
-            "env_steps": self.env_steps,
-            "env_steps_per_s": rate,
-            "frames_per_s": rate * self.spec.action_repeat,
-        }
+        frames = rate * self.spec.action_repeat
+        return {"env_steps": self.env_steps, "env_steps_per_s": rate, "frames_per_s": frames}
 
     def _totals(self) -> dict[str, Any]:
         """Of the whole run, for the lines of metrics and the summary."""
@@ -260,11 +255,9 @@ class Ledger:
         total = self.line_lags.total()
         if not total:
             return {}
-        lags = sorted(self.line_lags)
-        rows = list(accumulate(self.line_lags[lag] for lag in lags))
-        p95 = next(lag for lag, upto in zip(lags, rows, strict=True) if upto >= 0.95 * total)
-        mean = sum(lag * n for lag, n in self.line_lags.items()) / total
-        return {"policy_lag/mean": mean, "policy_lag/p95": p95}
+        lags = np.array(sorted(self.line_lags.items()))  # lag, rows
+        p95 = lags[np.searchsorted(lags[:, 1].cumsum(), 0.95 * total), 0]
+        return {"policy_lag/mean": float(lags[:, 0] @ lags[:, 1] / total), "policy_lag/p95": int(p95)}
 
     def _latency(self) -> dict[str, float]:
         """How long envs have waited for their latest actions."""
@@ -299,15 +292,8 @@ class Ledger:
             "policy_lag_by_row": [round(x / self.rollouts, 3) for x in self.lag_by_row],
             **{f"latency_{name}": value for name, value in self._latency().items()},
             "stages": {k: round(v, 3) for k, v in self.stages.items()},
-            "energy": self._energy(learned - self.begin_steps),
+            "energy": self.energy.summary((learned - self.begin_steps) * self.spec.action_repeat),
             "digest": whole if digests else "",
             **({"digests": each, "restarts": self.restarts} if self.learners > 1 else {}),
             **self.last_eval,
         }
-
-    def _energy(self, env_steps: int) -> dict[str, Any]:
-        """Of the whole machine, since the run was started."""
-        joules = self.energy.joules()
-        if not joules:
-            return {"frames_per_kj": None, "joules": None, "reason": self.energy.reason}
-        return {"frames_per_kj": env_steps * self.spec.action_repeat / (joules / 1e3), "joules": joules, "reason": ""}

@@ -63,6 +63,13 @@ class Energy:
                 self._gpus[i] = (handle, now_mj)
         return self._joules
 
+    def summary(self, frames: int) -> dict[str, Any]:
+        """The joules, and how many of `frames` a kilojoule has paid for."""
+        joules = self.joules()
+        if not joules:
+            return {"frames_per_kj": None, "joules": None, "reason": self.reason}
+        return {"frames_per_kj": frames / (joules / 1e3), "joules": joules, "reason": ""}
+
 
 class Busy:
     """How much of the machine is in use, as shares from 0 to 1."""

@@ -138,7 +138,7 @@ def test_learners_share_rows_through_the_centre():
 
 @pytest.mark.parametrize("exchange", ["hogwild", "store"])
 def test_a_resumed_run_counts_the_rows_of_before_once(exchange):
-    """Built in the order of launch/local.py: memory from the checkpoint, a fresh learner, then its part of it."""
+    """Built in the order of launch/placement.py: memory from the checkpoint, a fresh learner, then its part of it."""
     config = make_config(exchange=exchange, **{"model.normalize_obs": True, "algo.unroll_length": 5})
     learner = Learner(resolve_config(config))
     learner.run(lambda rollout: learner.progress.learner_steps == 2)

@@ -68,61 +68,49 @@ def test_two_learners_finish_and_their_checkpoints_can_be_evaluated(tmp_path, ca
         assert "best, mean or one of 0, 1" in stderr
 
 
-@pytest.mark.parametrize("exchange", ["allreduce", "gossip"])
-def test_resumed_learners_continue_with_their_weights_counts_and_moments(tmp_path, exchange):
+@pytest.mark.parametrize(
+    ("exchange", "changes"),
+    [
+        ("allreduce", {}),
+        ("gossip", {}),
+        ("hogwild", {"optim.rule": "adam"}),
+        ("store", {"optim.rule": "adam", "store.local_steps": 2}),
+    ],
+)
+def test_resumed_learners_continue_with_their_weights_counts_and_moments(tmp_path, exchange, changes):
     out = tmp_path / "run"
-    before = coterie.train(tiny(out, exchange), quiet=True)
+    before = coterie.train(tiny(out, exchange, **changes), quiet=True)
     tensors, state = last_checkpoint(out)
     # The learning rate falls to nothing towards the end: what was loaded is what is saved again.
     coterie.resume(out, steps=before["env_steps"] + 1, quiet=True)
     again = check_accounts(out)
-    assert again["rows"]["rolled_back"] == 0
     gained = again["env_steps"] - before["env_steps"]
     assert 0 < gained <= 5 * ROLLOUT
-    for name in ("learner_steps", "samples_trained", "seconds"):
-        assert again[name] > before[name]
-    for name in ("episodes", "masked_steps"):
-        assert again[name] >= before[name]
+    assert again["rows"]["rolled_back"] == 0
+    assert all(again[name] > before[name] for name in ("learner_steps", "samples_trained", "seconds"))
+    assert all(again[name] >= before[name] for name in ("episodes", "masked_steps"))
     new, counts = last_checkpoint(out)
     assert counts["life"] == 1
     for old, now in zip(state["learners"], counts["learners"], strict=True):
         assert now["learned"] > old["learned"]
         assert now["learner_steps"] > old["learner_steps"]
-    spread = max(
-        float((x - tensors["learner_1/model"][k]).abs().max()) for k, x in parameters(tensors, 0).items()
-    )  # gossiping learners move to their mean
+    central = exchange in ("hogwild", "store")
+    spread = max(float((x - tensors["learner_1/model"][k]).abs().max()) for k, x in parameters(tensors, 0).items())
+    near = 2e-3 + (spread if exchange == "gossip" else 0)  # gossiping learners move to their mean
     for rank in range(2):
-        near = 1e-3 + (spread if exchange == "gossip" else 0)
-        for k, x in parameters(tensors, rank).items():
+        for k, x in parameters(tensors, 0 if central else rank).items():  # central weights, as learner 0 saw them
             assert torch.allclose(new[f"learner_{rank}/model"][k], x, atol=near, rtol=0), k
-        square, was = (t[f"learner_{rank}/exchange"]["square"] for t in (new, tensors))
+        square, was = (t[f"learner_{0 if central else rank}/exchange"]["square"] for t in (new, tensors))
         assert (square >= 0.8 * was).all()  # it decays by 0.99 at a step
         assert was.max() > 0
+    if central:
+        old, now = (t["learner_0/exchange"]["count"] for t in (tensors, new))
+        # Learners that write at once may lose a count; local steps that were not handed over are given up.
+        assert (old >= 0.7 * before["learner_steps"]).all()
+        assert (now >= old).all()
+        assert (now <= old + again["learner_steps"] - before["learner_steps"]).all()
     rows = [t["learner_0/model"]["obs_norm.obs_.count"] for t in (tensors, new)]
     assert rows[0] <= rows[1] <= rows[0] + gained + 6 * ROLLOUT
-
-
-@pytest.mark.parametrize(
-    ("exchange", "changes"),
-    [("hogwild", {"optim.rule": "adam"}), ("store", {"optim.rule": "adam", "store.local_steps": 2})],
-)
-def test_adam_on_central_weights_continues_with_its_moments_and_count(tmp_path, exchange, changes):
-    out = tmp_path / "run"
-    before = coterie.train(tiny(out, exchange, **changes), quiet=True)
-    tensors, _ = last_checkpoint(out)
-    coterie.resume(out, steps=before["env_steps"] + 1, quiet=True)
-    after = check_accounts(out)
-    new, _ = last_checkpoint(out)
-    old, now = tensors["learner_0/exchange"], new["learner_0/exchange"]
-    steps = after["learner_steps"] - before["learner_steps"]
-    # Learners that write at once may lose a count; local steps that were not handed over are given up.
-    assert (old["count"] >= 0.7 * before["learner_steps"]).all()
-    assert (now["count"] >= old["count"]).all()
-    assert (now["count"] <= old["count"] + steps).all()
-    assert (now["square"] >= 0.9 * old["square"]).all()
-    for rank in range(2):
-        for k, x in parameters(tensors, 0).items():  # the central weights, as learner 0 saw them
-            assert torch.allclose(new[f"learner_{rank}/model"][k], x, atol=2e-3, rtol=0), k
 
 
 @pytest.mark.parametrize(("exchange", "changes"), [("allreduce", {}), ("gossip", {"gossip.tau": 0})])

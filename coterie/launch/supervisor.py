@@ -1,0 +1,282 @@
+"""The child processes of a run on this machine: started on cores of their own, watched, and restarted within budgets.
+
+A learner that dies is restarted alone where the exchange lets it rejoin the others (gossip), else all go back to the
+last checkpoint. An actor that dies is restarted alone.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from coterie.acting.table import acting_kind
+from coterie.build.factory import make_model
+from coterie.config import ResolvedConfig
+from coterie.exchange.table import exchange_kind
+from coterie.launch.chaos import Disturber
+from coterie.launch.coordinator import Coordinator
+from coterie.launch.placement import Placement
+from coterie.launch.restarts import RestartBudget
+from coterie.parallel.processes import Child, listen
+from coterie.remote.gossip_client import Link
+from coterie.remote.gossip_hub import Meeting
+from coterie.roles.entry import actor_process, learner_process
+from coterie.runs import checkpoint
+from coterie.types import ConfigError, CoterieError
+
+_GRACE_S = 1.0  # for a dead learner's end to arrive after another learner has missed it
+_LEAVE_S = 5.0  # for actors to shut down at the end of a run
+_STARVED_S = 20.0  # for which all learners may wait after a signal
+_BACK_OFF_S = 60.0  # the longest wait before an actor is restarted
+_STABLE_S = 120.0  # a life of an actor after which its earlier deaths no longer count
+
+
+class Supervisor:
+    """The learners and actors of a run as child processes, by their rows of the board."""
+
+    def __init__(self, run: Coordinator, config: ResolvedConfig, saved: Path | None, link: Link | None) -> None:
+        self.run, self.config, self.saved, self.link = run, config, saved, link
+        self.kind = acting_kind(config)
+        self.children: dict[int, Child] = {}
+        self.state: dict[str, Any] | None = None  # of the checkpoint `saved`
+        self.group = self._place()
+        self.learner_restarts = RestartBudget("restarts", config.restarts)
+        self.actor_restarts = RestartBudget(f"{config.acting}.restarts", self.kind.restarts(config))
+        self.deaths: dict[int, tuple[float, int]] = {}  # of each actor: its last one, and how many came close together
+        self.restart_at: dict[int, float] = {}  # actors that are restarted then
+        self.missed: tuple[float, str] | None = None  # when a learner could not reach another one, and its report
+        self.waiting_since = time.monotonic()  # when all learners began to wait, after a signal
+        self.peers: Meeting | Link | None = self.link  # runs on other machines
+        self.joins = False  # whether the learners begin with such a run's weights
+        self.chaos: Disturber | None = None
+        run.on_end = self._dismiss_actors
+        run.processes = lambda: {row: (self._name(row), x.process.pid or 0) for row, x in self.children.items()}
+
+    def _place(self) -> Placement:
+        """A new place for all learners, with the weights and counts of the checkpoint `saved`."""
+        tensors = None
+        if self.saved is not None:
+            everything, self.state = checkpoint.load(self.saved)
+            tensors = checkpoint.learner(everything, self.state["present"][0])
+        group = Placement(self.config, self.run.spec, tensors, self.link.circle if self.link is not None else None)
+        group.board.heartbeat[:] = time.monotonic()
+        for rank in range(group.learners):
+            counts = {} if self.state is None else self.state["learners"][rank]
+            learned = counts.get("learned", 0)
+            group.board.write(rank, {**counts, "started": learned, "produced": learned, "dropped": 0})
+        return group
+
+    def _connect(self) -> None:
+        """Begin to gossip with runs on other machines."""
+        group = self.group
+        if self.config.gossip.bind:
+            assert group.circle is not None
+            assert group.memory is not None
+            self.peers = Meeting(self.config, group.circle, group.memory, group.learners, group.net)
+        elif self.link is not None:
+            assert group.memory is not None
+            self.joins = self.link.attach(group.memory, self.saved is None, lambda: self.run.signal is not None)
+            self.run.log(f"gossip with the run at {self.config.gossip.connect}")
+
+    def work(self) -> None:
+        """Start all processes and see the run through."""
+        run = self.run
+        self._connect()
+        self._start_all()
+        if self.config.chaos.every:
+            cut = self.link.cut if self.link is not None else lambda: False
+            self.chaos = Disturber(self.config.chaos, lambda line: run.writer.log(line), self._is_spared, cut)
+        cores = sorted({place.cores for place in self.group.places})
+        run.display.note("cores " + ", ".join("+".join(map(str, each)) for each in cores))
+        while not run.over:
+            rows = {child: row for row, child in self.children.items()}
+            for child, kind, content in listen(rows, 0.1):
+                if self.children.get(rows[child]) is child:  # and has not been replaced meanwhile
+                    self._receive(rows[child], kind, content)
+            for row in [row for row, when in self.restart_at.items() if time.monotonic() >= when]:
+                self._start_actor(row)
+            if self.chaos is not None:
+                calm = bool(run.idle) or run.signal is not None
+                self.chaos.poll({self._name(row): child for row, child in self.children.items()}, calm)
+            for line in self.peers.tell() if self.peers is not None else ():
+                run.log(line)
+            if self.missed is not None and time.monotonic() - self.missed[0] > _GRACE_S:
+                self._restart_all(self.missed[1])
+            run.poll()
+            if self._is_starved():
+                self._end_at_the_last()
+            elif reason := run.stalled():
+                raise CoterieError(reason)
+
+    def close(self) -> None:
+        if self.chaos is not None:
+            self.chaos.close()
+            self.run.extra_summary["chaos"] = dict(self.chaos.done)
+        for child in self.children.values():
+            child.kill()
+        if self.peers is not None:
+            self.peers.close(self.run.over and self.run.signal is None)
+        self.group.close()
+
+    def _name(self, row: int) -> str:
+        actor = row - self.group.learners
+        return f"learner {row}" if actor < 0 else f"{self.kind.child} {actor}"
+
+    def _is_spared(self, name: str) -> bool:
+        """Whether chaos may not kill a process, because the run could not survive one more death after it."""
+        if not name.startswith("learner "):
+            return self.actor_restarts.left <= 1
+        return self.learner_restarts.left <= 1 or checkpoint.latest(self.run.root) is None
+
+    def _is_starved(self) -> bool:
+        """Whether, after a signal, all learners have waited for too long for rollouts that no process makes, such as a
+        learner without env hosts and those that wait for its gradient: they cannot come to a checkpoint.
+        """
+        run, now = self.run, time.monotonic()
+        if run.signal is None or run.over or run.idle or not run.board.all_blocked(run.members):
+            self.waiting_since = now
+        return now - self.waiting_since > _STARVED_S
+
+    def _receive(self, row: int, kind: str, content: Any) -> None:
+        if kind == "end":
+            del self.children[row]
+            (self._learner_ended if row < self.group.learners else self._actor_ended)(row, content)
+        elif kind == "config":
+            raise ConfigError(content[0])
+        elif kind == "peer":
+            self.missed = self.missed or (time.monotonic(), content[0])
+        elif kind == "error":
+            line, trace = content
+            if trace:
+                self.run.writer.log(f"{self._name(row)}:\n{trace}")
+            raise CoterieError(f"{self._name(row)}: {line}")
+        else:
+            self.run.receive(row, kind, content)
+
+    # Learners
+
+    def _learner_ended(self, rank: int, manner: str) -> None:
+        run = self.run
+        reason = f"learner {rank} {manner}"
+        if run.over or (run.ending and rank in run.saved):
+            return  # it has done all that it had to
+        if manner.endswith("exit code 1") and self.missed is not None:
+            return  # it missed another learner, whose end is about to be reported
+        if not exchange_kind(self.config).rejoins:
+            self._restart_all(reason)
+            return
+        rows = self.group.rows(rank)
+        for row in rows:
+            self.restart_at.pop(row, None)
+            if (child := self.children.pop(row, None)) is not None:
+                child.kill()
+        run.ledger.lose(rank, rows)
+        self.group.leave(rank)
+        run.give_up_order()
+        if run.board.stopping or run.idle:  # the others finish without it
+            run.members.discard(rank)
+            if not run.members:
+                raise CoterieError(f"{reason}, while the run was ending")
+            return
+        self._count_restart(reason, f"learner {rank} rejoins with a peer's weights")
+        run.board.beat(rank)
+        if rows:
+            self.group.renew(rank, run.spec, make_model(self.config, run.spec))
+        # With what the others have learned since then, where there are others.
+        self._start_learner(rank, checkpoint.latest(run.root), rejoin=True)
+
+    def _restart_all(self, reason: str) -> None:
+        self._end_all()
+        if self.run.board.stopping:
+            raise CoterieError(f"{reason}, while the run was ending")
+        self._count_restart(reason, f"all learners go back to {self._go_back(reason)}")
+        self._start_all(self.state)
+
+    def _end_at_the_last(self) -> None:
+        """No learner comes to another checkpoint: what came after the last one is lost."""
+        reason = "all learners wait for rollouts that no process makes"
+        self._end_all()
+        self.run.writer.log(f"{reason}; the run ends at {self._go_back(reason)}")
+        self.run.join(self.group.board, [], self.state)
+        self.run.over = True
+
+    def _end_all(self) -> None:
+        for child in self.children.values():
+            child.kill()
+        self.children.clear()
+        self.restart_at.clear()
+        self.missed = None
+
+    def _go_back(self, reason: str) -> str:
+        """A new place with the state of the last checkpoint; returns its name."""
+        self.saved = checkpoint.latest(self.run.root)
+        if self.saved is None:
+            raise CoterieError(f"{reason}, before there was a checkpoint")
+        self.group.close()
+        self.group = self._place()
+        return self.saved.name
+
+    def _count_restart(self, reason: str, what: str) -> None:
+        self.run.ledger.restarts += 1
+        self.learner_restarts.spend(reason)
+        self.run.log(f"{reason}; {what}")
+
+    def _start_all(self, back: dict[str, Any] | None = None) -> None:
+        """Start all learners and actors. `back`: the state that they are rolled back to, if any."""
+        readers, ledger = self.group.readers(), self.run.ledger
+        if (peers := self.peers) is not None:
+            readers.append(lambda: peers.gauges(ledger.env_steps - ledger.begin_steps))
+        self.run.join(self.group.board, readers, back)
+        self.run.poll()
+        for rank in range(self.group.learners):
+            self._start_learner(rank, self.saved, self.joins)
+
+    def _start_learner(self, rank: int, saved: Path | None, rejoin: bool) -> None:
+        """Start a learner and its actors."""
+        run = self.run
+        life = run.ledger.life + 1000 * run.ledger.restarts  # a restarted learner sees other episodes
+        links, counts, total = self.group.links(rank, rejoin), run.board.read(rank), run.board.sum("learned")
+        # An order that is being carried out is for learners that start meanwhile, too.
+        done = run.board.order[0] - (run.order is not None)
+        args = (self.config, run.folder, life, links, counts, total, saved, done)
+        self.children[rank] = Child(f"coterie-learner-{rank}", self.group.places[rank].cores, learner_process, args)
+        for row in self.group.rows(rank):
+            self._start_actor(row)
+
+    # Actors
+
+    def _start_actor(self, row: int) -> None:
+        self.restart_at.pop(row, None)
+        links, number, cores = self.group.actor(row)
+        ledger = self.run.ledger
+        life = ledger.life + 1000 * (ledger.restarts + self.actor_restarts.used)
+        self.run.board.beat(row)
+        args = (self.config, life, links, number, row)
+        self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, actor_process, args)
+
+    def _actor_ended(self, row: int, manner: str) -> None:
+        """Restart an actor that died, after a wait that grows with every death soon after the last one."""
+        run, reason = self.run, f"{self._name(row)} {manner}"
+        run.ledger.lose_actor(row, self.group.delivered(row))
+        if run.over or run.board.closed:
+            return
+        if not self.kind.lockstep(self.config):  # the others fill what it left
+            self.group.abandon(row)
+        self.actor_restarts.spend(reason)
+        run.writer.log(f"{reason}; it is restarted")
+        now = time.monotonic()
+        last, count = self.deaths.get(row, (now, 0))
+        count = count + 1 if now - last < _STABLE_S else 0
+        self.deaths[row] = now, count
+        self.restart_at[row] = now + min(_BACK_OFF_S, 0.1 * 2**count)
+
+    def _dismiss_actors(self) -> None:
+        """Nothing more is learned: the actors shut down, and their counts stay."""
+        self.run.board.close()
+        self.restart_at.clear()
+        end = time.monotonic() + _LEAVE_S
+        for row in [row for row in self.children if row >= self.group.learners]:
+            child = self.children.pop(row)
+            child.process.join(max(0.0, end - time.monotonic()))
+            child.kill()
