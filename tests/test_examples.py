@@ -19,8 +19,10 @@ from coterie.cli.options import config_of
 from coterie.config import Config
 from coterie.runs.config_io import parse_cli
 from coterie.types import ActionSpec, ObsSpec, Spec
-from tests.launch.harness import PATIENCE, tagged, until
+from tests.support.meddler import PATIENCE
 from tests.support.net import free_port
+from tests.support.process_table import tagged
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "examples" / name for name in ("kubernetes.yaml", "cloud.yaml")]
@@ -80,7 +82,7 @@ def test_a_slurm_job_is_preempted_requeued_and_resumed(tmp_path):
                 assert job.poll() is None, (tmp_path / "said").read_text()
                 return learned() > before + 1000
 
-            until(goes_on, "it learns")
+            wait_until(goes_on, PATIENCE, "it learns")
             for pid, command in tagged(tag).items():  # as SLURM signals the steps of a job
                 if re.search(r"coterie (train|resume|envs) ", command):
                     os.kill(pid, signal.SIGTERM)

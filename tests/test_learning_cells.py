@@ -23,9 +23,8 @@ from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.exchange.table import EXCHANGES
 from coterie.types import ConfigError
-from tests.launch.harness import last_checkpoint
-from tests.launch.test_decoupled import check
 from tests.support.cells import ON_POLICY
+from tests.support.runs import check_rows, last_checkpoint
 
 Cell = tuple[str, str, str]  # algorithm, acting, exchange
 
@@ -118,7 +117,7 @@ FAST: list[Cell] = [
 def train(config: Config, out: Path) -> dict[str, Any]:
     """Run it to its end, and look at all but what was learned: the books, who was trained how often, who agrees."""
     coterie.train(replace(config, out=str(out)), quiet=True)
-    summary = check(out)
+    summary = check_rows(out)
     assert summary["status"] == "finished"
     assert summary["env_steps"] >= config.steps
     assert summary["rows"]["rolled_back"] == summary.get("restarts", 0) == 0

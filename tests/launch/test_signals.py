@@ -84,7 +84,9 @@ def test_a_second_signal_ends_a_run_at_once(capsys, meddler):
     meddler.check_nothing_left()
 
 
-@pytest.mark.parametrize(("acting", "exchange"), [("decoupled", "allreduce"), ("central", "solo")])
+@pytest.mark.parametrize(
+    ("acting", "exchange"), [("decoupled", "allreduce"), pytest.param("central", "solo", marks=pytest.mark.slow)]
+)
 def test_all_processes_end_with_a_killed_parent(outside, acting, exchange):
     """Learners that wait for each other, actors or env hosts, and their env workers."""
     run = outside(make=lambda out: OPTIONS[acting](out, exchange, **ENDLESS, **COUNTING))
@@ -100,7 +102,10 @@ def test_all_processes_end_with_a_killed_parent(outside, acting, exchange):
 
 @pytest.mark.parametrize(
     ("exchange", "number", "changes", "early"),
-    [("gossip", signal.SIGTERM, {**COUNTING, "env.num_envs": 4}, False), ("hogwild", signal.SIGINT, {}, True)],
+    [
+        ("gossip", signal.SIGTERM, {**COUNTING, "env.num_envs": 4}, False),
+        pytest.param("hogwild", signal.SIGINT, {}, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_to_the_whole_process_group_checkpoints(outside, exchange, number, changes, early):
     """As a terminal's Ctrl-C and `timeout` or a service manager send it: to every process of the run.

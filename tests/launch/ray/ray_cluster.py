@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.harness import family
 from tests.launch.namespaces import bridged
 from tests.support.net import free_port
+from tests.support.process_table import family
 from tests.support.waiting import wait_until
 
 _START_S = 120.0

@@ -22,7 +22,7 @@ from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
 from coterie.types import CoterieError
 from tests.conftest import make_config
-from tests.launch.harness import family
+from tests.support.process_table import family
 from tests.support.waiting import PATIENCE, wait_until
 
 CONFIG = make_config(

@@ -17,8 +17,10 @@ import pytest
 
 from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
-from tests.launch.harness import PATIENCE, put_down, read_summary
 from tests.launch.ray.ray_cluster import Cluster, cluster
+from tests.support.meddler import PATIENCE
+from tests.support.process_table import put_down
+from tests.support.runs import read_summary
 from tests.support.waiting import wait_until
 
 # Three Ray nodes and a run take both cores for minutes: beside another worker's tests both would miss their times. That
