@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.tools.plan.costs import Costs, Line, Services
-from coterie.tools.plan.layout import Hardware, Layout
+from coterie.tools.plan.layout import Hardware, RunLayout
 from coterie.tools.plan.simulate import simulate
 
 KINDS = ("solo", "allreduce", "hogwild", "store", "gossip")
@@ -53,14 +53,14 @@ ASSUMED = {
 }
 
 
-def layout(acting: str, exchange: str, hardware: Hardware, **own: Any) -> Layout:
+def layout(acting: str, exchange: str, hardware: Hardware, **own: Any) -> RunLayout:
     base: dict[str, Any] = {
         "learners": 1, "producers": 0, "width": 1, "groups": 1, "env_threads": 1, "act_threads": 1,
         "train_threads": 1, "unroll": 100, "batch": 1, "steps": 1.0, "chunk": 0, "batches": 3,
     }  # fmt: skip
     found = base | own
     found.setdefault("samples", float(found["batch"] * found["unroll"]))
-    return Layout(acting=acting, exchange=exchange, hardware=hardware, **found)
+    return RunLayout(acting=acting, exchange=exchange, hardware=hardware, **found)
 
 
 def bisect(call: Callable[[float], float], target: float, low: float, high: float) -> float:
@@ -78,12 +78,12 @@ SYNC_STEP = {"width": 48, "batch": 48, "env_threads": 48, "train_threads": 48}
 SHARED = {"producers": 48, "batch": 32, "train_threads": 48}
 
 
-def far(actors: int, batch: int = 32) -> Layout:
+def far(actors: int, batch: int = 32) -> RunLayout:
     hardware = Hardware(cores=8, gpus=1, hosts=actors, host_cores=1)
     return layout("decoupled", "solo", hardware, producers=actors, batch=batch)
 
 
-IMPALA: list[tuple[str, Layout, tuple[int, int]]] = [
+IMPALA: list[tuple[str, RunLayout, tuple[int, int]]] = [
     ("IMPALA, 48 actors (fitted)", layout("decoupled", "solo", MACHINE, **SHARED), (17_000, 20_500)),
     ("A3C, 32 workers, 64 cores", layout("inline", "hogwild", Hardware(cores=64), learners=32), (6_500, 9_000)),
     ("A2C, sync step", layout("inline", "solo", MACHINE, **SYNC_STEP), (9_000, 5_000)),
@@ -105,14 +105,14 @@ IMPALA: list[tuple[str, Layout, tuple[int, int]]] = [
 ]
 
 
-def impala_services(env: float, cv: float, one: Layout) -> Services:
+def impala_services(env: float, cv: float, one: RunLayout) -> Services:
     shared = 1 / 48 if one.acting == "inline" and one.width > 1 else 1.0  # a batch's forward, by all cores together
     costs = Costs(Line(0, env), Line(0, 0.1 * env * shared), Line(), Line(0, 0.3 * env), FREE)
     gpu = Costs(Line(0, env), Line(1e-9), Line(), Line(1e-9), FREE)
     return Services(alone=costs, crowded=costs, env_cv=cv, action_repeat=4, accelerator=gpu)
 
 
-def rate(one: Layout, env: float, cv: float) -> float:
+def rate(one: RunLayout, env: float, cv: float) -> float:
     one = replace(one, batches=1) if one.lockstep else one
     return simulate(one, impala_services(env, cv, one)).frames_per_s
 
@@ -137,7 +137,7 @@ def impala() -> list[dict[str, Any]]:
 
 
 # Accelerated Methods.
-def sampling(sims: int, kind: str) -> Layout:
+def sampling(sims: int, kind: str) -> RunLayout:
     hardware = Hardware(cores=32, gpus=8)
     own = {"learners": 8, "width": sims // 8, "batch": sims // 8, "groups": 2, "env_threads": 4}
     return layout("inline", kind, hardware, **own, unroll=5)

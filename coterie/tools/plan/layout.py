@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coterie.acting.table import ACTING, acting_kind, batch_size
-from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
+from coterie.acting.base import ActingKind
+from coterie.acting.table import ACTING, acting_kind
+from coterie.algorithms.table import algorithm_class, unroll_length
 from coterie.build import validity
 from coterie.build.resources import resolve_config, resolve_resources
 from coterie.config import Config
@@ -37,7 +38,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """A run as the simulation knows it."""
 
     acting: str
@@ -67,9 +68,17 @@ class Layout:
     tau: int = -1
 
     @property
+    def kind(self) -> ActingKind:
+        return ACTING[self.acting]
+
+    @property
     def gpus(self) -> int:
         """Of each machine."""
-        return 0 if self.exchange == "hogwild" else min(self.hardware.gpus, self.learners // self.hardware.machines)
+        return (
+            0
+            if not EXCHANGES[self.exchange].on_gpu
+            else min(self.hardware.gpus, self.learners // self.hardware.machines)
+        )
 
     @property
     def several(self) -> bool:
@@ -78,7 +87,7 @@ class Layout:
 
     @property
     def hosts(self) -> int:
-        return 0 if self.acting == "inline" else self.hardware.hosts
+        return self.hardware.hosts if self.kind.apart else 0
 
     @property
     def envs(self) -> int:
@@ -98,32 +107,33 @@ class Layout:
 
 def layouts(
     config: Config, spec: Spec, hardware: Hardware, learners: int
-) -> Iterator[tuple[str, Layout | ConfigError]]:
+) -> Iterator[tuple[str, RunLayout | ConfigError]]:
     """Every acting x exchange by name, or why it is refused. `learners`: where there is more than one; a single one
     has one of the machines.
     """
     for acting in ACTING:
         for exchange in EXCHANGES:
-            count, where = (1, replace(hardware, machines=1)) if exchange == "solo" else (learners, hardware)
+            one = EXCHANGES[exchange].one_learner
+            count, where = (1, replace(hardware, machines=1)) if one else (learners, hardware)
             try:
-                found: Layout | ConfigError = layout(config, spec, where, acting, exchange, count)
+                found: RunLayout | ConfigError = layout(config, spec, where, acting, exchange, count)
             except ConfigError as error:
                 found = error
             yield f"{acting} {exchange}", found
 
 
-def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange: str, learners: int) -> Layout:
+def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange: str, learners: int) -> RunLayout:
     """One cell. With hosts, `env.num_envs` is what each host has; without, what each learner has."""
     if len(tasks(config.env.id)) > 1:
         raise ConfigError("env.id: plan looks at one task at a time")
-    h = hardware
-    if h.machines > 1 and exchange not in ("allreduce", "gossip"):
+    h, kind, exchange_kind = hardware, ACTING[acting], EXCHANGES[exchange]
+    if h.machines > 1 and not (exchange_kind.in_lockstep or exchange_kind.rejoins):
         raise ConfigError("machines: learners of several machines need exchange allreduce or gossip")
     if learners % h.machines:
         raise ConfigError(f"machines: {learners} learners cannot be shared out evenly among {h.machines} machines")
     everywhere, learners = learners, learners // h.machines  # of one machine from here on
     cell = _cell(config, acting, exchange, learners)
-    apart = h.hosts if acting != "inline" else 0
+    apart = h.hosts if kind.apart else 0
     # One host is settled as a learner of its own would be: its actors, and the simulators of each.
     one, cores = (replace(cell, learners=1, exchange="solo"), h.host_cores) if apart else (cell, h.cores)
     whole = resolve_config(one, cores)
@@ -139,39 +149,36 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     env = replace(cell.env, num_envs=width * max(1, producers))
     given: dict[str, Any] = {"learners": learners, "exchange": exchange, "actors": producers * learners, "env": env}
     own = replace(whole, **given)
-    batch = batch_size(own) if acting != "inline" else width
-    # Who is on another machine comes by itself (docs/nodes.md), which not every run allows.
+    batch = kind.batch_size(own)
+    # Hosts and learners on other machines connect to this one, which not every run allows.
     seen = replace(own, wire=replace(own.wire, bind=_HERE)) if apart else own
     if h.machines > 1:
-        if exchange == "gossip":
+        if exchange_kind.rejoins:
             seen = replace(seen, gossip=replace(seen.gossip, bind=_HERE))
         else:
             seen = replace(seen, allreduce=replace(seen.allreduce, bind=_HERE))
     validity.check(seen, spec)
-    gpu = h.gpus > 0 and exchange != "hogwild"
+    gpu = h.gpus > 0 and exchange_kind.on_gpu
     place_cores = len(place(learners, range(h.cores), h.gpus if gpu else 0)[0].cores)
     mine = resolve_resources(replace(own, device="cpu"), spec, cores=place_cores)
-    acts_on = place_cores
-    if acting != "inline":
-        acts_on = h.host_cores if apart else place_cores
+    if kind.apart:  # an actor has one core; a host has all
+        acts_on = 1 if kind.own_policy else h.host_cores if apart else place_cores
         narrow = replace(own, env=replace(own.env, num_envs=width), device="cpu")
-        acts_on = 1 if acting == "decoupled" else acts_on  # an actor has one core; a host has all
-        there = resolve_resources(narrow, spec, cores=acts_on)
-        groups, threads = there.groups, own.env.threads or (acts_on * there.groups if acting == "central" else 1)
+        groups = resolve_resources(narrow, spec, cores=acts_on).groups
+        threads = own.env.threads or (acts_on * groups if kind.hosted else 1)
     else:
         groups = mine.groups if not gpu else (own.env.groups or 2 - width % 2)
         threads = own.env.threads or (place_cores - 1 if gpu and place_cores > 1 else place_cores)
     unroll = unroll_length(own)
-    steps, samples = updates(own, batch, unroll)
-    kind = ACTING[acting]
+    steps, samples = UPDATES[own.algorithm](own, batch, unroll)
     section, lockstep = kind.section(own) or own.decoupled, kind.apart and kind.lockstep(own)
     trainers = 1 if gpu else mine.torch_threads
-    return Layout(
+    return RunLayout(
         acting=acting, exchange=exchange, hardware=h, learners=everywhere, producers=producers, width=width,
         groups=groups, env_threads=max(1, -(-threads // groups)), act_threads=min(groups, trainers),
         train_threads=trainers, unroll=unroll, batch=batch, steps=steps, samples=samples,
         chunk=own.optim.chunk if gpu else mine.chunk, batches=1 if lockstep else 2 + section.queue, lockstep=lockstep,
-        publish_every=own.decoupled.publish_every if acting == "decoupled" else 1, batch_min=own.central.batch_min,
+        publish_every=own.decoupled.publish_every, batch_min=own.central.batch_min,
         batch_max=own.central.batch_max, wait=own.central.wait, chunks=own.store.chunks,
         local_steps=own.store.local_steps, mix_every=own.gossip.mix_every, tau=own.gossip.tau,
     )  # fmt: skip
@@ -186,28 +193,46 @@ def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
     batch = 0 if lockstep else batch
     decoupled = replace(config.decoupled, lockstep=lockstep, batch_size=batch)
     central = replace(config.central, lockstep=lockstep, batch_size=batch)
-    env = replace(config.env, groups=0) if lockstep and acting == "central" else config.env
-    actors = config.actors if config.acting == acting != "inline" else "auto"
-    if exchange == "solo" and isinstance(actors, int) and isinstance(config.learners, int) and config.learners > 1:
+    env = replace(config.env, groups=0) if lockstep and ACTING[acting].hosted else config.env
+    actors = config.actors if config.acting == acting and kind.apart else "auto"
+    if EXCHANGES[exchange].one_learner and actors != "auto" and config.learners != "auto":
         actors = max(1, actors // config.learners)
     names: dict[str, Any] = {"acting": acting, "exchange": exchange}
     return replace(config, **names, learners=learners, actors=actors, decoupled=decoupled, central=central, env=env)
 
 
-def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
-    """Optimizer steps for a batch of so many columns, and the samples in each."""
+def _on_policy(config: Config, columns: int, unroll: int) -> tuple[float, float]:
+    return 1, columns * unroll
+
+
+def _ppo(config: Config, columns: int, unroll: int) -> tuple[float, float]:
     rows = columns * unroll
-    if is_value_based(config):
-        sequence = config.r2d2.length if config.algorithm == "r2d2" else 1
-        samples = config.q.batch_size * sequence
-        return rows * config.q.intensity / samples, samples
-    if config.algorithm == "ppo":
-        pieces = max(1, rows // config.ppo.minibatch_size)
-        if config.model.core != "none":
-            pieces = max(1, columns // max(1, config.ppo.minibatch_size // unroll))
-        return config.ppo.epochs * pieces, rows / pieces
-    if config.algorithm == "vtrace":
-        size = config.vtrace.minibatch or columns
-        share = config.vtrace.replay_share if config.vtrace.replay_capacity else 0.0
-        return columns // size, (size + round(size * share / (1 - share))) * unroll
-    return 1, rows
+    pieces = max(1, rows // config.ppo.minibatch_size)
+    if config.model.core != "none":
+        pieces = max(1, columns // max(1, config.ppo.minibatch_size // unroll))
+    return config.ppo.epochs * pieces, rows / pieces
+
+
+def _vtrace(config: Config, columns: int, unroll: int) -> tuple[float, float]:
+    size = config.vtrace.minibatch or columns
+    share = config.vtrace.replay_share if config.vtrace.replay_capacity else 0.0
+    return columns // size, (size + round(size * share / (1 - share))) * unroll
+
+
+def _replay(config: Config, columns: int, unroll: int, length: int = 1) -> tuple[float, float]:
+    samples = config.q.batch_size * length
+    return columns * unroll * config.q.intensity / samples, samples
+
+
+def _r2d2(config: Config, columns: int, unroll: int) -> tuple[float, float]:
+    return _replay(config, columns, unroll, config.r2d2.length)
+
+
+#: By algorithm: (config, columns of a batch, unroll length) -> optimizer steps for the batch, samples in each.
+UPDATES: dict[str, Callable[[Config, int, int], tuple[float, float]]] = {
+    "a2c": _on_policy,
+    "ppo": _ppo,
+    "vtrace": _vtrace,
+    "dqn": _replay,
+    "r2d2": _r2d2,
+}

@@ -1,9 +1,8 @@
-"""Machines of learners: whose cores and GPUs are whose, how fast they are, and what goes between them."""
+"""Simulated machines of learners: their cores and GPUs, the speed of those, and messages between machines."""
 
 from __future__ import annotations
 
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import simpy
@@ -11,47 +10,51 @@ import simpy
 from coterie.parallel.affinity import place
 from coterie.tools.plan.costs import Costs, Services
 from coterie.tools.plan.des import Cores, Link, Process
-from coterie.tools.plan.layout import Hardware, Layout
+from coterie.tools.plan.layout import Hardware, RunLayout
 
 
-class Machine:
-    """Where some of the learners are."""
+class SimMachine:
+    """A machine of some of the learners."""
 
-    def __init__(self, sim: simpy.Environment, layout: Layout) -> None:
+    def __init__(self, sim: simpy.Environment, layout: RunLayout) -> None:
         h = layout.hardware
-        self.places = place(layout.learners // h.machines, range(h.cores), layout.gpus)
-        self.pools: dict[tuple[int, ...], Cores] = {}
-        for key in map(key_of, self.places):
-            count = len({c for p in self.places if key_of(p) == key for c in p.cores})
-            self.pools.setdefault(key, Cores(sim, count, "learner cores"))
+        places = place(layout.learners // h.machines, range(h.cores), layout.gpus)
+        shared: dict[tuple[int, ...], set[int]] = {}
+        keys = [(-1, p.gpu) if p.gpu >= 0 else tuple(p.cores) for p in places]
+        for key, p in zip(keys, places, strict=True):
+            shared.setdefault(key, set()).update(p.cores)
+        self.pools = {key: Cores(sim, len(cores), "learner cores") for key, cores in shared.items()}
         self.gpus = [Cores(sim, 1, "gpu") for _ in range(layout.gpus)]
+        #: The cores of each learner, and what it trains on.
+        self.seats = [
+            (self.pools[key], self.gpus[p.gpu] if p.gpu >= 0 else self.pools[key])
+            for key, p in zip(keys, places, strict=True)
+        ]
         self.links = [Link(sim, h.latency, h.bandwidth) for _ in range(2)]  # in, out
 
 
-def key_of(p: Any) -> tuple[int, ...]:
-    return (-1, p.gpu) if p.gpu >= 0 else tuple(p.cores)
-
-
-class Across:
-    """An all-reduce between machines: a ring's messages, one after the other (exchange/ring.py)."""
+class Ring:
+    """An all-reduce between machines: the messages of a ring, one after the other."""
 
     def __init__(self, h: Hardware, services: Services, links: list[Link]) -> None:
         messages = 2 * (h.machines - 1)
         self.links, self.sent = links, messages * services.weight_bytes / h.machines / h.bandwidth
         self.seconds = messages * h.latency + self.sent
-        self.one = 2 * h.latency + services.weight_bytes / h.bandwidth if messages else 0.0  # of gossip's, by the first
+        self.round_trip = 2 * h.latency + services.weight_bytes / h.bandwidth if messages else 0.0  # by the first one
 
     def book(self) -> None:
-        """Every machine sends and receives as much."""
+        """Every machine sends and receives the same number of bytes."""
         for link in self.links:
             link.busy += self.sent
 
 
-class Telling:
-    """A learner's messages to other machines, which the first machine passes on: one at a time, others are left out."""
+class Messages:
+    """A learner's gossip messages to other machines. The first machine passes them on, one at a time; a message that is
+    due while one is on its way is left out.
+    """
 
     def __init__(
-        self, sim: simpy.Environment, pool: Cores, own: Machine, machines: list[Machine], services: Services,
+        self, sim: simpy.Environment, pool: Cores, own: SimMachine, machines: list[SimMachine], services: Services,
         costs: Costs,
     ) -> None:  # fmt: skip
         self.sim, self.pool, self.own, self.first = sim, pool, own, machines[0]
@@ -60,8 +63,8 @@ class Telling:
         self.half = costs.wire(self.size / max(1.0, services.obs_bytes)) / 2
         self.on_its_way = False
 
-    def __call__(self) -> None:
-        if not self.on_its_way:
+    def send(self) -> None:
+        if self.others and not self.on_its_way:
             self.on_its_way = True
             self.sim.process(self._send())
 
@@ -78,7 +81,7 @@ class Telling:
 
 
 def speeds(count: int, uneven: float) -> list[float]:
-    """How many times as long each of so many cores takes: evenly spread, with that coefficient of variation."""
+    """Relative times of `count` cores for the same work: evenly spread, with that coefficient of variation."""
     if count < 2 or not uneven:
         return [1.0] * count
     marks = np.array([NormalDist().inv_cdf((k + 0.5) / count) for k in range(count)])

@@ -29,7 +29,7 @@ from coterie.launch.placement import Placement
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, gather
 from coterie.tools.plan.costs import Costs, Line, Services, Threads, fit
-from coterie.tools.plan.layout import Hardware, Layout, layout
+from coterie.tools.plan.layout import Hardware, RunLayout, layout
 from coterie.tools.plan.learners import training
 from coterie.tools.plan.microbench import PATIENCE_S, TURNS, Turn, measure_process, measure_whole, merge
 from coterie.tools.plan.simulate import beside, simulate
@@ -86,8 +86,8 @@ def measure(config: Config, seconds: float) -> Services:
     count = max(2, min(len(cores), _MOST))
     crews = {
         kind: Placement(replace(configs[-1], exchange=kind, learners=count), spec)  # type: ignore[arg-type]
-        for kind in EXCHANGES
-        if kind != "solo"
+        for kind, one in EXCHANGES.items()
+        if not one.one_learner
     }
     whole = lone(config, widths[-1], widths[-1], own=True)
     try:
@@ -101,7 +101,7 @@ def measure(config: Config, seconds: float) -> Services:
     # all wait for the last one, it is what that one takes: what it waits for is for the simulation to say.
     solo = _mean([one["solo"] for one in found])
     times = {kind: np.array([one["exchange"][kind] for one in found]) for kind in EXCHANGES}
-    own = {kind: float(np.median(t.min(0) if kind == "allreduce" else t)) for kind, t in times.items()}
+    own = {kind: float(np.median(t.min(0) if EXCHANGES[kind].in_lockstep else t)) for kind, t in times.items()}
     exchange = {kind: solo + max(0.0, x - own["solo"]) for kind, x in own.items()}
     alone = [first["alone"][i] for i in range(2)]
     crowded = [merge([one["crowded"][i] for one in found]) for i in range(2)]
@@ -140,7 +140,7 @@ def _threads(config: Config, spec: Spec, services: Services, turns: float, acted
     def idle(costs: Costs) -> Costs:
         return replace(costs, train=Line(), exchange=dict.fromkeys(costs.exchange, 0.0))
 
-    def expected(own: Layout, alone: Costs) -> float:
+    def expected(own: RunLayout, alone: Costs) -> float:
         only = replace(services, alone=idle(alone), crowded=idle(services.crowded))
         return simulate(own, only).env_steps_per_s
 

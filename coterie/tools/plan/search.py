@@ -11,14 +11,14 @@ from coterie.acting.table import ACTING
 from coterie.config import Config
 from coterie.exchange.table import EXCHANGES
 from coterie.tools.plan.costs import Services
-from coterie.tools.plan.layout import Hardware, Layout, layout
+from coterie.tools.plan.layout import Hardware, RunLayout, layout
 from coterie.tools.plan.simulate import Result, ceiling, simulate
 from coterie.types import ConfigError, CoterieError, Spec
 
 _NOISE = 1.05  # a simulation's rate over a ceiling of mean times
 
 
-def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[Layout]:
+def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[RunLayout]:
     """All layouts on up to so much hardware, each kind of it in powers of two."""
     for cores, gpus, hosts, machines in product(
         _doubling(1, most.cores), [0, *_doubling(1, most.gpus)], [0, *_doubling(1, most.hosts)],
@@ -27,7 +27,7 @@ def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[Layout]:
         hardware = replace(most, cores=cores, gpus=gpus, hosts=hosts, machines=machines)
         for each, acting, exchange in product(_doubling(1, max(cores, gpus)), ACTING, EXCHANGES):
             learners = each * machines
-            if (exchange == "solo") == (learners == 1) and not (hosts and acting == "inline"):
+            if EXCHANGES[exchange].one_learner == (learners == 1) and (not hosts or ACTING[acting].apart):
                 with suppress(ConfigError):
                     yield layout(config, spec, hardware, acting, exchange, learners)
 

@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 import simpy
 
-from coterie.tools.plan.acting import Central, Place, Slots, inline
+from coterie.tools.plan.acting import EnvTimes, Place, SimActing, SimDecoupled, SimInline
+from coterie.tools.plan.central import SimCentral
 from coterie.tools.plan.costs import Costs, Services
 from coterie.tools.plan.des import Cores, Meeting
-from coterie.tools.plan.layout import Layout
-from coterie.tools.plan.learners import Learner, Room
-from coterie.tools.plan.machines import Across, Machine, Telling, key_of, speeds
+from coterie.tools.plan.layout import RunLayout
+from coterie.tools.plan.learners import EXCHANGES, Shared, SimLearner
+from coterie.tools.plan.machines import Messages, Ring, SimMachine, speeds
 from coterie.types import CoterieError
 
+ACTINGS: dict[str, type[SimActing]] = {"inline": SimInline, "decoupled": SimDecoupled, "central": SimCentral}
 _ENOUGH, _LEAST, _MOST_EVENTS = 300_000, 6, 10_000_000  # events and rounds to look at
 _SATURATED = 0.95  # of what a part can do: it is what the others wait for
 
@@ -31,7 +33,7 @@ _SATURATED = 0.95  # of what a part can do: it is what the others wait for
 class Result:
     """What a layout is predicted to do."""
 
-    layout: Layout
+    layout: RunLayout
     env_steps_per_s: float
     frames_per_s: float
     lag_mean: float  # learner steps
@@ -53,87 +55,58 @@ class Result:
 class World:
     """One simulated run."""
 
-    def __init__(self, layout: Layout, services: Services, seed: int = 0) -> None:
+    def __init__(self, layout: RunLayout, services: Services, seed: int = 0) -> None:
         self.layout, self.services = layout, services
         self.sim = sim = simpy.Environment()
         self.rng = np.random.default_rng(seed)
+        self.times = EnvTimes(self.rng, services.env_cv)
         self.events = 0
         h, n = layout.hardware, layout.learners
-        self.machines = [Machine(sim, layout) for _ in range(h.machines)]
+        self.machines = [SimMachine(sim, layout) for _ in range(h.machines)]
         self.pools = [pool for machine in self.machines for pool in machine.pools.values()]
         self.gpus = [gpu for machine in self.machines for gpu in machine.gpus]
         self.hosts = [Cores(sim, h.host_cores, "host cores") for _ in range(layout.hosts)]
         self.links = [machine.links for machine in self.machines if layout.hosts or h.machines > 1]
-        each = n // h.machines
+        exchange, each = EXCHANGES[layout.exchange], n // h.machines
         # Learners of one machine add up among themselves, and machines among each other.
-        ring = ((each - 1) / each + (h.machines - 1) / h.machines) * services.learners / (services.learners - 1)
-        locks = [simpy.Resource(sim) for _ in range(layout.chunks if layout.exchange == "store" else 0)]
-        lines = [link for links in self.links for link in links]
-        self.room = Room(sim, layout, ring, Across(h, services, lines), Meeting(sim, n), locks)
+        scale = ((each - 1) / each + (h.machines - 1) / h.machines) * services.learners / (services.learners - 1)
+        locks = [simpy.Resource(sim) for _ in range(layout.chunks if exchange.locked else 0)]
+        ring = Ring(h, services, [link for links in self.links for link in links])
+        self.shared = Shared(sim, layout, scale, ring, Meeting(sim, n), locks)
         self.beside = beside(layout, services)
         chip_costs = services.accelerator if layout.gpus and services.accelerator is not None else self.beside
         single = [pool for pool in self.pools if pool.count == 1]
         self.slow = dict.fromkeys(map(id, self.pools), 1.0)  # several cores are as fast as they are on average
         self.slow |= dict(zip(map(id, single), speeds(len(single), services.uneven), strict=True))
-        self.learners = []
+        self.learners: list[SimLearner] = []
+        self.acting: list[SimActing] = []
         for rank in range(n):
-            machine = self.machines[rank * h.machines // n]
-            p = machine.places[rank % (n // h.machines)]
-            pool = machine.pools[key_of(p)]
-            chip = machine.gpus[p.gpu] if p.gpu >= 0 else pool
-            if layout.exchange == "hogwild" and layout.acting == "inline" and n > h.cores:
-                self.room.turns.setdefault(id(pool), simpy.Resource(sim))
+            machine = self.machines[rank // each]
+            pool, chip = machine.seats[rank % each]
+            if exchange.shares_cores and not layout.kind.apart and n > h.cores:
+                self.shared.turns.setdefault(id(pool), simpy.Resource(sim))
             pace = partial(self._pace, pool)
-            tell = Telling(sim, pool, machine, self.machines, services, self.beside) if h.machines > 1 else None
-            self.learners.append(Learner(self.room, rank, pool, chip, chip_costs, pace, tell))
+            messages = Messages(sim, pool, machine, self.machines, services, self.beside)
+            self.learners.append(SimLearner(self.shared, rank, pool, chip, chip_costs, pace, messages.send))
             pace()
-        self.inference: list[Central] = []
         for learner in self.learners:
-            self._start(learner)
+            places = self._places(learner)
+            self.acting.append(ACTINGS[layout.acting](learner, places, services, self.times))
 
     def _pace(self, pool: Cores) -> None:
         """How slow a core is for a while."""
         cv = self.services.jitter if pool.count == 1 else 0.0
         pool.slow = self.slow[id(pool)] * (float(self.rng.gamma(cv**-2, cv**2)) if cv else 1.0)
 
-    def _start(self, learner: Learner) -> None:
-        lay, sim = self.layout, self.sim
-        here = Place(learner.cores, self.beside)
-        if lay.acting == "inline":
-            sim.process(inline(learner, here, partial(self.draw, here.costs.env.each)))
-            return
-        if lay.hosts:
-            far = distant(lay, self.services)
-            numbers = [(k * lay.learners + learner.rank) % lay.hosts for k in range(lay.producers)]
-            links = self.machines[learner.rank * len(self.machines) // lay.learners].links
-            places = [Place(self.hosts[i], far, *links) for i in numbers]
-        else:
-            places = [here] * lay.producers
-        if lay.acting == "decoupled":
-            slots = Slots(learner)
-            sim.process(slots.learn())
-            for one in places:
-                draw = partial(self.draw_sum, one.costs.env.each)
-                sim.process(slots.act_far(one, self.services, draw) if one.up else slots.act(one, draw))
-            return
-        central = Central(learner)
-        self.inference.append(central)
-        for work in (central.infer(), central.prefetch(), central.learn()):
-            sim.process(work)
-        for one in places:
-            sim.process(central.host(one, self.services, partial(self.draw, one.costs.env.each)))
-
-    def draw(self, mean: float, envs: int) -> list[float]:
-        """Core-seconds of a step of each of so many envs."""
-        cv = self.services.env_cv
-        if cv == 0 or mean == 0:
-            return [mean] * envs
-        return [float(x) for x in self.rng.gamma(cv**-2, mean * cv**2, envs)]
-
-    def draw_sum(self, mean: float, steps: int) -> float:
-        """Core-seconds of so many env steps."""
-        cv = self.services.env_cv
-        return float(self.rng.gamma(steps * cv**-2, mean * cv**2)) if cv and mean else mean * steps
+    def _places(self, learner: SimLearner) -> list[Place]:
+        """Where a learner's producers work."""
+        lay = self.layout
+        if not lay.hosts:
+            return [Place(learner.cores, self.beside)] * max(1, lay.producers)
+        far = distant(lay, self.services)
+        links = self.machines[learner.rank * len(self.machines) // lay.learners].links
+        numbers = [(k * lay.learners + learner.rank) % lay.hosts for k in range(lay.producers)]
+        return [Place(self.hosts[i], far, *links) for i in numbers]
 
     def run(self, rollouts: int) -> None:
         """Until learners have learned from so many rollouts more."""
@@ -146,7 +119,7 @@ class World:
             try:
                 self.sim.step()
             except simpy.core.EmptySchedule:
-                raise CoterieError(f"plan: nobody in the layout {self.layout.name} can go on") from None
+                raise CoterieError(f"plan: no process of the layout {self.layout.name} can go on") from None
             self.events += 1
 
     @property
@@ -174,11 +147,11 @@ class World:
             found["learner"] += learner.training
             for name in ("lag_sum", "lag_rows", "stale", "steps"):
                 found[name] += getattr(learner, name)
-        found["inference"] = sum(x.answering for x in self.inference)
+        found["inference"] = sum(x.answering for x in self.acting)
         return found
 
 
-def simulate(layout: Layout, services: Services, seed: int = 0) -> Result:
+def simulate(layout: RunLayout, services: Services, seed: int = 0) -> Result:
     """Rates, lag and shares, once all of a layout's memory has been used, over about 1200 rows of each env or, of large
     layouts, fewer.
     """
@@ -229,7 +202,7 @@ def _shares(world: World, clocks: dict[str, float]) -> tuple[dict[str, float], d
     for name in ("network in", "network out") if world.links else ():
         busy[name] = max(clocks[f"{name}/{k}"] for k in range(len(world.links))) / seconds  # of the fullest
     busy["learner"] = clocks["learner"] / seconds / learners
-    if world.inference:
+    if world.layout.kind.hosted:
         busy["inference"] = clocks["inference"] / seconds / learners
     return busy, parts
 
@@ -248,68 +221,65 @@ def _bottleneck(busy: dict[str, float], parts: dict[str, dict[str, float]]) -> s
     return name
 
 
-def beside(layout: Layout, services: Services) -> Costs:
-    """What the learners' machines cost: a part is crowded where others work beside it, and threads of one process are
-    as fast as those that were measured.
+def beside(layout: RunLayout, services: Services) -> Costs:
+    """Costs on the learners' machines: those of crowded cores where others work beside a part, and the measured ones of
+    threads that share a process.
     """
-    costs, threads = _crowded(layout, services), services.threads
+    costs, threads, kind = _crowded(layout, services), services.threads, layout.kind
     if layout.several:
         costs = replace(costs, train=costs.train.times(threads.train))
-    if layout.acting == "central":
+    if kind.hosted:
         factor = threads.act if layout.several else 1.0
         return replace(costs, act=costs.act.times(factor), unroll=costs.unroll.times(factor))
-    if layout.acting == "inline" and layout.several:
+    if not kind.apart and layout.several:
         return costs.acting(threads.act)
     return costs.acting(threads.turns) if layout.groups > 1 else costs
 
 
-def distant(layout: Layout, services: Services) -> Costs:
-    """What hosts cost: an actor has a core of its own there."""
+def distant(layout: RunLayout, services: Services) -> Costs:
+    """Costs on hosts: an actor has a core of its own there."""
     costs = services.crowded if layout.hardware.host_cores > 1 else services.alone
-    return costs.acting(services.threads.turns) if layout.acting == "decoupled" and layout.groups > 1 else costs
+    return costs.acting(services.threads.turns) if layout.kind.own_policy and layout.groups > 1 else costs
 
 
-def _crowded(layout: Layout, services: Services) -> Costs:
+def _crowded(layout: RunLayout, services: Services) -> Costs:
     alone, crowded = services.alone, services.crowded
     if layout.hardware.cores == 1:
         return alone
     lone = layout.learners == layout.hardware.machines and layout.train_threads == 1
-    if layout.acting == "inline" and lone and layout.act_threads == 1:
+    if lone and not layout.kind.apart and layout.act_threads == 1:
         act = crowded if layout.groups > 1 else alone
         env = crowded if layout.groups * layout.env_threads > 1 else alone
         return replace(alone, env=replace(env.env, fixed=act.env.fixed), act=act.act, unroll=act.unroll)
-    if layout.acting == "decoupled" and layout.hosts and lone:
+    if lone and layout.kind.own_policy and layout.hosts:
         return alone
     return crowded
 
 
-def ceiling(layout: Layout, services: Services) -> float:
+def ceiling(layout: RunLayout, services: Services) -> float:
     """Env steps/s that the layout cannot exceed: its cores, GPUs and links full all the time."""
-    world = World(layout, services)
-    own, far = world.beside, distant(layout, services)
-    chip = world.learners[0].costs
-    rows = layout.batch * layout.unroll
-    width = layout.width // layout.groups
-    remote = bool(layout.hosts)
-    most = layout.batch_max or layout.width * max(1, layout.producers)
-    acts = chip if layout.acting != "decoupled" else far if remote else own
+    world, h, kind = World(layout, services), layout.hardware, layout.kind
+    chip, at_envs = world.learners[0].costs, distant(layout, services) if layout.hosts else world.beside
+    envs = layout.width // layout.groups
+    if kind.hosted:
+        envs = layout.batch_max or layout.width * max(1, layout.producers)
     each = {
-        "env": (far if remote else own).env.each,
-        "act": acts.act(most if layout.acting == "central" else width)
-        / (most if layout.acting == "central" else width),
-        "train": layout.steps * (chip.train.each * layout.samples + chip.exchange["solo"]) / rows,
+        "env": at_envs.env.each,
+        "act": (at_envs if kind.own_policy else chip).act(envs) / envs,
+        "train": layout.steps
+        * (chip.train.each * layout.samples + chip.exchange["solo"])
+        / layout.batch
+        / layout.unroll,
     }
-    h = layout.hardware
+    on_host = {"env", "act"} if kind.own_policy else {"env"}
+    on_gpu = ({"train"} if kind.own_policy else {"train", "act"}) if layout.gpus else set()
     bounds = []
-    host = {"env"} | ({"act"} if layout.acting == "decoupled" else set())
-    if remote:
-        bounds.append(layout.hosts * h.host_cores / sum(each[k] for k in host))
-        there = world.services.obs_bytes / h.bandwidth
-        bounds += [h.machines / there] if there else []
-    on_gpu = {"train"} | ({"act"} if layout.acting != "decoupled" else set()) if layout.gpus else set()
+    if layout.hosts:
+        bounds.append(layout.hosts * h.host_cores / sum(each[k] for k in on_host))
+        if seconds := services.obs_bytes / h.bandwidth:
+            bounds.append(h.machines / seconds)
     if layout.gpus:
         bounds.append(len(world.gpus) / sum(each[k] for k in on_gpu))
-    left = set(each) - on_gpu - (host if remote else set())
-    if work := sum(each[k] for k in left):
+    if work := sum(each[k] for k in set(each) - on_gpu - (on_host if layout.hosts else set())):
         bounds.append(sum(x.count / world.slow[id(x)] for x in world.pools) / work)
     return min(bounds, default=math.inf) * services.valid

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.tools.plan.costs import Costs, Line, Services
-from coterie.tools.plan.layout import Hardware, Layout
+from coterie.tools.plan.layout import Hardware, RunLayout
 
 EXCHANGE = {"solo": 0.01, "allreduce": 0.03, "hogwild": 0.02, "store": 0.03, "gossip": 0.02}
 COSTS = Costs(
@@ -21,14 +21,16 @@ def services(costs: Costs = COSTS, **changes: Any) -> Services:
     return replace(Services(alone=costs, crowded=costs), **changes)
 
 
-def layout(acting: str = "inline", exchange: str = "solo", hardware: Hardware | None = None, **changes: Any) -> Layout:
-    """One env on one core, unrolls of 4; `changes` are of `Layout`."""
+def layout(
+    acting: str = "inline", exchange: str = "solo", hardware: Hardware | None = None, **changes: Any
+) -> RunLayout:
+    """One env on one core, unrolls of 4; `changes` are of `RunLayout`."""
     own: dict[str, Any] = {
         "learners": 1, "producers": 0 if acting == "inline" else 1, "width": 1, "groups": 1, "env_threads": 1,
         "act_threads": 1, "train_threads": 1, "unroll": 4, "batch": 1, "steps": 1.0, "samples": 4.0, "chunk": 0,
         "batches": 1 if acting == "inline" else 3,
     }  # fmt: skip
-    found = Layout(acting=acting, exchange=exchange, hardware=hardware or Hardware(), **own | changes)
+    found = RunLayout(acting=acting, exchange=exchange, hardware=hardware or Hardware(), **own | changes)
     if "samples" not in changes:
         found = replace(found, samples=float(found.batch * found.unroll))
     return found

@@ -14,7 +14,7 @@ from coterie.envs.make import make_spec
 from coterie.exchange.table import EXCHANGES
 from coterie.roles.learner import Learner
 from coterie.runs.config_io import replace as changed
-from coterie.tools.plan.layout import Hardware, layout, layouts, updates
+from coterie.tools.plan.layout import UPDATES, Hardware, layout, layouts
 from coterie.tools.plan.search import candidates, cheapest
 from coterie.tools.plan.simulate import simulate
 from coterie.types import ConfigError
@@ -90,6 +90,10 @@ def test_learners_of_several_machines():
     dqn = presets.dqn(env="CartPole-v1")
     with pytest.raises(ConfigError, match="use gossip"):
         layout(dqn, SPEC, Hardware(machines=2), "inline", "allreduce", 2)
+
+
+def updates(config, columns: int, unroll: int):
+    return UPDATES[config.algorithm](config, columns, unroll)
 
 
 def test_updates_of_each_algorithm():
