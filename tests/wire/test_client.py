@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -38,18 +36,6 @@ from tests.wire.conftest import Served
 
 Serve = Callable[..., Served]
 
-SERVER = """
-import sys, threading
-from coterie.wire.server import Server
-from tests.support.waiting import wait_until
-from tests.support.wire import EchoService
-service = EchoService()
-service.late = True
-server = Server(sys.argv[1], {"Infer": service})
-print("listening", flush=True)
-threading.Event().wait(60)
-"""
-
 
 def connect(channel: grpc.Channel, silence: float = WAIT_S, token: str = "") -> Stream:
     return Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=silence, token=token)
@@ -74,33 +60,6 @@ def test_questions_and_answers(serve: Serve):
             stream.send({**arrays(), "x": arrays()["x"][:2]})
         stream.close()
         stream.close()
-
-
-def test_a_killed_server_is_a_lost_connection(tmp_path: Path):
-    address = f"unix:{tmp_path}/s"
-    server = subprocess.Popen([sys.executable, "-c", SERVER, address], stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "listening\n"
-        with channel_to(address) as channel:
-            waiting, stepping = connect(channel), connect(channel)
-            waiting.send(arrays())
-            server.kill()
-            server.wait(WAIT_S)
-            begin = time.monotonic()
-            with pytest.raises(ConnectionLost, match="unavailable"):
-                waiting.receive()
-            stepping.send(arrays())
-            with pytest.raises(ConnectionLost, match="unavailable"):
-                stepping.receive()
-            for stream in (waiting, stepping):
-                stream.close()
-            with pytest.raises(ConnectionLost, match="unavailable"):
-                connect(channel)
-            assert time.monotonic() - begin < WAIT_S / 2
-    finally:
-        server.kill()
-        server.communicate()
 
 
 def test_a_client_without_a_server_loses_its_connection(tmp_path: Path):
@@ -214,10 +173,10 @@ def test_heartbeats_are_no_silence(serve: Serve):
     served = serve(limits=Limits(heartbeat_s=0.1))
     served.service.late = True
     with channel_to(served.address) as channel:
-        stream = connect(channel, silence=2.0)
+        stream = connect(channel, silence=1.0)
         stream.send(arrays())
         asked, answer = served.service.asked.get(timeout=WAIT_S)
-        threading.Timer(3.0, answer, (asked, 4)).start()
+        threading.Timer(1.5, answer, (asked, 4)).start()
         assert stream.receive()[1] == 4
         stream.close()
 

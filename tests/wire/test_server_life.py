@@ -75,7 +75,7 @@ def test_an_answer_may_have_no_arrays(serve: Serve):
 
 
 @pytest.mark.parametrize("how", ["cancel", "channel", "socket"])
-def test_a_client_vanishes_while_its_answer_is_pending(serve: Serve, how: str):
+def test_a_client_may_vanish_while_its_answer_is_pending(serve: Serve, how: str):
     served = serve()
     served.service.late = True
     with channel_to(served.address) as channel:
@@ -93,15 +93,15 @@ def test_a_client_vanishes_while_its_answer_is_pending(serve: Serve, how: str):
             raw.out.put(None)
     wait_until(lambda: served.service.streams[0].left == 1)
     for _ in range(2):
-        answer(asked, 1)  # nobody listens: that is no error
+        answer(asked, 1)  # the client is gone: no error
     wait_until(lambda: served.server.is_idle)
     served.service.late = False
     assert works(served.address)
     assert served.service.streams[0].left == 1
 
 
-def test_a_seat_answers_twice_and_late(serve: Serve):
-    """Only the first answer counts, and none is an error."""
+def test_only_the_first_answer_to_a_question_counts(serve: Serve):
+    """Further and late answers are no errors."""
     served = serve()
     served.service.late = True
     with channel_to(served.address) as channel:
