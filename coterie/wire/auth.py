@@ -1,4 +1,4 @@
-"""Who may connect: addresses that need no token, tokens, TLS, and the keys that `coterie keys` makes."""
+"""Access to servers: local addresses, tokens, TLS, and the files that `coterie keys` makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN, CERT, KEY = "token", "cert.pem", "key.pem"  # files of `coterie keys`
 
 
 def is_local(address: str) -> bool:
-    """A unix socket, or loopback: nobody outside this machine can reach it."""
+    """Whether an address is a unix socket or loopback, which other machines cannot reach."""
     if address.startswith("unix:"):
         return True
     host = split(address)[0]
@@ -31,7 +31,7 @@ def is_local(address: str) -> bool:
 
 
 def split(address: str) -> tuple[str, int]:
-    """HOST:PORT, with an IPv6 host in brackets."""
+    """Host and port of HOST:PORT, with an IPv6 host in brackets."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"address: {address!r} is not HOST:PORT")
@@ -39,31 +39,31 @@ def split(address: str) -> tuple[str, int]:
 
 
 def offset(address: str, by: int) -> str:
-    """The address of learner `by`: the next ports, or sockets beside the first one's."""
+    """The address of learner `by`: PORT + `by`, or the socket PATH.`by`."""
     if address.startswith("unix:"):
         if address == "unix:":
-            raise ConfigError("address: 'unix:' names no path")
+            raise ConfigError("address: 'unix:' needs a path")
         return f"{address}.{by}" if by else address
     host, port = split(address)
     return f"[{host}]:{port + by}" if ":" in host else f"{host}:{port + by}"
 
 
 def read_token(path: str) -> str:
-    """The token in a file, which nobody else may read."""
+    """The token in a file that only its owner may read. Raises `ConfigError`."""
     try:
         token = Path(path).read_text().strip()
         open_to_others = os.stat(path).st_mode & 0o077
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"token file: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if len(token) < 16 or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"token file: {path} holds no token of at least 16 printable characters")
+        raise ConfigError(f"token file: {path} must hold a token of at least 16 printable ASCII characters")
     if open_to_others:
-        raise ConfigError(f"token file: others may read {path}; chmod 600 it")
+        raise ConfigError(f"token file: others may read {path}; use chmod 600")
     return token
 
 
 def is_token(given: str, token: str) -> bool:
-    """Compared in constant time; `given` may be of any characters."""
+    """Compare in constant time. `given` may have any characters."""
     return hmac.compare_digest(given.encode(errors="surrogatepass"), token.encode())
 
 
@@ -83,7 +83,7 @@ def _bytes(path: str, what: str) -> bytes:
 
 
 def make_keys(folder: str, hosts: list[str]) -> list[Path]:
-    """A token, and a key with a certificate that it signs itself for these host names and addresses."""
+    """Write a token, and a key with a self-signed certificate for these host names and addresses."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -93,12 +93,12 @@ def make_keys(folder: str, hosts: list[str]) -> list[Path]:
     paths = [out / name for name in (TOKEN, CERT, KEY)]
     for path in paths:
         if path.exists():
-            raise ConfigError(f"keys: {path} is there already; name another folder")
+            raise ConfigError(f"keys: {path} exists; name another folder")
     key = ec.generate_private_key(ec.SECP256R1())
     names: list[x509.GeneralName] = []
     for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"]):
         if not host.isascii():
-            raise ConfigError(f"keys: {host!r} is not ASCII; give the name as DNS has it (xn--...)")
+            raise ConfigError(f"keys: {host!r} is not ASCII; give its DNS form (xn--...)")
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:

@@ -123,7 +123,7 @@ def test_keys_hold_a_token_and_a_certificate_for_the_hosts(tmp_path: Path):
 @pytest.mark.parametrize("there", ["token", "cert.pem", "key.pem"])
 def test_keys_are_never_overwritten(tmp_path: Path, there: str):
     (tmp_path / there).write_text("mine")
-    with pytest.raises(ConfigError, match="there already"):
+    with pytest.raises(ConfigError, match="exists; name another folder"):
         make_keys(str(tmp_path), [])
     assert [p.name for p in tmp_path.iterdir()] == [there]
     assert (tmp_path / there).read_text() == "mine"
