@@ -42,7 +42,7 @@ class Meeting:
         self.lines = deque[str](maxlen=100)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self.servers = Servers(config.wire)
-        self.servers.serve_peers(config.gossip.bind, {"Gossip": self.sit})
+        self.servers.serve(config.gossip.bind, {"Gossip": self.sit}, "gossip.bind")
         self._thread = threading.Thread(target=self._work, name="coterie-gossip", daemon=True)
         self._thread.start()
 

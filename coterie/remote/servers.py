@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from coterie.config import Wire
-from coterie.wire.auth import offset, read_token, server_credentials
+from coterie.wire.auth import read_token, server_credentials
 from coterie.wire.server import Limits, Server, Service
 
 
@@ -17,19 +17,11 @@ class Servers:
         self.wire, self.open = wire, list[Server]()
         self._refused = deque[str](maxlen=100)
 
-    def serve_local(self, address: str, services: Mapping[str, Service]) -> None:
-        """For the run's own processes."""
-        self._open(address, services, Wire(), "")
-
-    def serve_remote(self, rank: int, services: Mapping[str, Service]) -> None:
-        """For remote workers, at the address of learner `rank`."""
-        self._open(offset(self.wire.bind, rank), services, self.wire, "wire.bind")
-
-    def serve_peers(self, address: str, services: Mapping[str, Service]) -> None:
-        """For runs that gossip with this one."""
-        self._open(address, services, self.wire, "gossip.bind")
-
-    def _open(self, address: str, services: Mapping[str, Service], access: Wire, field: str) -> None:
+    def serve(self, address: str, services: Mapping[str, Service], field: str = "") -> None:
+        """Serve at `address`. `field`: the setting that holds it, of a server for other machines; their clients need
+        the run's token and certificate.
+        """
+        access = self.wire if field else Wire()
         server = Server(
             address,
             services,

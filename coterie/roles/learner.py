@@ -54,6 +54,7 @@ from coterie.remote.admission import EnvHostService
 from coterie.remote.rollout_service import RolloutService
 from coterie.remote.servers import Servers
 from coterie.types import AgentOutput, ConfigError, Inputs, Rollout
+from coterie.wire.auth import offset
 
 
 class Learner:
@@ -107,7 +108,7 @@ class Learner:
                 if (need := self.guests.reads.most) > config.wire.max_message_mb << 20:
                     raise ConfigError(f"wire.max_message_mb: a remote actor's rollout has {-(-need // 2**20)} MB")
                 services = {"PushRollouts": self.guests.push, "PullParameters": self.guests.pull}
-                self.servers.serve_remote(links.rank, services)
+                self.servers.serve(offset(config.wire.bind, links.rank), services, "wire.bind")
         self.trainers = Team(layout.torch_threads if config.model.compile == "none" else 1)
         self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
@@ -175,10 +176,10 @@ class Learner:
         try:
             if links.address:
                 service = EnvHostService(config, self.spec, links.rank, central, local=True)
-                self.servers.serve_local(links.address, {"Infer": service})
+                self.servers.serve(links.address, {"Infer": service})
             if config.wire.bind:
                 service = EnvHostService(config, self.spec, links.rank, central, local=False)
-                self.servers.serve_remote(links.rank, {"Infer": service})
+                self.servers.serve(offset(config.wire.bind, links.rank), {"Infer": service}, "wire.bind")
         except BaseException:
             central.close()
             raise

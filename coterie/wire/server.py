@@ -87,7 +87,7 @@ class Server:
         self.refused = Counter[str]()  # by client
         self.bytes_in = self.bytes_out = 0
         self._streams = Counter[str]()
-        self._open: dict[_Connection, None] = {}
+        self._open = set[_Connection]()
         self.over: str | None = None  # why the run has ended, once it has
         self._closed = False
         self._started: Future[None] = Future()
@@ -176,7 +176,7 @@ class Server:
                 status = StatusCode.RESOURCE_EXHAUSTED if error.too_much else StatusCode.INVALID_ARGUMENT
                 await self._refuse(context, client, status, str(error))
             finally:
-                self._open.pop(connection, None)
+                self._open.discard(connection)
                 self._streams[client] -= 1
                 if not self._streams[client]:
                     del self._streams[client]
@@ -196,7 +196,7 @@ class Server:
         await context.abort(status, reason)
 
     def opened(self, connection: _Connection) -> None:
-        self._open[connection] = None
+        self._open.add(connection)
 
     @property
     def is_closed(self) -> bool:
