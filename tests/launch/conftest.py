@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import made_by
 from tests.support.meddler import PATIENCE, Meddler, Outside
 from tests.support.process_table import put_down
-from tests.support.remote_workers import WIDTH, Client, Guest
+from tests.support.remote_workers import WIDTH, WorkerProcess, WorkerThread
 from tests.support.runs import TALLY
 
 # For `--model.torso odd:NAME`: learners that are unlike the others. Loaded in the parent, too.
@@ -130,22 +130,24 @@ def meddler(tmp_path, monkeypatch) -> Iterator[Meddler]:
 
 
 @pytest.fixture
-def guests() -> Iterator[Callable[..., Guest]]:
-    def end(guest: Guest) -> None:
-        guest.left.set()
-        guest.thread.join(PATIENCE / 2)
-        assert not guest.thread.is_alive()
+def worker_threads() -> Iterator[Callable[..., WorkerThread]]:
+    def end(worker: WorkerThread) -> None:
+        worker.left.set()
+        worker.thread.join(PATIENCE / 2)
+        assert not worker.thread.is_alive()
 
-    yield from made_by(Guest, end)
+    yield from made_by(WorkerThread, end)
 
 
 @pytest.fixture
-def clients(tmp_path) -> Iterator[Callable[..., Client]]:
-    made: list[Client] = []
+def worker_processes(tmp_path) -> Iterator[Callable[..., WorkerProcess]]:
+    made: list[WorkerProcess] = []
 
-    def start(what: str, port: int, *args: str, host: str = "127.0.0.1", env: str = "CartPole-v1", **kwargs) -> Client:
+    def start(
+        what: str, port: int, *args: str, host: str = "127.0.0.1", env: str = "CartPole-v1", **kwargs
+    ) -> WorkerProcess:
         own = ["--connect", f"{host}:{port}", "--env", env, "--env.num-envs", str(WIDTH), "--env.delay", "0.005"]
-        made.append(Client(tmp_path, [what, *own, "--env.threads", "1", *args], **kwargs))
+        made.append(WorkerProcess(tmp_path, [what, *own, "--env.threads", "1", *args], **kwargs))
         return made[-1]
 
     yield start

@@ -15,15 +15,12 @@ from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("normalises", [True, pytest.param(False, marks=pytest.mark.slow)])  # False: weights only
-def test_actors_join_and_leave_while_a_run_trains(meddler, clients, normalises):
+def test_actors_join_and_leave_while_a_run_trains(meddler, worker_processes, normalises):
     port = free_port()
 
     def meddle() -> None:
-        mine, odd = clients("actor", port), clients("actor", port, env="Acrobot-v1")
+        mine = worker_processes("actor", port)
         wait_until(lambda: "an actor with " in mine.said, what="it is let in")
-        code, said = odd.end()
-        assert code == 1
-        assert "the run's envs are CartPole-v1, not Acrobot-v1" in said
         meddler.at_work()
         goes_on(meddler)
         code, said = mine.end(signal.SIGTERM)
@@ -38,11 +35,11 @@ def test_actors_join_and_leave_while_a_run_trains(meddler, clients, normalises):
     meddler.check_nothing_left()
 
 
-def test_an_actor_reconnects_after_cuts_and_a_restart_of_the_learner(meddler, guests):
+def test_an_actor_reconnects_after_cuts_and_a_restart_of_the_learner(meddler, worker_threads):
     port = free_port()
 
     def meddle(proxy: Proxy) -> None:
-        mine = guests(lend_actor, proxy.port)
+        mine = worker_threads(lend_actor, proxy.port)
         meddler.at_work()
         wait_until(lambda: proxy.bytes > 20_000, what="it is at work")
         proxy.delayed, proxy.delay = 0.05, 0.1

@@ -18,7 +18,7 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("away", [1.0, pytest.param(50.0, marks=slow)])
-def test_hosts_in_networks_of_their_own(tmp_path, meddler, clients, networks, away):
+def test_hosts_in_networks_of_their_own(tmp_path, meddler, worker_processes, networks, away):
     """With TLS and a token. `away`: seconds without a link, less and more than anybody waits."""
     keys = tmp_path / "keys"
     assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
@@ -27,7 +27,7 @@ def test_hosts_in_networks_of_their_own(tmp_path, meddler, clients, networks, aw
 
     def meddle() -> None:
         mine = [
-            clients("envs", port, *args, host=address, prefix=("ip", "netns", "exec", name))
+            worker_processes("envs", port, *args, host=address, prefix=("ip", "netns", "exec", name))
             for name, address, _ in networks
         ]
         for client in mine:

@@ -34,7 +34,7 @@ def decoupled(out: Path, port: int, **changes: object) -> list[str]:
     return decoupled_options(out, **{**own, **changes})
 
 
-class Guest:
+class WorkerThread:
     """A remote worker in a thread of this process. `times`: of its `Worker`."""
 
     def __init__(
@@ -62,8 +62,8 @@ class Guest:
         self.thread = threading.Thread(target=run)
         self.thread.start()
 
-    def there(self) -> bool:
-        """Whether it is connected."""
+    def is_connected(self) -> bool:
+        """Whether it has been admitted and has no outage."""
         away, back = (sum(x.startswith(word) for x in self.lines) for word in ("no learner at", "a learner at"))
         return away == back and bool(self.address)
 
@@ -82,7 +82,7 @@ class Guest:
         return self.lines[-1]
 
 
-class Client:
+class WorkerProcess:
     """`coterie envs` or `coterie actor` in a process."""
 
     def __init__(self, folder: Path, args: list[str], prefix: tuple[str, ...] = ()) -> None:
@@ -114,10 +114,10 @@ def goes_on(meddler: Meddler, rows: int = 20 * CROWD) -> None:
     meddler.until(lambda: meddler.steps() > steps + rows, "the run goes on")
 
 
-def finish(meddler: Meddler, *guests: Guest) -> None:
+def finish(meddler: Meddler, *worker_threads: WorkerThread) -> None:
     """End the run once these workers are connected: one that is away would not receive the end."""
-    meddler.until(lambda: all(guest.there() for guest in guests), "the guests are at work")
+    meddler.until(lambda: all(worker.is_connected() for worker in worker_threads), "the workers are connected")
     os.kill(os.getpid(), signal.SIGTERM)
-    for guest in guests:
-        guest.thread.join(PATIENCE)
-        assert "the run has ended" in guest.end()
+    for worker in worker_threads:
+        worker.thread.join(PATIENCE)
+        assert "the run has ended" in worker.end()
