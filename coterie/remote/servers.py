@@ -29,7 +29,7 @@ class Servers:
             credentials=server_credentials(access.cert, access.key) if access.cert else None,
             limits=Limits(self.wire.max_message_mb << 20),
             on_refused=self._refused.append,
-            field=field,
+            field=field or "env hosts",
         )
         self.open.append(server)
 

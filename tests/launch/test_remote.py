@@ -22,7 +22,8 @@ from tests.support.waiting import wait_until
 slow = pytest.mark.slow
 
 
-def test_hosts_come_and_go_while_a_run_trains(tmp_path, meddler, worker_processes):
+@slow
+def test_host_processes_join_and_leave_while_a_run_trains(tmp_path, meddler, worker_processes):
     """A client without the token is refused, with the reason."""
     assert main(["keys", str(tmp_path / "keys")]) == 0
     assert main(["keys", str(tmp_path / "others")]) == 0

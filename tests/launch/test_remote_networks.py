@@ -17,8 +17,9 @@ __all__ = ["networks"]  # a fixture
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("away", [1.0, pytest.param(50.0, marks=slow)])
-def test_hosts_in_networks_of_their_own(tmp_path, meddler, worker_processes, networks, away):
+@slow
+@pytest.mark.parametrize("away", [1.0, 50.0])
+def test_hosts_in_other_networks_survive_the_loss_of_a_link(tmp_path, meddler, worker_processes, networks, away):
     """With TLS and a token. `away`: seconds without a link, less and more than anybody waits."""
     keys = tmp_path / "keys"
     assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
