@@ -25,13 +25,13 @@ def test_a_run_with_env_hosts_trains_and_resumes(tmp_path, exchange):
     if exchange == "allreduce":  # all learners hold equal parameters: pulling from one is pulling from all
         assert len(summary["digests"]) == 2
         assert len(set(summary["digests"])) == 1
-    # Whoever has not seen the end yet finishes a batch: at most what is open of each learner.
+    # A learner that has not received the end yet finishes a batch: at most its unfinished rows.
     assert 3000 <= summary["env_steps"] <= 3000 + 4 * CROWD * 5
     assert summary["rows"]["rolled_back"] == 0
     lines = read_metrics(out)
     assert any("eval/return" in line for line in lines)
-    told = {"stage/wait", "stage/host/env", "inference/batch", "inference/envs", "wire/bytes_in_per_step"}
-    assert told | {"policy_lag/mean", "latency/p50_ms"} <= {k for line in lines for k in line}
+    expected = {"stage/wait", "stage/host/env", "inference/batch", "inference/envs", "wire/bytes_in_per_step"}
+    assert expected | {"policy_lag/mean", "latency/p50_ms"} <= {k for line in lines for k in line}
     assert sum(summary["policy_lag"].values()) == summary["env_steps"] + summary["masked_steps"]
     assert main(["resume", str(out), "--steps", "4000"]) == 0
     before, summary = summary["rows"], check_rows(out)
@@ -63,7 +63,7 @@ def test_killed_hosts_are_started_again_and_every_row_is_accounted_for(meddler, 
     assert all(f"host {i} was killed by SIGKILL" in log for i in range(hosts))
     assert [x for x, _ in meddler.started].count(0) == 1, "no learner was started again"
     assert summary["rows"]["rolled_back"] == 0
-    # Of a killed host, and of one that leaves, a step of each of its two envs may have been made that nobody saw.
+    # A host that ends, or is killed, may have made a step of each of its two envs that did not arrive.
     assert summary["rows"]["produced"] <= tally.steps <= summary["rows"]["produced"] + 2 * hosts * 2
     meddler.check_nothing_left()
 

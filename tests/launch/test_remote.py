@@ -93,9 +93,9 @@ def test_hosts_reconnect_to_a_learner_that_was_killed(meddler, worker_threads):
     meddler.check_nothing_left()
 
 
-def test_through_a_proxy_that_delays_throttles_and_cuts(meddler, worker_threads, tally):
-    """5% of what goes over the wire comes late; streams are cut in the middle of a frame, with nobody to go to. The
-    envs count their steps, of which none is learned from twice, or lost but where a stream was.
+def test_hosts_behind_a_proxy_that_delays_throttles_and_cuts_lose_no_other_steps(meddler, worker_threads, tally):
+    """Chunks are late, streams are cut in the middle of a frame, and the learner is unreachable for a while. The envs
+    count their steps: none is learned from twice, and only the steps of lost streams are lost.
     """
     port = free_port()
     env = Env(tally.options["env.id"], kwargs=tally.options["env.kwargs"])
@@ -140,7 +140,7 @@ def test_hosts_are_spread_over_the_learners(meddler, worker_threads, exchange):
 
     def meddle() -> None:
         mine = [worker_threads(lend_envs, port) for _ in range(4)]
-        wait_until(lambda: all(worker.is_connected() for worker in mine), what="all are let in")
+        wait_until(lambda: all(worker.is_connected() for worker in mine), what="all are admitted")
         where = sorted(worker.address for worker in mine)
         assert where == [f"127.0.0.1:{port}"] * 2 + [f"127.0.0.1:{port + 1}"] * 2
         meddler.at_work()
@@ -178,8 +178,8 @@ def test_a_worker_that_waits_for_a_stopped_learner_may_leave(meddler, worker_thr
         finally:
             os.kill(pid, signal.SIGCONT)
         goes_on(meddler)
-        told = re.compile(r" env steps; actions came after [\d.]+ ms \(p50\), ")
-        meddler.until(lambda: any(map(told.search, mine[1].lines)), "it says how long actions take")
+        progress = re.compile(r" env steps; actions came after [\d.]+ ms \(p50\), ")
+        meddler.until(lambda: any(map(progress.search, mine[1].lines)), "it reports how long actions take")
         finish(meddler, mine[1])
 
     args = central if work is lend_envs else decoupled
@@ -210,7 +210,7 @@ def test_a_learner_whose_hosts_have_left_does_not_keep_the_run_from_its_end(medd
 
     def meddle() -> None:
         mine = [worker_threads(lend_envs, port) for _ in range(2)]
-        meddler.until(lambda: all(one.is_connected() for one in mine), "both are let in")
+        meddler.until(lambda: all(one.is_connected() for one in mine), "both are admitted")
         meddler.at_work()
         assert "left: " in mine[1].end()
         os.kill(os.getpid(), signal.SIGTERM)

@@ -20,7 +20,7 @@ def test_actors_join_and_leave_while_a_run_trains(meddler, worker_processes, nor
 
     def meddle() -> None:
         mine = worker_processes("actor", port)
-        wait_until(lambda: "an actor with " in mine.said, what="it is let in")
+        wait_until(lambda: "an actor with " in mine.said, what="it is admitted")
         meddler.at_work()
         goes_on(meddler)
         code, said = mine.end(signal.SIGTERM)

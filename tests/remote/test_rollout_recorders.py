@@ -1,4 +1,4 @@
-"""What real recorders write, the doors of actors take."""
+"""The rollout service accepts what real recorders write."""
 
 from __future__ import annotations
 

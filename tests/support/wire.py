@@ -1,4 +1,4 @@
-"""What the tests of the wire share: a desk that echoes, clients that do not keep to the rules, broken frames."""
+"""What the tests of the wire share: an echo service, clients that break the protocol, broken frames."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def works(address: str, *, token: str = "", cert: str = "") -> bool:
 
 
 class Raw:
-    """A client that sends whatever bytes it is told to."""
+    """A client that sends any bytes."""
 
     def __init__(self, channel: grpc.Channel, *frames: bytes, metadata: Any = None, method: str = METHOD) -> None:
         self.out = queue.SimpleQueue[bytes | None]()
@@ -130,7 +130,7 @@ def mutated(frame: bytes, rng: random.Random) -> bytes:
         message = Frame.FromString(frame)
         tamper(message, rng)
         return message.SerializeToString()
-    b = bytearray(frame or b"\n")  # a sign of life is no byte at all
+    b = bytearray(frame or b"\n")  # a heartbeat has no bytes
     kind = rng.randrange(8)
     if kind == 0:
         return rng.randbytes(rng.randrange(200))

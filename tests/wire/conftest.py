@@ -42,8 +42,8 @@ def serve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable
         one.server.close()
         assert one.server.is_closed
     gc.collect(1)  # reports what was never awaited or retrieved
-    told = [r.getMessage() for when in ("setup", "call") for r in caplog.get_records(when) if r.levelname != "DEBUG"]
-    assert told == [], "asyncio and gRPC log what the server did not catch"
+    logged = [r.getMessage() for when in ("setup", "call") for r in caplog.get_records(when) if r.levelname != "DEBUG"]
+    assert logged == [], "asyncio and gRPC log what the server did not catch"
 
 
 @pytest.fixture

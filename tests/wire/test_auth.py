@@ -1,4 +1,4 @@
-"""Who may connect: which addresses are this machine's, which tokens count, and the keys that are made."""
+"""Access to servers: local addresses, tokens, and the files of `coterie keys`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKEN = "a-token-of-enough-characters"
         ("learner.example.org:5000", False),
         ("localhost.example.org:5000", False),
         ("127.0.0.1.example.org:5000", False),
-        ("127.1:5000", False),  # who reads it may have another opinion than the system
+        ("127.1:5000", False),  # not a canonical address: the system may resolve it differently
     ],
 )
 def test_loopback_and_unix_sockets_are_local(address: str, local: bool):

@@ -1,4 +1,4 @@
-"""The client's side of a stream: whatever happens to the other end, it hears of it in time, and why."""
+"""The client's side of a stream: whatever happens to the server, it raises in time and with a reason."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_silent_server_is_given_up(serve: Serve):
     served.service.late = True
     with channel_to(served.address) as channel:
         stream = connect(channel, silence=0.4)
-        time.sleep(0.8)  # nobody waits for anything: that is no silence
+        time.sleep(0.8)  # without a question: no silence
         stream.send(arrays())
         begin = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"no frame for 0\.4 s"):
@@ -155,7 +155,7 @@ def test_a_check_that_raises_ends_the_wait_for_an_answer(serve: Serve):
 
 @pytest.mark.slow
 def test_a_connection_that_nothing_comes_through_is_given_up_at_both_ends(serve: Serve):
-    """What went into it was taken, and nothing says that there is nobody."""
+    """The proxy accepts bytes and drops them."""
     served = serve(f"127.0.0.1:{free_port()}")
     served.service.late = True
     with Proxy(int(served.address.rpartition(":")[2])) as proxy, channel_to(f"127.0.0.1:{proxy.port}") as channel:
@@ -233,7 +233,7 @@ def welcome(layout: Layout = LAYOUT) -> bytes:
 LIES = {
     "no welcome": ([Frame(data={"number": 0}).SerializeToString()], "not a welcome"),
     "nothing": ([], "ended the stream"),
-    "signs of life": ([b""] * 3, "ended the stream"),
+    "heartbeats": ([b""] * 3, "ended the stream"),
     "huge frames": ([welcome(Layout([Tensor("x", "float64", (2**31,) * 4)]))], "the server's frames: frames of up to"),
     "unknown dtype": ([welcome(Layout([Tensor("x", "float16", (2,))]))], "the server's frames: 'x': dtype 'float16'"),
     "short data": (
@@ -267,7 +267,7 @@ def test_waits_between_attempts_grow_and_differ():
     most = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
     one, other = list(islice(back_off(), 9)), list(islice(back_off(), 9))
     assert all(m / 2 <= wait <= m for waits in (one, other) for wait, m in zip(waits, most, strict=True))
-    assert one != other, "clients that lost the same server come back at once"
+    assert one != other, "clients that lost the same server must not return at once"
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:5000", "0.0.0.0:5000", "learner.example.org:5000"])

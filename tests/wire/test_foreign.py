@@ -82,7 +82,7 @@ def started(command):
 
 @contextlib.contextmanager
 def learning(bind, **wire):
-    """A learner of central acting that has no hosts of its own."""
+    """A learner of central acting without local hosts."""
     config = presets.make("seed-vtrace", "CartPole-v1")
     changes = {"wire.bind": bind, "log.stall": 20.0, "algo.unroll_length": UNROLL, "central.batch_size": ENVS}
     learner = Learner(resolve_config(replace(config, changes | {f"wire.{k}": str(v) for k, v in wire.items()})))
@@ -159,7 +159,7 @@ def is_over(process, learner) -> None:
 @pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
 def test_a_foreign_client_makes_rollouts(client, tls, tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "Limits", partial(Limits, heartbeat_s=0.02))  # the client must skip heartbeats
-    wire, arguments, address = {}, [], f"unix:{tmp_path}/door"
+    wire, arguments, address = {}, [], f"unix:{tmp_path}/s"
     if tls:
         token, cert, key = make_keys(str(tmp_path / "keys"), [])
         wire, address = {"token_file": token, "cert": cert, "key": key}, f"127.0.0.1:{free_port()}"
@@ -185,8 +185,8 @@ def wait_for_envs(learner, process) -> None:
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 def test_a_foreign_client_connects_to_its_learner(client, tcp, tmp_path):
     port = free_ports(2)
-    first, second = (f"127.0.0.1:{port + i}" if tcp else f"unix:{tmp_path}/door" + ".1" * i for i in range(2))
-    door = Server(first, {"Infer": lambda hello: SettingsRequest({"number": 5, "learners": 2, "settings": "{}"})})
+    first, second = (f"127.0.0.1:{port + i}" if tcp else f"unix:{tmp_path}/s" + ".1" * i for i in range(2))
+    server = Server(first, {"Infer": lambda hello: SettingsRequest({"number": 5, "learners": 2, "settings": "{}"})})
     try:
         with learning(second) as learner, started([*client, first]) as process:
             wait_for_envs(learner, process)
@@ -195,7 +195,7 @@ def test_a_foreign_client_connects_to_its_learner(client, tcp, tmp_path):
             learner.close()
             is_over(process, learner)
     finally:
-        door.close()
+        server.close()
 
 
 def test_a_refused_foreign_client_prints_the_reason(client, tmp_path):

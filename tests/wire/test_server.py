@@ -1,4 +1,4 @@
-"""The server against clients that do not keep to the rules: each loses its stream, and nobody else notices."""
+"""The server against clients that break the protocol: each loses its stream, and others go on."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_client_without_the_token_is_refused(serve: Serve, metadata: Any):
 
 REFUSED = {
     "no hello": ([data_frame()], "first frame must be a hello"),
-    "a sign of life for a hello": ([b""], "first frame must be a hello"),
+    "a heartbeat for a hello": ([b""], "first frame must be a hello"),
     "another protocol": ([hello_frame(protocol=2)], "protocol 2 is not 1"),
     "no protocol": ([hello_frame(protocol=0)], "protocol 0 is not 1"),
     "no bytes of a frame": ([b"\xff" * 50], "not a frame"),
@@ -111,7 +111,7 @@ def test_a_stream_that_breaks_the_protocol_is_refused(serve: Serve, case: str):
         assert status == StatusCode.INVALID_ARGUMENT
         assert why in details
         assert served.server.refused == {"unix": n}
-    assert len(served.lines) == 1, "a client is told of once"
+    assert len(served.lines) == 1, "a client is reported once"
     assert served.lines[0].startswith("refused unix: ")
     assert why in served.lines[0]
     assert works(served.address)
@@ -154,7 +154,7 @@ def test_too_many_streams_of_all_clients(serve: Serve):
 
 
 def test_refused_clients_are_counted_up_to_a_limit(serve: Serve):
-    """By address: whoever has many of them cannot fill the memory with them."""
+    """They are counted by address: a client with many addresses cannot fill the memory."""
     served = serve(limits=Limits(all_streams=3))
 
     class Context:

@@ -118,7 +118,7 @@ def test_only_the_first_answer_to_a_question_counts(serve: Serve):
 
 
 def test_clients_receive_the_end_of_the_run(serve: Serve):
-    """Those that wait for an answer hear of it, and so do those that have still to ask."""
+    """Both those that wait for an answer and those that have not asked."""
     served = serve()
     served.service.late = True
     with channel_to(served.address) as channel:
@@ -171,7 +171,7 @@ def test_an_address_in_use_is_refused(serve: Serve, tmp_path: Path):
 
 
 def test_two_servers_of_one_process_are_independent(serve: Serve):
-    """A learner has one for its own hosts and one for others, each with a thread of its own."""
+    """A learner has one for local hosts and one for remote ones."""
     two = [serve(), serve()]
 
     def ask(address: str) -> None:
