@@ -13,7 +13,7 @@ import shutil
 from datetime import date, timedelta
 from pathlib import Path
 
-from coterie.tools.reproduce.catalogue import FIGURES
+from coterie.tools.reproduce.figure import FIGURES
 
 DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """# What the papers' figures came to

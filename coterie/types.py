@@ -106,6 +106,16 @@ class Spec:
             "action": [self.action.kind, list(self.action.sizes), list(self.action.low), list(self.action.high)],
         }
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Spec:
+        """What `to_json` wrote; it does not have the action repeat and the limits."""
+        obs = {}
+        for name, (shape, dtype, *more) in data["obs"].items():
+            codes = more[more.index("codes") + 1 :] if "codes" in more else ()
+            obs[name] = ObsSpec(tuple(shape), dtype, text="text" in more, codes=tuple(codes))
+        kind, *bounds = data["action"]
+        return cls(data["env_id"], obs, ActionSpec(kind, *map(tuple, bounds)))
+
 
 class TimeStep(NamedTuple):
     """What acting sees of B envs: `obs[t]` and the consequence of `action[t - 1]`. Numpy, `[B]` unless noted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,10 @@ from coterie.envs.tasks import tasks
 from coterie.runs.config_io import replace as override
 from coterie.types import Spec
 
-__all__ = ["LINEAR", "of_env", "override", "shared", "start"]
+__all__ = ["LINEAR", "known_spec", "of_env", "override", "shared", "start"]
 
 LINEAR = Schedule("linear")
+known_spec: ContextVar[Spec | None] = ContextVar("known_spec", default=None)  # in place of making the env
 _SMALLEST_IMAGE = 36  # pixels, what the presets' torsos need
 
 
@@ -41,6 +43,6 @@ def start(preset: str, env: str, overrides: dict[str, Any]) -> tuple[Config, str
     config = Config(preset=preset, env=Env(id=env), atari=Atari(episodic_life=True))
     own = of_env(overrides)
     config = override(config, own)
-    spec = make_spec(config.env, config.atari)
+    spec = known_spec.get() or make_spec(config.env, config.atari)
     config = replace(config, model=Model(normalize_obs=any(s.is_numeric for s in spec.obs.values())))
     return config, _kind(spec)

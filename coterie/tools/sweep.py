@@ -1,6 +1,6 @@
-"""Many runs, K at a time, each a process on its own share of the cores: seeds, small grids, and what a figure needs.
+"""Many commands, K at a time, each a process on its own share of the cores: the runs of a sweep or of a figure.
 
-What has finished is not run again, and what was interrupted is resumed: the same command goes on where it stopped.
+A finished run is not repeated and an interrupted one is resumed, so the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -31,16 +31,96 @@ from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 _RANK = (0, EXIT_INTERRUPTED, 2, 1)  # exit codes, the worst last
 _GRACE_S = 120
 _STOP = (*STOP, signal.SIGHUP)
-_LINE_S = 10.0  # between two lines about all runs together
+_PROGRESS_S = 10.0  # between two lines about all running jobs
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: `coterie train ARGS` into `folder`."""
+    """`coterie VERB ARGS`: a run to train in `folder`, or a command whose `--json` report goes to `folder`.json."""
 
     name: str
     args: tuple[str, ...]
     folder: Path
+    verb: str = "train"
+
+    def beside(self, suffix: str) -> Path:
+        """A file beside the folder: `.args.json` has the options that it began with, `.txt` what it printed."""
+        return self.folder.with_name(f"{self.folder.name}{suffix}")
+
+    def done(self) -> bool:
+        """Whether it began with these options and finished. Raises `ConfigError` if its folder holds something else."""
+        return self._begun() and (complete(self.folder) if self.verb == "train" else self.report() is not None)
+
+    def report(self) -> dict[str, Any] | None:
+        """The JSON report, None if there is none yet."""
+        found: dict[str, Any] | None = _read(self.beside(".json"))
+        return found
+
+    def outcome(self) -> str:
+        """How it ended, in one line."""
+        if self.verb != "train" and self.report() is not None:
+            return f"{self.verb} done"
+        if (summary := _read(self.folder / "summary.json")) is not None:
+            mean = summary["mean_return"]
+            shown = "-" if mean is None else f"{mean:.1f}"
+            return f"{summary['status']}, mean return {shown}, {summary['env_steps']:,} env steps"
+        lines = self.beside(".txt").read_text().splitlines()
+        return lines[-1] if lines else "no output"
+
+    def start(self, cores: list[int]) -> subprocess.Popen[bytes]:
+        """Begin it, or resume it from its last checkpoint. Raises `ConfigError` if another process runs it."""
+        begun, train = self._begun(), self.verb == "train"
+        resumed = train and begun and checkpoint.latest(self.folder / "checkpoints") is not None
+        words = ["resume", str(self.folder)] if resumed else [self.verb, *self.args]
+        if not resumed:
+            words += ["--out", str(self.folder)] if train else ["--json"]
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with self.beside(".args.json").open("a+") as note, self.beside(".txt").open("ab" if resumed else "wb") as log:
+            try:
+                fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the child inherits it: it is held until that ends
+            except OSError:
+                raise ConfigError(f"--out: {self.folder} is being trained by another process") from None
+            if begun and not resumed:
+                self._clear()
+            note.truncate(0)
+            note.write(json.dumps(list(self.args)))
+            note.flush()
+            with log if train else self.beside(".json").open("wb") as out:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "coterie", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log,
+                    pass_fds=[note.fileno()], process_group=0,  # Ctrl-C reaches this process only, which passes it on
+                )  # fmt: skip
+        if hasattr(os, "sched_setaffinity"):
+            with suppress(OSError):
+                os.sched_setaffinity(process.pid, cores)  # before it has started a thread
+        return process
+
+    def _begun(self) -> bool:
+        before = _read(self.beside(".args.json"))
+        if before is None:
+            if (self.folder / "config.json").exists():
+                raise ConfigError(f"--out: {self.folder} holds a run that this command did not begin; name another")
+            return False
+        if before != list(self.args):
+            options = " ".join(before)
+            raise ConfigError(
+                f"--out: {self.folder} was begun with other options ({options}); name another, or remove it"
+            )
+        return True
+
+    def _clear(self) -> None:
+        """Remove the files of a run that ended before its first checkpoint, and nothing else."""
+        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+        for name in (*RUN_FILES, "events.out.*"):
+            for path in self.folder.glob(name):
+                path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Any:
+    """A JSON file's content, None if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return None
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -72,11 +152,11 @@ def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
         if not name or not each:
             raise ConfigError(f"--grid: {axis!r} is not OPTION=VALUE,VALUE,...")
         if name in ("seed", "out"):
-            raise ConfigError(f"--grid: {name} is not for a grid; --seeds and --out are for it")
+            raise ConfigError(f"--grid: {name} cannot be in a grid; use --seeds or --out")
         if len(set(each)) < len(each):
             raise ConfigError(f"--grid: {axis!r} has a value twice")
         if name in names:
-            raise ConfigError(f"--grid: {name} is there twice")
+            raise ConfigError(f"--grid: {name} is given twice")
         names.append(name)
         values.append(each)
     return [dict(zip(names, combination, strict=True)) for combination in itertools.product(*values)]
@@ -95,53 +175,53 @@ def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: S
             jobs.append(Job(name, (*args, *options, "--seed", str(seed)), folder))
     if len({job.folder for job in jobs}) < len(jobs):
         raise ConfigError(
-            "--grid: two of its options have one last name and the same values; their folders would be one"
+            "--grid: two options have the same last name and the same values, so their folders would be the same"
         )
     return jobs
 
 
 def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
-    """Run them; returns the worst exit code. A line for each run that ends, and now and then one about all.
-    Raises `ConfigError` where another process runs one of them.
+    """Run them; returns the worst exit code. Prints a line for each job that ends, and a line of progress now and then.
+    Raises `ConfigError` if another process runs one of them.
     """
     todo = []
     for job in jobs:
-        if _same(job) and complete(job.folder):
-            print(f"{job.name}: {_ended(job.folder)} (was there) {job.folder}", flush=True)
+        if job.done():
+            print(f"{job.name}: {job.outcome()} (already done) {job.folder}", flush=True)
         else:
             todo.append(job)
     slots = max(1, min(at_once, len(todo)))
     cores = available_cores()
     shares = [cores[i::slots] or [cores[i % len(cores)]] for i in range(slots)]
     running: dict[int, tuple[subprocess.Popen[bytes], Job]] = {}
-    done, worst, told, stop = len(jobs) - len(todo), 0, time.monotonic(), list[int]()
+    done, worst, printed, stop = len(jobs) - len(todo), 0, time.monotonic(), list[int]()
     with on_signals(stop.append, _STOP):
         try:
             while (todo or running) and not stop:
                 for slot in range(slots):
                     if slot not in running and todo:
                         job = todo.pop(0)
-                        running[slot] = (_start(job, shares[slot]), job)
+                        running[slot] = (job.start(shares[slot]), job)
                 time.sleep(0.2)
                 for slot, (process, job) in list(running.items()):
-                    if process.poll() is not None:
+                    if (code := process.poll()) is not None:
                         del running[slot]
                         done += 1
-                        worst = max(worst, _severity(process.returncode), key=_RANK.index)
-                        print(f"{job.name}: {_ended(job.folder)} (exit {process.returncode}) {job.folder}", flush=True)
-                if running and time.monotonic() - told > _LINE_S:
-                    told = time.monotonic()
-                    print(_together([job for _, job in running.values()], done, len(jobs)), flush=True)
+                        worst = max(worst, code if code in _RANK else 1, key=_RANK.index)
+                        print(f"{job.name}: {job.outcome()} (exit {code}) {job.folder}", flush=True)
+                if running and time.monotonic() - printed > _PROGRESS_S:
+                    printed = time.monotonic()
+                    print(progress([job for _, job in running.values()], done, len(jobs)), flush=True)
         finally:
             _end(running)
     if stop:
-        print("stopped; with --out the same command goes on where they stopped")
+        print("stopped; the same command with the same --out continues")
         return EXIT_INTERRUPTED
     return worst
 
 
 def _end(running: dict[int, tuple[subprocess.Popen[bytes], Job]]) -> None:
-    """Ask all that run for a checkpoint and their end, and wait for that."""
+    """Ask all running jobs to write a checkpoint and exit, and wait for them."""
     for process, _ in running.values():
         process.terminate()
     for process, job in running.values():
@@ -149,99 +229,27 @@ def _end(running: dict[int, tuple[subprocess.Popen[bytes], Job]]) -> None:
             process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            print(f"{job.folder}: did not end within {_GRACE_S} s and was killed; its last checkpoint stands")
+            print(f"{job.folder}: did not exit within {_GRACE_S} s and was killed; its last checkpoint is kept")
 
 
 def complete(folder: Path) -> bool:
     """Whether a run has all its env steps, or its summary says that it has finished."""
-    with suppress(OSError, ValueError, KeyError):
-        if json.loads((folder / "summary.json").read_text())["status"] == "finished":
-            return True
+    if (_read(folder / "summary.json") or {}).get("status") == "finished":
+        return True
     newest = checkpoint.latest(folder / "checkpoints")
+    if newest is None:
+        return False
     with suppress(OSError, ValueError, KeyError):  # killed between its last checkpoint and its summary
         steps = json.loads((folder / "config.json").read_text())["steps"]
-        return newest is not None and bool(json.loads((newest / "state.json").read_text())["env_steps"] >= steps)
+        return bool(json.loads((newest / "state.json").read_text())["env_steps"] >= steps)
     return False
 
 
-def _same(job: Job) -> bool:
-    """Whether this job was begun before. Raises `ConfigError` where its folder holds a run of something else."""
-    try:
-        before = json.loads(_note(job).read_text())
-    except (OSError, ValueError):
-        if (job.folder / "config.json").exists():
-            raise ConfigError(
-                f"--out: {job.folder} holds a run that this command did not begin; name another"
-            ) from None
-        return False
-    if before != list(job.args):
-        raise ConfigError(
-            f"--out: {job.folder} was begun with other options ({' '.join(before)}); name another, or remove it"
-        )
-    return True
-
-
-def _note(job: Job) -> Path:
-    """Beside the run's folder: the options that it was begun with."""
-    return Path(f"{job.folder}.args.json")
-
-
-def _severity(code: int) -> int:
-    return code if code in _RANK else 1
-
-
-def _start(job: Job, cores: list[int]) -> subprocess.Popen[bytes]:
-    begun = _same(job)
-    resumed = begun and checkpoint.latest(job.folder / "checkpoints") is not None
-    words = ["resume", str(job.folder)] if resumed else ["train", *job.args, "--out", str(job.folder)]
-    job.folder.parent.mkdir(parents=True, exist_ok=True)
-    with _note(job).open("a+") as note, Path(f"{job.folder}.txt").open("ab" if resumed else "wb") as log:
-        try:
-            fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the run inherits it, and lets go of it when it ends
-        except OSError:
-            raise ConfigError(f"--out: {job.folder} is being trained by another process") from None
-        if begun and not resumed:
-            _clear(job.folder)
-        note.truncate(0)
-        note.write(json.dumps(list(job.args)))
-        note.flush()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "coterie", *words], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            pass_fds=[note.fileno()], process_group=0,  # Ctrl-C is for the sweep to pass on, once
-        )  # fmt: skip
-    if hasattr(os, "sched_setaffinity"):
-        with suppress(OSError):
-            os.sched_setaffinity(process.pid, cores)  # before it has started a thread
-    return process
-
-
-def _clear(folder: Path) -> None:
-    """Remove what a run left that ended before its first checkpoint, and nothing else."""
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    for name in (*RUN_FILES, "events.out.*"):
-        for path in folder.glob(name):
-            path.unlink(missing_ok=True)
-
-
-def _together(jobs: Sequence[Job], done: int, whole: int) -> str:
-    """One line about all that run now, from their last lines of metrics."""
+def progress(jobs: Sequence[Job], done: int, whole: int) -> str:
+    """One line about all running jobs, from their last lines of metrics."""
     steps, rate = 0, 0.0
     for job in jobs:
         with suppress(CoterieError, IndexError):  # a line that is being written, or none yet
             last = [line for line in read_metrics(job.folder) if "env_steps_per_s" in line][-1]
             steps, rate = steps + last["env_steps"], rate + (last["env_steps_per_s"] or 0.0)
-    return f"{done} of {whole} done, {len(jobs)} run: {steps:,} env steps so far, {rate:,.0f} env steps/s together"
-
-
-def _result(summary: dict[str, Any]) -> str:
-    mean = summary["mean_return"]
-    shown = "-" if mean is None else f"{mean:.1f}"
-    return f"{summary['status']}, mean return {shown}, {summary['env_steps']:,} env steps"
-
-
-def _ended(folder: Path) -> str:
-    try:
-        return _result(json.loads((folder / "summary.json").read_text()))
-    except (OSError, ValueError):
-        lines = Path(f"{folder}.txt").read_text().splitlines()
-        return lines[-1] if lines else "no output"
+    return f"{done} of {whole} done, {len(jobs)} running: {steps:,} env steps so far, {rate:,.0f} env steps/s in all"

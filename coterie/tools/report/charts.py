@@ -14,7 +14,7 @@ import numpy as np
 
 from coterie.types import Array, ConfigError
 
-# Okabe and Ito's colours, which those who see red and green alike can tell apart; without the yellow.
+# Okabe and Ito's colours, which stay distinct for people with red-green colour blindness; without the yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -24,7 +24,7 @@ _HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo")
 
 @dataclass(frozen=True)
 class Chart:
-    """`text` says in words what is drawn, for those who cannot see it; `rows` are its numbers, as `HEAD` names them."""
+    """`text` describes it for readers who cannot see it; `rows` are its numbers, under `HEAD`."""
 
     title: str
     svg: str
@@ -43,57 +43,40 @@ class Line:
     high: Array | None = None
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ConfigError("charts need: pip install 'coterie[plots]'") from None
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 @dataclass
-class Canvas:
-    """A figure that becomes the SVG of a chart."""
-
+class _Drawn:
     svg: str = ""
 
 
 @contextmanager
-def canvas(title: str, width: float = 6.0, height: float = 3.4) -> Iterator[tuple[Any, Any]]:
-    """Axes to draw on, and the canvas that has their SVG afterwards."""
-    plt = _pyplot()
-    import matplotlib as mpl
-
-    done = Canvas()
+def _canvas(title: str, width: float = 6.0, height: float = 3.4) -> Iterator[tuple[Any, _Drawn]]:
+    """Axes to draw on, and an object that has their SVG afterwards."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("charts need: pip install 'coterie[plots]'") from None
+    drawn, out = _Drawn(), io.StringIO()
     # Text stays text (it can be searched and read aloud); the salt keeps the ids of one page's charts apart.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif", "font.size": 9}):
-        figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
-        try:
-            yield axes, done
-            out = io.StringIO()
-            figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-        finally:
-            plt.close(figure)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure.subplots(), drawn
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
-    svg = svg[svg.index("<svg") :]  # neither an XML header nor a DOCTYPE, which names an address
-    done.svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    svg = svg[svg.index("<svg") :]  # without the XML header and the DOCTYPE, which names an address
+    drawn.svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
 
 
 def lines(
     title: str, series: Sequence[Line], x: str, y: str, text: str = "", log_y: bool = False, log_x: bool = False
 ) -> Chart:
-    """Curves over one another; `x` and `y` are the axes' labels, with units."""
-    with canvas(title) as (axes, drawn):
+    """Curves on common axes; `x` and `y` are the axes' labels, with units."""
+    with _canvas(title) as (axes, drawn):
         styles = zip(cycle(COLOURS), cycle(_DASHES), cycle(_MARKERS), strict=False)
         for line, (colour, dash, marker) in zip(series, styles, strict=False):
             each = max(1, len(line.x) // 8)
-            axes.plot(
-                line.x, line.y, label=line.label, color=colour, linestyle=dash, marker=marker, markevery=each,
-                markersize=4, linewidth=1.6,
-            )  # fmt: skip
+            style = {"color": colour, "linestyle": dash, "marker": marker, "markevery": each, "markersize": 4}
+            axes.plot(line.x, line.y, label=line.label, linewidth=1.6, **style)
             if line.low is not None and line.high is not None and np.isfinite(line.low).any():
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
         axes.set_xlabel(x)
@@ -117,16 +100,16 @@ def lines(
 
 
 def histogram(title: str, counts: dict[int, float], x: str, y: str, text: str = "") -> Chart:
-    """Bars for whole numbers; what lies far out is put together so that there are at most some thirty."""
+    """Bars for whole numbers, grouped so that there are at most about thirty."""
     low, high = min(counts), max(counts)
     width = max(1, -(-(high - low + 1) // 30))
     bars: dict[int, float] = {}
     for value, count in counts.items():
         begin = low + (value - low) // width * width
         bars[begin] = bars.get(begin, 0) + count
-    with canvas(title) as (axes, drawn):
-        axes.bar(list(bars), list(bars.values()), width=0.9 * width, align="edge" if width > 1 else "center",
-                 color=COLOURS[0])  # fmt: skip
+    with _canvas(title) as (axes, drawn):
+        align = "edge" if width > 1 else "center"
+        axes.bar(list(bars), list(bars.values()), width=0.9 * width, align=align, color=COLOURS[0])
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.grid(alpha=0.3, axis="y")
@@ -135,7 +118,7 @@ def histogram(title: str, counts: dict[int, float], x: str, y: str, text: str = 
 
 def stacked(title: str, x: Array, parts: dict[str, Array], x_label: str, y_label: str, text: str = "") -> Chart:
     """Shares of one whole over `x`, one above another, hatched."""
-    with canvas(title) as (axes, drawn):
+    with _canvas(title) as (axes, drawn):
         areas = axes.stackplot(x, list(parts.values()), labels=list(parts), colors=list(COLOURS), alpha=0.75)
         for area, hatch in zip(areas, cycle(_HATCHES), strict=False):
             area.set_hatch(hatch)
@@ -150,7 +133,7 @@ def stacked(title: str, x: Array, parts: dict[str, Array], x_label: str, y_label
 
 def heatmap(title: str, table: Array, rows: Sequence[str], columns: Sequence[str], label: str, text: str = "") -> Chart:
     """A table of numbers in [-1, 1] with each number written in its cell; NaN is left empty."""
-    with canvas(title, 1.6 + 0.6 * len(columns), 1.4 + 0.5 * len(rows)) as (axes, drawn):
+    with _canvas(title, 1.6 + 0.6 * len(columns), 1.4 + 0.5 * len(rows)) as (axes, drawn):
         image = axes.imshow(table, cmap="PuOr", vmin=-1, vmax=1, aspect="auto")
         axes.set_xticks(range(len(columns)), columns)
         axes.set_yticks(range(len(rows)), rows)
@@ -167,10 +150,9 @@ def heatmap(title: str, table: Array, rows: Sequence[str], columns: Sequence[str
 
 def intervals(title: str, rows: Sequence[tuple[str, float, float, float]], x: str, text: str = "") -> Chart:
     """A dot with its interval for each `(label, value, low, high)`; NaN ends draw no interval."""
-    with canvas(title, height=0.9 + 0.35 * len(rows)) as (axes, drawn):
-        for i, ((_, value, low, high), colour, marker) in enumerate(
-            zip(rows, cycle(COLOURS), cycle(_MARKERS), strict=False)
-        ):
+    with _canvas(title, height=0.9 + 0.35 * len(rows)) as (axes, drawn):
+        styles = zip(cycle(COLOURS), cycle(_MARKERS), strict=False)
+        for i, ((_, value, low, high), (colour, marker)) in enumerate(zip(rows, styles, strict=False)):
             axes.plot([low, high], [i, i], color=colour, linewidth=6, alpha=0.35, solid_capstyle="butt")
             axes.plot([value], [i], marker=marker, color=colour, linestyle="")
         axes.set_yticks(range(len(rows)), [row[0] for row in rows])

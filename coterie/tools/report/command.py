@@ -1,4 +1,4 @@
-"""`coterie report RUN`, `coterie compare RUN RUN ...` and `coterie dashboard RUN`, as they are typed."""
+"""The commands `coterie report RUN`, `coterie compare RUN RUN ...` and `coterie dashboard RUN`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def report(args: list[str], parser: ArgumentParser) -> int:
     """Write a run's page. Raises `CoterieError`, as the others here do."""
     parser.add_argument("run")
     parser.add_argument("--out", default="", help="FILE.html; default: RUN/report.html")
-    parser.add_argument("--video", action="store_true", help="record a game first (coterie watch)")
+    parser.add_argument("--video", action="store_true", help="record an episode first (coterie watch)")
     options = parser.parse_args(args)
     runs = find_runs([options.run])
     if len(runs) > 1:
@@ -45,7 +45,7 @@ def compare(args: list[str], parser: ArgumentParser) -> int:
 def dashboard(args: list[str], parser: ArgumentParser) -> int:
     """Serve a run's page until Ctrl-C."""
     parser.add_argument("run")
-    parser.add_argument("--port", type=int, default=8420, help="on 127.0.0.1; 0: any that is free")
+    parser.add_argument("--port", type=int, default=8420, help="on 127.0.0.1; 0: any free port")
     options = parser.parse_args(args)
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port: {options.port} is not from 0 to 65535")
@@ -54,12 +54,12 @@ def dashboard(args: list[str], parser: ArgumentParser) -> int:
 
 
 def write(page: Page, path: Path) -> Path:
-    """The file, as a whole or not at all. Raises `CoterieError` where it cannot be written."""
+    """Write the page's file, atomically. Raises `CoterieError`."""
     return save(path, page.html())
 
 
 def save(path: Path, data: str | bytes) -> Path:
-    """A file that was asked for with `--out`, as a whole or not at all. Raises `CoterieError` with the reason."""
+    """Write the file of `--out`, atomically. Raises `CoterieError` with the reason."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data, durable=False)

@@ -1,4 +1,4 @@
-"""The HTML page: everything inside one file, nothing fetched, no script."""
+"""The HTML page: one self-contained file without scripts. A run's folder is data: nothing that it names is imported."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from coterie import presets
 from coterie.runs.config_io import to_dict
 from coterie.tools.report import sections
 from coterie.tools.report.charts import Chart
-from coterie.tools.report.runs import RecordedRun, flat, methods
+from coterie.tools.report.runs import RecordedRun, flat, methods, read_json
 from coterie.tools.report.sections import Table
-from coterie.types import ConfigError
+from coterie.types import ConfigError, Spec
 
 _LARGEST_VIDEO = 30 * 2**20
 
@@ -40,7 +40,7 @@ class Page:
     parts: Sequence[Section] = ()
 
     def html(self, refresh: int = 0) -> str:
-        """`refresh`: seconds after which a browser asks for it anew; 0: never."""
+        """`refresh`: seconds after which a browser reloads it; 0: never."""
         try:
             from jinja2 import Environment, PackageLoader
         except ImportError:
@@ -53,7 +53,7 @@ class Page:
 
 
 def of_runs(runs: Sequence[RecordedRun], title: str, live: bool = False) -> Page:
-    """A page about one run, or about several beside one another. `live`: without what never changes."""
+    """A page about one run, or one that compares several. `live`: without the parts that never change."""
     found = methods(runs)
     charts, finals = sections.aggregates(found)
     settings = sections.settings(found)
@@ -63,30 +63,30 @@ def of_runs(runs: Sequence[RecordedRun], title: str, live: bool = False) -> Page
     parts = [
         Section("Returns", [*sections.returns(found), *charts, *sections.evaluations(found)]),
         Section("Runs", tables=tables),
-        Section("Machinery", [chart for method in found for chart in sections.machinery(method)]),
-        Section("A game", videos=[video for run in runs if not live and (video := _video(run)) is not None]),
+        Section("Diagnostics", [chart for method in found for chart in sections.diagnostics(method)]),
+        Section("Video", videos=[video for run in runs if not live and (video := _video(run)) is not None]),
         Section("Reproducibility", tables=[sections.checklist(found)]),
     ]
     last = max((line["env_steps"] for run in runs for line in run.lines), default=0)
-    intro = [f"{len(runs)} run{'s' * (len(runs) > 1)} of {len(found)} method{'s' * (len(found) > 1)}, "
-             f"{last:,} env steps at most. The same settings with different seeds are one method."]  # fmt: skip
+    counts = f"{len(runs)} run{'s' * (len(runs) > 1)} of {len(found)} method{'s' * (len(found) > 1)}"
+    intro = [f"{counts}, at most {last:,} env steps. Runs with the same settings and different seeds are one method."]
     if len(found) < len(runs):
-        intro.append("Lag, consensus, gradients and times are those of each method's first run.")
+        intro.append("The diagnostics are those of each method's first run.")
     return Page(title, intro, parts)
 
 
 def _changes(run: RecordedRun) -> Table | None:
-    if run.preset not in presets.PRESETS:
-        return None
+    """Without the env: a preset needs its spaces only, which the run has recorded."""
     try:
-        return sections.changes(run, flat(to_dict(presets.make(run.preset, run.env))))
-    except ConfigError:  # an env that is not here
+        spec = Spec.from_json(read_json(run.folder / "spec.json"))
+        return sections.changes(run, flat(to_dict(presets.make(run.preset, run.env, spec))))
+    except (ConfigError, KeyError, ValueError, TypeError):  # not a preset, or an older or damaged spec.json
         return None
 
 
 def _video(run: RecordedRun) -> Video | None:
-    """What `coterie watch` has left in the run's folder."""
+    """The video that `coterie watch` left in the run's folder."""
     path = run.folder / "watch.mp4"
     if not path.exists() or path.stat().st_size > _LARGEST_VIDEO:
         return None
-    return Video(base64.b64encode(path.read_bytes()).decode(), f"A game of {run.folder.name} ({run.env})")
+    return Video(base64.b64encode(path.read_bytes()).decode(), f"An episode of {run.folder.name} ({run.env})")

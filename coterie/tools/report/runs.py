@@ -1,6 +1,4 @@
-"""Runs as a report sees them: a folder's config, its lines of metrics and its summary; those that differ by seed alone
-are one method.
-"""
+"""Recorded runs: a folder's config, metrics and summary. Runs that differ only by their seed are one method."""
 
 from __future__ import annotations
 
@@ -19,19 +17,19 @@ from coterie.runs.metrics import read_metrics
 from coterie.types import Array, ConfigError
 
 _MORE = ("summary.json", "machine.json")
-# What says where and for how long a run went, but not what was tried.
+# Options that do not make a different method: where and for how long a run went.
 _PLACE = ("seed", "out", "steps", "log.", "ray.", "wire.", "preset")
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run's folder as it was read."""
+    """The content of a run's folder."""
 
     folder: Path
     config: dict[str, Any]  # flat: "optim.lr" -> 0.001
     lines: list[dict[str, Any]] = field(repr=False)
-    summary: dict[str, Any] = field(repr=False)  # empty while it goes on
-    machine: dict[str, Any] = field(repr=False)  # empty where its version did not tell
+    summary: dict[str, Any] = field(repr=False)  # empty while it runs
+    machine: dict[str, Any] = field(repr=False)  # empty for runs of older versions
 
     @property
     def preset(self) -> str:
@@ -51,46 +49,46 @@ class RecordedRun:
 
     @cached_property
     def score(self) -> str:
-        """What tells how good it is: of several tasks the score, else the mean return."""
+        """The metric to compare runs by: the score over several tasks, else the mean return."""
         return "score" if len(tasks(self.env)) > 1 else "mean_return"
 
     @property
     def finished(self) -> bool:
-        """Also where it was killed between its last env step and its summary."""
+        """True also if it was killed between its last env step and its summary."""
         whole = self.lines[-1]["env_steps"] >= self.config.get("steps", math.inf) if self.lines else False
         return self.summary.get("status") == "finished" or whole
 
     def series(self, y: str, x: str = "env_steps") -> tuple[Array, Array]:
-        """The lines that tell both, by growing x: `[N]` and `[N]`."""
+        """The lines that have both, by increasing x: `[N]` and `[N]`."""
         rows = [(line[x], line[y]) for line in self.lines if line.get(x) is not None and line.get(y) is not None]
         points = np.array(sorted(rows), np.float64).reshape(-1, 2)
         return points[:, 0], points[:, 1]
 
     def names(self, prefix: str) -> list[str]:
-        """What the lines tell under a prefix (`stage/`), in order of appearance."""
+        """The metrics under a prefix (`stage/`), in order of appearance."""
         return list(dict.fromkeys(name for line in self.lines for name in line if name.startswith(prefix)))
 
 
 def read_run(folder: str | Path) -> RecordedRun:
-    """Raises `ConfigError` where there is no run."""
+    """Raises `ConfigError` if there is no run."""
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
-        raise ConfigError(f"{folder}: no run is there (no config.json that can be read)") from None
-    return RecordedRun(folder, flat(config), read_metrics(folder), *map(_read, (folder / f for f in _MORE)))
+        raise ConfigError(f"{folder}: not a run folder (no readable config.json)") from None
+    return RecordedRun(folder, flat(config), read_metrics(folder), *(read_json(folder / name) for name in _MORE))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, empty if it cannot be read."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
         return {}
-    return found
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config's sections and fields as it is typed: "optim.lr"."""
+    """A config's fields by their dotted names: "optim.lr"."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -99,23 +97,25 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Method:
-    """Runs that differ by their seed and by where they ran."""
+    """Runs that differ only by their seed, their env and where they ran."""
 
     label: str
     runs: list[RecordedRun]
 
+    def on(self, env: str) -> list[RecordedRun]:
+        return [run for run in self.runs if run.env == env]
+
 
 def differences(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
-    """Options in which runs differ, with each run's value; None where a run's version did not have it."""
+    """Options in which runs differ, with each run's value; None if a run's version did not have the option."""
     names = dict.fromkeys(name for run in runs for name in run.config)
     found = {name: [run.config.get(name) for run in runs] for name in names if not name.startswith(_PLACE)}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
 def methods(runs: Sequence[RecordedRun]) -> list[Method]:
-    """The runs, those of the same settings together, each named by its preset and by what tells it from the others.
-
-    Different envs do not make different methods: a method that was run on several games is one.
+    """Runs grouped by their settings, each group named by its preset and the options in which it differs from others
+    of that preset. Different envs do not make different methods.
     """
     differ = {name: values for name, values in differences(runs).items() if name != "env.id"}
     groups: dict[str, list[int]] = {}
@@ -125,22 +125,21 @@ def methods(runs: Sequence[RecordedRun]) -> list[Method]:
     presets = [runs[group[0]].preset for group in groups.values()]
     found = []
     for group, preset in zip(groups.values(), presets, strict=True):
-        own = ""
-        if presets.count(preset) > 1:
-            alike = [i for i, run in enumerate(runs) if run.preset == preset]
-            tell = [name for name, values in differ.items() if any(values[i] != values[alike[0]] for i in alike)]
-            own = ", ".join(f"{name} {option_text(differ[name][group[0]])}" for name in tell)
-        found.append(Method(f"{preset} ({own})" if own else preset, [runs[i] for i in group]))
+        alike = [i for i, run in enumerate(runs) if run.preset == preset]
+        names = [name for name, values in differ.items() if any(values[i] != values[alike[0]] for i in alike)]
+        options = ", ".join(f"{name} {option_text(differ[name][group[0]])}" for name in names)
+        apart = options and presets.count(preset) > 1
+        found.append(Method(f"{preset} ({options})" if apart else preset, [runs[i] for i in group]))
     return found
 
 
 def option_text(value: Any) -> str:
-    """An option's value as it is typed."""
+    """An option's value as on the command line."""
     return "-" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def find_runs(given: Iterable[str]) -> list[RecordedRun]:
-    """Each a run's folder, or a folder of runs. Raises `ConfigError` where there is neither, or the same run twice."""
+    """The runs of folders, each a run's or one of runs. Raises `ConfigError` for neither, and for a run given twice."""
     found: list[RecordedRun] = []
     for name in given:
         folder = Path(name)
@@ -148,5 +147,5 @@ def find_runs(given: Iterable[str]) -> list[RecordedRun]:
         found += [read_run(path) for path in inner or [folder]]
     seen = [run.folder.resolve() for run in found]
     if twice := next((path for path in seen if seen.count(path) > 1), None):
-        raise ConfigError(f"{twice}: is named twice")
+        raise ConfigError(f"{twice}: is given twice")
     return found

@@ -1,7 +1,7 @@
 """Aggregates over runs and games as Agarwal et al. (2021, arXiv 2108.13264) recommend: the interquartile mean, and
-intervals from a bootstrap that is stratified by game.
+intervals from a bootstrap that is stratified by env.
 
-Theirs is the package rliable; it needs arch, seaborn and absl-py for these few lines.
+Their package rliable needs arch, seaborn and absl-py for these few lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _RESAMPLES = 2000
 
 
 def interquartile_mean(scores: Array) -> float:
-    """Mean of the middle half of all `scores`: a quarter of them, rounded down, goes at either end."""
+    """Mean of the middle half of all `scores`, without a quarter of them, rounded down, at each end."""
     x = np.sort(scores, axis=None)
     cut = len(x) // 4
     return float(x[cut : len(x) - cut].mean())
@@ -26,8 +26,8 @@ def interquartile_mean(scores: Array) -> float:
 def interval(
     strata: Sequence[Array], statistic: Statistic = interquartile_mean, level: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of `statistic` over all scores; each stratum (a game: one score a run) is drawn
-    from by itself. A single run tells nothing of its spread: the interval is NaN unless a stratum has two.
+    """Percentile bootstrap interval of `statistic` over all scores, resampled within each stratum (an env: one score a
+    run). The interval is NaN unless a stratum has two scores.
     """
     if all(len(scores) < 2 for scores in strata):
         return float("nan"), float("nan")

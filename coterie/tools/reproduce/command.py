@@ -1,4 +1,4 @@
-"""`coterie reproduce FIGURE`: run what a figure of the papers needs, and write a page, a picture and a table of it."""
+"""`coterie reproduce FIGURE`: make the runs of a figure of the papers, and write a page, pictures and tables of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import difflib
 import io
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,23 +16,36 @@ from coterie.tools.report.command import save, write
 from coterie.tools.report.page import Page, Section
 from coterie.tools.report.runs import Method
 from coterie.tools.report.sections import Table, checklist, outcomes
-from coterie.tools.reproduce.catalogue import FIGURES
-from coterie.tools.reproduce.draw import named
-from coterie.tools.reproduce.figure import PAPERS, Drawing, Figure, Result, Size
-from coterie.tools.reproduce.runs import Stopped, estimate, gather, planned, run, sized
-from coterie.tools.sweep import parse_jobs
+from coterie.tools.reproduce.drawings import Drawing, named
+from coterie.tools.reproduce.figure import FIGURES, Figure, Result, Size
+from coterie.tools.reproduce.runs import estimate, evaluate, gather, planned, sized
+from coterie.tools.reproduce.special import draw
+from coterie.tools.sweep import parse_jobs, run_jobs
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
+Refuse = Callable[[list[str]], None]  # raises `ConfigError` if a preset with these options is invalid
 
-def reproduce(args: list[str], parser: ArgumentParser, refuse: Callable[[list[str]], None]) -> int:
-    """`refuse`: raises a `ConfigError` where a preset with its options cannot be."""
+
+@dataclass(frozen=True)
+class Order:
+    """One figure at one size."""
+
+    figure: Figure
+    size: Size
+    budget: str
+    command: str
+    folder: Path
+
+
+def reproduce(args: list[str], parser: ArgumentParser, refuse: Refuse) -> int:
+    """Run the command; returns the worst exit code of its figures."""
     parser.add_argument("figures", nargs="*", help="names, or all; without one they are listed")
     parser.add_argument("--budget", default="small", help="smoke, small, full, or env steps of each run")
     parser.add_argument("--env", default="", help="instead of the figure's envs: one, or several with commas")
-    parser.add_argument("--seeds", type=int, default=0, help="how many of each; default: as the budget says")
+    parser.add_argument("--seeds", type=int, default=0, help="number of seeds; default: as the budget says")
     parser.add_argument("--jobs", help="runs at once; default: 1")
     parser.add_argument("--out", default="runs/reproduce", help="folder")
-    parser.add_argument("--dry-run", action="store_true", help="say what would run, and how long it would take")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, and how long they would take")
     asked = parser.parse_args(args)
     if not asked.figures:
         print(listing())
@@ -48,22 +61,20 @@ def reproduce(args: list[str], parser: ArgumentParser, refuse: Callable[[list[st
         raise ConfigError(f"--seeds: {asked.seeds} is not a number of seeds")
     worst = 0
     for name in names:
-        figure = FIGURES[name]
-        size = sized(figure, asked.budget)
+        size = sized(FIGURES[name], asked.budget)
+        given = [f"--budget {asked.budget}"]
         if asked.env:
             size = replace(size, envs=tuple(env.strip() for env in asked.env.split(",")))
+            given.append(f"--env {asked.env}")
         if asked.seeds:
             size = replace(size, seeds=asked.seeds)
+            given.append(f"--seeds {asked.seeds}")
         where = "-".join([asked.budget, *([asked.env.replace(",", "-").replace("/", "-")] if asked.env else [])])
-        words = ["coterie reproduce", name, f"--budget {asked.budget}", *([f"--env {asked.env}"] if asked.env else []),
-                 *([f"--seeds {asked.seeds}"] if asked.seeds else [])]  # fmt: skip
+        command = " ".join(["coterie reproduce", name, *given])
+        order = Order(FIGURES[name], size, asked.budget, command, Path(asked.out) / name / where)
         try:
-            code = _one(figure, size, asked.budget, Path(asked.out) / name / where, " ".join(words), at_once,
-                        asked.dry_run, refuse)  # fmt: skip
-        except Stopped:
-            print("stopped; the same command goes on where it was")
-            return EXIT_INTERRUPTED
-        except CoterieError as error:  # an env that is not here, say: of several figures the others are made
+            code = _reproduce(order, at_once, asked.dry_run, refuse)
+        except CoterieError as error:  # an env that is not installed, for example: the other figures are made
             if len(names) == 1:
                 raise
             print(f"{name}: {error}", flush=True)
@@ -74,85 +85,72 @@ def reproduce(args: list[str], parser: ArgumentParser, refuse: Callable[[list[st
     return worst
 
 
-def _one(
-    figure: Figure, size: Size, budget: str, folder: Path, command: str, at_once: int, dry: bool,
-    refuse: Callable[[list[str]], None],
-) -> int:  # fmt: skip
-    plans = planned(figure, size, budget, folder / "runs")
-    for plan in {(id(plan.arm), plan.env): plan for plan in plans}.values():  # said before anything runs
-        if plan.arm.verb == "train":
+def _reproduce(order: Order, at_once: int, dry: bool, refuse: Refuse) -> int:
+    figure, size = order.figure, order.size
+    plans = planned(figure, size, order.budget, order.folder / "runs")
+    if figure.verb == "train":
+        for plan in {(id(plan.arm), plan.env): plan for plan in plans}.values():  # before anything runs
             refuse(list(plan.job.args))
     if figure.timed and at_once > 1:
-        print(f"{figure.name}: is about time, so one run at a time")
+        print(f"{figure.name}: measures time, so one run at a time")
         at_once = 1
     steps = f" of {size.steps:,} env steps" if size.steps else f" of {size.seconds:g} s"
     print(f"{figure.name}: {figure.title}: {len(plans)} commands{steps}, {at_once} at a time", flush=True)
-    if dry or size.steps > figure.sizes["small"].steps or budget == "full":
-        found = estimate(figure, size, plans, folder.parent / f"probe-{folder.name}")
+    if dry or size.steps > figure.sizes["small"].steps or order.budget == "full":
+        found = estimate(figure, size, plans, order.folder.parent / f"probe-{order.folder.name}")
         if found is None:
             return EXIT_INTERRUPTED
         seconds, trained = found
-        told = "about" if trained else "more than"
-        why = "" if trained else "; some of these ended before they had begun to train"
+        about = "about" if trained else "more than"
+        why = "" if trained else "; some of these ended before they began to train"
         took = timedelta(seconds=round(seconds))
-        print(f"{figure.name}: {told} {took}, going by a short run of each{why}", flush=True)
+        print(f"{figure.name}: {about} {took}, judging by a short run of each{why}", flush=True)
     if dry:
         for plan in plans:
-            print(f"coterie {plan.arm.verb} {' '.join(plan.job.args)}")
+            print(f"coterie {plan.job.verb} {' '.join(plan.job.args)}")
         return 0
-    code = run(plans, at_once)
+    code = run_jobs([plan.job for plan in plans], at_once)
     if code == EXIT_INTERRUPTED:
         return code
-    results, missing = gather(figure, plans)
-    drawn = figure.draw(results, size)
-    for path in _written(figure, size, command, folder, results, missing, drawn):
+    results, missing = gather(plans)
+    if evaluate(figure, results) == EXIT_INTERRUPTED:
+        return EXIT_INTERRUPTED
+    for path in _write(order, results, missing):
         print(path)
     return code
 
 
-def _written(
-    figure: Figure,
-    size: Size,
-    command: str,
-    folder: Path,
-    results: Sequence[Result],
-    missing: Sequence[str],
-    drawn: Drawing,
-) -> list[Path]:
+def _write(order: Order, results: Sequence[Result], missing: Sequence[str]) -> list[Path]:
     """The page, its pictures, its numbers, its tables."""
+    figure, size, folder = order.figure, order.size, order.folder
+    drawn = draw(figure, results, size)
     runs = [Method(named(result.arm), result.runs) for result in results if result.runs]
     envs = ", ".join(dict.fromkeys(env for result in results for env in result.envs)) or ", ".join(size.envs)
     seeds = f"{size.seeds} seed{'s' * (size.seeds > 1)}"
+    each = f"{size.steps:,} env steps of each run, {seeds}" if size.steps else f"{size.seconds:g} s of each measurement"
     facts = [
-        f"{command}: {size.steps:,} env steps of each run, {seeds}, {envs}." if size.steps
-        else f"{command}: {size.seconds:g} s of each measurement, {envs}.",
-        f"From {PAPERS[figure.paper]}.",
-        f"Not as in the paper: {' '.join(scaled(figure, size))}",
-    ]  # fmt: skip
+        f"{order.command}: {each}, {envs}.",
+        f"From {figure.source}.",
+        f"Differences from the paper: {figure.notes(size)}",
+    ]
     if unfinished := [str(r.folder) for result in results for r in result.runs if not r.finished]:
-        facts.append(f"Have not finished, and are drawn as far as they went: {', '.join(unfinished)}.")
+        facts.append(f"Unfinished, drawn as far as they went: {', '.join(unfinished)}.")
     if missing:
-        facts.append(f"Failed, and are not drawn: {', '.join(missing)}.")
-    if figure.said:
-        stated = Table("What the paper states", ["", "paper"], figure.said)
+        facts.append(f"Failed, not drawn: {', '.join(missing)}.")
+    if figure.stated:
+        stated = Table("What the paper states", ["", "paper"], figure.stated)
         drawn = Drawing(drawn.charts, [*drawn.tables, stated])
-    page = Page(figure.title, facts, [
+    sections = [
         Section("The figure", drawn.charts, drawn.tables),
         Section("Runs", tables=[outcomes(runs)] if runs else []),
         Section("Reproducibility", tables=[checklist(runs)] if runs else []),
-    ])  # fmt: skip
-    paths = [write(page, folder / "index.html")]
+    ]
+    paths = [write(Page(figure.title, facts, sections), folder / "index.html")]
     texts = {"data.csv": _csv(drawn), "tables.md": _markdown(figure, facts, drawn.tables)}
     texts |= {f"{i}.svg": chart.svg for i, chart in enumerate(drawn.charts, 1)}
     for old in folder.glob("*.svg"):
         old.unlink()
     return paths + [save(folder / name, text) for name, text in texts.items()]
-
-
-def scaled(figure: Figure, size: Size) -> list[str]:
-    """What is to be said of this size."""
-    notes = (note if isinstance(note, str) else note(size) for note in figure.scaled)
-    return [note for note in notes if note]
 
 
 def _csv(drawn: Drawing) -> str:
@@ -181,9 +179,9 @@ def _markdown(figure: Figure, facts: Sequence[str], tables: Sequence[Table]) -> 
 def listing() -> str:
     """All figures by paper."""
     width = max(len(name) for name in FIGURES)
-    blocks = []
-    for key, paper in PAPERS.items():
-        rows = [f"  {f.name:{width}}  {f.title}" for f in FIGURES.values() if f.paper == key]
-        blocks.append("\n".join([paper, *rows]))
-    tail = "coterie reproduce NAME [--budget smoke|small|full|N]; each writes a page, pictures and a table"
+    blocks = [
+        "\n".join([source, *(f"  {f.name:{width}}  {f.title}" for f in FIGURES.values() if f.source == source)])
+        for source in dict.fromkeys(figure.source for figure in FIGURES.values())
+    ]
+    tail = "coterie reproduce NAME [--budget smoke|small|full|N]; each writes a page, pictures and tables"
     return "\n\n".join([*blocks, tail])

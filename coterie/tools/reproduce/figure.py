@@ -1,122 +1,195 @@
-"""What a figure is: runs at some size, what is drawn of them, the paper's numbers, and how it is smaller than there."""
+"""The figures as data: `figures/*.toml`, a file for each paper, and how a figure's texts become commands and notes.
+
+A `[figure.NAME]` has a title, the three sizes, the runs, the names of its drawings (`drawings.py`) and the paper's
+values. Texts are Jinja templates in single braces. They see what the size sets, and the file's `[words]`, which are
+replaced first; a word may use those above it. A list in a size is swept: each run that mentions it is made once for
+each of its values, and `{env}` is each of the size's envs.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from coterie.tools.report.charts import Chart
+from jinja2 import Environment, StrictUndefined, meta
+
+from coterie.envs.atari57 import human_normalized
 from coterie.tools.report.runs import RecordedRun
-from coterie.tools.report.sections import Table
 
 MISSING = "paper's value not available here"
+BUDGETS = ("smoke", "small", "full")
+_PAPERS = ("gala", "a3c-gae", "accelerated", "impala", "seed")
+_NOUNS = {
+    "steps": "env steps",
+    "seeds": "runs of each",
+    "batch": "samples in a batch",
+    "trajectories": "trajectories in the replay",
+    "bonus_episodes": "episodes of each worker with the bonus",
+}
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a figure is drawn. `points` are the values of what is swept, where something is."""
+    """How large a figure is drawn. `values`: what else its runs mention, such as `simulators`; lists are swept."""
 
-    steps: int  # env steps of each run
     envs: tuple[str, ...]
+    steps: int = 0  # env steps of each run
+    seconds: float = 0  # of each measurement, where nothing is trained
     seeds: int = 1
-    points: tuple[int, ...] = ()
-    learners: int = 2  # where there are several
-    seconds: float = 0.0  # of each measurement, where nothing is trained
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What texts can mention."""
+        every = {"steps": self.steps, "seconds": self.seconds, "seeds": self.seeds, "learners": 2, **self.values}
+        atari = all(human_normalized(env, 0.0) is not None for env in self.envs)
+        return {**every, "envs": self.envs, "all_envs": ",".join(self.envs), "env": "{env}", "atari": atari}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One curve, bar or row: a command for every env and seed. `label` is the legend's, `x` its place on an axis that
-    is swept, `panel` the chart that it belongs to where there are several.
-
-    `verb`: "train", or "bench" or "plan", whose JSON is kept. `{env}` in `args` stands for each of the figure's envs.
-    """
+    """One curve, bar or point: a command for every env and seed. `{env}` in `args` stands for each of the envs."""
 
     label: str
     args: tuple[str, ...]
-    x: float = math.nan
-    panel: str = ""
-    verb: str = "train"
+    key: str  # the run's name in the figure's data, before its values are filled in
+    panel: str = ""  # the chart that it belongs to, where there are several
+    x: float = math.nan  # its place on the figure's x axis, where it has one
+    point: Any = None  # its value of what is swept
     envs: tuple[str, ...] | None = None  # its own, where they are not the figure's
 
 
 @dataclass
 class Result:
-    """What became of an arm: its runs (by env, then seed), what its commands told, and greedy evaluations by env."""
+    """An arm's runs (by env, then seed), its commands' JSON reports, and greedy evaluations by env."""
 
     arm: Arm
     runs: list[RecordedRun] = field(default_factory=list)
-    told: list[dict[str, Any]] = field(default_factory=list)
+    reports: list[dict[str, Any]] = field(default_factory=list)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def envs(self) -> list[str]:
         return list(dict.fromkeys(run.env for run in self.runs))
 
-
-@dataclass(frozen=True)
-class Drawing:
-    charts: Sequence[Chart] = ()
-    tables: Sequence[Table] = ()
-
-
-Draw = Callable[[Sequence[Result], Size], Drawing]
-
-
-Note = str | Callable[[Size], str]  # what is not as in the paper; of a size: empty where it is
-
-
-def on(envs: Sequence[str], text: str) -> Note:
-    """Where one of these envs is used."""
-    return lambda size: text if set(envs) & set(size.envs) else ""
-
-
-def early(text: str, steps: int = 1_000_000) -> Note:
-    """In runs of fewer env steps."""
-    return lambda size: text if size.steps < steps else ""
-
-
-def fewer(points: str = "", largest: int = 0, **paper: int) -> Note:
-    """What there is less of than in the paper: of `steps`, `seeds`, `learners`, and of what the points count."""
-
-    def told(size: Size) -> str:
-        pairs = [(getattr(size, name), n, _COUNTED[name]) for name, n in paper.items()]
-        if points:
-            pairs.append((max(size.points), largest, points))
-        less = [f"{ours:,} {name} instead of {theirs:,}" for ours, theirs, name in pairs if ours < theirs]
-        return f"{'; '.join(less)}." if less else ""
-
-    return told
-
-
-_COUNTED = {"steps": "env steps", "seeds": "runs of each", "learners": "learners"}
+    def of(self, env: str) -> list[RecordedRun]:
+        return [run for run in self.runs if run.env == env]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """`sizes`: "smoke" (does it run), "small" (minutes on two cores) and "full" (as far as it goes, the paper's)."""
+    """A `[figure.NAME]`. `runs`: commands by "LABEL" or "PANEL: LABEL". `paper`: its values by a run's name (one, or a
+    list along what is swept or along the full size's envs), and whatever else it states by what that is.
+    """
 
     name: str
-    paper: str
+    source: str
+    words: Mapping[str, str]
     title: str
-    arms: Callable[[Size], list[Arm]]
-    draw: Draw
-    sizes: Mapping[str, Size]
-    scaled: Sequence[Note]
-    said: Sequence[tuple[str, str]] = ()  # what the paper states, where no table of the drawing has it
-    timed: bool = False  # what is drawn depends on how fast it goes: one run at a time
-    evaluate: int = 0  # games of a greedy evaluation of the best seed's best checkpoint; 0: none
+    runs: Mapping[str, str]
+    draw: Sequence[str]  # "KIND" or "KIND MEASURE"
+    sizes: Mapping[str, Size]  # "smoke" (does it run), "small" (minutes on two cores), "full" (towards the paper's)
+    smaller: str  # how it differs from the paper's
+    paper: Mapping[str, str | list[str]]
+    in_paper: Mapping[str, int] = field(default_factory=dict)  # the paper's sizes, for `{fewer}` in `smaller`
+    x: str = ""  # label of the x axis, where runs are points along what is swept
+    verb: str = "train"  # or "bench" or "plan", whose JSON is kept
+    timed: bool = False  # the drawing depends on speed: one run at a time
+    evaluate: int = 0  # episodes of a greedy evaluation of the best seed's newest checkpoint; 0: none
+
+    def arms(self, size: Size) -> list[Arm]:
+        """The figure's runs at some size, each with every value of what it sweeps."""
+        found = []
+        for key, command in self.runs.items():
+            for point, variables in self._sweep(f"{key} {command}", size):
+                panel, _, label = self._render(key, variables).rpartition(": ")
+                last = point[-1] if isinstance(point, list) else point
+                x = math.nan if point is None or not self.x else float(last)
+                envs = (",".join(size.envs),) if "{all_envs}" in command else None
+                args = tuple(self._render(command, variables).split())
+                found.append(Arm(label, args, key, panel, x, point, envs))
+        return found
+
+    def notes(self, size: Size) -> str:
+        """How this size differs from the paper's."""
+        less = []
+        for name, theirs in self.in_paper.items():
+            value = size.variables[name]
+            ours = max(value) if isinstance(value, list) else value
+            if ours < theirs:
+                less.append(f"{ours:,} {_NOUNS.get(name, name)} instead of {theirs:,}")
+        fewer = f"{'; '.join(less)}." if less else ""
+        return " ".join(self._render(self.smaller, {**size.variables, "fewer": fewer}).split())
+
+    def value_in_paper(self, arm: Arm, env: str) -> str:
+        """The paper's value for an arm on an env."""
+        value = self.paper.get(arm.key, MISSING)
+        if isinstance(value, str):
+            return value
+        full = self.sizes["full"]
+        name = self._swept(arm.key + self.runs[arm.key], full)
+        along, at = (full.values[name], arm.point) if name else (list(full.envs), env)
+        return value[along.index(at)] if at in along else MISSING
+
+    @property
+    def stated(self) -> list[tuple[str, str]]:
+        """What the paper states apart from values of single runs."""
+        return [(name, value) for name, value in self.paper.items() if name not in self.runs and isinstance(value, str)]
+
+    def _sweep(self, text: str, size: Size) -> Iterator[tuple[Any, dict[str, Any]]]:
+        name = self._swept(text, size)
+        for point in size.values[name] if name else [None]:
+            yield point, {**size.variables, **({name: point} if name else {})}
+
+    def _swept(self, text: str, size: Size) -> str:
+        """The list of the size that a run mentions; empty if it mentions none."""
+        mentioned = meta.find_undeclared_variables(_jinja().parse(self._words_filled(text)))
+        return next((n for n, value in size.values.items() if isinstance(value, list) and n in mentioned), "")
+
+    def _words_filled(self, text: str) -> str:
+        for name, word in reversed(list(self.words.items())):
+            text = text.replace(f"{{{name}}}", word)
+        return text
+
+    def _render(self, text: str, variables: Mapping[str, Any]) -> str:
+        return _jinja().from_string(self._words_filled(text)).render(variables)
 
 
-NOT_READ = ("curves", "not read off here")
-ATARI = ("BeamRider-v5", "Breakout-v5", "Pong-v5", "Qbert-v5", "Seaquest-v5", "SpaceInvaders-v5")
+@cache
+def _jinja() -> Environment:
+    found = Environment(variable_start_string="{", variable_end_string="}", undefined=StrictUndefined)
+    found.globals.update(max=max, min=min)
+    return found
 
-PAPERS = {
-    "gala": "GALA (Assran et al. 2019, arXiv 1906.04585)",
-    "a3c-gae": "A3C with GAE (Christensen and Hansen)",
-    "accel": "Accelerated Methods for Deep RL (Stooke and Abbeel 2018, arXiv 1803.02811)",
-    "impala": "IMPALA (Espeholt et al. 2018, arXiv 1802.01561)",
-    "seed": "SEED RL (Espeholt et al. 2020, arXiv 1910.06591)",
-}
+
+def read_figures(text: str) -> dict[str, Figure]:
+    """The figures of a TOML file."""
+    data = tomllib.loads(text)
+    words = data.get("words", {})
+    found = {}
+    for name, entry in data["figure"].items():
+        blank = Figure(name, data["source"], words, sizes={}, **{k: v for k, v in entry.items() if k not in BUDGETS})
+        found[name] = replace(blank, sizes={budget: _size(blank, entry[budget]) for budget in BUDGETS})
+    return found
+
+
+def _size(figure: Figure, entry: dict[str, Any]) -> Size:
+    named = {name: entry[name] for name in ("steps", "seconds", "seeds") if name in entry}
+    values = {name: value for name, value in entry.items() if name not in (*named, "envs")}
+    return Size(tuple(figure._words_filled(entry["envs"]).split()), values=values, **named)
+
+
+def _all() -> Iterator[tuple[str, Figure]]:
+    folder = files("coterie.tools.reproduce") / "figures"
+    return itertools.chain.from_iterable(
+        read_figures((folder / f"{paper}.toml").read_text()).items() for paper in _PAPERS
+    )
+
+
+FIGURES: dict[str, Figure] = dict(_all())

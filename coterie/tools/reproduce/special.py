@@ -1,0 +1,270 @@
+"""The drawings that one figure alone has, and all drawings by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from coterie.envs.atari57 import human_normalized
+from coterie.tools.report.charts import Line, heatmap, lines
+from coterie.tools.report.runs import RecordedRun
+from coterie.tools.report.sections import AXES, Table, consensus_chart, cosines, final_return
+from coterie.tools.report.stats import on_grid
+from coterie.tools.reproduce import drawings
+from coterie.tools.reproduce.drawings import Drawing, all_envs, swept, table
+from coterie.tools.reproduce.figure import Figure, Result, Size
+from coterie.tools.reproduce.measures import MEASURES, Measure, average, number, rate, spread
+from coterie.types import Array
+
+
+def convergent(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """GALA 1a: the share of runs whose final return is over half of what A2C reaches with the fewest simulators."""
+    nominal = {}
+    least = min((r for r in results if r.arm.label == "A2C"), key=lambda r: r.arm.x)
+    for env in all_envs(results):
+        score = average(final_return(run) for run in least.of(env))
+        nominal[env] = score if score > 0 else math.nan  # half of a negative score would be more than it
+
+    def of(run: RecordedRun) -> float:
+        return 100.0 * (final_return(run) > 0.5 * nominal[run.env]) if nominal[run.env] > 0 else math.nan
+
+    drawn = swept(figure, results, Measure(of, "convergent runs", "convergent runs, %"))
+    rows = [[env, number(score), number(0.5 * score)] for env, score in nominal.items()]
+    title = f"Nominal score: A2C with {least.arm.x:g} simulators"
+    more = Table(title, ["env", "score", "convergent above"], rows)
+    return Drawing(drawn.charts, [*drawn.tables, more, table(figure, results, MEASURES["return"])])
+
+
+def consensus(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """GALA 2a: the distance to consensus beside the bound of Proposition 1."""
+    charts, rows = [], []
+    for result in results:
+        for run in result.runs:
+            if (chart := consensus_chart(run, f"{result.arm.label} on {run.env}, seed {run.seed}")) is not None:
+                charts.append(chart)
+            both = [(p.get("consensus/distance"), p.get("consensus/bound")) for p in run.lines]
+            share = np.array([distance / bound for distance, bound in both if distance is not None and bound])
+            if len(share):
+                rows.append([result.arm.label, run.env, number(float(share.mean())), number(float(share.max()))])
+    head = ["arm", "env", "mean of distance / bound", "largest (the proposition: at most 1)"]
+    return Drawing(charts, [Table("Distance beside Proposition 1", head, rows)])
+
+
+def gradient_cosines(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """GALA 2b: the cosines of the learners' gradients."""
+    charts, rows = [], []
+    for result in results:
+        found = [t for run in result.runs if (t := cosines(run)) is not None]
+        if found:
+            mean = np.mean(found, 0)
+            names = [str(i) for i in range(len(mean))]
+            label = "cosine of two learners' gradients"
+            charts.append(heatmap(f"Gradients: {result.arm.label}", mean, names, names, label))
+        kinds = [[average(run.series(f"cosine/{kind}")[1]) for run in result.runs] for kind in ("peers", "others")]
+        rows.append([result.arm.label, *(number(average(values)) for values in kinds)])
+    return Drawing(charts, [Table("Mean cosine", ["arm", "peers", "others"], rows)])
+
+
+def evaluations(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """GALA, Table 1: greedy episodes of each method's best seed."""
+    rows = []
+    for result in results:
+        for env in result.envs:
+            found = result.evaluations.get(env)
+            ours = f"{number(found['mean_return'])} +- {number(found['stderr'])}" if found else "-"
+            rows.append([result.arm.label, env, figure.value_in_paper(result.arm, env), ours])
+    text = f"The seed with the best final return, {figure.evaluate} greedy episodes, up to 30 no-ops."
+    head = ["method", "env", "paper, 40M env steps", f"ours, {size.steps:,}"]
+    return Drawing((), [Table("Table 1", head, rows, text)])
+
+
+def sampling(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """Accelerated Methods 1b: env steps/s of the envs alone, with acting, and with training, from `coterie bench`."""
+    names = {"env_only": "envs alone (no inference)", "acting": "with batched inference", "training": "with training"}
+    found = [(result.arm.x, report) for result in results for report in result.reports]
+    each = np.array([simulators / report["cores"] for simulators, report in found])
+    drawn = [Line(label, each, np.array([report[name] for _, report in found])) for name, label in names.items()]
+    rows = [
+        [report["env"], number(n), number(n / report["cores"]), *(number(report[name]) for name in names)]
+        for n, report in found
+    ]
+    chart = lines("Sampling", drawn, "simulators for each core", "env steps/s", log_x=True)
+    return Drawing([chart], [Table("Env steps/s", ["env", "simulators", "for each core", *names.values()], rows)])
+
+
+def secondary(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """Accelerated Methods 5 to 7: the greedy evaluations of the primary and of the secondary learner."""
+    charts, rows = [], []
+    for result in results:
+        for env in result.envs:
+            found = []
+            for name, label in (("eval/return", "primary"), ("eval/secondary_return", "secondary")):
+                series = {run.seed: xy for run in result.of(env) if len((xy := run.series(name))[0])}
+                found += [Line(f"{label}, seed {seed}", x, y) for seed, (x, y) in series.items()]
+                rows.append([result.arm.label, env, label, spread([float(y[-1]) for _, y in series.values()])])
+            if found:
+                title = f"{env}: batches of {result.arm.label.replace(' of ', ', and of a primary with ')}"
+                charts.append(lines(title, found, "env steps", "return of greedy episodes"))
+    text = "Batch sizes: secondary of primary. Both begin with the same weights; only the primary acts."
+    return Drawing(charts, [Table("Last greedy evaluation", ["pair", "env", "learner", "return"], rows, text)])
+
+
+def norms(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """Accelerated Methods 8: norms of the torso's first and last layer (on images the paper's Conv-0 and FC-0)."""
+    layers = [n.removeprefix("norm/weights/") for r in results for run in r.runs for n in run.names("norm/weights/")]
+    torso = [name for name in dict.fromkeys(layers) if re.fullmatch(r"torso\..*weight", name)]
+    torso.sort(key=lambda name: [int(n) for n in re.findall(r"\d+", name)])  # in the network's order
+    charts = []
+    for layer in dict.fromkeys([*torso[:1], *torso[-1:]]):
+        for kind, what in (("weights", "weights"), ("gradient", "gradient, before clipping"), ("step", "step")):
+            series = [(r.arm.label, *run.series(f"norm/{kind}/{layer}")) for r in results for run in r.runs[:1]]
+            found = [Line(label, x, y) for label, x, y in series if len(x) > 1]
+            if found:
+                charts.append(lines(f"{layer}: {what}", found, "env steps", "Euclidean norm", log_y=kind != "weights"))
+    return Drawing(charts)
+
+
+def tasks(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """IMPALA's transfer: one agent for several tasks beside an expert for each."""
+    expert = {env: result.of(env) for result in results for env in result.envs if result.arm.envs is None}
+    shared = [run for result in results for run in result.runs if result.arm.envs is not None]
+    charts, rows = [], []
+    for env in size.envs:
+        found = [Line(f"expert, seed {run.seed}", *run.series(run.score)) for run in expert.get(env, [])]
+        found += [Line(f"one agent, seed {run.seed}", *run.series(f"return/{env}")) for run in shared]
+        if found := [line for line in found if len(line.x)]:
+            x, y = "env steps, of all games together for the one agent", "return, mean of the last 100 episodes"
+            charts.append(lines(f"{env}: the expert and the one agent", found, x, y))
+        ours = [spread([final_return(run) for run in expert.get(env, [])]), spread([_of_task(r, env) for r in shared])]
+        rows.append([env, *ours])
+    text = "An expert has as many env steps of its game as the one agent has of all games together."
+    return Drawing(charts, [Table("Final return", ["env", "expert", "one agent"], rows, text)])
+
+
+def _of_task(run: RecordedRun, env: str) -> float:
+    """The mean over the last tenth of the lines that have the task's return."""
+    values = run.series(f"return/{env}")[1]
+    return average(values[-max(1, len(values) // 10) :])
+
+
+def speedup(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """SEED, Table 1: its speed as a multiple of IMPALA's."""
+    found: dict[float, dict[str, float]] = {}
+    for result in results:
+        found.setdefault(result.arm.x, {})[result.arm.label] = average(rate(run) for run in result.runs)
+    rows = []
+    for x, one in found.items():
+        ratio = one["SEED"] / one["IMPALA"] if one["IMPALA"] > 0 else math.nan
+        rows.append([f"this machine, {x:g} simulators, SEED to IMPALA", number(ratio)])
+    drawn = swept(figure, results, MEASURES["rate"])
+    return Drawing(drawn.charts, [Table("SEED's speed as a multiple of IMPALA's", ["", "ratio"], rows), *drawn.tables])
+
+
+def dollars(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """SEED, Tables 3 to 5: the cost of both actings with one learner, from `coterie plan`."""
+    names = {"decoupled": "IMPALA (decoupled)", "central": "SEED (central)"}
+    found: dict[str, dict[str, dict[float, float]]] = {}  # dollars by env, acting and number of hosts
+    rows = []
+    for result in results:
+        for report in result.reports:
+            costs = found.setdefault(report["env"], {acting: {} for acting in names})
+            for one in report["layouts"]:
+                acting, price = one["layout"]["acting"], one["dollars_per_billion_frames"]
+                if one["layout"]["learners"] == 1 and acting in costs:
+                    costs[acting][result.arm.x] = price
+                    speed = number(one["frames_per_s"])
+                    rows.append([report["env"], f"{result.arm.x:g}", acting, speed, number(price), one["bottleneck"]])
+    charts, ratios = [], []
+    for env, costs in found.items():
+        each = {label: sorted(costs[acting].items()) for acting, label in names.items() if costs[acting]}
+        drawn = [Line(label, *map(np.array, zip(*points, strict=True))) for label, points in each.items()]
+        charts.append(lines(f"{env}: dollars per billion frames", drawn, "hosts of 4 cores", "dollars"))
+        impala, seed = costs.values()
+        ratios += [[env, f"{x:g}", number(seed[x] / impala[x])] for x in sorted(set(impala) & set(seed))]
+    head = ["env", "hosts", "acting", "frames/s (simulated)", "dollars per 1e9 frames", "bottleneck"]
+    shares = Table("Simulated: SEED's cost as a share of IMPALA's", ["env", "hosts", "ratio"], ratios)
+    return Drawing(charts, [shares, Table("Simulated", head, rows)])
+
+
+def ranked(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """SEED 4: each method's final returns over its settings, the best first."""
+    charts, rows = [], []
+    for env in all_envs(results):
+        drawn = []
+        for label in dict.fromkeys(result.arm.label for result in results):
+            means = [average(final_return(run) for run in r.of(env)) for r in results if r.arm.label == label]
+            best = np.array(sorted((m for m in means if math.isfinite(m)), reverse=True))
+            if len(best):
+                drawn.append(Line(label, np.arange(1, len(best) + 1), best))
+                middle = [number(float(value)) for value in (best[0], np.median(best), best.mean())]
+                rows.append([env, label, *middle, f"{len(best)} of {len(means)}"])
+        if drawn:
+            charts.append(lines(f"{env}: settings by their final return", drawn, "rank of the setting", "final return"))
+    head = ["env", "method", "best", "median setting", "mean of settings", "settings with a return"]
+    return Drawing(charts, [Table("Final returns over settings", head, rows)])
+
+
+def human_median(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """SEED 7: the median over games of the human-normalised score, over env steps and hours."""
+    charts = []
+    for label, unit, series in AXES[:2]:
+        drawn = []
+        for result in results:
+            games = [_normalised([series(run, run.score) for run in result.of(env)], env) for env in result.envs]
+            grid, scores = on_grid([one for one in games if one is not None])
+            if len(grid) > 1 and len(scores) == len(games):
+                drawn.append(Line(result.arm.label, grid / 3600 if unit == "second" else grid, np.median(scores, 0)))
+        if drawn:
+            x = "hours" if unit == "second" else label
+            title = f"Median over games per {'hour' if unit == 'second' else unit}"
+            charts.append(lines(title, drawn, x, "median human-normalised score"))
+    return Drawing(charts)
+
+
+def _normalised(runs: Sequence[tuple[Array, Array]], env: str) -> tuple[Array, Array] | None:
+    """The human-normalised score of one game, mean over its seeds; None if it has none."""
+    grid, scores = on_grid(runs)
+    if not len(grid) or human_normalized(env, 0.0) is None:
+        return None
+    return grid, np.array([human_normalized(env, float(score)) for score in scores.mean(0)], np.float64)
+
+
+Draw = Callable[[Figure, Sequence[Result], Size], Drawing]
+_OF_RESULTS: dict[str, Draw] = {
+    "best_three": drawings.best_three,
+    "consensus": consensus,
+    "convergent": convergent,
+    "cosines": gradient_cosines,
+    "curves": drawings.curves,
+    "dollars": dollars,
+    "energy": drawings.energy,
+    "evaluations": evaluations,
+    "human": drawings.human,
+    "human_median": human_median,
+    "norms": norms,
+    "ranked": ranked,
+    "sampling": sampling,
+    "secondary": secondary,
+    "speedup": speedup,
+    "tasks": tasks,
+}
+_OF_A_MEASURE: dict[str, Callable[[Figure, Sequence[Result], Measure], Drawing]] = {
+    "bars": drawings.bars,
+    "swept": swept,
+    "table": lambda figure, results, measure: Drawing((), [table(figure, results, measure)]),
+}
+
+
+def draw(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """All drawings that a figure names: "KIND", or "KIND MEASURE" of `measures.py`."""
+    found = []
+    for name in figure.draw:
+        kind, _, measure = name.partition(" ")
+        if measure:
+            found.append(_OF_A_MEASURE[kind](figure, results, MEASURES[measure]))
+        else:
+            found.append(_OF_RESULTS[kind](figure, results, size))
+    return Drawing([c for one in found for c in one.charts], [t for one in found for t in one.tables])
