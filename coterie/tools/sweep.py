@@ -31,7 +31,6 @@ from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 _RANK = (0, EXIT_INTERRUPTED, 2, 1)  # exit codes, the worst last
 _GRACE_S = 120
 _STOP = (*STOP, signal.SIGHUP)
-_PROGRESS_S = 10.0  # between two lines about all running jobs
 
 
 @dataclass(frozen=True)
@@ -180,9 +179,9 @@ def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: S
     return jobs
 
 
-def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
-    """Run them; returns the worst exit code. Prints a line for each job that ends, and a line of progress now and then.
-    Raises `ConfigError` if another process runs one of them.
+def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) -> int:
+    """Run them; returns the worst exit code. Prints a line for each job that ends, and one of progress every
+    `progress_every` seconds. Raises `ConfigError` if another process runs one of them.
     """
     todo = []
     for job in jobs:
@@ -209,7 +208,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
                         done += 1
                         worst = max(worst, code if code in _RANK else 1, key=_RANK.index)
                         print(f"{job.name}: {job.outcome()} (exit {code}) {job.folder}", flush=True)
-                if running and time.monotonic() - printed > _PROGRESS_S:
+                if running and time.monotonic() - printed > progress_every:
                     printed = time.monotonic()
                     print(progress([job for _, job in running.values()], done, len(jobs)), flush=True)
         finally:

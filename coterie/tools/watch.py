@@ -1,4 +1,4 @@
-"""`watch`: record one episode of a run's policy as an mp4, from the env's own frames."""
+"""`coterie watch`: record an episode of a run's policy as an mp4, from the env's own frames."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_FRAMES = 27_000
 def watch(
     folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "best"
 ) -> tuple[Path, float, int]:
-    """Play one game and write its frames; returns the file, the game's return and the number of frames."""
+    """Record an episode; returns the file, the episode's return and the number of frames."""
     imageio = _imageio()
     policy = load(folder, learner)
     path = Path(out) if out else Path(folder) / "watch.mp4"
     first = tasks(policy.config.env.id)[0]
-    config = task_config(policy.config, first)  # of several tasks the first
+    config = task_config(policy.config, first)  # the first of several tasks
     env = replace(config.env, num_envs=1, reset="in_place", decorrelate=0)
     frames, score = 0, math.nan
     envs, render = make_rendered(env, config.atari, seed=seed, union=first != policy.config.env.id)
@@ -47,12 +47,12 @@ def watch(
         except (OSError, ValueError) as error:
             raise CoterieError(f"--out: cannot write {path}: {' '.join(str(error).split())}") from None
     if math.isnan(score):
-        raise CoterieError(f"the game did not end within {_MOST_FRAMES} frames; {path} holds its beginning")
+        raise CoterieError(f"the episode did not end within {_MOST_FRAMES} frames; {path} has its beginning")
     return path, score, frames
 
 
 def _even(frame: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The codec wants even sides."""
+    """The frame cut to even sides, which the codec needs."""
     return frame[: frame.shape[0] // 2 * 2, : frame.shape[1] // 2 * 2]
 
 

@@ -1,4 +1,4 @@
-"""Seeds and grids: what runs, where it goes, and that the same command goes on where it was stopped."""
+"""Seeds and grids: what runs and where it goes, that the same command continues, and the lines about all runs."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coterie.cli.main import main
 from coterie.config import Config
-from coterie.tools.sweep import Job, parse_grid, plan_runs, run_jobs
+from coterie.tools.sweep import Job, parse_grid, plan_runs, progress, run_jobs
 from coterie.types import ConfigError
+from tests.support.waiting import wait_until
 
 TRAIN = ("train", "ppo", "--env", "CartPole-v1", "--log.tensorboard", "False")
 
 
-def test_seeds_run_side_by_side_and_once(tmp_path, capsys):
+def test_seeds_run_in_parallel_and_once(tmp_path, capsys):
     options = (*TRAIN, "--steps", "2000", "--out", str(tmp_path / "run"), "--seeds", "4..5", "--jobs", "2")
     assert main(list(options)) == 0
-    lines = capsys.readouterr().out.splitlines()  # on a busy machine also how far all are
-    assert sorted(line.split(":")[0] for line in lines if " done, " not in line) == ["seed 4", "seed 5"]
+    lines = capsys.readouterr().out.splitlines()  # on a busy machine also progress
+    assert sorted(line.split(":")[0] for line in lines if " running: " not in line) == ["seed 4", "seed 5"]
     paths = [tmp_path / f"run-seed{s}" / "summary.json" for s in (4, 5)]
     assert len({json.loads(path.read_text())["digest"] for path in paths}) == 2
     before = [path.stat().st_mtime_ns for path in paths]
     assert main([*options[:-3], "4..5", "--jobs", "1"]) == 0  # nothing is left to do
-    assert capsys.readouterr().out.count("(was there)") == 2
+    assert capsys.readouterr().out.count("(already done)") == 2
     assert [path.stat().st_mtime_ns for path in paths] == before
     assert main([*options, "--optim.lr", "0.5"]) == 2
     assert "was begun with other options" in capsys.readouterr().err
 
 
-def test_a_grid_is_every_combination(tmp_path):
+def test_a_grid_has_every_combination(tmp_path):
     config = Config(preset="ppo", out=str(tmp_path / "g"))
     points = parse_grid(["optim.lr=1e-3,3e-4", "algo.gamma=0.9,0.99"])
     assert points[1] == {"optim.lr": "1e-3", "algo.gamma": "0.99"}
@@ -46,20 +47,16 @@ def test_a_grid_is_every_combination(tmp_path):
     assert jobs[3].folder.name == "g-lr-1e-3-gamma-0.99-seed1"
     assert jobs[3].args == ("ppo", "--optim.lr", "1e-3", "--algo.gamma", "0.99", "--seed", "1")
     assert parse_grid([]) == [{}]
+    negative = plan_runs(["gala-ppo"], config, [0], parse_grid(["gossip.tau=-1,1"]))
+    assert [job.folder.name for job in negative] == ["g-tau--1-seed0", "g-tau-1-seed0"]
     for bad in ("seed=1,2", "out=a,b", "optim.lr=1,1"):
         with pytest.raises(ConfigError, match="--grid"):
             parse_grid([bad])
-    with pytest.raises(ConfigError, match="there twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         parse_grid(["optim.lr=1", "optim.lr=2"])
 
 
-def test_a_value_below_nothing_has_a_folder_of_its_own():
-    config = Config(preset="gala-ppo", out="x")
-    jobs = plan_runs(["gala-ppo"], config, [0], parse_grid(["gossip.tau=-1,1"]))
-    assert [job.folder.name for job in jobs] == ["x-tau--1-seed0", "x-tau-1-seed0"]
-
-
-def test_each_runs_on_cores_of_its_own(tmp_path, monkeypatch):
+def test_jobs_run_on_separate_cores(tmp_path, monkeypatch):
     given: dict[int, list[int]] = {}
     really = os.sched_setaffinity
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: (given.update({pid: cores}), really(pid, cores)))
@@ -71,14 +68,12 @@ def test_each_runs_on_cores_of_its_own(tmp_path, monkeypatch):
     assert seen == [len(cores) for cores in given.values()]
 
 
-def test_a_stopped_sweep_goes_on(tmp_path):
-    words = [sys.executable, "-m", "coterie", *TRAIN, "--steps", "30000", "--log.every", "0.2", "--out",
-             str(tmp_path / "run"), "--seeds", "0..1"]  # fmt: skip
+def test_a_stopped_sweep_continues(tmp_path):
+    words = [sys.executable, "-m", "coterie", *TRAIN, "--steps", "30000", "--log.every", "0.2"]
+    words += ["--out", str(tmp_path / "run"), "--seeds", "0..1"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        metrics, end = tmp_path / "run-seed0/metrics.jsonl", time.monotonic() + 120
-        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        metrics = tmp_path / "run-seed0/metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 120, "seed 0 trains")
         process.send_signal(signal.SIGINT)
         out = process.communicate(timeout=120)[0]
     assert process.returncode == 75, out
@@ -87,31 +82,18 @@ def test_a_stopped_sweep_goes_on(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "run-seed0.txt").read_text()
-    assert re.search(r"interrupted.*finished", text, re.S), "the second life is written below the first"
+    assert re.search(r"interrupted.*finished", text, re.S), "the resumed run appends to its output"
     assert [json.loads((tmp_path / f"run-seed{k}/summary.json").read_text())["status"] for k in (0, 1)] == [
         "finished"
     ] * 2
 
 
-def test_the_same_twice_at_once_is_refused(tmp_path):
-    words = [
-        sys.executable,
-        "-m",
-        "coterie",
-        *TRAIN,
-        "--steps",
-        "100000000",
-        "--out",
-        str(tmp_path / "run"),
-        "--seeds",
-        "0",
-    ]
+def test_a_second_sweep_of_running_runs_is_refused(tmp_path):
+    words = [sys.executable, "-m", "coterie", *TRAIN, "--steps", "100000000", "--out", str(tmp_path / "run")]
+    words += ["--seeds", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
-            end = time.monotonic() + 120
-            while not (tmp_path / "run-seed0/config.json").exists():
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            wait_until((tmp_path / "run-seed0/config.json").exists, 120, "seed 0 begins")
             busy = subprocess.run(words, capture_output=True, text=True, timeout=120)
             assert busy.returncode == 2
             assert "is being trained by another process" in busy.stderr
@@ -123,17 +105,17 @@ def test_the_same_twice_at_once_is_refused(tmp_path):
     assert json.loads((tmp_path / "run-seed0/summary.json").read_text())["status"] == "interrupted"
 
 
-def test_what_others_left_is_not_touched(tmp_path):
+def test_a_sweep_leaves_other_files_alone(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     mine = folder / "notes.txt"
     mine.write_text("mine")
-    assert run_jobs([Job("a", (*TRAIN[1:], "--steps", "500"), folder)], 1) == 0  # a folder without a run will do
-    shutil.rmtree(folder / "checkpoints")  # as if it had been killed at once: it is made anew
+    assert run_jobs([Job("a", (*TRAIN[1:], "--steps", "500"), folder)], 1) == 0  # a folder without a run is accepted
+    shutil.rmtree(folder / "checkpoints")  # as if it had been killed at once: it starts again
     (folder / "summary.json").unlink()
     assert run_jobs([Job("a", (*TRAIN[1:], "--steps", "500"), folder)], 1) == 0
     assert mine.read_text() == "mine"
-    (folder / "summary.json").unlink()  # killed between its last checkpoint and its summary: it is done
+    (folder / "summary.json").unlink()  # killed between its last checkpoint and its summary: it is finished
     assert run_jobs([Job("a", (*TRAIN[1:], "--steps", "500"), folder)], 1) == 0
     (tmp_path / "run.args.json").unlink()
     with pytest.raises(ConfigError, match="did not begin"):
@@ -141,7 +123,7 @@ def test_what_others_left_is_not_touched(tmp_path):
     assert (folder / "config.json").exists()
 
 
-def test_a_run_that_fails_is_told(tmp_path, capsys):
+def test_a_failed_run_is_reported(tmp_path, capsys):
     jobs = [
         Job("bad", ("ppo", "--env", "nowhere:Env"), tmp_path / "bad"),
         Job("ok", (*TRAIN[1:], "--steps", "500"), tmp_path / "ok"),
@@ -151,3 +133,69 @@ def test_a_run_that_fails_is_told(tmp_path, capsys):
     assert re.search(r"bad: coterie: .*nowhere.* \(exit 2\)", out)
     assert "ok: finished" in out
     assert not Path(tmp_path / "bad").exists()
+
+
+def recorded(folder: Path, *lines: dict[str, Any], rest: str = "") -> Job:
+    """A job whose run has these lines of metrics; `rest`: what follows them in the file."""
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + rest)
+    return Job(folder.name, (), folder)
+
+
+def line(steps: int, rate: float | None) -> dict[str, Any]:
+    return {"env_steps": steps, "seconds": 1.0, "env_steps_per_s": rate}
+
+
+def test_progress_adds_the_env_steps_and_rates_of_all_runs(tmp_path):
+    """A run without a readable rate adds none, and does not hide the others."""
+    score = {"env_steps": 9_000, "seconds": 1.0, "eval/return": 1.0}  # an evaluation's line has no rate
+    jobs = [
+        recorded(tmp_path / "unreadable", line(1, 1.0), rest="{}\n" + json.dumps(line(2, 2.0)) + "\n"),
+        recorded(tmp_path / "evaluated", line(100, 1e6), line(200, 20.0), score),
+        recorded(tmp_path / "in-the-middle-of-a-line", line(3_000, 300.0), rest='{"env_steps": 4000, "env_st'),
+        recorded(tmp_path / "first", line(10_000, None)),  # no time has passed
+        recorded(tmp_path / "empty"),
+        Job("not begun", (), tmp_path / "not-begun"),
+    ]
+    assert progress(jobs, 0, 6) == "0 of 6 done, 6 running: 13,200 env steps so far, 320 env steps/s in all"
+
+
+class Polled:
+    """A process that ends at the n-th poll."""
+
+    def __init__(self, polls: int) -> None:
+        self.polls = polls
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        return None if self.polls > 0 else 0
+
+
+def test_progress_counts_an_ended_run_as_done(tmp_path, monkeypatch, capsys):
+    jobs = [recorded(tmp_path / "ended", line(500, 50.0)), recorded(tmp_path / "runs", line(7_000, 70.0))]
+    for job in jobs:
+        summary = {"status": "finished", "mean_return": 1.0, "env_steps": 900}
+        (job.folder / "summary.json").write_text(json.dumps(summary))
+    polls = {"ended": 2, "runs": 3}
+    monkeypatch.setattr(Job, "done", lambda job: False)
+    monkeypatch.setattr(Job, "start", lambda job, cores: Polled(polls[job.name]))
+    assert run_jobs(jobs, 2, progress_every=0.0) == 0
+    ended, runs = (f"{j.name}: finished, mean return 1.0, 900 env steps (exit 0) {j.folder}" for j in jobs)
+    assert capsys.readouterr().out.splitlines() == [
+        "0 of 2 done, 2 running: 7,500 env steps so far, 120 env steps/s in all",
+        ended,
+        "1 of 2 done, 1 running: 7,000 env steps so far, 70 env steps/s in all",
+        runs,
+    ]
+
+
+def test_a_commands_json_is_kept_and_not_asked_again(tmp_path, capsys):
+    """For `coterie reproduce`, which also runs `bench`, `plan` and `eval`."""
+    kept = Job("kept", ("no-such-option",), tmp_path / "kept", "bench")
+    kept.beside(".args.json").write_text(json.dumps(list(kept.args)))
+    kept.beside(".json").write_text('{"cores": 7}')
+    fails = Job("fails", ("no-such-preset",), tmp_path / "fails", "bench")
+    assert run_jobs([kept, fails], 1) == 2
+    assert kept.report() == {"cores": 7}
+    assert fails.report() is None
+    assert re.search(r"fails: coterie: preset: 'no-such-preset' is unknown.* \(exit 2\)", capsys.readouterr().out)

@@ -1,1 +1,1 @@
-"""A trained policy for use without Coterie: ONNX with a description beside it, and a page on which it plays."""
+"""A trained policy for use without Coterie: an ONNX file, its description, and a web page where it plays."""

@@ -1,4 +1,4 @@
-"""Whether the file does what the network does: onnxruntime beside PyTorch, step by step."""
+"""Compare the exported file with the network: onnxruntime beside PyTorch, step by step."""
 
 from __future__ import annotations
 
@@ -17,117 +17,120 @@ from coterie.envs.tasks import task_config, tasks
 from coterie.tools.export.graph import Graph, obs_name
 from coterie.types import Array, ConfigError, CoterieError, Inputs, ObsSpec, first_line, map_obs
 
-# Of a number's size, or where that is smaller of 1, or of the largest return that a distribution has an atom for: both
-# compute in float32, in different orders, and a mean over atoms from -10 to 10 has its rounding from the largest.
+# Relative to a number's size, and at least to 1 or to the largest return that a distribution has an atom for: both
+# compute in float32, in different orders, and the rounding of a mean over atoms from -10 to 10 grows with the largest.
 TOLERANCE = 1e-4
 _RANDOM_STEPS, _REAL_STEPS, _ENVS, _SEED = 12, 48, 3, 1
 
 
 @dataclass(frozen=True)
 class Checked:
-    """`largest`: the largest difference of any output, in TOLERANCE's measure, over so many `observations`."""
+    """`largest`: the largest difference of any output, in TOLERANCE's measure, over a number of `observations`."""
 
     largest: float
     observations: int
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """The acting network's outputs at one step."""
+
+    numbers: dict[str, Array]  # compared with a tolerance
+    actions: dict[str, Array]  # compared exactly where `decided`
+    decided: Array | None  # `[B, components]`; None: continuous actions, which are numbers, too
+    scale: float  # the smallest size that a value's difference is relative to
+    state: Tensor | None
+
+
+@torch.inference_mode()
 def check(policy: Policy, graph: Graph, onnx: bytes) -> Checked:
-    """Compare on made-up observations and on the env's, for several batch sizes, with episodes that begin in between
-    and each side's own recurrent state carried along. Raises `CoterieError` where they differ.
+    """Compare on random observations and on the env's, for several batch sizes, with episodes that begin in between
+    and each side's own recurrent state. Raises `CoterieError` if they differ.
     """
-    beside = _Beside(policy, graph, onnx)
-    rng = np.random.default_rng(_SEED)
-    for batch in (1, 3, 5):
-        beside.run(_made_up(policy, rng, batch), batch)
-    beside.run(_real(policy, rng), _ENVS)
-    return Checked(beside.largest, beside.observations)
-
-
-class _Beside:
-    def __init__(self, policy: Policy, graph: Graph, onnx: bytes) -> None:
-        import onnxruntime
-
-        self.policy, self.graph = policy, graph
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level, options.intra_op_num_threads = 3, 1
-        try:
-            self.session: Any = onnxruntime.InferenceSession(onnx, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime's have no parent of their own
-            raise ConfigError(f"model.torso: onnxruntime cannot run this network: {first_line(error)[:200]}") from None
-        self.names = [port.name for port in graph.outputs]
-        self.rng = torch.Generator()
-        self.largest, self.observations = 0.0, 0
-
-    @torch.inference_mode()
-    def run(self, steps: Iterator[Inputs], batch: int) -> None:
-        model, state = self.policy.model, self.policy.model.initial_state(batch)
+    session, rng = _session(onnx), np.random.default_rng(_SEED)
+    names = [port.name for port in graph.outputs]
+    largest, observations = 0.0, 0
+    batches = [(n, _made_up(policy, rng, n)) for n in (1, 3, 5)]
+    for batch, steps in [*batches, (_ENVS, _real(policy, rng))]:
+        state = policy.model.initial_state(batch)
         carried = None if state is None else state.numpy()
         for inputs in steps:
-            out, after = self.policy.algorithm.act(model, inputs, state, None, self.rng)
-            params = model(inputs, state)[0]
-            state = after
-            theirs = dict(zip(self.names, self.session.run(None, self._feed(inputs, carried)), strict=True))
-            carried = theirs.get("next_core_state")
-            self._compare(out.action, out.value, params, state, theirs)
-            self.observations += batch
-
-    def _feed(self, inputs: Inputs, core_state: Array | None) -> dict[str, Array]:
-        obs = inputs.obs if isinstance(inputs.obs, dict) else {"": inputs.obs}
-        fed = {obs_name(key): x.numpy() for key, x in obs.items()}
-        fed |= {name: getattr(inputs, name).numpy() for name in ("is_first", "prev_action", "prev_reward")}
-        if core_state is not None:
-            fed["core_state"] = core_state
-        return {port.name: fed[port.name] for port in self.graph.inputs}
-
-    def _compare(
-        self, action: Tensor, value: Tensor, params: Tensor, state: Tensor | None, theirs: dict[str, Array]
-    ) -> None:
-        """Of one step: what acting has found, and onnxruntime's outputs."""
-        spec, model = self.policy.spec.action, self.policy.model
-        scores = params if model.q is None else model.expected(params)
-        least = float(model.atoms.abs().max()) if model.q is not None and model.q.atoms > 1 else 1.0
-        ours = {"value": value.numpy()}
-        if model.q is not None:
-            ours["q_values"] = scores.numpy()
-        elif spec.kind == "continuous":
-            ours |= {"mean": scores[:, : len(spec.low)].numpy(), "std": scores[:, len(spec.low) :].exp().numpy()}
-        else:
-            ours["logits"] = scores.numpy()
-        if state is not None:
-            ours["next_core_state"] = state.numpy()
-        chosen = {"action": self.policy.actions.to_env(action.numpy())}
-        if "next_prev_action" in theirs:
-            chosen["next_prev_action"] = action.numpy()
-        for name, x in (ours | chosen).items():
-            if theirs[name].shape != x.shape or theirs[name].dtype != x.dtype:
-                raise CoterieError(f"onnxruntime gives {name} as {theirs[name].dtype} {theirs[name].shape} "
-                                   f"and PyTorch as {x.dtype} {x.shape}; nothing is written")  # fmt: skip
-        for name, x in (ours | chosen if spec.kind == "continuous" else ours).items():
-            self._judge(name, x, theirs[name], least if name in ("value", "q_values") else 1.0)
-        if spec.kind != "continuous":
-            sure = _decided(scores, spec.sizes, least).numpy()
-            for name, x in chosen.items():
-                same = (x == theirs[name]).reshape(sure.shape)
-                if not (same | ~sure).all():
-                    raise CoterieError(f"onnxruntime's {name} is not PyTorch's; nothing is written")
-
-    def _judge(self, name: str, ours: Array, theirs: Array, least: float) -> None:
-        error = float((np.abs(ours - theirs) / np.maximum(least, np.abs(ours))).max())
-        if not error <= TOLERANCE:  # NaN neither
-            raise CoterieError(
-                f"onnxruntime's {name} differs from PyTorch's by {error:.1e}, {TOLERANCE:.0e} is allowed; "
-                "nothing is written"
-            )
-        self.largest = max(self.largest, error)
+            expected = _expected(policy, inputs, state)
+            found = dict(zip(names, session.run(None, _feed(graph, inputs, carried)), strict=True))
+            state, carried = expected.state, found.get("next_core_state")
+            largest = max(largest, _difference(expected, found))
+            observations += batch
+    return Checked(largest, observations)
 
 
-def _decided(scores: Tensor, sizes: tuple[int, ...], least: float) -> Tensor:
-    """Where the best of each component's choices is so by more than rounding, `[B, components]` bool."""
+def _session(onnx: bytes) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    try:
+        return onnxruntime.InferenceSession(onnx, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions have no base class of their own
+        raise ConfigError(f"model.torso: onnxruntime cannot run this network: {first_line(error)[:200]}") from None
+
+
+def _feed(graph: Graph, inputs: Inputs, core_state: Array | None) -> dict[str, Any]:
+    obs = inputs.obs if isinstance(inputs.obs, dict) else {"": inputs.obs}
+    fed = {obs_name(key): x.numpy() for key, x in obs.items()} | {"core_state": core_state}
+    fed |= {name: x.numpy() for name, x in inputs._asdict().items() if name != "obs"}
+    return {port.name: fed[port.name] for port in graph.inputs}
+
+
+def _expected(policy: Policy, inputs: Inputs, state: Tensor | None) -> _Expected:
+    model, spec = policy.model, policy.spec.action
+    out, after = policy.algorithm.act(model, inputs, state, None, torch.Generator())
+    scores, scale = model(inputs, state)[0], 1.0
+    numbers = {"value": out.value.numpy()}
+    if model.q is not None:
+        scores, scale = model.expected(scores), float(model.atoms.abs().max()) if model.q.atoms > 1 else 1.0
+        numbers["q_values"] = scores.numpy()
+    elif spec.kind == "continuous":
+        mean, log_std = scores.chunk(2, -1)
+        numbers |= {"mean": mean.numpy(), "std": log_std.exp().numpy()}
+    else:
+        numbers["logits"] = scores.numpy()
+    if after is not None:
+        numbers["next_core_state"] = after.numpy()
+    actions = {"action": policy.actions.to_env(out.action.numpy()), "next_prev_action": out.action.numpy()}
+    decided = None if spec.kind == "continuous" else _decided(scores, spec.sizes, scale).numpy()
+    return _Expected(numbers, actions, decided, scale, after)
+
+
+def _difference(expected: _Expected, found: dict[str, Array]) -> float:
+    """The largest difference in TOLERANCE's measure. Raises `CoterieError` if it is more than that."""
+    largest = 0.0
+    for name, x in (expected.numbers | expected.actions).items():
+        if name not in found:  # a network without memory does not return its action
+            continue
+        y = found[name]
+        if y.shape != x.shape or y.dtype != x.dtype:
+            ours, theirs = (f"{z.dtype} {z.shape}" for z in (x, y))
+            raise CoterieError(f"onnxruntime gives {name} as {theirs} and PyTorch as {ours}; nothing is written")
+        if name in expected.actions and expected.decided is not None:
+            if not ((x == y).reshape(expected.decided.shape) | ~expected.decided).all():
+                raise CoterieError(f"onnxruntime's {name} is not PyTorch's; nothing is written")
+            continue
+        scale = expected.scale if name in ("value", "q_values") else 1.0
+        error = float((np.abs(x - y) / np.maximum(scale, np.abs(x))).max())
+        if not error <= TOLERANCE:  # also if it is NaN
+            allowed = f"by {error:.1e}, {TOLERANCE:.0e} is allowed"
+            raise CoterieError(f"onnxruntime's {name} differs from PyTorch's {allowed}; nothing is written")
+        largest = max(largest, error)
+    return largest
+
+
+def _decided(scores: Tensor, sizes: tuple[int, ...], scale: float) -> Tensor:
+    """Where each component's best choice is best by more than rounding, `[B, components]` bool."""
     found = []
     for part in torch.split(scores, list(sizes), -1):
         best = part.topk(min(2, part.shape[-1])).values
         gap = best[:, 0] - best[:, -1]
-        found.append((gap > 2 * TOLERANCE * best[:, 0].abs().clamp(min=least)) | (part.shape[-1] == 1))
+        found.append((gap > 2 * TOLERANCE * best[:, 0].abs().clamp(min=scale)) | (part.shape[-1] == 1))
     return torch.stack(found, -1)
 
 
@@ -144,13 +147,11 @@ def _made_up(policy: Policy, rng: np.random.Generator, batch: int) -> Iterator[I
 
 
 def made_up(spec: ObsSpec, rng: np.random.Generator, n: int) -> Array:
-    """Observations `[n, *shape]` that an env could give as far as its spec tells."""
+    """Random observations `[n, *shape]` within the spec."""
     shape = (n, *spec.shape)
     if spec.text:
-        words = rng.integers(1, int(spec.high) + 1, shape)
-        return np.where(np.arange(spec.shape[0]) < rng.integers(spec.shape[0] + 1, size=(n, 1)), words, 0).astype(
-            spec.dtype
-        )
+        words, lengths = rng.integers(1, int(spec.high) + 1, shape), rng.integers(spec.shape[0] + 1, size=(n, 1))
+        return np.where(np.arange(spec.shape[0]) < lengths, words, 0).astype(spec.dtype)
     if spec.codes:
         return rng.integers(0, spec.codes, shape).astype(spec.dtype)
     if spec.dtype == "float32":
@@ -159,7 +160,7 @@ def made_up(spec: ObsSpec, rng: np.random.Generator, n: int) -> Array:
 
 
 def _real(policy: Policy, rng: np.random.Generator) -> Iterator[Inputs]:
-    """The env's own, under random actions, which see more of it than a policy that stands still."""
+    """The env's observations under random actions, which reach more of it than a bad policy."""
     first_task, spec = tasks(policy.config.env.id)[0], policy.spec
     config = task_config(policy.config, first_task)
     env = replace(config.env, num_envs=_ENVS, reset="in_place", decorrelate=0, delay=0.0)
@@ -169,7 +170,7 @@ def _real(policy: Policy, rng: np.random.Generator) -> Iterator[Inputs]:
         for t in range(_REAL_STEPS):
             ts = envs.recv(0)
             first = ts.is_first.copy()
-            first[0] |= t == _REAL_STEPS // 2  # where games are long, none ends by itself
+            first[0] |= t == _REAL_STEPS // 2  # long episodes do not end by themselves
             yield Inputs(
                 map_obs(lambda x: torch.from_numpy(x.copy()), ts.obs),
                 torch.from_numpy(first),

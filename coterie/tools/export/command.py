@@ -1,4 +1,4 @@
-"""`coterie export RUN`, as it is typed."""
+"""The command `coterie export RUN`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NEEDS = ("onnx", "onnxruntime", "onnxscript")
 
 
 def export(args: list[str], parser: ArgumentParser) -> int:
-    """Write a run's policy, checked, and with `--web` the page beside it."""
+    """Write a run's policy, verified, and with `--web` a page."""
     parser.add_argument("run")
     parser.add_argument("--out", default="", help="a folder; default: RUN/export")
     parser.add_argument("--learner", default="best", help="best, mean, secondary, or a learner's number")
-    parser.add_argument("--web", action="store_true", help="with a page on which it plays")
+    parser.add_argument("--web", action="store_true", help="add a web page where the policy plays")
     options = parser.parse_args(args)
     if not all(map(importlib.util.find_spec, _NEEDS)):
         raise ConfigError("export needs: pip install 'coterie[export]'")
@@ -39,10 +39,10 @@ def export(args: list[str], parser: ArgumentParser) -> int:
     folder = Path(options.out) if options.out else Path(options.run) / "export"
     for name, data in {**static, "policy.json": about.encode(), "policy.onnx": onnx}.items():
         save(folder / name, data)
-    print(f"{folder / 'policy.onnx'}: {', '.join(p.name for p in graph.inputs)} -> "
-          f"{', '.join(p.name for p in graph.outputs)}, {len(onnx):,} bytes")  # fmt: skip
-    print(f"onnxruntime differs from PyTorch by {checked.largest:.1e} at most ({TOLERANCE:.0e} is allowed), "
-          f"on {checked.observations} observations")  # fmt: skip
+    inputs, outputs = (", ".join(port.name for port in ports) for ports in (graph.inputs, graph.outputs))
+    print(f"{folder / 'policy.onnx'}: {inputs} -> {outputs}, {len(onnx):,} bytes")
+    difference = f"differs from PyTorch by at most {checked.largest:.1e} ({TOLERANCE:.0e} is allowed)"
+    print(f"onnxruntime {difference}, on {checked.observations} observations")
     if options.web:
-        print(f"to see it play: python -m http.server --bind 127.0.0.1 --directory {folder}")
+        print(f"to watch it: python -m http.server --bind 127.0.0.1 --directory {folder}")
     return 0

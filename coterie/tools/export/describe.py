@@ -1,4 +1,4 @@
-"""`policy.json`: all that somebody without Coterie must know to use `policy.onnx`."""
+"""`policy.json`: the description needed to use `policy.onnx` without Coterie."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMAT = 1
 
 
 def describe(policy: Policy, graph: Graph, checked: Checked, learner: str) -> dict[str, Any]:
-    """Plain JSON; where there is no bound, null."""
+    """Plain JSON; a missing bound is null."""
     forms = {obs_name(f.name): {"path": list(f.path), "form": f.form} for f in policy.fields}
     return clean({  # type: ignore[no-any-return]
         "format": FORMAT,
@@ -47,7 +47,7 @@ def _port(port: Port) -> dict[str, Any]:
 
 
 def _action(actions: ActionMap) -> dict[str, Any]:
-    """The least and the most of each component, as the env takes them."""
+    """Its kind and the bounds of each component, as the env takes them."""
     spec = actions.spec
     if spec.kind == "continuous":
         low, high = (np.reshape(x, actions.shape) for x in (spec.low, spec.high))
@@ -58,12 +58,12 @@ def _action(actions: ActionMap) -> dict[str, Any]:
 
 
 def _env(policy: Policy) -> dict[str, Any]:
-    """What the network was trained on, as it is played in an evaluation: games have all their lives."""
+    """The env as in an evaluation, where an episode has all lives."""
     first = tasks(policy.config.env.id)[0]
     config, spec = task_config(policy.config, first), policy.spec
     pool = has_env(first) and config.env.backend != "workers"
     maker = "envpool" if pool else "gymnasium"
-    if found := version(maker):  # not so for a build of one's own
+    if found := version(maker):  # None for a custom build
         maker += f" {found}"
     atari = {k: v for k, v in asdict(config.atari).items() if k != "episodic_life"}
     return {

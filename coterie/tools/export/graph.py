@@ -1,8 +1,8 @@
-"""A policy as one graph: what the env shows in, what the env takes out.
+"""A policy as one graph, from the env's observations to the env's actions.
 
-The network's own forward is traced with all that stands around it in acting: normalizers, the division of bytes, the
-one-hot of the last action, the greedy choice, and its way to the env's bounds. Drawing actions at random is left out:
-the graph tells what to draw from.
+The traced forward is the network's own with everything around it in acting: normalizers, the division of bytes, the
+one-hot of the last action, the greedy choice, and the mapping to the env's bounds. It does not sample actions: it
+outputs the distribution's parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coterie.models.build import Network
 from coterie.ops.dist import make_distribution
 from coterie.types import ConfigError, Inputs, first_line
 
-OPSET = 18  # the oldest that torch's exporter writes without converting
+OPSET = 18  # the oldest that torch's exporter writes without a conversion
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Port:
 
 
 def obs_name(key: str) -> str:
-    """The input of an observation's entry; "" is an observation without entries."""
+    """The input's name for an entry of the observation; "" is an observation without entries."""
     return f"obs.{key}" if key else "obs"
 
 
 class Graph(nn.Module):
-    """`forward` takes and gives tensors in the order of `inputs` and `outputs`. What the network does not look at is no
-    input: without a core those are observations alone.
+    """`forward` takes and returns tensors in the order of `inputs` and `outputs`. The inputs are those that the network
+    uses: without a core only observations.
     """
 
     def __init__(self, model: Network, actions: ActionMap) -> None:
@@ -53,33 +53,31 @@ class Graph(nn.Module):
         self.inputs = [Port(obs_name(k), s.shape, s.dtype, "observation") for k, s in model.spec.obs.items()]
         self.outputs = [
             Port("action", actions.shape, action.dtype, "the best action, as the env takes it"),
-            Port("value", (), "float32", "what the network expects, of rewards as they were trained on"),
+            Port("value", (), "float32", "the expected return, of rewards as in training"),
         ]
         if model.q is not None:
-            self.outputs.append(Port("q_values", (size,), "float32", "the same of each action"))
+            self.outputs.append(Port("q_values", (size,), "float32", "the expected return of each action"))
         elif action.kind == "continuous":
-            self.outputs += [
-                Port("mean", action.shape, "float32", "of a normal distribution, before clipping to the bounds"),
-                Port("std", action.shape, "float32", "its standard deviation"),
-            ]
+            text = "of a normal distribution, before clipping to the bounds"
+            self.outputs += [Port(name, action.shape, "float32", f"{name} {text}") for name in ("mean", "std")]
         else:
             logits = "of each action" if action.kind == "categorical" else "of each component's choices, side by side"
             self.outputs.append(Port("logits", (size,), "float32", f"unnormalised log-probabilities {logits}"))
         if model.core is None:
             return
         state = (2, model.core.size)
-        self.inputs.append(Port("is_first", (), "bool", "an episode begins: all that is remembered is forgotten"))
+        self.inputs.append(Port("is_first", (), "bool", "an episode begins: the recurrent state is reset"))
         self.inputs.append(Port("core_state", state, "float32", "the LSTM's hidden and cell state"))
         self.outputs.append(Port("next_core_state", state, "float32", "the state after this step"))
         if model.config.last_action_reward:
-            self.inputs.append(Port("prev_action", action.shape, action.dtype, "the last action, as the network chose"))
-            self.inputs.append(Port("prev_reward", (), "float32", "what the env paid for it"))
-            self.outputs.append(Port("next_prev_action", action.shape, action.dtype, "the action as it was chosen"))
+            self.inputs.append(Port("prev_action", action.shape, action.dtype, "the last `next_prev_action`"))
+            self.inputs.append(Port("prev_reward", (), "float32", "the env's reward for it"))
+            self.outputs.append(Port("next_prev_action", action.shape, action.dtype, "the action before the mapping"))
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip((port.name for port in self.inputs), tensors, strict=True))
         obs = {key: given[obs_name(key)] for key in self.model.spec.obs}
-        none = tensors[0].new_zeros(tensors[0].shape[0], dtype=torch.bool)  # stands for what is not looked at
+        none = tensors[0].new_zeros(tensors[0].shape[0], dtype=torch.bool)  # for inputs that the network does not use
         inputs = Inputs(
             obs[""] if list(obs) == [""] else obs,
             given.get("is_first", none),
@@ -89,14 +87,14 @@ class Graph(nn.Module):
         params, value, state = self.model(inputs, given.get("core_state"))
         if self.model.q is not None:
             params = self.model.expected(params)
-            told = [params]
+            numbers = [params]
         elif self.actions.spec.kind == "continuous":
             mean, log_std = params.chunk(2, -1)
-            told = [mean, log_std.exp()]
+            numbers = [mean, log_std.exp()]
         else:
-            told = [params]
+            numbers = [params]
         choice = self.dist.mode(params)
-        found = [self._to_env(choice), value, *told]
+        found = [self._to_env(choice), value, *numbers]
         if state is not None:
             found.append(state)
         if "prev_action" in given:
@@ -105,27 +103,27 @@ class Graph(nn.Module):
 
     def _to_env(self, choice: Tensor) -> Tensor:
         """`ActionMap.to_env` on tensors."""
-        own = self.actions
-        a = choice.reshape(choice.shape[0], *own.shape)  # len() would be a constant of the graph
-        if own.limit is not None:
-            limit = torch.from_numpy(own.limit)
-            a = a.clamp(-limit, limit)
-        if own.scale is not None:
-            a = torch.from_numpy(own.scale) * a
-        return a if own.offset is None else torch.from_numpy(own.offset) + a
+        limit, scale, offset = (
+            None if x is None else torch.from_numpy(x)
+            for x in (self.actions.limit, self.actions.scale, self.actions.offset)
+        )
+        a = choice.reshape(choice.shape[0], *self.actions.shape)  # len() would be a constant of the graph
+        a = a if limit is None else a.clamp(-limit, limit)
+        a = a if scale is None else scale * a
+        return a if offset is None else offset + a
 
 
 def to_onnx(graph: Graph) -> bytes:
-    """The file's bytes. Raises `ConfigError` where the network cannot be exported: a torso of the user's own, or text
-    with torch 2.6.
+    """The file's bytes. Raises `ConfigError` if the network cannot be exported: some custom torsos, and text with torch
+    2.6.
     """
     import onnx
 
     example = tuple(torch.zeros(2, *port.shape, dtype=getattr(torch, port.dtype)) for port in graph.inputs)
-    batch = torch.export.Dim("batch", max=2**31 - 1)  # without a bound torch 2.6 takes no LSTM
+    batch = torch.export.Dim("batch", max=2**31 - 1)  # torch 2.6 needs a bound for an LSTM
     try:
         with _silent(), torch.no_grad():
-            graph(*example)  # before it is traced: what functions keep for next time are real tensors then
+            graph(*example)  # before tracing, so that cached tensors are real ones
             shapes = {"tensors": tuple({0: batch} for _ in example)}
             program = torch.export.export(graph, example, dynamic_shapes=shapes, strict=False)
             program = program.run_decompositions({torch.ops.aten.baddbmm.default: _baddbmm})
@@ -135,29 +133,29 @@ def to_onnx(graph: Graph) -> bytes:
             )  # fmt: skip
         assert made is not None
         proto = made.model_proto
-    except Exception as error:  # of torch.export's, of the exporter's, or of a torso that is the user's own
+    except Exception as error:  # from torch.export, the exporter or a custom torso
         raise ConfigError(
             f"model.torso: PyTorch cannot export this network: {first_line(error.__cause__ or error)[:200]}"
         ) from None
-    for value in (*proto.graph.input, *proto.graph.output):  # a Port's first axis, whatever the exporter has named it
+    for value in (*proto.graph.input, *proto.graph.output):  # the exporter may name a Port's first axis differently
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
     del proto.graph.value_info[:], proto.graph.metadata_props[:]
     for node in (*proto.graph.node, *(node for function in proto.functions for node in function.node)):
-        del node.metadata_props[:]  # stacks of calls, with the paths of this machine's files
+        del node.metadata_props[:]  # call stacks, with paths of this machine
     onnx.checker.check_model(proto)
     return bytes(proto.SerializeToString())
 
 
 def _baddbmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """An MLP's layers (models/mlp.py) in two: torch 2.6 cannot spread the bias over a batch of any size."""
+    """An MLP's layers (models/mlp.py) in two steps: torch 2.6 cannot broadcast the bias over a batch of any size."""
     return bias + torch.bmm(x, weight)
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without what torch's exporters log and print of their own parts, and of a graph that they cannot trace."""
+    """Without the exporters' log messages and prints; errors are raised as well."""
     level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # an error is raised as well
+    logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
-"""The page on which a policy plays: static files, with onnxruntime-web from the npm registry beside them.
+"""The web page where a policy plays: static files, with onnxruntime-web from the npm registry.
 
-The env has to run in the browser: its dynamics are written again in JavaScript, for CartPole so far.
+The env must run in the browser, so its dynamics exist in JavaScript: only CartPole's so far.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from coterie.types import ConfigError, CoterieError, first_line
 ENVS = ("CartPole-v0", "CartPole-v1")
 PACKAGE = "onnxruntime-web@1.30.0"
 _OURS = ("index.html", "play.mjs", "cartpole.mjs")
-# The build for processors alone: its script, and what it loads.
+# The CPU build: its script, and the WebAssembly that it loads.
 _THEIRS = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 _TIMEOUT = 180.0  # seconds for its 33 MB
 
 
 def playable(config: Config) -> None:
-    """Raises `ConfigError` where the env has no JavaScript."""
+    """Raises `ConfigError` if the env does not exist in JavaScript."""
     if config.env.id not in ENVS:
         raise ConfigError(f"--web: {config.env.id} does not run in a browser; {' and '.join(ENVS)} do")
     if json.loads(config.env.kwargs):
-        raise ConfigError(f"--web: {config.env.id} runs in a browser without env.kwargs only")
+        raise ConfigError(f"--web: {config.env.id} runs in a browser only without env.kwargs")
 
 
 def page() -> dict[str, bytes]:
-    """The files by name, but for the policy's own."""
+    """The files by name, except the policy's own."""
     here = files("coterie.tools.export") / "web"
     return {**onnxruntime_web(), **{name: (here / name).read_bytes() for name in _OURS}}
 
 
 def onnxruntime_web() -> dict[str, bytes]:
-    """onnxruntime-web's script and its WebAssembly, by npm, which checks what it fetches and keeps it for next time.
-    Nothing of the package is run here. Raises `ConfigError` without npm, `CoterieError` where it cannot fetch it.
+    """onnxruntime-web's script and WebAssembly, fetched by npm, which verifies and caches the package. None of its code
+    runs here. Raises `ConfigError` without npm, `CoterieError` if npm cannot fetch it.
     """
     npm = shutil.which("npm")
     if npm is None:
@@ -61,5 +61,5 @@ def onnxruntime_web() -> dict[str, bytes]:
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             return {name: cast(IO[bytes], tar.extractfile(f"package/dist/{name}")).read() for name in _THEIRS}
-    except (tarfile.TarError, KeyError, AttributeError) as error:  # the last: it is there and no file
-        raise CoterieError(f"--web: {PACKAGE} is not what it was: {first_line(error)}") from None
+    except (tarfile.TarError, KeyError, AttributeError) as error:  # AttributeError: the name is not a file
+        raise CoterieError(f"--web: {PACKAGE} has an unexpected content: {first_line(error)}") from None

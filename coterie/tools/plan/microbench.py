@@ -69,7 +69,7 @@ def measure_process(
                     alone[i].append(_turn(loop, turn))
                 sync()
                 crowded[i].append(_turn(loop, turn))
-                took[i].append(np.diff(loop.ends))
+                took[i].append(np.diff(loop.now.ends))
         every = {"solo": Links(), **others}
         told = {kind: _exchange(loops[-1].learner, kind, mine, sync) for kind, mine in every.items()}
         sync()

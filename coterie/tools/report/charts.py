@@ -49,8 +49,8 @@ class _Drawn:
 
 
 @contextmanager
-def _canvas(title: str, width: float = 6.0, height: float = 3.4) -> Iterator[tuple[Any, _Drawn]]:
-    """Axes to draw on, and an object that has their SVG afterwards."""
+def _canvas(title: str, x: str, y: str, width: float = 6.0, height: float = 3.4) -> Iterator[tuple[Any, _Drawn]]:
+    """Axes to draw on, and an object that has their SVG afterwards. `x` and `y`: labels, with units."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -60,7 +60,10 @@ def _canvas(title: str, width: float = 6.0, height: float = 3.4) -> Iterator[tup
     # Text stays text (it can be searched and read aloud); the salt keeps the ids of one page's charts apart.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif", "font.size": 9}):
         figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure.subplots(), drawn
+        axes = figure.subplots()
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        yield axes, drawn
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]  # without the XML header and the DOCTYPE, which names an address
@@ -71,7 +74,7 @@ def lines(
     title: str, series: Sequence[Line], x: str, y: str, text: str = "", log_y: bool = False, log_x: bool = False
 ) -> Chart:
     """Curves on common axes; `x` and `y` are the axes' labels, with units."""
-    with _canvas(title) as (axes, drawn):
+    with _canvas(title, x, y) as (axes, drawn):
         styles = zip(cycle(COLOURS), cycle(_DASHES), cycle(_MARKERS), strict=False)
         for line, (colour, dash, marker) in zip(series, styles, strict=False):
             each = max(1, len(line.x) // 8)
@@ -79,8 +82,6 @@ def lines(
             axes.plot(line.x, line.y, label=line.label, linewidth=1.6, **style)
             if line.low is not None and line.high is not None and np.isfinite(line.low).any():
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
         axes.grid(alpha=0.3)
         if log_y:
             axes.set_yscale("log")
@@ -107,25 +108,21 @@ def histogram(title: str, counts: dict[int, float], x: str, y: str, text: str = 
     for value, count in counts.items():
         begin = low + (value - low) // width * width
         bars[begin] = bars.get(begin, 0) + count
-    with _canvas(title) as (axes, drawn):
+    with _canvas(title, x, y) as (axes, drawn):
         align = "edge" if width > 1 else "center"
         axes.bar(list(bars), list(bars.values()), width=0.9 * width, align=align, color=COLOURS[0])
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
         axes.grid(alpha=0.3, axis="y")
     return Chart(title, drawn.svg, text, [("", value, count, "", "") for value, count in sorted(counts.items())])
 
 
 def stacked(title: str, x: Array, parts: dict[str, Array], x_label: str, y_label: str, text: str = "") -> Chart:
     """Shares of one whole over `x`, one above another, hatched."""
-    with _canvas(title) as (axes, drawn):
+    with _canvas(title, x_label, y_label) as (axes, drawn):
         areas = axes.stackplot(x, list(parts.values()), labels=list(parts), colors=list(COLOURS), alpha=0.75)
         for area, hatch in zip(areas, cycle(_HATCHES), strict=False):
             area.set_hatch(hatch)
             area.set_edgecolor("white")
             area.set_linewidth(0)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     rows = [(name, at, share, "", "") for name, part in parts.items() for at, share in zip(x, part, strict=True)]
     return Chart(title, drawn.svg, text, rows)
@@ -133,12 +130,10 @@ def stacked(title: str, x: Array, parts: dict[str, Array], x_label: str, y_label
 
 def heatmap(title: str, table: Array, rows: Sequence[str], columns: Sequence[str], label: str, text: str = "") -> Chart:
     """A table of numbers in [-1, 1] with each number written in its cell; NaN is left empty."""
-    with _canvas(title, 1.6 + 0.6 * len(columns), 1.4 + 0.5 * len(rows)) as (axes, drawn):
+    with _canvas(title, "learner", "learner", 1.6 + 0.6 * len(columns), 1.4 + 0.5 * len(rows)) as (axes, drawn):
         image = axes.imshow(table, cmap="PuOr", vmin=-1, vmax=1, aspect="auto")
         axes.set_xticks(range(len(columns)), columns)
         axes.set_yticks(range(len(rows)), rows)
-        axes.set_xlabel("learner")
-        axes.set_ylabel("learner")
         for i, j in np.ndindex(*table.shape):
             if np.isfinite(table[i, j]):
                 dark = abs(table[i, j]) > 0.7
@@ -150,14 +145,12 @@ def heatmap(title: str, table: Array, rows: Sequence[str], columns: Sequence[str
 
 def intervals(title: str, rows: Sequence[tuple[str, float, float, float]], x: str, text: str = "") -> Chart:
     """A dot with its interval for each `(label, value, low, high)`; NaN ends draw no interval."""
-    with _canvas(title, height=0.9 + 0.35 * len(rows)) as (axes, drawn):
+    with _canvas(title, x, "method", height=0.9 + 0.35 * len(rows)) as (axes, drawn):
         styles = zip(cycle(COLOURS), cycle(_MARKERS), strict=False)
         for i, ((_, value, low, high), (colour, marker)) in enumerate(zip(rows, styles, strict=False)):
             axes.plot([low, high], [i, i], color=colour, linewidth=6, alpha=0.35, solid_capstyle="butt")
             axes.plot([value], [i], marker=marker, color=colour, linestyle="")
         axes.set_yticks(range(len(rows)), [row[0] for row in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlabel(x)
-        axes.set_ylabel("method")
         axes.grid(alpha=0.3, axis="x")
     return Chart(title, drawn.svg, text, [(label, "", *numbers) for label, *numbers in rows])

@@ -88,24 +88,21 @@ def _finite(measure: Measure, runs: Sequence[RecordedRun]) -> list[float]:
 
 
 def table(figure: Figure, results: Sequence[Result], measure: Measure) -> Table:
-    """A measure of each arm on each env, beside the paper's value where it states one."""
-    panel, x = any(r.arm.panel for r in results), any(math.isfinite(r.arm.x) for r in results)
-    paper = any(r.arm.key in figure.paper for r in results)
-    rows = [
-        [
-            *([result.arm.panel] if panel else []),
-            result.arm.label,
-            env,
-            *([number(result.arm.x)] if x else []),
-            *([figure.value_in_paper(result.arm, env)] if paper else []),
-            spread([measure.of(run) for run in result.of(env)]),
-        ]
-        for result in results
-        for env in result.envs
-    ]
-    columns = (("panel", panel), ("arm", True), ("env", True), (figure.x, x), ("paper", paper), ("ours", True))
+    """A measure of each arm on each env, beside the paper's value if it states one."""
+    shown = {
+        "panel": any(r.arm.panel for r in results),
+        figure.x or "x": any(math.isfinite(r.arm.x) for r in results),
+        "paper": any(r.arm.key in figure.paper for r in results),
+    }
+    head = [name for name in ("panel", "arm", "env", figure.x or "x", "paper", "ours") if shown.get(name, True)]
+    rows = []
+    for result in results:
+        for env in result.envs:
+            ours, paper = spread([measure.of(run) for run in result.of(env)]), figure.value_in_paper(result.arm, env)
+            cells = {"panel": result.arm.panel, "arm": result.arm.label, "env": env, "paper": paper, "ours": ours}
+            rows.append([cells.get(name, number(result.arm.x)) for name in head])
     text = "Mean over seeds with its standard error, where there are several."
-    return Table(measure.what.capitalize(), [name for name, shown in columns if shown], rows, text)
+    return Table(measure.what.capitalize(), head, rows, text)
 
 
 def human(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:

@@ -13,8 +13,17 @@ from coterie.tools.report.charts import Line, heatmap, lines
 from coterie.tools.report.runs import RecordedRun
 from coterie.tools.report.sections import AXES, Table, consensus_chart, cosines, final_return
 from coterie.tools.report.stats import on_grid
-from coterie.tools.reproduce import drawings
-from coterie.tools.reproduce.drawings import Drawing, all_envs, swept, table
+from coterie.tools.reproduce.drawings import (
+    Drawing,
+    all_envs,
+    bars,
+    best_three,
+    curves,
+    energy,
+    human,
+    swept,
+    table,
+)
 from coterie.tools.reproduce.figure import Figure, Result, Size
 from coterie.tools.reproduce.measures import MEASURES, Measure, average, number, rate, spread
 from coterie.types import Array
@@ -233,26 +242,13 @@ def _normalised(runs: Sequence[tuple[Array, Array]], env: str) -> tuple[Array, A
 
 
 Draw = Callable[[Figure, Sequence[Result], Size], Drawing]
-_OF_RESULTS: dict[str, Draw] = {
-    "best_three": drawings.best_three,
-    "consensus": consensus,
-    "convergent": convergent,
-    "cosines": gradient_cosines,
-    "curves": drawings.curves,
-    "dollars": dollars,
-    "energy": drawings.energy,
-    "evaluations": evaluations,
-    "human": drawings.human,
-    "human_median": human_median,
-    "norms": norms,
-    "ranked": ranked,
-    "sampling": sampling,
-    "secondary": secondary,
-    "speedup": speedup,
-    "tasks": tasks,
-}
+_COMMON: tuple[Draw, ...] = (best_three, curves, energy, human)
+_GALA: tuple[Draw, ...] = (convergent, consensus, gradient_cosines, evaluations)
+_ACCELERATED: tuple[Draw, ...] = (sampling, secondary, norms)
+_IMPALA_AND_SEED: tuple[Draw, ...] = (tasks, speedup, dollars, ranked, human_median)
+_OF_RESULTS = {kind.__name__: kind for kind in (*_COMMON, *_GALA, *_ACCELERATED, *_IMPALA_AND_SEED)}
 _OF_A_MEASURE: dict[str, Callable[[Figure, Sequence[Result], Measure], Drawing]] = {
-    "bars": drawings.bars,
+    "bars": bars,
     "swept": swept,
     "table": lambda figure, results, measure: Drawing((), [table(figure, results, measure)]),
 }
@@ -261,10 +257,9 @@ _OF_A_MEASURE: dict[str, Callable[[Figure, Sequence[Result], Measure], Drawing]]
 def draw(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     """All drawings that a figure names: "KIND", or "KIND MEASURE" of `measures.py`."""
     found = []
-    for name in figure.draw:
-        kind, _, measure = name.partition(" ")
+    for kind, *measure in (name.split() for name in figure.draw):
         if measure:
-            found.append(_OF_A_MEASURE[kind](figure, results, MEASURES[measure]))
+            found.append(_OF_A_MEASURE[kind](figure, results, MEASURES[measure[0]]))
         else:
             found.append(_OF_RESULTS[kind](figure, results, size))
     return Drawing([c for one in found for c in one.charts], [t for one in found for t in one.tables])

@@ -72,7 +72,7 @@ def test_every_kind_of_network(net, tmp_path, capsys):
     assert export(run) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert float(re.search(r"by (\S+) at most", out)[1]) < TOLERANCE
+    assert float(re.search(r"by at most (\S+)", out)[1]) < TOLERANCE
     assert sorted(p.name for p in (run / "export").iterdir()) == ["policy.json", "policy.onnx"]
     session = onnxruntime.InferenceSession(run / "export/policy.onnx")
     about = json.loads((run / "export/policy.json").read_text())

@@ -207,7 +207,11 @@ def test_what_has_no_page_is_one_line(tmp_path, capsys):
     for env, changes, says in (
         ("Pendulum-v1", {}, "--web: Pendulum-v1 does not run in a browser; CartPole-v0 and CartPole-v1 do"),
         (f"{HERE}:Many", {}, "does not run in a browser"),
-        ("CartPole-v1", {"env.backend": "workers", "env.kwargs": '{"sutton_barto_reward": true}'}, "env.kwargs only"),
+        (
+            "CartPole-v1",
+            {"env.backend": "workers", "env.kwargs": '{"sutton_barto_reward": true}'},
+            "only without env.kwargs",
+        ),
     ):
         run = make_run(tmp_path / env, "ppo", env, **changes)
         assert main(["export", str(run), "--web"]) == 2
@@ -241,8 +245,8 @@ def test_npm_that_hangs_or_brings_something_else(tmp_path, monkeypatch):
         web.onnxruntime_web()
     monkeypatch.setattr(web, "_TIMEOUT", 30)
     monkeypatch.setenv("PATH", npm(tmp_path / "empty", "tar czf other.tgz --files-from /dev/null"))
-    with pytest.raises(CoterieError, match="is not what it was"):
+    with pytest.raises(CoterieError, match="has an unexpected content"):
         web.onnxruntime_web()
     monkeypatch.setenv("PATH", npm(tmp_path / "rubbish", "echo rubbish > some.tgz"))
-    with pytest.raises(CoterieError, match="is not what it was"):
+    with pytest.raises(CoterieError, match="has an unexpected content"):
         web.onnxruntime_web()

@@ -1,4 +1,4 @@
-"""Folders as runs leave them, with figures that a test knows."""
+"""Run folders with known numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from coterie import presets
+from coterie.config import Atari, Env
+from coterie.envs.make import make_spec
 from coterie.runs.config_io import replace, to_dict
 
 
@@ -17,6 +19,7 @@ def record(
     folder.mkdir(parents=True)
     config = replace(presets.make(preset, env), {"seed": seed, **{k.replace("__", "."): v for k, v in more.items()}})
     (folder / "config.json").write_text(json.dumps(to_dict(config)))
+    (folder / "spec.json").write_text(json.dumps(make_spec(Env(id=env), Atari()).to_json()))
     lines = [
         {
             "env_steps": 100 * i, "seconds": 2.0 * i, "mean_return": level * i / 10, "joules": 50.0 * i,

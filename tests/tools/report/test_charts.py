@@ -1,4 +1,4 @@
-"""Charts are read without their colours: by dash and marker, and by hatch."""
+"""Charts are readable without their colours: by dash and marker, and by hatch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ X = np.arange(20.0)
 
 
 def parts(svg: ET.Element, within: str, name: str) -> list[ET.Element]:
-    """What matplotlib has named so and numbered, right inside the group `within`."""
+    """Matplotlib's numbered elements of that name, directly inside the group `within`."""
     (parent,) = (g for g in svg.iter(f"{SVG}g") if g.get("id") == within)
     return [g for g in parent if re.fullmatch(rf"{name}_\d+", g.get("id", ""))]
 
@@ -40,7 +40,7 @@ def labels(svg: ET.Element) -> list[str]:
     return ["".join(text.itertext()).strip() for text in parts(svg, "legend_1", "text")]
 
 
-def test_no_two_lines_share_dash_and_marker():
+def test_no_two_lines_of_a_chart_share_dash_and_marker():
     """Eight: more than there are colours, markers or dashes by themselves."""
     names = [f"line {k}" for k in range(8)]
     chart = lines("eight", [Line(name, X, X + k) for k, name in enumerate(names)], "env steps", "return")
@@ -51,8 +51,8 @@ def test_no_two_lines_share_dash_and_marker():
     assert [dash_and_marker(svg, line) for line in parts(svg, "legend_1", "line2d")] == drawn
 
 
-def test_no_two_areas_share_a_hatch():
-    """Seven: all stages that a process can book."""
+def test_no_two_areas_of_a_chart_share_a_hatch():
+    """Seven: all stages of a process."""
     names = ["env", "act", "wait", "pull", "upload", "train", "exchange"]
     chart = stacked("seven", X, {name: np.full(20, 10.0) for name in names}, "env steps", "share, %")
     svg = ET.fromstring(chart.svg)

@@ -1,4 +1,4 @@
-"""The live page: what it shows of a run that goes on, and what it refuses."""
+"""The live page: what it shows of a running run, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from coterie.cli.main import main
 from coterie.tools.report.dashboard import make_server
 from coterie.types import ConfigError
+from tests.support.waiting import wait_until
 from tests.tools.report.recorded import record
 
 
@@ -42,18 +44,18 @@ def ask(port: int, path: str = "/", method: str = "GET", host: str | None = None
         connection.close()
 
 
-def test_the_page_follows_the_run(tmp_path):
+def test_the_live_page_follows_the_run(tmp_path):
     run = record(tmp_path / "a", "ppo")
     (run / "summary.json").unlink()
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
-    told = {
+    report = {
         "unix": time.time() - 100, "restarts": 2, "processes": [
             {"name": "learner 0", "pid": os.getpid(), "silent_s": 7.0, "env_steps": 12345, "rss_mb": 100.0},
             {"name": "actor 1", "pid": gone.pid, "silent_s": 9.0, "env_steps": 1, "rss_mb": None},
         ],
     }  # fmt: skip
-    (run / "processes.json").write_text(json.dumps(told))
+    (run / "processes.json").write_text(json.dumps(report))
     (run / "log.txt").write_text("2026-01-01 <b>something</b> happened\n")
     with served(run) as port:
         status, first = ask(port)
@@ -61,26 +63,26 @@ def test_the_page_follows_the_run(tmp_path):
         for words in (
             "12,345",
             "<td>gone</td>",
-            "it hangs, was stopped, or was killed",
-            "2 learners were started again",
+            "the run hangs, was stopped, or was killed",
+            "2 learners were restarted",
             "&lt;b&gt;something&lt;/b&gt; happened",
             'http-equiv="refresh"',
             "<svg",
         ):
             assert words in first, words
         assert re.search(r"10[789] s ago", first)  # the run is silent, too
-        (run / "processes.json").write_text(json.dumps(told | {"unix": time.time()}))
-        assert "it hangs" not in ask(port)[1]
+        (run / "processes.json").write_text(json.dumps(report | {"unix": time.time()}))
+        assert "the run hangs" not in ask(port)[1]
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"env_steps": 777_000, "seconds": 99.0, "mean_return": 1.0}) + "\n")
         assert "777,000" in ask(port)[1]
         (run / "summary.json").write_text('{"status": "finished"}')
         last = ask(port)[1]
         assert "Status: finished" in last
-        assert "last sign of life" not in last
+        assert "last heartbeat" not in last
 
 
-def test_only_the_page_and_only_from_here(tmp_path):
+def test_the_dashboard_answers_only_the_page_and_only_loopback(tmp_path):
     run = record(tmp_path / "a", "ppo")
     with served(run) as port:
         assert ask(port, "/config.json")[0] == 404
@@ -96,35 +98,36 @@ def test_only_the_page_and_only_from_here(tmp_path):
         assert "damaged" in text
 
 
-def test_no_run_no_page(tmp_path, capsys):
+def test_a_dashboard_needs_a_run_and_a_port(tmp_path, capsys):
     assert main(["dashboard", str(tmp_path)]) == 2
-    assert "no run is there" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err
     assert main(["dashboard", str(tmp_path), "--port", "70000"]) == 2
 
 
-def test_a_real_run_with_actors(tmp_path):
+def acting(run: Path) -> bool:
+    """Whether the run has reported that all of its actors act."""
+    if not (run / "processes.json").exists():
+        return False
+    report = json.loads((run / "processes.json").read_text())["processes"]
+    return len(report) == 3 and all(p["env_steps"] for p in report[1:])
+
+
+def test_each_process_of_a_real_run_is_on_the_live_page(tmp_path):
     """Each process of a run that goes on is on its page, with its own pid."""
     out = tmp_path / "run"
     words = [sys.executable, "-m", "coterie", "train", "impala", "--env", "CartPole-v1", "--actors", "2", "--steps",
              "100000000", "--log.every", "0.3", "--log.tensorboard", "False", "--out", str(out)]  # fmt: skip
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            end = time.monotonic() + 120
-            told: list[dict[str, object]] = []
-            while len(told) < 3 or not all(p["env_steps"] for p in told[1:]):
-                assert process.poll() is None
-                assert time.monotonic() < end, told
-                time.sleep(0.1)
-                if (out / "processes.json").exists():
-                    told = json.loads((out / "processes.json").read_text())["processes"]
-            assert [p["name"] for p in told] == ["learner 0", "actor 0", "actor 1"]
-            pids = {p["pid"] for p in told}
-            assert len(pids) == 3
-            assert all(os.path.exists(f"/proc/{pid}") and p["rss_mb"] for pid, p in zip(pids, told, strict=True))
+            wait_until(lambda: acting(out) or process.poll() is not None, 120, "both actors act")
+            report = json.loads((out / "processes.json").read_text())["processes"]
+            assert [p["name"] for p in report] == ["learner 0", "actor 0", "actor 1"]
+            assert len({p["pid"] for p in report}) == 3
+            assert all(os.path.exists(f"/proc/{p['pid']}") and p["rss_mb"] for p in report)
             with served(out) as port:
                 text = ask(port)[1]
                 assert "actor 1" in text
-                assert "goes on" in text
+                assert "running" in text
         finally:
             process.terminate()
             assert process.wait(60) == 75

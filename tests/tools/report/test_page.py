@@ -19,21 +19,21 @@ from tests.tools.report.recorded import record
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 SVG = "{http://www.w3.org/2000/svg}"
-RETURN = "return, mean of the last 100 games|score over all tasks"
-# What each kind of chart, told by its title, has along its axes (a heat map also along its colour bar). Units are there
-# where the quantity has one: returns, scores, norms and cosines have none, so they say over what or of what they are.
+RETURN = "return, mean of the last 100 episodes|score over all tasks"
+# The axis labels of each kind of chart, by its title (of a heat map also the colour bar's). Labels have units where the
+# quantity has one: returns, scores, norms and cosines have none.
 AXES = (
     (r".+: return per step", "env steps", RETURN),
     (r".+: return per second", "seconds", RETURN),
     (r".+: return per kilojoule", "energy of the machine, kJ", RETURN),
-    (r".+: evaluations", "env steps", "return of evaluation games"),
+    (r".+: evaluations", "env steps", "return of evaluation episodes"),
     (r"Final scores: .+", r"return|human-normalised score \(0 random, 1 human\)", "method"),
-    (r"Policy lag: .+", "age of the weights that acted, learner steps", "env steps"),
+    (r"Policy lag: .+", "age of the acting weights, learner steps", "env steps"),
     (r"Consensus: .+", "env steps", "Frobenius norm"),
     (r"Gradients: .+", "learner", "learner", "cosine of two learners' gradients"),
-    (r"Where the (learner|actors|hosts)'s? time goes: .+", "env steps", "share, %"),
+    (r"Where the (learner|actors|env hosts)'s? time goes: .+", "env steps", "share, %"),
 )
-CONTROL = "http://control.invalid/x.png"  # what the probe asks for, so that a log in which it is not proves nothing
+CONTROL = "http://control.invalid/x.png"  # requested by the probe: a log without it proves nothing
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,15 @@ def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     for k in range(3):
         record(folder / f"a{k}", "gala-a2c", seed=k, level=100.0 + k)
-    tell(record(folder / "b", "ppo", level=50.0), **{"stage/host/act": 0.2})
-    (folder / "b/watch.mp4").write_bytes(b"not really a film")
+    add(record(folder / "b", "ppo", level=50.0), **{"stage/host/act": 0.2})
+    (folder / "b/watch.mp4").write_bytes(b"not really a video")
     out = folder / "page.html"
     assert main(["compare", str(folder), "--out", str(out)]) == 0
     return out
 
 
-def tell(run: Path, **more: float) -> Path:
-    """Add figures to all of a run's lines that tell its mean return."""
+def add(run: Path, **more: float) -> Path:
+    """Add metrics to all lines of a run that have its mean return."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line | more if "mean_return" in line else line for line in lines]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -86,7 +86,7 @@ def axis_labels(svg: ET.Element) -> list[list[str]]:
 def test_every_axis_says_what_it_shows_and_in_which_unit(page, tmp_path):
     on = {"ppo": "Pong-v5", "a2c": "Breakout-v5"}
     games = [read_run(record(tmp_path / preset, preset, env__id=env)) for preset, env in on.items()]
-    several = read_run(tell(record(tmp_path / "tasks", "ppo", env__id="Pong-v5,Breakout-v5"), score=0.5))
+    several = read_run(add(record(tmp_path / "tasks", "ppo", env__id="Pong-v5,Breakout-v5"), score=0.5))
     drawn = [chart for text in (page.read_text(), of_runs(games, "").html(), of_runs([several], "").html())
              for chart in charts(text)]  # fmt: skip
     kinds, seen = set(), set()
@@ -102,20 +102,7 @@ def test_every_axis_says_what_it_shows_and_in_which_unit(page, tmp_path):
     assert {"score over all tasks", "human-normalised score (0 random, 1 human)", "return"} <= seen
 
 
-def test_the_consensus_chart_names_its_lines(page):
-    """The distance and the bound, each with the figures that are its own."""
-    text = page.read_text()
-    (svg,) = (svg for title, svg in charts(text) if title.startswith("Consensus: gala-a2c"))
-    (axes,) = groups(groups(svg, "figure")[0], "axes")
-    (legend,) = groups(axes, "legend")
-    distance, bound = "distance to the mean of the learners' weights", "bound of GALA's Proposition 1"
-    assert texts(legend) == [distance, bound]
-    assert len(groups(axes, "line2d")) == 2
-    caption = html.unescape(re.search(r"<b>Consensus: gala-a2c.*?</b>(.*?)</figcaption>", text)[1])
-    assert caption == f"{distance} ends at 0.1; {bound} ends at 0.2."
-
-
-def test_every_part_is_there(page):
+def test_a_page_has_every_part(page):
     text = page.read_text()
     assert len(charts(text)) >= 12
     for words in (
@@ -128,6 +115,9 @@ def test_every_part_is_there(page):
         "data:video/mp4;base64,",
     ):
         assert words in text, words
+    caption = html.unescape(re.search(r"<b>Consensus: gala-a2c.*?</b>(.*?)</figcaption>", text)[1])
+    distance, bound = "distance to the mean of the learners' weights", "bound of GALA's Proposition 1"
+    assert caption == f"{distance} ends at 0.1; {bound} ends at 0.2."
 
 
 def test_nothing_is_fetched_and_no_id_is_used_twice(page):
@@ -142,25 +132,40 @@ def test_nothing_is_fetched_and_no_id_is_used_twice(page):
     assert len(used) == len(set(used))
 
 
-def test_a_report_of_a_run_that_goes_on(tmp_path, capsys):
+def test_a_report_of_a_running_run(tmp_path, capsys):
     run = record(tmp_path / "a", "ppo", optim__lr=0.5)
     (run / "summary.json").unlink()
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     text = (run / "report.html").read_text()
-    assert "goes on" in text
+    assert "running" in text
     assert re.search(r"<td>optim.lr</td><td>[^<]+</td><td>0.5</td>", text)
     (run / "metrics.jsonl").write_text("")  # nothing yet
     assert main(["report", str(run)]) == 0
 
 
-def test_what_cannot_be_is_one_line(tmp_path, capsys):
+def test_a_report_runs_no_code_that_a_run_folder_names(tmp_path, monkeypatch):
+    """A run's env is not made: the preset's settings come from the spaces in spec.json."""
+    (tmp_path / "hostile.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nmain = 1\n")
+    monkeypatch.chdir(tmp_path)
+    run = record(tmp_path / "a", "ppo", optim__lr=0.5, env__id="hostile:main")
+    record(tmp_path / "b", "a2c", env__id="hostile:main")
+    assert main(["report", str(run)]) == 0
+    assert "Changed from preset ppo" in (run / "report.html").read_text()
+    assert main(["compare", "a", "b"]) == 0
+    (run / "spec.json").unlink()  # of an older version
+    assert main(["report", str(run)]) == 0
+    assert "Changed from preset ppo" not in (run / "report.html").read_text()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_errors_of_report_and_compare_are_one_line(tmp_path, capsys):
     run = record(tmp_path / "runs/a", "ppo")
     record(tmp_path / "runs/b", "ppo", seed=1)
     for words, why in (
         (["compare", str(run)], "give two runs or more"),
         (["report", str(tmp_path / "runs")], "holds 2 runs"),
-        (["report", str(tmp_path / "nothing")], "no run is there"),
+        (["report", str(tmp_path / "nothing")], "not a run folder"),
         (["report", str(run), "--out", str(run / "config.json" / "x.html")], "cannot write"),
     ):
         assert main(words) in (1, 2)
@@ -169,15 +174,15 @@ def test_what_cannot_be_is_one_line(tmp_path, capsys):
         assert len(err.splitlines()) == 1
 
 
-def asked_by_the_page(log: Path) -> tuple[set[str], set[str]]:
-    """From Chromium's net log: addresses that the page asked for, and hosts that it had looked up or connected to.
+def requested_by_the_page(log: Path) -> tuple[set[str], set[str]]:
+    """From Chromium's net log: the addresses that the page requested, and the hosts that it looked up or connected to.
 
-    Chromium asks for some by itself (accounts, the clock, updates), whatever flags say: those have no page as origin.
+    Chromium makes some requests by itself (accounts, the clock, updates): those have no page as origin.
     """
-    told = json.loads(log.read_text())
-    kinds = {number: name for name, number in told["constants"]["logEventTypes"].items()}
+    data = json.loads(log.read_text())
+    kinds = {number: name for name, number in data["constants"]["logEventTypes"].items()}
     urls, hosts = set(), set()
-    for event in told["events"]:
+    for event in data["events"]:
         kind, params = kinds[event["type"]], event.get("params", {})
         if kind == "URL_REQUEST_START_JOB" and "url" in params and params.get("initiator") != "not an origin":
             urls.add(params["url"])
@@ -188,7 +193,7 @@ def asked_by_the_page(log: Path) -> tuple[set[str], set[str]]:
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt install chromium")
 def test_a_browser_draws_it_offline(page, tmp_path):
-    """Chromium lays it out: charts have a size, text is text, nothing but the file itself is asked for."""
+    """Chromium lays it out: charts have a size, and it requests nothing but the file itself."""
     log = tmp_path / "net.json"
     probe = """<img src="CONTROL" hidden><script>addEventListener("load", () => {
       const all = [...document.querySelectorAll("svg")].map(s => s.getBoundingClientRect());
@@ -200,7 +205,7 @@ def test_a_browser_draws_it_offline(page, tmp_path):
     })</script></body>"""
     copy = tmp_path / "probe.html"
     copy.write_text(page.read_text().replace("</body>", probe.replace("CONTROL", CONTROL)))
-    # No name is looked up anywhere: nothing leaves this machine, and the control's host can be told from any other.
+    # No name is looked up anywhere: nothing leaves this machine, and the control's host differs from any other.
     names = "MAP control.invalid 127.0.0.1:9, MAP * ~NOTFOUND"
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
@@ -216,4 +221,4 @@ def test_a_browser_draws_it_offline(page, tmp_path):
     assert found["drawn"] == found["inside"] == found["charts"]
     assert found["wide"], "the page is wider than the window"
     assert found["asked"] == [CONTROL]
-    assert asked_by_the_page(log) == ({CONTROL}, {"http://127.0.0.1:9"})
+    assert requested_by_the_page(log) == ({CONTROL}, {"http://127.0.0.1:9"})

@@ -1,4 +1,4 @@
-"""What is one method, what it is called, and what is refused."""
+"""Which runs are one method, its name, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coterie.tools.report.runs import differences, find_runs, methods, read_run
-from coterie.tools.report.sections import aggregates, final_return, returns
+from coterie.tools.report.sections import AXES, aggregates, final_return
 from coterie.types import ConfigError
 from tests.tools.report.recorded import record
 
@@ -24,7 +24,7 @@ def test_seeds_are_one_method_and_settings_name_the_others(tmp_path):
     assert found[2].label == "a2c"
 
 
-def test_games_do_not_make_methods(tmp_path):
+def test_different_envs_are_one_method(tmp_path):
     for game in ("Pong-v5", "Breakout-v5"):
         record(tmp_path / game, "ppo", env=game)
     found = methods(find_runs([str(tmp_path)]))
@@ -44,33 +44,30 @@ def test_scores_of_atari_games_are_human_normalised(tmp_path):
     assert float(row[1]) == pytest.approx(1.0, abs=0.01)  # the published human scores, which are 1
 
 
-def test_other_games_have_no_common_scale(tmp_path):
+def test_envs_without_human_scores_have_no_common_scale(tmp_path):
     record(tmp_path / "c", "ppo", env="CartPole-v1", level=500)
     record(tmp_path / "l", "ppo", env="LunarLander-v3", level=200)
     _, table = aggregates(methods(find_runs([str(tmp_path)])))
     assert [row[0].split(",")[0] for row in table.rows] == ["CartPole-v1", "LunarLander-v3"]
 
 
-def test_energy_goes_on_over_a_resume(tmp_path):
+def test_energy_accumulates_over_a_resume(tmp_path):
     record(tmp_path / "a", "ppo")
     lines = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
     for line in lines[5:10]:
-        line["joules"] -= 250  # a second life counts from nothing
+        line["joules"] -= 250  # a resumed run counts from zero
     (tmp_path / "a/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    chart = next(c for c in returns(methods([read_run(tmp_path / "a")])) if "kilojoule" in c.title)
-    assert "ends at 100" in chart.text
-    from coterie.tools.report.sections import _per_kilojoule
-
-    x, _ = _per_kilojoule(read_run(tmp_path / "a"), "mean_return")
+    _, _, per_kilojoule = AXES[2]
+    x, _ = per_kilojoule(read_run(tmp_path / "a"), "mean_return")
     assert np.allclose(x, 0.05 * np.arange(1, 11))
 
 
-def test_what_is_no_run_is_refused_in_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="no run is there"):
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not a run folder"):
         read_run(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="no run is there"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         find_runs([str(tmp_path)])
     record(tmp_path / "sub/a", "ppo")
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         find_runs([str(tmp_path / "sub"), str(tmp_path / "sub/a")])
