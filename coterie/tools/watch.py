@@ -22,7 +22,10 @@ def watch(
     folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "best"
 ) -> tuple[Path, float, int]:
     """Record an episode; returns the file, the episode's return and the number of frames."""
-    imageio = _imageio()
+    try:
+        import imageio
+    except ImportError:
+        raise ConfigError("watch needs: pip install 'coterie[video]'") from None
     policy = load(folder, learner)
     path = Path(out) if out else Path(folder) / "watch.mp4"
     first = tasks(policy.config.env.id)[0]
@@ -54,11 +57,3 @@ def watch(
 def _even(frame: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The frame cut to even sides, which the codec needs."""
     return frame[: frame.shape[0] // 2 * 2, : frame.shape[1] // 2 * 2]
-
-
-def _imageio() -> Any:
-    try:
-        import imageio
-    except ImportError:
-        raise ConfigError("watch needs: pip install 'coterie[video]'") from None
-    return imageio

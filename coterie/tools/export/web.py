@@ -23,7 +23,6 @@ PACKAGE = "onnxruntime-web@1.30.0"
 _OURS = ("index.html", "play.mjs", "cartpole.mjs")
 # The CPU build: its script, and the WebAssembly that it loads.
 _THEIRS = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
-_TIMEOUT = 180.0  # seconds for its 33 MB
 
 
 def playable(config: Config) -> None:
@@ -40,9 +39,9 @@ def page() -> dict[str, bytes]:
     return {**onnxruntime_web(), **{name: (here / name).read_bytes() for name in _OURS}}
 
 
-def onnxruntime_web() -> dict[str, bytes]:
+def onnxruntime_web(timeout: float = 180.0) -> dict[str, bytes]:
     """onnxruntime-web's script and WebAssembly, fetched by npm, which verifies and caches the package. None of its code
-    runs here. Raises `ConfigError` without npm, `CoterieError` if npm cannot fetch it.
+    runs here. `timeout`: seconds for its 33 MB. Raises `ConfigError` without npm, `CoterieError` if npm fails.
     """
     npm = shutil.which("npm")
     if npm is None:
@@ -50,9 +49,9 @@ def onnxruntime_web() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         command = [npm, "pack", PACKAGE, "--prefer-offline", "--ignore-scripts", "--pack-destination", folder]
         try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, timeout=_TIMEOUT, check=False)
+            done = subprocess.run(command, cwd=folder, capture_output=True, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
-            raise CoterieError(f"--web: npm has not fetched {PACKAGE} within {_TIMEOUT:.0f} s") from None
+            raise CoterieError(f"--web: npm has not fetched {PACKAGE} within {timeout:.0f} s") from None
         made = list(Path(folder).glob("*.tgz"))
         if done.returncode or not made:
             said = " ".join(done.stderr.decode(errors="replace").split())

@@ -18,19 +18,11 @@ _LARGEST_VIDEO = 30 * 2**20
 
 
 @dataclass(frozen=True)
-class Video:
-    """`data`: an mp4 in base64."""
-
-    data: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Section:
     title: str
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
-    videos: Sequence[Video] = ()
+    videos: Sequence[tuple[str, str]] = ()  # each an mp4 in base64 and its caption
 
 
 @dataclass(frozen=True)
@@ -84,9 +76,9 @@ def _changes(run: RecordedRun) -> Table | None:
         return None
 
 
-def _video(run: RecordedRun) -> Video | None:
+def _video(run: RecordedRun) -> tuple[str, str] | None:
     """The video that `coterie watch` left in the run's folder."""
     path = run.folder / "watch.mp4"
     if not path.exists() or path.stat().st_size > _LARGEST_VIDEO:
         return None
-    return Video(base64.b64encode(path.read_bytes()).decode(), f"An episode of {run.folder.name} ({run.env})")
+    return base64.b64encode(path.read_bytes()).decode(), f"An episode of {run.folder.name} ({run.env})"

@@ -8,11 +8,10 @@ each of its values, and `{env}` is each of the size's envs.
 
 from __future__ import annotations
 
-import itertools
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -24,7 +23,6 @@ from coterie.tools.report.runs import RecordedRun
 
 MISSING = "paper's value not available here"
 BUDGETS = ("smoke", "small", "full")
-_PAPERS = ("gala", "a3c-gae", "accelerated", "impala", "seed")
 _NOUNS = {
     "steps": "env steps",
     "seeds": "runs of each",
@@ -94,7 +92,7 @@ class Figure:
     title: str
     runs: Mapping[str, str]
     draw: Sequence[str]  # "KIND" or "KIND MEASURE"
-    sizes: Mapping[str, Size]  # "smoke" (does it run), "small" (minutes on two cores), "full" (towards the paper's)
+    sizes: dict[str, Size]  # "smoke" (does it run), "small" (minutes on two cores), "full" (towards the paper's)
     smaller: str  # how it differs from the paper's
     paper: Mapping[str, str | list[str]]
     in_paper: Mapping[str, int] = field(default_factory=dict)  # the paper's sizes, for `{fewer}` in `smaller`
@@ -149,16 +147,17 @@ class Figure:
 
     def _swept(self, text: str, size: Size) -> str:
         """The list of the size that a run mentions; empty if it mentions none."""
-        mentioned = meta.find_undeclared_variables(_jinja().parse(self._words_filled(text)))
+        mentioned = meta.find_undeclared_variables(_jinja().parse(self.filled(text)))
         return next((n for n, value in size.values.items() if isinstance(value, list) and n in mentioned), "")
 
-    def _words_filled(self, text: str) -> str:
+    def filled(self, text: str) -> str:
+        """A text with its words replaced."""
         for name, word in reversed(list(self.words.items())):
             text = text.replace(f"{{{name}}}", word)
         return text
 
     def _render(self, text: str, variables: Mapping[str, Any]) -> str:
-        return _jinja().from_string(self._words_filled(text)).render(variables)
+        return _jinja().from_string(self.filled(text)).render(variables)
 
 
 @cache
@@ -171,25 +170,18 @@ def _jinja() -> Environment:
 def read_figures(text: str) -> dict[str, Figure]:
     """The figures of a TOML file."""
     data = tomllib.loads(text)
-    words = data.get("words", {})
     found = {}
     for name, entry in data["figure"].items():
-        blank = Figure(name, data["source"], words, sizes={}, **{k: v for k, v in entry.items() if k not in BUDGETS})
-        found[name] = replace(blank, sizes={budget: _size(blank, entry[budget]) for budget in BUDGETS})
+        sizes = {budget: entry.pop(budget) for budget in BUDGETS}
+        figure = found[name] = Figure(name, data["source"], data.get("words", {}), sizes={}, **entry)
+        for budget, size in sizes.items():
+            envs = tuple(figure.filled(size.pop("envs")).split())
+            named = {key: size.pop(key) for key in ("steps", "seconds", "seeds") if key in size}
+            figure.sizes[budget] = Size(envs, values=size, **named)
     return found
 
 
-def _size(figure: Figure, entry: dict[str, Any]) -> Size:
-    named = {name: entry[name] for name in ("steps", "seconds", "seeds") if name in entry}
-    values = {name: value for name, value in entry.items() if name not in (*named, "envs")}
-    return Size(tuple(figure._words_filled(entry["envs"]).split()), values=values, **named)
-
-
-def _all() -> Iterator[tuple[str, Figure]]:
-    folder = files("coterie.tools.reproduce") / "figures"
-    return itertools.chain.from_iterable(
-        read_figures((folder / f"{paper}.toml").read_text()).items() for paper in _PAPERS
-    )
-
-
-FIGURES: dict[str, Figure] = dict(_all())
+_FOLDER = files("coterie.tools.reproduce") / "figures"
+FIGURES: dict[str, Figure] = {}
+for _paper in ("gala", "a3c-gae", "accelerated", "impala", "seed"):
+    FIGURES |= read_figures((_FOLDER / f"{_paper}.toml").read_text())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from coterie.algorithms.table import ALGORITHMS
 from coterie.tools.report.runs import RecordedRun
 from coterie.tools.report.sections import final_return
+from coterie.types import Array
 
 _HOUR_STEPS = 50_000_000  # env steps of a run of the papers, whose hours are compared
 
@@ -84,9 +86,9 @@ def _busy(name: str) -> Callable[[RecordedRun], float]:
     return measure
 
 
-def _middle(name: str) -> Callable[[RecordedRun], float]:
-    """The median of a metric over the run's lines."""
-    return lambda run: float(np.median(y)) if len(y := run.series(name)[1]) else math.nan
+def _over(name: str, statistic: Callable[[Array], Any]) -> Callable[[RecordedRun], float]:
+    """A statistic of a metric over the run's lines."""
+    return lambda run: float(statistic(y)) if len(y := run.series(name)[1]) else math.nan
 
 
 MEASURES = {
@@ -98,12 +100,10 @@ MEASURES = {
     "gpu": Measure(_busy("gpu"), "use of the GPUs", "GPUs in use, %"),
     "watts": Measure(_watts, "power", "watts"),
     "frames_per_kj": Measure(_frames_per_kj, "frames per kilojoule", "frames/kJ"),
-    "latency_p50": Measure(_middle("latency/p50_ms"), "inference latency, median", "milliseconds"),
-    "latency_p99": Measure(_middle("latency/p99_ms"), "inference latency, 99th percentile", "milliseconds"),
+    "latency_p50": Measure(_over("latency/p50_ms", np.median), "inference latency, median", "milliseconds"),
+    "latency_p99": Measure(_over("latency/p99_ms", np.median), "inference latency, 99th percentile", "milliseconds"),
     "saturation": Measure(
-        lambda run: average(run.series("cosine/half")[1]),
-        "gradient saturation",
-        "cosine of half the batch's gradient with the whole's",
+        _over("cosine/half", np.mean), "gradient saturation", "cosine of half a batch's gradient with the whole's"
     ),
 }
 

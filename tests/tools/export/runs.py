@@ -1,4 +1,4 @@
-"""Folders of runs with weights that were never trained, and what they are of that no other test has."""
+"""Run folders with untrained weights, and envs and a network that only the export's tests need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from coterie.tools.export.check import made_up
 
 
 def make_run(folder: Path, preset: str, env: str, **changes: Any) -> Path:
-    """A run that never was: normalizers have seen something, and heads tell actions apart."""
+    """An untrained run whose normalizers have statistics and whose heads distinguish actions."""
     torch.manual_seed(0)
     config = presets.make(preset, env, **changes)
     spec = make_spec(config.env, config.atari)
@@ -45,7 +45,7 @@ def _heads(model: Network) -> list[nn.Parameter]:
 
 
 class Many(gymnasium.Env[Any, Any]):
-    """Nested entries of every kind, several choices at once that do not begin with 0; an episode has five steps."""
+    """Nested entries of every kind, several discrete choices that do not begin with 0; episodes of five steps."""
 
     def __init__(self) -> None:
         inner = spaces.Dict({"flags": spaces.MultiBinary(3), "kind": spaces.Discrete(4, start=2)})
@@ -68,7 +68,7 @@ class Many(gymnasium.Env[Any, Any]):
 
 
 class Stubborn(nn.Module):
-    """A torso that decides by what it sees, which no graph can hold."""
+    """A torso with control flow that depends on its input, which cannot be traced."""
 
     def __init__(self, obs: Any, config: Any) -> None:
         super().__init__()

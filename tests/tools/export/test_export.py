@@ -1,4 +1,4 @@
-"""The file against the network: every kind of net that presets have, and what is refused."""
+"""The file beside the network, for each kind of network in the presets, and what is refused."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ ACTOR_CRITIC, VALUES = {"action", "value", "logits"}, {"action", "value", "q_val
 CORE = {"is_first", "core_state"}
 LSTM = {"model.core": "lstm", "model.core_size": 16}
 REWARD = {"model.last_action_reward": True}
+DTYPES = {"float32": "tensor(float)"} | {
+    name: f"tensor({name})" for name in ("int64", "int32", "int8", "uint8", "bool")
+}
 NETS = {
     "mlp, normalized": ("ppo", "CartPole-v1", {}, {"obs"}, ACTOR_CRITIC),
     "continuous": ("ppo", "Pendulum-v1", {}, {"obs"}, {"action", "value", "mean", "std"}),
@@ -36,9 +39,7 @@ NETS = {
         *("ppo", f"{HERE}:Swimmer", {**LSTM, **REWARD}, {"obs", "prev_action", "prev_reward", *CORE}),
         {"action", "value", "mean", "std", "next_core_state", "next_prev_action"},
     ),
-    "a3c": ("a2c", "Pong-v5", {}, {"obs"}, ACTOR_CRITIC),
     "a3c-gae, lstm": ("a3c", "Pong-v5", {}, {"obs", *CORE}, {*ACTOR_CRITIC, "next_core_state"}),
-    "gala": ("gala-a2c", "Pong-v5", {}, {"obs"}, ACTOR_CRITIC),
     "impala": ("impala-deep", "Pong-v5", {}, {"obs"}, ACTOR_CRITIC),
     "nature, dqn": ("dqn", "Pong-v5", {}, {"obs"}, VALUES),
     "rainbow, noisy": ("rainbow", "Pong-v5", {"q.noisy": True}, {"obs"}, VALUES),
@@ -63,8 +64,8 @@ def export(*args: object) -> int:
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_every_kind_of_network(net, tmp_path, capsys):
-    """The command compares the two itself; here that it says so, and what stands in the folder."""
+def test_each_kind_of_network_is_exported(net, tmp_path, capsys):
+    """The command compares the two itself; here its report and its files are checked."""
     preset, env, changes, inputs, outputs = NETS[net]
     if net == "text and codes" and torch.__version__.startswith("2.6."):
         pytest.skip("torch 2.6 cannot export text's LSTM")
@@ -76,18 +77,16 @@ def test_every_kind_of_network(net, tmp_path, capsys):
     assert sorted(p.name for p in (run / "export").iterdir()) == ["policy.json", "policy.onnx"]
     session = onnxruntime.InferenceSession(run / "export/policy.onnx")
     about = json.loads((run / "export/policy.json").read_text())
-    kinds = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool", "tensor(uint8)": "uint8",
-             "tensor(int8)": "int8", "tensor(int16)": "int16", "tensor(int32)": "int32"}  # fmt: skip
-    for told, real, names in (
-        (about["inputs"], session.get_inputs(), inputs),
-        (about["outputs"], session.get_outputs(), outputs),
-    ):
-        assert {p["name"] for p in told} == names
-        assert [(p["name"], p["shape"], p["dtype"]) for p in told] == [(p.name, p.shape, kinds[p.type]) for p in real]
+    both = ((about["inputs"], session.get_inputs(), inputs), (about["outputs"], session.get_outputs(), outputs))
+    for described, real, names in both:
+        assert {p["name"] for p in described} == names
+        assert [(p["name"], p["shape"], DTYPES[p["dtype"]]) for p in described] == [
+            (p.name, p.shape, p.type) for p in real
+        ]
     assert str(ROOT).encode() not in (run / "export/policy.onnx").read_bytes()
 
 
-def test_a_file_that_does_something_else_is_found_out(tmp_path, capsys, monkeypatch):
+def test_a_file_with_other_outputs_is_not_written(tmp_path, capsys, monkeypatch):
     run = make_run(tmp_path / "run", "ppo", "CartPole-v1", **LSTM)
     policy = coterie.load(run)
     graph = Graph(policy.model, policy.actions)
@@ -109,8 +108,8 @@ def test_a_file_that_does_something_else_is_found_out(tmp_path, capsys, monkeypa
     assert not (run / "export").exists()
 
 
-def test_a_state_that_is_not_carried_is_found_out(tmp_path):
-    """Also where one step by itself is right."""
+def test_a_file_that_loses_its_state_is_detected(tmp_path):
+    """Even if each step alone is right."""
     run = make_run(tmp_path / "run", "ppo", "CartPole-v1", **LSTM)
     policy = coterie.load(run)
     graph = Graph(policy.model, policy.actions)
@@ -125,7 +124,7 @@ def test_a_state_that_is_not_carried_is_found_out(tmp_path):
         check(policy, graph, to_onnx(graph))
 
 
-def test_the_description_tells_what_the_env_did(tmp_path):
+def test_the_description_has_the_envs_options(tmp_path):
     run = make_run(tmp_path / "run", "a2c", "Pong-v5", **{"atari.sticky_actions": 0.25, "model.torso": "mlp"})
     assert export(run, "--out", tmp_path / "there", "--learner", "0") == 0
     about = json.loads((tmp_path / "there/policy.json").read_text())
@@ -144,7 +143,7 @@ def test_the_description_tells_what_the_env_did(tmp_path):
 
 
 def test_the_example_in_the_docs_plays_as_coterie_does(tmp_path, monkeypatch):
-    """An LSTM that is told its last action and reward, without Coterie and with it."""
+    """An LSTM with its last action and reward, with and without Coterie."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/export.md").read_text(), re.S)
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
@@ -163,7 +162,7 @@ def test_the_example_in_the_docs_plays_as_coterie_does(tmp_path, monkeypatch):
     assert found["total"] == total > 1
 
 
-def test_what_cannot_be_is_one_line(tmp_path, capsys, monkeypatch):
+def test_errors_of_export_are_one_line(tmp_path, capsys, monkeypatch):
     run = make_run(tmp_path / "run", "ppo", "CartPole-v1", **{"model.torso": f"{HERE}:Stubborn"})
     assert export(run) == 2
     assert "model.torso: PyTorch cannot export this network: " in one_line(capsys)

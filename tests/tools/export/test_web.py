@@ -1,4 +1,4 @@
-"""The page in a real browser, its dynamics beside gymnasium's, and what npm may do wrong."""
+"""The page in a real browser, its dynamics beside gymnasium's, and the failures of npm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import coterie
-from coterie import presets
 from coterie.cli.main import main
 from coterie.tools.export import web
 from coterie.types import CoterieError
@@ -31,7 +30,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt install chromium")
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js here: apt install nodejs")
 
-# What the test server shows around the page: it reads what a person would, until there are enough games.
+# The test server's frame around the page: it reads the page's texts until there are enough episodes.
 PROBE = """<!doctype html><iframe src="/index.html?fast&seed=1"></iframe><script type="module">
 const page = () => document.querySelector("iframe").contentDocument;
 for (;;) {
@@ -50,7 +49,7 @@ for (;;) {
 
 @pytest.fixture(scope="module")
 def onnxruntime_web():
-    """What npm fetches; a machine without npm, or without its registry, has no page."""
+    """The files that npm fetches; skips without npm or its registry."""
     if shutil.which("npm") is None:
         pytest.skip("no npm here: apt install npm")
     done = subprocess.run(["npm", "view", web.PACKAGE, "version"], capture_output=True, timeout=60, check=False)
@@ -60,7 +59,7 @@ def onnxruntime_web():
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """The folder as any server would have it, and the probe around it."""
+    """The folder as static files, and the probe around it."""
 
     def do_GET(self):
         self.server.asked.append(self.path.partition("?")[0])
@@ -96,7 +95,7 @@ def served(folder: Path):
 
 
 def look(folder: Path, profile: Path) -> tuple[dict, list[str]]:
-    """What Chromium shows of the page, and which files it has asked for. It finds no other host."""
+    """What Chromium shows of the page, and the files that it requested. It finds no other host."""
     with served(folder) as server:
         browser = subprocess.Popen(
             [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
@@ -113,33 +112,19 @@ def look(folder: Path, profile: Path) -> tuple[dict, list[str]]:
 
 
 @needs_browser
-def test_a_trained_policy_plays_in_the_browser(tmp_path, onnxruntime_web):
-    """By chance the pole stands for about 22 steps."""
-    run = tmp_path / "run"
-    coterie.train(presets.ppo(env="CartPole-v1", steps=20_000, out=str(run), **{"log.tensorboard": False}), quiet=True)
-    assert main(["export", str(run), "--web"]) == 0
-    told, asked = look(run / "export", tmp_path / "profile")
-    assert told["failed"] == ""
-    assert len(told["games"]) >= 10
-    assert np.mean(told["games"]) > 100
-    assert max(told["games"]) <= 500
-    assert told["title"] == "ppo plays CartPole-v1"
-    assert told["drawn"]
-    there = {path.name for path in (run / "export").iterdir()}
-    assert {path.lstrip("/") for path in asked} - {"probe", "favicon.ico"} == there
-
-
-@needs_browser
 @needs_node
-def test_the_page_carries_what_the_network_remembers(tmp_path, onnxruntime_web):
-    """An LSTM that is told its last action and reward: the games of the page are those of Python from the same start.
-
-    Networks that were never trained play short games, in which each step depends on those before.
+def test_a_policy_with_memory_plays_in_the_browser(tmp_path, onnxruntime_web):
+    """An LSTM with its last action and reward: the page's episodes are Python's from the same start. Untrained networks
+    have short episodes, in which each step depends on those before.
     """
     run = make_run(tmp_path / "run", "ppo", "CartPole-v1", **LSTM, **REWARD)
     assert main(["export", str(run), "--web"]) == 0
-    told, _ = look(run / "export", tmp_path / "profile")
-    assert told["failed"] == ""
+    seen, asked = look(run / "export", tmp_path / "profile")
+    assert seen["failed"] == ""
+    assert seen["title"] == "ppo plays CartPole-v1"
+    assert seen["drawn"]
+    files = {path.name for path in (run / "export").iterdir()}
+    assert {path.lstrip("/") for path in asked} - {"probe", "favicon.ico"} == files
     policy = coterie.load(run)
     state, games = 1, []
 
@@ -159,13 +144,13 @@ def test_the_page_carries_what_the_network_remembers(tmp_path, onnxruntime_web):
             obs, reward, terminated, truncated, _ = env.step(int(action[0]))
             steps, over = steps + 1, terminated or truncated
         games.append(steps)
-    assert told["games"][:10] == games
+    assert seen["games"][:10] == games
 
 
 @needs_node
-def test_the_dynamics_are_gymnasiums():
-    """Each step from gymnasium's own state, and whole games from their start: 100 steps, for a pole that stands is
-    chaotic (a difference in the last digit has grown to 1e-6 after some 300).
+def test_the_javascript_dynamics_are_gymnasiums():
+    """Each step from gymnasium's own state, and whole episodes from their start for 100 steps: an upright pole is
+    chaotic (a difference in the last digit grows to 1e-6 after about 300).
     """
     rng, env = np.random.default_rng(0), gymnasium.make("CartPole-v1").unwrapped
     games = []
@@ -173,7 +158,7 @@ def test_the_dynamics_are_gymnasiums():
         env.reset(seed=seed)
         states, ends, actions = [list(map(float, env.state))], [], []
         while not ends or not ends[-1]:
-            # Some games are long: the pole is pushed to where it falls, now and then at random.
+            # Pushed towards its fall, and at times at random: some episodes are long.
             actions.append(int(rng.integers(2) if rng.random() < 0.3 else env.state[2] + env.state[3] > 0))
             ends.append(bool(env.step(actions[-1])[2]) or len(actions) == 500)
             states.append(list(map(float, env.state)))
@@ -203,7 +188,7 @@ def test_the_dynamics_are_gymnasiums():
         assert ends == [False] * (len(ends) - 1) + [game["fallen"]]
 
 
-def test_what_has_no_page_is_one_line(tmp_path, capsys):
+def test_an_env_without_javascript_is_refused(tmp_path, capsys):
     for env, changes, says in (
         ("Pendulum-v1", {}, "--web: Pendulum-v1 does not run in a browser; CartPole-v0 and CartPole-v1 do"),
         (f"{HERE}:Many", {}, "does not run in a browser"),
@@ -227,7 +212,7 @@ def npm(folder: Path, body: str) -> str:
     return f"{folder}:/usr/bin:/bin"
 
 
-def test_without_npm_nothing_is_written(tmp_path, capsys, monkeypatch):
+def test_a_page_without_npm_is_refused_and_nothing_is_written(tmp_path, capsys, monkeypatch):
     run = make_run(tmp_path / "run", "ppo", "CartPole-v1")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["export", str(run), "--web"]) == 2
@@ -238,15 +223,12 @@ def test_without_npm_nothing_is_written(tmp_path, capsys, monkeypatch):
     assert not (run / "export").exists()
 
 
-def test_npm_that_hangs_or_brings_something_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(web, "_TIMEOUT", 0.5)
-    monkeypatch.setenv("PATH", npm(tmp_path / "hangs", "exec sleep 60"))
-    with pytest.raises(CoterieError, match="has not fetched"):
-        web.onnxruntime_web()
-    monkeypatch.setattr(web, "_TIMEOUT", 30)
-    monkeypatch.setenv("PATH", npm(tmp_path / "empty", "tar czf other.tgz --files-from /dev/null"))
-    with pytest.raises(CoterieError, match="has an unexpected content"):
-        web.onnxruntime_web()
-    monkeypatch.setenv("PATH", npm(tmp_path / "rubbish", "echo rubbish > some.tgz"))
-    with pytest.raises(CoterieError, match="has an unexpected content"):
-        web.onnxruntime_web()
+def test_an_npm_that_hangs_or_fetches_something_else_is_refused(tmp_path, monkeypatch):
+    for name, body, timeout, error in (
+        ("hangs", "exec sleep 60", 0.5, "has not fetched"),
+        ("empty", "tar czf other.tgz --files-from /dev/null", 30, "has an unexpected content"),
+        ("rubbish", "echo rubbish > some.tgz", 30, "has an unexpected content"),
+    ):
+        monkeypatch.setenv("PATH", npm(tmp_path / name, body))
+        with pytest.raises(CoterieError, match=error):
+            web.onnxruntime_web(timeout)

@@ -17,19 +17,10 @@ from tests.tools.reproduce.made_up import run as made_up
 
 _LAYERS = ("q.advantage", "q.value.10", "torso.layers.0.conv", "torso.layers.2", "torso.layers.11")
 OTHER = {
-    "consensus__distance": 1.0,
-    "consensus__bound": 4.0,
-    "cosine__0-1": 0.25,
-    "cosine__peers": 0.3,
-    "cosine__others": 0.1,
-    "latency__p50_ms": 1.5,
-    "latency__p99_ms": 9.0,
-    "cosine__half": 0.8,
-    "eval__return": 90.0,
-    "eval__secondary_return": 45.0,
-    "return__Pong-v5": 7.0,
-    "return__Breakout-v5": 8.0,
-    "busy__cpu": 0.25,
+    **{"consensus__distance": 1.0, "consensus__bound": 4.0, "eval__return": 90.0, "eval__secondary_return": 45.0},
+    **{"cosine__0-1": 0.25, "cosine__peers": 0.3, "cosine__others": 0.1, "cosine__half": 0.8},
+    **{"latency__p50_ms": 1.5, "latency__p99_ms": 9.0, "busy__cpu": 0.25},
+    **{"return__Pong-v5": 7.0, "return__Breakout-v5": 8.0},
     **{f"norm__{kind}__{layer}.weight": 2.0 for kind in ("weights", "gradient", "step") for layer in _LAYERS},
 }
 KINDS = {name: figure for figure in FIGURES.values() for name in figure.draw}  # a figure for each kind of drawing
@@ -88,6 +79,8 @@ def test_a_run_is_made_for_each_value_of_the_list_that_it_mentions():
     assert arms[3].args[3:7] == ("--env.num-envs", "16", "--algo.unroll-length", "128")  # 2048 // 16
     assert arms[5].args[6] == "8"
     assert [arm.label for arm in arms if arm.panel == "A3C"] == ["1 learners", "2 learners"]
+    pairs = FIGURES["accel-5"].arms(FIGURES["accel-5"].sizes["small"])
+    assert [arm.label for arm in pairs] == ["32 of 512", "512 of 32", "128 of 128"]
 
 
 def test_options_depend_on_the_size():
@@ -160,26 +153,18 @@ def test_tables_of_the_papers_values():
     assert [row[1] for row in human if row[0] == "APPO, 2 x 8"] == ["8.8 / 1.2 (8 x 8)"]
 
 
-def test_distance_beside_its_bound():
+def test_numbers_of_the_runs_own_metrics():
+    """Distance and bound; a learner's and its secondary's evaluations; one agent's return of each task."""
     assert drawn("gala-2a", **OTHER).tables[0].rows[0][2:] == ["0.25", "0.25"]
+    assert [row[3] for row in drawn("accel-5", **OTHER).tables[0].rows[:2]] == ["90", "45"]
+    assert [row[2] for row in drawn("impala-transfer", **OTHER).tables[0].rows] == ["7", "8"]
+    titles = {chart.title.partition(":")[0] for chart in drawn("accel-8", **OTHER).charts}
+    assert titles == {"torso.layers.0.conv.weight", "torso.layers.11.weight"}  # the first and the last
 
 
-def test_sampling_is_over_simulators_for_each_core():
+def test_speeds_are_over_simulators_and_ratios_to_impala():
     (chart,) = drawn("accel-1b").charts
     assert ("envs alone (no inference)", 2.0, 4000.0, 4000.0, 4000.0) in chart.rows
-
-
-def test_a_secondary_learner_stands_beside_its_primary():
-    figure, size = FIGURES["accel-5"], FIGURES["accel-5"].sizes["small"]
-    assert [arm.label for arm in figure.arms(size)] == ["32 of 512", "512 of 32", "128 of 128"]
-    assert [row[3] for row in drawn("accel-5", **OTHER).tables[0].rows[:2]] == ["90", "45"]
-
-
-def test_one_agent_is_scored_by_task():
-    assert [row[2] for row in drawn("impala-transfer", **OTHER).tables[0].rows] == ["7", "8"]
-
-
-def test_speed_is_a_ratio_to_impala():
     rows = drawn("seed-table1", rate=lambda arm: 300.0 if arm.label == "SEED" else 200.0).tables[0].rows
     assert [row[1] for row in rows] == ["1.5"]
 
@@ -208,11 +193,6 @@ def test_median_over_games_is_of_normalised_scores():
     charts = drawn("seed-7", "small", level=lambda arm, env, seed: levels[env]).charts
     median = next(chart for chart in charts if chart.title == "Median over games per step")
     assert median.rows[-1][2] == pytest.approx(1.0)
-
-
-def test_norms_are_of_the_torsos_first_and_last_layer():
-    titles = {chart.title.partition(":")[0] for chart in drawn("accel-8", **OTHER).charts}
-    assert titles == {"torso.layers.0.conv.weight", "torso.layers.11.weight"}
 
 
 def test_use_and_power_are_means_over_the_whole_run():
