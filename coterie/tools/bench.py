@@ -170,7 +170,7 @@ def _measure(learner: Learner, seconds: float, sync: Sync) -> dict[str, Any]:
     }
 
 
-def bench_process(post: Post, config: Config, links: Links, seconds: float) -> None:
+def bench_process(post: Post, config: ResolvedConfig, links: Links, seconds: float) -> None:
     """A child process: one of several learners that are measured together."""
     sync = partial(links.board.meet, links.rank, config.log.stall)
     post("result", _measure(Learner(config, 0, links), seconds, sync))
