@@ -39,6 +39,7 @@ def smoke(tmp_path_factory):
     return out / "gala-2a" / "smoke"
 
 
+@pytest.mark.slow
 def test_a_page_pictures_numbers_and_tables_are_written(smoke):
     page = (smoke / "index.html").read_text()
     assert "coterie reproduce gala-2a --budget smoke: 4,000 env steps of each run, 1 seed, CartPole-v1." in page
@@ -59,6 +60,7 @@ def test_a_page_pictures_numbers_and_tables_are_written(smoke):
     assert 0 < share <= 1
 
 
+@pytest.mark.slow
 def test_a_finished_figure_is_drawn_again_without_new_runs(smoke, capsys):
     (run,) = (path for path in (smoke / "runs").iterdir() if path.is_dir())
     before = (run / "metrics.jsonl").stat().st_mtime_ns
