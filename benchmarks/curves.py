@@ -35,22 +35,22 @@ def main() -> None:
         for i, folder in enumerate(options.runs):
             run = read_run(folder)
             label = options.labels[i] if i < len(options.labels) else f"seed {run.seed}"
-            told = [p for p in run.lines if p.get("mean_return") is not None]
-            told = told[:: max(1, len(told) // 200)] + told[-1:]
-            games = [p for p in run.lines if p.get("eval/return") is not None]
-            points = [(p, "mean_return", "") for p in told] + [(p, "eval/return", "yes") for p in games]
+            lines = [p for p in run.lines if p.get("mean_return") is not None]
+            lines = lines[:: max(1, len(lines) // 200)] + lines[-1:]
+            evals = [p for p in run.lines if p.get("eval/return") is not None]
+            points = [(p, "mean_return", "") for p in lines] + [(p, "eval/return", "yes") for p in evals]
             for p, name, greedy in sorted(points, key=lambda point: point[0]["env_steps"]):
                 table.writerow([label, run.seed, p["env_steps"], round(p["seconds"], 1), round(p[name], 2), greedy])
             for axes, x in zip(both, AXES, strict=True):
-                (line,) = axes.plot([p[x] for p in told], [p["mean_return"] for p in told], label=label)
-                axes.plot([p[x] for p in games], [p["eval/return"] for p in games], "o", color=line.get_color(),
-                          label=f"{label}, greedy games" if games else None)  # fmt: skip
+                (line,) = axes.plot([p[x] for p in lines], [p["mean_return"] for p in lines], label=label)
+                axes.plot([p[x] for p in evals], [p["eval/return"] for p in evals], "o", color=line.get_color(),
+                          label=f"{label}, greedy episodes" if evals else None)  # fmt: skip
     for axes, text in zip(both, ("env steps", "seconds"), strict=True):
         axes.set_xlabel(text)
         axes.grid(alpha=0.3)
         if options.goal is not None:
             axes.axhline(options.goal, color="grey", linestyle="--", linewidth=1)
-    both[0].set_ylabel("return, last 100 games")
+    both[0].set_ylabel("return, last 100 episodes")
     both[0].legend(fontsize=8)
     figure.suptitle(options.name, fontsize=10)
     figure.tight_layout()

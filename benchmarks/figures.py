@@ -1,5 +1,5 @@
-"""Keep what `coterie reproduce` found: docs/figures.md has the tables and the first picture of each figure's largest
-budget so far, and docs/results.md the list of the commands.
+"""Record the results of `coterie reproduce`: docs/figures.md has the tables and the first picture of each figure's
+largest budget so far, and docs/results.md the list of the commands.
 
 python benchmarks/figures.py [FOLDER]     (runs/reproduce)
 """
@@ -16,22 +16,21 @@ from pathlib import Path
 from coterie.tools.reproduce.figure import FIGURES
 
 DOCS = Path(__file__).parents[1] / "docs"
-HEAD = """# What the papers' figures came to
+HEAD = """# Results of the papers' figures
 
-Of each figure the largest budget that has been run, as [`coterie reproduce`](reproduce.md) wrote its tables. Most are
-small ones, on two cores and on environments that learn in minutes: they show that a figure is made, and seldom what the
-paper found.
+The tables of [`coterie reproduce`](reproduce.md), of each figure the largest budget so far. Most are small ones, on two
+cores and on environments that learn in minutes: they show that the figure works, and seldom what the paper found.
 
 *Written by `python benchmarks/figures.py`.*
 """
 
 
 def cost(budget: Path) -> tuple[int, float, float]:
-    """How much was done, to be compared: env steps of all runs, or of what is only measured its smallest seconds and
-    the number of measurements; and the seconds of all runs.
+    """A sort key of the work in a budget's folder: env steps of all runs, the budget's size for figures that train
+    nothing, and the seconds of all runs.
     """
-    told = [json.loads(path.read_text()) for path in budget.glob("runs/*/summary.json")]
-    steps, seconds = sum(one["env_steps"] for one in told), sum(one["seconds"] for one in told)
+    summaries = [json.loads(path.read_text()) for path in budget.glob("runs/*/summary.json")]
+    steps, seconds = sum(one["env_steps"] for one in summaries), sum(one["seconds"] for one in summaries)
     return steps, float(("smoke", "small", "full").index(budget.name)) if not steps else 0.0, seconds
 
 
@@ -41,13 +40,13 @@ def section(name: str, budget: Path) -> str:
     took = f"{date.fromtimestamp((budget / 'tables.md').stat().st_mtime)}"
     if steps:
         took += f"; {steps:,} env steps in all; {timedelta(seconds=round(seconds))} of training"
-    line, told = command.split(": ", 1)
+    line, facts = command.split(": ", 1)
     pictures = []
-    if (budget / "1.svg").exists():  # the others are on the figure's own page
+    if (budget / "1.svg").exists():  # the figure's own page has the others
         (DOCS / "figures").mkdir(exist_ok=True)
         shutil.copyfile(budget / "1.svg", DOCS / "figures" / f"{name}.svg")
         pictures.append(f"![](figures/{name}.svg)")
-    body = "\n\n".join([f"`{line}`: {told} {took}.", *rest, *pictures]).rstrip()
+    body = "\n\n".join([f"`{line}`: {facts} {took}.", *rest, *pictures]).rstrip()
     return f"## {name}: {title.removeprefix('## ')}\n\n{body}\n"
 
 

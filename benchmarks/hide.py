@@ -1,4 +1,4 @@
-"""What an entry of the observation is worth: a run's policy with that entry as zeros, or with another env's.
+"""How much a policy depends on an entry of the observation: its returns with that entry zeroed, or of another env.
 
 python benchmarks/hide.py runs/fetch mission
 """

@@ -1,8 +1,8 @@
-"""What replay costs on one core: prioritised inserts, draws, frames beside a plain copy, and its memory.
+"""The cost of replay on one core: prioritised inserts, samples, frames beside a plain copy, and its memory.
 
     python benchmarks/replay.py [--seconds 3] [--out FILE.json]
 
-Rates without frames are of CartPole's four numbers, three-step returns, alpha 0.6; turns alternate, medians are told.
+Rates without frames are of CartPole's four numbers, three-step returns, alpha 0.6; medians of alternating turns.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ATARI = Spec("atari", {"": ObsSpec((4, 84, 84), "uint8")}, ActionSpec("categoric
 
 
 def rollout(spec: Spec, t: int, b: int) -> Rollout:
-    """Rows of no meaning whose stacks go on, as an env's do."""
+    """Meaningless rows whose frame stacks are consecutive, like an env's."""
     rng = np.random.default_rng(0)
     if spec is ATARI:
         frames = rng.integers(0, 255, (t, b, 84, 84), np.uint8)
         obs = np.stack([frames[np.arange(i, i + t + 1) % t] for i in range(4)], 2)
     else:
         obs = rng.random((t + 1, b, 4), np.float32)
-        obs[-1] = obs[0]  # the same rollout goes on from itself
+        obs[-1] = obs[0]  # the same rollout follows itself
     none, flags = torch.zeros(t + 1, b), torch.zeros(t, b, dtype=torch.bool)
     action = torch.zeros(t + 1, b, dtype=torch.long)
     return Rollout(
@@ -122,15 +122,15 @@ def main() -> None:
     for _ in range(3):
         for name, call in calls.items():
             found.setdefault(name, []).append(rate(call, options.seconds))
-    told = {name: statistics.median(values) for name, values in found.items()}
+    results = {name: statistics.median(values) for name, values in found.items()}
     for n in (32, 512):
         for part in ("frames", "read"):  # with the drawing and the returns, and without them
             pairs = zip(found[f"{part}_bytes_per_s_{n}"], found[f"copy_bytes_per_s_{n}"], strict=True)
-            told[f"{part}_over_copy_{n}"] = statistics.median(a / b for a, b in pairs)
-    told["million_atari_rows_bytes"] = Ring.bytes_for(ATARI, 16, 1_000_000, 4)
-    print(json.dumps({k: float(f"{v:.4g}") for k, v in told.items()}, indent=1))
+            results[f"{part}_over_copy_{n}"] = statistics.median(a / b for a, b in pairs)
+    results["million_atari_rows_bytes"] = Ring.bytes_for(ATARI, 16, 1_000_000, 4)
+    print(json.dumps({k: float(f"{v:.4g}") for k, v in results.items()}, indent=1))
     if options.out:
-        options.out.write_text(json.dumps(told, indent=1) + "\n")
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

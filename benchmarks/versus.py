@@ -1,4 +1,4 @@
-"""Coterie beside other frameworks on this machine, in alternating turns, so that drift meets both alike.
+"""Coterie beside other frameworks on this machine, in alternating turns, so that drift affects both alike.
 
     python benchmarks/versus.py CASE [CASE ...] --peers DIR --scripts DIR [--seconds 60] [--turns 3] [--out FILE.json]
 
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# name: (arguments of ours: preset and options, (framework, script, its options), the ratio that is asked for)
+# name: (arguments of ours: preset and options, (framework, script, its options), the target of our rate over theirs)
 _MLP = ["--env", "LunarLander-v3", "--model.normalize-obs", "False", "--model.hidden", "64", "64"]
 _PPO = ["--algo.unroll-length", "128", "--ppo.batch-size", "0", "--ppo.minibatch-size", "256", "--ppo.epochs", "4"]
 _A2C = ["--algo.unroll-length", "5", "--algo.gae-lambda", "1.0"]
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[list[str], tuple[str, str, list[str]], float]] = {
         _SB3_DQN,
         3.0,
     ),
-    # Decoupled actors, one pass over each sample. The learner is what limits: its actors need no second group.
+    # Decoupled actors, one pass over each sample. The learner is the bottleneck, so its actors need no second group.
     "impala-nature-breakout": (["impala", *_BREAKOUT, "--env.groups", "1"], _SF_ATARI, 2.0),
     "impala-nature-breakout-rllib": (["impala", *_BREAKOUT, "--env.groups", "1"], _RLLIB, 2.0),
     "one-pass-lunar-two": (
@@ -105,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     results = {}
     for case in options.cases or CASES:
-        _, (peer, script, extra), asked = CASES[case]
+        _, (peer, script, extra), target = CASES[case]
         extra = [*extra, f"vec={options.vec}"] if options.vec and peer == "sb3" else extra
         rates: dict[str, list[float]] = {"coterie": [], peer: []}
         for _ in range(options.turns):
@@ -113,8 +113,13 @@ def main() -> None:
             python = str(options.peers / peer / "bin" / "python")
             rates[peer].append(turn([python, str(options.scripts / script), str(options.seconds), *extra]))
         ratio = statistics.median(a / b for a, b in zip(rates["coterie"], rates[peer], strict=True))
-        results[case] = {"rates": rates, "ratio": round(ratio, 2), "asked": asked, "settings": [CASES[case][0], extra]}
-        print(f"{case}: {ratio:.2f}x {peer} (asked {asked}) {rates}", flush=True)
+        results[case] = {
+            "rates": rates,
+            "ratio": round(ratio, 2),
+            "target": target,
+            "settings": [CASES[case][0], extra],
+        }
+        print(f"{case}: {ratio:.2f}x {peer} (target {target}) {rates}", flush=True)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -1,9 +1,9 @@
-"""What the wire carries: streams of a trivial env from a few processes through one server, without training.
+"""The throughput of the wire: streams of a trivial env from a few processes through one server, without training.
 
     python benchmarks/wire.py [--streams 1,4,16,64,256] [--envs 32] [--processes 4] [--seconds 5]
         [--address HOST:PORT] [--out FILE.json]
 
-Prints env steps/s, messages/s, the latency of an answer as a client sees it (p50, p99), and the server's memory.
+Prints env steps/s, messages/s, a client's latency (p50, p99), and the server's memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 
 def serve(address: str, envs: int, ready: Any) -> None:
-    """A learner that acts for everybody and throws the rollouts away."""
+    """A learner that acts for all streams and discards the rollouts."""
     from coterie import presets
     from coterie.build.factory import Links
     from coterie.build.resources import resolve_config
@@ -64,7 +64,7 @@ async def stream(channel: Any, envs: int, group: int, run_id: int, end: float, l
     call.cancel()
 
 
-def clients(address: str, streams: int, envs: int, seconds: float, told: Any) -> None:
+def clients(address: str, streams: int, envs: int, seconds: float, results: Any) -> None:
     """One process with so many streams."""
     import grpc
 
@@ -75,7 +75,7 @@ def clients(address: str, streams: int, envs: int, seconds: float, told: Any) ->
         await asyncio.gather(*(stream(channel, envs, i, run_id, end, latencies) for i in range(streams)))
         return latencies
 
-    told.put(asyncio.run(work()))
+    results.put(asyncio.run(work()))
 
 
 def rss_mb(pid: int) -> float:
@@ -87,20 +87,22 @@ def measure(streams: int, envs: int, processes: int, seconds: float, address: st
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         address = address or f"unix:{folder}/wire"
-        ready, told = spawn.Event(), spawn.Queue()
+        ready, results = spawn.Event(), spawn.Queue()
         server = spawn.Process(target=serve, args=(address, envs * streams, ready), daemon=True)
         server.start()
         assert ready.wait(120), "the server does not start"
         count = min(processes, streams)
         shares = [streams // count + (i < streams % count) for i in range(count)]
-        workers = [spawn.Process(target=clients, args=(address, n, envs, seconds, told), daemon=True) for n in shares]
+        workers = [
+            spawn.Process(target=clients, args=(address, n, envs, seconds, results), daemon=True) for n in shares
+        ]
         for worker in workers:
             worker.start()
         memory, latencies = list[float](), list[float]()
         ended = 0
         while ended < count:
             try:
-                latencies += told.get(timeout=1.0)
+                latencies += results.get(timeout=1.0)
                 ended += 1
             except queue.Empty:
                 memory.append(rss_mb(server.pid))

@@ -109,17 +109,13 @@ def human(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     """Mean and median human-normalised final score of each arm over its envs, where all of them are Atari games."""
     rows = []
     for result in results:
-        scores = []
-        for env in result.envs:
-            score = human_normalized(env, average(final_return(run) for run in result.of(env)))
-            scores.append(math.nan if score is None else score)
-        known = [s for s in scores if math.isfinite(s)]
+        scores = [human_normalized(e, average(final_return(r) for r in result.of(e))) for e in result.envs]
+        known = [s for s in scores if s is not None and math.isfinite(s)]
         both = (np.mean(known), np.median(known)) if known and len(known) == len(scores) else (math.nan, math.nan)
         ours = " / ".join(number(float(value)) for value in both)
         rows.append([result.arm.label, figure.value_in_paper(result.arm, ""), ours, str(len(scores))])
     head = ["method", "paper, 49 games", "ours", "games"]
-    text = "0 is random play, 1 a human's."
-    return Drawing((), [Table("Mean / median human-normalised score", head, rows, text)])
+    return Drawing((), [Table("Mean / median human-normalised score (0 random, 1 human)", head, rows)])
 
 
 def energy(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:

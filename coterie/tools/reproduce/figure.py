@@ -43,11 +43,15 @@ class Size:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def atari(self) -> bool:
+        """Whether all envs are Atari games with human scores."""
+        return all(human_normalized(env, 0.0) is not None for env in self.envs)
+
+    @property
     def variables(self) -> dict[str, Any]:
         """What texts can mention."""
         every = {"steps": self.steps, "seconds": self.seconds, "seeds": self.seeds, "learners": 2, **self.values}
-        atari = all(human_normalized(env, 0.0) is not None for env in self.envs)
-        return {**every, "envs": self.envs, "all_envs": ",".join(self.envs), "env": "{env}", "atari": atari}
+        return {**every, "envs": self.envs, "all_envs": ",".join(self.envs), "env": "{env}", "atari": self.atari}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from coterie.tools.reproduce.drawings import (
 )
 from coterie.tools.reproduce.figure import Figure, Result, Size
 from coterie.tools.reproduce.measures import MEASURES, Measure, average, number, rate, spread
-from coterie.types import Array
 
 
 def convergent(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
@@ -217,28 +216,26 @@ def ranked(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
 
 
 def human_median(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
-    """SEED 7: the median over games of the human-normalised score, over env steps and hours."""
+    """SEED 7: the median over games of the human-normalised score (mean over seeds), over env steps and hours."""
     charts = []
     for label, unit, series in AXES[:2]:
         drawn = []
-        for result in results:
-            games = [_normalised([series(run, run.score) for run in result.of(env)], env) for env in result.envs]
-            grid, scores = on_grid([one for one in games if one is not None])
-            if len(grid) > 1 and len(scores) == len(games):
-                drawn.append(Line(result.arm.label, grid / 3600 if unit == "second" else grid, np.median(scores, 0)))
+        for result in results if size.atari else []:
+            games = []
+            for env in result.envs:
+                grid, scores = on_grid([series(run, run.score) for run in result.of(env)])
+                if len(grid):
+                    games.append(
+                        (grid, np.array([human_normalized(env, float(s)) for s in scores.mean(0)], np.float64))
+                    )
+            grid, medians = on_grid(games)
+            if len(grid) > 1 and len(games) == len(result.envs):
+                x = grid / 3600 if unit == "second" else grid
+                drawn.append(Line(result.arm.label, x, np.median(medians, 0)))
         if drawn:
-            x = "hours" if unit == "second" else label
-            title = f"Median over games per {'hour' if unit == 'second' else unit}"
-            charts.append(lines(title, drawn, x, "median human-normalised score"))
+            x_label, per = ("hours", "hour") if unit == "second" else (label, unit)
+            charts.append(lines(f"Median over games per {per}", drawn, x_label, "median human-normalised score"))
     return Drawing(charts)
-
-
-def _normalised(runs: Sequence[tuple[Array, Array]], env: str) -> tuple[Array, Array] | None:
-    """The human-normalised score of one game, mean over its seeds; None if it has none."""
-    grid, scores = on_grid(runs)
-    if not len(grid) or human_normalized(env, 0.0) is None:
-        return None
-    return grid, np.array([human_normalized(env, float(score)) for score in scores.mean(0)], np.float64)
 
 
 Draw = Callable[[Figure, Sequence[Result], Size], Drawing]
