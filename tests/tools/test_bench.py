@@ -25,7 +25,7 @@ def test_a_turn_starts_again_after_the_rollouts_that_were_acted_before_it():
 
 def test_the_cost_of_acting_is_measured_with_the_envs_own_exploration(monkeypatch):
     """Of value learning on whatever device: a CPU tensor as `explore` fails on a GPU."""
-    config = presets.dqn(env="CartPole-v1", **{"env.num_envs": 4, "q.learn_start": 64, "q.batch_size": 16})
+    config = presets.dqn(env="CartPole-v1", **{"env.num_envs": 4, "q.learn_start": 500, "q.batch_size": 16})
     learner = Learner(resolve_config(config))
     training = Training(learner)
     devices = []
