@@ -24,7 +24,7 @@ from coterie.config import Config, ResolvedConfig, Schedule
 from coterie.acting.table import batch_size
 from coterie.envs.make import make_envs
 from coterie.envs.owner import Envs
-from coterie.exchange.base import Exchange, Peers, Setup
+from coterie.exchange.base import Exchange, Guard, Peers, Setup
 from coterie.exchange.table import exchange_kind
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
@@ -160,7 +160,9 @@ def patience(config: Config) -> float:
 def exchange_setup(config: Config, params: FlatParams, moments: Moments, peers: Peers) -> Setup:
     """What the exchange of one learner is made of."""
     same, substitute = algorithm_class(config).steps_kind(config), partial(in_place_of, config, "exchange")
-    return Setup(config, params, moments, peers, patience(config), same, substitute)
+    rule, optim = make_rule(config.optim), config.optim
+    guard = Guard(optim.max_grad_norm, optim.on_nonfinite == "skip")
+    return Setup(config, params, moments, peers, patience(config), rule, guard, same, substitute)
 
 
 def make_exchange(config: Config, params: FlatParams, moments: Moments, peers: Peers) -> Exchange:

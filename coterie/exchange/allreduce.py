@@ -19,19 +19,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from coterie.config import Refusal, Schedule
-from coterie.exchange.base import Exchange, ExchangeKind, Guard, Rule, Setup
+from coterie.exchange.base import ExchangeKind, Setup
 from coterie.exchange.elastic import Ring
 from coterie.exchange.solo import Solo
-from coterie.models.heads import Moments
-from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import PeerLost, scratch_folder
 from coterie.types import first_line
@@ -41,26 +37,23 @@ _BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _MEET, _BROKEN = range(8)  # places 
 
 
 class AllReduce(Solo):
-    """The exchange of learner `rank` of those here; `store` is a file for their rendezvous. `across`: with whom there
-    are more on other machines, who leave when they have had `budget` env steps.
-    """
+    """The exchange of one of a machine's learners. `across`: the group with other machines, if there are any."""
 
-    def __init__(
-        self, params: FlatParams, rule: Rule, guard: Guard, moments: Moments, board: Board, rank: int,
-        store: Path, timeout: float, across: Ring | None = None, budget: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(params, rule, guard, self)  # it counts the run's env steps itself: they travel with gradients
-        self.params, self.across, self.budget = params, across, budget
-        self.moments, self.board = moments, board
-        self.rank, self.learners, self.store, self.timeout = rank, len(board.active), store, timeout
-        self._total, self.rows = 0, 0  # rows that the next message will tell the others of
-        self.told = False  # a message was sent since the last rollout
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, self)  # it counts the run's env steps itself: they travel with the gradients
+        peers = setup.peers
+        self.params, self.moments, self.budget = setup.params, setup.moments, setup.config.steps
+        self.board, self.rank, self.learners, self.timeout = peers.board, peers.rank, peers.learners, setup.timeout
+        self.rendezvous = peers.rendezvous or scratch_folder() / "meeting"
+        self.across = _between_machines(setup)
+        self._total, self.rows = 0, 0  # rows that the next message reports to the others
+        self.sent = False  # a message was sent since the last rollout
         self.order = self.stop = False  # this learner's wishes; the group's are answered by `agree`
         self.agreed = (False, False)
-        self.all_learners, self.lr = self.learners, 0.0  # those who had part in the last message, and their mean rate
+        self.all_learners, self.lr = self.learners, 0.0  # of all machines at the last message, and their mean rate
         self.broken = self.meets = False  # the ring is; the machines meet after this rollout
         self.lost_updates = 0
-        self.base = moments.read()
+        self.base = self.moments.read()
 
     def __enter__(self) -> AllReduce:
         # By itself Gloo listens on the address of the host's name, which may be a public one.
@@ -72,7 +65,7 @@ class AllReduce(Solo):
         try:
             dist.init_process_group(
                 backend,
-                init_method=f"file://{self.store}",
+                init_method=f"file://{self.rendezvous}",
                 rank=self.rank,
                 world_size=self.learners,
                 # Who has died closes its connections; who waits for other machines may do so for longer.
@@ -84,11 +77,9 @@ class AllReduce(Solo):
             self._meet()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.across is not None and self.rank == 0:
-            self.across.close(over=kind is None)
+            self.across.close(over=error[0] is None)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -126,7 +117,7 @@ class AllReduce(Solo):
         """Add up `what`, whose last numbers are the flags; returns whether any learner's gradient is not finite."""
         flags = [bad, self.rows, self.order, self.stop, 1, lr, 0, 0]
         params.tail[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
-        self.rows, self.told = 0, True
+        self.rows, self.sent = 0, True
         self._sum(what)
         _, rows, order, stop = params.tail[:_LEARNERS].tolist()
         self._total += int(rows)
@@ -144,9 +135,9 @@ class AllReduce(Solo):
         """All learners' new rows count in everybody's normalizers. A rollout of which nothing was learned (replay that
         is being filled; all learners' are, then) has its message, too: orders and the end travel with it.
         """
-        if not self.told:
+        if not self.sent:
             self._message(params, params.tail, False)
-        self.told = False
+        self.sent = False
         if self.moments.size:
             new = self.moments.read() - self.base
             self._sum(new)
@@ -239,17 +230,8 @@ def _between_machines(setup: Setup) -> Ring | None:
     return Ring(split(allreduce.address), machines, kind, config.seed, setup.timeout, ended)
 
 
-def connect(setup: Setup) -> Exchange:
-    config, peers = setup.config, setup.peers
-    make = setup.substitute(AllReduce)
-    return make(
-        setup.params, setup.rule(), setup.guard(), setup.moments, peers.board, peers.rank,
-        peers.rendezvous or scratch_folder() / "meeting", setup.timeout, _between_machines(setup), config.steps,
-    )  # fmt: skip
-
-
 KIND = ExchangeKind(
-    connect,
+    AllReduce,
     in_lockstep=True,
     refusals=(
         Refusal(

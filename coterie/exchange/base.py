@@ -1,18 +1,17 @@
-"""The protocol of an exchange, the guard against gradients that are not finite, and what the program asks of a kind."""
+"""The protocol of an exchange, the guard against gradients that are not finite, and the record of each choice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from coterie.config import Config, Refusal
 from coterie.models.heads import Moments
-from coterie.ops.optim import flat_norm_clip, make_rule
+from coterie.ops.optim import flat_norm_clip
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
@@ -27,7 +26,7 @@ class Rule(Protocol):
 
 
 class Steps(Protocol):
-    """The env steps of the whole run, as far as a learner knows."""
+    """The env steps of the whole run, as one learner counts them."""
 
     @property
     def total(self) -> int: ...
@@ -62,16 +61,14 @@ class Guard:
 
 
 class Exchange(Protocol):
-    """How learners synchronise. A context manager: entering joins the other learners, leaving takes leave of them."""
+    """How learners synchronise. A context manager: entering joins the other learners, leaving parts from them."""
 
     guard: Guard
 
     @property
     def steps(self) -> Steps: ...  # the whole run's
     def __enter__(self) -> Exchange: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
     def pull(self, params: FlatParams) -> None: ...  # make the local weights current
     def step(self, params: FlatParams, lr: float) -> float: ...  # agree, clip, check, update, clear; returns the norm
     def after_rollout(self, params: FlatParams) -> None: ...
@@ -83,18 +80,6 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class Circle:
-    """All learners that gossip, here and elsewhere."""
-
-    first: int  # which of them is this run's first
-    sequence: list[Array]  # matrices of all of them
-
-    @property
-    def seats(self) -> int:
-        return len(self.sequence[0])
-
-
-@dataclass(frozen=True)
 class Peers:
     """A learner's place among the learners of its run, and the memory that they share."""
 
@@ -102,7 +87,7 @@ class Peers:
     board: Board = field(default_factory=lambda: Board(1))
     memory: SharedArrays | None = None  # made by `ExchangeKind.memory`
     rendezvous: Path | None = None  # the file where learners in lockstep find each other
-    circle: Circle | None = None  # gossip: all learners, of other runs, too
+    mixing: list[Array] | None = None  # gossip: the matrices of the run's learners
     rejoin: bool = False  # the other learners are training already
     core: int = -1  # the core that this learner shares with others; -1: it has its own
 
@@ -113,21 +98,17 @@ class Peers:
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a learner that its exchange is made of."""
+    """The parts of a learner that its exchange is made of: the one argument of every exchange."""
 
     config: Config
     params: FlatParams
     moments: Moments  # the running normalizers
     peers: Peers
     timeout: float  # seconds to wait for another learner
+    rule: Rule
+    guard: Guard
     same: tuple[object, ...] = ()  # settings of the algorithm that all learners in lockstep must share
-    substitute: Callable[[Any], Callable[..., Exchange]] = lambda kind: kind  # by a user's class
-
-    def rule(self) -> Rule:
-        return make_rule(self.config.optim)
-
-    def guard(self) -> Guard:
-        return Guard(self.config.optim.max_grad_norm, self.config.optim.on_nonfinite == "skip")
+    substitute: Callable[[Any], Callable[..., Exchange]] = lambda kind: kind  # a user-defined class
 
 
 def _no_memory(setup: Setup) -> SharedArrays | None:
@@ -140,15 +121,19 @@ def _nothing_to_restore(memory: SharedArrays, state: dict[str, Tensor], moments:
 
 @dataclass(frozen=True)
 class ExchangeKind:
-    """One choice of exchange, as the rest of the program knows it. Each module of this folder has its `KIND`."""
+    """One choice of exchange, for the rest of the program. Each module of this folder has its `KIND`."""
 
-    connect: Callable[[Setup], Exchange]  # in the learner's process
+    exchange: Callable[[Setup], Exchange]  # made in the learner's process
     memory: Callable[[Setup], SharedArrays | None] = _no_memory  # in the parent: shared by all learners
     restore: Callable[[SharedArrays, dict[str, Tensor], Tensor], None] = _nothing_to_restore  # from a checkpoint
-    circle: Callable[[Config, int], Circle | None] = lambda config, learners: None
-    one_learner: bool = False  # it is for a learner without others
+    mixing: Callable[[Config, int], list[Array] | None] = lambda config, learners: None
+    leave: Callable[[SharedArrays, int], None] = lambda memory, rank: None  # the learner of this rank was killed
+    one_learner: bool = False  # for a learner without others
     in_lockstep: bool = False  # all learners make every step together, and find each other by a file
     shared_weights: bool = False  # one set of weights: the learning rate is that of one learner
-    rejoins: bool = False  # a killed learner comes back alone; else all restart from the checkpoint
+    rejoins: bool = False  # a killed learner restarts alone; else all restart from the checkpoint
     on_gpu: bool = True
     refusals: tuple[Refusal, ...] = ()
+
+    def connect(self, setup: Setup) -> Exchange:
+        return setup.substitute(self.exchange)(setup)

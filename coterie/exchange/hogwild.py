@@ -7,16 +7,14 @@ part of each other's work: that is the algorithm. The statistics of the rule are
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import torch
 from torch import Tensor
 
 from coterie.config import Refusal
-from coterie.exchange.base import Exchange, ExchangeKind, Guard, Rule, Setup
-from coterie.exchange.shared_weights import Central, Shift, central_memory, fill
+from coterie.exchange.base import ExchangeKind, Setup
+from coterie.exchange.shared_weights import CoreTurns, SharedWeights, central_memory, restore
 from coterie.exchange.solo import Solo
-from coterie.parallel.board import BoardSteps, OwnSteps, Staleness
+from coterie.parallel.board import BoardSteps, Staleness
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 
@@ -24,25 +22,25 @@ from coterie.parallel.shm import SharedArrays
 class Hogwild(Solo):
     """The exchange of one worker on the weights of all."""
 
-    def __init__(
-        self, params: FlatParams, rule: Rule, guard: Guard, central: Central,
-        steps: OwnSteps | BoardSteps, own_statistics: bool, shift: Shift | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(params, rule, guard, steps)
-        self.central, self.shared = central, not own_statistics
-        if self.shared:
-            self.state = central.state
-        self.staleness, self.shift = Staleness(steps), shift
+    def __init__(self, setup: Setup) -> None:
+        peers, steps = setup.peers, BoardSteps(setup.peers.board, setup.peers.rank)
+        super().__init__(setup, steps)
+        self.central = SharedWeights(peers.memory or memory(setup), setup.moments, 1, setup.timeout)
+        self.shared_statistics = setup.config.hogwild.statistics == "shared"
+        if self.shared_statistics:
+            self.state = self.central.state
+        self.staleness = Staleness(steps)
+        self.turns: CoreTurns | None = None
+        if peers.core >= 0:  # bytes 0 and 1 of the memory are the locks of the weights and of the normalizers
+            self.turns = CoreTurns(self.central.locks, 2 + peers.core, peers.board, peers.rank)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.central.close()
 
     def pull(self, params: FlatParams) -> None:
         """A snapshot of the shared weights, in which others may be writing."""
-        if self.shift is not None:
-            self.shift.begin()
+        if self.turns is not None:
+            self.turns.begin()
         params.data.copy_(self.central.data)
         self.staleness.snapshot()
 
@@ -59,8 +57,8 @@ class Hogwild(Solo):
 
     def after_rollout(self, params: FlatParams) -> None:
         self.central.share_moments()
-        if self.shift is not None:
-            self.shift.end()
+        if self.turns is not None:
+            self.turns.end()
 
     def gauges(self) -> dict[str, float]:
         return self.staleness.gauges()
@@ -70,28 +68,18 @@ class Hogwild(Solo):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.central.rebase()
-        if not self.shared:  # what is shared was filled in before any worker began
+        if not self.shared_statistics:  # those were restored before any worker started
             super().load_state_dict(state)
 
 
 def memory(setup: Setup) -> SharedArrays:
-    return central_memory(setup.params.data.cpu(), setup.rule(), 1, setup.moments.read())
-
-
-def connect(setup: Setup) -> Exchange:
-    config, peers = setup.config, setup.peers
-    central = Central(peers.memory or memory(setup), setup.moments, 1, setup.timeout)
-    # Bytes 0 and 1 of the memory are the locks of the weights and of the normalizers.
-    shift = Shift(central.locks, 2 + peers.core, peers.board, peers.rank) if peers.core >= 0 else None
-    steps = BoardSteps(peers.board, peers.rank)
-    make = setup.substitute(Hogwild)
-    return make(setup.params, setup.rule(), setup.guard(), central, steps, config.hogwild.statistics == "own", shift)
+    return central_memory(setup.params.data.cpu(), setup.rule, 1, setup.moments.read())
 
 
 KIND = ExchangeKind(
-    connect,
+    Hogwild,
     memory,
-    fill,
+    restore,
     shared_weights=True,
     on_gpu=False,
     refusals=(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -35,30 +36,30 @@ def central_memory(data: Tensor, rule: Rule, chunks: int, moments: Tensor) -> Sh
     return shared
 
 
-class Shift:
+class CoreTurns:
     """Learners that share a core take turns, a rollout each, from the snapshot to the update.
 
     Without it the scheduler mixes them step by step: each finds its weights gone from the cache, and its snapshot is
-    as many updates old as there are learners. A hung one is found by whoever watches the board.
+    as many updates old as there are learners. The watchdog over the board finds one that hangs.
     """
 
     def __init__(self, locks: Locks, k: int, board: Board, rank: int) -> None:
-        self.locks, self.k, self.board, self.rank, self.mine = locks, k, board, rank, False
+        self.locks, self.k, self.board, self.rank, self.held = locks, k, board, rank, False
 
     def begin(self) -> None:
-        if not self.mine:
+        if not self.held:
             with self.board.blocked(self.rank):
                 self.locks.queue(self.k)
-            self.mine = True
+            self.held = True
 
     def end(self) -> None:
-        if self.mine:
+        if self.held:
             self.locks.free(self.k)
-            self.mine = False
-            time.sleep(1e-4)  # for whoever has waited: the scheduler picks the one that has run least
+            self.held = False
+            time.sleep(1e-4)  # for a waiting learner: the scheduler picks the one that has run least
 
 
-class Central:
+class SharedWeights:
     """One process's view of the shared memory. `chunks` slices `data`; `states[k]` is the rule's state of chunk k."""
 
     def __init__(self, shared: SharedArrays, moments: Moments, chunks: int, timeout: float) -> None:
@@ -81,8 +82,22 @@ class Central:
         (only,) = self.states
         return only
 
+    def locked_chunks(self) -> Iterator[int]:
+        """Every chunk once, while its lock is held, in whatever order they are free."""
+        todo = list(range(len(self.slices)))
+        while todo:
+            k = next((k for k in todo if self.locks.take(k, wait=False)), None)
+            if k is None:
+                k = todo[0]
+                self.locks.take(k)
+            todo.remove(k)
+            try:
+                yield k
+            finally:
+                self.locks.free(k)
+
     def share_moments(self) -> None:
-        """Add this learner's new rows to the normalizers of all, and take over theirs."""
+        """Add this learner's new rows to the normalizers of all, and adopt theirs."""
         if not self.moments.size:
             return
         new = self.moments.read() - self._base
@@ -92,7 +107,7 @@ class Central:
         self.moments.write(self._base)
 
     def rebase(self) -> None:
-        """The normalizers were set from a checkpoint, whose rows the others know."""
+        """The normalizers were set from a checkpoint, whose rows the shared sums include."""
         self._base = self.moments.read()
 
     def close(self) -> None:
@@ -107,8 +122,8 @@ def split(n: int, chunks: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(bounds)]
 
 
-def fill(shared: SharedArrays, state: dict[str, Tensor], moments: Tensor) -> None:
-    """Put a checkpoint's rule state and normalizers into the shared memory, before any learner is started."""
+def restore(shared: SharedArrays, state: dict[str, Tensor], moments: Tensor) -> None:
+    """Put a checkpoint's rule state and normalizers into the shared memory, before any learner starts."""
     shared.arrays["moments"][: len(moments)] = moments.cpu().numpy()
     for name, x in state.items():
         target = shared.arrays.get(f"state/{name}")

@@ -1,15 +1,14 @@
-"""One learner without others: clip, check, update."""
+"""One learner: clip, check, update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from coterie.config import Refusal
-from coterie.exchange.base import Exchange, ExchangeKind, Guard, Rule, Setup, Steps
+from coterie.exchange.base import ExchangeKind, Setup, Steps
 from coterie.parallel.board import OwnSteps
 from coterie.parallel.params import FlatParams
 
@@ -17,17 +16,15 @@ from coterie.parallel.params import FlatParams
 class Solo:
     """Local updates only. Subclasses add how learners synchronise."""
 
-    def __init__(self, params: FlatParams, rule: Rule, guard: Guard, steps: Steps | None = None) -> None:
-        self.rule, self.guard, self.steps = rule, guard, steps or OwnSteps()
-        self.state = rule.state(params.data)
+    def __init__(self, setup: Setup, steps: Steps | None = None) -> None:
+        self.rule, self.guard, self.steps = setup.rule, setup.guard, steps or OwnSteps()
+        self.state = self.rule.state(setup.params.data)
 
     def __enter__(self) -> Solo:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing to leave."""
+    def __exit__(self, *error: object) -> None:
+        """There is nothing to close."""
 
     def pull(self, params: FlatParams) -> None:
         """The local parameters are current."""
@@ -49,7 +46,7 @@ class Solo:
         return order, stop
 
     def report_to(self, log: Callable[[str], None]) -> None:
-        """There are no other machines to report about."""
+        """There are no other machines."""
 
     def gauges(self) -> dict[str, float]:
         return {}
@@ -62,13 +59,8 @@ class Solo:
             self.state[name].copy_(tensor)
 
 
-def connect(setup: Setup) -> Exchange:
-    make = setup.substitute(Solo)
-    return make(setup.params, setup.rule(), setup.guard())
-
-
 KIND = ExchangeKind(
-    connect,
+    Solo,
     one_learner=True,
     refusals=(
         Refusal(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, Batch
 from coterie.exchange.gossip import RECENT
+from coterie.exchange.mailboxes import Mailboxes
 from coterie.exchange.topology import contraction, delayed
 from coterie.learner import Observer
 from coterie.parallel.params import FlatParams
@@ -28,20 +29,21 @@ class Consensus:
     """Distance of the learners' weights to their mean, |X - Xbar| in the Frobenius norm, as of one and the same mix.
 
     At `tau` 0 beside it the bound of Proposition 1, b <- beta (b + |U|) with U what the updates since the last mix
-    changed; at a finite `tau` the radius of Proposition 2, with beta as if every message came tau mixes late.
-    `whole`: all places are those of learners that began together. Else who is there counts, and there are no bounds.
+    changed; at a finite `tau` the radius of Proposition 2, with beta as if every message came tau mixes late. There are
+    no bounds for a run that gossips with others: its distance includes their learners.
     """
 
-    def __init__(self, shared: SharedArrays, sequence: Sequence[Array], tau: int, whole: bool = True) -> None:
-        self.arrays, self.sequence, self.tau, self.whole = shared.arrays, list(sequence), tau, whole
+    def __init__(self, shared: SharedArrays, sequence: Sequence[Array], tau: int) -> None:
+        self.arrays, self.sequence, self.tau = shared.arrays, list(sequence), tau
+        self.mailboxes = Mailboxes(shared, len(self.sequence[0]))
         self.betas = [contraction([p]) for p in self.sequence]
         self.bound, self.mixes, self.longest = 0.0, 0, 0.0
         self.lost = False  # the ring of update lengths went around faster than it was read
 
     def read(self) -> dict[str, float]:
         a = self.arrays
-        if not self.whole:
-            return self._of_those_here()
+        if self.mailboxes.remote:
+            return self._of_all_runs()
         self._advance(int(a["mixed"].min()))
         snapshot = self._snapshot()
         if snapshot is None:
@@ -60,16 +62,14 @@ class Consensus:
                 found["consensus/radius"] = self.longest * ahead / (1 - beta)
         return found
 
-    def _of_those_here(self) -> dict[str, float]:
-        a = self.arrays
-        seats = np.flatnonzero((a["here"] == 1) & (a["begun"] > 0))
-        if len(seats) < 2:
-            return {}
-        messages = a["message"][seats].astype(np.float64)  # of different mixes, and perhaps torn: still a distance
-        return {"consensus/distance": float(np.linalg.norm(messages - messages.mean(0)))}
+    def _of_all_runs(self) -> dict[str, float]:
+        boxes = self.mailboxes
+        found = [boxes.read(int(row)) for row in np.flatnonzero(boxes.present)]  # of different mixes: still a distance
+        weights = np.array([message.weights for message in found if message is not None], np.float64)
+        return {"consensus/distance": float(np.linalg.norm(weights - weights.mean(0)))} if len(weights) > 1 else {}
 
     def _advance(self, until: int) -> None:
-        """Take in the lengths of the updates before mixes that all learners have told."""
+        """Take in the lengths of the updates before mixes that all learners have published a message for."""
         moved = self.arrays["moved"]
         if until - self.mixes > RECENT:
             self.lost, self.mixes = True, until - RECENT // 2
@@ -83,11 +83,11 @@ class Consensus:
         """The messages of all learners, in lockstep of the same number; None where they do not stand still."""
         a, end = self.arrays, time.monotonic() + 0.05
         while time.monotonic() < end:
-            told = a["told"].copy()
-            if (told > a["joined"]).all() and (self.tau != 0 or (told == told[0]).all()):
+            published = a["published"].copy()
+            if (published > a["joined"]).all() and (self.tau != 0 or (published == published[0]).all()):
                 copy = a["message"].astype(np.float64)
-                if (a["begun"] == told).all() and (a["told"] == told).all():
-                    return int(told[0]) - 1, copy
+                if (a["begun"] == published).all() and (a["published"] == published).all():
+                    return int(published[0]) - 1, copy
             time.sleep(2e-4)
         return None
 

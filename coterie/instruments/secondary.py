@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.q_base import QLearning
-from coterie.build.factory import make_algorithm, make_model
+from coterie.build.factory import exchange_setup, make_algorithm, make_model, normalizers
 from coterie.build.resources import Resources
 from coterie.config import ResolvedConfig
-from coterie.exchange.base import Guard
+from coterie.exchange.base import Peers
 from coterie.exchange.solo import Solo
 from coterie.learner import Gradients, Observer, autocast, take_step
-from coterie.ops.optim import make_rule
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.types import Rollout, Spec
@@ -35,8 +34,7 @@ class Secondary(Observer):
         self.params = FlatParams(self.model)
         self.algorithm = cast(QLearning, make_algorithm(config, spec, layout.compute))
         self.algorithm.borrow(primary)
-        guard = Guard(config.optim.max_grad_norm, config.optim.on_nonfinite == "skip")
-        self.exchange = Solo(self.params, make_rule(config.optim), guard)
+        self.exchange = Solo(exchange_setup(config, self.params, normalizers(config, self.model), Peers()))
         self.gradients = Gradients(self.model, self.params, team, autocast(layout.device, layout.dtype))
         self.learner_steps = 0
         self.last: dict[str, float] = {}

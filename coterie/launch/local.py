@@ -16,7 +16,7 @@ from typing import Any
 from coterie.config import ResolvedConfig
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
-from coterie.remote.gossip_client import Link
+from coterie.remote.gossip_client import GossipClient
 from coterie.roles.learner import Learner
 from coterie.roles.learner_service import Service
 
@@ -47,7 +47,7 @@ def run_here(run: Coordinator, learner: Learner) -> dict[str, Any]:
 
 
 def run_children(
-    run: Coordinator, config: ResolvedConfig, saved: Path | None, link: Link | None = None
+    run: Coordinator, config: ResolvedConfig, saved: Path | None, link: GossipClient | None = None
 ) -> dict[str, Any]:
     """Train in child processes, from the checkpoint `saved` if any. `link`: to a run elsewhere to gossip with."""
     try:

@@ -13,7 +13,7 @@ from coterie.acting.table import acting_kind
 from coterie.build.factory import Links, acting_memory, exchange_setup, make_model, net_of, normalizers
 from coterie.build.resources import gpus_of
 from coterie.config import ResolvedConfig
-from coterie.exchange.base import Circle, Peers
+from coterie.exchange.base import Peers
 from coterie.exchange.table import exchange_kind
 from coterie.instruments.consensus import Consensus, Cosines, cosine_memory
 from coterie.models.build import Network
@@ -35,7 +35,6 @@ class Placement:
         config: ResolvedConfig,
         spec: Spec,
         tensors: checkpoint.Tensors | None = None,
-        circle: Circle | None = None,
     ) -> None:
         self.config, self.learners = config, config.learners
         self.places = place(self.learners, available_cores(), gpus_of(config))
@@ -49,8 +48,8 @@ class Placement:
             model.load_state_dict(tensors["model"])
         self.net = net_of(model)
         params, moments = FlatParams(model), normalizers(config, model)
-        self.circle = circle or kind.circle(config, self.learners)
-        peers = Peers(board=self.board, circle=self.circle)
+        self.mixing = kind.mixing(config, self.learners)
+        peers = Peers(board=self.board, mixing=self.mixing)
         self.memory = kind.memory(exchange_setup(config, params, moments, peers))
         if tensors and self.memory is not None:
             kind.restore(self.memory, tensors["exchange"], moments.read())
@@ -71,9 +70,9 @@ class Placement:
         self.acting[rank] = acting_memory(self.config, spec, model)
 
     def leave(self, rank: int) -> None:
-        """A learner is gone: who gossips does not wait for it."""
-        if self.circle is not None and self.memory is not None:
-            self.memory.arrays["here"][self.circle.first + rank] = 0
+        """A learner is gone: the others do not wait for it."""
+        if self.memory is not None:
+            exchange_kind(self.config).leave(self.memory, rank)
 
     def rows(self, rank: int) -> list[int]:
         """The board's rows of a learner's actors: actor i is learner i mod L's."""
@@ -109,7 +108,7 @@ class Placement:
             memory=self.memory,
             rendezvous=self.meeting / "allreduce" if self.meeting is not None else None,
             gradients=self.gradients,
-            circle=self.circle,
+            mixing=self.mixing,
             rejoin=rejoin,
             gpu=max(place.gpu, 0),
             core=place.cores[0] if shared else -1,
@@ -121,14 +120,10 @@ class Placement:
     def readers(self) -> list[Callable[[], dict[str, float]]]:
         """What the lines of metrics tell of the learners' agreement."""
         config, found = self.config, list[Callable[[], dict[str, float]]]()
-        if self.circle is not None and self.memory is not None:
-            whole = self.circle.seats == self.learners
-            found.append(Consensus(self.memory, self.circle.sequence, config.gossip.tau, whole).read)
+        if self.mixing is not None and self.memory is not None:
+            found.append(Consensus(self.memory, self.mixing, config.gossip.tau).read)
         if self.gradients is not None:
-            peers = np.ones((self.learners, self.learners))
-            if self.circle is not None:
-                own = slice(self.circle.first, self.circle.first + self.learners)
-                peers = np.sum(self.circle.sequence, 0)[own, own]
+            peers = np.ones((self.learners, self.learners)) if self.mixing is None else np.sum(self.mixing, 0)
             found.append(Cosines(self.gradients, peers).read)
         return found
 

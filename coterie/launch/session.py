@@ -22,7 +22,7 @@ from coterie.launch.coordinator import Coordinator
 from coterie.launch.local import run_children, run_here
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
-from coterie.remote.gossip_client import Link
+from coterie.remote.gossip_client import GossipClient, Net
 from coterie.replay.alloc import room_for
 from coterie.roles.learner import Learner
 from coterie.runs import checkpoint
@@ -100,7 +100,7 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
     here = kind.one_learner and not acting_kind(config).apart
     life = 0 if state is None else state["life"] + 1
     learner = Learner(config, life, Links(board=board)) if here else None
-    kind.circle(config, config.learners)  # a topology that cannot be read is refused before anything is written
+    kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
     link, lonely = _link(config, spec, saved is not None, quiet) if config.gossip.connect else (None, "")
     try:
         if learner is not None and saved is not None and state is not None:
@@ -130,15 +130,17 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
     return run_children(run, config, saved, link)
 
 
-def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tuple[Link | None, str]:
+def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tuple[GossipClient | None, str]:
     """The way to the run that this one gossips with. A resumed run can do without: then the reason."""
 
     def say(line: str) -> None:
         if not quiet:
             print(line, flush=True)
 
+    model = make_model(config, spec)
+    net = Net(net_of(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
     try:
-        link = Link(config, config.learners, resumed, say)
+        return GossipClient(config, config.learners, net, resumed=resumed, say=say), ""
     except ConfigError:
         raise
     except CoterieError as error:
@@ -146,13 +148,6 @@ def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tup
             raise
         say(line := f"{error}: this run goes on by itself")
         return None, line
-    try:
-        model = make_model(config, spec)
-        link.check(net_of(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
-    except BaseException:
-        link.close()
-        raise
-    return link, ""
 
 
 def _new_folder(config: Config) -> Path:

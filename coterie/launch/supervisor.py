@@ -19,8 +19,8 @@ from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
 from coterie.launch.restarts import RestartBudget
 from coterie.parallel.processes import Child, listen
-from coterie.remote.gossip_client import Link
-from coterie.remote.gossip_hub import Meeting
+from coterie.remote.gossip_client import GossipClient
+from coterie.remote.gossip_hub import GossipHub
 from coterie.roles.entry import actor_process, learner_process
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError
@@ -35,7 +35,7 @@ _STABLE_S = 120.0  # a life of an actor after which its earlier deaths no longer
 class Supervisor:
     """The learners and actors of a run as child processes, by their rows of the board."""
 
-    def __init__(self, run: Coordinator, config: ResolvedConfig, saved: Path | None, link: Link | None) -> None:
+    def __init__(self, run: Coordinator, config: ResolvedConfig, saved: Path | None, link: GossipClient | None) -> None:
         self.run, self.config, self.saved, self.link = run, config, saved, link
         self.kind = acting_kind(config)
         self.children: dict[int, Child] = {}
@@ -47,7 +47,7 @@ class Supervisor:
         self.restart_at: dict[int, float] = {}  # actors that are restarted then
         self.missed: tuple[float, str] | None = None  # when a learner could not reach another one, and its report
         self.waiting_since = time.monotonic()  # when all learners began to wait, after a signal
-        self.peers: Meeting | Link | None = self.link  # runs on other machines
+        self.peers: GossipHub | GossipClient | None = self.link  # runs on other machines
         self.joins = False  # whether the learners begin with such a run's weights
         self.chaos: Disturber | None = None
         run.on_end = self._dismiss_actors
@@ -59,7 +59,7 @@ class Supervisor:
         if self.saved is not None:
             everything, self.state = checkpoint.load(self.saved)
             tensors = checkpoint.learner(everything, self.state["present"][0])
-        group = Placement(self.config, self.run.spec, tensors, self.link.circle if self.link is not None else None)
+        group = Placement(self.config, self.run.spec, tensors)
         group.board.heartbeat[:] = time.monotonic()
         for rank in range(group.learners):
             counts = {} if self.state is None else self.state["learners"][rank]
@@ -71,12 +71,11 @@ class Supervisor:
         """Begin to gossip with runs on other machines."""
         group = self.group
         if self.config.gossip.bind:
-            assert group.circle is not None
             assert group.memory is not None
-            self.peers = Meeting(self.config, group.circle, group.memory, group.learners, group.net)
+            self.peers = GossipHub(self.config, group.memory, group.learners, group.net)
         elif self.link is not None:
             assert group.memory is not None
-            self.joins = self.link.attach(group.memory, self.saved is None, lambda: self.run.signal is not None)
+            self.joins = self.link.start(group.memory, self.saved is None, lambda: self.run.signal is not None)
             self.run.log(f"gossip with the run at {self.config.gossip.connect}")
 
     def work(self) -> None:
@@ -99,7 +98,7 @@ class Supervisor:
             if self.chaos is not None:
                 calm = bool(run.idle) or run.signal is not None
                 self.chaos.poll({self._name(row): child for row, child in self.children.items()}, calm)
-            for line in self.peers.tell() if self.peers is not None else ():
+            for line in self.peers.lines() if self.peers is not None else ():
                 run.log(line)
             if self.missed is not None and time.monotonic() - self.missed[0] > _GRACE_S:
                 self._restart_all(self.missed[1])

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.exchange.base import Circle, Guard
+from coterie.exchange.base import Peers
 from coterie.exchange.gossip import Gossip, gossip_memory
 from coterie.exchange.topology import matrices
 from coterie.models.heads import Moments, Normalizer
-from coterie.parallel.board import Board, BoardSteps
+from coterie.parallel.board import Board
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array
-from tests.exchange.harness import Sgd, flat, together
+from tests.exchange.harness import flat, make_setup, together
 
-SIZE = len(flat(4).data)  # weights that `machine` gives a learner, with padding
+SIZE = len(flat(4).data)  # weights of 4, with padding
 
 
 @dataclass
@@ -32,54 +32,47 @@ class Crowd:
     size: int  # weights of each, without padding
 
     @property
-    def here(self) -> Array:
-        return self.shared.arrays["here"]
+    def present(self) -> Array:
+        return self.shared.arrays["present"]
 
     def weights(self) -> Array:
         """`[n, size]`, float64."""
         return np.stack([x.params.data[: self.size].double().numpy() for x in self.learners])
 
     def round(self) -> None:
-        """Everybody tells, then everybody hears: one mix in lockstep."""
+        """All publish, then all receive: one mix in lockstep."""
         for x in self.learners:
-            assert x._tell(x.params)
+            assert x.publish(x.params)
         for x in self.learners:
-            assert x._hear(x.params)
+            assert x.receive(x.params)
 
 
 def one(
     shared: SharedArrays, board: Board, sequence: Sequence[Array], rank: int, start: Array, *, tau: int = 0,
-    mix_every: int = 1, timeout: float = 30.0, rule: object = None, skip: bool = False, rejoin: bool = False,
-    norms: Sequence[Normalizer] = (), first: int = 0,
+    mix_every: int = 1, rejoin: bool = False, **how,
 ) -> Gossip:  # fmt: skip
     params = flat(len(start))
     params.data[: len(start)] = torch.as_tensor(start, dtype=torch.float32)
-    return Gossip(
-        params, rule or Sgd(), Guard(0.0, skip), Moments(norms), shared, board, BoardSteps(board, rank), rank,
-        Circle(first, list(sequence)), tau=tau, mix_every=mix_every, timeout=timeout, rejoin=rejoin,
-    )  # fmt: skip
+    peers = Peers(rank, board, shared, mixing=list(sequence), rejoin=rejoin)
+    return Gossip(make_setup(params, peers=peers, gossip__tau=tau, gossip__mix_every=mix_every, **how))
 
 
 def crowd(start: Array, sequence: Sequence[Array], norms: Sequence[Sequence[Normalizer]] = (), **how) -> Crowd:
     n, size = start.shape
     board = Board(n)
     shared = gossip_memory(n, len(flat(size).data), Moments(norms[0]).size if norms else 0)
-    shared.arrays["here"][:] = 1
     learners = [
         one(shared, board, sequence, rank, start[rank], norms=norms[rank] if norms else (), **how) for rank in range(n)
     ]
     return Crowd(learners, shared, board, size)
 
 
-def machine(seats: int, own: list[int], start: Array, topology: str = "complete", **how) -> tuple[SharedArrays, list]:
-    """Memory and learners of one machine of several, which nobody waits for."""
-    memory, board = gossip_memory(seats, SIZE, 0), Board(len(own))
-    memory.arrays["here"][own] = 1
+def linked(learners: int, start: Array, **how) -> tuple[SharedArrays, list[Gossip]]:
+    """Memory and learners of a run that gossips with others."""
+    memory, board = gossip_memory(learners, SIZE, 0, linked=True), Board(learners)
     settings = {"tau": -1, "timeout": 0.0, **how}
-    return memory, [
-        one(memory, board, matrices(topology, seats), rank, start[seat], first=own[0], **settings)
-        for rank, seat in enumerate(own)
-    ]
+    sequence = matrices("ring", learners)
+    return memory, [one(memory, board, sequence, rank, start[rank], **settings) for rank in range(learners)]
 
 
 def weights(learners: Sequence[Gossip]) -> Array:

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coterie.exchange.base import Guard, Peers, Setup
+from coterie.models.heads import Moments, Normalizer
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import Child, listen
+from tests.conftest import make_config
 
 
 class Sgd:
@@ -69,12 +72,13 @@ def together(works: Sequence[Callable[[], object]], seconds: float = 30.0) -> No
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
 
 
-def until(true: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait for something that must come."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(1e-3)
+def make_setup(
+    params: FlatParams, rule: object = None, *, clip: float = 0.0, skip: bool = False, timeout: float = 20.0,
+    norms: Sequence[Normalizer] = (), peers: Peers | None = None, **changes: object,
+) -> Setup:  # fmt: skip
+    """What an exchange is made of; SGD by itself. `changes`: of the config, with __ for a dot."""
+    config = make_config(**{name.replace("__", "."): value for name, value in changes.items()})
+    return Setup(config, params, Moments(norms), peers or Peers(), timeout, rule or Sgd(), Guard(clip, skip))
 
 
 def start(target: Callable[..., None], *args: Any, name: str = "test") -> Child:

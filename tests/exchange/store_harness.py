@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coterie.exchange.base import Guard
-from coterie.exchange.shared_weights import Central
-from coterie.exchange.store import Store, Turns
-from coterie.models.heads import Moments, Normalizer
-from coterie.parallel.board import Board, BoardSteps
+from coterie.exchange.base import Peers
+from coterie.exchange.store import Store
+from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
+from tests.exchange.harness import make_setup
 
 BETAS = (0.8, 0.95)
 NOTHING = torch.zeros(0, dtype=torch.float64)
@@ -19,15 +18,11 @@ NOTHING = torch.zeros(0, dtype=torch.float64)
 
 def store(
     shared: SharedArrays, params: FlatParams, rule: object, chunks: int, *, local_steps: int = 1, rank: int = 0,
-    board: Board | None = None, turns: bool = False, clip: float = 0.0, skip: bool = False, timeout: float = 20.0,
-    norms: tuple[Normalizer, ...] = (),
+    board: Board | None = None, **how,
 ) -> Store:  # fmt: skip
-    board = board or Board(4)
-    central = Central(shared, Moments(norms), chunks, timeout)
-    return Store(
-        params, rule, Guard(clip, skip), central, BoardSteps(board, rank), local_steps, BETAS,
-        Turns(board, rank, timeout) if turns else None,
-    )  # fmt: skip
+    peers = Peers(rank, board or Board(4), shared)
+    changes = {"store__chunks": chunks, "store__local_steps": local_steps, "optim__beta1": BETAS[0]}
+    return Store(make_setup(params, rule, peers=peers, optim__beta2=BETAS[1], **changes, **how))
 
 
 def apply(exchange: Store, params: FlatParams, grad: Tensor, lr: float = 1e-2) -> float:

@@ -18,14 +18,14 @@ from coterie.build.factory import Links, normalizers
 from coterie.build.resources import resolve_config
 from coterie.config import Config
 from coterie.exchange.allreduce import AllReduce
-from coterie.exchange.base import Guard, NonFinite
+from coterie.exchange.base import NonFinite, Peers
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
 from coterie.parallel.processes import PeerLost, Post
 from coterie.roles.learner import Learner
 from coterie.types import Rollout
-from tests.exchange.harness import Sgd, expect, flat, gradients, hear, start
+from tests.exchange.harness import expect, flat, gradients, hear, make_setup, start
 
 ROLLOUTS = 8
 
@@ -116,15 +116,10 @@ def test_two_learners_of_four_envs_are_one_of_eight(tmp_path, changes):
 # --- the exchange alone ---
 
 
-def exchange(
-    rank: int, meeting: Path, *, skip: bool = True, clip: float = 0.0, timeout: float = 60.0,
-    norms: tuple[Normalizer, ...] = (), rule: object = None,
-) -> AllReduce:  # fmt: skip
+def exchange(rank: int, rendezvous: Path, *, skip: bool = True, **how) -> AllReduce:
     torch.set_num_threads(1)
-    params = flat(50, 20)
-    made = AllReduce(params, rule or Sgd(), Guard(clip, skip), Moments(norms), Board(2), rank, meeting, timeout)
-    made.params = params
-    return made
+    peers = Peers(rank, Board(2), rendezvous=rendezvous)
+    return AllReduce(make_setup(flat(50, 20), skip=skip, timeout=60.0, peers=peers, **how))
 
 
 def go(x: AllReduce, grad: torch.Tensor, lr: float = 1.0) -> float:

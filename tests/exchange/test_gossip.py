@@ -153,7 +153,7 @@ def test_mixes_at_every_so_many_steps_or_once_a_rollout(mix_every):
 
     together([partial(run, x) for x in c.learners])
     assert c.shared.arrays["mixed"].tolist() == [{0: 3, 1: 12, 3: 4}[mix_every]] * 2
-    assert [x.made for x in c.learners] == [12, 12]
+    assert [x.updates for x in c.learners] == [12, 12]
 
 
 def test_moments_are_mixed_with_the_same_weights():
@@ -231,7 +231,7 @@ def test_proposition_1_bounds_the_distance_to_the_mean(topology, rule, steps, tm
 def test_lengths_are_kept_for_the_last_mixes_only():
     c = crowd(np.eye(2), matrices("ring", 2))
     for x in c.learners:
-        for name in ("begun", "told", "mixed"):
+        for name in ("begun", "published", "mixed"):
             c.shared.arrays[name][x.rank] = RECENT - 1
     for value in (3.0, 4.0):
         for x in c.learners:

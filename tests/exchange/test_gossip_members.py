@@ -26,7 +26,7 @@ def test_a_learner_that_left_is_out_of_the_average(tau, tmp_path):
     path.write_text(json.dumps([[0.5, 0.25, 0.25], [0.4, 0.2, 0.4], [0.3, 0.3, 0.4]]))
     start = np.random.default_rng(8).standard_normal((3, 5))
     c = crowd(start, matrices(str(path), 3), tau=tau, timeout=5.0)
-    c.here[2] = 0  # died before it said anything
+    c.present[2] = 0  # died before it said anything
     two = c.learners[:2]
     together([partial(step, x) for x in two])
     if tau:  # in whatever order they came
@@ -46,11 +46,11 @@ def test_what_a_learner_said_before_it_left_is_heard_and_then_no_more():
     c = crowd(np.eye(3), matrices("complete", 3))
     x, y, left = c.learners
     for each in c.learners:
-        assert each._tell(each.params)
+        assert each.publish(each.params)
     left.__exit__(None, None, None)
-    assert c.here.tolist() == [1, 1, 0]
+    assert c.present.tolist() == [1, 1, 0]
     for each in (x, y):
-        assert each._hear(each.params)
+        assert each.receive(each.params)
     np.testing.assert_allclose(c.weights()[:2], np.full((2, 3), 1 / 3), atol=1e-6)
     x.params.data[:3] = torch.tensor([1.0, 0, 0])
     together([partial(step, x), partial(step, y)])
@@ -64,13 +64,13 @@ def test_who_speaks_and_leaves_while_it_is_looked_at_is_heard():
 
     class Here:
         def __getitem__(self, j: int) -> int:
-            if c.here[j]:
-                assert leaver._tell(leaver.params)
+            if c.present[j]:
+                assert leaver.publish(leaver.params)
                 leaver.__exit__(None, None, None)
-            return int(c.here[j])
+            return int(c.present[j])
 
-    x.here = Here()
-    assert x._hear(x.params)
+    x.present = Here()
+    assert x.receive(x.params)
     assert x.params.data[:2].tolist() == [0.5, 0.5]
 
 
@@ -96,8 +96,8 @@ def test_unequal_numbers_of_steps_end(tau, topology):
                 step(x)
 
     together([partial(run, i) for i in range(n)])
-    assert [x.made for x in c.learners] == counts
-    assert c.here.tolist() == [0] * n
+    assert [x.updates for x in c.learners] == counts
+    assert c.present.tolist() == [0] * n
     np.testing.assert_allclose(c.weights().sum(1), 1, atol=1e-5)
     if tau == 0:
         assert c.shared.arrays["mixed"].tolist() == counts
@@ -114,26 +114,26 @@ def test_who_comes_back_takes_a_peers_weights_trains_and_then_mixes(topology):
         norm.update(torch.full((4 + i, 2), float(i)))
     c = crowd(rng.standard_normal((3, 5)), matrices(topology, 3), norms)
     lockstep(c.learners, 4)
-    c.here[2] = 0
+    c.present[2] = 0
     lockstep(c.learners[:2], 6)
-    assert c.shared.arrays["told"].tolist() == [10, 10, 4]
+    assert c.shared.arrays["published"].tolist() == [10, 10, 4]
     c.shared.arrays["message"][2] = 1e6  # what it said long ago counts no more
     fresh = Normalizer((2,))
     back = one(c.shared, c.board, c.learners[0].sequence, 2, np.full(5, 100.0), norms=[fresh], rejoin=True)
-    assert c.here[2] == 0  # not before it is entered
+    assert c.present[2] == 0  # not before it is entered
     back.__enter__()
-    assert c.here[2] == 1
+    assert c.present[2] == 1
     messages, sums = c.shared.arrays["message"], c.shared.arrays["moments"]
     mine = Moments([fresh]).read().numpy()
     assert any(
         np.array_equal(back.params.data.numpy(), messages[j]) and np.allclose(mine, sums[j], rtol=1e-9) for j in (0, 1)
     )
-    for name in ("begun", "told", "mixed", "joined"):  # it has published nothing, at a number nobody has reached
+    for name in ("begun", "published", "mixed", "joined"):  # it has published nothing, at a number nobody has reached
         assert c.shared.arrays[name][2] == 13
     lockstep(c.learners[:2], 3)  # numbers 10 to 12: the others neither wait for it nor hear it
     x = c.weights()[:2]
     assert abs(x).max() < 10
-    assert c.shared.arrays["told"].tolist() == [13, 13, 13]
+    assert c.shared.arrays["published"].tolist() == [13, 13, 13]
     back.params.grad[:5] = -7.0  # it trains: weights that nobody else has
     expected = c.weights()
     expected[2] = back.params.data[:5].double().numpy() + 7.0
@@ -142,7 +142,7 @@ def test_who_comes_back_takes_a_peers_weights_trains_and_then_mixes(topology):
     p = c.learners[0].sequence[13 % len(c.learners[0].sequence)]
     after = np.stack([x.params.data[:5].double().numpy() for x in everybody])
     np.testing.assert_allclose(after, p @ expected, atol=1e-5)
-    assert c.shared.arrays["told"].tolist() == c.shared.arrays["mixed"].tolist() == [14, 14, 14]
+    assert c.shared.arrays["published"].tolist() == c.shared.arrays["mixed"].tolist() == [14, 14, 14]
     assert c.shared.arrays["moved"][2, 13] == pytest.approx(5 * 7.0**2, rel=1e-5)  # from the peer's weights
     lockstep(everybody, 40)
     after = np.stack([x.params.data[:5].double().numpy() for x in everybody])
@@ -166,7 +166,7 @@ def test_coming_back_while_nobody_is_in_step(tau):
         for _ in range(20):
             step(c.learners[1])
             time.sleep(1e-4)
-        c.here[1] = 0  # as the supervisor does for one that was killed
+        c.present[1] = 0  # as the supervisor does for one that was killed
         time.sleep(0.01)
         again.append(one(c.shared, c.board, c.learners[0].sequence, 1, np.zeros(n), tau=tau, rejoin=True))
         run(again[0])
@@ -182,9 +182,9 @@ def test_the_newest_complete_message_is_taken(monkeypatch):
     c = crowd(np.diag([1.0, 2, 3, 4]), matrices("ring", 4), tau=-1)
     arrays = c.shared.arrays
     for j, told in enumerate([5, 9, 7, 0]):
-        arrays["told"][j] = arrays["begun"][j] = told
+        arrays["published"][j] = arrays["begun"][j] = told
         arrays["message"][j, :4] = 10 * (j + 1)
-    c.here[3] = 0
+    c.present[3] = 0
     arrays["begun"][1] += 1  # the newest is half written, and its writer died without anybody knowing
     monkeypatch.setattr("coterie.exchange.gossip.time.sleep", lambda seconds: None)
     back = one(c.shared, c.board, matrices("ring", 4), 3, np.zeros(4), tau=-1, rejoin=True)
@@ -195,7 +195,7 @@ def test_the_newest_complete_message_is_taken(monkeypatch):
 
 def test_coming_back_to_nobody_keeps_the_weights():
     c = crowd(np.eye(2), matrices("ring", 2), timeout=0.0)
-    c.here[:] = 0
+    c.present[:] = 0
     back = one(c.shared, c.board, matrices("ring", 2), 0, np.array([5.0, 6.0]), timeout=0.0, rejoin=True)
     back.__enter__()
     step(back)

@@ -15,7 +15,8 @@ from coterie.exchange.topology import matrices
 from coterie.ops.optim import RMSProp
 from coterie.types import CoterieError
 from tests.exchange.gossip_harness import crowd, step
-from tests.exchange.harness import gradients, together, until
+from tests.exchange.harness import gradients, together
+from tests.support.waiting import wait_until
 
 # --- who waits for whom ---
 
@@ -31,7 +32,7 @@ def test_without_a_bound_nobody_ever_waits(topology):
         expected.sub_(g, alpha=0.01)
         assert torch.equal(lone.params.data, expected)
     assert lone.skipped_messages == 49  # the first was told; nobody has read it
-    assert c.shared.arrays["told"].tolist() == [0, 1, 0, 0]
+    assert c.shared.arrays["published"].tolist() == [0, 1, 0, 0]
     assert c.shared.arrays["mixed"].tolist() == [0, 0, 0, 0]
 
 
@@ -50,7 +51,7 @@ def test_a_message_is_read_once_and_is_the_last_one_written():
     fast.params.data[0] = 9.0
     step(fast)  # now there is room again
     assert float(c.shared.arrays["message"][0, 0]) == 9.0
-    assert c.shared.arrays["told"][0] == 2
+    assert c.shared.arrays["published"][0] == 2
 
 
 def test_tau_two_goes_on_twice_and_blocks_at_the_third_due_mix():
@@ -59,7 +60,7 @@ def test_tau_two_goes_on_twice_and_blocks_at_the_third_due_mix():
     step(c.learners[0])
     with pytest.raises(CoterieError, match=r"^gossip: no message from an in-peer for 0\.05 s: it hangs$"):
         step(c.learners[0])
-    assert c.learners[0].made == 3
+    assert c.learners[0].updates == 3
 
 
 @pytest.mark.parametrize("tau", [1, 2, 5])
@@ -74,11 +75,11 @@ def test_a_learner_that_waits_goes_on_when_its_peer_tells(tau):
             done.append(k)
 
     def tell_late() -> None:
-        until(lambda: fast.made == tau + 1)
+        wait_until(lambda: fast.updates == tau + 1)
         time.sleep(0.03)
         assert len(done) == tau  # it is in the mix that it may not miss
         step(slow)
-        until(lambda: len(done) == 2 * tau + 1)  # and may miss as many again
+        wait_until(lambda: len(done) == 2 * tau + 1)  # and may miss as many again
 
     together([run, tell_late])
     np.testing.assert_allclose(slow.params.data[:2], [0.5, 0.5])
@@ -103,7 +104,7 @@ def test_who_waits_stops_waiting_when_the_run_stops(tau):
             step(c.learners[0])
 
     def stop() -> None:
-        until(lambda: c.learners[0].made == tau + 1)
+        wait_until(lambda: c.learners[0].updates == tau + 1)
         c.board.stop()
 
     together([run, stop])
@@ -120,15 +121,15 @@ def test_weights_that_are_not_finite_are_never_told(tau, bad):
     if tau:
         together([partial(step, x) for x in c.learners])
     sick, well = c.learners
-    told, message = c.shared.arrays["told"].copy(), c.shared.arrays["message"].copy()
+    told, message = c.shared.arrays["published"].copy(), c.shared.arrays["message"].copy()
     while c.shared.arrays["mixed"][1] < told[0]:  # so that there is room for a message
         step(well)
-        told[1] = c.shared.arrays["told"][1]
+        told[1] = c.shared.arrays["published"][1]
         message[1] = c.shared.arrays["message"][1]
     sick.params.data[1] = bad
     with pytest.raises(NonFinite, match=r"^the weights of w0 are not finite$"):
         step(sick)
-    assert c.shared.arrays["told"].tolist() == told.tolist()
+    assert c.shared.arrays["published"].tolist() == told.tolist()
     assert np.array_equal(c.shared.arrays["message"], message)
     assert c.shared.arrays["begun"].tolist() == told.tolist()
     assert np.isfinite(c.weights()[1]).all()
@@ -156,4 +157,4 @@ def test_a_gradient_that_is_not_finite_stops_where_asked_and_tells_nothing():
     with pytest.raises(NonFinite, match="the gradient of w0 is not finite"):
         x.step(x.params, 0.1)
     assert x.params.data[:2].tolist() == [1, 0]
-    assert c.shared.arrays["told"].tolist() == [0, 0]
+    assert c.shared.arrays["published"].tolist() == [0, 0]

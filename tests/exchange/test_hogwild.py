@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coterie.exchange.base import Guard, NonFinite
+from coterie.exchange.base import NonFinite, Peers
 from coterie.exchange.hogwild import Hogwild
-from coterie.exchange.shared_weights import Central, central_memory, fill
+from coterie.exchange.shared_weights import central_memory, restore
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import Adam, RMSProp, flat_norm_clip
-from coterie.parallel.board import Board, BoardSteps
+from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import Post
 from coterie.parallel.shm import SharedArrays
-from tests.exchange.harness import Sgd, flat, gradients, hear, start
+from tests.exchange.harness import Sgd, flat, gradients, hear, make_setup, start
 
 NOTHING = torch.zeros(0, dtype=torch.float64)
 
@@ -27,8 +27,10 @@ def worker(
     shared: SharedArrays, params: FlatParams, rule: object, *, rank: int = 0, own: bool = False, clip: float = 0.0,
     skip: bool = False, norms: tuple[Normalizer, ...] = (),
 ) -> Hogwild:  # fmt: skip
-    central = Central(shared, Moments(norms), 1, 10.0)
-    return Hogwild(params, rule, Guard(clip, skip), central, BoardSteps(Board(4), rank), own)
+    peers, statistics = Peers(rank, Board(4), shared), "own" if own else "shared"
+    return Hogwild(
+        make_setup(params, rule, clip=clip, skip=skip, norms=norms, peers=peers, hogwild__statistics=statistics)
+    )
 
 
 def apply(exchange: Hogwild, params: FlatParams, grad: Tensor, lr: float = 1e-2) -> float:
@@ -218,7 +220,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(own):
     again = flat(40, seed=3)
     again.data.copy_(weights)
     second = central_memory(again.data, rule, 1, NOTHING)
-    fill(second, saved, NOTHING)
+    restore(second, saved, NOTHING)
     resumed = worker(second, again, rule, own=own)
     resumed.load_state_dict(saved)
     for grad in grads[4:]:

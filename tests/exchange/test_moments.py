@@ -9,7 +9,7 @@ import torch
 
 from coterie.build.factory import Links, exchange_setup, make_model, normalizers
 from coterie.build.resources import resolve_config
-from coterie.exchange.shared_weights import Central, central_memory, fill
+from coterie.exchange.shared_weights import SharedWeights, central_memory, restore
 from coterie.exchange.table import exchange_kind
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
@@ -120,7 +120,7 @@ def test_learners_share_rows_through_the_centre():
     """Whatever the order in which they tell, everybody ends with the rows of all, each counted once."""
     sets = [normalizer_set() for _ in range(3)]
     shared = central_memory(torch.zeros(16), RMSProp(0.9, 1e-5), 1, Moments(sets[0]).read())
-    views = [Central(shared, Moments(s), 1, 5.0) for s in sets]
+    views = [SharedWeights(shared, Moments(s), 1, 5.0) for s in sets]
     everything = normalizer_set()
     for seed, who in enumerate([0, 1, 1, 2, 0, 2, 2, 1, 0]):
         feed(sets[who], 4 + seed, seed)
@@ -150,7 +150,7 @@ def test_a_resumed_run_counts_the_rows_of_before_once(exchange):
     before = moments.read()
     assert before[0] == learner.progress.env_steps > 0
     memory = exchange_kind(config).memory(exchange_setup(config, params, moments, Links(board=Board(2))))
-    fill(memory, tensors["exchange"], before)
+    restore(memory, tensors["exchange"], before)
     board = Board(2)
     both = replace(resolve_config(config), learners=2)
     again = [Learner(both, 1, Links(rank, board, memory)) for rank in range(2)]

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from coterie.config import Optim
-from coterie.exchange.base import Guard, NonFinite
+from coterie.exchange.base import NonFinite
 from coterie.exchange.solo import Solo
 from coterie.ops.optim import make_rule
 from coterie.parallel.params import FlatParams
+from tests.exchange.harness import make_setup
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_names_its_tensor_and_changes_nothing(small_model, bad):
     params = FlatParams(small_model)
-    exchange = Solo(params, make_rule(Optim()), Guard(0.5, skip=False))
+    exchange = Solo(make_setup(params, make_rule(Optim()), clip=0.5))
     params.grad.fill_(0.1)
     exchange.step(params, 1e-3)
     weights, state = params.data.clone(), {k: v.clone() for k, v in exchange.state_dict().items()}
@@ -29,7 +30,7 @@ def test_a_gradient_that_is_not_finite_names_its_tensor_and_changes_nothing(smal
 
 def test_skipping_counts_and_goes_on(small_model):
     params = FlatParams(small_model)
-    exchange = Solo(params, make_rule(Optim()), Guard(0.5, skip=True))
+    exchange = Solo(make_setup(params, make_rule(Optim()), clip=0.5, skip=True))
     weights = params.data.clone()
     params.grad[3] = float("nan")
     exchange.step(params, 1e-3)
@@ -45,7 +46,7 @@ def test_step_equals_torchs_clip_and_rmsprop(small_model):
     params = FlatParams(small_model)
     reference = [p.detach().clone().requires_grad_() for p in small_model.parameters()]
     optimizer = torch.optim.RMSprop(reference, lr=1e-2, alpha=0.99, eps=1e-5)
-    exchange = Solo(params, make_rule(Optim(rule="rmsprop", alpha=0.99, eps=1e-5)), Guard(0.5, False))
+    exchange = Solo(make_setup(params, make_rule(Optim(rule="rmsprop", alpha=0.99, eps=1e-5)), clip=0.5))
     rng = torch.Generator().manual_seed(0)
     for _ in range(5):
         for p, r in zip(small_model.parameters(), reference, strict=True):

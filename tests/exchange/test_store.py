@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coterie.exchange.base import NonFinite
-from coterie.exchange.shared_weights import central_memory, fill, split
+from coterie.exchange.shared_weights import central_memory, restore, split
 from coterie.ops.optim import Adam, RMSProp, flat_norm_clip
 from tests.exchange.harness import flat, gradients
 from tests.exchange.store_harness import BETAS, NOTHING, apply, store
@@ -261,7 +261,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(chunks, local_steps):
     again = flat(100, 33, seed=5)
     again.data.copy_(weights)
     shared = central_memory(again.data, rule, chunks, NOTHING)
-    fill(shared, saved, NOTHING)
+    restore(shared, saved, NOTHING)
     with store(shared, again, rule, chunks, local_steps=local_steps) as exchange:
         exchange.load_state_dict(saved)
         for grad in grads[6:]:

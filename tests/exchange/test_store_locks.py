@@ -1,8 +1,7 @@
-"""The central store among processes and threads: nothing is lost, chunks are locked, turns are kept."""
+"""The central store among processes and threads: nothing is lost, chunks are locked and read whole."""
 
 from __future__ import annotations
 
-import random
 import time
 from functools import partial
 
@@ -10,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.exchange.shared_weights import Shift, central_memory
-from coterie.models.heads import Moments, Normalizer
-from coterie.ops.optim import RMSProp
+from coterie.exchange.shared_weights import CoreTurns, central_memory
+from coterie.ops.optim import Adam
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
 from coterie.parallel.processes import Child, Post
 from coterie.parallel.shm import SharedArrays
 from coterie.types import CoterieError
-from tests.exchange.harness import Sgd, expect, flat, hear, start, together, until
-from tests.exchange.store_harness import NOTHING, apply, store
+from tests.exchange.harness import Sgd, expect, flat, hear, start, together
+from tests.exchange.store_harness import BETAS, NOTHING, store
+from tests.support.waiting import wait_until
 
 # --- processes that write at once ---
 
@@ -87,7 +86,7 @@ def test_free_chunks_come_first_and_the_killed_holders_chunk_last():
             params.grad.fill_(1.0)
 
             def watch() -> None:
-                until(lambda: bool((exchange.central.data[rest] == begin[rest] - 1).all()))
+                wait_until(lambda: bool((exchange.central.data[rest] == begin[rest] - 1).all()))
                 assert torch.equal(exchange.central.data[first], begin[first])
                 child.kill()
 
@@ -118,120 +117,80 @@ def test_a_learner_that_raises_under_a_lock_frees_it():
     shared.close()
 
 
-# --- turns ---
+# --- whole chunks ---
 
 
-class Noted(Sgd):
-    """Writes down who applied it."""
+def write_slowly(post: Post, shared: SharedArrays, name: str) -> None:
+    """Fill an array of chunk 0 with ones under its lock, and stop half-way."""
+    array = shared.arrays[name]
+    with Locks(shared.fd, 5.0).held(0):
+        array[:16] = 1.0
+        post("half", None)
+        time.sleep(0.3)
+        array[16:] = 1.0
 
-    def __init__(self, rank: int, log: list[int]) -> None:
-        self.rank, self.log = rank, log
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: float) -> None:
-        self.log.append(self.rank)
-        super().update(param, grad, state, lr)
-
-
-def test_fixed_turns_keep_their_order_whoever_comes_first():
-    """Who leaves is passed over; normalizers take a turn of their own."""
-    board, log, n, steps = Board(3), [], 3, [6, 3, 6]
-    board.active[:] = 1
-    norms = [Normalizer((2,)) for _ in range(n)]
-    all_params = [flat(20) for _ in range(n)]
-    shared = central_memory(all_params[0].data, Sgd(), 1, Moments([norms[0]]).read())
-    exchanges = [
-        store(shared, p, Noted(r, log), 1, rank=r, board=board, turns=True, norms=(norms[r],))
-        for r, p in enumerate(all_params)
-    ]
-    jitter = random.Random(0)
-
-    def run(r: int) -> None:
-        with exchanges[r] as exchange:
-            for k in range(steps[r]):
-                time.sleep(jitter.random() * 2e-3)
-                exchange.pull(all_params[r])
-                apply(exchange, all_params[r], torch.full_like(all_params[r].data, float(r + 1)), 1.0)
-                norms[r].update(torch.full((1, 2), float(k)))
-                exchange.after_rollout(all_params[r])
-
-    together([partial(run, r) for r in reversed(range(n))])
-    assert log == [0, 1, 2] * 3 + [0, 2] * 3
-    assert board.turns.tolist() == [12, 6, 12]
-    assert board.active.tolist() == [0, 0, 0]
-    assert exchanges[2].central.moments.read()[0] == sum(steps)
+def test_a_pull_never_returns_half_of_an_update():
+    params = flat(32)
+    params.data.zero_()
+    shared = central_memory(params.data, Sgd(), 1, NOTHING)
+    with store(shared, params, Sgd(), 1) as exchange:
+        child = start(write_slowly, shared, "data")
+        expect(child, {"half"})
+        exchange.pull(params)
+        assert params.data.tolist() == [1.0] * 32
+    child.kill()
     shared.close()
 
 
-def test_with_fixed_turns_a_run_comes_out_the_same_twice():
-    """Weights between two turns are this learner's own: what others do meanwhile is not seen before the next turn."""
-
-    def once(seed: int) -> tuple[Tensor, list[list[float]]]:
-        board = Board(2)
-        board.active[:] = 1
-        both, seen = [flat(30), flat(30)], [[], []]
-        rule = RMSProp(0.9, 1e-3)
-        shared = central_memory(both[0].data, rule, 3, NOTHING)
-        exchanges = [
-            store(shared, p, RMSProp(0.9, 1e-3), 3, rank=r, board=board, turns=True) for r, p in enumerate(both)
-        ]
-        jitter = random.Random(seed)
-
-        def run(r: int) -> None:
-            for _ in range(8):
-                time.sleep(jitter.random() * 2e-3)
-                exchanges[r].pull(both[r])
-                seen[r].append(float(both[r].data.sum()))
-                time.sleep(jitter.random() * 2e-3)
-                exchanges[r].pull(both[r])
-                apply(exchanges[r], both[r], both[r].data * (r + 1))  # depends on what it saw
-
-        together([partial(run, r) for r in range(2)])
-        return exchanges[0].central.data.clone(), seen
-
-    (first, seen), (second, again) = once(1), once(2)
-    assert torch.equal(first, second)
-    assert seen == again
+def test_local_adam_steps_never_start_from_half_of_another_learners_moments():
+    params, rule = flat(32), Adam(*BETAS, 1e-5)
+    shared = central_memory(params.data, rule, 1, NOTHING)
+    child = start(write_slowly, shared, "state/mean")
+    expect(child, {"half"})
+    with store(shared, params, rule, 1, local_steps=2) as exchange:
+        for state in (exchange.local[0], exchange.before[0]):
+            assert state["mean"].tolist() == [1.0] * 32
+    child.kill()
+    shared.close()
 
 
-def test_who_gets_no_turn_says_so():
-    board = Board(2)
-    board.active[:] = 1
-    params = flat(20)
-    shared = central_memory(params.data, Sgd(), 1, NOTHING)
-    exchange = store(shared, params, Sgd(), 1, rank=1, board=board, turns=True, timeout=0.02)
-    begin = exchange.central.data.clone()
-    params.grad.fill_(1.0)
-    with pytest.raises(CoterieError, match=r"^store: no turn for 0\.02 s: another learner hangs$"):
-        exchange.step(params, 1.0)
-    assert torch.equal(exchange.central.data, begin)
+def test_a_checkpoint_never_has_half_of_an_update():
+    params, rule = flat(32), Adam(*BETAS, 1e-5)
+    shared = central_memory(params.data, rule, 1, NOTHING)
+    with store(shared, params, rule, 1) as exchange:
+        child = start(write_slowly, shared, "state/mean")
+        expect(child, {"half"})
+        assert exchange.state_dict()["mean"].tolist() == [1.0] * 32
+    child.kill()
     shared.close()
 
 
 # --- learners that share a core ---
 
 
-def take_shifts(post: Post, shared: SharedArrays, board: Board, rank: int, rollouts: int) -> None:
+def take_turns(post: Post, shared: SharedArrays, board: Board, rank: int, rollouts: int) -> None:
     """`data[0]`: how many are inside; `data[1]`: the most that ever were; `data[2:]`: who was inside, one by one."""
-    data, shift = shared.arrays["data"], Shift(Locks(shared.fd, 5.0), 7, board, rank)
+    data, turn = shared.arrays["data"], CoreTurns(Locks(shared.fd, 5.0), 7, board, rank)
     board.active[rank] = 1
-    until(lambda: board.active.all())  # who starts late has not been left out
+    wait_until(lambda: board.active.all())  # who starts late has not been left out
     for _ in range(rollouts):
-        shift.begin()
-        shift.begin()  # polled in the middle of a rollout: it goes on
+        turn.begin()
+        turn.begin()  # polled in the middle of a rollout: it goes on
         data[0] += 1
         data[1] = max(data[1], data[0])
         data[2 + int(data[2:].astype(bool).sum())] = 1 + rank
         time.sleep(1e-3)
         data[0] -= 1
-        shift.end()
-        shift.end()
+        turn.end()
+        turn.end()
 
 
 def test_learners_on_one_core_work_one_at_a_time_and_none_is_left_out():
     learners, rollouts = 4, 40
     shared = central_memory(torch.zeros(2 + learners * rollouts), Sgd(), 1, NOTHING)
     board = Board(learners)
-    said = hear([start(take_shifts, shared, board, rank, rollouts) for rank in range(learners)])
+    said = hear([start(take_turns, shared, board, rank, rollouts) for rank in range(learners)])
     assert [s[-1] for s in said] == [("end", "ended with exit code 0")] * learners, said
     data = shared.arrays["data"]
     assert (data[0], data[1]) == (0, 1)
@@ -242,29 +201,29 @@ def test_learners_on_one_core_work_one_at_a_time_and_none_is_left_out():
     shared.close()
 
 
-def begin_shift(post: Post, shared: SharedArrays, board: Board) -> None:
-    Shift(Locks(shared.fd, 5.0), 7, board, 0).begin()
+def begin_turn(post: Post, shared: SharedArrays, board: Board) -> None:
+    CoreTurns(Locks(shared.fd, 5.0), 7, board, 0).begin()
     post("inside", None)
     time.sleep(600)
 
 
-def test_a_shift_ends_with_its_learner_and_who_waits_says_so():
+def test_a_turn_ends_with_its_learner_and_the_holder_is_the_one_reported():
     shared, board = central_memory(torch.zeros(64), Sgd(), 1, NOTHING), Board(2)
-    child = start(begin_shift, shared, board)
+    child = start(begin_turn, shared, board)
     assert expect(child, {"inside"})[0] == "inside"
     board.heartbeat[:] = 0
-    shift = Shift(Locks(shared.fd, 5.0), 7, board, 1)
+    turn = CoreTurns(Locks(shared.fd, 5.0), 7, board, 1)
     done: list[bool] = []
-    together([partial(_wait_for_shift, shift, done), partial(_look_and_kill, board, child)])
+    together([partial(_wait_for_turn, turn, done), partial(_look_and_kill, board, child)])
     assert done == [True]
     shared.close()
 
 
-def _wait_for_shift(shift: Shift, done: list[bool]) -> None:
-    shift.begin()
+def _wait_for_turn(turn: CoreTurns, done: list[bool]) -> None:
+    turn.begin()
     done.append(True)
 
 
 def _look_and_kill(board: Board, child: Child) -> None:
-    until(lambda: board.stale([0, 1], 1.0) == [0])  # the holder is named, not who waits for it
+    wait_until(lambda: board.stale([0, 1], 1.0) == [0])  # the holder is named, not who waits for it
     child.kill()

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.exchange.base import Guard
 from coterie.exchange.gossip import RECENT
 from coterie.exchange.solo import Solo
 from coterie.exchange.topology import contraction, matrices
 from coterie.instruments.consensus import Consensus, Cosines, GradientSamples, cosine_memory
 from tests.exchange.gossip_harness import Crowd, crowd, distance, step
-from tests.exchange.harness import Sgd, flat, together
+from tests.exchange.harness import flat, make_setup, together
 
 # --- distance to consensus ---
 
@@ -70,7 +69,7 @@ def test_no_bound_where_lengths_were_overwritten_before_they_were_read():
     sequence = matrices("ring", 2)
     c = crowd(np.zeros((2, 1)), sequence, tau=0)
     reader = Consensus(c.shared, sequence, 0)
-    for name in ("begun", "told", "mixed"):
+    for name in ("begun", "published", "mixed"):
         c.shared.arrays[name][:] = RECENT + 10
     train(c, 3, 0)
     assert set(reader.read()) == {"consensus/distance"}
@@ -129,7 +128,7 @@ def test_cosines_of_pairs_of_peers_and_of_others():
 
 def test_a_gradient_is_left_as_it_was_before_the_exchange_every_so_many_steps():
     params, shared = flat(4), cosine_memory(2, 16)
-    inner = Solo(params, Sgd(), Guard(0.5, False))
+    inner = Solo(make_setup(params, clip=0.5))
     observer = GradientSamples(params, shared, 1, every=10)
     taken = []
     for k in range(6):

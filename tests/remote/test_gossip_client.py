@@ -1,54 +1,55 @@
-"""Runs that meet to gossip: who is let in, who leaves, who comes back, and what of it the others notice."""
+"""Runs that gossip with each other: admission, loss and return of a connection, refusals."""
 
 from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
-from typing import Any
 
+import numpy as np
 import pytest
+from grpc import StatusCode
 
-import coterie.remote.gossip_client
-from coterie.remote.gossip_client import Link
-from coterie.remote.gossip_hub import HEARS
-from coterie.remote.gossip_mirror import news_layout
-from coterie.types import CoterieError
-from coterie.wire.client import RunEnded
-from coterie.wire.codec import Layout
-from tests.exchange.gossip_harness import SIZE
-from tests.remote.link_house import METHOD, SEATS, Guest, agree, hello, news, until
+from coterie.remote.gossip_client import GossipClient
+from coterie.remote.gossip_hub import GossipHub
+from coterie.remote.gossip_relay import message_layout
+from coterie.types import ConfigError, CoterieError
+from coterie.wire.client import ConnectionLost, RunEnded
+from coterie.wire.codec import Layout, Tensor
+from tests.conftest import make_config
+from tests.exchange.gossip_harness import SIZE, linked
+from tests.remote.gossip_runs import DIGEST, METHOD, ClientRun, agree, frame, hello, train_until
+from tests.support.net import free_port
 from tests.support.proxy import Proxy
+from tests.support.waiting import wait_until
 from tests.support.wire import Raw, channel_to, data_frame
 
 
 def test_runs_come_and_go(address, hubs, guests):
     hub = hubs(address)
-    until(lambda: hub.learner.mixed[0] > 5, "the first trains alone", hub.learner)
     hub.learner.params.data[:4] = hub.learner.params.data.new_tensor([3.0, 1, 4, 1])
-    until(lambda: hub.memory.arrays["message"][0, 0] == 3, "it says so", hub.learner)
+    train_until(lambda: hub.learner.mixed[0] > 5, "the hub trains alone", hub.learner)
     one = guests(address)
     assert one.joins
-    assert one.learner.params.data[:4].tolist() == [3, 1, 4, 1]  # it begins with the other's weights
+    assert one.learner.params.data[:4].tolist() == [3, 1, 4, 1]  # it starts with the hub's weights
     agree(hub.learner, one.learner)
     other = guests(address)
     agree(hub.learner, one.learner, other.learner)
-    assert (one.link.seat, other.link.seat, hub.here) == (1, 2, [1, 1, 1])
-    assert hub.meeting.gauges(1)["gossip/peers"] == 2
-    assert one.link.gauges(1)["gossip/peers"] == 2
+    assert hub.present == [0, 1, 2]
+    assert hub.hub.gauges(1)["gossip/peers"] == one.client.gauges(1)["gossip/peers"] == 2
     one.learner.__exit__(None, None, None)
-    one.link.close()
-    until(lambda: hub.here == [1, 0, 1], "it has left")
-    until(lambda: other.memory.arrays["here"].tolist() == [1, 0, 1], "the others are told")
+    one.client.close()
+    train_until(lambda: hub.present == [0, 2], "one has left")
+    train_until(lambda: other.client.gauges(1)["gossip/peers"] == 1, "the other has one peer less")
     agree(hub.learner, other.learner)
     third = guests(address)
-    assert third.link.seat == 1
     agree(hub.learner, other.learner, third.learner)
-    assert hub.meeting.gauges(10)["gossip/bytes_in_per_step"] > 4 * SIZE
-    assert third.link.gauges(10)["gossip/bytes_out_per_step"] > 0.4 * SIZE
+    assert hub.present == [0, 1, 2]
+    assert hub.hub.gauges(10)["gossip/bytes_in_per_step"] > 4 * SIZE
+    assert third.client.gauges(10)["gossip/bytes_out_per_step"] > 0.4 * SIZE
+    assert third.learner.gauges()["gossip/remote_messages"] > 0
 
 
-def test_before_anybody_has_said_anything_everybody_keeps_its_weights(address, hubs, guests):
+def test_a_client_keeps_its_weights_where_none_were_published(address, hubs, guests):
     hub = hubs(address)
     one = guests(address)
     assert not one.joins
@@ -56,160 +57,180 @@ def test_before_anybody_has_said_anything_everybody_keeps_its_weights(address, h
     agree(hub.learner, one.learner)
 
 
-def test_there_is_room_for_so_many(address, hubs, guests):
-    hubs(address)
-    guests(address)
-    with pytest.raises(CoterieError, match=r"no room for 2 more learners: gossip\.seats 3"):
-        guests(address, learners=2)
-    guests(address)
+def test_two_learners_of_one_run_gossip_with_the_hub_before_and_after_it_restarts(address, hubs, guests):
+    hub, two = hubs(address), guests(address, learners=2)
+    two.learner.tau = two.learners[1].tau = -1
+    for _ in range(2):
+        agree(hub.learner, *two.learners)
+        assert hub.present == [0, 1, 2]
+        hub.close(over=False)
+        train_until(lambda: "is away" in two.said(), "the hub is missed", *two.learners)
+        assert two.client.gauges(1)["gossip/peers"] == 0
+        two.log.clear()
+        hub = hubs(address)
+        train_until(lambda: f"back at {address}" in two.said(), "the hub is found", hub.learner, *two.learners)
+    agree(hub.learner, *two.learners)
 
 
 def test_the_end_of_the_run_that_listens_is_not_the_others(address, hubs, guests):
     hub, one = hubs(address), guests(address)
     agree(hub.learner, one.learner)
-    hub.meeting.close(True)
-    until(lambda: "is over (the run has ended): this one goes on without it" in one.said(), "it is told")
-    before = int(one.learner.mixed[one.learner.seat])
-    until(lambda: one.learner.mixed[one.learner.seat] > before + 20, "it goes on", one.learner)
-    assert one.link.gauges(1)["gossip/peers"] == 0
-
-
-def test_a_run_that_is_started_again_finds_the_others(address, hubs, guests):
-    """Its numbers begin anew."""
-    hub, one = hubs(address), guests(address)
-    for _ in range(2):
-        agree(hub.learner, one.learner)
-        until(lambda: one.learner.mixed[1] > 50, "there are numbers", hub.learner, one.learner)
-        hub.meeting.close(False)
-        until(lambda: "is away" in one.said(), "it is missed", one.learner)
-        one.link.lines.clear()
-        hub = hubs(address)
-        until(lambda: f"back at {address}" in one.said(), "it is found", hub.learner, one.learner)
-        one.link.lines.clear()
-    agree(hub.learner, one.learner)
+    hub.close()
+    train_until(lambda: "is over (the run has ended): this one goes on without it" in one.said(), "it is reported")
+    before = int(one.learner.mixed[0])
+    train_until(lambda: one.learner.mixed[0] > before + 20, "it goes on", one.learner)
+    assert one.client.gauges(1)["gossip/peers"] == 0
 
 
 @pytest.mark.parametrize("how", ["cut", "frozen"])
-def test_a_link_that_breaks_is_mended(how, hubs, guests):
+def test_a_run_trains_on_without_its_link_and_gossips_again_after(how, hubs, guests):
     with Proxy(0) as proxy:
-        hub = None
-        for port in range(43_000, 43_100):
-            try:
-                hub = hubs(f"127.0.0.1:{port}")
-                break
-            except CoterieError:
-                continue
-        assert hub is not None
-        proxy.target = port
+        proxy.target = free_port()
+        hub = hubs(f"127.0.0.1:{proxy.target}")
         one = guests(f"127.0.0.1:{proxy.port}")
         agree(hub.learner, one.learner)
         if how == "cut":
-            for _ in range(3):
-                until(lambda: proxy.cut() > 0, "there is a connection", hub.learner, one.learner)
-            until(lambda: "back at" in one.said(), "it comes back", hub.learner, one.learner)
+            train_until(lambda: proxy.cut() > 0, "there is a connection", hub.learner, one.learner)
+            train_until(lambda: "back at" in one.said(), "it reconnects", hub.learner, one.learner)
         else:
             proxy.frozen.set()
-            before = [int(x.made) for x in (hub.learner, one.learner)]
-            until(
-                lambda: hub.learner.made > before[0] + 50 and one.learner.made > before[1] + 50, "nobody waits",
-                hub.learner, one.learner,
-            )  # fmt: skip
+            for run in (hub, one):
+                before = run.learner.updates
+                train_until(lambda run=run, before=before: run.learner.updates > before + 50, "no wait", run.learner)
             proxy.frozen.clear()
         agree(hub.learner, one.learner)
 
 
-def test_a_break_between_its_two_streams_is_no_end(address, hubs, guests, monkeypatch):
-    hub, opened = hubs(address), []
-    stream = Link._stream
-
-    def breaks_once(link: Link, hello: dict[str, Any], sends: Layout) -> Any:
-        opened.append(hello["group"])
-        if hello["group"] == HEARS and opened.count(HEARS) == 1:
-            raise CoterieError("the server refused: the stream of group 0 comes first (invalid_argument)")
-        return stream(link, hello, sends)
-
-    monkeypatch.setattr(Link, "_stream", breaks_once)
-    one = guests(address)
-    assert opened.count(HEARS) == 2
-    agree(hub.learner, one.learner)
-    assert len(hub.meeting.guests) == 1
-
-
-def test_who_cannot_come_in_leaves_nothing_behind(address, hubs, monkeypatch):
-    hub, before = hubs(address), threading.active_count()
-    monkeypatch.setattr(
-        coterie.remote.gossip_client, "_read", lambda text: (_ for _ in ()).throw(CoterieError("no meeting"))
-    )
-    with pytest.raises(CoterieError, match="no meeting"):
-        Guest(address)
-    monkeypatch.undo()
-    wrong = hub.meeting.layout
-    hub.meeting.layout = news_layout(SEATS, SIZE, 2)
-    with pytest.raises(CoterieError):
-        Guest(address)
-    hub.meeting.layout = wrong
-    until(lambda: not hub.meeting.guests and threading.active_count() <= before, "it is gone")
-
-
-def test_a_run_that_has_ended_is_none_to_join(address, hubs, monkeypatch):
-    hubs(address)
-
-    def over(link: Link) -> None:
-        raise RunEnded("the run has ended")
-
-    monkeypatch.setattr(Link, "_visit", over)
-    with pytest.raises(CoterieError, match=r"gossip\.connect: the run at .* is over: the run has ended"):
-        Guest(address)
-
-
-def test_two_learners_of_one_run(address, hubs, guests):
-    """Their run comes back to one that has begun anew."""
-    hub, two = hubs(address), guests(address, learners=2)
-    agree(hub.learner, *two.learners)
-    until(lambda: two.learner.mixed[1] > 100, "there are numbers", hub.learner, *two.learners)
-    hub.meeting.close(False)
-    until(lambda: "is away" in two.said(), "it is missed", *two.learners)
+def test_a_run_that_reconnects_before_its_end_was_noticed_replaces_its_old_stream(address, hubs):
     hub = hubs(address)
-    until(lambda: f"back at {address}" in two.said(), "it is found", hub.learner, *two.learners)
-    agree(hub.learner, *two.learners)
-    assert "ended the gossip" not in two.said()
+    with channel_to(address) as channel:
+        first = Raw(channel, hello(run_id=7), data_frame(0, frame()), method=METHOD)
+        first.next(), first.next()
+        assert hub.present == [0, 1]
+        again = Raw(channel, hello(run_id=7), method=METHOD)
+        again.next()
+        assert hub.present == [0]  # until its learner reports itself
+        other = Raw(channel, hello(run_id=8), data_frame(0, frame()), method=METHOD)
+        other.next(), other.next()
+        assert hub.present == [0, 2]
+        first.out.put(data_frame(1, frame()))
+        again.out.put(data_frame(0, frame()))
+        again.next()
+        first.out.put(None)
+        time.sleep(0.2)
+        assert hub.present == [0, 1, 2]  # the end of the old stream is not that of the run
+        for stream in (again, other):
+            stream.out.put(None)
+    wait_until(lambda: not hub.hub.clients, 20.0, "both have left")
 
 
-def test_what_was_said_at_a_seat_before_is_not_taken_for_the_newcomers(address, hubs, guests):
+def test_a_newcomer_never_gets_the_message_of_the_learner_before_it(address, hubs, guests):
     hub, one = hubs(address), guests(address)
     agree(hub.learner, one.learner)
-    one.link.close()
-    until(lambda: not hub.meeting.guests, "it has left")
-    assert hub.memory.arrays["begun"][1] > 0
+    one.client.close()
+    wait_until(lambda: not hub.hub.clients, 20.0, "it has left")
+    assert hub.hub.mailboxes.has_message(1)
     with channel_to(address) as channel:
         stream = Raw(channel, hello(run_id=9), method=METHOD)
         stream.next()
-        assert hub.memory.arrays["begun"][1] == 0
-        stream.out.put(None)
-        with suppress(StopIteration):
-            stream.next()
+        assert not hub.hub.mailboxes.has_message(1)
+        stream.end()
 
 
-def test_a_run_that_comes_again_takes_its_own_seat(address, hubs):
-    """The end of its first stream was not noticed."""
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"env.id": "Acrobot-v1"}, "the run's envs are CartPole-v1, not Acrobot-v1"),
+        ({"digest": "another"}, "gossip.connect: the runs have different networks: use the same model"),
+        ({"learners": 300}, "no room for 300 more learners: all runs together have at most 256"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_with_the_reason(address, hubs, guests, changes, reason):
+    hub, before = hubs(address), threading.active_count()
+    with pytest.raises(CoterieError, match=reason):
+        guests(address, **changes)
+    wait_until(lambda: not hub.hub.clients and threading.active_count() <= before, 20.0, "nothing is left of it")
+
+
+def test_a_client_needs_the_token(tmp_path, address, hubs, guests):
+    for name in ("right", "wrong"):
+        (tmp_path / name).write_text(f"{name} and long enough")
+        (tmp_path / name).chmod(0o600)
+    hub = hubs(address, **{"wire.token_file": str(tmp_path / "right")})
+    for changes in ({}, {"wire.token_file": str(tmp_path / "wrong")}):
+        with pytest.raises(CoterieError, match="no such token"):
+            guests(address, **changes)
+    assert hub.hub.lines() == ["refused unix: no such token"]
+    agree(hub.learner, guests(address, **{"wire.token_file": str(tmp_path / "right")}).learner)
+
+
+def test_a_run_that_is_over_cannot_be_joined(address, hubs, monkeypatch):
+    hubs(address)
+
+    def over(client: GossipClient) -> None:
+        raise RunEnded("the run has ended")
+
+    monkeypatch.setattr(GossipClient, "_open", over)
+    with pytest.raises(CoterieError, match=r"gossip\.connect: the run at .* is over: the run has ended"):
+        ClientRun(address)
+
+
+def test_a_message_must_fit_the_wire(address):
+    config = make_config(**{"exchange": "gossip", "gossip.bind": address, "wire.max_message_mb": 1})
+    memory, _ = linked(1, np.eye(1, 4))
+    memory.arrays["mailbox/weights"] = np.zeros((257, 1 << 19), np.float32)
+    with pytest.raises(ConfigError, match=r"wire\.max_message_mb: a message has 2 MB, not 1"):
+        GossipHub(config, memory, 1, DIGEST)
+
+
+NUMBERED = Layout([Tensor("state", "int64", (3, 4))]).message()  # of an older version
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([hello(), data_frame(0, frame(1))], "it sends more than its 1 learners"),
+        ([hello(), data_frame(0, frame(0, learner=np.array([1])))], "it sends more than its 1 learners"),
+        ([hello(), data_frame(0, frame(0, learner=np.array([-1])))], "it sends more than its 1 learners"),
+        ([hello(), data_frame(0, frame(weights=np.full((1, SIZE), np.nan, np.float32)))], "its weights are not finite"),
+        ([hello(), data_frame(0, frame(weights=np.full((1, SIZE), -1e20, np.float32)))], "its weights are not finite"),
+        ([hello(), data_frame(0, frame(moments=np.full((1, 1), np.inf)))], "its moments are not finite"),
+        ([hello(), data_frame(0, frame()[:-1])], "a frame of"),
+        ([hello(envs=2**32 - 1)], "no room for 4294967295 more learners"),
+        ([hello(env_id="x")], "the run's envs are CartPole-v1"),
+        ([hello(sends=[])], "the run's frames hold present"),
+        ([hello(sends=NUMBERED)], "the run's frames hold present"),
+        ([hello(sends=message_layout(9, 1).message())], "the run's frames hold present"),
+    ],
+)  # fmt: skip
+def test_a_frame_that_no_run_sends_ends_its_stream_and_the_others_go_on(address, hubs, guests, frames, reason):
     hub = hubs(address)
     with channel_to(address) as channel:
-        first = Raw(channel, hello(run_id=7), data_frame(0, news(1)), method=METHOD)
-        assert first.next().welcome.first_env_id == 1
-        first.next()
-        assert hub.here == [1, 1, 0]
-        again = Raw(channel, hello(run_id=7), method=METHOD)
-        assert again.next().welcome.first_env_id == 1
-        assert hub.here == [1, 0, 0]  # until it says that it is there
-        other = Raw(channel, hello(run_id=8), method=METHOD)
-        assert other.next().welcome.first_env_id == 2
-        first.out.put(data_frame(1, news(1, 2)))
-        again.out.put(data_frame(0, news(1, 1)))
-        again.next()
-        assert hub.here == [1, 1, 0]
-        first.out.put(None)
-        time.sleep(0.2)
-        assert hub.here == [1, 1, 0]  # the end of the old stream is not that of the run
-        for stream in (again, other):
-            stream.out.put(None)
-    until(lambda: not hub.meeting.guests, "both have left")
+        status, said = Raw(channel, *frames, method=METHOD).end()
+    assert (status, reason in said) == (StatusCode.INVALID_ARGUMENT, True), (status, said)
+    wait_until(lambda: hub.present == [0], 20.0, "it is out")
+    assert [line.startswith("refused unix: ") for line in hub.hub.lines()] == [True]
+    agree(hub.learner, guests(address).learner)
+
+
+def test_a_lost_hub_is_sought_with_growing_pauses_until_it_is_found(address, hubs, guests, monkeypatch):
+    hub, one = hubs(address), guests(address)
+    agree(hub.learner, one.learner)
+    opened, tries = GossipClient._open, []
+
+    def fails_twice(client: GossipClient) -> object:
+        tries.append(time.monotonic())
+        if len(tries) == 1:
+            raise ConnectionLost("no answer")
+        if len(tries) == 2:
+            raise CoterieError("the server refused: no room")
+        return opened(client)
+
+    monkeypatch.setattr(GossipClient, "_open", fails_twice)
+    assert one.client.cut()
+    train_until(lambda: f"back at {address}" in one.said(), "it reconnects", hub.learner, one.learner)
+    assert "not back at" in one.said()
+    agree(hub.learner, one.learner)

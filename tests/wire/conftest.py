@@ -11,7 +11,7 @@ import pytest
 
 from coterie.wire.server import Server
 from tests.conftest import made_by
-from tests.remote import link_house
+from tests.remote import gossip_runs
 from tests.support.waiting import wait_until
 from tests.support.wire import EchoService
 
@@ -52,10 +52,10 @@ def address(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def hubs() -> Iterator[Callable[..., link_house.Hub]]:
-    yield from made_by(link_house.Hub, lambda hub: hub.meeting.close(True))
+def hubs() -> Iterator[Callable[..., gossip_runs.HubRun]]:
+    yield from made_by(gossip_runs.HubRun, lambda run: run.close())
 
 
 @pytest.fixture
-def guests() -> Iterator[Callable[..., link_house.Guest]]:
-    yield from made_by(link_house.Guest, lambda guest: guest.link.close())
+def guests() -> Iterator[Callable[..., gossip_runs.ClientRun]]:
+    yield from made_by(gossip_runs.ClientRun, lambda run: run.close())

@@ -25,7 +25,7 @@ from coterie.remote.rollout_service import check_rollout
 from coterie.wire.codec import PROTOCOL, Frame, Layout, Newest, Refused, layout_from, timestep_layout
 from coterie.wire.server import Server
 from tests.conftest import IMAGE, VECTOR
-from tests.remote import link_house
+from tests.remote import gossip_runs
 from tests.support.services import INFER, PULL, PUSH, InferenceServices, RolloutServices, Services
 from tests.support.wire import LAYOUT, EchoService, data_frame, hello_frame, mutated, works
 from tests.wire.test_codec import MIXED, STACKS
@@ -210,25 +210,23 @@ def rollouts(address: str, method: str) -> Iterator[Target]:
 
 
 def gossip(address: str) -> Iterator[Target]:
-    hub = link_house.Hub(address)
+    run = gossip_runs.HubRun(address)
 
     def streams() -> Iterator[list[bytes]]:
         for k in itertools.count():
-            seat = 1 + k % (link_house.SEATS - 1)
-            news = [data_frame(n, link_house.news(seat, n + 1)) for n in range(GOOD)]
-            yield [link_house.hello(run_id=k, number=seat), *news]
+            yield [gossip_runs.hello(run_id=k), *(data_frame(n, gossip_runs.frame()) for n in range(GOOD))]
 
     def still_gossips() -> bool:
-        guest = link_house.Guest(address)
+        other = gossip_runs.ClientRun(address)
         try:
-            link_house.agree(hub.learner, guest.learner)
+            gossip_runs.agree(run.learner, other.learner)
         finally:
-            guest.link.close()
-        return bool(np.isfinite(hub.memory.arrays["message"]).all())
+            other.close()
+        return bool(np.isfinite(run.hub.mailboxes.weights).all())
 
-    yield Target(hub.meeting.servers.open[0], "Gossip", streams(), still_gossips)
-    hub.meeting.close(True)
-    assert not hub.meeting.guests
+    yield Target(run.hub.servers.open[0], "Gossip", streams(), still_gossips)
+    run.close()
+    assert not run.hub.clients
 
 
 TARGETS: dict[str, Callable[[str], Iterator[Target]]] = {
