@@ -26,7 +26,7 @@ from torch import Tensor
 
 from coterie.config import Refusal, Schedule
 from coterie.exchange.base import ExchangeKind, Setup
-from coterie.exchange.elastic import Ring
+from coterie.exchange.elastic import Machine, MachineGroup
 from coterie.exchange.solo import Solo
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import PeerLost, scratch_folder
@@ -165,7 +165,7 @@ class AllReduce(Solo):
             state.append(self.moments.read())
         with self.waiting():
             if self.rank == 0:
-                self.across.meet(state)
+                self.across.join(state)
             for tensor in state if self.learners > 1 else ():
                 dist.broadcast(tensor, 0)
         if self.moments.size:
@@ -177,12 +177,12 @@ class AllReduce(Solo):
         with self.waiting():
             dist.all_reduce(tensor)
 
-    def _sum_across(self, across: Ring, what: Tensor, tail: Tensor | None = None) -> None:
+    def _sum_across(self, across: MachineGroup, what: Tensor, tail: Tensor | None = None) -> None:
         """Add up with other machines; `tail` says where that failed, and whether somebody is to come or to leave."""
         with self.waiting():
             if self.rank == 0:
                 if tail is not None:
-                    tail[_MEET] = float(across.called() or self._leaves())
+                    tail[_MEET] = float(across.requested() or self._leaves())
                 if not across.sum(what) and tail is not None:
                     tail[_BROKEN] = 1
             if self.learners > 1:
@@ -208,7 +208,7 @@ class AllReduce(Solo):
         return {"allreduce/machines": self.across.size, "allreduce/updates_lost": self.lost_updates}
 
 
-def _between_machines(setup: Setup) -> Ring | None:
+def _between_machines(setup: Setup) -> MachineGroup | None:
     """The group of this learner with those of other machines, which must train the same in every respect."""
     config, peers, allreduce = setup.config, setup.peers, setup.config.allreduce
     if not allreduce.address:
@@ -227,7 +227,8 @@ def _between_machines(setup: Setup) -> Ring | None:
         return peers.board.stopping
 
     machines = allreduce.machines if allreduce.bind else 0
-    return Ring(split(allreduce.address), machines, kind, config.seed, setup.timeout, ended)
+    machine = Machine(split(allreduce.address), machines, kind, config.seed, setup.timeout)
+    return MachineGroup(machine, ended)
 
 
 KIND = ExchangeKind(

@@ -30,7 +30,7 @@ from coterie.exchange.topology import matrices
 from coterie.parallel.board import BoardSteps, OwnSteps
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays, fence
-from coterie.types import Array, CoterieError
+from coterie.types import Array, ConfigError, CoterieError
 
 RECENT = 4096  # mixes for which the lengths of the updates before them are kept, for the bound of Proposition 1
 _AHEAD = 3  # mixes between a learner's return and its first message: the others go on meanwhile
@@ -261,6 +261,8 @@ def _check_finite(params: FlatParams) -> None:
 
 def mixing_matrices(config: Config, learners: int) -> list[Array]:
     """The matrices of this run's learners. Raises `ConfigError` for a topology that cannot be read."""
+    if config.gossip.bind and learners >= REMOTE:
+        raise ConfigError(f"gossip.bind: {learners} learners are too many: all runs together may have {REMOTE}")
     topology = "ring" if config.gossip.topology == "auto" else config.gossip.topology
     return matrices(topology, learners, config.gossip.peers)
 
@@ -285,11 +287,6 @@ KIND = ExchangeKind(
             lambda c, s: bool(c.gossip.bind) and bool(c.gossip.connect),
             "gossip.connect",
             "excludes gossip.bind: a run listens or connects",
-        ),
-        Refusal(
-            lambda c, s: bool(c.gossip.bind) and c.learners >= REMOTE,
-            "gossip.bind",
-            f"is for at most {REMOTE} learners of all runs together: set learners below that",
         ),
     ),
 )

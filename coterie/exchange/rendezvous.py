@@ -1,98 +1,119 @@
-"""Who is in the next ring (ring.py): decided where its store is, by what the machines write into that.
+"""The rendezvous of machines that all-reduce together: which of them form the next group (elastic.py).
 
-tickets          how many there have been              ticket/N   somebody who wants to be in the next ring
-call/N           the answer: ring, place, size         beat/UID   changes while somebody lives; GONE: has left
-broken/RING      one of that ring is lost              over       the run of this machine is over
+A TCP store at the machine that listens carries all of it. Torch's own rendezvous (`torch.distributed.elastic`) was
+measured and not taken: it has no public way to tell that a member is lost, and it unpickles what peers write.
+
+tickets          how many requests there have been     ticket/N    a machine that wants to be in the next group
+call/N           the answer                            beat/UID    changes while a machine lives; LEFT: it has left
+broken/GROUP     a machine of that group is lost       over        the run of the machine that listens has ended
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-BEAT_S = 1.0  # between two signs of life
-SILENT_S = 10.0  # without one, a machine is taken for lost
-STORE_S = 5.0  # for the store to answer
-LOOK_S = 0.02  # between two looks at it
-GONE = "gone"
-_SETTLE_S = 0.3  # for others that come at the same time
-_RETURN_S = 20.0  # for those who were in a ring to come back, where the store was lost
+from coterie.types import first_line
+
+LEFT = "gone"
 _WARN_S = 10.0
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """Somebody who wants to be in the next ring."""
+class Timing:
+    """Seconds."""
 
-    uid: str
-    name: str  # for people
-    kind: str  # what it trains
-    seed: int  # of its envs
-    sums: int  # that it has had part in
-    ring: int  # the one that it was in; 0: none
-    whole: bool  # which was not broken: all who were in it have the same
-    first: bool  # it is this machine
+    heartbeat: float = 1.0  # between two heartbeats
+    silent: float = 10.0  # without a heartbeat, after which a machine is lost
+    store: float = 5.0  # for the store to answer
+    poll: float = 1.0  # between two checks, in the middle of a sum, whether a machine is lost
+    form: float = 20.0  # for a group's connections to be made
+    settle: float = 0.3  # for requests that come at the same time
+    look: float = 0.02  # between two looks at the store
+    back: float = 20.0  # for the members of a group to return where the store was lost
 
 
 @dataclass(frozen=True)
-class Call:
-    """The number of the ring, a place in it, and at which place is the state that all are to take."""
+class Request:
+    """A machine that wants to be in the next group."""
 
-    ring: int
-    place: int
+    uid: str
+    name: str  # for messages
+    kind: str  # what it trains
+    seed: int  # of its envs
+    sums: int  # that it took part in
+    group: int  # the one that it was in; 0: none
+    first: bool  # it is the machine that listens
+
+
+@dataclass(frozen=True)
+class Place:
+    """The number of the group, a rank in it, and the rank of the member whose state all are to take."""
+
+    group: int
+    rank: int
     size: int
     source: int
-    equal: bool  # all have the same already
 
 
-class Convener:
-    """Calls rings together, in a thread. `machines`: so many are awaited for the first one."""
+def clone(store: TCPStore) -> TCPStore:
+    """A connection of its own: two threads on one wait for each other."""
+    return store.clone()  # type: ignore[attr-defined,no-any-return]
 
-    def __init__(self, store: TCPStore, machines: int, kind: str, patience: float, say: Callable[[str], None]) -> None:
-        self.store, self.machines, self.kind, self.patience, self.say = store, machines, kind, patience, say
-        self.waiting: dict[str, tuple[int, Ticket]] = {}  # by uid: the number of the ticket, and it
-        self.at_work: dict[str, Ticket] = {}  # those in the ring, by uid
-        self.beats: dict[str, tuple[str, float]] = {}
-        self.unread: list[tuple[int, float]] = []  # tickets that are still being written
-        self.ring = self.read = 0
+
+class RendezvousHost:
+    """Forms groups, in a thread of the machine that listens. `machines`: how many the first group waits for."""
+
+    def __init__(
+        self, store: TCPStore, machines: int, kind: str, patience: float, say: Callable[[str], None], timing: Timing
+    ) -> None:
+        self.store, self.machines, self.kind, self.patience, self.say = clone(store), machines, kind, patience, say
+        self.timing = timing
+        self.waiting: dict[str, tuple[int, Request]] = {}  # by uid: the number of the request, and it
+        self.members: dict[str, Request] = {}  # of the present group, by uid
+        self.beats: dict[str, tuple[str, float]] = {}  # the last heartbeat of each, and when it was seen
+        self.unread: list[tuple[int, float]] = []  # requests that are still being written
+        self.group = self.read = 0
         self.warned = False
-        self.heard = 0.0  # when it was last looked who lives: a few calls of the store for each
-        self.begin = self.came = time.monotonic()
+        self.checked = 0.0  # when heartbeats were checked last: a few calls of the store for each
+        self.begin = self.newest = time.monotonic()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="coterie-convener", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="coterie-rendezvous-host", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
         try:
-            while not self._closed.wait(LOOK_S):
+            while not self._closed.wait(self.timing.look):
                 self._look(time.monotonic())
-        except Exception as error:  # those who wait run into their time-out, and say so
-            self.say(f"allreduce: no more rings: {error!r}")
+        except Exception as error:  # waiting machines run into their time-out, and report it
+            self.say(f"allreduce: no more groups: {error!r}")
 
     def _look(self, now: float) -> None:
         self._read(now)
-        if now - self.heard > BEAT_S / 4:
-            self.heard = now
-            self._miss(now)
-        if self.waiting and self.at_work.keys() <= self.waiting.keys() and now - self.came > _SETTLE_S:
-            self._call(now)
+        if now - self.checked > self.timing.heartbeat / 4:
+            self.checked = now
+            self._drop_lost(now)
+        if self.waiting and self.members.keys() <= self.waiting.keys() and now - self.newest > self.timing.settle:
+            self._form(now)
 
-    def _miss(self, now: float) -> None:
-        """Who has left, or gives no sign of life, is not counted on."""
-        for uid in {*self.at_work, *self.waiting}:
+    def _drop_lost(self, now: float) -> None:
+        """Drop machines that have left or have no heartbeat."""
+        for uid in {*self.members, *self.waiting}:
             if self._lives(uid, now):
                 continue
-            if (one := self.at_work.pop(uid, None)) is not None and uid not in self.waiting:
-                self.say(f"allreduce: {one.name} {'has left' if self.beats[uid][0] == GONE else 'is lost'}")
-                self.store.set(f"broken/{self.ring}", "1")
-            if uid in self.waiting:  # where it only was out of reach, it is to ask again
+            if (one := self.members.pop(uid, None)) is not None and uid not in self.waiting:
+                self.say(f"allreduce: {one.name} {'has left' if self.beats[uid][0] == LEFT else 'is lost'}")
+                self.store.set(f"broken/{self.group}", "1")
+            if uid in self.waiting:  # if it was only out of reach, it is to ask again
                 self._answer(self.waiting.pop(uid)[0], {"again": True})
 
     def _read(self, now: float) -> None:
@@ -100,78 +121,163 @@ class Convener:
         self.unread += [(number, now) for number in range(self.read + 1, last + 1)]
         self.read = last
         for number, since in list(self.unread):
-            if self.store.check([f"ticket/{number}"]):
+            if not self.store.check([f"ticket/{number}"]):
+                if now - since < self.timing.store:
+                    continue
+                self._answer(number, {"again": True})
+            else:
                 try:
-                    ticket = Ticket(**json.loads(self.store.get(f"ticket/{number}")))
+                    request = Request(**json.loads(self.store.get(f"ticket/{number}")))
                 except (TypeError, ValueError):
                     self._answer(number, {"refused": "the run there is of another version of Coterie"})
-                    self.unread.remove((number, since))
-                    continue
-                if self._twin(ticket) and now - since < 1.5 * SILENT_S:  # who is not known to be lost yet
-                    continue
-                self._take(number, ticket, now)
-                self.store.delete_key(f"ticket/{number}")
-            elif now - since < STORE_S:
-                continue
-            else:
-                self._answer(number, {"again": True})
+                else:
+                    if self._has_twin(request) and now - since < 1.5 * self.timing.silent:  # perhaps it is lost
+                        continue
+                    self._admit(number, request, now)
+                    self.store.delete_key(f"ticket/{number}")
             self.unread.remove((number, since))
 
     def _answer(self, number: int, content: dict[str, Any]) -> None:
         self.store.set(f"call/{number}", json.dumps(content))
 
-    def _twin(self, ticket: Ticket) -> bool:
-        others = (*self.at_work.values(), *(other for _, other in self.waiting.values()))
-        return any(other.seed == ticket.seed and other.uid != ticket.uid for other in others)
+    def _has_twin(self, request: Request) -> bool:
+        others = (*self.members.values(), *(other for _, other in self.waiting.values()))
+        return any(other.seed == request.seed and other.uid != request.uid for other in others)
 
-    def _take(self, number: int, ticket: Ticket, now: float) -> None:
+    def _admit(self, number: int, request: Request, now: float) -> None:
         reason = ""
-        if ticket.kind != self.kind:
-            reason = f"the run there trains {self.kind}, this one {ticket.kind}: give both the same env and model"
-        elif self._twin(ticket):
-            reason = f"a run with --seed {ticket.seed} is there, and would see the same episodes: give this one another"
+        if request.kind != self.kind:
+            reason = f"the run there trains {self.kind}, this one {request.kind}: give both the same env and model"
+        elif self._has_twin(request):
+            reason = f"a run with --seed {request.seed} is there and has the same episodes: give this one another seed"
         if reason:
             self._answer(number, {"refused": reason})
             return
-        self.waiting[ticket.uid], self.came = (number, ticket), now
-        self.beats[ticket.uid] = "", now
+        self.waiting[request.uid], self.newest = (number, request), now
+        self.beats[request.uid] = "", now
 
     def _lives(self, uid: str, now: float) -> bool:
         before, since = self.beats[uid]
-        said = self.store.get(f"beat/{uid}").decode() if self.store.check([f"beat/{uid}"]) else before
-        if said != before:
-            self.beats[uid] = said, (since := now)
-        return said != GONE and now - since < SILENT_S
+        beat = self.store.get(f"beat/{uid}").decode() if self.store.check([f"beat/{uid}"]) else before
+        if beat != before:
+            self.beats[uid] = beat, (since := now)
+        return beat != LEFT and now - since < self.timing.silent
 
-    def _call(self, now: float) -> None:
+    def _form(self, now: float) -> None:
         chosen = sorted(self.waiting.values(), key=lambda x: x[0])
-        tickets = [ticket for _, ticket in chosen]
-        before = max(ticket.ring for ticket in tickets)
-        if not self.ring and len(chosen) < self.machines:  # of these, some may be on their way
+        requests = [request for _, request in chosen]
+        before = max(request.group for request in requests)
+        if not self.group and len(chosen) < self.machines:  # some may be on their way
             if not self.warned and now - self.begin > _WARN_S:
                 self.warned = True
                 self.say(f"allreduce: {len(chosen)} of {self.machines} machines are here")
-            if now - self.begin < (_RETURN_S if before else self.patience):
+            if now - self.begin < (self.timing.back if before else self.patience):
                 return
-        self.ring = max(self.ring, before) + 1
-        source = max(range(len(chosen)), key=lambda i: (tickets[i].sums, tickets[i].first))
-        equal = len({(ticket.ring, ticket.sums) for ticket in tickets}) == 1 and all(t.whole for t in tickets)
-        for place, (number, _) in enumerate(chosen):
-            call = Call(self.ring, place, len(chosen), source, equal)
-            self._answer(number, asdict(call))
-        self.at_work = {ticket.uid: ticket for ticket in tickets}
+        self.group = max(self.group, before) + 1
+        source = max(range(len(chosen)), key=lambda i: (requests[i].sums, requests[i].first))
+        for rank, (number, _) in enumerate(chosen):
+            self._answer(number, asdict(Place(self.group, rank, len(chosen), source)))
+        self.members = {request.uid: request for request in requests}
         self.waiting = {}
 
     def close(self, over: bool) -> None:
-        """`over`: the run here is; the others get the time to hear of it: the store ends with this process."""
+        """`over`: the run has ended. The others get the time to read that: the store ends with this process."""
         self._closed.set()
-        self._thread.join(STORE_S)
+        self._thread.join(self.timing.store)
         if not over:
             return
-        end = time.monotonic() + SILENT_S
-        there = [*self.at_work.values(), *(ticket for _, ticket in self.waiting.values())]
-        others = {ticket.uid for ticket in there if not ticket.first and self.beats[ticket.uid][0] != GONE}
+        end = time.monotonic() + self.timing.silent
+        there = [*self.members.values(), *(request for _, request in self.waiting.values())]
+        others = {one.uid for one in there if not one.first and self.beats[one.uid][0] != LEFT}
         with suppress(RuntimeError):
             self.store.set("over", "1")
             while time.monotonic() < end and any(self._lives(uid, time.monotonic()) for uid in others):
-                time.sleep(LOOK_S)
+                time.sleep(self.timing.look)
+
+
+class RendezvousClient:
+    """A machine's connection to the store at `address`, in a thread, since its calls may block for seconds: heartbeats,
+    requests, and what the host answers.
+    """
+
+    def __init__(self, address: tuple[str, int], name: str, timing: Timing) -> None:
+        self.address, self.name, self.timing = address, name, timing
+        self.own = self.uid = ""  # this machine's address on the way to the store, and the key of its run
+        self.store: TCPStore | None = None  # for the group's connections to be made
+        self.error = ""
+        self.over = False  # the run of the machine that listens has ended
+        self.group, self.broken = 0, False  # the group that it is in, and whether a member reports it broken
+        self.answer: dict[str, Any] | None = None  # to the last request
+        self._request: Request | None = None
+        self._number = 0
+        self._answered = time.monotonic()
+        self._to_break = 0
+        self._wake, self._closed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="coterie-rendezvous", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent(self) -> str:
+        """Why the store will not answer any more; empty while it does."""
+        if not self.error and time.monotonic() - self._answered > self.timing.silent:
+            return "the machine that listens does not answer"
+        return self.error
+
+    def ask(self, request: Request) -> None:
+        self.answer, self._number, self._request = None, 0, request
+        self._wake.set()
+
+    def enter(self, group: int) -> None:
+        self.group, self.broken = group, False
+
+    def report_broken(self) -> None:
+        """Tell the other members that the group is broken."""
+        self.broken, self._to_break = True, self.group
+        self._wake.set()
+
+    def _work(self) -> None:
+        timing = self.timing
+        try:
+            with socket.create_connection(self.address, timeout=timing.store) as connection:
+                self.own = connection.getsockname()[0]
+            self.uid = f"{self.own} {self.name}"
+            timeout = timedelta(seconds=timing.store)
+            store = TCPStore(*self.address, None, False, timeout=timeout, wait_for_workers=False)
+            beat, last = 0, -timing.heartbeat
+            store.set(f"beat/{self.uid}", "0")
+            self.store = clone(store)
+            while not self._closed.is_set():
+                if time.monotonic() - last >= timing.heartbeat:
+                    store.set(f"beat/{self.uid}", str(beat := beat + 1))
+                    self.over = store.check(["over"])
+                    if store.check([f"broken/{(group := self.group)}"]) and group == self.group:
+                        self.broken = True
+                    last = time.monotonic()
+                if self.over:
+                    break
+                self.exchange(store)
+                self._answered = time.monotonic()
+                waits = self._number and self.answer is None
+                self._wake.wait(timing.look if waits else timing.heartbeat / 2)
+                self._wake.clear()
+            store.set(f"beat/{self.uid}", LEFT)
+        except (RuntimeError, OSError) as error:
+            self.error = first_line(error)
+
+    def exchange(self, store: TCPStore) -> None:
+        """Send what is to be sent, and read the answer."""
+        if self._to_break:
+            store.set(f"broken/{self._to_break}", "1")
+            self._to_break = 0
+        if (request := self._request) is not None:
+            self._request = None
+            self._number = number = store.add("tickets", 1)
+            store.set(f"ticket/{number}", json.dumps(asdict(request)))
+        if self._number and self.answer is None and store.check([f"call/{self._number}"]):
+            self.answer = json.loads(store.get(f"call/{self._number}"))
+
+    def close(self) -> None:
+        """Leave, and report it."""
+        self._closed.set()
+        self._wake.set()
+        self._thread.join(2 * self.timing.heartbeat)

@@ -118,7 +118,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "allreduce.bind": {"allreduce.bind": "127.0.0.1:8791", "exchange": "gossip", "learners": 2},
         "allreduce.connect": {**RING, "allreduce.connect": "127.0.0.1:8791"},
         "allreduce.trusted_network": {**RING, "allreduce.bind": "10.0.0.1:8791"},
-        "gossip.bind": {**GOSSIP, "learners": 256},
+        "gossip.bind": {"gossip.bind": "127.0.0.1:8790"},
         "gossip.connect": {**GOSSIP, "gossip.connect": "127.0.0.1:8790"},
         "decoupled.batch_size": {
             "algorithm": "vtrace", "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20,

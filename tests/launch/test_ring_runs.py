@@ -29,7 +29,7 @@ def machines() -> Iterator[tuple[str, Machines]]:
 class Ringed(Linked):
     def is_one_of(self, machines: int) -> None:
         """So many machines train together, and go on."""
-        self.until(lambda: self.line().get("allreduce/machines") == machines, f"a ring of {machines}: {self.line()}")
+        self.until(lambda: self.line().get("allreduce/machines") == machines, f"a group of {machines}: {self.line()}")
         steps = self.line()["learner_steps"]
         self.until(lambda: self.line()["learner_steps"] > steps + 20, "they train")
 

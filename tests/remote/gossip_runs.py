@@ -80,11 +80,11 @@ def agree(*learners: Gossip) -> None:
     train_until(lambda: distance(weights(list(learners))) < 1e-3, "the same weights", *learners)
 
 
-def frame(learner: int = 0, **changes: Any) -> bytes:
+def frame(sender: int = 0, **changes: Any) -> bytes:
     good = {
-        "present": np.arange(REMOTE) == learner,
+        "present": np.arange(REMOTE) == sender,
         "filled": np.array([True]),
-        "learner": np.array([learner]),
+        "learner": np.array([sender]),
         "weights": np.full((1, SIZE), 0.5, np.float32),
         "moments": np.zeros((1, 1)),
     }
