@@ -5,8 +5,8 @@ learn as one learner of L x b. What else must be decided together travels behind
 whether a gradient is unusable, rows begun, an order to save, the end. Left out: overlap with the backward pass, which
 on one machine would save a part of a cost that is below a tenth already.
 
-Learners of several machines add up twice: those of one machine among themselves, then the first of each with the first
-ones of the others (ring.py). What they count, and when they save and end, stays their own machine's.
+Learners of several machines sum twice: those of one machine among themselves, then the first of each machine with the
+first ones of the others (elastic.py). Counts, checkpoints and the end are each machine's own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from coterie.parallel.processes import PeerLost, scratch_folder
 from coterie.types import first_line
 from coterie.wire.auth import is_local, split
 
-_BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _MEET, _BROKEN = range(8)  # places in the tail
+_BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _JOIN, _BROKEN = range(8)  # places in the tail
 
 
 class AllReduce(Solo):
@@ -44,14 +44,14 @@ class AllReduce(Solo):
         peers = setup.peers
         self.params, self.moments, self.budget = setup.params, setup.moments, setup.config.steps
         self.board, self.rank, self.learners, self.timeout = peers.board, peers.rank, peers.learners, setup.timeout
-        self.rendezvous = peers.rendezvous or scratch_folder() / "meeting"
+        self.rendezvous = peers.rendezvous or scratch_folder() / "rendezvous"
         self.across = _between_machines(setup)
         self._total, self.rows = 0, 0  # rows that the next message reports to the others
         self.sent = False  # a message was sent since the last rollout
         self.order = self.stop = False  # this learner's wishes; the group's are answered by `agree`
         self.agreed = (False, False)
         self.all_learners, self.lr = self.learners, 0.0  # of all machines at the last message, and their mean rate
-        self.broken = self.meets = False  # the ring is; the machines meet after this rollout
+        self.broken = self.joins = False  # the group of machines is broken; it forms again after this rollout
         self.lost_updates = 0
         self.base = self.moments.read()
 
@@ -68,13 +68,13 @@ class AllReduce(Solo):
                 init_method=f"file://{self.rendezvous}",
                 rank=self.rank,
                 world_size=self.learners,
-                # Who has died closes its connections; who waits for other machines may do so for longer.
+                # A dead learner closes its connections; one that waits for other machines may take longer.
                 timeout=timedelta(seconds=self.timeout * (1 if self.across is None else 4)),
             )
         except RuntimeError as error:
-            raise PeerLost(f"allreduce: the learners do not meet: {first_line(error)}") from error
+            raise PeerLost(f"allreduce: no connection between the learners: {first_line(error)}") from error
         if self.across is not None:
-            self._meet()
+            self._join()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -127,13 +127,13 @@ class AllReduce(Solo):
             self.all_learners = round(float(params.tail[_LEARNERS]))
             self.lr = float(params.tail[_LR]) / self.all_learners
             self.broken = bool(params.tail[_BROKEN] > 0)
-            self.meets = self.broken or bool(params.tail[_MEET] > 0)
+            self.joins = self.broken or bool(params.tail[_JOIN] > 0)
         return bool(params.tail[_BAD] > 0)
 
     @torch.no_grad()
     def after_rollout(self, params: FlatParams) -> None:
-        """All learners' new rows count in everybody's normalizers. A rollout of which nothing was learned (replay that
-        is being filled; all learners' are, then) has its message, too: orders and the end travel with it.
+        """Add all learners' new rows to the normalizers. A rollout without a learner step (replay that is being
+        filled, on all learners alike) has its message, too: orders and the end travel with it.
         """
         if not self.sent:
             self._message(params, params.tail, False)
@@ -145,11 +145,11 @@ class AllReduce(Solo):
                 self._sum_across(self.across, new)
             self.base += new
             self.moments.write(self.base)
-        if self.meets and not self._leaves():
-            self._meet()
+        if self.joins and not self._leaves():
+            self._join()
 
     def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
-        """What the last message said; this learner's own wishes go with the next."""
+        """The decision of the last message; this learner's own wishes go with the next."""
         self.order, self.stop = order and not self.agreed[0], stop
         return self.agreed
 
@@ -157,8 +157,8 @@ class AllReduce(Solo):
         """Whether this machine's learners end after this rollout."""
         return self.agreed[1] or self._total >= self.budget
 
-    def _meet(self) -> None:
-        """All machines' first learners meet, and each tells the others of its machine what came of it."""
+    def _join(self) -> None:
+        """The first learner of each machine joins the group, and sends the state to the others of its machine."""
         assert self.across is not None
         state = [self.params.data, *self.state.values()]
         if self.moments.size:
@@ -171,18 +171,18 @@ class AllReduce(Solo):
         if self.moments.size:
             self.moments.write(state[-1])
             self.base = self.moments.read()
-        self.meets = False
+        self.joins = False
 
     def _sum(self, tensor: Tensor) -> None:
         with self.waiting():
             dist.all_reduce(tensor)
 
     def _sum_across(self, across: MachineGroup, what: Tensor, tail: Tensor | None = None) -> None:
-        """Add up with other machines; `tail` says where that failed, and whether somebody is to come or to leave."""
+        """Add up with other machines; `tail` reports a failure, and whether a machine is to come or to leave."""
         with self.waiting():
             if self.rank == 0:
                 if tail is not None:
-                    tail[_MEET] = float(across.requested() or self._leaves())
+                    tail[_JOIN] = float(across.requested() or self._leaves())
                 if not across.sum(what) and tail is not None:
                     tail[_BROKEN] = 1
             if self.learners > 1:
@@ -190,7 +190,7 @@ class AllReduce(Solo):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a collective: it is not this learner that hangs, and whoever is gone is named as the reason."""
+        """Around a collective: this learner is blocked, not hanging, and a lost one is reported as the reason."""
         try:
             with self.board.blocked(self.rank):
                 yield

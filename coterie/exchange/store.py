@@ -1,9 +1,9 @@
 """A central store of weights and rule state, in chunks under locks (Accelerated Methods 4.3 and Appendix B).
 
 A learner takes its gradient locally, then goes through the chunks in whatever order they are free: under a chunk's lock
-it applies the rule to the central weights and statistics, and takes the new values over. With `local_steps` n > 1 it
-makes n steps of Adam on its own before that (multi-step asynchronous Adam): what it changed since the last meeting is
-its pending sum, which goes to the centre along with the decayed moments. One learner is plain Adam, whatever n.
+it applies the rule to the central weights and statistics, and adopts the new values. With `local_steps` n > 1 it makes
+n local steps of Adam before that (multi-step asynchronous Adam): what it changed since the last synchronisation is its
+pending sum, which goes to the centre along with the decayed moments. One learner is plain Adam, whatever n.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Store(Solo):
         self.staleness = Staleness(steps)
         self.local_steps, self.betas = config.store.local_steps, (config.optim.beta1, config.optim.beta2)
         self.blocked = self.updating = 0.0
-        self.steps_since_meeting = 0
+        self.steps_since_sync = 0
         if self.local_steps > 1:
             self.pending = torch.zeros_like(setup.params.data)  # what the local steps changed
             self.local = [setup.rule.state(setup.params.data[at]) for at in central.slices]
@@ -63,21 +63,21 @@ class Store(Solo):
         if not fine:
             return norm
         if self.local_steps == 1:
-            self._meet(params, lr)
+            self._synchronise(params, lr)
         else:
             for k, at in enumerate(self.central.slices):
                 moved = self.pending[at]
                 params.data[at].sub_(moved)
                 self.rule.update(moved, params.grad[at], self.local[k], lr)
                 params.data[at].add_(moved)
-            self.steps_since_meeting += 1
-            if self.steps_since_meeting == self.local_steps:
-                self._meet(params, lr)
-                self.steps_since_meeting = 0
+            self.steps_since_sync += 1
+            if self.steps_since_sync == self.local_steps:
+                self._synchronise(params, lr)
+                self.steps_since_sync = 0
         params.grad.zero_()
         return norm
 
-    def _meet(self, params: FlatParams, lr: float) -> None:
+    def _synchronise(self, params: FlatParams, lr: float) -> None:
         """Update every chunk, in whatever order they are free."""
         self.staleness.update()
         begin = time.perf_counter()
@@ -105,13 +105,13 @@ class Store(Solo):
                 self.rule.update(centre, params.grad[at], state, lr)
                 local.copy_(centre)
             return
-        b1, b2 = (beta**self.steps_since_meeting for beta in self.betas)
+        b1, b2 = (beta**self.steps_since_sync for beta in self.betas)
         centre.add_(self.pending[at].to(centre.device))
         for name, decay in (("mean", b1), ("square", b2)):
             # What the local steps added is the local moment without what it began with, decayed.
             added = self.local[k][name] - decay * self.before[k][name]
             state[name].mul_(decay).add_(added.to(centre.device))
-        state["count"].add_(self.steps_since_meeting)
+        state["count"].add_(self.steps_since_sync)
         local.copy_(centre)
         self.pending[at].zero_()
         self._take_state(k)
