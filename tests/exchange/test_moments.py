@@ -142,8 +142,8 @@ def test_a_resumed_run_counts_the_rows_of_before_once(exchange):
     config = make_config(exchange=exchange, **{"model.normalize_obs": True, "algo.unroll_length": 5})
     learner = Learner(resolve_config(config))
     learner.run(lambda rollout: learner.progress.learner_steps == 2)
-    learner.close()
     tensors = {part: {k: x.clone() for k, x in group.items()} for part, group in learner.tensors().items()}
+    learner.close()
     model = make_model(config, learner.spec)
     model.load_state_dict(tensors["model"])
     params, moments = FlatParams(model), normalizers(config, model)

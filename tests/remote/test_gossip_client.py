@@ -143,7 +143,7 @@ def test_a_newcomer_never_gets_the_message_of_the_learner_before_it(address, hub
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"env.id": "Acrobot-v1"}, "the run's envs are CartPole-v1, not Acrobot-v1"),
+        ({"env.id": "Acrobot-v1"}, "the run's envs are CartPole-v1, not 'Acrobot-v1'"),
         ({"digest": "another"}, "gossip.connect: the runs have different networks: use the same model"),
         ({"learners": 300}, "no room for 300 more learners: all runs together have at most 256"),
     ],
