@@ -110,6 +110,24 @@ def test_who_waits_stops_waiting_when_the_run_stops(tau):
     together([run, stop])
 
 
+def test_a_message_is_written_and_read_between_fences(monkeypatch):
+    """Or a processor that reorders writes shows a peer a number before its message."""
+    c = crowd(np.eye(2), matrices("ring", 2), tau=-1)
+    x, y = c.learners
+    arrays, seen = c.shared.arrays, []
+
+    def fence() -> None:
+        seen.append((*(int(arrays[name][0]) for name in ("begun", "published")), float(arrays["message"][0, 0])))
+        seen.append((int(arrays["mixed"][1]), float(y.params.data[0])))
+
+    monkeypatch.setattr("coterie.exchange.gossip.fence", fence)
+    assert x.publish(x.params)
+    assert seen[::2] == [(1, 0, 0.0), (1, 0, 1.0)]  # after `begun`, and before `published`
+    seen.clear()
+    assert y.receive(y.params)
+    assert seen[1::2] == [(0, 0.0), (0, 0.5)]  # before the message is read, and before it is marked as read
+
+
 # --- what never leaves a learner ---
 
 
