@@ -161,9 +161,9 @@ def test_a_client_needs_the_token(tmp_path, address, hubs, guests):
         (tmp_path / name).chmod(0o600)
     hub = hubs(address, **{"wire.token_file": str(tmp_path / "right")})
     for changes in ({}, {"wire.token_file": str(tmp_path / "wrong")}):
-        with pytest.raises(CoterieError, match="no such token"):
+        with pytest.raises(CoterieError, match="not the run's token"):
             guests(address, **changes)
-    assert hub.hub.lines() == ["refused unix: no such token"]
+    assert hub.hub.lines() == ["refused unix: not the run's token"]
     agree(hub.learner, guests(address, **{"wire.token_file": str(tmp_path / "right")}).learner)
 
 
