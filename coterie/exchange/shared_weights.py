@@ -83,8 +83,13 @@ class SharedWeights:
         return only
 
     def locked_chunks(self) -> Iterator[int]:
-        """Every chunk once, while its lock is held, in whatever order they are free."""
+        """Every chunk once, while its lock is held, in whatever order they are free. Without locks after `close`, when
+        the last checkpoint is written.
+        """
         todo = list(range(len(self.slices)))
+        if self.fd < 0:
+            yield from todo
+            return
         while todo:
             k = next((k for k in todo if self.locks.take(k, wait=False)), None)
             if k is None:

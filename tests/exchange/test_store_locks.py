@@ -162,6 +162,7 @@ def test_a_checkpoint_never_has_half_of_an_update():
         child = start(write_slowly, shared, "state/mean")
         expect(child, {"half"})
         assert exchange.state_dict()["mean"].tolist() == [1.0] * 32
+    assert exchange.state_dict()["mean"].tolist() == [1.0] * 32  # also after the end, without locks
     child.kill()
     shared.close()
 
