@@ -1,4 +1,4 @@
-"""Who listens to whom: mixing matrices of gossip (GALA, Assran et al. 2019, sections 3 and 4).
+"""Mixing matrices of gossip: which learner averages with which (GALA, Assran et al. 2019, sections 3 and 4).
 
 Row i of a matrix says how learner i weighs its own weights and those of its in-peers. Rows sum to one, columns may not.
 """
@@ -18,7 +18,7 @@ NAMES = ("ring", "exponential", "static-exponential", "bipartite", "complete")
 
 
 def matrices(topology: str, n: int, peers: int = 1) -> list[Array]:
-    """The sequence of `[n, n]` matrices that is gone through again and again; `topology` is a name or a file.
+    """The sequence of `[n, n]` matrices to cycle through; `topology` is a name or a file.
 
     ring: the `peers` learners before one. exponential: one peer at distance 1, 2, 4, ... in turns (`peers` of them at a
     time). static-exponential: all of these at once. bipartite: even and odd learners in changing pairs. complete: all.
@@ -46,8 +46,8 @@ def _circulant(n: int, distances: list[int]) -> Array:
     """Each learner and those `distances` before it, all weighed alike."""
     matrix = np.zeros((n, n))
     for i in range(n):
-        heard = {i, *((i - d) % n for d in distances)}
-        matrix[i, list(heard)] = 1 / len(heard)
+        in_peers = {i, *((i - d) % n for d in distances)}
+        matrix[i, list(in_peers)] = 1 / len(in_peers)
     return matrix
 
 
@@ -77,7 +77,7 @@ def _from_file(path: str, n: int) -> list[Array]:
     if (np.diagonal(data, axis1=1, axis2=2) <= 0).any():
         raise ConfigError(f"gossip.topology: {path}: a learner must weigh itself with more than 0")
     if not connected(list(data)):
-        raise ConfigError(f"gossip.topology: {path} never connects all learners: some would never hear of others")
+        raise ConfigError(f"gossip.topology: {path} never connects all learners: some learners never influence others")
     return [m / m.sum(1, keepdims=True) for m in data]
 
 
@@ -85,7 +85,7 @@ def connected(sequence: list[Array]) -> bool:
     """Whether the union of the graphs is strongly connected."""
     reached = np.sum(sequence, 0) > 0
     for _ in range(len(reached).bit_length()):
-        reached = reached @ reached  # paths twice as long; every learner hears itself
+        reached = reached @ reached  # paths twice as long; every learner is its own in-peer
     return bool(reached.all())
 
 

@@ -183,7 +183,7 @@ def agree_on_everything(post: Post, rank: int, meeting: Path) -> None:
         post("end of it", (moved, Moments([norm]).read().tolist()))
 
 
-def test_what_travels_with_the_gradients(tmp_path):
+def test_rows_orders_and_the_end_travel_with_the_gradients(tmp_path):
     said = hear([start(agree_on_everything, rank, tmp_path / "meeting") for rank in range(2)])
     assert [kind for kind, _ in said[0]] == ["agreed", "sum"] * 3 + ["end of it", "end"], said
     assert [content for kind, content in said[0] if kind == "agreed"] == [
@@ -221,7 +221,7 @@ def step_until(post: Post, rank: int, meeting: Path, last: int) -> None:
             post("made", k)
 
 
-def test_who_is_killed_is_missed_and_nobody_hangs(tmp_path):
+def test_a_killed_learner_ends_the_others_with_the_reason(tmp_path):
     said = hear([start(step_until, rank, tmp_path / "meeting", 3) for rank in range(2)], 30.0)
     kind, (line, trace) = said[0][-2]
     assert kind == "peer", said[0]
@@ -288,7 +288,7 @@ def is_loopback(address: str) -> bool:
     return raw == b"\0" * 15 + b"\1" or (raw[:12] == b"\0" * 10 + b"\xff\xff" and raw[12] == 127)
 
 
-def test_loopback_is_told_from_the_rest():
+def test_loopback_addresses_are_recognised():
     assert is_loopback("0100007F")
     assert is_loopback("00000000000000000000000001000000")
     assert is_loopback("0000000000000000FFFF00000100007F")
@@ -300,7 +300,7 @@ def test_loopback_is_told_from_the_rest():
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="no /proc here")
 @pytest.mark.parametrize("named", [False, True], ids=["as it is", "hostname is a public address"])
-def test_only_loopback_listens(tmp_path, named):
+def test_allreduce_listens_on_loopback_only(tmp_path, named):
     hostname = own_address() if named else ""
     if named and not hostname:
         pytest.skip("this machine has no address but loopback")

@@ -142,7 +142,7 @@ def test_the_update_comes_before_the_message():
 
 
 @pytest.mark.parametrize("mix_every", [0, 1, 3])
-def test_mixes_at_every_so_many_steps_or_once_a_rollout(mix_every):
+def test_a_learner_mixes_every_n_steps_or_once_a_rollout(mix_every):
     c = crowd(np.eye(2), matrices("complete", 2), mix_every=mix_every)
 
     def run(x: Gossip) -> None:

@@ -16,7 +16,7 @@ from coterie.models.heads import Moments, Normalizer
 from tests.exchange.gossip_harness import crowd, distance, lockstep, one, step
 from tests.exchange.harness import together
 
-# --- who leaves ---
+# --- learners that leave ---
 
 
 @pytest.mark.parametrize("tau", [0, -1, 3])
@@ -42,7 +42,7 @@ def test_a_learner_that_left_is_out_of_the_average(tau, tmp_path):
     assert np.array_equal(c.weights()[2], start[2].astype(np.float32))
 
 
-def test_what_a_learner_said_before_it_left_is_heard_and_then_no_more():
+def test_the_last_message_of_a_learner_that_left_is_averaged_once():
     c = crowd(np.eye(3), matrices("complete", 3))
     x, y, left = c.learners
     for each in c.learners:
@@ -57,7 +57,7 @@ def test_what_a_learner_said_before_it_left_is_heard_and_then_no_more():
     np.testing.assert_allclose(c.weights()[:2], np.tile([2 / 3, 1 / 6, 1 / 6], (2, 1)), atol=1e-6)
 
 
-def test_who_speaks_and_leaves_while_it_is_looked_at_is_heard():
+def test_a_message_published_just_before_its_learner_left_counts():
     """Its message was not there; then it told, left, and was seen to be gone: what it said counts."""
     c = crowd(np.eye(2), matrices("ring", 2))
     x, leaver = c.learners
@@ -74,7 +74,7 @@ def test_who_speaks_and_leaves_while_it_is_looked_at_is_heard():
     assert x.params.data[:2].tolist() == [0.5, 0.5]
 
 
-def test_alone_at_last_weights_stay_as_they_are():
+def test_the_last_learner_keeps_its_weights():
     c = crowd(np.eye(3), matrices("ring", 3), tau=0, timeout=0.0)
     for gone in c.learners[1:]:
         gone.__exit__(None, None, None)
@@ -103,11 +103,11 @@ def test_unequal_numbers_of_steps_end(tau, topology):
         assert c.shared.arrays["mixed"].tolist() == counts
 
 
-# --- who comes back ---
+# --- learners that restart ---
 
 
 @pytest.mark.parametrize("topology", ["ring", "exponential", "complete"])
-def test_who_comes_back_takes_a_peers_weights_trains_and_then_mixes(topology):
+def test_a_restarted_learner_takes_a_peers_weights_trains_and_then_mixes(topology):
     rng = np.random.default_rng(9)
     norms = [[Normalizer((2,))] for _ in range(3)]
     for i, (norm,) in enumerate(norms):
@@ -150,7 +150,7 @@ def test_who_comes_back_takes_a_peers_weights_trains_and_then_mixes(topology):
 
 
 @pytest.mark.parametrize("tau", [-1, 2])
-def test_coming_back_while_nobody_is_in_step(tau):
+def test_a_restarted_learner_agrees_with_free_running_peers(tau):
     """Free-running threads, one dies in the middle and comes back: all go on until it has mixed, and all agree."""
     n = 3
     c = crowd(np.eye(n), matrices("ring", n), tau=tau, timeout=20.0)
@@ -193,7 +193,7 @@ def test_the_newest_complete_message_is_taken(monkeypatch):
     assert arrays["joined"][3] == 12
 
 
-def test_coming_back_to_nobody_keeps_the_weights():
+def test_a_restarted_learner_without_peers_keeps_its_weights():
     c = crowd(np.eye(2), matrices("ring", 2), timeout=0.0)
     c.present[:] = 0
     back = one(c.shared, c.board, matrices("ring", 2), 0, np.array([5.0, 6.0]), timeout=0.0, rejoin=True)

@@ -18,11 +18,11 @@ from tests.exchange.gossip_harness import crowd, step
 from tests.exchange.harness import gradients, together
 from tests.support.waiting import wait_until
 
-# --- who waits for whom ---
+# --- waiting ---
 
 
 @pytest.mark.parametrize("topology", ["ring", "exponential", "complete"])
-def test_without_a_bound_nobody_ever_waits(topology):
+def test_without_a_bound_a_learner_never_waits(topology):
     """Time-out 0: the first wait would raise. The peers never read and never speak; the learner is plain SGD."""
     start = np.random.default_rng(7).standard_normal((4, 20))
     c = crowd(start, matrices(topology, 4), tau=-1, timeout=0.0)
@@ -96,7 +96,7 @@ def test_lockstep_waits_at_once():
 
 
 @pytest.mark.parametrize("tau", [0, 3])
-def test_who_waits_stops_waiting_when_the_run_stops(tau):
+def test_a_waiting_learner_stops_when_the_run_stops(tau):
     c = crowd(np.eye(2), matrices("ring", 2), tau=tau)
 
     def run() -> None:
@@ -133,7 +133,7 @@ def test_a_message_is_written_and_read_between_fences(monkeypatch):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("tau", [0, -1])
-def test_weights_that_are_not_finite_are_never_told(tau, bad):
+def test_weights_that_are_not_finite_are_never_published(tau, bad):
     c = crowd(np.eye(2), matrices("ring", 2), tau=tau, timeout=1.0)
     together([partial(step, x) for x in c.learners])
     if tau:
@@ -168,7 +168,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     assert x.guard.skipped == 1
 
 
-def test_a_gradient_that_is_not_finite_stops_where_asked_and_tells_nothing():
+def test_a_gradient_that_is_not_finite_stops_where_asked_and_publishes_nothing():
     c = crowd(np.eye(2), matrices("ring", 2), tau=0, timeout=0.0)
     x = c.learners[0]
     x.params.grad[0] = math.nan

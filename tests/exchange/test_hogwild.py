@@ -90,7 +90,7 @@ def test_statistics_are_of_all_or_each_workers_own(make, own):
     assert bool(shared.arrays["state/square"].any()) != own
 
 
-def test_shared_and_own_statistics_lead_elsewhere():
+def test_shared_and_own_statistics_give_different_weights():
     ends = []
     for own in (False, True):
         both = [flat(40), flat(40)]

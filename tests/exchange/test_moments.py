@@ -44,7 +44,7 @@ def assert_same(a: list[Normalizer], b: list[Normalizer]) -> None:
         torch.testing.assert_close(x.deviation(), y.deviation(), rtol=1e-6, atol=0)
 
 
-def test_there_and_back():
+def test_sums_of_normalizers_can_be_written_back():
     norms, other = normalizer_set(), normalizer_set()
     feed(norms, 50, 0)
     moments = Moments(norms)
@@ -56,7 +56,7 @@ def test_there_and_back():
     assert all(x.count == 50 for x in other)
 
 
-def test_what_read_gives_are_the_sums_of_the_rows():
+def test_moments_are_the_sums_of_the_rows():
     norms = normalizer_set()
     feed(norms, 30, 1)
     sums, at = Moments(norms).read(), 0

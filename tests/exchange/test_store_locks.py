@@ -54,7 +54,7 @@ def hold(post: Post, shared: SharedArrays, k: int) -> None:
     time.sleep(600)
 
 
-def test_a_lock_is_one_processs_and_free_when_it_is_killed():
+def test_a_lock_excludes_other_processes_and_is_free_when_its_holder_is_killed():
     shared = central_memory(torch.zeros(64), Sgd(), 3, NOTHING)
     locks = Locks(shared.fd, 0.02)
     child = start(hold, shared, 1)

@@ -36,7 +36,7 @@ def test_a_ring_contracts_by_the_cosine(n):
         assert p[i, i] == p[i, (i - 1) % n] == (0.5 if n > 1 else 1)
 
 
-def test_contraction_of_all_and_of_nobody():
+def test_contraction_of_all_and_of_no_peers():
     for n in range(2, 10):
         assert contraction(matrices("complete", n)) == pytest.approx(0, abs=1e-12)
         assert contraction([np.eye(n)]) == pytest.approx(1)
@@ -162,7 +162,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, text, why):
 
 
 @pytest.mark.parametrize("name", ["rign", "nowhere/p.json", "."])
-def test_what_is_neither_a_name_nor_a_readable_file(name, tmp_path, monkeypatch):
+def test_a_topology_that_is_neither_a_name_nor_a_readable_file_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         matrices(name, 3)

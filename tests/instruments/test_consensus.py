@@ -92,7 +92,7 @@ def test_a_radius_at_a_finite_tau_and_only_the_distance_without():
             assert found["consensus/radius"] > 0
 
 
-def test_nothing_is_told_of_messages_that_are_being_written():
+def test_no_distance_is_reported_while_a_message_is_being_written():
     sequence = matrices("ring", 2)
     c = crowd(np.zeros((2, 4)), sequence, tau=0)
     train(c, 2, 0)
@@ -126,7 +126,7 @@ def test_cosines_of_pairs_of_peers_and_of_others():
     shared.close()
 
 
-def test_a_gradient_is_left_as_it_was_before_the_exchange_every_so_many_steps():
+def test_gradients_are_sampled_every_n_steps_before_the_exchange():
     params, shared = flat(4), cosine_memory(2, 16)
     inner = Solo(make_setup(params, clip=0.5))
     observer = GradientSamples(params, shared, 1, every=10)

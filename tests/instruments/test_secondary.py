@@ -39,7 +39,7 @@ def until(steps):
 
 
 @pytest.mark.parametrize("changes", [{}, RANKED, CORE])
-def test_it_starts_as_the_primary_and_trains_on_as_many_samples_of_its_replay(changes):
+def test_the_secondary_starts_as_the_primary_and_trains_on_as_many_samples(changes):
     learner = Learner(resolve_config(make_config(**{**SMALL, **changes, "steps": 800, "model.normalize_obs": True})))
     second = learner.secondary
     assert torch.equal(second.params.data, learner.params.data)
@@ -67,7 +67,7 @@ def test_the_primary_learns_the_same_with_and_without_it(changes):
     assert torch.equal(*weights)
 
 
-def test_its_learning_rate_follows_the_primarys_schedule():
+def test_the_secondary_learning_rate_follows_the_primarys_schedule():
     schedule = {"optim.schedule.kind": "linear", "q.secondary_lr": 3e-3, "optim.lr": 1e-3}
     learner = Learner(resolve_config(make_config(**{**SMALL, **schedule, "q.secondary_batch": 16, "steps": 400})))
     seen = {"own": [], "theirs": []}
@@ -79,7 +79,7 @@ def test_its_learning_rate_follows_the_primarys_schedule():
     learner.close()
 
 
-def test_what_is_not_finite_is_told_apart_from_the_primarys():
+def test_a_secondary_gradient_that_is_not_finite_is_reported_as_such():
     learner = Learner(resolve_config(make_config(**{**SMALL, "steps": 400})))
     learner.secondary.params.data.fill_(math.nan)
     with pytest.raises(CoterieError, match=r"not finite at the secondary learner's step \d+"):
@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_told_apart_from_the_primarys():
     learner.close()
 
 
-def test_a_checkpoint_holds_it():
+def test_a_checkpoint_holds_the_secondary_learner():
     config = make_config(**{**SMALL, **RANKED, "replay.save": True, "steps": 800})
     learner, again = Learner(resolve_config(config)), Learner(resolve_config(config))
     learner.run(until(400))
@@ -104,7 +104,7 @@ def test_a_checkpoint_holds_it():
 
 
 @pytest.mark.parametrize("save", [True, False])
-def test_a_resumed_run_goes_on_with_it_and_a_user_can_score_it(tmp_path: Path, save):
+def test_a_resumed_run_keeps_its_secondary_learner_which_can_be_evaluated(tmp_path: Path, save):
     config = make_config(**{**SMALL, "steps": 640, "out": str(tmp_path / "run"), "replay.save": save, "eval.every": 320,
                             "eval.episodes": 2})  # fmt: skip
     train(config, quiet=True)
@@ -128,7 +128,7 @@ def test_a_resumed_run_goes_on_with_it_and_a_user_can_score_it(tmp_path: Path, s
 @pytest.mark.parametrize(
     "changes", [{"algorithm": "a2c"}, {"exchange": "allreduce", "learners": 2}, {"q.secondary_batch": -1}]
 )
-def test_it_is_refused_where_there_is_nothing_to_follow(tmp_path: Path, changes):
+def test_a_secondary_learner_is_refused_where_it_has_no_replay_to_sample(tmp_path: Path, changes):
     with pytest.raises(ConfigError, match=r"q\.secondary_batch"):
         train(make_config(**{**SMALL, **changes, "out": str(tmp_path / "run")}), quiet=True)
     assert not (tmp_path / "run").exists()

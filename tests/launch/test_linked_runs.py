@@ -82,7 +82,7 @@ def runs(tmp_path: Path) -> Iterator[Callable[..., Linked]]:
     yield from made_by(start, lambda run: put_down(run.process))
 
 
-def test_runs_come_and_go_while_others_train(runs):
+def test_gossiping_runs_come_and_go_while_others_train(runs):
     """One finishes, one is killed, one is told to stop."""
     at = f"127.0.0.1:{free_port()}"
     early = runs("early", **{"gossip.connect": at, "steps": 80_000, "learners": 2})  # before there is a run
@@ -121,7 +121,7 @@ def test_the_run_that_listens_is_killed_and_resumed(runs):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_that_finds_nobody_goes_on_by_itself(runs):
+def test_a_resumed_run_without_its_hub_trains_alone(runs):
     at = f"127.0.0.1:{free_port()}"
     hub, other = runs("hub", **{"gossip.bind": at}), runs("other", **{"gossip.connect": at})
     other.gossips(1)
@@ -134,7 +134,7 @@ def test_a_resumed_run_that_finds_nobody_goes_on_by_itself(runs):
 
 
 @pytest.mark.parametrize("away", [3.0, pytest.param(60.0, marks=pytest.mark.slow)])
-def test_three_networks(tmp_path, runs, networks, away):
+def test_runs_gossip_over_three_networks(tmp_path, runs, networks, away):
     """Each run has a network namespace of its own; TLS and a token; the link of one is down for a while."""
     keys = tmp_path / "keys"
     assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
@@ -159,7 +159,7 @@ def test_three_networks(tmp_path, runs, networks, away):
 
 
 @pytest.mark.slow
-def test_three_networks_learn(tmp_path, runs, networks):
+def test_runs_over_three_networks_learn(tmp_path, runs, networks):
     """CartPole, solved by all."""
     keys = tmp_path / "keys"
     assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0

@@ -68,7 +68,7 @@ def begin(runs: Callable[..., Ringed], here: str, machines: Machines, **changes:
     ]
 
 
-def test_a_machine_is_lost_and_another_told_to_leave(runs, machines):
+def test_a_machine_is_lost_and_another_leaves(runs, machines):
     """All of one is killed at once, and comes back as a resumed run; the others miss nothing but a rollout."""
     here, others = machines
     mine = begin(runs, here, others)
@@ -94,7 +94,7 @@ def test_a_machine_is_lost_and_another_told_to_leave(runs, machines):
 
 
 @pytest.mark.parametrize("away", [3.0, pytest.param(40.0, marks=pytest.mark.slow)])
-def test_a_link_is_cut_for_a_while(runs, machines, away):
+def test_machines_group_again_after_a_link_was_cut(runs, machines, away):
     here, others = machines
     mine = begin(runs, here, others)
     for one in mine:
@@ -112,7 +112,7 @@ def test_a_link_is_cut_for_a_while(runs, machines, away):
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_learner_is_killed(runs, machines, number):
+def test_a_killed_learner_restarts_with_its_machine(runs, machines, number):
     """Also that of the machine where all meet; the run that it is of starts it again."""
     here, others = machines
     mine = begin(runs, here, others[:1], learners=2)
