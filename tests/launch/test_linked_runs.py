@@ -49,16 +49,16 @@ class Linked:
         until(there, what)
 
     def trains(self, steps: int = 1000) -> None:
-        """It goes on, so many env steps."""
+        """It trains on for this number of env steps."""
         before = self.line().get("env_steps", 0)
         self.until(lambda: self.line().get("env_steps", 0) > before + steps, "it trains")
 
     def gossips(self, peers: int) -> None:
-        """Its learners mix with those of so many others."""
+        """Its learners mix with this number of others."""
         self.until(lambda: self.line().get("gossip/peers") == peers, f"it has {peers} peers: {self.line()}")
-        mixes = self.line()["gossip/mixes"]
-        self.until(lambda: self.line()["gossip/mixes"] > mixes + 20, "they mix")
-        self.until(lambda: "consensus/distance" in self.line(), "it tells how far apart they are")
+        before = self.line()["gossip/remote_messages"]
+        self.until(lambda: self.line()["gossip/remote_messages"] > before + 20, "they average the others' messages")
+        self.until(lambda: "consensus/distance" in self.line(), "a distance is logged")
 
     def end(self, number: int = 0) -> dict[str, object]:
         """Of 75 after a signal and 0 without; returns the summary, whose rows add up."""
