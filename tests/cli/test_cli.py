@@ -74,7 +74,7 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("plan", "ppo", "--target", "0"), "--target: 0 is not a number of frames/s above 0"),
         (("plan", "ppo", "--services", "/nowhere"), "--services: /nowhere cannot be read as JSON"),
         (("plan", "ppo", "--env.num-env", "3"), "env.num"),
-        (("plan", "impala", "--env", "Pong-v5,Breakout-v5"), "env.id: plan looks at one task at a time"),
+        (("plan", "impala", "--env", "Pong-v5,Breakout-v5"), "env.id: plan needs a single task"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(capsys, args, says):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from coterie.acting.table import acting_kind, batch_size
 from coterie.algorithms.table import is_value_based
-from coterie.build.resources import simulators
+from coterie.build.resources import fitting_actors, largest, simulators
 from coterie.config import Config, Env
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import exchange_kind, resolve_exchange
@@ -94,15 +94,12 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
     """
     for section, field in _ADDRESSES:
         if getattr(getattr(config, section), field):
-            raise ConfigError(
-                f"{section}.{field}: must be empty with launch ray, which connects a run's machines itself"
-            )
+            raise ConfigError(f"{section}.{field}: must be empty with launch ray, which connects the machines itself")
     gpus = config.device != "cpu" and exchange_kind(config).on_gpu and any(m.gpus for m in machines)
     # A stable order: this machine is the first among equals.
     ordered = sorted(machines, key=lambda m: -m.gpus) if gpus else machines
-    cpus = (
-        2 if acts_elsewhere(config) and acting_kind(config).own_policy else 1
-    )  # of a learner, with an actor beside it
+    beside = acts_elsewhere(config) and acting_kind(config).own_policy  # each learner has an actor beside it
+    cpus = 2 if beside else 1
     room = {m.id: m.gpus if gpus else m.cpus // cpus for m in ordered}  # for learners
     config = _with_learners(config, list(room.values()), gpus)
     learners = config.learners
@@ -113,32 +110,28 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
     shares = [1] * count
     for _ in range(learners - count):  # to the machine with most room
         shares[max(range(count), key=lambda k: room[places[k].id] - shares[k])] += 1
-    if not sites:
-        for machine, share in zip(places, shares, strict=True):
-            if gpus and share > machine.gpus:
-                raise ConfigError(
-                    f"ray: {share} learners would share a machine that has {machine.gpus} GPUs: fewer learners"
-                )
-    found = [Site(k, m, n, n * cpus, n if gpus else 0) for k, (m, n) in enumerate(zip(places, shares, strict=True))]
+    found = tuple(Site(k, places[k], n, n * cpus, n if gpus else 0) for k, n in enumerate(shares))
     free = Counter({m.id: m.cpus for m in machines})
     for site in found:
         free[site.machine.id] -= site.cpus
+        if site.gpus > site.machine.gpus and not sites:
+            have = f"a machine that has {site.machine.gpus} GPUs"
+            raise ConfigError(f"ray: {site.gpus} learners would share {have}: fewer learners")
     config = replace(config, actors=_actors(config, sum(max(0, n) for n in free.values())))
     workers: list[Worker] = []
     if acts_elsewhere(config):
         assert isinstance(config.actors, int)
-        kind, beside = ("actor", learners) if acting_kind(config).own_policy else ("envs", 0)
-        for i in range(config.actors - beside):
+        for i in range(config.actors - learners * beside):
             machine = max(machines, key=lambda m: free[m.id])
             free[machine.id] -= 1
-            workers.append(Worker(kind, i, i % count, machine))
+            workers.append(Worker("actor" if beside else "envs", i, i % count, machine))
     if min(free.values()) < 0 and not sites:  # a resumed run's parts wait for their places
         need = sum(site.cpus for site in found) + len(workers)
         raise ConfigError(
             f"ray: the run needs {need} CPUs ({', '.join(f'{s.cpus} on one machine' for s in found)}), the machines "
             f"have {', '.join(str(m.cpus) for m in machines)}: fewer learners or actors"
         )
-    return Allocation(config, tuple(found), tuple(workers))
+    return Allocation(config, found, tuple(workers))
 
 
 def _spreads(config: Config) -> bool:
@@ -182,17 +175,9 @@ def _actors(config: Config, free: int) -> int | Literal["auto"]:
     assert isinstance(config.learners, int)
     if not acts_elsewhere(config):
         return config.actors
-    learners, envs, beside = config.learners, config.env.num_envs, acting_kind(config).own_policy
-    fitting = [
-        k
-        for k in range(1, envs + 1)
-        if envs % k == 0
-        and (not beside or batch_size(config) % (envs // k) == 0)
-        and (config.env.groups != 2 or envs // k % 2 == 0)
-    ]
+    learners, fitting = config.learners, fitting_actors(config, config.learners)
     if config.actors == "auto":
-        most = free // learners + beside
-        return learners * max([k for k in fitting if k <= most], default=1)
+        return learners * largest(fitting, free // learners + acting_kind(config).own_policy)
     if config.actors % learners or config.actors // learners not in fitting:
         raise ConfigError(
             f"actors: {config.actors} do not share out the simulators of {learners} learners evenly; each learner can "

@@ -1,4 +1,4 @@
-"""`coterie plan`: what is asked on the command line, and what is printed."""
+"""`coterie plan`: its options and its output."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def _hardware(asked: argparse.Namespace) -> Hardware:
 
 def _search(config: Config, services: Services, most: Hardware, asked: argparse.Namespace) -> int:
     spec = make_spec(config.env, config.atari)
-    best, most_of = cheapest(config, spec, services, most, asked.target, config.seed)
+    best, fastest = cheapest(config, spec, services, most, asked.target, config.seed)
     if asked.json:
-        told: dict[str, Any] = {"env": config.env.id, "services": services.to_json(), "target": asked.target}
-        print(json.dumps({**told, "cheapest": best and best.to_json(), "beyond": most_of and most_of.to_json()}))
+        result: dict[str, Any] = {"env": config.env.id, "services": services.to_json(), "target": asked.target}
+        print(json.dumps({**result, "cheapest": best and best.to_json(), "beyond": fastest and fastest.to_json()}))
         return 0
     print(_about(config, services, most))
     if best is None:
-        said = f"; {most_of.layout.name} on all of it makes {most_of.frames_per_s:,.0f}" if most_of else ""
+        said = f"; {fastest.layout.name} on all of it makes {fastest.frames_per_s:,.0f}" if fastest else ""
         print(f"no layout within these bounds makes {asked.target:,.0f} frames/s{said}")
         return 0
     lay, h = best.layout, best.layout.hardware

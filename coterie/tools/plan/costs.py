@@ -1,4 +1,4 @@
-"""What the parts of a run cost: measured by `measure`, written by hand, or read from a file that another machine wrote.
+"""What the parts of a run cost: measured by `measure`, or read from a file that was written by hand or elsewhere.
 
 All seconds are of one core (or of the accelerator). A part that handles n envs or samples at once takes
 `fixed + each * n` seconds; an env step varies, gamma distributed with coefficient of variation `env_cv`.
@@ -20,7 +20,7 @@ from coterie.types import ConfigError
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of so many at once."""
+    """Seconds, by the number of envs or samples that are handled at once."""
 
     fixed: float = 0.0
     each: float = 0.0
@@ -44,15 +44,15 @@ class Costs:
     wire: Line = Line()  # a message of n envs and its answer, both ends together
 
     def acting(self, factor: float) -> Costs:
-        """With other times for acting and for what is done between unrolls."""
+        """With the times of acting and between unrolls multiplied."""
         env, act, unroll = (x.times(factor) for x in (self.env, self.act, self.unroll))
         return replace(self, env=env, act=act, unroll=unroll)
 
 
 @dataclass(frozen=True)
 class Threads:
-    """How many times as long a part takes where threads do it side by side, as it would by the costs of one after the
-    other on a core of its own: they share an interpreter, an allocator and caches, but need not wait for one another.
+    """Times of parts done by threads of one process, relative to those of single threads: they share an interpreter, an
+    allocator and caches.
     """
 
     turns: float = 1.0  # acting with one core: two groups of envs in turns
@@ -69,7 +69,7 @@ class Services:
     threads: Threads = Threads()
     env_cv: float = 0.0  # of one env's step
     uneven: float = 0.0  # coefficient of variation among cores of the time that they take for the same
-    jitter: float = 0.0  # and of a rollout's time on one core, in which whoever meets others makes them wait
+    jitter: float = 0.0  # and of a rollout's time on one core
     action_repeat: int = 1  # frames for each env step
     valid: float = 1.0  # share of rows that count: the others restart an env
     obs_bytes: float = 0.0  # of one env's observation
@@ -87,7 +87,7 @@ def save(services: Services, path: Path) -> None:
 
 
 def load(path: Path) -> Services:
-    """Services from a file; raises `ConfigError` with the field that is wrong."""
+    """Services from a file; raises `ConfigError` that names the wrong field."""
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -96,7 +96,7 @@ def load(path: Path) -> Services:
 
 
 def from_json(data: Any) -> Services:
-    """What `to_json` gave; raises `ConfigError` with the field that is wrong."""
+    """The inverse of `to_json`; raises `ConfigError` that names the wrong field."""
     if isinstance(data, dict) and "alone" in data:
         data.setdefault("crowded", data["alone"])
     services: Services = _read(Services, data, "services")
@@ -133,8 +133,8 @@ def _read(kind: Any, data: Any, name: str) -> Any:
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> Line:
-    """The line through (times that `fixed` is paid, n, seconds) of two sizes; what cannot be told apart, or would be
-    negative, is all in `each`.
+    """The line through two measurements (times that `fixed` is paid, n, seconds). `each` has everything if the two
+    cannot be separated or one would be negative.
     """
     (p1, n1, y1), (p2, n2, y2) = points
     det = p1 * n2 - p2 * n1

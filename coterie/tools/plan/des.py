@@ -1,4 +1,4 @@
-"""What a simulated run is made of besides its processes: cores that are shared, links, meetings."""
+"""Building blocks of a discrete event simulation: shared cores, links, meetings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Process = Generator[simpy.Event, Any, Any]  # simpy's
 
 
 class Cores:
-    """`count` cores that whoever has work shares evenly, none on more than one: the scheduler's processor sharing.
+    """`count` cores under processor sharing: all jobs get the same rate, each at most one core.
 
-    All get the same rate, so each is done when the work that one of them got since the beginning reaches its mark.
+    So a job is done when the work that a permanent job would have received reaches the job's mark.
     """
 
     def __init__(self, sim: simpy.Environment, count: int, name: str) -> None:
         self.sim, self.count, self.name = sim, count, name
-        self.slow = 1.0  # times as long as it should take
-        self.served: float = 0.0  # work that one who was always there has got, up to `at`
+        self.slow = 1.0  # factor on every job's work
+        self.served: float = 0.0  # work that a permanent job has received up to `at`
         self.at: float = 0.0
         self.jobs: list[tuple[float, int, simpy.Event, str]] = []
         self.running = Counter[str]()
@@ -30,7 +30,7 @@ class Cores:
         self._numbers, self._alarm = itertools.count(), 0
 
     def work(self, seconds: float, part: str) -> simpy.Event:
-        """Happens once so many core-seconds are done."""
+        """An event: so many core-seconds are done."""
         done = self.sim.event()
         if seconds <= 0:
             return done.succeed()
@@ -41,7 +41,7 @@ class Cores:
         return done
 
     def advance(self) -> None:
-        """Bring the books up to now."""
+        """Account for the time up to now."""
         elapsed, self.at = self.sim.now - self.at, self.sim.now
         if elapsed and self.jobs:
             rate = min(1.0, self.count / len(self.jobs))
@@ -51,7 +51,7 @@ class Cores:
                     self.busy[part] += elapsed * rate * n
 
     def _wake(self) -> None:
-        """Look again when the next one is done, unless something changes before."""
+        """Set the alarm for the end of the next job; an earlier alarm is void."""
         self._alarm += 1
         if self.jobs:
             left = max(0.0, self.jobs[0][0] - self.served) / min(1.0, self.count / len(self.jobs))
@@ -63,7 +63,7 @@ class Cores:
         if timer.value != self._alarm:
             return
         self.advance()
-        # At least the one that the alarm was for: rounding must not leave it a moment for ever.
+        # At least the alarm's own job: rounding must not leave a rest of it.
         mark = max(self.served, self.jobs[0][0]) * (1 + 1e-12)
         while self.jobs and self.jobs[0][0] <= mark:
             _, _, done, part = heapq.heappop(self.jobs)
@@ -80,7 +80,7 @@ class Link:
         self.free, self.busy = 0.0, 0.0
 
     def send(self, size: float) -> simpy.Event:
-        """Happens when `size` bytes have arrived."""
+        """An event: `size` bytes have arrived."""
         took = size / self.bandwidth
         self.free = max(self.free, self.sim.now) + took
         self.busy += took
@@ -88,7 +88,7 @@ class Link:
 
 
 class Meeting:
-    """Where `count` wait for one another."""
+    """A barrier of `count` processes."""
 
     def __init__(self, sim: simpy.Environment, count: int) -> None:
         self.sim, self.count, self.here = sim, count, 0
@@ -104,7 +104,7 @@ class Meeting:
 
 
 class Bell:
-    """Rings for everybody who waits for a change."""
+    """Wakes all processes that wait for a change."""
 
     def __init__(self, sim: simpy.Environment) -> None:
         self.sim, self.next = sim, sim.event()

@@ -1,4 +1,4 @@
-"""Layouts: what a preset's run comes to on hardware that need not be there, one for each acting x exchange."""
+"""The process layout of a preset's run on given hardware, for each acting x exchange."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HERE = "127.0.0.1:1"  # only looked at
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is rented. Learners share machines, evenly; hosts are those beside them."""
+    """Rented machines. Learners share theirs evenly; hosts are other machines, without learners."""
 
     cores: int = 1  # of each machine of learners
     gpus: int = 0  # of each
@@ -39,7 +39,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class RunLayout:
-    """A run as the simulation knows it."""
+    """A run, as the simulation needs it."""
 
     acting: str
     exchange: str
@@ -82,7 +82,7 @@ class RunLayout:
 
     @property
     def several(self) -> bool:
-        """Whether a learner's process has more than one core, and computes there."""
+        """Whether a learner computes on several cores."""
         return not self.gpus and self.hardware.cores >= 2 * (self.learners // self.hardware.machines)
 
     @property
@@ -108,8 +108,8 @@ class RunLayout:
 def layouts(
     config: Config, spec: Spec, hardware: Hardware, learners: int
 ) -> Iterator[tuple[str, RunLayout | ConfigError]]:
-    """Every acting x exchange by name, or why it is refused. `learners`: where there is more than one; a single one
-    has one of the machines.
+    """The layout of every acting x exchange by name, or the refusal. `learners`: of exchanges between several; a lone
+    learner has one of the machines.
     """
     for acting in ACTING:
         for exchange in EXCHANGES:
@@ -123,9 +123,9 @@ def layouts(
 
 
 def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange: str, learners: int) -> RunLayout:
-    """One cell. With hosts, `env.num_envs` is what each host has; without, what each learner has."""
+    """The layout of one acting x exchange. `env.num_envs` counts for each host; without hosts, for each learner."""
     if len(tasks(config.env.id)) > 1:
-        raise ConfigError("env.id: plan looks at one task at a time")
+        raise ConfigError("env.id: plan needs a single task")
     h, kind, exchange_kind = hardware, ACTING[acting], EXCHANGES[exchange]
     if h.machines > 1 and not (exchange_kind.in_lockstep or exchange_kind.rejoins):
         raise ConfigError("machines: learners of several machines need exchange allreduce or gossip")
@@ -134,7 +134,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     everywhere, learners = learners, learners // h.machines  # of one machine from here on
     cell = _cell(config, acting, exchange, learners)
     apart = h.hosts if kind.apart else 0
-    # One host is settled as a learner of its own would be: its actors, and the simulators of each.
+    # A host has the actors and simulators that a learner on its own would have there.
     one, cores = (replace(cell, learners=1, exchange="solo"), h.host_cores) if apart else (cell, h.cores)
     whole = resolve_config(one, cores)
     actors = whole.actors * max(1, apart)
@@ -185,7 +185,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
 
 
 def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
-    """The config with other acting and exchange: its batches stay, and lockstep comes where nothing else works."""
+    """The config with another acting and exchange, with the same batches; in lockstep if the algorithm needs that."""
     kind = acting_kind(config)
     was = kind.section(config)
     batch = 0 if was is None else was.batch_size

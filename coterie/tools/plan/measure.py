@@ -1,11 +1,9 @@
-"""What the parts of a run cost on this machine: short turns of the learner's own loop, one core each.
+"""What the parts of a run cost on this machine, measured by short turns of the learner's own loop.
 
-A process is pinned to every core and runs the loop that `bench` measures, inline and with one thread, for a few envs
-and for more, in turns: once while the other cores rest (`alone`), once while all do the same (`crowded`). What they
-cost when nobody shares their memory or their processor with them, and when everybody does, is all that is taken: how
-fast a layout of these parts is, is for the simulation to say. What no such part shows is measured beside that: how
-unlike each other and themselves the cores are, and what threads of one process take for acting alone and for training
-alone, beside what the simulation makes of it.
+A process on every core runs the loop that `bench` measures, inline and with one thread, for a few envs and for more:
+once while the other cores are idle (`alone`), once while all do the same (`crowded`). The simulation derives the rate
+of a layout from these costs. Measured apart: the differences among cores and over time, and the time that threads of
+one process take to act and to train, relative to the simulation's expectation.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ _CAPACITY = 100_000  # env steps of a replay
 
 
 def lone(config: Config, envs: int, of: int, own: bool = False) -> ResolvedConfig:
-    """The learner that is measured, with `envs` of `of` simulators: its batches shrink alike. `own`: with the threads
-    and groups that it would have on its cores, else with one.
+    """The config of the measured learner, with `envs` of `of` simulators; its batches shrink in proportion. `own`: with
+    the threads and groups that a run would have on these cores, else with one of each.
     """
     share = envs / of
     env = config.env if own else replace(config.env, groups=1, threads=1)
@@ -61,23 +59,23 @@ def lone(config: Config, envs: int, of: int, own: bool = False) -> ResolvedConfi
         env=replace(c.env, num_envs=envs),
         q=replace(config.q, batch_size=max(1, round(config.q.batch_size * share)), secondary_batch=0),
     )
-    if is_value_based(config):  # it is to train at once
+    if is_value_based(config):  # it trains at once
         kept = min(config.replay.capacity, max(_CAPACITY, 4 * first_rows(c)))
         c = replace(c, q=replace(c.q, learn_start=first_rows(c)), replay=replace(c.replay, capacity=kept, envs=0))
     return resolve_config(c)
 
 
 def sizes(config: Config) -> tuple[int, int]:
-    """Numbers of simulators to measure with: about those that are acted for at once, and that make a batch."""
+    """Two numbers of simulators to measure with. The larger one is about the width of a forward and of a batch."""
     settled = resolve_config(replace(config, learners=1, exchange="auto"))
     large = max(2, settled.env.num_envs, batch_size(settled))
     return max(1, large // 4), large
 
 
 def measure(config: Config, seconds: float) -> Services:
-    """Services of a preset's net, algorithm and env, measured for about so many seconds."""
+    """Measure a preset's network, algorithm and env for about so many seconds."""
     if len(tasks(config.env.id)) > 1:
-        raise ConfigError("env.id: plan looks at one task at a time")
+        raise ConfigError("env.id: plan needs a single task")
     spec, widths = make_spec(config.env, config.atari), sizes(config)
     configs = [lone(config, n, widths[-1]) for n in widths]
     for one in configs:
@@ -97,8 +95,8 @@ def measure(config: Config, seconds: float) -> Services:
         for crew in crews.values():
             crew.close()
     first = found[0]
-    # By itself, again and again, an exchange finds its weights in the cache: what it costs beside solo is added. Where
-    # all wait for the last one, it is what that one takes: what it waits for is for the simulation to say.
+    # Repeated alone, an exchange finds its weights in the cache, so only its cost beside solo is added. In lockstep the
+    # fastest learner's time is taken: the others' includes waiting, which the simulation adds.
     solo = _mean([one["solo"] for one in found])
     times = {kind: np.array([one["exchange"][kind] for one in found]) for kind in EXCHANGES}
     own = {kind: float(np.median(t.min(0) if EXCHANGES[kind].in_lockstep else t)) for kind, t in times.items()}
@@ -133,8 +131,8 @@ def measure(config: Config, seconds: float) -> Services:
 
 
 def _threads(config: Config, spec: Spec, services: Services, turns: float, acted: float, trained: float) -> Threads:
-    """What processes took beside what is expected of them: `turns` and `acted` are env steps/s where nothing was
-    learned, with one core (while the others did the same) and with all; `trained` seconds of a training step with all.
+    """Measured times relative to the simulated ones. `turns`, `acted`: env steps/s without learning, with one core
+    (while the others did the same) and with all cores; `trained`: seconds of a training step with all cores.
     """
 
     def idle(costs: Costs) -> Costs:
@@ -157,7 +155,7 @@ def _threads(config: Config, spec: Spec, services: Services, turns: float, acted
 def _run(
     configs: list[ResolvedConfig], cores: list[int], crews: dict[str, Placement], seconds: float
 ) -> list[dict[str, Any]]:
-    """What a process on each of `cores` found; the last of `configs` has the groups that it would have on one."""
+    """The measurements of a process on each of `cores`. The last of `configs` has a run's groups on one core."""
     board = next(iter(crews.values())).board
     each = []
     for rank, core in enumerate(cores):
@@ -168,7 +166,7 @@ def _run(
 
 
 def _found(each: Sequence[tuple[str, list[int], Callable[..., None], tuple[Any, ...]]], seconds: float) -> list[Any]:
-    """What processes find that measure for about so many seconds: of each its name, cores, target and arguments."""
+    """The measurements of processes, given by name, cores, target and arguments."""
     children: list[Child] = []
     try:
         children.extend(Child(*one) for one in each)
@@ -179,24 +177,19 @@ def _found(each: Sequence[tuple[str, list[int], Callable[..., None], tuple[Any, 
 
 
 def _costs(turns: Sequence[Turn], configs: list[ResolvedConfig], exchange: dict[str, float], wire: Line) -> Costs:
-    """Lines through what was found with fewer and with more simulators."""
+    """Lines through the measurements with fewer and with more simulators."""
 
     def line(part: str, paid: Sequence[float] = (1, 1), n: Sequence[float] = ()) -> Line:
         n = n or [c.env.num_envs for c in configs]
         return fit([(p, k, t[part]) for p, k, t in zip(paid, n, turns, strict=True)])
 
     samples = [t["samples"] for t in turns]
-    chunks = [_chunk(c) for c in configs]
+    chunks = [resolve_resources(c, make_spec(c.env, c.atari)).chunk for c in configs]
     pieces = [-(-s // chunk) if chunk else 1.0 for s, chunk in zip(samples, chunks, strict=True)]
     return Costs(
         env=line("env"), act=line("act"), unroll=line("unroll"), train=line("train", pieces, samples),
         exchange=exchange, wire=wire,
     )  # fmt: skip
-
-
-def _chunk(config: Config) -> int:
-    """Samples of one part of a batch at most."""
-    return resolve_resources(config, make_spec(config.env, config.atari)).chunk
 
 
 def _mean(values: Sequence[float]) -> float:

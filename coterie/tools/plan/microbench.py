@@ -1,4 +1,4 @@
-"""What the processes do that measure a run's parts: short turns of the learner's own loop."""
+"""What the measuring processes do: short turns of the learner's own loop, exchanges, env steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Turn = dict[str, float]  # seconds of each part, and what was done in them
 
 
 def measure_whole(post: Post, config: ResolvedConfig, turn: float) -> None:
-    """A child that has all cores."""
+    """In a child process with all cores: env steps/s of acting alone, seconds of a training step."""
     loop = Training(Learner(config))
     acted, trained = list[float](), list[float]()
     try:
@@ -49,7 +49,7 @@ def measure_whole(post: Post, config: ResolvedConfig, turn: float) -> None:
 def measure_process(
     post: Post, configs: list[ResolvedConfig], links: Links, others: dict[str, Links], seconds: float
 ) -> None:
-    """A child: its turns beside the others, and what only the first is asked."""
+    """In a child process with one core: turns beside the others; in the first also what needs no others."""
     rank, sync = links.rank, partial(links.board.meet, links.rank, PATIENCE_S)
     turn = seconds / TURNS
     *loops, own = [Training(Learner(c)) for c in configs]
@@ -71,14 +71,14 @@ def measure_process(
                 crowded[i].append(_turn(loop, turn))
                 took[i].append(np.diff(loop.now.ends))
         every = {"solo": Links(), **others}
-        told = {kind: _exchange(loops[-1].learner, kind, mine, sync) for kind, mine in every.items()}
+        agreed = {kind: _exchange(loops[-1].learner, kind, mine, sync) for kind, mine in every.items()}
         sync()
         found: dict[str, Any] = {
             "crowded": [merge(t) for t in crowded],
             "took": float(np.median(np.concatenate(took[-1]))),
             "jitter": _jitter(took[-1]),
             "acted": float(np.median(acted)),
-            "exchange": told,
+            "exchange": agreed,
             "solo": float(np.median([t["exchange"] for t in crowded[-1]])),
         }
         if rank == 0:
@@ -101,15 +101,15 @@ def measure_process(
 
 
 def _warm(loop: Training, seconds: float) -> None:
-    """Until it has trained: value learning gathers rows first."""
+    """Run until it has trained: value learning fills its replay first."""
     end = time.monotonic() + PATIENCE_S
     while loop.learner.progress.learner_steps < 2 and time.monotonic() < end:
         loop.turn(seconds)
 
 
 def _turn(loop: Training, seconds: float) -> Turn:
-    """Some rollouts of the learner's loop: seconds of a group's step, forward, and what else an unroll takes; of an
-    optimizer step and its exchange.
+    """Run some rollouts of the learner's loop; returns seconds of a group's env step and forward, of the rest of an
+    unroll, of an optimizer step and of its exchange.
     """
     learner = loop.learner
     done, stages = learner.progress, learner.stages.seconds
@@ -143,7 +143,7 @@ def _jitter(took: list[Array]) -> float:
 
 
 def _exchange(learner: Learner, kind: str, links: Links, sync: Callable[[], None]) -> list[float]:
-    """Seconds of some learner steps' agreement, and their updates, while the others make as many."""
+    """Seconds of some learner steps' agreement and update, while the other processes make as many."""
     config = replace(learner.config, exchange=kind, learners=links.learners)  # type: ignore[arg-type]
     exchange = make_exchange(config, learner.params, normalizers(config, learner.model), links)
     took = list[float]()
@@ -161,7 +161,7 @@ def _exchange(learner: Learner, kind: str, links: Links, sync: Callable[[], None
 
 
 def _deviation(config: ResolvedConfig, spec: Spec, seconds: float) -> float:
-    """Standard deviation of one env's step in seconds, without the hundredth that took longest: those were others."""
+    """Standard deviation of one env's step in seconds, without the slowest hundredth: interruptions by others."""
     rng = np.random.default_rng(0)
     envs = make_envs(replace(config.env, num_envs=1, decorrelate=0), config.atari, seed=1)
     took = list[float]()

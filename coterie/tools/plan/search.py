@@ -19,7 +19,7 @@ _NOISE = 1.05  # a simulation's rate over a ceiling of mean times
 
 
 def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[RunLayout]:
-    """All layouts on up to so much hardware, each kind of it in powers of two."""
+    """All layouts on hardware up to `most`, each kind of it in powers of two."""
     for cores, gpus, hosts, machines in product(
         _doubling(1, most.cores), [0, *_doubling(1, most.gpus)], [0, *_doubling(1, most.hosts)],
         _doubling(1, most.machines),
@@ -35,8 +35,8 @@ def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[RunLayout
 def cheapest(
     config: Config, spec: Spec, services: Services, most: Hardware, target: float, seed: int = 0
 ) -> tuple[Result | None, Result | None]:
-    """What reaches `target` frames/s for the fewest dollars per hour, the fastest of several; or None, and what the
-    layout makes that could make the most if nobody in it had to wait.
+    """The layout that reaches `target` frames/s for the fewest dollars per hour, the fastest of several; or None, and
+    the result of the layout with the highest ceiling.
     """
     found = sorted(candidates(config, spec, most), key=lambda x: x.dollars_per_hour)
     for _, same in groupby(found, key=lambda x: x.dollars_per_hour):

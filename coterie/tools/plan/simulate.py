@@ -25,13 +25,13 @@ from coterie.tools.plan.machines import Messages, Ring, SimMachine, speeds
 from coterie.types import CoterieError
 
 ACTINGS: dict[str, type[SimActing]] = {"inline": SimInline, "decoupled": SimDecoupled, "central": SimCentral}
-_ENOUGH, _LEAST, _MOST_EVENTS = 300_000, 6, 10_000_000  # events and rounds to look at
-_SATURATED = 0.95  # of what a part can do: it is what the others wait for
+_ENOUGH, _LEAST, _MOST_EVENTS = 300_000, 6, 10_000_000  # rounds and events
+_SATURATED = 0.95  # share of a part's time from which it is the bottleneck
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a layout is predicted to do."""
+    """The prediction for a layout."""
 
     layout: RunLayout
     env_steps_per_s: float
@@ -109,7 +109,7 @@ class World:
         return [Place(self.hosts[i], far, *links) for i in numbers]
 
     def run(self, rollouts: int) -> None:
-        """Until learners have learned from so many rollouts more."""
+        """Run until the learners have learned from so many more rollouts."""
         goal = self.rollouts + rollouts
         while self.rollouts < goal:
             if self.events >= _MOST_EVENTS:
@@ -134,7 +134,7 @@ class World:
         }
 
     def clocks(self) -> dict[str, float]:
-        """Everything that is a rate or a share of the time between two calls."""
+        """Counters, of which the difference between two calls is a rate or a share of the time."""
         found = defaultdict[str, float](float, {"time": self.sim.now, **self.counts()})
         for cores in self.pools + self.gpus + self.hosts:
             cores.advance()
@@ -152,12 +152,12 @@ class World:
 
 
 def simulate(layout: RunLayout, services: Services, seed: int = 0) -> Result:
-    """Rates, lag and shares, once all of a layout's memory has been used, over about 1200 rows of each env or, of large
-    layouts, fewer.
+    """Rates, lag and shares over about 1200 rows of each env, or fewer in large layouts, after all of the layout's
+    memory has been used once.
     """
     world = World(layout, services, seed)
-    # Envs that began together end their unrolls together, and learners that meet go on together: only over whole rounds
-    # of all of them is a rate one.
+    # Envs that began together end their unrolls together, and learners that meet go on together: a rate is only right
+    # over whole rounds of all of them.
     rounds = max(8, min(60, 1200 // layout.unroll))
     cycle = max(1, math.ceil(layout.envs / (layout.batch * layout.learners))) * layout.learners
     world.run(cycle + (2 * layout.batches + 2) * layout.learners)
@@ -190,7 +190,7 @@ def simulate(layout: RunLayout, services: Services, seed: int = 0) -> Result:
 
 
 def _shares(world: World, clocks: dict[str, float]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """How much of each part of the run is used, and of cores and GPUs for what."""
+    """The busy share of each part of the run; of cores and GPUs also by purpose."""
     seconds, learners = clocks["time"], len(world.learners)
     parts: dict[str, dict[str, float]] = {}
     for name, pools in (("learner cores", world.pools), ("gpu", world.gpus), ("host cores", world.hosts)):
@@ -208,7 +208,7 @@ def _shares(world: World, clocks: dict[str, float]) -> tuple[dict[str, float], d
 
 
 def _bottleneck(busy: dict[str, float], parts: dict[str, dict[str, float]]) -> str:
-    """What limits: cores, GPUs or a link that are full, else the thread that never rests, else the waiting."""
+    """The limit: cores, GPUs or a link that are full, else a thread that is always busy, else waiting."""
     name = max((k for k in busy if k not in ("learner", "inference")), key=lambda k: busy[k])
     if busy[name] < _SATURATED:
         thread = max((k for k in busy if k in ("learner", "inference")), key=lambda k: busy[k])

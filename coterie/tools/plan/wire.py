@@ -1,4 +1,4 @@
-"""What a message costs on the wire: client and server in one process, over a unix socket, with nobody who acts."""
+"""The cost of a message on the wire: client and server in one process, over a unix socket, without acting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coterie.wire.server import Answer, Server, ServiceStream
 
 
 class Echo(ServiceStream):
-    """Answers at once."""
+    """A stream that answers at once."""
 
     def __init__(self, spec: Spec, envs: int, newest: bool = False) -> None:
         super().__init__({})
@@ -28,7 +28,7 @@ class Echo(ServiceStream):
 
 
 def wire_cost(spec: Spec, envs: int, seconds: float) -> float:
-    """Core-seconds of a question of so many envs and its answer, both ends together."""
+    """Core-seconds of a message of so many envs and its answer, client and server together."""
     folder = scratch_folder("/tmp")  # a socket's path has 107 bytes at most
     server = Server(f"unix:{folder / 'wire'}", {"Infer": lambda hello: Echo(spec, envs)})
     try:

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from coterie import presets
+from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.config import Config
 from coterie.envs.make import make_spec
@@ -131,7 +132,7 @@ def test_synchronous_sites_find_each_other():
     assert (other.learners, other.allreduce.connect, other.allreduce.bind) == (3, "10.0.0.1:9003", "")
     assert (hub.gossip.bind, hub.seed != other.seed, hub.env.num_envs) == ("", True, other.env.num_envs)
     for one in (hub, other):
-        check(one, make_spec(one.env, one.atari))
+        check(resolve_config(one), make_spec(one.env, one.atari))
 
 
 def test_one_site_needs_no_gossip_with_others():
