@@ -81,8 +81,8 @@ def predict(config: Config, services: Any) -> dict[str, Any]:
     spec = make_spec(config.env, config.atari)
     hardware = Hardware(cores=len(available_cores()))
     one = layout(config, spec, hardware, config.acting, config.exchange, config.learners)
-    told = simulate(one, services)
-    return {"rate": told.env_steps_per_s, "bottleneck": told.bottleneck, "lag": told.lag_mean}
+    result = simulate(one, services)
+    return {"rate": result.env_steps_per_s, "bottleneck": result.bottleneck, "lag": result.lag_mean}
 
 
 def configured(group: str, name: str) -> Config:
@@ -93,15 +93,15 @@ def configured(group: str, name: str) -> Config:
 
 def note(found: Found, number: int, group: str, name: str, around: Sequence[Services], rate: float) -> None:
     """One layout in one round: what is predicted of it beside what it did."""
-    told = [predict(configured(group, name), services) for services in around]
-    predicted = statistics.mean(one["rate"] for one in told)
+    predictions = [predict(configured(group, name), services) for services in around]
+    predicted = statistics.mean(one["rate"] for one in predictions)
     error = predicted / rate - 1
     seen = found.setdefault(name, {"measured": [], "predicted": [], "error": []})
     for key, x in zip(seen, (rate, predicted, error), strict=True):
         seen[key].append(x)
     print(
         f"round {number + 1}  {name:42} measured {rate:>9,.0f}  predicted {predicted:>9,.0f}  error {error:+.0%}  "
-        f"({told[0]['bottleneck']})",
+        f"({predictions[0]['bottleneck']})",
         flush=True,
     )
 
@@ -187,8 +187,8 @@ def main() -> None:
     worst = max(abs(r["error"]) for r in rows.values())
     print(f"largest error {worst:.1%} of {len(rows)} layouts")
     if options.out:
-        told = {"layouts": rows, "rounds": found, "services": costs, "largest_error": worst}
-        options.out.write_text(json.dumps(told, indent=1) + "\n")
+        data = {"layouts": rows, "rounds": found, "services": costs, "largest_error": worst}
+        options.out.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -131,8 +131,8 @@ def impala() -> list[dict[str, Any]]:
         env = env_of_row(task, 0.5)
         print(f"  task {task + 1}: env step {1e3 * env:.1f} ms; spread fitted to 'A2C, sync step' {spread:.2f}")
         for name, one, known in IMPALA:
-            told = [rate(one, env_of_row(task, cv), cv) for cv in (0.5, spread)]
-            rows.append(row(f"{name}, task {task + 1}", known[task], *told))
+            found = [rate(one, env_of_row(task, cv), cv) for cv in (0.5, spread)]
+            rows.append(row(f"{name}, task {task + 1}", known[task], *found))
     return rows
 
 
@@ -223,8 +223,8 @@ def seed() -> list[dict[str, Any]]:
     def rented(acting: str, cores: int) -> tuple[float, float]:
         hardware = Hardware(cores=1, gpus=1, hosts=cores, host_cores=1)
         one = layout(acting, "solo", hardware, producers=cores, batch=32, unroll=20, groups=1)
-        told = simulate(one, services)
-        return told.frames_per_s, told.dollars_per_billion_frames
+        found = simulate(one, services)
+        return found.frames_per_s, found.dollars_per_billion_frames
 
     def least(acting: str) -> int:
         """Cores from which more bring less than two in a hundred."""
@@ -278,8 +278,8 @@ def main() -> None:
             print(f"  assumed: {line}")
         rows = call()
         for r in rows:
-            told = ", ".join(f"{show(p)} ({e:+.0%})" for p, e in zip(r["predicted"], r["error"], strict=True))
-            print(f"  {r['row']:48} paper {show(r['paper']):>8}   predicted {told}")
+            predicted = ", ".join(f"{show(p)} ({e:+.0%})" for p, e in zip(r["predicted"], r["error"], strict=True))
+            print(f"  {r['row']:48} paper {show(r['paper']):>8}   predicted {predicted}")
         found[table] = {"assumed": ASSUMED[table], "rows": rows}
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A discrete-event simulation of a run (simpy): who waits for whom, as the code of acting and exchange has it.
+"""A discrete-event simulation of a run (simpy), in which processes wait for one another as in acting and exchange.
 
 What it does not know: faults, evaluations, checkpoints, games that end together, a GPU's copies, and how an env's or a
 net's cost changes while it learns.

@@ -1,4 +1,4 @@
-"""Layouts and services made up for the tests: round numbers, nothing varies unless asked."""
+"""Layouts and services with round numbers, without variation unless given."""
 
 from __future__ import annotations
 

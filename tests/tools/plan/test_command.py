@@ -1,4 +1,4 @@
-"""`coterie plan` as it is typed, with services measured here and with some from a file."""
+"""The command `coterie plan`, with services measured here and from a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def given(tmp_path):
     return ("--services", str(tmp_path / "given.json"))
 
 
-def test_measures_saves_and_plans(tmp_path, capsys):
+def test_plan_measures_this_machine_saves_the_services_and_prints_a_table(tmp_path, capsys):
     path = tmp_path / "services.json"
     assert main([*PLAN, "--seconds", "3", "--env.num-envs", "8", "--save-services", str(path)]) == 0
     out = capsys.readouterr().out
@@ -40,30 +40,30 @@ def test_measures_saves_and_plans(tmp_path, capsys):
         assert costs.train(64) > 0
         assert min(costs.exchange.values()) == costs.exchange["solo"] > 0
         assert costs.wire(8) > 0
-    # What is only compared is not free to be anything: twice as long, or half, would be a mistake of the comparison.
+    # A factor far from 1 would be a mistake of the comparison.
     assert 0.3 < found.threads.act < 5
     assert 0.3 < found.threads.train < 5
     assert 0 <= found.uneven < 1
     assert 0 <= found.jitter < 2
 
 
-def test_json_and_a_seed_give_the_same_twice(given, capsys):
+def test_plan_with_the_same_seed_prints_the_same_json(given, capsys):
     outs = []
     for _ in range(2):
         assert main([*PLAN, *given, *SHORT, "--seed", "7"]) == 0
         outs.append(capsys.readouterr().out)
     assert outs[0] == outs[1]
-    told = json.loads(outs[0])
-    assert len(told["layouts"]) == len(ACTING) * len(EXCHANGES)
-    assert told["env"] == "CartPole-v1"
+    plan = json.loads(outs[0])
+    assert len(plan["layouts"]) == len(ACTING) * len(EXCHANGES)
+    assert plan["env"] == "CartPole-v1"
     assert {"frames_per_s", "lag_mean", "lag_max", "busy", "bottleneck", "dollars_per_billion_frames"} <= set(
-        told["layouts"][0]
+        plan["layouts"][0]
     )
     assert main([*PLAN, *given, *SHORT, "--seed", "8"]) == 0
     assert capsys.readouterr().out != outs[0]
 
 
-def test_a_target_is_met_or_one_line_says_that_it_cannot_be(given, capsys):
+def test_plan_prints_the_cheapest_layout_for_a_target_or_that_there_is_none(given, capsys):
     few = SHORT[1:]
     assert main([*PLAN, *given, *few, "--target", "100"]) == 0
     out = capsys.readouterr().out.splitlines()
@@ -73,14 +73,14 @@ def test_a_target_is_met_or_one_line_says_that_it_cannot_be(given, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("no layout within these bounds makes 10,000,000 frames")
 
 
-def test_a_cell_that_is_refused_says_why(given, capsys):
+def test_plan_prints_why_a_layout_is_refused(given, capsys):
     assert main(["plan", "a2c", "--env", "CartPole-v1", *given, "--cores", "2", "--hosts", "2"]) == 0
     out = capsys.readouterr().out
     assert "not possible: decoupled solo" in out
     assert "no lockstep" in out
 
 
-def test_learners_of_several_machines(given, capsys):
+def test_plan_of_several_machines_has_their_exchanges_only(given, capsys):
     assert main([*PLAN, *given, "--cores", "2", "--machines", "2", "--latency", "0.01"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert "2 machine(s) of learners: 2 cores, 0 GPUs; 10 ms apart" in out[0]
@@ -91,14 +91,14 @@ def test_learners_of_several_machines(given, capsys):
     assert capsys.readouterr().err == "coterie: --machines: must be at least 1, not 0\n"
 
 
-def test_an_accelerator_must_have_been_measured(given, capsys):
+def test_plan_with_gpus_needs_services_of_an_accelerator(given, capsys):
     assert main([*PLAN, *given, "--gpus", "1"]) == 2
     assert capsys.readouterr().err == (
         "coterie: --gpus: the services have no accelerator: measure them where there is one\n"
     )
 
 
-def test_help_fits_a_screen(capsys):
+def test_plans_help_fits_a_screen(capsys):
     assert main(["plan", "--help"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert len(out) <= 40
@@ -107,7 +107,7 @@ def test_help_fits_a_screen(capsys):
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pong-v5"])
-def test_what_is_measured_of_a_preset_is_a_valid_run(name, env):
+def test_the_measured_learner_of_every_preset_is_a_valid_run(name, env):
     from coterie.build.validity import check
     from coterie.envs.make import make_spec
 

@@ -11,7 +11,7 @@ from coterie.types import ConfigError
 from tests.tools.plan.harness import COSTS, services
 
 
-def test_a_fit_finds_the_line_again():
+def test_a_fit_recovers_its_line():
     line = Line(0.003, 0.0005)
     assert fit([(1, n, line(n)) for n in (4, 16)]) == Line(pytest.approx(0.003), pytest.approx(0.0005))
     parts = [(1, 160, line(160)), (4, 1280, 4 * line.fixed + 1280 * line.each)]  # `fixed` for each of four parts
@@ -24,7 +24,7 @@ def test_a_fit_never_gives_negative_seconds():
     assert fit([(1, 320, 1.0), (4, 1280, 4.0)]) == Line(0.0, pytest.approx(1 / 320))  # cannot be told apart
 
 
-def test_a_file_gives_back_what_it_was_given(tmp_path):
+def test_services_are_saved_and_loaded(tmp_path):
     some = services(env_cv=0.3, action_repeat=4, accelerator=COSTS, about={"env": "made-up"})
     save(some, tmp_path / "s.json")
     assert load(tmp_path / "s.json") == some
@@ -44,7 +44,7 @@ def test_a_file_gives_back_what_it_was_given(tmp_path):
         (("valid",), 2, "services: action_repeat must be at least 1"),
     ],
 )
-def test_a_wrong_field_is_named(tmp_path, at, value, says):
+def test_a_wrong_field_of_the_services_is_named(tmp_path, at, value, says):
     data = json.loads(json.dumps(services().to_json()))
     inner = data
     for key in at[:-1]:
@@ -59,7 +59,7 @@ def test_a_wrong_field_is_named(tmp_path, at, value, says):
     assert str(error.value).startswith(says)
 
 
-def test_crowded_may_be_left_out(tmp_path):
+def test_crowded_costs_default_to_those_alone(tmp_path):
     data = services().to_json()
     del data["crowded"]
     (tmp_path / "s.json").write_text(json.dumps(data))

@@ -26,7 +26,7 @@ def test_two_jobs_on_one_core_share_it_evenly():
     assert cores.busy == pytest.approx({"a": 3.0, "b": 1.0})
 
 
-def test_no_job_runs_on_two_cores():
+def test_a_job_runs_on_one_core_at_most():
     sim = simpy.Environment()
     cores = Cores(sim, 4, "cores")
     sim.run(until=cores.work(2.0, "x"))
@@ -77,7 +77,7 @@ def test_a_link_is_an_m_d_1_queue():
     assert link.busy == pytest.approx(30_000)
 
 
-def test_a_meeting_begins_when_all_are_there_every_time():
+def test_a_meeting_begins_when_all_members_have_joined():
     sim, begun = simpy.Environment(), []
     meeting = Meeting(sim, 2)
 

@@ -1,4 +1,4 @@
-"""Layouts of presets on hardware that is not there, and the search among them."""
+"""Layouts of presets on given hardware, and the search among them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMPALA = presets.impala(env="CartPole-v1")
 SPEC = make_spec(IMPALA.env, IMPALA.atari)
 
 
-def test_every_cell_is_there_or_says_why_not():
+def test_every_acting_and_exchange_has_a_layout_or_a_refusal():
     found = dict(layouts(IMPALA, SPEC, Hardware(cores=4), 2))
     assert list(found) == [f"{a} {x}" for a in ACTING for x in EXCHANGES]
     assert not any(isinstance(x, ConfigError) for x in found.values())
@@ -38,7 +38,7 @@ def test_every_cell_is_there_or_says_why_not():
 
 
 @pytest.mark.parametrize("name", ["a2c", "ppo", "dqn"])
-def test_an_inline_layout_is_what_the_learner_makes_of_it(name):
+def test_an_inline_layout_is_the_learners(name):
     config = presets.make(name, "CartPole-v1", **{"env.num_envs": 32, "q.learn_start": 5000})
     learner = Learner(resolve_config(replace(config, env=replace(config.env, threads=1))))
     try:
@@ -52,7 +52,7 @@ def test_an_inline_layout_is_what_the_learner_makes_of_it(name):
 
 
 @pytest.mark.parametrize("learners", [1, 2])
-def test_a_decoupled_layout_is_what_the_actors_make_of_it(learners):
+def test_a_decoupled_layout_is_the_actors(learners):
     config = changed(IMPALA, {"learners": learners, "exchange": "gossip" if learners > 1 else "solo", "actors": 4})
     config = changed(config, {"env.num_envs": 16})
     own = layout(config, SPEC, Hardware(cores=2), "decoupled", config.exchange, learners)
@@ -67,7 +67,7 @@ def test_a_decoupled_layout_is_what_the_actors_make_of_it(learners):
         weights.close()
 
 
-def test_each_host_brings_simulators_of_its_own():
+def test_each_host_adds_its_own_simulators():
     config = changed(IMPALA, {"env.num_envs": 16})
     for acting, each in (("decoupled", 4), ("central", 1)):
         own = layout(config, SPEC, Hardware(cores=2, hosts=3, host_cores=4), acting, "solo", 1)
@@ -76,7 +76,7 @@ def test_each_host_brings_simulators_of_its_own():
         layout(config, SPEC, Hardware(cores=2, hosts=3), "central", "gossip", 2)
 
 
-def test_learners_of_several_machines():
+def test_learners_on_several_machines_are_laid_out_like_those_on_one():
     config = changed(IMPALA, {"env.num_envs": 16})
     found = dict(layouts(config, SPEC, Hardware(cores=2, machines=3), 6))
     one = layout(config, SPEC, Hardware(cores=2), "decoupled", "gossip", 2)
@@ -106,7 +106,7 @@ def test_updates_of_each_algorithm():
     assert updates(changed(IMPALA, replayed), 8, 20) == (2, 160)
 
 
-def test_what_costs_money():
+def test_cores_gpus_and_hosts_cost_money():
     hardware = Hardware(cores=4, gpus=2, hosts=3, host_cores=8, core_hour=1.0, gpu_hour=10.0)
     cost = {k: x.dollars_per_hour for k, x in layouts(changed(IMPALA, {"env.num_envs": 16}), SPEC, hardware, 1)}
     assert cost["inline solo"] == 4 + 10

@@ -1,4 +1,4 @@
-"""benchmarks/plan_papers.py, which nothing else runs: one table's fitted row, and one that follows from it."""
+"""benchmarks/plan_papers.py: one table's fitted row, and one that follows from it."""
 
 from __future__ import annotations
 
