@@ -26,6 +26,7 @@ _WARN_S = 20.0  # without a report of a part, before that is said
 _LOST_S = 600.0  # without a report of learners, before the run fails
 _STOP_S = 60.0  # for sites to write a checkpoint when another one has failed
 _LEAVE_S = 20.0  # for workers to shut down at the end
+_STORE_S = 300.0  # for the last files to arrive from the storage
 
 
 class Supervisor:
@@ -35,7 +36,8 @@ class Supervisor:
         self.cluster, self.folder, self.quiet = cluster, folder, quiet
         config = allocation.config
         self.signal: signal.Signals | None = None
-        self.storage = config.ray.storage.rstrip("/") or str(folder.absolute())
+        given = config.ray.storage.rstrip("/")
+        self.storage = given if "://" in given else str(Path(given or folder).absolute())
         self.down = Mirror(self.storage, folder, skip=OF_THE_RUN) if config.ray.storage else None
         self.folders = [Path(site_url(str(folder), k)) for k in range(len(allocation.sites))]
         if self.down is not None and folder.exists():  # the run is resumed
@@ -151,9 +153,11 @@ class Supervisor:
 
     def close(self) -> dict[str, int]:
         """End the storage's last updates, and count machines and restarts."""
-        with suppress(CoterieError):
-            if self.down is not None:
-                self.down.update()
+        begin = time.monotonic()
+        while self.down is not None and self.down.updated < begin > time.monotonic() - _STORE_S:
+            for line in self.down.poll(now=True):
+                self.say(line)
+            time.sleep(0.1)
         found: dict[str, int] = {}
         with suppress(CoterieError):
             found = self.cluster.result("the board", self.board.summary.remote())
