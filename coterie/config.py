@@ -19,7 +19,7 @@ ExchangeName = Literal["auto", "solo", "allreduce", "hogwild", "store", "gossip"
 class Env:
     """Which environment, how many, and how they restart."""
 
-    id: str = "CartPole-v1"  # EnvPool id, gymnasium id, dmlab/LEVEL, or package.module:callable
+    id: str = "CartPole-v1"  # EnvPool id, gymnasium id, or package.module:callable
     backend: Literal["auto", "pool", "workers"] = "auto"  # pool: EnvPool; workers: gymnasium in worker processes
     num_envs: int = 16  # simulators of each learner; auto (or 0): as many as keep the cores busy
     groups: int = 0  # 2: alternate (one group steps while the other is acted on); 1: not; 0: whichever suits the env
@@ -27,13 +27,10 @@ class Env:
     action_repeat: int = 1  # times that the env takes each action, rewards added up (Atari: besides frame_skip)
     max_episode_steps: int = 0  # steps of the env before truncation; 0: the env's own limit
     time_limit: Literal["truncate", "terminate"] = "truncate"  # terminate: a time limit counts as the task's end
-    reset: Literal["in_place", "wait", "swap"] = "in_place"  # what a finished env does until the rollout ends
-    reserve: int = 0  # swap: fresh instances held ready; 0: a quarter of num_envs
     decorrelate: int = 0  # most uniform-random env steps that each env takes before the run
     timeout: float = 60.0  # seconds after which a worker that does not answer is replaced
     replace_budget: int = 100  # envs that may be replaced (crash, NaN, hang) before the run fails
     delay: float = 0.0  # seconds added to each step of a group of envs, to see what stragglers do
-    delay_kind: Literal["constant", "exponential"] = "constant"  # exponential: drawn anew each time, `delay` on average
     delay_learner: int = -1  # the only learner that is delayed; -1: all
     kwargs: str = "{}"  # JSON object handed to the env's constructor
 

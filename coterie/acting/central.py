@@ -338,11 +338,6 @@ KIND = ActingKind(
     refusals=(
         *apart_refusals(_section, optional=True),
         Refusal(
-            lambda c, s: c.env.reset != "in_place",
-            "env.reset",
-            "must be in_place with central acting: env hosts do not see where a rollout ends",
-        ),
-        Refusal(
             lambda c, s: c.central.lockstep and c.env.groups == 2,
             "env.groups",
             "must be 0 in lockstep: all envs of a host are acted on at once",

@@ -83,12 +83,10 @@ class Inline:
                 shares = [dict(list(enumerate(seen))[k :: self.team.size]) for k in range(self.team.size)]
                 parts = self.team.run([partial(self._collect, rows, *x) for x in zip(shares, self.clocks, strict=True)])
                 seen = [ts for _, ts in sorted({g: ts for part in parts for g, ts in part.items()}.items())]
-            self.envs.end_rollout()
             self.stages.merge(self.clocks)
             self.produced += int((~self.recorder.is_first[1:]).sum())
             last = self.recorder.last()
             yield self.recorder.rollout()
-            seen = [self.envs.begin_rollout(g) for g in range(len(seen))]
 
     @torch.inference_mode()
     def _collect(self, rows: range, seen: dict[int, TimeStep], clock: Stages) -> dict[int, TimeStep]:

@@ -103,7 +103,6 @@ def evaluate(
     env = replace(
         config.env,
         num_envs=n,
-        reset="in_place",
         decorrelate=0,
         delay=0.0,
         max_episode_steps=config.eval.max_episode_steps or config.env.max_episode_steps,
@@ -163,7 +162,7 @@ class Policy:
     def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: Network) -> None:
         self.folder, self.config, self.spec, self.step, self.model = folder, config, spec, step, model
         self.algorithm = make_algorithm(resolve_config(config), spec)
-        self.fields, self.actions = env_edges(config.env, config.atari)
+        _, self.fields, self.actions = env_edges(config.env, config.atari)
         self._state: Tensor | None = None
         self._first: Tensor | None = None
         self._last: Tensor | None = None

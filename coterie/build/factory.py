@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -17,28 +15,25 @@ import torch
 from torch import Tensor
 
 from coterie.acting.recorder import rollout_layout
+from coterie.acting.table import batch_size
 from coterie.algorithms.base import ON_CPU, Algorithm, Compute
 from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
 from coterie.build.resources import Resources
-from coterie.config import Config, ResolvedConfig, Schedule
-from coterie.acting.table import batch_size
+from coterie.config import Config, ResolvedConfig
+from coterie.envs.group import Envs
 from coterie.envs.make import make_envs
-from coterie.envs.owner import Envs
+from coterie.envs.tasks import task_config, tasks
 from coterie.exchange.base import Exchange, Guard, Peers, Setup
 from coterie.exchange.table import exchange_kind
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule
-from coterie.plugins import in_place_of
-from coterie.parallel.board import Board, BoardSteps, OwnSteps
 from coterie.parallel.params import FlatParams
-from coterie.parallel.processes import scratch_folder
 from coterie.parallel.shm import SharedArrays
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
-from coterie.envs.tasks import task_config, tasks
+from coterie.plugins import in_place_of
 from coterie.types import AgentOutput, Inputs, Spec
-from coterie.wire.auth import split
 
 
 def seed_for(seed: int, *key: int) -> int:

@@ -39,7 +39,7 @@ HELP = """coterie: distributed deep reinforcement learning
   coterie completion bash|zsh|fish   completes all of this: eval "$(coterie completion bash)"
 
 Often used with train:
-  --env Pong-v5                 an EnvPool id, a gymnasium id, dmlab/LEVEL, or package.module:callable
+  --env Pong-v5                 an EnvPool id, a gymnasium id, or package.module:callable
   --env.num-envs 64             simulators of each learner
   --learners auto               one learner for each core or GPU, or a number
   --launch ray                  on the machines of a Ray cluster: --ray.address auto

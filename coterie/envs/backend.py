@@ -1,30 +1,41 @@
-"""The contract between the owner of a set of envs and what runs them (EnvPool, or worker processes).
+"""The contract between `Envs` and what runs the instances (EnvPool, or worker processes).
 
 A backend holds instances, numbered from 0. It takes one request at a time: `step` or `reset` of some instances returns
 at once, and the `recv` that follows waits for the answer. It restarts a finished instance by itself when that is next
-stepped (next-step autoreset: the action is ignored, reward 0, flags False). It knows nothing of slots, groups or
-rollouts: that is the owner's.
+stepped (next-step autoreset: the action is ignored, reward 0, flags False). Groups and rollouts are unknown to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from coterie.envs.spaces import ActionMap
+from coterie.envs.spaces import ActionMap, ObsField
 from coterie.types import Array, Obs, Spec
 
 
+class Declared(NamedTuple):
+    """What an env takes and gives, and the conversions between its own arrays and ours."""
+
+    spec: Spec
+    fields: list[ObsField]
+    actions: ActionMap
+
+
 class Batch(NamedTuple):
-    """The answer to a request, one row for each instance asked, in that order. The arrays are the receiver's own."""
+    """The answer to a request, one row for each instance asked, in that order. The receiver owns the arrays."""
 
     obs: Obs
     reward: Array  # float32, as the env gave it
     terminated: Array  # bool
     truncated: Array  # bool
-    game_over: Array  # bool: the game ended, not only a life of it (or it was truncated)
+    game_over: Array  # bool: the whole episode ended, not only a life of it (or it was truncated)
     # Instances, asked or not, that must be replaced before they are used again, and why; their rows mean nothing.
     failed: Mapping[int, str] = {}
+
+    def rows(self) -> list[Array]:
+        """Every array."""
+        return [*arrays_of(self.obs), *self[1:5]]
 
 
 class Backend(Protocol):
@@ -45,7 +56,15 @@ class Backend(Protocol):
         ...
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
-        """Make these instances anew. Each must be reset before it is stepped."""
+        """Make new instances in the place of these. Each must be reset before it is stepped."""
 
     def close(self) -> None:
         """End every thread and process; free all memory."""
+
+
+MakeBackend = Callable[[Sequence[int]], Backend]  # one seed for each instance
+
+
+def arrays_of(obs: Obs) -> list[Array]:
+    """The arrays of an observation."""
+    return list(obs.values()) if isinstance(obs, dict) else [obs]

@@ -1,4 +1,4 @@
-"""Makes environments by gymnasium id, `dmlab/LEVEL` or `package.module:callable`, in the caller and in its workers."""
+"""One gymnasium environment: made by id, described, and stepped with its numbers in arrays. Loads no torch."""
 
 from __future__ import annotations
 
@@ -7,39 +7,116 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
+import numpy as np
+from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
-from coterie.envs.dmlab import PREFIX, DMLab
+from coterie.envs.backend import Batch, Declared
+from coterie.envs.spaces import ObsField, action_map, obs_fields
 from coterie.plugins import named
-from coterie.types import ConfigError
+from coterie.types import Array, ConfigError, Spec
 
+LAB = "dmlab/"  # before a level of DeepMind Lab
+_LAB_EXAMPLE = "dmlab:DMLab"  # examples/envs/dmlab.py
 GymEnv = gymnasium.Env[Any, Any]
+Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype by name
 
 
 def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> GymEnv:
-    """One environment; `max_episode_steps` > 0 truncates its episodes, 0 leaves them as they are."""
-    if env_id.startswith(PREFIX):
-        return _limited(DMLab(env_id.removeprefix(PREFIX), **kwargs), max_episode_steps)
-    if ":" not in env_id:
+    """The environment of a gymnasium id or of `package.module:callable`. `max_episode_steps` > 0 truncates its
+    episodes, 0 leaves them as they are.
+    """
+    path = env_id
+    if env_id.startswith(LAB):
+        path, kwargs = _LAB_EXAMPLE, {"level": env_id.removeprefix(LAB), **kwargs}
+    if ":" not in path:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gymnasium on older versions and on the precision of bounds
             return gymnasium.make(
                 env_id, max_episode_steps=max_episode_steps or None, disable_env_checker=True, **kwargs
             )
-    env: GymEnv = named("env.id", env_id)(**kwargs)
+    try:
+        make = named("env.id", path)
+    except ConfigError as error:
+        hint = " (put the folder examples/envs of the repository on PYTHONPATH)" if path == _LAB_EXAMPLE else ""
+        raise ConfigError(f"{error}{hint}") from error
+    env: GymEnv = make(**kwargs)
     if not (hasattr(env, "observation_space") and hasattr(env, "action_space") and hasattr(env, "step")):
-        raise ConfigError(f"env.id {env_id!r} returned {type(env).__name__}, which is no gymnasium environment")
-    return _limited(env, max_episode_steps)
-
-
-def _limited(env: GymEnv, max_episode_steps: int) -> GymEnv:
+        raise ConfigError(f"env.id {env_id!r} returned {type(env).__name__}, not a gymnasium environment")
     return TimeLimit(env, max_episode_steps) if max_episode_steps else env
 
 
-def frames_per_step(env: GymEnv) -> int:
-    """Emulator frames per env step: the env's own `action_repeat`; 1 where it has none."""
-    found = getattr(env.unwrapped, "action_repeat", 1)
-    return found if isinstance(found, int) and found > 0 else 1
+def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> GymEnv:
+    """`make_gym` for the user's own settings: whatever the constructor raises becomes a one-line `ConfigError`."""
+    try:
+        return make_gym(env_id, kwargs, max_episode_steps)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if isinstance(error, TypeError) and "unexpected keyword" in str(error):
+            raise ConfigError(f"env.kwargs: {one_line(error)}") from error
+        raise ConfigError(f"env.id {env_id!r} cannot be made: {one_line(error)}") from error
+
+
+def describe(env_id: str, env: GymEnv, max_episode_steps: int) -> Declared:
+    """What `env` takes and gives. Frames per env step: its `action_repeat`; 1 if it has none."""
+    fields, actions = obs_fields(env_id, env.observation_space), action_map(env_id, env.action_space)
+    repeat = getattr(env.unwrapped, "action_repeat", 1)
+    frames = repeat if isinstance(repeat, int) and repeat > 0 else 1
+    limit = max_episode_steps or getattr(env.spec, "max_episode_steps", None) or 0
+    return Declared(Spec(env_id, {f.name: f.spec for f in fields}, actions.spec, frames, limit), fields, actions)
+
+
+def layout(declared: Declared, n: int) -> Layout:
+    """The arrays of `n` instances: actions as the env takes them, observations and the other fields of a `Batch`."""
+    spec, fields, actions = declared
+    action = actions.to_env(np.zeros((1, *spec.action.shape), spec.action.dtype))
+    arrays: Layout = {f"obs/{f.name}": ((n, *f.spec.shape), f.spec.dtype) for f in fields}
+    arrays |= {"action": ((n, *action.shape[1:]), spec.action.dtype), "reward": ((n,), "float32")}
+    return arrays | {"terminated": ((n,), "bool"), "truncated": ((n,), "bool")}
+
+
+class Instance:
+    """An environment that reads its action from row `row` of `arrays` and writes what follows there."""
+
+    def __init__(self, env: GymEnv, seed: int, row: int, arrays: Mapping[str, Array], fields: list[ObsField]) -> None:
+        self.env, self.row, self.arrays, self.fields = env, row, arrays, fields
+        self.seed: int | None = seed  # of the first reset
+        self.restart = True
+        self.discrete = isinstance(env.action_space, spaces.Discrete)
+        self.action_dtype = env.action_space.dtype
+
+    def reset(self) -> None:
+        obs, _ = self.env.reset(seed=self.seed)
+        self.seed, self.restart = None, False
+        self._write(obs, 0.0, False, False)
+
+    def step(self) -> None:
+        if self.restart:
+            self.reset()
+            return
+        action = self.arrays["action"][self.row]
+        given: Any = int(action) if self.discrete else action.astype(self.action_dtype)
+        obs, reward, terminated, truncated, _ = self.env.step(given)
+        self.restart = bool(terminated or truncated)
+        self._write(obs, float(reward), bool(terminated), bool(truncated))
+
+    def _write(self, obs: Any, reward: float, terminated: bool, truncated: bool) -> None:
+        for f in self.fields:
+            x = obs
+            for key in f.path:
+                x = x[key]
+            self.arrays[f"obs/{f.name}"][self.row] = x if f.convert is None else f.convert(np.asarray(x)[None])[0]
+        self.arrays["reward"][self.row] = reward
+        self.arrays["terminated"][self.row] = terminated
+        self.arrays["truncated"][self.row] = truncated
+
+
+def read_batch(arrays: Mapping[str, Array], spec: Spec, ids: Array, failed: Mapping[int, str]) -> Batch:
+    """Copies of the rows `ids`."""
+    obs: Any = {k: arrays[f"obs/{k}"][ids] for k in spec.obs}
+    terminated, truncated = arrays["terminated"][ids], arrays["truncated"][ids]
+    return Batch(obs.get("", obs), arrays["reward"][ids], terminated, truncated, terminated | truncated, failed)
 
 
 def one_line(error: BaseException) -> str:

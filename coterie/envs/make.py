@@ -11,19 +11,19 @@ from dataclasses import replace
 import gymnasium
 
 from coterie import config
-from coterie.envs.backend import Backend
-from coterie.envs.dmlab import PREFIX
+from coterie.envs.backend import Backend, Declared, MakeBackend
+from coterie.envs.group import Envs
+from coterie.envs.gym import LAB
 from coterie.envs.local import LocalBackend
-from coterie.envs.owner import Envs, MakeBackend
-from coterie.envs.pool import PoolBackend, all_ids, has_env, pool_edges, pool_spec
+from coterie.envs.pool import PoolBackend, all_ids, has_env, pool_declared
 from coterie.envs.repeat import Repeat
-from coterie.envs.spaces import ActionMap, ObsField
 from coterie.envs.tasks import tasks
+from coterie.envs.workers import WorkerBackend, worker_declared
 from coterie.types import Array, ConfigError, Spec
 
 
 def _in_pool(env: config.Env) -> bool:
-    """Whether EnvPool runs this env; refuses what nobody has."""
+    """Whether EnvPool runs this env. Raises `ConfigError` where no package has it."""
     try:
         kwargs = json.loads(env.kwargs)
     except ValueError as error:
@@ -33,7 +33,7 @@ def _in_pool(env: config.Env) -> bool:
     pool = has_env(env.id)
     if env.backend == "pool" and not pool:
         raise _unknown(env.id, all_ids(), "EnvPool has no such environment")
-    named = ":" in env.id or env.id.startswith(PREFIX)  # whether it exists is known when it is made
+    named = ":" in env.id or env.id.startswith(LAB)  # not imported before it is made
     if not pool and not named and env.id not in gymnasium.registry:
         raise _unknown(env.id, [*all_ids(), *gymnasium.registry], "neither EnvPool nor gymnasium has it")
     return pool and env.backend != "workers"
@@ -46,19 +46,18 @@ def _unknown(env_id: str, known: Sequence[str], why: str) -> ConfigError:
     return ConfigError(f"env.id {env_id!r}: {why}; {hint}")
 
 
+def _declared(env: config.Env, atari: config.Atari) -> Declared:
+    return pool_declared(env, atari) if _in_pool(env) else worker_declared(env)
+
+
 def make_spec(env: config.Env, atari: config.Atari) -> Spec:
-    """What the environment takes and gives. EnvPool's are only declared; a gymnasium env is made once and closed. Of
-    several tasks: the same observations, and as many actions as the one with the most.
+    """What the environment takes and gives. EnvPool declares it; a gymnasium env is made once and closed. Several tasks
+    have the same observations, and as many actions as the one with the most.
     """
     if len(several := tasks(env.id)) > 1:
         full = replace(atari, full_action_set=True)
         return _union(env.id, [make_spec(replace(env, id=task), full) for task in several])
-    if _in_pool(env):
-        spec = pool_spec(env, atari)
-    else:
-        from coterie.envs.workers import workers_spec
-
-        spec = workers_spec(env)
+    spec = _declared(env, atari).spec
     return replace(spec, action_repeat=spec.action_repeat * env.action_repeat)
 
 
@@ -66,7 +65,7 @@ def _union(env_id: str, specs: list[Spec]) -> Spec:
     first = specs[0]
     for spec in specs[1:]:
         if spec.obs != first.obs or spec.action_repeat != first.action_repeat:
-            raise ConfigError(f"env.id: {first.env_id} and {spec.env_id} show different things: one policy takes one")
+            raise ConfigError(f"env.id: {first.env_id} and {spec.env_id} have different observations")
         if spec.action != first.action and {spec.action.kind, first.action.kind} != {"categorical"}:
             raise ConfigError(f"env.id: {first.env_id} and {spec.env_id} take actions of different kinds")
     largest = max(specs, key=lambda spec: spec.action.sizes)
@@ -75,14 +74,9 @@ def _union(env_id: str, specs: list[Spec]) -> Spec:
     )
 
 
-def env_edges(env: config.Env, atari: config.Atari) -> tuple[list[ObsField], ActionMap]:
+def env_edges(env: config.Env, atari: config.Atari) -> Declared:
     """How the env's observations become arrays, and a policy's actions the env's. Of several tasks: the first one's."""
-    env = replace(env, id=tasks(env.id)[0])
-    if _in_pool(env):
-        return pool_edges(env, atari)
-    from coterie.envs.workers import workers_edges
-
-    return workers_edges(env)
+    return _declared(replace(env, id=tasks(env.id)[0]), atari)
 
 
 def make_envs(
@@ -98,8 +92,8 @@ def make_envs(
 ) -> Envs:
     """`env.num_envs` environments in `groups` groups, on `threads` threads or worker processes in all.
 
-    `union`: the policy has the actions of several tasks; one that this env has not is taken as its first.
-    `training=False` switches episodic life off: an evaluated game has all its lives.
+    `union`: the policy has the actions of several tasks; an action that this env does not have is taken as its first.
+    `training=False` switches episodic life off: an evaluated episode has all its lives.
     """
     if env.num_envs < 1:
         raise ConfigError(f"env.num_envs must be at least 1, not {env.num_envs}")
@@ -114,8 +108,6 @@ def make_envs(
             return PoolBackend(env, atari, seeds, each, training)
 
     else:
-        from coterie.envs.workers import WorkerBackend
-
         numbers = itertools.count()
 
         def make(seeds: Sequence[int]) -> Backend:
@@ -131,7 +123,7 @@ def _repeated(make: MakeBackend, env: config.Env) -> MakeBackend:
 def make_rendered(
     env: config.Env, atari: config.Atari, *, seed: int, union: bool = False
 ) -> tuple[Envs, Callable[[], Array]]:
-    """One environment with all its lives, and a call that draws what it showed last: `[H, W, 3]` uint8."""
+    """One environment with all its lives, and a call that returns its current frame: `[H, W, 3]` uint8."""
     made: list[PoolBackend | LocalBackend] = []
 
     def make(seeds: Sequence[int]) -> Backend:

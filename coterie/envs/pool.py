@@ -12,7 +12,6 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import envpool
@@ -20,8 +19,8 @@ import numpy as np
 from envpool.registration import registry
 
 from coterie import config
-from coterie.envs.backend import Batch
-from coterie.envs.spaces import ActionMap, ObsField, action_map, flatten, obs_fields
+from coterie.envs.backend import Batch, Declared
+from coterie.envs.spaces import action_map, flatten, obs_fields
 from coterie.types import Array, ConfigError, Spec
 
 # What brings a shared library on Debian 12 (Debian 13 has the same names, ending in t64, and understands these).
@@ -118,42 +117,21 @@ def _guarded(env_id: str, make: Any, options: dict[str, Any]) -> Any:
         raise ConfigError(f"env.id {env_id!r}: EnvPool says: {reason[0]}") from error
 
 
-@dataclass(frozen=True)
-class _Declared:
-    """What EnvPool says of an env before one is made."""
-
-    fields: list[ObsField]
-    actions: ActionMap
-    action_repeat: int
-    max_episode_steps: int
-
-
 @functools.lru_cache(maxsize=64)
-def _declared(env: config.Env, atari: config.Atari) -> _Declared:
+def pool_declared(env: config.Env, atari: config.Atari) -> Declared:
+    """What an EnvPool environment takes and gives; nothing is started."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gymnasium on the precision of the bounds that EnvPool declares
-        spec = _guarded(env.id, envpool.make_spec, _options(env, atari, True))
-        if spec.config.max_num_players > 1 or len(spec.action_array_spec) != 3:
-            raise ConfigError(f"env.id {env.id!r}: EnvPool runs it for several players or actions; Coterie takes one")
-        limit = int(spec.config.max_episode_steps)
-        return _Declared(
-            obs_fields(env.id, spec.observation_space, _TEXT.get(registry.specs[env.id][0], ())),
-            action_map(env.id, spec.action_space),
-            spec.config.frame_skip if is_atari(env.id) or _is_doom(env.id) else 1,
-            limit if 0 < limit < _NO_LIMIT else 0,
-        )
-
-
-def pool_spec(env: config.Env, atari: config.Atari) -> Spec:
-    """What an EnvPool environment takes and gives; nothing is started."""
-    declared = _declared(env, atari)
-    obs = {f.name: f.spec for f in declared.fields}
-    return Spec(env.id, obs, declared.actions.spec, declared.action_repeat, declared.max_episode_steps)
-
-
-def pool_edges(env: config.Env, atari: config.Atari) -> tuple[list[ObsField], ActionMap]:
-    declared = _declared(env, atari)
-    return declared.fields, declared.actions
+        found = _guarded(env.id, envpool.make_spec, _options(env, atari, True))
+        if found.config.max_num_players > 1 or len(found.action_array_spec) != 3:
+            raise ConfigError(f"env.id {env.id!r} has several players or actions; Coterie runs envs with one of each")
+        fields = obs_fields(env.id, found.observation_space, _TEXT.get(registry.specs[env.id][0], ()))
+        actions = action_map(env.id, found.action_space)
+    frames = found.config.frame_skip if is_atari(env.id) or _is_doom(env.id) else 1
+    limit = int(found.config.max_episode_steps)
+    obs = {f.name: f.spec for f in fields}
+    spec = Spec(env.id, obs, actions.spec, frames, limit if 0 < limit < _NO_LIMIT else 0)
+    return Declared(spec, fields, actions)
 
 
 class PoolBackend:
@@ -169,9 +147,7 @@ class PoolBackend:
         render: bool = False,
     ) -> None:
         self.num_instances = n = len(seeds)
-        self.spec = pool_spec(env, atari)
-        declared = _declared(env, atari)
-        self.action_map, self._fields = declared.actions, declared.fields
+        self.spec, self._fields, self.action_map = pool_declared(env, atari)
         counts = {"num_envs": n, "batch_size": n, "num_threads": min(threads, n), "env_seed": list(seeds)}
         options = {**_options(env, atari, training), **counts}
         if render:

@@ -1,4 +1,4 @@
-"""The same action several times over: a step of the run is `times` steps of the env, whose rewards add up."""
+"""Action repeat: a step of the run is `times` steps of the env with the same action, whose rewards add up."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ class Repeat:
             self.inner.step(ids[run], self._actions[run])
             part = self.inner.recv()
             failed |= part.failed
-            for whole, rows in zip(_arrays(batch), _arrays(part), strict=True):
-                whole[run] = rows + whole[run] if whole is batch.reward else rows
+            part.reward[:] += batch.reward[run]
+            for whole, rows in zip(batch.rows(), part.rows(), strict=True):
+                whole[run] = rows
         self._done[ids] = batch.terminated | batch.truncated
         return batch._replace(failed=failed)
 
@@ -56,8 +57,3 @@ class Repeat:
 
     def close(self) -> None:
         self.inner.close()
-
-
-def _arrays(batch: Batch) -> list[Array]:
-    obs = batch.obs
-    return [*(obs.values() if isinstance(obs, dict) else [obs]), *batch[1:5]]

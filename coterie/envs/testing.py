@@ -26,18 +26,17 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
     The vector observation is `[count, episode]`, the image is filled with count modulo 256 but for its corner, the
     episode; `dict` has both. Even episodes end terminated, odd ones truncated, each after `length` steps. A continuous
-    action (2 numbers) adds its sum. `slow_reset`: seconds that a reset without a seed takes.
+    action (2 numbers) adds its sum.
     """
 
     def __init__(
         self,
         length: int = 5,
-        slow_reset: float = 0.0,
         obs: Literal["vector", "image", "dict"] = "vector",
         continuous: bool = False,
         actions: int = 4,
     ) -> None:
-        self.length, self.slow_reset, self.kind, self.continuous = length, slow_reset, obs, continuous
+        self.length, self.kind, self.continuous = length, obs, continuous
         vector = spaces.Box(-np.inf, np.inf, (2,), np.float32)
         image = spaces.Box(0, 255, (1, 6, 6), np.uint8)
         both = spaces.Dict({"inner": spaces.Dict({"vector": vector}), "image": image})
@@ -48,8 +47,6 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
         super().reset(seed=seed)
-        if seed is None:
-            time.sleep(self.slow_reset)
         self.episode = 0 if seed is not None else self.episode + 1
         self.count, self.steps = int(self.np_random.integers(1000)), 0
         return self._see(), {}

@@ -1,11 +1,11 @@
 """What an env worker process runs: `python -m coterie.envs.worker_main NAME SOCKET_FD MEMORY_FD`.
 
 It steps its environments one after another, reading actions from and writing results to shared memory. One socket
-carries requests and answers; its end means that the parent is gone. Loads no torch.
+carries requests and answers; it closes when the parent exits. Loads no torch.
 
 Requests: the set-up (JSON, once), then `s` or `r` and instance numbers (int32): step or reset these, answered; or `n`
-and JSON [instances, seeds]: make these anew, not answered. Answers: JSON, {"ready": true} once, then {instance: reason}
-of those that failed.
+and JSON [instances, seeds]: replace these by new ones, not answered. Answers: JSON, {"ready": true} once, then
+{instance: reason} of those that failed.
 """
 
 from __future__ import annotations
@@ -22,52 +22,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 
-from coterie.envs.gym import GymEnv, make_gym, one_line
-from coterie.envs.spaces import ObsField, obs_fields
+from coterie.envs.gym import Instance, make_gym, one_line
+from coterie.envs.spaces import obs_fields
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array
 
-_LEAVE_S = 3.0  # for the envs to close once the parent is gone
-
-
-class Instance:
-    """One environment and where its numbers go."""
-
-    def __init__(self, env: GymEnv, seed: int, row: int, shared: SharedArrays, fields: list[ObsField]) -> None:
-        self.env, self.seed, self.row, self.fields = env, seed, row, fields
-        self.arrays = shared.arrays
-        self.restart = True
-        self.started = False
-        space = env.action_space
-        self.discrete = isinstance(space, spaces.Discrete)
-        self.action_dtype = space.dtype
-
-    def reset(self) -> None:
-        obs, _ = self.env.reset() if self.started else self.env.reset(seed=self.seed)
-        self.started, self.restart = True, False
-        self._write(obs, 0.0, False, False)
-
-    def step(self) -> None:
-        if self.restart:
-            self.reset()
-            return
-        action = self.arrays["action"][self.row]
-        given: Any = int(action) if self.discrete else action.astype(self.action_dtype)
-        obs, reward, terminated, truncated, _ = self.env.step(given)
-        self.restart = bool(terminated or truncated)
-        self._write(obs, float(reward), bool(terminated), bool(truncated))
-
-    def _write(self, obs: Any, reward: float, terminated: bool, truncated: bool) -> None:
-        for f in self.fields:
-            x = obs
-            for key in f.path:
-                x = x[key]
-            self.arrays[f"obs/{f.name}"][self.row] = x if f.convert is None else f.convert(np.asarray(x)[None])[0]
-        self.arrays["reward"][self.row] = reward
-        self.arrays["terminated"][self.row] = terminated
-        self.arrays["truncated"][self.row] = truncated
+_EXIT_S = 3.0  # for the envs to close once the parent is gone
 
 
 class Worker:
@@ -86,9 +47,9 @@ class Worker:
     def _make(self, i: int, seed: int) -> Instance:
         env = make_gym(self.setup["env"], self.setup["kwargs"], self.setup["max_episode_steps"])
         env.action_space.seed(seed)
-        return Instance(env, seed, i, self.shared, obs_fields(self.setup["env"], env.observation_space))
+        return Instance(env, seed, i, self.shared.arrays, obs_fields(self.setup["env"], env.observation_space))
 
-    def renew(self, ids: list[int], seeds: list[int]) -> None:
+    def replace(self, ids: list[int], seeds: list[int]) -> None:
         for i, seed in zip(ids, seeds, strict=True):
             old = self.instances.pop(i, None)
             self.broken.pop(i, None)
@@ -101,7 +62,7 @@ class Worker:
                 self.broken[i] = one_line(error)
 
     def run(self, reset: bool, ids: Array) -> dict[int, str]:
-        """Step or reset these instances; returns who failed, and why."""
+        """Step or reset these instances; returns those that failed, and why."""
         failed = {}
         for i in ids.tolist():
             if i in self.broken:
@@ -123,19 +84,19 @@ class Worker:
                 instance.env.close()
 
 
-def _leave_with_parent(fd: int) -> None:
+def _exit_with_parent(fd: int) -> None:
     """End this process soon after the other end of the socket is closed, whatever the main thread does."""
     poll = select.poll()
     poll.register(fd, 0)  # POLLHUP is always reported
     poll.poll()
-    time.sleep(_LEAVE_S)
+    time.sleep(_EXIT_S)
     os._exit(1)
 
 
 def main(socket_fd: int, memory_fd: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the socket
     conn = Connection(socket_fd)
-    threading.Thread(target=_leave_with_parent, args=(socket_fd,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(socket_fd,), daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
         try:
             worker = Worker(json.loads(conn.recv_bytes()), memory_fd)
@@ -149,7 +110,7 @@ def main(socket_fd: int, memory_fd: int) -> None:
             while True:
                 message = conn.recv_bytes()
                 if message[:1] == b"n":
-                    worker.renew(*json.loads(message[1:]))
+                    worker.replace(*json.loads(message[1:]))
                 else:
                     failed = worker.run(message[:1] == b"r", np.frombuffer(message[1:], np.int32))
                     conn.send_bytes(json.dumps(failed).encode() if failed else b"{}")

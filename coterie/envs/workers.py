@@ -1,9 +1,9 @@
 """The backend on worker processes: any gymnasium env, n processes x m environments each.
 
 Accelerated Methods 2.1, figure 1: simulator processes step their environments in turn and share arrays with the process
-that acts. A process is a fresh interpreter (never a fork), joined by one socket; the socket's end is its death. Nothing
-that a killed worker held can block the others. A worker that dies or does not answer is started again, with all its
-environments, when they are replaced.
+that acts. A process is a fresh interpreter (never a fork), connected by one socket, which closes when the process dies.
+A killed worker holds no lock that could block the others. A worker that dies or does not answer is started again, with
+all its environments, when they are replaced.
 """
 
 from __future__ import annotations
@@ -24,47 +24,28 @@ from typing import Any
 import numpy as np
 
 from coterie import config
-from coterie.envs.backend import Batch
-from coterie.envs.gym import frames_per_step, make_gym, one_line
-from coterie.envs.spaces import ActionMap, ObsField, action_map, obs_fields
+from coterie.envs.backend import Batch, Declared
+from coterie.envs.gym import describe, layout, open_gym, read_batch
 from coterie.parallel.shm import SharedArrays
-from coterie.types import Array, ConfigError, CoterieError, Spec
+from coterie.types import Array, CoterieError
 
 _START_S = 60.0  # for a worker to start, on top of the time-out
 _CLOSE_S = 3.0  # for all workers to close their envs; then they are killed
 
 
 @functools.lru_cache(maxsize=32)
-def _declared(env_id: str, kwargs: str, max_episode_steps: int) -> tuple[Spec, list[ObsField], ActionMap]:
-    """What an env takes and gives, found by making it once in this process."""
-    try:
-        made = make_gym(env_id, json.loads(kwargs), max_episode_steps)
-    except ConfigError:
-        raise
-    except TypeError as error:
-        what = "env.kwargs" if "unexpected keyword" in str(error) else f"env.id {env_id!r}"
-        raise ConfigError(f"{what}: {one_line(error)}") from error
-    except Exception as error:
-        raise ConfigError(f"env.id {env_id!r} cannot be made: {one_line(error)}") from error
-    with contextlib.closing(made):
-        limit = max_episode_steps or getattr(made.spec, "max_episode_steps", None) or 0
-        fields, actions = obs_fields(env_id, made.observation_space), action_map(env_id, made.action_space)
-        obs = {f.name: f.spec for f in fields}
-        return Spec(env_id, obs, actions.spec, frames_per_step(made), limit), fields, actions
+def _declared(env_id: str, kwargs: str, max_episode_steps: int) -> Declared:
+    with contextlib.closing(open_gym(env_id, json.loads(kwargs), max_episode_steps)) as env:
+        return describe(env_id, env, max_episode_steps)
 
 
-def workers_spec(env: config.Env) -> Spec:
-    """What a gymnasium environment takes and gives."""
-    return _declared(env.id, env.kwargs, env.max_episode_steps)[0]
-
-
-def workers_edges(env: config.Env) -> tuple[list[ObsField], ActionMap]:
-    _, fields, actions = _declared(env.id, env.kwargs, env.max_episode_steps)
-    return fields, actions
+def worker_declared(env: config.Env) -> Declared:
+    """What a gymnasium env takes and gives, found by making it once in this process."""
+    return _declared(env.id, env.kwargs, env.max_episode_steps)
 
 
 class Process:
-    """One worker process: started at once, `answers` still owed by it."""
+    """One worker process, started at once. `answers`: how many of its answers are outstanding."""
 
     def __init__(self, name: str, memory_fd: int, setup: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
@@ -80,10 +61,10 @@ class Process:
         self.ready = False
         self.answers = 0
         self.send(json.dumps(setup).encode())
-        self.answers = 1  # that it is ready
+        self.answers = 1  # the one to the set-up
 
     def send(self, message: bytes) -> None:
-        """A worker that is gone is noticed when its answer is waited for."""
+        """A dead worker is noticed when its answer is read, not here."""
         with contextlib.suppress(OSError):
             self.conn.send_bytes(message)
 
@@ -96,7 +77,7 @@ class Process:
         self.conn.close()
         self.answers = 0
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(0.5)  # its socket may close a moment before it is gone
+            self.popen.wait(0.5)  # its socket may close a moment before the process ends
         self.popen.kill()
         code = self.popen.wait()
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -107,22 +88,14 @@ class WorkerBackend:
 
     def __init__(self, env: config.Env, seeds: Sequence[int], processes: int, name: str = "env-worker") -> None:
         self.num_instances = n = len(seeds)
-        self.spec, fields, self.action_map = _declared(env.id, env.kwargs, env.max_episode_steps)
+        declared = worker_declared(env)
+        self.spec, _, self.action_map = declared
         self._env, self._name, self._count = env, name, min(processes, n)
-        self._layout: dict[str, tuple[tuple[int, ...], str]] = {
-            f"obs/{f.name}": ((n, *f.spec.shape), f.spec.dtype) for f in fields
-        }
-        action = self.spec.action
-        self._layout |= {
-            "action": ((n, *_action_shape(self.action_map)), action.dtype),
-            "reward": ((n,), "float32"),
-            "terminated": ((n,), "bool"),
-            "truncated": ((n,), "bool"),
-        }
+        self._layout = layout(declared, n)
         self._shared = SharedArrays(self._layout, name=name)
         self._workers: list[Process | None] = []  # None: dead
         self._asked = np.arange(n, dtype=np.int32)
-        self._began = False  # an env that cannot be made at the start is an error of the user's, later a failure
+        self._began = False  # an env that cannot be made is the user's error at the start, a failure later
         try:
             for w in range(self._count):
                 ids = list(range(w, n, self._count))
@@ -160,13 +133,10 @@ class WorkerBackend:
     def recv(self) -> Batch:
         failed = self._wait()
         self._began = True
-        arrays, ids = self._shared.arrays, self._asked
-        obs: Any = {k: arrays[f"obs/{k}"][ids] for k in self.spec.obs}
-        terminated, truncated = arrays["terminated"][ids], arrays["truncated"][ids]
-        return Batch(obs.get("", obs), arrays["reward"][ids], terminated, truncated, terminated | truncated, failed)
+        return read_batch(self._shared.arrays, self.spec, self._asked, failed)
 
     def _wait(self) -> dict[int, str]:
-        """Until every worker asked has answered, died or used up its time; returns the instances that failed."""
+        """Wait until every worker has answered, died or timed out; returns the instances that failed."""
         failed: dict[int, str] = {}
         begin = time.monotonic()
         while waiting := {x.conn: (w, x) for w, x in enumerate(self._workers) if x is not None and x.answers}:
@@ -194,7 +164,7 @@ class WorkerBackend:
         return failed
 
     def _bury(self, w: int, worker: Process, reason: str) -> dict[int, str]:
-        """A worker is lost, and every instance of it."""
+        """Give up a worker: all its instances have failed."""
         self._workers[w] = None
         ended = worker.end()
         if not (self._began or worker.ready):
@@ -215,7 +185,7 @@ class WorkerBackend:
                 worker.send(b"n" + json.dumps([new, of]).encode())
 
     def close(self) -> None:
-        """Tell every worker to go, wait a moment, then kill who is left."""
+        """Close the sockets, which ends the workers; kill those that are still there a moment later."""
         workers, self._workers = [x for x in self._workers if x is not None], []
         for worker in workers:
             worker.conn.close()
@@ -227,9 +197,3 @@ class WorkerBackend:
                 worker.popen.kill()
                 worker.popen.wait()
         self._shared.close()
-
-
-def _action_shape(actions: ActionMap) -> tuple[int, ...]:
-    """Shape of one action as the env takes it."""
-    zero = np.zeros((1, *actions.spec.shape), actions.spec.dtype)
-    return actions.to_env(zero).shape[1:]

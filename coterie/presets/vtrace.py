@@ -94,7 +94,7 @@ def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
 def seed_football(env: str = "gfootball/11_vs_11_hard_stochastic-v1", **overrides: Any) -> Config:
     """SEED RL on Google Research Football (gcp/train_football_scoring.sh, and train_football_checkpoints.sh where
     `env.kwargs` asks for the checkpoint reward): V-trace on unrolls of 32 in batches of 32, rewards as they are, Keras'
-    Adam at a fixed rate, a ResNet of four stages. One frame on EnvPool; four, as in the paper, through envs.football.
+    Adam at a fixed rate, a ResNet of four stages. One frame on EnvPool; the paper's four by examples/envs/football.py.
     """
     base = seed_vtrace(env, **of_env(overrides))
     config = replace(base, preset="seed-football")

@@ -101,16 +101,23 @@ def from_dict(data: dict[str, Any]) -> Config:
     return cast(Config, _build(Config, data, ""))
 
 
+# Fields that older versions wrote into config.json, with the only value that still means the same (None: any).
+_REMOVED = {"env.reset": "in_place", "env.reserve": None, "env.delay_kind": "constant"}
+
+
 def _build(cls: type, data: Any, prefix: str) -> Any:
     if not isinstance(data, dict):
         raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {_shown(data)} is not an object of fields")
     hints = _hints(cls)
     values = {}
     for name, value in data.items():
+        if (dotted := prefix + name) in _REMOVED:
+            if (still := _REMOVED[dotted]) not in (None, value):
+                raise ConfigError(f"{dotted}: {_shown(value)} is not supported any more; only {still} is")
+            continue
         if name not in hints:
-            raise ConfigError(f"{_name(prefix + name)}: no such field{_nearest(prefix + name)}")
+            raise ConfigError(f"{_name(dotted)}: no such field{_nearest(dotted)}")
         kind = hints[name]
-        dotted = prefix + name
         values[name] = (
             _build(cast(type, kind), value, dotted + ".")
             if dataclasses.is_dataclass(kind)
@@ -244,7 +251,7 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
         "must be at least 1",
     ),
     (
-        "seed env.num_envs env.threads env.max_episode_steps env.reserve env.decorrelate env.replace_budget "
+        "seed env.num_envs env.threads env.max_episode_steps env.decorrelate env.replace_budget "
         "atari.noop_max ppo.clip_value ppo.target_kl ppo.batch_size optim.max_grad_norm optim.sqrt_scaling_from "
         "optim.chunk eval.every eval.max_episode_steps torch_threads algo.value_coef algo.entropy_coef "
         "log.checkpoint_every log.every restarts env.delay log.cosines algo.poll gossip.mix_every gossip.seats "

@@ -72,7 +72,7 @@ class _EnvOnly:
 
     def __init__(self, learner: Learner) -> None:
         config, threads = learner.config, learner.layout.env_threads
-        env = replace(config.env, reset="in_place", delay=0.0)
+        env = replace(config.env, delay=0.0)
         self.envs = make_envs(env, config.atari, seed=config.seed, threads=threads, groups=1)
         rng = np.random.default_rng(config.seed)
         self.actions = [random_actions(learner.spec.action, rng, config.env.num_envs) for _ in range(64)]

@@ -30,7 +30,7 @@ def watch(
     path = Path(out) if out else Path(folder) / "watch.mp4"
     first = tasks(policy.config.env.id)[0]
     config = task_config(policy.config, first)  # the first of several tasks
-    env = replace(config.env, num_envs=1, reset="in_place", decorrelate=0)
+    env = replace(config.env, num_envs=1, decorrelate=0)
     frames, score = 0, math.nan
     envs, render = make_rendered(env, config.atari, seed=seed, union=first != policy.config.env.id)
     with envs:

@@ -110,7 +110,6 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "ppo.minibatch_size": {"ppo.minibatch_size": 10**6},
         "model.normalize_obs": {"model.normalize_obs": True},
         "ACTING.lockstep": {"acting": "decoupled", "actors": 2},
-        "env.reset": {**CENTRAL, "env.reset": "wait"},
         "central.batch_max": {**CENTRAL, "central.batch_min": 9, "central.batch_max": 8},
         "central.max_envs": {**CENTRAL, "central.max_envs": 2},
         "wire.bind": {"wire.bind": "127.0.0.1:8765"},

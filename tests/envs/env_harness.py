@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from coterie import config
+from coterie.envs.backend import arrays_of
+from coterie.envs.group import Envs
 from coterie.envs.make import make_envs
-from coterie.envs.owner import Envs
 from coterie.envs.spaces import random_actions
 from coterie.types import Array, Obs, TimeStep
 
@@ -42,58 +44,52 @@ class Seen(NamedTuple):
     def done(self) -> Array:
         return self.terminated | self.truncated
 
+    @property
+    def real(self) -> Array:
+        """`[T, B]`: False on fake steps."""
+        return ~self.is_first[1:]
+
+
+def _combine(call: Callable[[list[Array]], Array], parts: Sequence[TimeStep]) -> TimeStep:
+    obs: Obs = [p.obs for p in parts]
+    obs = {k: call([o[k] for o in obs]) for k in obs[0]} if isinstance(obs[0], dict) else call(obs)
+    return TimeStep(obs, *(call(list(x)) for x in list(zip(*parts, strict=True))[1:]))
+
 
 def merge(parts: list[TimeStep]) -> TimeStep:
     """The groups' TimeSteps side by side, copied."""
-    obs = (
-        {k: np.concatenate([p.obs[k] for p in parts]) for k in parts[0].obs}
-        if isinstance(parts[0].obs, dict)
-        else np.concatenate([p.obs for p in parts])
-    )
-    return TimeStep(obs, *(np.concatenate(x) for x in list(zip(*parts, strict=True))[1:]))
-
-
-def leaves(ts: TimeStep) -> list[Array]:
-    return [*(ts.obs.values() if isinstance(ts.obs, dict) else [ts.obs]), *ts[1:]]
-
-
-def stack(rows: list[TimeStep], actions: list[Array]) -> Seen:
-    obs = (
-        {k: np.stack([r.obs[k] for r in rows]) for k in rows[0].obs}
-        if isinstance(rows[0].obs, dict)
-        else np.stack([r.obs for r in rows])
-    )
-    return Seen(obs, *(np.stack(x) for x in list(zip(*rows, strict=True))[1:]), np.stack(actions))
+    return _combine(np.concatenate, parts)
 
 
 class Player:
-    """Takes random actions; `rollout(T)` returns rows 0..T, row 0 from `begin_rollout` (at first from `recv`)."""
+    """Takes random actions; `rollout(T)` returns rows 0..T."""
 
     def __init__(self, envs: Envs) -> None:
         self.envs, self.rng = envs, np.random.default_rng(7)
-        self.groups = range(len(envs.groups))
-        self.now = [envs.recv(g) for g in self.groups]
+        self.now = [envs.recv(g) for g in range(len(envs.groups))]
 
     def step(self) -> Array:
         action = random_actions(self.envs.spec.action, self.rng, self.envs.num_envs)
-        for g in self.groups:
-            self.envs.send(g, action[self.envs.groups[g]])
-        self.now = [self.envs.recv(g) for g in self.groups]
+        for g, cols in enumerate(self.envs.groups):
+            self.envs.send(g, action[cols])
+        self.now = [self.envs.recv(g) for g in range(len(self.envs.groups))]
         return action
 
     def rollout(self, steps: int) -> Seen:
-        rows, actions, kept = [merge(self.now)], [], []
+        received, rows, actions = [self.now], [merge(self.now)], []
         for _ in range(steps):
             actions.append(self.step())
+            received.append(self.now)
             rows.append(merge(self.now))
-            kept.append(self.now)
-        self.envs.end_rollout()
-        # What a TimeStep holds was not written over since.
-        for before, row in zip(kept, rows[1:], strict=True):
-            for x, y in zip(leaves(merge(before)), leaves(row), strict=True):
+        for kept, row in zip(received, rows, strict=True):  # a TimeStep is not overwritten later
+            again = merge(kept)
+            for x, y in zip([*arrays_of(again.obs), *again[1:]], [*arrays_of(row.obs), *row[1:]], strict=True):
                 np.testing.assert_array_equal(x, y)
-        self.now = [self.envs.begin_rollout(g) for g in self.groups]
-        return stack(rows, actions)
+        return Seen(*_combine(np.stack, rows), np.stack(actions))
+
+
+def worker_pids(envs: Envs) -> list[int]:
+    return [w.popen.pid for backend in envs._backends for w in backend._workers if w is not None]  # type: ignore[attr-defined]
 
 
 def play(envs: Envs, steps: int) -> Seen:
@@ -107,7 +103,7 @@ def pattern(seen: Seen, env: int) -> str:
 
 
 def check_counting(seen: Seen, vector: Array, effect: Array, length: int) -> None:
-    """Everything that CountingEnv's numbers say about alignment, in in_place mode without failures."""
+    """Check by CountingEnv's arithmetic that all rows are aligned; no env may have been replaced."""
     count, episode = vector[..., 0], vector[..., 1]
     before, after = seen.is_first[:-1], seen.is_first[1:]
     # is_first is the done of the row before, and nothing else.

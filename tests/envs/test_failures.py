@@ -9,10 +9,10 @@ import pytest
 
 from coterie import config
 from coterie.envs.backend import Batch
-from coterie.envs.owner import Envs
+from coterie.envs.group import Envs
 from coterie.envs.spaces import action_map, spaces
 from coterie.types import CoterieError, ObsSpec, Spec
-from tests.envs.env_harness import COUNTING, FLAKY, Player, check_counting, make, pattern, play
+from tests.envs.env_harness import COUNTING, FLAKY, Player, make, pattern, play, worker_pids
 
 REASONS = {
     "raise": "ValueError: flaky by design",
@@ -22,10 +22,6 @@ REASONS = {
     "kill": r"its worker process died \(killed by SIGKILL\)",
     "hang": r"no answer in env\.timeout 1\.5 s",
 }
-
-
-def pids(envs):
-    return [[w.popen.pid for w in b._workers if w is not None] for b in envs._backends]
 
 
 @pytest.mark.parametrize("how", REASONS)
@@ -53,14 +49,13 @@ def test_a_failure_costs_one_masked_step(how, tmp_path):
         assert seen.reward[8, env] == 0
         np.testing.assert_array_equal(np.flatnonzero(~np.isnan(seen.episode_return[:, env])), [5, 13, 19])
         assert seen.episode_return[13, env] == seen.reward[9:14, env].sum()
-    real = ~seen.is_first[1:]
-    np.testing.assert_array_equal(seen.reward[1:][real], (16 * seen.obs[:-1, :, 0] + seen.action)[real])
+    np.testing.assert_array_equal(seen.reward[1:][seen.real], (16 * seen.obs[:-1, :, 0] + seen.action)[seen.real])
 
 
 def test_over_the_budget_the_run_fails_with_the_last_reason():
     envs = make(FLAKY, 2, replace_budget=3, kwargs={"how": "raise", "at": 2})
     with envs:
-        workers = pids(envs)[0]
+        workers = worker_pids(envs)
         with pytest.raises(
             CoterieError, match=r"^4 envs .* env\.replace_budget 3; the last: env 1: ValueError: flaky by"
         ):
@@ -69,27 +64,23 @@ def test_over_the_budget_the_run_fails_with_the_last_reason():
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
 
 
-def test_a_worker_killed_from_outside_is_replaced_in_every_mode():
-    for reset in ("in_place", "wait", "swap"):
-        with make(COUNTING, 4, threads=2, reset=reset, reserve=2, kwargs={"length": 4}) as envs:
-            player = Player(envs)
+def test_a_worker_killed_from_outside_is_replaced():
+    with make(COUNTING, 4, threads=2, kwargs={"length": 4}) as envs:
+        player = Player(envs)
+        player.rollout(6)
+        for _ in range(2):
+            os.kill(worker_pids(envs)[1], signal.SIGKILL)
             player.rollout(6)
-            for _ in range(2):
-                os.kill(pids(envs)[0][1], signal.SIGKILL)
-                player.rollout(6)
-            assert envs.replaced >= 4
-            seen = player.rollout(12)
-            assert not np.isnan(seen.obs).any()
-            going = ~seen.is_first[1:]
-            np.testing.assert_array_equal(seen.obs[1:, :, 0][going], seen.obs[:-1, :, 0][going] + 1)
-            np.testing.assert_array_equal(seen.reward[1:][going], (16 * seen.obs[:-1, :, 0] + seen.action)[going])
-            if reset == "in_place":
-                again = player.rollout(12)
-                assert again.done.any()
-                assert (again.episode_length[again.done] == 4).all()
+        assert envs.replaced >= 4
+        seen = player.rollout(12)
+    assert not np.isnan(seen.obs).any()
+    np.testing.assert_array_equal(seen.obs[1:, :, 0][seen.real], seen.obs[:-1, :, 0][seen.real] + 1)
+    np.testing.assert_array_equal(seen.reward[1:][seen.real], (16 * seen.obs[:-1, :, 0] + seen.action)[seen.real])
+    assert seen.done[4:].any()
+    assert (seen.episode_length[4:][seen.done[4:]] == 4).all()
 
 
-def test_a_fresh_env_is_seeded_anew_and_reproducibly(tmp_path):
+def test_a_replaced_env_has_another_seed_that_is_reproducible(tmp_path):
     def run(name):
         kwargs = {"how": "raise", "at": 3, "marker": str(tmp_path / name)}
         with make(FLAKY, 1, kwargs=kwargs) as envs:
@@ -101,7 +92,7 @@ def test_a_fresh_env_is_seeded_anew_and_reproducibly(tmp_path):
 
 
 class Scripted:
-    """A backend whose observations count requests of each instance; says NaN where the script says so."""
+    """A backend whose observations count each instance's requests, with NaNs where `bad` has them."""
 
     num_instances = 3
     action_map = action_map("scripted", spaces.Discrete(2))
@@ -161,10 +152,3 @@ def test_numbers_that_are_not_finite_are_found_in_any_backend():
         "env 1: observation is not finite",
         "env 2: reward is not finite",
     ]
-
-
-def test_no_failure_no_trace():
-    with make(FLAKY, 4, groups=2, threads=2, kwargs={"how": "raise", "length": 4}) as envs:
-        seen = play(envs, 14)
-        check_counting(seen, seen.obs, seen.action, length=4)
-        assert (envs.replaced, envs.failures()) == (0, [])

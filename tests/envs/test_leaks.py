@@ -1,15 +1,15 @@
-"""Nothing stays behind: no process, no descriptor; workers leave with their parent."""
+"""No process and no descriptor outlives its envs; workers exit with their parent."""
 
 import gc
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 
-from tests.envs.env_harness import COUNTING, Player, make, play
+from tests.envs.env_harness import COUNTING, Player, make, play, worker_pids
+from tests.support.waiting import wait_until
 
 
 def alive(pid):
@@ -21,7 +21,7 @@ def alive(pid):
 
 
 def descriptors():
-    gc.collect()  # what an earlier test's exception still holds in a cycle is not this test's
+    gc.collect()  # frees what an earlier test's exception still holds in a cycle
     return sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in os.listdir("/proc/self/fd") if _open(fd))
 
 
@@ -30,19 +30,19 @@ def _open(fd):
 
 
 def test_close_leaves_no_process_and_no_descriptor():
-    with make(COUNTING, 2) as envs:  # whatever is opened once, is
+    with make(COUNTING, 2) as envs:  # opens what is opened once
         play(envs, 1)
     before = descriptors()
-    with make(COUNTING, 4, groups=2, threads=2, reset="swap") as envs:
+    with make(COUNTING, 4, groups=2, threads=2) as envs:
         player = Player(envs)
         player.rollout(7)
-        workers = [w.popen.pid for b in envs._backends for w in b._workers]
+        workers = worker_pids(envs)
         assert len(workers) == 2
         assert all(alive(pid) for pid in workers)
         assert any("memfd" in name for name in descriptors())
         os.kill(workers[0], signal.SIGKILL)
         player.rollout(3)
-        workers += [w.popen.pid for b in envs._backends for w in b._workers]
+        workers += worker_pids(envs)
         envs.send(0, np.zeros(2, np.int64))  # closed with a step under way
     assert not any(alive(pid) for pid in workers)
     assert descriptors() == before
@@ -51,32 +51,27 @@ def test_close_leaves_no_process_and_no_descriptor():
 def test_workers_are_named():
     with make(COUNTING, 2, threads=2) as envs:
         names = []
-        for w in envs._backends[0]._workers:
-            with open(f"/proc/{w.popen.pid}/cmdline") as file:
+        for pid in worker_pids(envs):
+            with open(f"/proc/{pid}/cmdline") as file:
                 names.append([x for x in file.read().split("\0") if x.startswith("coterie-env")])
     assert names == [["coterie-env-0-0"], ["coterie-env-0-1"]]
 
 
-def test_workers_leave_when_their_parent_is_killed():
+def test_workers_exit_when_their_parent_is_killed(tmp_path):
     code = (
         "import sys, time; from tests.envs.env_harness import *\n"
         "e = make(FLAKY, 2, threads=2, kwargs={'how': 'hang', 'at': 1, 'marker': sys.argv[1]})\n"
-        "e.recv(0); print(*[w.popen.pid for w in e._backends[0]._workers], flush=True)\n"
+        "e.recv(0); print(*worker_pids(e), flush=True)\n"
         "e.send(0, np.zeros(2, np.int64)); print('sent', flush=True); time.sleep(60)"
     )
-    marker = f"/tmp/coterie-hang-{os.getpid()}"
+    marker = str(tmp_path / "hangs")
     with subprocess.Popen([sys.executable, "-c", code, marker], stdout=subprocess.PIPE, text=True) as parent:
         try:
             workers = [int(x) for x in parent.stdout.readline().split()]
             parent.stdout.readline()
-            while not os.path.exists(marker):  # one worker hangs in its env, the other waits for requests
-                time.sleep(0.05)
+            # One worker hangs in its env, the other waits for requests.
+            wait_until(lambda: os.path.exists(marker), 30, "a worker hangs")
             assert [alive(pid) for pid in workers] == [True, True]
         finally:
             parent.kill()
-            if os.path.exists(marker):
-                os.unlink(marker)
-    deadline = time.monotonic() + 15
-    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert [alive(pid) for pid in workers] == [False, False]
+    wait_until(lambda: not any(alive(pid) for pid in workers), 15, "the workers exit")

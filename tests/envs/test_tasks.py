@@ -106,7 +106,7 @@ def test_the_score_is_normalised_and_capped_where_all_have_a_reference():
 @pytest.mark.parametrize(
     ("env", "args", "says"),
     [
-        ("CartPole-v1,Pong-v5", [], "show different things"),
+        ("CartPole-v1,Pong-v5", [], "have different observations"),
         (
             "CartPole-v1,CartPole-v0",
             ["--acting", "inline"],
@@ -121,5 +121,5 @@ def test_what_cannot_work_is_refused(capsys, env, args, says):
 
 
 def test_refusals_name_the_two_that_differ(both):
-    with pytest.raises(ConfigError, match=r"^env\.id: toy_tasks:two and CartPole-v1 show different things"):
+    with pytest.raises(ConfigError, match=r"^env\.id: toy_tasks:two and CartPole-v1 have different observations"):
         make_spec(Env(id="toy_tasks:two,CartPole-v1"), Atari())

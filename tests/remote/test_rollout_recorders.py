@@ -22,11 +22,11 @@ from tests.support.services import Rollout
 BREAKS = '"probability": 0.05}'
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "in place": ("impala", "CountingEnv", {"env.time_limit": "terminate", "env.groups": 2}),
-    "wait": ("impala", "CountingEnv", {"env.reset": "wait", "env.kwargs": '{"continuous": true}'}),
-    "swap": ("impala", "CountingEnv", {"env.reset": "swap", "model.core": "lstm", "model.core_size": 8}),
+    "continuous": ("impala", "CountingEnv", {"env.kwargs": '{"continuous": true}'}),
+    "lstm": ("impala", "CountingEnv", {"model.core": "lstm", "model.core_size": 8}),
     "nan": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "nan_reward", ' + BREAKS}),
-    "nan obs": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "nan_obs", ' + BREAKS, "env.reset": "swap"}),
-    "raise": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "raise", ' + BREAKS, "env.reset": "wait"}),
+    "nan obs": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "nan_obs", ' + BREAKS}),
+    "raise": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "raise", ' + BREAKS}),
     "certain": ("dqn", "CountingEnv", {"acting": "decoupled", "q.epsilon": 1e-6, "q.epsilon_end": 1e-6}),
     "text": ("impala", "Told", {}),
     "lives": ("impala", "Breakout-v5", {"model.torso": "a3c", "env.num_envs": 8, "algo.unroll_length": 40}),
@@ -63,7 +63,7 @@ def test_what_recorders_write_is_accepted(case: str):
     own = {"env.num_envs": 4, "algo.unroll_length": 7, "env.threads": 1, "env.replace_budget": 10_000, "device": "cpu"}
     config = resolve_config(getattr(presets, preset)(env=env_id, **{**own, **changes, "learners": 1, "actors": 1}))
     spec = make_spec(config.env, config.atari)
-    core, ledges = (2, 8) if case == "swap" else (), list[Ledge]()
+    core, ledges = (2, 8) if case == "lstm" else (), list[Ledge]()
 
     def ledge(params: Any, moments: Any, groups: list[slice], stages: Any) -> Ledge:
         ledges.append(Ledge(spec, config.algo.unroll_length, config.env.num_envs, core, groups))

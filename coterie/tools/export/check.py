@@ -163,7 +163,7 @@ def _real(policy: Policy, rng: np.random.Generator) -> Iterator[Inputs]:
     """The env's observations under random actions, which reach more of it than a bad policy."""
     first_task, spec = tasks(policy.config.env.id)[0], policy.spec
     config = task_config(policy.config, first_task)
-    env = replace(config.env, num_envs=_ENVS, reset="in_place", decorrelate=0, delay=0.0)
+    env = replace(config.env, num_envs=_ENVS, decorrelate=0, delay=0.0)
     union = first_task != policy.config.env.id
     with make_envs(env, config.atari, seed=_SEED, threads=1, training=False, union=union) as envs:
         action = np.zeros((_ENVS, *spec.action.shape), spec.action.dtype)

@@ -1,6 +1,6 @@
 """Google Research Football through its own package: the checkpoint reward, larger maps, stacked frames.
 
-As SEED RL ran it: `--env coterie.envs.football:Football`, whose arguments are `env.kwargs`, on worker processes.
+As SEED RL ran it: `--env football:Football` with this file's folder on PYTHONPATH; `env.kwargs` has its arguments.
 EnvPool runs the same scenarios (`gfootball/...`), but with the scoring reward and maps of 96x72 only. Needs the package
 `gfootball`, which is built from source (docs/conventions.md). Left out: several players, pixels, and the packing of
 maps into bits that the paper's code does.
@@ -56,27 +56,27 @@ class Football(gymnasium.Env[Any, Any]):
             raise ConfigError(f"env.kwargs: gfootball has no scenario {scenario!r}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gym on its own steps of four values
-            self.game = package.create_environment(
+            self.match = package.create_environment(
                 scenario, stacked=stacked, rewards=rewards, representation="extracted", channel_dimensions=SIZES[size]
             )
         width, height = SIZES[size]
         self.observation_space = spaces.Box(0, 255, (height, width, 16 if stacked else 4), np.uint8)
-        self.action_space = spaces.Discrete(int(self.game.action_space.n))
+        self.action_space = spaces.Discrete(int(self.match.action_space.n))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         chosen = int(self.np_random.integers(_SEEDS))
         # The package draws from Python's global generator, and which team moves first only once.
-        self.game.unwrapped._config.update(
+        self.match.unwrapped._config.update(
             {"game_engine_random_seed": chosen, "reverse_team_processing": bool(chosen % 2)}
         )
-        return self.game.reset(), {}
+        return self.match.reset(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        obs, reward, done, _ = self.game.step(int(action))
+        obs, reward, done, _ = self.match.step(int(action))
         # The clock is not in the observation: its end is a time limit, as EnvPool has it.
-        late = bool(done) and self.game.unwrapped.observation()[0]["steps_left"] == 0
+        late = bool(done) and self.match.unwrapped.observation()[0]["steps_left"] == 0
         return obs, float(reward), bool(done) and not late, late, {}
 
     def close(self) -> None:
-        self.game.close()
+        self.match.close()

@@ -1,8 +1,8 @@
-"""DeepMind Lab's levels as gymnasium environments: `dmlab/LEVEL` as an env id, on worker processes.
+"""DeepMind Lab's levels as gymnasium environments: `--env dmlab/LEVEL`, with this file's folder on PYTHONPATH.
 
 After IMPALA, appendix D: 96x72 RGB frames, each action for 4 frames, nine actions. Needs your own build of the module
-`deepmind_lab`, which no package registry has. UNTRIED on the real module: written from its documentation and tested on
-a stand-in with the same calls (tests/envs/fake_lab).
+`deepmind_lab`, which no package registry has. Not tested with the real module: written from its documentation, and
+tested on a stand-in with the same calls (tests/envs/test_example_envs.py).
 
 Left out: DMLab-30 as one run with its score and its shaped reward.
 """
@@ -50,7 +50,7 @@ ACTIONS: Array = np.array(
     ],
     np.intc,
 )
-# The scripts of DMLab-30 lie in a folder of their own; the papers name them without it.
+# The lab keeps DMLab-30's scripts in a subfolder; the papers name them without it.
 _DMLAB30 = frozenset(
     f"{family}_{rest}"
     for family, names in {
@@ -73,8 +73,8 @@ _SEEDS = 2**31 - 1  # the lab's seeds are non-negative C ints
 class LevelCache:
     """Compiled maps in a folder, one file for each key; what `deepmind_lab.Lab` takes as its `level_cache`.
 
-    A maze made anew for an episode must be compiled before it is played; kept here, it is compiled once. Many processes
-    may share the folder: a file appears whole or not at all.
+    A generated maze must be compiled before its episode starts; kept here, it is compiled once. Many processes may
+    share the folder, because a file is moved there when it is complete.
     """
 
     def __init__(self, folder: str) -> None:
@@ -90,7 +90,7 @@ class LevelCache:
         return True
 
     def write(self, key: str, pk3_path: str) -> None:
-        """Keep the map in `pk3_path`. Who comes second replaces it by the same."""
+        """Keep the map in `pk3_path`. A second writer replaces it by the same map."""
         temporary = self.folder / f".{key}-{secrets.token_hex(8)}"
         try:
             shutil.copyfile(pk3_path, temporary)
@@ -103,10 +103,10 @@ class LevelCache:
 class DMLab(gymnasium.Env[Any, Any]):
     """One level. The observation is the frame `[height, width, 3]` uint8, or a dict of `image` and `instruction`.
 
-    An episode's end is `terminated`, whether the level's goal or its clock ended it: the lab does not say which, and
-    the papers bootstrap from neither. It shows no frame after the end, so the last one is given again. `reset(seed=s)`
-    restarts a series of episodes that depends on `s` alone; every later `reset()` goes on in that series.
-    `level_cache`: folder of compiled maps, made if missing; none is kept where it is "". `config`: further settings of
+    An episode's end is `terminated`, whether the level's goal or its clock ended it: the lab does not report which, and
+    the papers bootstrap from neither. It has no frame after the end, so the last one is returned again. `reset(seed=s)`
+    restarts a series of episodes that depends on `s` alone; every later `reset()` continues that series.
+    `level_cache`: folder of compiled maps, made if missing; "": none. `config`: further settings of
     the lab (`datasetPath`, `logLevel`, ...). `renderer`: software or hardware.
     """
 
@@ -144,36 +144,36 @@ class DMLab(gymnasium.Env[Any, Any]):
         if (found := [part["name"] for part in self.lab.action_spec()]) != _PARTS:
             self.lab.close()
             raise ConfigError(f"env.id '{PREFIX}{level}': its actions are {', '.join(found)}; not those of the papers")
-        self.seen: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        # The lab counts its episodes, and a level may depend on the number: a seed begins the count anew.
+        # The lab counts its episodes, and a level may depend on the number: a seed restarts the count.
         episode = -1 if seed is None else 0
         self.lab.reset(episode=episode, seed=int(self.np_random.integers(_SEEDS)))
-        self.seen = self.lab.observations()
+        self.last = self.lab.observations()
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         reward = self.lab.step(ACTIONS[action], num_steps=self.action_repeat)
         over = not self.lab.is_running()
         if not over:
-            self.seen = self.lab.observations()
+            self.last = self.lab.observations()
         return self._observation(), reward, over, False, {}
 
     def _observation(self) -> Any:
-        image = self.seen["RGB_INTERLEAVED"]
-        return {"image": image, "instruction": self.seen["INSTR"]} if self.instruction else image
+        image = self.last["RGB_INTERLEAVED"]
+        return {"image": image, "instruction": self.last["INSTR"]} if self.instruction else image
 
     def render(self) -> Any:
-        return self.seen["RGB_INTERLEAVED"]
+        return self.last["RGB_INTERLEAVED"]
 
     def close(self) -> None:
         self.lab.close()
 
 
 def _module(level: str) -> Any:
-    """The user's build; imported by name, since nothing of it can be installed for the type checker either."""
+    """The user's build of `deepmind_lab`."""
     try:
         return importlib.import_module("deepmind_lab")
     except ModuleNotFoundError as error:
