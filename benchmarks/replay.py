@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from coterie.parallel.affinity import keep_freed_memory
-from coterie.replay.transitions import Ring
+from coterie.replay.storage import Capacity
+from coterie.replay.transitions import TransitionReplay
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 
 VECTOR = Spec("vector", {"": ObsSpec((4,), "float32")}, ActionSpec("categorical", (2,)))
@@ -59,12 +60,12 @@ def main() -> None:
     keep_freed_memory()  # as learners do
     found: dict[str, list[float]] = {}
     t, b = 20, 64
-    vector = Ring(VECTOR, b, 1_000_000, 0.99, 3, alpha=0.6)
+    vector = TransitionReplay(Capacity(VECTOR, b, 1_000_000), 0.99, 3, alpha=0.6)
     some = rollout(VECTOR, t, b)
     reward = some.reward.numpy()
     while vector.size < 900_000:
         vector.add(some, reward)
-    frames = Ring(ATARI, 16, 100_000, 0.99, 3, alpha=0.6, frames=4)
+    frames = TransitionReplay(Capacity(ATARI, 16, 100_000, 4), 0.99, 3, alpha=0.6)
     stacks = rollout(ATARI, t, 16)
     while frames.size < 90_000:
         frames.add(stacks, stacks.reward.numpy())
@@ -127,7 +128,7 @@ def main() -> None:
         for part in ("frames", "read"):  # with the drawing and the returns, and without them
             pairs = zip(found[f"{part}_bytes_per_s_{n}"], found[f"copy_bytes_per_s_{n}"], strict=True)
             results[f"{part}_over_copy_{n}"] = statistics.median(a / b for a, b in pairs)
-    results["million_atari_rows_bytes"] = Ring.bytes_for(ATARI, 16, 1_000_000, 4)
+    results["million_atari_rows_bytes"] = TransitionReplay.bytes_for(Capacity(ATARI, 16, 1_000_000, 4))
     print(json.dumps({k: float(f"{v:.4g}") for k, v in results.items()}, indent=1))
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import Loss, combine, slices
-from coterie.algorithms.q_base import QLearning, replay_size, stacked_frames, value_refusals
+from coterie.algorithms.q_base import QLearning, replay_capacity, replay_size, value_refusals
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.build import Network
 from coterie.ops.q import cross_entropy, divergence, huber, project
-from coterie.replay.transitions import Ring, Transitions
-from coterie.types import Inputs, Obs, Rollout, Spec, map_obs
+from coterie.replay.transitions import TransitionReplay, Transitions
+from coterie.types import Inputs, Obs, Rollout, Spec, map_obs, map_tensors
 
 _SAMPLES_PER_THREAD = 64
 
@@ -40,7 +40,8 @@ class Batch:
 
     def parts(self, ways: int = 1) -> Iterator[Batch]:
         for at in slices(len(self.priority), self.chunk, ways):
-            yield Batch(self.rows.map(itemgetter(at)), self.after[at], self.chunk, self.count, self.priority[at])
+            rows = map_tensors(itemgetter(at), self.rows)
+            yield Batch(rows, self.after[at], self.chunk, self.count, self.priority[at])
 
 
 class DQN(QLearning):
@@ -66,12 +67,16 @@ class DQN(QLearning):
         # 512).
         return max(1, min(most, config.q.batch_size // _SAMPLES_PER_THREAD))
 
-    def make_replay(self, rollout: Rollout) -> Ring:
-        replay = self.config.replay
-        return Ring(
-            self.spec, *replay_size(self.config), self.config.algo.gamma, self.q.n_step, alpha=replay.alpha,
-            frames=stacked_frames(self.config), seed=self.seed, disk=replay.disk, judged=replay.initial == "acting",
-        )  # fmt: skip
+    def make_replay(self, rollout: Rollout) -> TransitionReplay:
+        replay, room = self.config.replay, replay_capacity(self.config, self.spec)
+        return TransitionReplay(
+            room,
+            self.config.algo.gamma,
+            self.q.n_step,
+            alpha=replay.alpha,
+            seed=self.seed,
+            from_values=replay.initial == "acting",
+        )
 
     def evaluate_target(self, target: Network, rows: Transitions, at: slice) -> Tensor:
         params: Tensor = target(_inputs(map_obs(itemgetter(at), rows.next_obs), rows.action[at]))[0]
@@ -79,7 +84,7 @@ class DQN(QLearning):
 
     @staticmethod
     def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
-        return Ring.bytes_for(spec, *replay_size(config), stacked_frames(config))
+        return TransitionReplay.bytes_for(replay_capacity(config, spec))
 
     def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
         """The batches that are due after this rollout."""

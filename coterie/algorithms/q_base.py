@@ -21,6 +21,7 @@ from coterie.envs.pool import is_atari
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.threads import Team
 from coterie.replay.priority import Picks
+from coterie.replay.storage import Capacity
 from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec
 
 
@@ -273,6 +274,11 @@ def stacked_frames(config: Config) -> int:
 def replay_size(config: ResolvedConfig) -> tuple[int, int]:
     """Envs and rows of one learner's replay."""
     return config.replay.envs or config.env.num_envs, config.replay.capacity // config.learners
+
+
+def replay_capacity(config: Config, spec: Spec) -> Capacity:
+    """Room in one learner's replay."""
+    return Capacity(spec, *replay_size(config), stacked_frames(config), config.replay.disk)
 
 
 def value_refusals(

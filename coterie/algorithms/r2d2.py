@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine, slices
-from coterie.algorithms.q_base import QLearning, replay_size, stacked_frames, value_refusals
+from coterie.algorithms.q_base import QLearning, replay_capacity, replay_size, value_refusals
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.build import Network
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
-from coterie.replay.sequences import SequenceRing, Sequences
+from coterie.replay.sequences import Blocks, SequenceReplay, Sequences
 from coterie.types import Inputs, Rollout, Spec
 
 
@@ -62,6 +62,11 @@ def _whole_rows(config: ResolvedConfig) -> int:
     return capacity // envs // config.algo.unroll_length * config.algo.unroll_length
 
 
+def _blocks(config: Config) -> Blocks:
+    r2d2, unroll = config.r2d2, config.algo.unroll_length
+    return Blocks(unroll, (r2d2.burn_in + r2d2.length) // unroll, r2d2.stride // unroll, (2, config.model.core_size))
+
+
 class R2D2(QLearning):
     """Sequences, with a recurrent core."""
 
@@ -98,19 +103,14 @@ class R2D2(QLearning):
     def first_rows(config: Config) -> int:
         return _first_rows(config)
 
-    def make_replay(self, rollout: Rollout) -> SequenceRing:
-        r2d2, replay, unroll = self.r2d2, self.config.replay, self.config.algo.unroll_length
-        assert rollout.core_state is not None
-        return SequenceRing(
-            self.spec, *replay_size(self.config), unroll, (r2d2.burn_in + r2d2.length) // unroll, r2d2.stride // unroll,
-            tuple(rollout.core_state.shape[1:]), frames=stacked_frames(self.config), alpha=replay.alpha, seed=self.seed,
-            disk=replay.disk, judge=self._first_priorities if replay.initial == "acting" else None,
-        )  # fmt: skip
+    def make_replay(self, rollout: Rollout) -> SequenceReplay:
+        replay, room = self.config.replay, replay_capacity(self.config, self.spec)
+        first = self._first_priorities if replay.initial == "acting" else None
+        return SequenceReplay(room, _blocks(self.config), replay.alpha, self.seed, first)
 
     @staticmethod
     def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
-        core, frames = (2, config.model.core_size), stacked_frames(config)
-        return SequenceRing.bytes_for(spec, *replay_size(config), config.algo.unroll_length, core, frames)
+        return SequenceReplay.bytes_for(replay_capacity(config, spec), _blocks(config))
 
     def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
         """The batches that are due after this rollout."""

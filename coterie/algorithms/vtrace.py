@@ -23,7 +23,7 @@ from coterie.models.build import Network
 from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae
 from coterie.ops.vtrace import vtrace
-from coterie.replay.trajectories import Fifo
+from coterie.replay.trajectories import TrajectoryReplay
 from coterie.types import Inputs, Rollout, Spec, map_tensors
 
 _SPREAD_RATE = 0.01  # of the running deviation: a part of a batch does not have the whole batch's
@@ -101,7 +101,7 @@ class VTrace(A2C):
         super().__init__(config, spec, compute, seed)
         self.vtrace = config.vtrace
         self.spread = 0.0  # running mean of the squared advantage, to normalize it
-        self.replay = Fifo(self.vtrace.replay_capacity, seed) if self.vtrace.replay_capacity else None
+        self.replay = TrajectoryReplay(self.vtrace.replay_capacity, seed) if self.vtrace.replay_capacity else None
 
     @staticmethod
     def steps_kind(config: Config) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ from coterie.launch.local import run_children, run_here
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.remote.gossip_client import GossipClient, Net
-from coterie.replay.alloc import room_for
+from coterie.replay.storage import require_room
 from coterie.roles.learner import Learner
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
@@ -93,7 +93,7 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
     check(config, spec)
     resolve_resources(config, spec)
     if need := replay_bytes(config, spec):
-        room_for("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
+        require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
     board = Board(config.learners)  # of the first moments: children get another
     board.release()
     kind = exchange_kind(config)

@@ -15,7 +15,7 @@ from coterie.learner import Gradients
 from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
-from coterie.replay.trajectories import Fifo
+from coterie.replay.trajectories import TrajectoryReplay
 from coterie.types import ConfigError, Inputs
 from tests.algorithms.test_algorithms import FP32, gradient
 from tests.conftest import VECTOR, make_config, make_rollout
@@ -194,7 +194,7 @@ def test_minibatches_take_each_rollout_once_with_its_share_of_old_ones():
 
 @pytest.mark.parametrize("core", [0, 8])
 def test_replayed_rollouts_are_what_they_were_and_the_oldest_leave(core):
-    fifo = Fifo(20, seed=0)
+    fifo = TrajectoryReplay(20, seed=0)
     rollouts = [make_rollout(VECTOR, 5, 8, core_size=core, seed=i) for i in range(4)]
     for rollout in rollouts:
         fifo.add(rollout)
@@ -215,4 +215,4 @@ def test_replayed_rollouts_are_what_they_were_and_the_oldest_leave(core):
 
 def test_replay_that_does_not_fit_is_refused_with_the_number():
     with pytest.raises(ConfigError, match=r"^vtrace\.replay_capacity: 100,000,000,000 rollouts need [\d.]+ GiB"):
-        Fifo(10**11, 0).add(make_rollout(VECTOR, 5, 8))
+        TrajectoryReplay(10**11, 0).add(make_rollout(VECTOR, 5, 8))

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.replay.sequences import SequenceRing
-from coterie.replay.transitions import Ring
+from coterie.replay.sequences import Blocks, SequenceReplay
+from coterie.replay.storage import Capacity, EnvReplay
+from coterie.replay.transitions import TransitionReplay
 from tests.replay.lives import GAMMA, IMAGE, STACK, Life, tell
 
 
-def rows(seed: int) -> Ring:
-    return Ring(IMAGE, 3, 3 * 31, GAMMA, 3, alpha=0.6, frames=STACK, seed=seed)
+def rows(seed: int) -> EnvReplay:
+    return TransitionReplay(Capacity(IMAGE, 3, 3 * 31, STACK), GAMMA, 3, alpha=0.6, seed=seed)
 
 
-def sequences(seed: int) -> SequenceRing:
-    return SequenceRing(IMAGE, 3, 3 * 7 * 4, 4, 3, 1, (2,), frames=STACK, alpha=0.6, seed=seed)
+def sequences(seed: int) -> EnvReplay:
+    return SequenceReplay(Capacity(IMAGE, 3, 3 * 7 * 4, STACK), Blocks(4, 3, 1, (2,)), 0.6, seed)
 
 
 @pytest.mark.parametrize("make", [rows, sequences])

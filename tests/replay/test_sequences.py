@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from coterie.replay.priority import Picks
-from coterie.replay.sequences import SequenceRing
+from coterie.replay.sequences import Blocks, SequenceReplay
+from coterie.replay.storage import Capacity
 from tests.replay.lives import DICT, IMAGE, STACK, Life, tell
 
 UNROLL, BLOCKS, KEPT = 4, 3, 7  # rows of a rollout, rollouts of a sequence and of an env
@@ -26,8 +29,8 @@ def drawable(told: Told, stride: int) -> dict[int, tuple[int, int, int]]:
     return found
 
 
-def check(ring: SequenceRing, lives: dict[int, Life], told: Told) -> int:
-    at, expected = np.flatnonzero(ring.priorities.tree.leaves > 0), drawable(told, ring.stride)
+def check(ring: SequenceReplay, lives: dict[int, Life], told: Told) -> int:
+    at, expected = np.flatnonzero(ring.priorities.tree.leaves > 0), drawable(told, ring.blocks.stride)
     assert set(at.tolist()) == expected.keys()
     assert ring.size == len(at)
     if not len(at):
@@ -55,15 +58,13 @@ def check(ring: SequenceRing, lives: dict[int, Life], told: Told) -> int:
 
 @pytest.mark.parametrize("spec", [IMAGE, DICT], ids=["frames", "dict"])
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("disk", [False, True])
-def test_what_may_be_drawn_is_rows_that_followed_each_other(tmp_path, spec, stride, disk):
+def test_what_may_be_drawn_is_rows_that_followed_each_other(tmp_path, spec, stride):
     rng = np.random.default_rng(stride)
     lives = {env_id: Life(rng, spec, number=env_id) for env_id in (3, 17, 1 << 20, 5)}  # more than there are rings
-    folder = str(tmp_path) if disk else ""
     frames = STACK if spec is IMAGE and stride == 1 else 0  # or whole stacks
-    sizes = (3, 3 * KEPT * UNROLL, UNROLL, BLOCKS, stride, (2,))
-    ring = SequenceRing(spec, *sizes, frames=frames, alpha=0.6, disk=folder)
-    assert all(isinstance(x.rows, np.memmap) == disk for x in ring.obs.values())
+    room, blocks = Capacity(spec, 3, 3 * KEPT * UNROLL, frames), Blocks(UNROLL, BLOCKS, stride, (2,))
+    ring = SequenceReplay(replace(room, disk=str(tmp_path)), blocks, 0.6)
+    assert all(isinstance(x.rows, np.memmap) for x in ring.obs.values())
     each = next(iter(ring.obs.values())).rows.nbytes
     assert each <= 3 * KEPT * (UNROLL + STACK) * 20 if frames else spec is DICT or each == 3 * KEPT * (UNROLL + 1) * 60
     told: Told = [[], [], []]
@@ -73,20 +74,21 @@ def test_what_may_be_drawn_is_rows_that_followed_each_other(tmp_path, spec, stri
         whole = tell(lives, ids, UNROLL, rng)
         ring.add(whole, 2 * whole.reward.numpy())
         for env_id, (_, row) in zip(ids, whole.core_state.tolist(), strict=True):
-            told[ring.owners.of[env_id]].append((env_id, int(row)))
+            told[ring.rings.of[env_id]].append((env_id, int(row)))
         checked += check(ring, lives, told)
         if ring.size:
             ring.update(ring.draw(8), rng.exponential(size=8))
     assert min(map(len, told)) > 5 * KEPT
     assert checked > 200
-    again = SequenceRing(spec, *sizes, frames=frames, alpha=0.6)
+    again = SequenceReplay(room, blocks, 0.6)
     again.load_state_dict({k: x.clone() for k, x in ring.state_dict().items()})
     assert check(again, lives, told)
 
 
-def test_a_priority_never_reaches_a_sequence_that_has_taken_the_place():
+def test_a_late_priority_does_not_reach_a_sequence_that_was_overwritten():
     rng = np.random.default_rng(0)
-    life, ring = Life(rng, DICT), SequenceRing(DICT, 1, KEPT * UNROLL, UNROLL, BLOCKS, 1, (2,), alpha=1.0)
+    life = Life(rng, DICT)
+    ring = SequenceReplay(Capacity(DICT, 1, KEPT * UNROLL), Blocks(UNROLL, BLOCKS, 1, (2,)), 1.0)
 
     def go_on(rollouts: int) -> None:
         for _ in range(rollouts):

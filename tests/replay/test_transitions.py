@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from coterie.replay.priority import Picks
-from coterie.replay.transitions import Ring
+from coterie.replay.storage import Capacity
+from coterie.replay.transitions import TransitionReplay
 from coterie.types import ConfigError, CoterieError, Rollout
 from tests.replay.lives import DICT, GAMMA, IMAGE, STACK, Life, join, tell
 
 
-def drawable(ring: Ring, lives: dict[int, Life], n: int) -> dict[int, tuple[Life, int]]:
+def drawable(ring: TransitionReplay, lives: dict[int, Life], n: int) -> dict[int, tuple[Life, int]]:
     """What should be drawn, by its place."""
-    spare = STACK - 1 if ring.frames else 0
+    spare = STACK - 1 if ring.room.frames else 0
     expected = {}
     for env_id, life in lives.items():
-        count, env = len(life.seen) - 1, ring.owners.of[env_id]
+        count, env = len(life.seen) - 1, ring.rings.of[env_id]
         assert ring.count[env] == count
         for row in range(max(0, count - ring.ring + 1 + spare), count - n + 1):
             if life.rows[row][4]:
@@ -25,7 +28,7 @@ def drawable(ring: Ring, lives: dict[int, Life], n: int) -> dict[int, tuple[Life
     return expected
 
 
-def check(ring: Ring, lives: dict[int, Life], n: int) -> int:
+def check(ring: TransitionReplay, lives: dict[int, Life], n: int) -> int:
     at, expected = np.flatnonzero(ring.priorities.tree.leaves > 0), drawable(ring, lives, n)
     assert set(at.tolist()) == expected.keys()
     assert ring.size == len(at)
@@ -47,12 +50,13 @@ def check(ring: Ring, lives: dict[int, Life], n: int) -> int:
 
 @pytest.mark.parametrize("spec", [IMAGE, DICT], ids=["frames", "dict"])
 @pytest.mark.parametrize("n", [1, 3, 5])
-@pytest.mark.parametrize("disk", [False, True])
-def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n, disk):
+def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n):
     rng = np.random.default_rng(n)
     lives = {env_id: Life(rng, spec) for env_id in (3, 17, 1 << 20)}
     frames = STACK if spec is IMAGE else 0
-    ring = Ring(spec, 3, 3 * 31, GAMMA, n, alpha=0.6, frames=frames, disk=str(tmp_path) if disk else "")
+    room = Capacity(spec, 3, 3 * 31, frames)
+    ring = TransitionReplay(replace(room, disk=str(tmp_path) if n == 3 else ""), GAMMA, n, alpha=0.6)
+    assert all(isinstance(x.rows, np.memmap) == (n == 3) for x in ring.obs.values())
     checked = 0
     for turn in range(40):
         steps = int(rng.integers(1, 9))
@@ -61,7 +65,7 @@ def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n, disk):
         ring.add(whole, whole.reward.numpy())
         checked += check(ring, lives, n)
     assert checked > 1000
-    again = Ring(spec, 3, 3 * 31, GAMMA, n, alpha=0.6, frames=frames)
+    again = TransitionReplay(room, GAMMA, n, alpha=0.6)
     again.load_state_dict({k: x.clone() for k, x in ring.state_dict().items()})
     assert check(again, lives, n)
     assert any(len(x.whole) for x in ring.obs.values()) == bool(frames)
@@ -83,11 +87,11 @@ def test_chance_is_that_of_the_tables():
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
-def test_how_often_each_row_is_drawn_after_wraps_and_new_priorities(alpha):
+def test_rows_are_drawn_in_proportion_to_priority_after_wraps_and_updates(alpha):
     """The priorities are kept here, too, and are not asked of the ring."""
     rng = np.random.default_rng(0)
     lives = {env_id: Life(rng, DICT) for env_id in (3, 17)}
-    ring, highest, late = Ring(DICT, 2, 2 * 61, GAMMA, 3, alpha=alpha), 1.0, 0
+    ring, highest, late = TransitionReplay(Capacity(DICT, 2, 2 * 61), GAMMA, 3, alpha=alpha), 1.0, 0
     known: dict[tuple[int, int], float] = {}  # place and row of all that may be drawn
     for turn in range(80):
         picks = ring.draw(32) if turn else None
@@ -114,21 +118,22 @@ def test_how_often_each_row_is_drawn_after_wraps_and_new_priorities(alpha):
         assert chance(drawn[at], priority ** (alpha + 0.2)) < 1e-3
 
 
-def test_an_env_that_is_new_takes_the_place_of_the_one_not_heard_of_for_the_longest_time():
+def test_a_new_env_takes_the_ring_of_the_least_recently_used_one():
     rng = np.random.default_rng(0)
-    ring, lives = Ring(DICT, 2, 40, GAMMA, 2), {i: Life(rng, DICT) for i in range(4)}
+    ring, lives = TransitionReplay(Capacity(DICT, 2, 40), GAMMA, 2), {i: Life(rng, DICT) for i in range(4)}
     for env_id in (0, 1, 0, 2):
         whole = join([lives[env_id].live(5, False)], [env_id])
         ring.add(whole, whole.reward.numpy())
-    assert ring.owners.of == {0: 0, 2: 1}
+    assert ring.rings.of == {0: 0, 2: 1}
     # Nothing of env 1 leads into env 2.
     assert ring.after[ring.ring + 4] != 0
     assert ring.count.tolist() == [10, 11]
 
 
-def test_initial_priorities_are_the_errors_of_the_values_that_acted():
+def test_first_priorities_are_the_errors_of_the_values_that_acted():
     rng = np.random.default_rng(0)
-    life, ring = Life(rng, DICT), Ring(DICT, 1, 200, GAMMA, 3, alpha=1.0, judged=True)
+    life = Life(rng, DICT)
+    ring = TransitionReplay(Capacity(DICT, 1, 200), GAMMA, 3, alpha=1.0, from_values=True)
     values = rng.normal(size=101).astype(np.float32)
     for i in range(10):
         whole = join([life.live(10, False)], [0])
@@ -140,9 +145,9 @@ def test_initial_priorities_are_the_errors_of_the_values_that_acted():
         assert ring.priorities.tree.leaves[row] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_priority_never_reaches_what_has_taken_the_place():
+def test_a_late_priority_does_not_reach_a_row_that_was_overwritten():
     rng = np.random.default_rng(0)
-    life, ring = Life(rng, DICT), Ring(DICT, 1, 30, GAMMA, 1, alpha=1.0)
+    life, ring = Life(rng, DICT), TransitionReplay(Capacity(DICT, 1, 30), GAMMA, 1, alpha=1.0)
     ring.add(*_of(life, 12))
     picks = ring.draw(64)
     ring.add(*_of(life, 12))
@@ -166,14 +171,15 @@ def _of(life: Life, steps: int) -> tuple[Rollout, np.ndarray]:
     return whole, whole.reward.numpy()
 
 
-def test_a_ring_that_a_rollout_fills_is_refused():
+def test_a_ring_shorter_than_a_rollout_is_refused():
     life = Life(np.random.default_rng(0), DICT)
     with pytest.raises(ConfigError, match=r"^replay\.capacity: 10 rows for each env are too few for rollouts of 9"):
-        Ring(DICT, 1, 10, GAMMA, 2).add(*_of(life, 9))
+        TransitionReplay(Capacity(DICT, 1, 10), GAMMA, 2).add(*_of(life, 9))
 
 
-def test_what_it_takes_is_known_before():
-    ring = Ring(IMAGE, 4, 1000, GAMMA, 1, frames=STACK)
+def test_the_bytes_of_a_replay_are_known_before_it_is_made():
+    room = Capacity(IMAGE, 4, 1000, STACK)
+    ring = TransitionReplay(room, GAMMA, 1)
     kept = [ring.action, ring.reward, ring.value, ring.after, ring.valid, ring.stamp, ring.priorities.tree.leaves]
     kept += [x for s in ring.obs.values() for x in (s.rows, s.depth)]
-    assert Ring.bytes_for(IMAGE, 4, 1000, STACK) == sum(x.nbytes for x in kept)
+    assert TransitionReplay.bytes_for(room) == sum(x.nbytes for x in kept)
