@@ -26,7 +26,17 @@ T = TypeVar("T")
 
 def map_obs(call: Callable[[Any], Any], obs: Obs) -> Obs:
     """`call` of an observation, or of each entry of a dict of them."""
-    return {k: call(x) for k, x in obs.items()} if isinstance(obs, dict) else call(obs)
+    return from_entries({k: call(x) for k, x in entries(obs).items()})
+
+
+def entries(obs: Obs) -> dict[str, Any]:
+    """The arrays of an observation by name; a plain one has the name ""."""
+    return obs if isinstance(obs, dict) else {"": obs}
+
+
+def from_entries(obs: dict[str, Any]) -> Obs:
+    """The inverse of `entries`."""
+    return obs.get("", obs)
 
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: checkpointed on a signal, go on with `resume`

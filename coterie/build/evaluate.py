@@ -25,7 +25,7 @@ from coterie.build.factory import make_algorithm, make_model
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
 from coterie.envs.tasks import are_normalized, overall, task_config, tasks
-from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, TimeStep
+from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, TimeStep, entries, map_obs
 
 _MOST_ENVS = 16
 _LONGEST_GAME = 200_000  # env steps on average, past which `coterie eval` counts games as unfinished
@@ -178,8 +178,8 @@ class Policy:
     @torch.inference_mode()
     def __call__(self, obs: Obs, *, reward: Array | None = None, sampled: bool = False) -> Array:
         obs = flatten(obs, self.fields)
-        tensors = {k: torch.as_tensor(x) for k, x in obs.items()} if isinstance(obs, dict) else torch.as_tensor(obs)
-        batch = len(next(iter(tensors.values()))) if isinstance(tensors, dict) else len(tensors)
+        tensors = map_obs(torch.as_tensor, obs)
+        batch = len(next(iter(entries(tensors).values())))
         if self._first is None or len(self._first) != batch:
             self._first = torch.ones(batch, dtype=torch.bool)
             self._state = self.model.initial_state(batch)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from coterie.envs.spaces import ActionMap, ObsField
-from coterie.types import Array, Obs, Spec
+from coterie.types import Array, Obs, Spec, entries
 
 
 class Declared(NamedTuple):
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
     def rows(self) -> list[Array]:
         """Every array."""
-        return [*arrays_of(self.obs), *self[1:5]]
+        return [*entries(self.obs).values(), *self[1:5]]
 
 
 class Backend(Protocol):
@@ -63,8 +63,3 @@ class Backend(Protocol):
 
 
 MakeBackend = Callable[[Sequence[int]], Backend]  # one seed for each instance
-
-
-def arrays_of(obs: Obs) -> list[Array]:
-    """The arrays of an observation."""
-    return list(obs.values()) if isinstance(obs, dict) else [obs]

@@ -16,9 +16,9 @@ from types import TracebackType
 import numpy as np
 
 from coterie import config
-from coterie.envs.backend import Backend, Batch, MakeBackend, arrays_of
+from coterie.envs.backend import Backend, Batch, MakeBackend
 from coterie.envs.spaces import random_actions
-from coterie.types import Array, CoterieError, Obs, TimeStep, map_obs
+from coterie.types import Array, CoterieError, Obs, TimeStep, entries, map_obs
 
 _REPLACED, _DECORRELATE = 2, 3  # spawn keys below an env's own
 _REASONS_KEPT = 50
@@ -129,7 +129,7 @@ class Group:
         """Instances that failed or gave numbers that are not finite, and why."""
         bad = dict(batch.failed)
         for what, x in [("reward", batch.reward), ("observation", batch.obs)]:
-            for y in arrays_of(x):
+            for y in entries(x).values():
                 if y.dtype.kind == "f" and not np.isfinite(y).all():
                     finite = np.isfinite(y).reshape(len(y), -1).all(1)
                     for i in self._asked[~finite].tolist():
@@ -139,8 +139,8 @@ class Group:
     def _renew(self, obs: Obs, fresh: Mapping[int, Obs]) -> Array:
         """Write first observations into their rows of `obs`; returns these rows."""
         for i, row in fresh.items():
-            for whole, part in zip(arrays_of(obs), arrays_of(row), strict=True):
-                whole[i] = part
+            for key, x in entries(row).items():
+                entries(obs)[key][i] = x
         slots = np.array(list(fresh), np.int64)
         self._clear(slots)
         return slots
@@ -154,8 +154,8 @@ class Group:
         while (run := np.flatnonzero((left > 0) | done)).size:
             self._step(self._all[run], np.concatenate([random_actions(spec, rngs[s], 1) for s in run]))
             batch, fresh = self._collect()
-            for whole, part in zip(arrays_of(obs), arrays_of(batch.obs), strict=True):
-                whole[run] = part
+            for key, x in entries(batch.obs).items():
+                entries(obs)[key][run] = x
             played[run] = np.where(over[run], 0, played[run] + 1)
             # The flags of a fake step belong to no episode.
             real = ~done[run]

@@ -14,7 +14,7 @@ from gymnasium.wrappers import TimeLimit
 from coterie.envs.backend import Batch, Declared
 from coterie.envs.spaces import ObsField, action_map, obs_fields
 from coterie.plugins import named
-from coterie.types import Array, ConfigError, Spec
+from coterie.types import Array, ConfigError, Spec, from_entries
 
 LAB = "dmlab/"  # before a level of DeepMind Lab
 _LAB_EXAMPLE = "dmlab:DMLab"  # examples/envs/dmlab.py
@@ -114,9 +114,9 @@ class Instance:
 
 def read_batch(arrays: Mapping[str, Array], spec: Spec, ids: Array, failed: Mapping[int, str]) -> Batch:
     """Copies of the rows `ids`."""
-    obs: Any = {k: arrays[f"obs/{k}"][ids] for k in spec.obs}
+    obs = from_entries({k: arrays[f"obs/{k}"][ids] for k in spec.obs})
     terminated, truncated = arrays["terminated"][ids], arrays["truncated"][ids]
-    return Batch(obs.get("", obs), arrays["reward"][ids], terminated, truncated, terminated | truncated, failed)
+    return Batch(obs, arrays["reward"][ids], terminated, truncated, terminated | truncated, failed)
 
 
 def one_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium import spaces
 
 from coterie.envs.text import TEXT_FORM, text_rows, text_spec
-from coterie.types import ActionSpec, Array, ConfigError, Obs, ObsSpec
+from coterie.types import ActionSpec, Array, ConfigError, Obs, ObsSpec, from_entries
 
 Convert = Callable[[Array], Array]
 
@@ -171,7 +171,7 @@ def flatten(obs: Any, fields: list[ObsField]) -> Obs:
         for key in f.path:
             x = x[key]
         out[f.name] = x if f.convert is None else f.convert(x)
-    return out.get("", out)
+    return from_entries(out)
 
 
 def random_actions(spec: ActionSpec, rng: np.random.Generator, n: int) -> Array:

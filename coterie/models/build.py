@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from coterie.config import Model as ModelConfig
 from coterie.config import Q
 from coterie.models.cores import LSTMCore
-from coterie.models.heads import NoisyLinear, Normalizer, QHead, linear
+from coterie.models.heads import NoisyLinear, Normalizer, QHead
+from coterie.models.mlp import init
 from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import make_distribution
 from coterie.ops.q import support
-from coterie.types import Inputs, Obs, Spec
+from coterie.types import Inputs, Obs, Spec, entries, from_entries, map_obs
 
 
 class Network(nn.Module):
@@ -55,8 +56,8 @@ class Network(nn.Module):
             if q.atoms:
                 self.register_buffer("atoms", support(q.atoms, q.v_min, q.v_max), persistent=False)
         else:
-            self.policy = linear(size, dist.head_size, 0.01)
-            self.value = linear(size if share else cast(int, self.torso.size), 1, 1.0)
+            self.policy = init(nn.Linear(size, dist.head_size), 0.01)
+            self.value = init(nn.Linear(size if share else cast(int, self.torso.size), 1), 1.0)
         self.log_std = None
         if spec.action.kind == "continuous":
             self.log_std = nn.Parameter(torch.full((dist.head_size,), config.init_log_std))
@@ -109,7 +110,7 @@ class Network(nn.Module):
         return params, value
 
     def expected(self, params: Tensor) -> Tensor:
-        """The value of each action, `[.., A]`, from what a value network tells."""
+        """The value of each action, `[.., A]`, from a value network's `params`."""
         assert self.q is not None
         if self.q.atoms == 1:
             return params
@@ -117,7 +118,7 @@ class Network(nn.Module):
         return (probs * self.atoms).sum(-1)  # a product of matrices would be in autocast's few digits
 
     def resample(self, rng: torch.Generator | None) -> None:
-        """Draw the noise of noisy layers anew; None: no noise."""
+        """Draw new noise for the noisy layers; None: no noise."""
         for module in self.modules():
             if isinstance(module, NoisyLinear):
                 module.resample(rng)
@@ -125,10 +126,11 @@ class Network(nn.Module):
     def _normalized(self, obs: Obs) -> Obs:
         if not self.obs_norm:
             return obs
-        if isinstance(obs, dict):
-            names = {k: _module_name(k) for k in obs}
-            return {k: self.obs_norm[names[k]](x) if names[k] in self.obs_norm else x for k, x in obs.items()}
-        return self.obs_norm[_module_name("")](obs)
+        seen = dict(entries(obs))
+        for key, x in seen.items():
+            if (name := _module_name(key)) in self.obs_norm:
+                seen[key] = self.obs_norm[name](x)
+        return from_entries(seen)
 
     def _last(self, inputs: Inputs) -> Tensor:
         """Last action (one-hot, or as it is) and reward clipped to [-1, 1], both zero where an episode begins."""
@@ -147,7 +149,7 @@ class Network(nn.Module):
     @torch.no_grad()
     def observe(self, obs: Obs, valid: Tensor) -> None:
         """Update the observation normalizers with the rows where `valid` (same leading axes)."""
-        for key, x in obs.items() if isinstance(obs, dict) else [("", obs)]:
+        for key, x in entries(obs).items():
             if (name := _module_name(key)) in self.obs_norm:
                 self.obs_norm[name].update(x[valid])  # type: ignore[operator]
 
@@ -158,32 +160,28 @@ def _module_name(key: str) -> str:
 
 
 def _fold(obs: Obs, axes: int) -> Obs:
-    if axes == 1:
-        return obs
-    if isinstance(obs, dict):
-        return {k: x.flatten(0, axes - 1) for k, x in obs.items()}
-    return obs.flatten(0, axes - 1)
+    return obs if axes == 1 else map_obs(lambda x: x.flatten(0, axes - 1), obs)
 
 
 def acting_copy(
     model: Network, dtype: torch.dtype, apart: bool = False, device: torch.device | None = None
 ) -> tuple[Network, Callable[[], None]]:
-    """A copy that only acts, with torsos in `dtype`, and a call that brings it up to date. `apart`: it is a copy in
-    any case, since it acts while the model is trained, perhaps on another `device`.
+    """A copy that only acts, with torsos in `dtype`, and a call that updates it. `apart`: make a copy in any case,
+    because it acts while the model is trained, perhaps on another `device`.
 
     Converting the weights once for each publication is cheaper than autocast's conversion at every call. In float32
-    the model acts itself, and so does one whose torso is the user's own, which may take no other dtype.
+    the model itself acts, and so does one with a custom torso, which may not support another dtype.
     """
-    own = dtype == torch.float32 or ":" in model.config.torso
-    if own and not apart:
+    as_it_is = dtype == torch.float32 or ":" in model.config.torso
+    if as_it_is and not apart:
         return model, lambda: None
     twin = copy.deepcopy(model).to(device).requires_grad_(False)
-    for torso in () if own else (twin.torso, twin.value_torso):
+    for torso in () if as_it_is else (twin.torso, twin.value_torso):
         if torso is not None:
             torso.to(dtype)
             for module in torso.modules():
                 if isinstance(module, TextTorso):
-                    module.float()  # as it trains: an LSTM adds up what rounding leaves
+                    module.float()  # as in training: an LSTM accumulates rounding errors
     pairs = list(zip(_tensors(twin), _tensors(model), strict=True))
     into, source = [a for a, _ in pairs], [b.detach() for _, b in pairs]
 

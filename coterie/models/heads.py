@@ -8,18 +8,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-
-def linear(in_size: int, out_size: int, gain: float) -> nn.Linear:
-    """A layer with orthogonal weights of `gain` and zero bias."""
-    layer = nn.Linear(in_size, out_size)
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
+from coterie.models.mlp import init
 
 
 class NoisyLinear(nn.Module):
-    """A layer whose weights have learned noise on them, factorised (NoisyNets, https://arxiv.org/abs/1706.10295). The
-    noise is a buffer: it stays until `resample`.
+    """A layer with learned, factorised noise on its weights (NoisyNets, https://arxiv.org/abs/1706.10295). The noise is
+    a buffer that only `resample` changes.
     """
 
     eps_in: Tensor
@@ -60,19 +54,19 @@ class QHead(nn.Module):
     def __init__(self, size: int, actions: int, atoms: int, dueling: int, noisy: bool) -> None:
         super().__init__()
         self.actions, self.atoms = actions, max(1, atoms)
-        out = actions * self.atoms
 
         def layer(inputs: int, outputs: int, gain: float) -> nn.Module:
-            return NoisyLinear(inputs, outputs) if noisy else linear(inputs, outputs, gain)
+            return NoisyLinear(inputs, outputs) if noisy else init(nn.Linear(inputs, outputs), gain)
+
+        def stream(outputs: int) -> nn.Module:
+            if not dueling:
+                return layer(size, outputs, 0.01)
+            return nn.Sequential(layer(size, dueling, 2**0.5), nn.ReLU(), layer(dueling, outputs, 0.01))
 
         self.value: nn.Module | None = None
+        self.advantage = stream(actions * self.atoms)
         if dueling:
-            self.advantage: nn.Module = nn.Sequential(
-                layer(size, dueling, 2**0.5), nn.ReLU(), layer(dueling, out, 0.01)
-            )
-            self.value = nn.Sequential(layer(size, dueling, 2**0.5), nn.ReLU(), layer(dueling, self.atoms, 0.01))
-        else:
-            self.advantage = layer(size, out, 0.01)
+            self.value = stream(self.atoms)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.value is None:

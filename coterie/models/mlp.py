@@ -1,21 +1,24 @@
-"""Layers over vectors, and what all torsos begin with: initial weights, the dtype to compute in."""
+"""Layers over vectors, and what all torsos share: initial weights, the dtype to compute in."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
-def init(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2)) -> None:
-    """Orthogonal weights and no bias."""
+
+def init(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
+    """The layer, with orthogonal weights of `gain` and zero bias."""
     nn.init.orthogonal_(layer.weight, gain)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)
+    return layer
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
@@ -48,7 +51,7 @@ def _tanh(x: Tensor) -> Tensor:
 
 
 class Tanh(nn.Module):
-    """tanh by the fastest way."""
+    """tanh, by the fastest way for the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda or x.dtype != torch.float32:  # in bfloat16 the difference would have no digits near 0
@@ -63,9 +66,7 @@ class MLPTorso(nn.Module):
         super().__init__()
         size, modules = math.prod(shape), []
         for width in hidden:
-            linear = nn.Linear(size, width)
-            init(linear)
-            modules += [linear, Tanh() if activation == "tanh" else nn.ReLU()]
+            modules += [init(nn.Linear(size, width)), Tanh() if activation == "tanh" else nn.ReLU()]
             size = width
         self.layers = nn.Sequential(*modules)
         self.scale = 1 / 255 if uint8 else 1.0

@@ -7,6 +7,7 @@ stage), mlp. Whatever is named here, an entry that is text has the torso of mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -31,6 +32,7 @@ _CONVS: dict[str, tuple[tuple[tuple[int, int, int], ...], int]] = {
 # Channels of each stage of a ResNet.
 _RESNETS = {"impala": (16, 32, 32), "football": (16, 32, 32, 32)}
 NAMES = (*_CONVS, *_RESNETS, "mlp", "auto")
+Image = tuple[int, int, int]  # channels, height, width
 _SMALLEST_CONV_IMAGE = 36  # pixels; the 8-4-3 stacks need as many
 
 
@@ -39,9 +41,8 @@ class Frames(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int, padding: int, hwc: bool) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(in_channels, out_channels, kernel, stride, padding)
+        self.conv = init(nn.Conv2d(in_channels, out_channels, kernel, stride, padding))
         self.hwc = hwc
-        init(self.conv)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.hwc:
@@ -53,36 +54,35 @@ class Frames(nn.Module):
         return F.conv2d(x.to(dtype, memory_format=layout), weight, self.conv.bias, self.conv.stride, self.conv.padding)
 
 
-class ConvTorso(nn.Module):
-    """Convolutions, then one layer: a3c, gala and nature; a3c-gae has none, for the LSTM comes next."""
+class Torso(nn.Module):
+    """Layers in a row, then one of `width` units over what they give, `maps` numbers (0: none, a core follows)."""
 
-    def __init__(self, name: str, shape: tuple[int, int, int], hwc: bool) -> None:
+    def __init__(self, layers: Sequence[nn.Module], maps: int, width: int) -> None:
         super().__init__()
-        layers, width = _CONVS[name]
-        channels, height, wide = shape
-        # Accelerated Methods pads every convolution but the first on its 104x80 frames (12x9 maps in the end).
-        pad = int((height, wide) == (104, 80))
-        modules: list[nn.Module] = []
-        for i, (out, kernel, stride) in enumerate(layers):
-            if i == 0:
-                modules.append(Frames(channels, out, kernel, stride, 0, hwc))
-            else:
-                modules.append(nn.Conv2d(channels, out, kernel, stride, pad))
-                init(modules[-1])  # type: ignore[arg-type]
-            modules.append(nn.ReLU(inplace=True))
-            p = 0 if i == 0 else pad
-            height, wide, channels = (height + 2 * p - kernel) // stride + 1, (wide + 2 * p - kernel) // stride + 1, out
-        modules.append(nn.Flatten())
-        self.size = channels * height * wide
-        if width:
-            linear = nn.Linear(self.size, width)
-            init(linear)
-            modules += [linear, nn.ReLU(inplace=True)]
-            self.size = width
-        self.layers = nn.Sequential(*modules)
+        dense = [init(nn.Linear(maps, width)), nn.ReLU(inplace=True)] if width else []
+        self.layers = nn.Sequential(*layers, nn.Flatten(), *dense)
+        self.size = width or maps
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)  # type: ignore[no-any-return]
+
+
+def _conv_torso(name: str, image: Image, hwc: bool) -> Torso:
+    """a3c, a3c-gae, gala, nature and nature-conv."""
+    convolutions, width = _CONVS[name]
+    channels, *sides = image
+    # Accelerated Methods pads every convolution but the first on its 104x80 frames (12x9 maps in the end).
+    padding = int(sides == [104, 80])
+    layers: list[nn.Module] = []
+    for out, kernel, stride in convolutions:
+        pad = padding if layers else 0
+        if layers:
+            layers.append(init(nn.Conv2d(channels, out, kernel, stride, pad)))
+        else:
+            layers.append(Frames(channels, out, kernel, stride, pad, hwc))
+        layers.append(nn.ReLU(inplace=True))
+        channels, sides = out, [(side + 2 * pad - kernel) // stride + 1 for side in sides]
+    return Torso(layers, channels * math.prod(sides), width)
 
 
 class Residual(nn.Module):
@@ -100,59 +100,42 @@ class Residual(nn.Module):
         return x + y
 
 
-class ImpalaTorso(nn.Module):
-    """IMPALA's deep net: stages of conv, max-pool and two residual blocks, then one layer of 256."""
-
-    def __init__(self, shape: tuple[int, int, int], hwc: bool, channels: Sequence[int]) -> None:
-        super().__init__()
-        c, height, wide = shape
-        modules: list[nn.Module] = []
-        for i, out in enumerate(channels):
-            if i == 0:
-                modules.append(Frames(c, out, 3, 1, 1, hwc))
-            else:
-                modules.append(nn.Conv2d(c, out, 3, padding=1))
-                init(modules[-1])  # type: ignore[arg-type]
-            modules += [nn.MaxPool2d(3, 2, padding=1), Residual(out), Residual(out)]
-            c, height, wide = out, (height + 1) // 2, (wide + 1) // 2
-        linear = nn.Linear(c * height * wide, 256)
-        init(linear)
-        self.layers = nn.Sequential(*modules, nn.ReLU(), nn.Flatten(), linear, nn.ReLU(inplace=True))
-        self.size = 256
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)  # type: ignore[no-any-return]
+def _resnet(name: str, image: Image, hwc: bool) -> Torso:
+    """IMPALA's deep net: stages of conv, max-pool and two residual blocks."""
+    channels, *sides = image
+    layers: list[nn.Module] = []
+    for out in _RESNETS[name]:
+        if layers:
+            layers.append(init(nn.Conv2d(channels, out, 3, padding=1)))
+        else:
+            layers.append(Frames(channels, out, 3, 1, 1, hwc))
+        layers += [nn.MaxPool2d(3, 2, padding=1), Residual(out), Residual(out)]
+        channels, sides = out, [(side + 1) // 2 for side in sides]
+    return Torso([*layers, nn.ReLU()], channels * math.prod(sides), 256)
 
 
-class GridTorso(nn.Module):
+class GridTorso(Torso):
     """Cells of codes (MiniGrid's) as one-hot vectors, two 3x3 convolutions, one layer: `[N, H, W, C]` -> `[N, 128]`.
 
     A code is a name. As an amount, a part of 255, it is nearly nothing: a policy could not tell colours apart.
     """
 
+    channels: Tensor
+    names: Tensor
+
     def __init__(self, shape: tuple[int, ...], codes: tuple[int, ...]) -> None:
-        super().__init__()
-        height, wide, _ = shape
-        pad = int(min(height, wide) < 5)
-        modules: list[nn.Module] = []
-        for a, b in ((sum(codes), 32), (32, 32)):
-            modules += [nn.Conv2d(a, b, 3, padding=pad), nn.ReLU(inplace=True)]
-            init(modules[-2])  # type: ignore[arg-type]
-            height, wide = height - 2 + 2 * pad, wide - 2 + 2 * pad
-        linear = nn.Linear(32 * height * wide, 128)
-        init(linear)
-        self.layers = nn.Sequential(*modules, nn.Flatten(), linear, nn.ReLU(inplace=True))
-        self.size = 128
+        pad = int(min(shape[:2]) < 5)
+        layers: list[nn.Module] = []
+        for channels in (sum(codes), 32):
+            layers += [init(nn.Conv2d(channels, 32, 3, padding=pad)), nn.ReLU(inplace=True)]
+        super().__init__(layers, 32 * math.prod(side - 4 + 4 * pad for side in shape[:2]), 128)
         names = [(channel, code) for channel, count in enumerate(codes) for code in range(count)]
         self.register_buffer("channels", torch.tensor([x for x, _ in names]), persistent=False)
         self.register_buffer("names", torch.tensor([x for _, x in names], dtype=torch.uint8), persistent=False)
 
-    channels: Tensor
-    names: Tensor
-
     def forward(self, x: Tensor) -> Tensor:
         hot = (x.index_select(3, self.channels) == self.names).permute(0, 3, 1, 2)
-        return self.layers(hot.to(compute_dtype(next(self.layers.parameters()))))  # type: ignore[no-any-return]
+        return super().forward(hot.to(compute_dtype(next(self.layers.parameters()))))
 
 
 class DictTorso(nn.Module):
@@ -169,8 +152,7 @@ class DictTorso(nn.Module):
         self.size = sum(cast(int, t.size) for t in torsos.values())
         self.joint: nn.Linear | None = None
         if joint:
-            self.joint = nn.Linear(self.size, 128)
-            init(self.joint)
+            self.joint = init(nn.Linear(self.size, 128))
             self.size = 128
 
     def forward(self, x: dict[str, Tensor]) -> Tensor:
@@ -178,8 +160,8 @@ class DictTorso(nn.Module):
         return y if self.joint is None else F.relu(self.joint(y.to(compute_dtype(self.joint.weight))))
 
 
-def layout(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], bool]:
-    """`(channels, height, width)` of an image's shape, and whether it stores channels last, as gymnasium's do."""
+def layout(shape: tuple[int, ...]) -> tuple[Image, bool]:
+    """Channels, height and width of an image's shape, and whether it has channels last, as gymnasium's do."""
     hwc = shape[-1] < shape[0]
     return ((shape[2], shape[0], shape[1]) if hwc else (shape[0], shape[1], shape[2])), hwc
 
@@ -200,14 +182,14 @@ def _one(spec: ObsSpec, config: ModelConfig) -> nn.Module:
         return MLPTorso(spec.shape, config.hidden, config.activation, spec.dtype == "uint8")
     assert image is not None
     if name in _RESNETS:
-        return ImpalaTorso(image, hwc, _RESNETS[name])
+        return _resnet(name, image, hwc)
     if min(image[1:]) < _SMALLEST_CONV_IMAGE:
         raise ConfigError(f"model.torso: {name} needs images of {_SMALLEST_CONV_IMAGE} pixels; use mlp, impala or auto")
-    return ConvTorso(name, image, hwc)
+    return _conv_torso(name, image, hwc)
 
 
 def build_torso(obs: dict[str, ObsSpec], config: ModelConfig) -> nn.Module:
-    """The torso that `model.torso` names; it has `size`, the width of its features.
+    """The torso that `model.torso` names, with `size`, the width of its features.
 
     A custom one is `package.module:callable`, called with the observation specs and the model config, and takes the
     observation as the env gives it (`[N, ...]`, or a dict of such; text as rows of word hashes).

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from coterie.replay.priority import LEAST, Picks
-from coterie.replay.storage import Capacity, EnvReplay, ObsStore, take, unnamed
-from coterie.types import Array, ConfigError, Inputs, Obs, Rollout, map_tensors
+from coterie.replay.storage import Capacity, EnvReplay, ObsStore, take
+from coterie.types import Array, ConfigError, Inputs, Obs, Rollout, from_entries, map_tensors
 
 # Rewards `[T, n]`, values of the actions taken `[T+1, n]`, terminated and mask `[T, n]` -> priorities `[n]`.
 FirstPriorities = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -128,7 +128,7 @@ class SequenceReplay(EnvReplay):
     def gather(self, picks: Picks, obs: bool = True) -> Sequences:
         """Copy the samples. Nothing may be added before this returns."""
         at = picks.index
-        seen: Obs = unnamed({k: self._seen(k, at) for k in self.obs}) if obs else {}
+        seen: Obs = from_entries({k: self._seen(k, at) for k in self.obs}) if obs else {}
         is_first, action = self._rows(self.is_first, at), self._rows(self.action, at)
         return Sequences(
             Inputs(seen, is_first, action, self._rows(self.seen_reward, at)),

@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie.ops.returns import turns
 from coterie.parallel.affinity import machine_memory
 from coterie.replay.priority import Picks, Priorities
-from coterie.types import Array, ConfigError, Obs, ObsSpec, Rollout, Spec
+from coterie.types import Array, ConfigError, ObsSpec, Rollout, Spec, entries
 
 _USABLE_MEMORY = 0.8  # share of the machine's memory that replay may take
 
@@ -184,8 +184,8 @@ class EnvReplay(ABC):
         """Take in a rollout, with rewards `[T, B]` as they are learned from."""
         for columns in self.rings.turns(rollout.env_id.tolist()):
             env = np.array([self.rings.place(int(i)) for i in rollout.env_id[columns]])
-            obs = rollout.obs if isinstance(rollout.obs, dict) else {"": rollout.obs}
-            self._add(env, {k: take(x, columns) for k, x in obs.items()}, rollout, columns, reward[:, columns])
+            obs = {k: take(x, columns) for k, x in entries(rollout.obs).items()}
+            self._add(env, obs, rollout, columns, reward[:, columns])
 
     @abstractmethod
     def _add(self, env: Array, obs: dict[str, Array], rollout: Rollout, columns: list[int], reward: Array) -> None:
@@ -225,8 +225,3 @@ def take(x: Tensor, columns: list[int]) -> Array:
     """Columns of a rollout's field, on the host."""
     taken: Array = x.cpu().numpy()[:, columns]
     return taken
-
-
-def unnamed(obs: dict[str, Tensor]) -> Obs:
-    """A plain observation, or a dict of them, from the dict that a replay has in any case."""
-    return obs.get("", obs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.replay.storage import require_room
-from coterie.types import Obs, Rollout
+from coterie.types import Rollout, entries, map_obs
 
 
 class TrajectoryReplay:
@@ -41,7 +41,7 @@ class TrajectoryReplay:
         device = like.reward.device
         fields = zip(self.kept, _fields(like), strict=True)
         drawn = iter([kept.index_select(axis, which).to(device) for kept, (axis, _) in fields])
-        obs: Obs = {k: next(drawn) for k in like.obs} if isinstance(like.obs, dict) else next(drawn)
+        obs = map_obs(lambda x: next(drawn), like.obs)
         values = {name: next(drawn) for name in _NAMES}
         values |= {"action": values["prev_action"][1:], "reward": values["prev_reward"][1:]}
         core = None if like.core_state is None else next(drawn)
@@ -57,7 +57,7 @@ _NAMES = (
 
 def _fields(rollout: Rollout) -> Iterator[tuple[int, Tensor]]:
     """The fields in a fixed order, each with the axis of its columns."""
-    for x in rollout.obs.values() if isinstance(rollout.obs, dict) else [rollout.obs]:
+    for x in entries(rollout.obs).values():
         yield 1, x
     for name in _NAMES:
         yield int(name != "env_id"), getattr(rollout, name)

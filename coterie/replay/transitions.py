@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from coterie.replay.priority import LEAST, Picks
-from coterie.replay.storage import Capacity, EnvReplay, ObsStore, take, unnamed
-from coterie.types import Array, ConfigError, Obs, Rollout, map_tensors
+from coterie.replay.storage import Capacity, EnvReplay, ObsStore, take
+from coterie.types import Array, ConfigError, Obs, Rollout, from_entries, map_tensors
 
 GOES_ON, TERMINATED, CUT = range(3)  # what a row is followed by: the next row, nothing, or only an observation
 
@@ -161,11 +161,11 @@ class TransitionReplay(EnvReplay):
         n_step, discount, then = self.window(at)
         both = {key: store.read(np.concatenate((at, then))) for key, store in self.obs.items()}
         return Transitions(
-            unnamed({k: x[:n] for k, x in both.items()}),
+            from_entries({k: x[:n] for k, x in both.items()}),
             torch.from_numpy(self.action[at]),
             torch.from_numpy(n_step),
             torch.from_numpy(discount),
-            unnamed({k: x[n:] for k, x in both.items()}),
+            from_entries({k: x[n:] for k, x in both.items()}),
             torch.from_numpy(picks.weight),
             picks,
         )

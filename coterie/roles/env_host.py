@@ -23,7 +23,7 @@ from coterie.envs.owner import Envs
 from coterie.parallel.affinity import available_cores, keep_freed_memory
 from coterie.parallel.board import COUNTS
 from coterie.roles.reporting import WorkerReport
-from coterie.types import Array, Spec, TimeStep
+from coterie.types import Array, Spec, TimeStep, entries
 from coterie.wire.client import Connection, Endpoint, ReconnectingStream, RunEnded, Stream
 from coterie.wire.codec import Layout, Newest, timestep_layout
 
@@ -166,6 +166,5 @@ class EnvLoop:
 
 def as_arrays(seen: TimeStep) -> dict[str, Array]:
     """A TimeStep as the tensors of a frame. Env ids are not sent: the learner assigns them."""
-    obs = seen.obs if isinstance(seen.obs, dict) else {"": seen.obs}
     small = {k: x for k, x in seen._asdict().items() if k not in ("obs", "env_id")}
-    return {**{f"obs/{k}": x for k, x in obs.items()}, **{k: np.asarray(x) for k, x in small.items()}}
+    return {**{f"obs/{k}": x for k, x in entries(seen.obs).items()}, **{k: np.asarray(x) for k, x in small.items()}}
