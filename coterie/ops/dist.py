@@ -27,23 +27,61 @@ def _race(log_probs: Tensor, rng: Generator | None) -> Tensor:
     return arrival.log_().sub_(log_probs).argmin(-1, True)
 
 
-def _entropy(log_probs: Tensor) -> Tensor:
-    return -(log_probs.exp() * log_probs).sum(-1)
+class _Discrete:
+    """Choices by logits. `_log_probs` `[.., n]` (or `[.., A, n]`); `_joint` sums over components, if there are any."""
 
-
-def _kl(p: Tensor, q: Tensor) -> Tensor:
-    return (p.exp() * (p - q)).sum(-1)
-
-
-@dataclass(frozen=True)
-class Categorical:
-    """One choice of `size`; the parameters are logits `[.., size]`."""
-
-    size: int
+    @property
+    def head_size(self) -> int:
+        raise NotImplementedError
 
     @property
     def param_size(self) -> int:
-        return self.size
+        return self.head_size
+
+    def _log_probs(self, params: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _joint(self, x: Tensor) -> Tensor:
+        return x
+
+    def _of(self, log_probs: Tensor, index: Tensor) -> Tensor:
+        return self._joint(log_probs.gather(-1, index).squeeze(-1))
+
+    def _entropy(self, log_probs: Tensor) -> Tensor:
+        return self._joint(-(log_probs.exp() * log_probs).sum(-1))
+
+    def sample_with_log_prob(self, params: Tensor, rng: Generator | None = None) -> tuple[Tensor, Tensor]:
+        log_probs = self._log_probs(params)
+        index = _race(log_probs.detach(), rng)
+        return index.squeeze(-1), self._of(log_probs, index)
+
+    def sample(self, params: Tensor, rng: Generator | None = None) -> Tensor:
+        return _race(self._log_probs(params.detach()), rng).squeeze(-1)
+
+    def mode(self, params: Tensor) -> Tensor:
+        return self._log_probs(params).argmax(-1)
+
+    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """(log_prob, entropy) from one log-softmax."""
+        log_probs = self._log_probs(params)
+        return self._of(log_probs, action.unsqueeze(-1)), self._entropy(log_probs)
+
+    def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
+        return self._of(self._log_probs(params), action.unsqueeze(-1))
+
+    def entropy(self, params: Tensor) -> Tensor:
+        return self._entropy(self._log_probs(params))
+
+    def kl(self, params_p: Tensor, params_q: Tensor) -> Tensor:
+        p, q = self._log_probs(params_p), self._log_probs(params_q)
+        return self._joint((p.exp() * (p - q)).sum(-1))
+
+
+@dataclass(frozen=True)
+class Categorical(_Discrete):
+    """One choice of `size`; the parameters are logits `[.., size]`."""
+
+    size: int
 
     @property
     def head_size(self) -> int:
@@ -53,30 +91,11 @@ class Categorical:
         assert params.shape[-1] == self.size, (params.shape, self.size)
         return params.float().log_softmax(-1)
 
-    def sample_with_log_prob(self, params: Tensor, rng: Generator | None = None) -> tuple[Tensor, Tensor]:
-        log_probs = self._log_probs(params)
-        index = _race(log_probs.detach(), rng)
-        return index.squeeze(-1), log_probs.gather(-1, index).squeeze(-1)
-
     def sample(self, params: Tensor, rng: Generator | None = None) -> Tensor:
-        return _race(params.detach().float(), rng).squeeze(-1)
+        return _race(params.detach().float(), rng).squeeze(-1)  # no normalization needed
 
     def mode(self, params: Tensor) -> Tensor:
         return params.argmax(-1)
-
-    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """(log_prob, entropy) from one log-softmax."""
-        log_probs = self._log_probs(params)
-        return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), _entropy(log_probs)
-
-    def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
-        return self._log_probs(params).gather(-1, action.unsqueeze(-1)).squeeze(-1)
-
-    def entropy(self, params: Tensor) -> Tensor:
-        return _entropy(self._log_probs(params))
-
-    def kl(self, params_p: Tensor, params_q: Tensor) -> Tensor:
-        return _kl(self._log_probs(params_p), self._log_probs(params_q))
 
 
 @functools.cache
@@ -91,52 +110,26 @@ def _padding(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MultiCategorical:
+class MultiCategorical(_Discrete):
     """Independent choices of `sizes`; the parameters are their logits side by side, `[.., sum(sizes)]`."""
 
     sizes: tuple[int, ...]
 
     @property
-    def param_size(self) -> int:
-        return sum(self.sizes)
-
-    @property
     def head_size(self) -> int:
         return sum(self.sizes)
 
+    def _joint(self, x: Tensor) -> Tensor:
+        return x.sum(-1)
+
     def _log_probs(self, params: Tensor) -> Tensor:
         """`[.., A, max(sizes)]`."""
-        assert params.shape[-1] == self.param_size, (params.shape, self.sizes)
+        assert params.shape[-1] == self.head_size, (params.shape, self.sizes)
         logits = params.float()
         if len(set(self.sizes)) > 1:
             padded = torch.nn.functional.pad(logits, (0, 1), value=_PAD)
             logits = padded.index_select(-1, _padding(self.sizes, params.device))
         return logits.reshape(*logits.shape[:-1], len(self.sizes), -1).log_softmax(-1)
-
-    def sample_with_log_prob(self, params: Tensor, rng: Generator | None = None) -> tuple[Tensor, Tensor]:
-        log_probs = self._log_probs(params)
-        index = _race(log_probs.detach(), rng)
-        return index.squeeze(-1), log_probs.gather(-1, index).sum((-2, -1))
-
-    def sample(self, params: Tensor, rng: Generator | None = None) -> Tensor:
-        return _race(self._log_probs(params.detach()), rng).squeeze(-1)
-
-    def mode(self, params: Tensor) -> Tensor:
-        return self._log_probs(params).argmax(-1)
-
-    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """(log_prob, entropy) from one log-softmax."""
-        log_probs = self._log_probs(params)
-        return log_probs.gather(-1, action.unsqueeze(-1)).sum((-2, -1)), _entropy(log_probs).sum(-1)
-
-    def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
-        return self._log_probs(params).gather(-1, action.unsqueeze(-1)).sum((-2, -1))
-
-    def entropy(self, params: Tensor) -> Tensor:
-        return _entropy(self._log_probs(params)).sum(-1)
-
-    def kl(self, params_p: Tensor, params_q: Tensor) -> Tensor:
-        return _kl(self._log_probs(params_p), self._log_probs(params_q)).sum(-1)
 
 
 @dataclass(frozen=True)

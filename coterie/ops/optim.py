@@ -11,7 +11,9 @@ uses them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +21,10 @@ from torch import Tensor
 from coterie.config import Optim, Schedule
 
 State = dict[str, Tensor]
+# The kernel of torch.optim.Adam(fused=True): 2 to 5 times faster than public calls, but a private name.
+fused_adam: Callable[..., None] | None = None
+if hasattr(torch, "_fused_adam_"):
+    fused_adam = partial(torch._fused_adam_, weight_decay=0.0, amsgrad=False, maximize=False)
 
 
 class _Scratch:
@@ -90,17 +96,16 @@ class Adam:
         assert param.shape == grad.shape == state["mean"].shape == state["square"].shape
         mean, square, count = state["mean"], state["square"], state["count"].add_(1)
         b1, b2 = self.beta1, self.beta2
-        if not self.eps_hat:  # the kernel of torch.optim.Adam(fused=True): 2 to 5 times faster than public calls
-            torch._fused_adam_(
-                [param], [grad], [mean], [square], [], [count],
-                lr=lr, beta1=b1, beta2=b2, eps=self.eps, weight_decay=0.0, amsgrad=False, maximize=False,
-            )  # fmt: skip
+        if not self.eps_hat and fused_adam is not None:
+            fused_adam([param], [grad], [mean], [square], [], [count], lr=lr, beta1=b1, beta2=b2, eps=self.eps)
             return
         t = count.double() if count.is_cuda else count.item()  # float32 is too coarse for 1 - beta2^t
+        correction = (1 - b2**t) ** 0.5
         mean.lerp_(grad, 1 - b1)
         square.mul_(b2).addcmul_(grad, grad, value=1 - b2)
-        root = torch.sqrt(square, out=self._scratch.like(param)).add_(self.eps)
-        _descend(param, mean, root, lr * (1 - b2**t) ** 0.5 / (1 - b1**t))
+        root = torch.sqrt(square, out=self._scratch.like(param))
+        root.add_(self.eps if self.eps_hat else self.eps * correction)
+        _descend(param, mean, root, lr * correction / (1 - b1**t))
 
 
 Rule = RMSProp | Adam
@@ -118,7 +123,7 @@ def make_rule(config: Optim, initial: float | None = None) -> Rule:
 def flat_norm_clip(grad: Tensor, max_norm: float) -> Tensor:
     """Scale `grad` `[n]` in place to at most `max_norm` (0: no clipping) in l2; returns the norm before, a scalar.
 
-    A norm that is not finite (a NaN, or an overflow) leaves `grad` as it is: whoever calls must look at the norm.
+    A norm that is not finite (a NaN, or an overflow) leaves `grad` as it is: the caller must check the norm.
     """
     assert grad.dim() == 1, grad.shape
     norm = grad.dot(grad).sqrt()  # on the CPU faster than vector_norm, and several times more exact

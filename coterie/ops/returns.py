@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 
-def _check(reward: Tensor, longer: Tensor, *flags: Tensor) -> None:
+def check_shapes(reward: Tensor, longer: Tensor, *flags: Tensor) -> None:
+    """`reward` `[T, B]`, `longer` one row more, `flags` as `reward` and bool."""
     assert reward.dim() == 2, reward.shape
     assert longer.shape == (reward.shape[0] + 1, reward.shape[1]), (reward.shape, longer.shape)
     assert all(f.shape == reward.shape and f.dtype == torch.bool for f in flags), "flags are [T, B] bool"
@@ -27,7 +28,7 @@ def gae(
     `value` is `[T+1, B]`, row T the bootstrap. `lam` 1 gives the n-step returns of A3C, n to the rollout's end.
     Masked rows: advantage 0, target `value[t]`.
     """
-    _check(reward, value, terminated, mask)
+    check_shapes(reward, value, terminated, mask)
     before = value[:-1]
     discount = torch.gt(mask, terminated) * gamma  # bools: mask > terminated is mask and not terminated
     delta = torch.addcmul(reward, discount, value[1:]).sub_(before)
@@ -45,7 +46,7 @@ def n_step_return(reward: Tensor, value: Tensor, terminated: Tensor, mask: Tenso
     `value` is `[T+1, B]`. The sum stops early, and bootstraps from the value there, at a masked row or the rollout's
     end; it stops without a bootstrap at a termination. Masked rows return 0.
     """
-    _check(reward, value, terminated, mask)
+    check_shapes(reward, value, terminated, mask)
     assert n >= 1, n
     # G^0 = V; G^k_t = r_t + discount_t G^{k-1}_{t+1}, and V_t where masked. Row T stays V_T.
     discount = torch.gt(mask, terminated) * gamma
@@ -62,11 +63,11 @@ def running_return(reward: Tensor, is_first: Tensor, carry: Tensor, gamma: float
     """Discounted return so far, R_t = r_t + gamma R_{t-1}, whose deviation return normalisation divides rewards by.
 
     `is_first` `[T+1, B]` as in `Rollout`, `carry` `[B]` from the rollout before (zeros at first). Returns R `[T, B]`
-    and the new carry. R starts anew with an episode; rows masked by `is_first[1:]` are 0 and are none of the
-    statistic's samples.
+    and the new carry. R restarts with an episode; rows masked by `is_first[1:]` are 0 and are not samples of
+    the statistic.
     """
     assert is_first.dtype == torch.bool
-    _check(reward, is_first)
+    check_shapes(reward, is_first)
     assert carry.shape == reward.shape[1:], carry.shape
     masked, first = is_first[1:], is_first[:-1]
     out = reward.masked_fill(masked, 0.0)
@@ -77,7 +78,7 @@ def running_return(reward: Tensor, is_first: Tensor, carry: Tensor, gamma: float
 
 
 def turns(ids: list[int]) -> list[list[int]]:
-    """The columns of a batch such that no env is twice in one turn; an env's first rollout comes first."""
+    """Split the columns of a batch so that no turn has an env twice; an env's first rollout is in the first turn."""
     found, seen = list[list[int]](), dict.fromkeys(ids, 0)
     for column, env in enumerate(ids):
         if seen[env] == len(found):
@@ -87,11 +88,11 @@ def turns(ids: list[int]) -> list[list[int]]:
     return found
 
 
-_MOST_ENVS = 1 << 16  # that are remembered
+_MOST_ENVS = 1 << 16  # ids that `RunningReturns` keeps
 
 
 class RunningReturns:
-    """`running_return` of each env by its id, whatever columns and batches its rollouts come in, some in the same."""
+    """`running_return` of each env by its id, in whatever columns and batches its rollouts arrive."""
 
     def __init__(self) -> None:
         self.carry: dict[int, float] = {}
@@ -104,7 +105,7 @@ class RunningReturns:
             out[:, columns], after = running_return(reward[:, columns], is_first[:, columns], carry, gamma)
             self.carry.update(zip((ids[c] for c in columns), after.tolist(), strict=True))
         while len(self.carry) > _MOST_ENVS:
-            del self.carry[next(iter(self.carry))]  # who was not heard of for the longest time
+            del self.carry[next(iter(self.carry))]  # the least recently used
         return out
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """V-trace: targets and advantages of a policy from the steps of an older one (IMPALA, section 4.1).
 
-Pure functions of `[T, B]` tensors; nothing here builds a graph. What runs without a correction, or with another one
-than V-trace's, is not here.
+Pure functions of `[T, B]` tensors; nothing here builds a graph. Left out: other corrections, and none at all.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from coterie.ops.returns import check_shapes
 
 _MAX_LOG_RATIO = 20.0  # exp overflows at 88, and the 0 of a terminated or masked step times inf would be NaN
 
@@ -62,7 +63,8 @@ def vtrace(
         raise ValueError(f"V-trace needs rho_bar >= c_bar, and rho_bar {rho_bar} is below c_bar {c_bar}")
     if q_from not in ("target", "value"):
         raise ValueError(f'q_from is "target" or "value", not {q_from!r}')
-    _check(value, log_ratio, reward, terminated, mask)
+    check_shapes(reward, value, terminated, mask)
+    assert log_ratio.shape == reward.shape, (log_ratio.shape, reward.shape)
 
     before = value[:-1]
     discount = torch.gt(mask, terminated) * gamma  # bools: mask > terminated is mask and not terminated
@@ -77,10 +79,3 @@ def vtrace(
     if q_from == "target":  # v_{s+1} - V_{s+1} is 0 at s = T - 1
         excess[:-1].addcmul_(discount[:-1], correction[1:])
     return VTrace(correction.add_(before), excess.mul_(ratio.clamp_(max=pg_rho_bar)))
-
-
-def _check(value: Tensor, log_ratio: Tensor, reward: Tensor, *flags: Tensor) -> None:
-    assert reward.dim() == 2, reward.shape
-    assert log_ratio.shape == reward.shape, (log_ratio.shape, reward.shape)
-    assert value.shape == (reward.shape[0] + 1, reward.shape[1]), (reward.shape, value.shape)
-    assert all(f.shape == reward.shape and f.dtype == torch.bool for f in flags), "flags are [T, B] bool"

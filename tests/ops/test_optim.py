@@ -41,8 +41,10 @@ def run(config: Optim, lr: float | Tensor = 1e-2, initial: float | None = None) 
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-5, 1e-2])
-@pytest.mark.parametrize("name", ["rmsprop", "adam"])
-def test_pytorch_dialects_are_torch_optim(name: str, eps: float) -> None:
+@pytest.mark.parametrize(("name", "fused"), [("rmsprop", False), ("adam", True), ("adam", False)])
+def test_pytorch_dialects_are_torch_optim(name: str, fused: bool, eps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fused:  # a torch without the private kernel
+        monkeypatch.setattr("coterie.ops.optim.fused_adam", None)
     param = start().requires_grad_()
     if name == "adam":
         theirs: torch.optim.Optimizer = torch.optim.Adam([param], lr=1e-2, betas=(0.8, 0.99), eps=eps)
