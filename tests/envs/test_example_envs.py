@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,32 +32,26 @@ class Lab:
         assert observations in (["RGB_INTERLEAVED"], ["RGB_INTERLEAVED", "INSTR"])
         assert all(type(x) is str for pair in config.items() for x in pair)
         self.size, self.cache, self.compiled = (int(config["height"]), int(config["width"]), 3), level_cache, 0
-
     def action_spec(self):
         return [{"name": name, "min": -512, "max": 512} for name in NAMES]
-
     def reset(self, episode=-1, seed=None):
         assert type(seed) is int and 0 <= seed < 2**31 and type(episode) is int
         self.seed, self.played, self.action = seed, 0, np.zeros(7, np.intc)
         if self.cache is not None and not self.cache.fetch(f"maze{seed % 3}", "/dev/null"):
             self.compiled += 1
             self.cache.write(f"maze{seed % 3}", __file__)
-
     def step(self, action, num_steps):
         assert self.is_running() and action.dtype == np.intc and action.shape == (7,) and type(num_steps) is int
         frames, self.action = min(num_steps, 42 - self.played), action
         self.played += frames
         return float(frames * max(action[3], 0))
-
     def is_running(self):
         return self.played < 42
-
     def observations(self):
         assert self.is_running(), "Environment in wrong status"
         frame = np.zeros(self.size, np.uint8)
         frame[0, 0, 0], frame[1, :7, 0], frame[2, :4, 0] = self.played, self.action + 128, list(self.seed.to_bytes(4))
         return {"RGB_INTERLEAVED": frame, "INSTR": "Get the red hat."}
-
     def close(self):
         pass
 """
@@ -85,9 +78,9 @@ def test_a_lab_level_takes_nine_actions_and_ends_terminated(examples):
     np.testing.assert_array_equal(seen.obs[1:][ends], seen.obs[:-1][ends])  # the lab shows no frame after the end
     assert len({tuple(seen.obs[t, env, 2, :4, 0]) for t in (0, STEPS + 1) for env in range(4)}) == 8
     # Forward, back, strafe left and right, look left and right, both of them while moving forward, fire.
-    look, strafe, move, fire = (np.array(x) for x in ([0, 0, 0, 0, -20, 20, -20, 20, 0], [0, 0, -1, 1, 0, 0, 0, 0, 0],
-                                                      [1, -1, 0, 0, 0, 0, 1, 1, 0], [0] * 8 + [1]))  # fmt: skip
-    sent = np.stack([x[seen.action] for x in (look, 0 * look, strafe, move, fire)], -1)
+    look, strafe = [0, 0, 0, 0, -20, 20, -20, 20, 0], [0, 0, -1, 1, 0, 0, 0, 0, 0]
+    move, fire = [1, -1, 0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 1]
+    sent = np.array([look, [0] * 9, strafe, move, fire]).T[seen.action]
     real = seen.real & ~ends
     np.testing.assert_array_equal(seen.obs[1:][real][:, 1, :5, 0].astype(int) - 128, sent[real])
     paid = np.where(ends, 2, 4) * np.maximum(sent[..., 3], 0)
@@ -117,19 +110,6 @@ def test_presets_for_lab_levels_have_a_memory(examples, preset, torso):
 def test_a_lab_level_without_the_example_is_refused_with_its_place():
     with pytest.raises(ConfigError, match=r"^env\.id: .*'dmlab'.*put the folder examples/envs"):
         make_spec(Env(id="dmlab/nowhere"), Atari())
-
-
-@pytest.mark.parametrize(
-    ("level", "kwargs", "says"),
-    [
-        ("nowhere", {}, "'dmlab/nowhere' cannot be made: AssertionError: Invalid levelName"),
-        (LEVEL, {"colour": 1}, "env.kwargs: .*'colour'"),
-        (LEVEL, {"action_repeat": 0}, "env.kwargs: action_repeat must be at least 1"),
-    ],
-)
-def test_bad_lab_settings_are_refused_in_one_line(examples, level, kwargs, says):
-    with pytest.raises(ConfigError, match=says):
-        make_spec(Env(id=f"dmlab/{level}", kwargs=json.dumps(kwargs)), Atari())
 
 
 class Scenario:
@@ -172,6 +152,5 @@ def test_football_is_seeded_and_its_clock_truncates(examples, monkeypatch):
     assert episodes(1) == episodes(1)
     assert episodes(1)[0] != episodes(2)[0]
     assert episodes(1)[1] == [(0.2, False, True), (0.2, True, False)]
-    for kwargs, says in (({"rewards": "checkpoints"}, "rewards is"), ({"scenario": "12_vs_11"}, "no scenario")):
-        with pytest.raises(ConfigError, match=rf"^env\.kwargs: .*{says}"):
-            Football(**{"scenario": "made_up", **kwargs})
+    with pytest.raises(ConfigError, match=r"^env\.kwargs: .*no scenario '12_vs_11'"):
+        Football("12_vs_11")

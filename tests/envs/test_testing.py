@@ -5,7 +5,6 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from coterie.envs.testing import Catch, CountingEnv, Cue, FlakyEnv
-from tests.envs.env_harness import CATCH, make, play
 
 
 @pytest.mark.parametrize(
@@ -35,14 +34,6 @@ def test_catch_is_won_by_following_what_was_seen_first(blank):
         returns.append(reward)
     assert returns == [1.0] * 30
     assert 0 < sum(informed) < 30  # some balls cannot be reached by the one step that sees them
-
-
-def test_catch_trains_through_workers():
-    with make(CATCH, 8, threads=2, kwargs={"image": True}) as envs:
-        seen = play(envs, 30)
-        assert envs.spec.obs[""].is_image
-    assert set(seen.episode_return[~np.isnan(seen.episode_return)]) == {-1.0, 1.0}
-    assert (seen.episode_length[seen.done] == 9).all()
 
 
 def test_flaky_fails_with_the_given_probability():

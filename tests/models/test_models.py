@@ -178,6 +178,24 @@ def test_flat_params_are_the_models_weights_and_gradients(small_model):
     assert not any(bool(p.detach().any()) for p in small_model.parameters())
 
 
+def test_a_replica_shares_weights_and_buffers_but_not_gradients():
+    model = Network(VECTOR, Model(hidden=(8,), normalize_obs=True))
+    params = FlatParams(model)
+    twin, grad = params.replica(model)
+    seen = inputs_of(make_rollout(VECTOR, 4, 3), 4)
+    params.data.add_(0.5)
+    model.observe(seen.obs, torch.ones(4, 3, dtype=torch.bool))
+    assert float(twin.obs_norm["obs_"].count) == 12
+    out, value, _ = twin(seen)
+    torch.testing.assert_close(out, model(seen)[0])
+    (out.sum() + value.sum()).backward()
+    assert not params.grad.any()
+    out, value, _ = model(seen)
+    (out.sum() + value.sum()).backward()
+    assert params.grad.any()
+    assert torch.equal(params.grad, grad)
+
+
 def test_normalizer_agrees_with_numpy_whatever_the_batches():
     rng = np.random.default_rng(0)
     x = rng.normal(3, 5, (1000, 4)).astype(np.float32)

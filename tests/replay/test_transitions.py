@@ -71,28 +71,13 @@ def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n):
     assert any(len(x.whole) for x in ring.obs.values()) == bool(frames)
 
 
-def chance(drawn: np.ndarray, share: np.ndarray) -> float:
-    """That draws in proportion to `share` scatter at least that much: chi-square, one degree less than there are."""
-    expected = share / share.sum() * drawn.sum()
-    assert expected.min() > 5
-    square = ((drawn - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(drawn) - 1) / 2).double(), torch.tensor(square / 2)))
-
-
-def test_chance_is_that_of_the_tables():
-    for degrees, square in ((10, 29.588), (60, 99.607)):  # exceeded once in a thousand times
-        share = np.ones(degrees + 1)
-        drawn = 1e6 + np.sqrt(1e6 * square / 2) * np.array([1, -1] + [0] * (degrees - 1))
-        assert chance(drawn, share) == pytest.approx(1e-3, rel=1e-3)
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
-def test_rows_are_drawn_in_proportion_to_priority_after_wraps_and_updates(alpha):
-    """The priorities are kept here, too, and are not asked of the ring."""
+def test_priorities_are_kept_over_wraps_and_late_updates(alpha):
+    """Draws are in proportion to the leaves: test_priority.py."""
     rng = np.random.default_rng(0)
     lives = {env_id: Life(rng, DICT) for env_id in (3, 17)}
     ring, highest, late = TransitionReplay(Capacity(DICT, 2, 2 * 61), GAMMA, 3, alpha=alpha), 1.0, 0
-    known: dict[tuple[int, int], float] = {}  # place and row of all that may be drawn
+    known: dict[tuple[int, int], float] = {}  # by place and row, of all that may be drawn
     for turn in range(80):
         picks = ring.draw(32) if turn else None
         whole = tell(lives, list(lives), int(rng.integers(4, 9)), rng)
@@ -103,19 +88,15 @@ def test_rows_are_drawn_in_proportion_to_priority_after_wraps_and_updates(alpha)
             continue
         fresh = rng.uniform(0.5, 4.0 if turn < 40 else 2.0, 32)
         ring.update(picks, fresh)
-        said = dict(zip(zip(picks.index[::-1], picks.stamp[::-1], strict=True), fresh[::-1], strict=True))
-        late += len(said.keys() - known.keys())
-        known |= {x: priority for x, priority in said.items() if x in known}
+        written = dict(zip(zip(picks.index[::-1], picks.stamp[::-1], strict=True), fresh[::-1], strict=True))
+        late += len(written.keys() - known.keys())
+        known |= {x: priority for x, priority in written.items() if x in known}
         highest = max(highest, *known.values())
     assert late > 0
     assert ring.count.min() > 5 * ring.ring
-    at, priority = np.array([place for place, _ in known]), np.array([*known.values()])
-    for count in (1, 32):  # independent draws, and those of shares, which scatter less
-        found = np.concatenate([ring.draw(count).index for _ in range(20_000 // count)])
-        drawn = np.bincount(found, minlength=122)
-        assert drawn[at].sum() == len(found)
-        assert chance(drawn[at], priority**alpha) > 1e-3
-        assert chance(drawn[at], priority ** (alpha + 0.2)) < 1e-3
+    leaves = np.zeros(122)
+    leaves[[place for place, _ in known]] = np.array([*known.values()]) ** alpha
+    np.testing.assert_allclose(ring.priorities.tree.leaves, leaves, rtol=1e-12)
 
 
 def test_a_new_env_takes_the_ring_of_the_least_recently_used_one():
