@@ -60,7 +60,7 @@ class Lab:
 @pytest.fixture
 def examples(monkeypatch, tmp_path):
     """The examples and the stand-in lab, importable here and in worker processes."""
-    (tmp_path / "deepmind_lab.py").write_text(LAB.replace("to_bytes(4)", 'to_bytes(4, "big")'))
+    (tmp_path / "deepmind_lab.py").write_text(LAB)
     for path in (tmp_path, FOLDER):
         monkeypatch.syspath_prepend(path)
     yield
