@@ -16,7 +16,7 @@ with (files(__package__) / "atari57.csv").open() as _file:
 
 
 def game(env_id: str) -> str | None:
-    """The game behind "Pong-v5", "ALE/Pong-v5" or "PongNoFrameskip-v4"; None where it is not one of the 57."""
+    """The game behind "Pong-v5", "ALE/Pong-v5" or "PongNoFrameskip-v4"; None if it is not one of the 57."""
     name = re.sub(r"-v\d+$", "", env_id.removeprefix("ALE/"))
     name = re.sub(r"(NoFrameskip|Deterministic)$", "", name).lower()
     return name if name in SCORES else None

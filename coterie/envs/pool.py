@@ -1,8 +1,8 @@
 """The backend on EnvPool: any of its families, many environments stepped by C++ threads.
 
 One EnvPool in synchronous mode (`batch_size == num_envs`) serves one backend; it takes requests for a subset and
-answers in the order asked. Left out: multi-agent environments, a watchdog (a C++ thread that hangs cannot be killed
-alone) and replacing an instance by a new one: `replace` leaves it to the reset that follows.
+answers in that order. Left out: multi-agent environments, a watchdog (a single C++ thread that hangs cannot be
+killed) and replacing an instance by a new one: `replace` leaves it to the reset that follows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coterie.envs.backend import Batch, Declared
 from coterie.envs.spaces import action_map, flatten, obs_fields
 from coterie.types import Array, ConfigError, Spec
 
-# What brings a shared library on Debian 12 (Debian 13 has the same names, ending in t64, and understands these).
+# The Debian 12 package of each shared library (Debian 13 has the same names, ending in t64, and accepts these).
 _PACKAGES = {
     "libQt5Core": "libqt5core5a",
     "libQt5Gui": "libqt5gui5",
@@ -85,7 +85,7 @@ def _options(env: config.Env, atari: config.Atari, training: bool) -> dict[str, 
 
 
 def _missing_library(env_id: str, error: ImportError) -> ConfigError:
-    """One line that names the Debian package which brings what could not be loaded."""
+    """One line that names the Debian package of the library that could not be loaded."""
     text = f"{error} {error.__cause__ or ''}"
     found = re.search(r"(lib[\w+.-]+\.so[.\d]*)", text)
     library = found.group(1) if found else ""
@@ -101,7 +101,7 @@ def _missing_library(env_id: str, error: ImportError) -> ConfigError:
 
 
 def _guarded(env_id: str, make: Any, options: dict[str, Any]) -> Any:
-    """Call an EnvPool constructor; what goes wrong becomes one line for the person who set the options."""
+    """Call an EnvPool constructor; its errors become a one-line `ConfigError`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -114,7 +114,7 @@ def _guarded(env_id: str, make: Any, options: dict[str, Any]) -> Any:
         raise ConfigError(f"env.id {env_id!r}: an option has a wrong type: {json.dumps(options)}") from error
     except (AssertionError, ValueError, RuntimeError, KeyError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"env.id {env_id!r}: EnvPool says: {reason[0]}") from error
+        raise ConfigError(f"env.id {env_id!r}: EnvPool reports: {reason[0]}") from error
 
 
 @functools.lru_cache(maxsize=64)
@@ -158,14 +158,14 @@ class PoolBackend:
         names = list(self._pool._state_keys)
         self._obs_at = {k: i for i, k in enumerate(names) if k == "obs" or k.startswith("obs:")}
         self._at = {k: i for i, k in enumerate(names)}
-        # Atari's own info tells the raw reward and the end of a game from the end of a life.
+        # Atari's info has the raw reward, and tells the end of a game from the end of a life.
         self._atari = is_atari(env.id)
         self._reward_at = self._at["info:reward" if self._atari else "reward"]
-        # Not every family keeps EnvPool's time limit (2048, Highway and football do not): it is enforced here, too.
+        # Not every family enforces EnvPool's time limit (2048, Highway and football do not): it is enforced here, too.
         self._limit = env.max_episode_steps
         self._expired = np.zeros(n, bool)
         self._late: tuple[Array, Array] | None = None  # (ids to reset, where they stand among those asked)
-        self._early = True  # something was sent
+        self._early = True  # a step or reset was sent
 
     # EnvPool's `_send`, `_recv` and `_reset` are what its public methods call around conversions of nested dicts;
     # without those a step of 64 CartPoles takes 78 us instead of 105 (EnvPool 1.2.5, one thread).
@@ -198,7 +198,7 @@ class PoolBackend:
         return Batch(obs, values[self._reward_at], terminated, truncated, over)
 
     def _reset_late(self, values: list[Array]) -> list[Array]:
-        """Reset what ran into a limit that EnvPool does not keep, and merge its rows with the others'."""
+        """Reset the instances at a time limit that EnvPool does not enforce, and merge their rows with the others'."""
         assert self._late is not None
         (ids, order), self._late = self._late, None
         self._pool._reset(ids)
@@ -237,7 +237,7 @@ class PoolBackend:
         return flatten(nested, self._fields)
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
-        """Nothing to do: EnvPool cannot make one instance anew; the reset that follows sets its whole state."""
+        """Do nothing: EnvPool cannot replace one instance; the reset that follows sets its whole state."""
 
     def close(self) -> None:
         """End the threads (EnvPool does that when the pool is freed)."""

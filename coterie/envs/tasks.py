@@ -1,4 +1,4 @@
-"""Several tasks in one run: `--env A,B,C`, one policy that is not told which (IMPALA, arXiv 1802.01561, 5.3)."""
+"""Several tasks in one run: `--env A,B,C`, one policy without a task id (IMPALA, arXiv 1802.01561, 5.3)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tasks(env_id: str) -> list[str]:
 
 
 def task_config(config: AnyConfig, task: str) -> AnyConfig:
-    """The config of one task of a run's. Atari games then all have the 18 actions of the full set."""
+    """The config of one of a run's tasks. Atari games then all have the full set of 18 actions."""
     if len(tasks(config.env.id)) == 1:
         return config
     return replace(config, env=replace(config.env, id=task), atari=replace(config.atari, full_action_set=True))
@@ -37,5 +37,5 @@ def overall(means: Mapping[str, float]) -> float:
 
 
 def are_normalized(tasks: Iterable[str]) -> bool:
-    """Whether all have a reference."""
+    """Whether all tasks have reference scores."""
     return all(human_normalized(task, 0.0) is not None for task in tasks)

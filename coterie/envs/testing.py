@@ -1,4 +1,4 @@
-"""Small gymnasium environments for tests: one whose rewards tell what must line up, two to learn, one that breaks.
+"""Small gymnasium environments for tests: one whose rewards check alignment, three to learn, one that breaks.
 
 Name them as `coterie.envs.testing:CountingEnv` and so on.
 """
@@ -67,9 +67,9 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
 
 class Cue(gymnasium.Env[Any, Any]):
-    """One of `cues` is shown at the first step; `delay` steps later the action that is its number is paid with 1, any
-    other with -1. What is seen in between is the same for all cues: without memory one in so many is right, whatever is
-    done (mean return 2 / cues - 1 at best).
+    """One of `cues` is shown at the first step; `delay` steps later the action of its number earns 1, any other -1. The
+    observations in between are the same for all cues: without memory one guess in `cues` is right (mean return
+    2 / cues - 1 at best).
     """
 
     def __init__(self, cues: int = 4, delay: int = 10) -> None:
@@ -93,7 +93,7 @@ class Cue(gymnasium.Env[Any, Any]):
         seen = np.zeros(self.cues + 1, np.float32)
         if self.steps == 0:
             seen[self.cue] = 1
-        seen[-1] = self.steps == self.delay  # now is the time
+        seen[-1] = self.steps == self.delay  # the next action counts
         return seen
 
 
@@ -137,8 +137,8 @@ class Catch(gymnasium.Env[Any, Any]):
         return (frame.reshape(-1) / 255).astype(np.float32)
 
 
-class Told(gymnasium.Env[Any, Any]):
-    """Only the mission, a text, tells the right one of three actions: "please go left not right", for example.
+class Mission(gymnasium.Env[Any, Any]):
+    """Only the mission, a text, names the right one of three actions: "please go left not right", for example.
 
     An episode has one mission and 4 steps, each worth 0.25 if it is right; by chance the return is 1/3. Every mission
     names two actions, so that the order of its words matters. `blank`: the mission is "", and chance is all there is.
@@ -174,7 +174,7 @@ class FlakyEnv(gymnasium.Env[Any, Any]):
     """A CountingEnv that breaks at its `at`-th step (counted over episodes), or at any step with `probability`.
 
     `how`: raise, nan_reward, nan_obs, exit (the process ends), kill (SIGKILL), hang, or construct (the constructor
-    raises). `marker`: a file; who breaks creates it, and nobody breaks once it is there, so that one failure happens.
+    raises). `marker`: a file that the first failure creates; with it no env breaks any more, so there is one failure.
     """
 
     def __init__(self, how: str, at: int = 0, probability: float = 0.0, marker: str = "", length: int = 5) -> None:

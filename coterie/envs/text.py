@@ -2,7 +2,7 @@
 
 IMPALA's language channel (https://arxiv.org/abs/1802.01561, section 5), whose authors' code hashes words into 1000
 buckets. Here a word is lower case and free of punctuation ("door," is "door"), bucket 0 is padding, and the hash is
-crc32: the same in every process and at every run, which Python's own is not.
+crc32: unlike Python's hash it is the same in every process and run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def text_spec() -> ObsSpec:
     return ObsSpec((WORDS,), "int16", 0.0, BUCKETS - 1.0, text=True)
 
 
-# An instruction stays for an episode, and there are few of them. The bound is for envs that never say a thing twice.
+# An instruction lasts for an episode, and there are few different ones. The bound is for envs that never repeat one.
 @functools.lru_cache(maxsize=8192)
 def _row(text: str | bytes) -> bytes:
     if isinstance(text, bytes):

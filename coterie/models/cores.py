@@ -1,4 +1,4 @@
-"""Recurrent cores. State is one tensor `[B, 2, size]` (hidden, cell), batch first, whatever a kernel wants."""
+"""Recurrent cores. The state is one tensor `[B, 2, size]` (hidden, cell), batch first, unlike torch's kernels."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def make_lstm(in_size: int, size: int) -> nn.LSTM:
 
 
 class LSTMCore(nn.Module):
-    """An LSTM over `[T, B, features]` whose state is reset wherever `is_first` says that an episode begins.
+    """An LSTM over `[T, B, features]` whose state is reset where `is_first`.
 
-    The fused kernel runs over the stretches between resets: as many calls as there are time steps at which some
-    env of the batch starts anew, not one call a step. Runs in float32 also under autocast.
+    The fused kernel runs over the stretches between resets: one call for each time step at which some env of the
+    batch restarts, not one for each step. Runs in float32 also under autocast.
     """
 
     def __init__(self, in_size: int, size: int) -> None:

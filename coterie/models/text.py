@@ -31,15 +31,15 @@ class TextTorso(nn.Module):
         self.embedding = nn.Embedding(int(spec.high) + 1, _EMBEDDING, padding_idx=0)
         self.lstm = make_lstm(_EMBEDDING, _LSTM)
         self.size = _LSTM
-        # Rows are told apart by one number each, their product with these: sorting whole rows takes ten times as long,
-        # and two rows with the same one are to be expected in no run (2^-55 for a pair).
+        # Rows are compared by one number each, their product with these: sorting whole rows takes ten times as long.
+        # Two different rows have the same number with probability 2^-55.
         mix = torch.randint(-(2**63), 2**63 - 1, spec.shape, generator=torch.Generator().manual_seed(0))
         self.register_buffer("mix", mix, persistent=False)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # the number of distinct rows changes from call to call
     def forward(self, x: Tensor) -> Tensor:
         x = x.long()
-        if torch.compiler.is_compiling():  # only torch.export comes here, which takes no sizes that data decide
+        if torch.compiler.is_compiling():  # torch.export, which supports no data-dependent sizes
             return self._read(x)
         keys, which = torch.unique((x * self.mix).sum(1), return_inverse=True)
         some = which.new_empty(len(keys)).scatter_(0, which, torch.arange(len(x), device=x.device))

@@ -2,7 +2,7 @@
 
 a3c (A3C, Accelerated Methods), a3c-gae (A3C with GAE; its FC-FC-LSTM is mlp and a core), gala (GALA), nature (DQN),
 nature-conv (without its last layer, for dueling streams), impala (IMPALA's ResNet), football (SEED RL's, with a fourth
-stage), mlp. Whatever is named here, an entry that is text has the torso of models/text.py, and a grid of codes its own.
+stage), mlp. Whatever the choice, text has the torso of models/text.py, and a grid of codes has `GridTorso`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Frames(nn.Module):
 
 
 class Torso(nn.Module):
-    """Layers in a row, then one of `width` units over what they give, `maps` numbers (0: none, a core follows)."""
+    """Layers in a row, whose output is flattened to `maps` numbers, then a layer of `width` (0: none)."""
 
     def __init__(self, layers: Sequence[nn.Module], maps: int, width: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _resnet(name: str, image: Image, hwc: bool) -> Torso:
 class GridTorso(Torso):
     """Cells of codes (MiniGrid's) as one-hot vectors, two 3x3 convolutions, one layer: `[N, H, W, C]` -> `[N, 128]`.
 
-    A code is a name. As an amount, a part of 255, it is nearly nothing: a policy could not tell colours apart.
+    A code is a name. Divided by 255 like a pixel, its differences would be too small to learn from.
     """
 
     channels: Tensor
@@ -141,8 +141,8 @@ class GridTorso(Torso):
 class DictTorso(nn.Module):
     """One torso for each entry of a dict observation, features side by side.
 
-    `joint`: a layer over them, without which heads right behind would add up what each entry says by itself: an
-    instruction could not say which object to walk to. A core is such a layer.
+    `joint`: a layer over them. Without it, linear heads would add up each entry's separate contribution: an instruction
+    could not select the object to walk to. A core has the same effect.
     """
 
     def __init__(self, torsos: dict[str, nn.Module], joint: bool) -> None:

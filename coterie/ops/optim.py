@@ -77,7 +77,7 @@ class RMSProp:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam. `state["count"]`, a float32 scalar, is the number of updates; a slice with its own state counts its own."""
+    """Adam. `state["count"]`, a float32 scalar, is the number of updates; each slice counts separately."""
 
     beta1: float
     beta2: float

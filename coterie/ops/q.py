@@ -52,7 +52,7 @@ def cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def divergence(target: Tensor, logits: Tensor) -> Tensor:
-    """KL(m || p) `[N]`, which is C51's priority: at least 0, whatever rounding says."""
+    """KL(m || p) `[N]`, which is C51's priority: clamped to at least 0."""
     found: Tensor = cross_entropy(target, logits) + torch.special.xlogy(target, target).sum(-1)
     return found.clamp_(min=0)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from coterie.types import Array, CoterieError
 
-LEAST = 1e-6  # priority of what is learned already: it stays there to be drawn
+LEAST = 1e-6  # lowest priority: samples without error may still be drawn
 _WIDTH = 64
 
 
@@ -36,9 +36,9 @@ class SumTree:
         return float(self.levels[-1].sum())
 
     def set(self, index: Array, value: Array | float) -> None:
-        """Write leaves `index` `[k]`, each at most once, and the sums above them. Raises on what is no priority."""
+        """Write leaves `index` `[k]`, each at most once, and the sums above them. Raises `CoterieError`."""
         if not np.isfinite(value).all() or np.min(value, initial=0.0) < 0:
-            raise CoterieError("a priority is negative, infinite or no number")
+            raise CoterieError("a priority is negative, infinite or NaN")
         self.filled -= int(np.count_nonzero(self.leaves[index]))
         self.leaves[index] = value
         self.filled += int(np.count_nonzero(self.leaves[index]))
@@ -50,7 +50,7 @@ class SumTree:
 
     def find(self, mass: Array) -> Array:
         """The leaf `[k]` where the running sum of all leaves passes each `mass` `[k]`, in [0, total). Never an empty
-        leaf, whatever rounding says.
+        leaf, even after rounding.
         """
         at, left = np.zeros(len(mass), np.int64), mass
         for level in reversed(self.levels):
@@ -67,7 +67,7 @@ class SumTree:
 
 @dataclass
 class Picks:
-    """What was drawn: where it is, which insertion that was, and how much each counts `[n]`."""
+    """Drawn samples `[n]`: their places, which insertion each was, and importance weights."""
 
     index: Array
     stamp: Array
@@ -75,27 +75,28 @@ class Picks:
 
 
 class Priorities:
-    """Which of `size` places are drawn, and how often; `alpha` 0: all that may be drawn are equally likely."""
+    """How likely each of `size` places is drawn; `alpha` 0: all visible ones are equally likely."""
 
     def __init__(self, size: int, alpha: float, seed: int) -> None:
         self.tree, self.alpha = SumTree(size), alpha
         self.rng = np.random.default_rng(seed)
-        self.highest = 1.0  # priority so far: what is new is drawn soon
-        self.stamp = np.full(size, -1, np.int64)  # which insertion each place has, written by who owns the places
+        self.highest = 1.0  # priority so far; new samples get it and are drawn soon
+        self.stamp = np.full(size, -1, np.int64)  # which insertion each place has; the replay writes it
 
     def set(self, index: Array, priority: Array) -> None:
-        """`priority` `[k]`, before the exponent; 0: is not drawn."""
+        """Set priorities `[k]`, before the exponent; 0 hides a place."""
         if len(index):
             self.highest = max(self.highest, float(priority.max(initial=0.0)))
             self.tree.set(index, np.where(priority > 0, priority**self.alpha, 0.0) if self.alpha != 1 else priority)
 
     def hide(self, index: Array) -> None:
-        """These are not drawn until they are set again."""
+        """Exclude these places from draws until they are set again."""
         self.tree.set(index, 0.0)
 
     def draw(self, count: int, beta: float = 0.0, rng: np.random.Generator | None = None) -> Picks:
         """`count` places, one from each of as many equal shares of the whole, and their importance weights
-        (N P(i))^-beta over the largest of them, float32. `rng`: somebody else's numbers, who only looks.
+        (N P(i))^-beta over the largest of them, float32. `rng`: a separate generator, so that a second reader does not
+        change the owner's draws.
         """
         total = self.tree.total
         index = self.tree.find((np.arange(count) + (rng or self.rng).random(count)) * (total / count))
@@ -104,8 +105,8 @@ class Priorities:
         return Picks(index, self.stamp[index], (weight / weight.max()).astype(np.float32))
 
     def update(self, picks: Picks, priority: Array) -> None:
-        """New priorities `[k]` of what was drawn, but not where something else stands since, or what is hidden. One
-        that is no number leaves the old one.
+        """New priorities `[k]` of drawn samples, except those that were overwritten or hidden since. A NaN leaves the
+        old one.
         """
         at, first = np.unique(picks.index, return_index=True)
         fresh = priority[first]

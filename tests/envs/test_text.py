@@ -14,12 +14,12 @@ from gymnasium import spaces
 from coterie import config
 from coterie.envs.local import LocalBackend
 from coterie.envs.spaces import flatten, obs_fields
-from coterie.envs.testing import Told
+from coterie.envs.testing import Mission
 from coterie.envs.text import WORDS, text_rows, text_spec
 from coterie.types import ActionSpec, ObsSpec, Spec
 from tests.envs.env_harness import make, play
 
-TOLD = "coterie.envs.testing:Told"
+MISSION = "coterie.envs.testing:Mission"
 
 
 def bucket(word):
@@ -55,18 +55,18 @@ def test_the_same_words_are_the_same_row_in_every_form_and_process():
     code = "from coterie.envs.text import text_rows as f; print(f(['go to the ball'])[0].tolist())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(told) == rows[0].tolist()
-    rows[0] = 7  # a row that somebody changes is not the cache's
+    rows[0] = 7  # changing a row does not change the cache
     assert text_rows(texts)[0, 0] == bucket("go")
 
 
-class Mission(spaces.Space):
-    """A space of texts that is no Text, as minigrid's is."""
+class Texts(spaces.Space):
+    """A space of texts that is not gymnasium's Text, as minigrid's."""
 
     def __init__(self):
         super().__init__(dtype=str)
 
 
-@pytest.mark.parametrize("space", [spaces.Text(40), Mission()])
+@pytest.mark.parametrize("space", [spaces.Text(40), Texts()])
 def test_spaces_of_texts_become_rows(space):
     (field,) = obs_fields("env", space)
     assert (field.name, field.spec) == ("", text_spec())
@@ -84,13 +84,13 @@ def test_a_spec_tells_text_from_numbers_and_others_are_as_they_were():
 
 
 def test_missions_from_worker_processes_line_up_with_rewards():
-    """Told's reward says which action was right, and so does the word after "go" of the row before."""
-    with make(TOLD, 4, threads=2) as envs:
+    """The reward shows which action was right, and so does the word after "go" of the row before."""
+    with make(MISSION, 4, threads=2) as envs:
         assert envs.spec.obs["mission"] == text_spec()
         seen = play(envs, 40)
     rows = seen.obs["mission"]
     after_go = np.take_along_axis(rows, (rows == bucket("go")).argmax(-1)[..., None] + 1, -1)[..., 0]
-    right = np.select([after_go == bucket(w) for w in Told.actions], range(3), -1)
+    right = np.select([after_go == bucket(w) for w in Mission.actions], range(3), -1)
     assert set(right.reshape(-1)) == {0, 1, 2}
     real = ~seen.is_first[1:]
     assert (rows[1:] == rows[:-1]).all(-1)[real].all()
@@ -99,7 +99,7 @@ def test_missions_from_worker_processes_line_up_with_rewards():
 
 
 def test_an_env_in_the_callers_process_has_the_same_rows():
-    backend = LocalBackend(config.Env(id=TOLD), [3])
+    backend = LocalBackend(config.Env(id=MISSION), [3])
     backend.reset(np.array([0]))
     np.testing.assert_array_equal(backend.recv().obs["mission"], text_rows([backend.env.mission]))
 

@@ -155,7 +155,7 @@ def test_ppo_does_as_it_is_told_and_cannot_where_nothing_is_said(tmp_path):
 
     def score(blank, steps):
         told = {"env.kwargs": f'{{"blank": {blank}}}', "out": str(tmp_path / blank)}
-        made = presets.make("ppo", "coterie.envs.testing:Told", steps=steps, **options, **told)
+        made = presets.make("ppo", "coterie.envs.testing:Mission", steps=steps, **options, **told)
         return coterie.train(made, quiet=True)["mean_return"]
 
     assert score("false", 6000) > 0.9

@@ -143,7 +143,7 @@ def test_a_late_priority_does_not_reach_a_row_that_was_overwritten():
     ring.update(fresh, np.full(8, np.nan))
     assert np.isfinite(ring.priorities.tree.leaves).all()
     assert np.array_equal(now, ring.priorities.tree.leaves)
-    with pytest.raises(CoterieError, match="a priority is negative, infinite or no number"):
+    with pytest.raises(CoterieError, match="a priority is negative, infinite or NaN"):
         ring.priorities.set(np.array([0]), np.array([np.nan]))
 
 
