@@ -14,9 +14,9 @@ FOOTBALL = "gfootball/academy_empty_goal_close-v1"
 ATARI = config.Atari(noop_max=1, episodic_life=True, height=36, width=36, stack=2)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_cartpole_lines_up(groups):
-    with make("CartPole-v1", 4, groups=groups, max_episode_steps=7) as envs:
+@pytest.mark.parametrize(("groups", "backend"), [(1, "pool"), (2, "pool"), (1, "workers")])
+def test_cartpoles_rewards_and_observations_line_up(groups, backend):
+    with make("CartPole-v1", 4, groups=groups, backend=backend, max_episode_steps=7) as envs:
         seen = play(envs, 40)
     np.testing.assert_array_equal(seen.is_first[1:], seen.done[:-1])
     real = ~seen.is_first[1:]
@@ -33,7 +33,7 @@ def test_cartpole_lines_up(groups):
     assert (seen.episode_length[ended] == 7).all()
 
 
-def test_limits_hold_where_envpool_does_not_keep_them():
+def test_time_limits_hold_where_envpool_does_not_enforce_them():
     with make("Game2048-v1", 3, max_episode_steps=5) as envs:
         assert set(envs.spec.obs) == {"board", "action_mask"}
         seen = play(envs, 17)
@@ -52,11 +52,11 @@ def test_a_lost_life_ends_the_episode_but_not_the_game():
 
     lives, whole = run(True), run(False)
     for seen in (lives, whole):
-        told = ~np.isnan(seen.episode_return)
-        assert told.any()
+        reported = ~np.isnan(seen.episode_return)
+        assert reported.any()
         for env in range(2):
             begin = 1
-            for t in np.flatnonzero(told[:, env]):
+            for t in np.flatnonzero(reported[:, env]):
                 assert seen.episode_return[t, env] == seen.reward[begin : t + 1, env].sum()
                 assert seen.episode_length[t, env] == (~seen.is_first[begin : t + 1, env]).sum()
                 begin = t + 1
@@ -185,5 +185,5 @@ def test_a_missing_library_names_its_debian_package(monkeypatch, cause, says):
 def test_nothing_is_left_in_the_warning_filters():
     with make("CartPole-v1", 1) as envs:
         envs.recv(0)
-    with pytest.warns(UserWarning, match="still heard"):
-        logger.warn("still heard")
+    with pytest.warns(UserWarning, match="still shown"):
+        logger.warn("still shown")

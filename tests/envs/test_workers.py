@@ -11,7 +11,7 @@ from tests.envs.env_harness import COUNTING, Player, check_counting, make, patte
 
 
 @pytest.mark.parametrize(("groups", "threads", "kind"), [(1, 1, "vector"), (1, 3, "image"), (2, 2, "dict")])
-def test_everything_lines_up(groups, threads, kind):
+def test_rewards_flags_and_observations_line_up(groups, threads, kind):
     with make(COUNTING, groups=groups, threads=threads, kwargs={"length": 4, "obs": kind}) as envs:
         assert [len(range(*cols.indices(4))) for cols in envs.groups] == [4 // groups] * groups
         player = Player(envs)
@@ -31,7 +31,7 @@ def test_everything_lines_up(groups, threads, kind):
         check_counting(seen, vector, seen.action, length=4)
         assert seen.is_first[0].all()
         np.testing.assert_array_equal(seen.env_id, np.tile(np.arange(4), (18, 1)))
-        # In place, the next rollout goes on from the very row where this one ended.
+        # The next rollout begins with the row where this one ended.
         again = player.rollout(3)
         np.testing.assert_array_equal(again.is_first[0], seen.is_first[-1])
         joined = again.obs["inner.vector"] if kind == "dict" else again.obs
@@ -84,12 +84,12 @@ def test_decorrelation_takes_seeded_random_steps_that_do_not_count():
     assert np.isnan(a.episode_return).all()
 
 
-def test_the_game_begun_by_decorrelation_is_not_reported():
+def test_the_episode_begun_by_decorrelation_is_not_reported():
     with make(COUNTING, 8, kwargs={"length": 5}, decorrelate=30) as envs:
         seen = play(envs, 12)
         for env in range(8):
             ends = np.flatnonzero(seen.done[:, env])
-            whole = ends[0] == 5  # nothing of its first game was played before the run
+            whole = ends[0] == 5  # its first episode began with the run
             assert np.isnan(seen.episode_return[ends[0], env]) != whole
             assert (seen.episode_length[ends[1:], env] == 5).all()
 
@@ -102,16 +102,6 @@ def test_time_limits_truncate_or_terminate():
         assert (seen.episode_length[seen.done] == 3).all()
     with make(COUNTING, 2, kwargs={"length": 50}, max_episode_steps=3, time_limit="terminate") as envs:
         assert pattern(play(envs, 9), 0) == "F..DF..DF."
-
-
-def test_gymnasium_ids_run_in_workers():
-    with make("CartPole-v1", 2, backend="workers", max_episode_steps=5) as envs:
-        seen = play(envs, 11)
-    assert pattern(seen, 0) == "F....TF....T"
-    real = ~seen.is_first[1:]
-    # CartPole's own Euler step: the position moves by the velocity before.
-    moved = seen.obs[:-1, :, 0] + 0.02 * seen.obs[:-1, :, 1]
-    np.testing.assert_allclose(seen.obs[1:, :, 0][real], moved[real], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +120,9 @@ def test_bad_settings_are_one_line_for_the_user(env_id, options, says):
     assert "\n" not in str(caught.value)
 
 
-def test_what_only_the_worker_cannot_make_is_told_at_the_start(monkeypatch, tmp_path):
+def test_an_env_that_only_the_worker_cannot_make_is_an_error_at_the_start(monkeypatch, tmp_path):
     with make(COUNTING, 1) as envs:
-        envs.recv(0)  # the spec is known: nothing is made in this process any more
+        envs.recv(0)  # the spec is cached: this process makes no env any more
     (tmp_path / "gymnasium.py").write_text("raise SystemExit(9)")
     monkeypatch.syspath_prepend(tmp_path)  # workers import from where their parent does
     with pytest.raises(CoterieError, match=r"env\.id .*worker ended before it was ready \(exit code 9\)"):
