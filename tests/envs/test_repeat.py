@@ -11,7 +11,7 @@ from coterie.envs.make import make_envs, make_spec
 
 @pytest.mark.parametrize("backend", ["pool", "workers"])
 def test_a_repeated_step_is_the_same_as_several(backend):
-    """CartPole pays a point for each of its own steps: an episode's return is its length there, its env steps a third."""
+    """CartPole pays a point for each of its own steps: the return is their number, the env steps are a third."""
     env = Env(id="CartPole-v1", num_envs=3, backend=backend, action_repeat=3)
     assert make_spec(env, Atari()).action_repeat == 3
     rng, ends = np.random.default_rng(0), 0
@@ -26,7 +26,7 @@ def test_a_repeated_step_is_the_same_as_several(backend):
             ts = envs.recv(0)
             assert (ts.is_first == done).all()
             assert (np.abs(ts.obs[ts.is_first]) <= 0.05).all(), (
-                "a restart shows the first observation of the new episode"
+                "a restart shows a first observation"
             )
             assert (ts.reward[ts.is_first] == 0).all()
             score += ts.reward
