@@ -276,7 +276,7 @@ def replay_size(config: ResolvedConfig) -> tuple[int, int]:
     return config.replay.envs or config.env.num_envs, config.replay.capacity // config.learners
 
 
-def replay_capacity(config: Config, spec: Spec) -> Capacity:
+def replay_capacity(config: ResolvedConfig, spec: Spec) -> Capacity:
     """Room in one learner's replay."""
     return Capacity(spec, *replay_size(config), stacked_frames(config), config.replay.disk)
 

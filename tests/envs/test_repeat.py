@@ -25,9 +25,7 @@ def test_a_repeated_step_is_the_same_as_several(backend):
             envs.send(0, rng.integers(0, 2, 3))
             ts = envs.recv(0)
             assert (ts.is_first == done).all()
-            assert (np.abs(ts.obs[ts.is_first]) <= 0.05).all(), (
-                "a restart shows a first observation"
-            )
+            assert (np.abs(ts.obs[ts.is_first]) <= 0.05).all(), "a restart shows a first observation"
             assert (ts.reward[ts.is_first] == 0).all()
             score += ts.reward
             length += ~ts.is_first
