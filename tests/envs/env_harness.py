@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coterie import config
-from coterie.envs.backend import arrays_of
 from coterie.envs.group import Envs
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
-from coterie.types import Array, Obs, TimeStep
+from coterie.types import Array, Obs, TimeStep, entries, from_entries
 
 COUNTING, FLAKY = "coterie.envs.testing:CountingEnv", "coterie.envs.testing:FlakyEnv"
 
@@ -51,9 +50,13 @@ class Seen(NamedTuple):
 
 
 def _combine(call: Callable[[list[Array]], Array], parts: Sequence[TimeStep]) -> TimeStep:
-    obs: Obs = [p.obs for p in parts]
-    obs = {k: call([o[k] for o in obs]) for k in obs[0]} if isinstance(obs[0], dict) else call(obs)
+    seen = [entries(p.obs) for p in parts]
+    obs = from_entries({k: call([x[k] for x in seen]) for k in seen[0]})
     return TimeStep(obs, *(call(list(x)) for x in list(zip(*parts, strict=True))[1:]))
+
+
+def _arrays(ts: TimeStep) -> list[Array]:
+    return [*entries(ts.obs).values(), *ts[1:]]
 
 
 def merge(parts: list[TimeStep]) -> TimeStep:
@@ -83,7 +86,7 @@ class Player:
             rows.append(merge(self.now))
         for kept, row in zip(received, rows, strict=True):  # a TimeStep is not overwritten later
             again = merge(kept)
-            for x, y in zip([*arrays_of(again.obs), *again[1:]], [*arrays_of(row.obs), *row[1:]], strict=True):
+            for x, y in zip(_arrays(again), _arrays(row), strict=True):
                 np.testing.assert_array_equal(x, y)
         return Seen(*_combine(np.stack, rows), np.stack(actions))
 
