@@ -18,8 +18,8 @@ from coterie.acting.recorder import Stages, env_loop
 from coterie.build.factory import Links, actor_env, envs_of, patience
 from coterie.build.resources import resolve_resources
 from coterie.config import ResolvedConfig
-from coterie.envs.make import make_spec
 from coterie.envs.group import Envs
+from coterie.envs.make import make_spec
 from coterie.parallel.affinity import available_cores, keep_freed_memory
 from coterie.parallel.board import COUNTS
 from coterie.roles.reporting import WorkerReport
