@@ -103,7 +103,7 @@ def test_one_entry_needs_no_layer_over_it():
     assert Network(dataclasses.replace(SPEC, obs={"mission": text_spec()}), Model()).torso.joint is None
 
 
-def test_a_code_that_is_none_is_refused_on_the_wire():
+def test_a_code_out_of_range_is_refused_on_the_wire():
     zeros = {"reward": np.zeros(1), "episode_return": np.full(1, np.nan), "episode_length": np.full(1, np.nan)}
     arrays = {"obs/image": np.zeros((1, 7, 7, 3), np.uint8), "obs/mission": text_rows(["go"]), **zeros}
     check_values(SPEC, arrays)
@@ -112,5 +112,5 @@ def test_a_code_that_is_none_is_refused_on_the_wire():
         arrays["obs/image"][0, 3, 3, channel] = count - 1
         check_values(SPEC, arrays)
         arrays["obs/image"][0, 3, 3, channel] = count
-        with pytest.raises(Refused, match="'image' has a code that is none"):
+        with pytest.raises(Refused, match="'image' has a code out of its range"):
             check_values(SPEC, arrays)
