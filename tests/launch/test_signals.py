@@ -94,7 +94,7 @@ def test_all_processes_end_with_a_killed_parent(outside, acting, exchange):
     assert len(run.processes()) >= 5  # parent, fork server, learner, actor, an env worker
     run.process.kill()
     run.process.wait()
-    wait_until(lambda: not run.processes(), 10, "all are gone")
+    wait_until(lambda: not run.processes(), 30, "all are gone")
     (left,) = run.tmp.glob("coterie-*")  # the next run removes it
     scratch_folder(str(run.tmp))
     assert not left.exists()
@@ -128,5 +128,5 @@ def test_a_signal_to_the_whole_process_group_checkpoints(outside, exchange, numb
     summary = read_summary(run.out)
     assert (summary["status"], summary["envs_replaced"]) == ("interrupted", 0)
     assert last_checkpoint(run.out)[1]["env_steps"] == summary["env_steps"]
-    wait_until(lambda: not run.processes(), 5, "all are gone")
+    wait_until(lambda: not run.processes(), 30, "all are gone")
     assert list(run.tmp.iterdir()) == []
