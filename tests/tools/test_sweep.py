@@ -68,6 +68,7 @@ def test_jobs_run_on_separate_cores(tmp_path, monkeypatch):
     assert seen == [len(cores) for cores in given.values()]
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_continues(tmp_path):
     words = [sys.executable, "-m", "coterie", *TRAIN, "--steps", "30000", "--log.every", "0.2"]
     words += ["--out", str(tmp_path / "run"), "--seeds", "0..1"]
@@ -88,6 +89,7 @@ def test_a_stopped_sweep_continues(tmp_path):
     ] * 2
 
 
+@pytest.mark.slow
 def test_a_second_sweep_of_running_runs_is_refused(tmp_path):
     words = [sys.executable, "-m", "coterie", *TRAIN, "--steps", "100000000", "--out", str(tmp_path / "run")]
     words += ["--seeds", "0"]
