@@ -41,10 +41,11 @@ class Outcome(NamedTuple):
 class Node:
     """Runs one part. `{here}` in a command's arguments and files is the node's own folder."""
 
-    def __init__(self, version: str, board: Any, allocation: Allocation, storage: str) -> None:
+    def __init__(self, version: str, allocation: Allocation, storage: str) -> None:
         if version != __version__:
             raise CoterieError(f"this machine has coterie {__version__}, the one that started the run {version}")
-        self.board, self.allocation, self.storage = board, allocation, storage
+        self.allocation, self.storage = allocation, storage
+        self.board: Any = None
         self.here = scratch_folder()
         self.run_folder = self.here / "run"
         self.process: subprocess.Popen[bytes] | None = None
@@ -64,10 +65,11 @@ class Node:
         except ray.exceptions.RayError:
             os._exit(1)
 
-    def run(self, part: Part, host: str, target: int) -> Outcome:
+    def run(self, board: Any, part: Part, host: str, target: int) -> Outcome:
         """Run a part to its end. `host`: this machine's address, empty for the one that Ray has; `target`: env steps of
         a site. Ray calls this again on another machine when this one is lost.
         """
+        self.board = board
         try:
             self.ask("begin", part)
             address = open_address(host, 2 * part.learners + 1 if isinstance(part, Site) else 1)

@@ -63,14 +63,14 @@ class Supervisor:
         for part in parts:
             node = cluster.start(
                 Node,
-                (__version__, self.board, allocation, self.storage),
+                (__version__, allocation, self.storage),
                 part.machine,
                 cpus=part.cpus,
                 gpus=part.gpus,
                 restarts=limits[type(part)].limit,
             )
             target = goals[part.site] if isinstance(part, Site) else 0
-            self.pending[node.run.remote(part, host, target)] = part
+            self.pending[node.run.remote(self.board, part, host, target)] = part
             self.silent[part.name] = 0.0
 
     def push(self, *names: str) -> None:

@@ -101,26 +101,22 @@ def measure(config: Config, seconds: float) -> Services:
     times = {kind: np.array([one["exchange"][kind] for one in found]) for kind in EXCHANGES}
     own = {kind: float(np.median(t.min(0) if EXCHANGES[kind].in_lockstep else t)) for kind, t in times.items()}
     exchange = {kind: solo + max(0.0, x - own["solo"]) for kind, x in own.items()}
-    alone = [first["alone"][i] for i in range(2)]
     crowded = [merge([one["crowded"][i] for one in found]) for i in range(2)]
     wire = Line(*first["wire"])
+    alone = _costs(first["alone"], configs, exchange, wire)
+    took = np.array([one["took"] for one in found])
     services = Services(
-        alone=_costs(alone, configs, exchange, wire),
+        alone=alone,
         crowded=_costs(crowded, configs, exchange, wire),
+        env_cv=min(2.0, first["deviation"] / alone.env.each) if alone.env.each else 0.0,
+        uneven=float(took.std(ddof=1) / took.mean()),
+        jitter=_mean([one["jitter"] for one in found]),
         action_repeat=spec.action_repeat,
         valid=min(1.0, _mean([t["valid"] for t in crowded])),
         obs_bytes=float(sum(np.prod(s.shape) * np.dtype(s.dtype).itemsize for s in spec.obs.values())),
         weight_bytes=first["weight_bytes"],
         learners=count,
         about={"preset": config.preset, "env": config.env.id, "torso": config.model.torso, "envs": list(widths)},
-    )
-    mean = services.alone.env.each
-    took = np.array([one["took"] for one in found])
-    services = replace(
-        services,
-        env_cv=min(2.0, first["deviation"] / mean) if mean else 0.0,
-        uneven=float(took.std(ddof=1) / took.mean()),
-        jitter=_mean([one["jitter"] for one in found]),
     )
     turns = _mean([one["acted"] for one in found])
     services = replace(services, threads=_threads(whole, spec, services, turns, acted, trained))

@@ -53,10 +53,10 @@ class Rig:
         return self.allocation.sites[0]
 
     def node(self, version: str = __version__) -> Local:
-        return Local(version, self.board, self.allocation, str(self.storage))
+        return Local(version, self.allocation, str(self.storage))
 
     def run(self, pool: ThreadPoolExecutor, target: int = 10**9) -> Future[Outcome]:
-        return pool.submit(self.node().run, self.site, "127.0.0.1", target)
+        return pool.submit(self.node().run, self.board, self.site, "127.0.0.1", target)
 
     def saw(self, text: str) -> bool:
         self.lines += self.board.collect()[0]
@@ -96,7 +96,7 @@ def test_a_site_is_stopped_and_goes_on_elsewhere_from_the_storage(rig, pool):
 
 def test_a_command_that_is_killed_is_restarted_from_the_storage(rig, pool):
     node = rig.node()
-    run = pool.submit(node.run, rig.site, "127.0.0.1", 10**9)
+    run = pool.submit(node.run, rig.board, rig.site, "127.0.0.1", 10**9)
     wait_until(rig.checkpoints)
     _, command, *_ = family(node.process.pid)
     os.kill(command, signal.SIGKILL)
