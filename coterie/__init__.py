@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coterie import presets
+    from coterie.acting.table import register_acting
     from coterie.build.evaluate import Policy, evaluate_run, load
     from coterie.config import Config
+    from coterie.exchange.table import register_exchange
     from coterie.launch.session import resume, train
     from coterie.types import ConfigError, CoterieError
 
 __version__ = "0.1.0"
-__all__ = ["Config", "ConfigError", "CoterieError", "Policy", "evaluate_run", "load", "presets", "resume", "train"]
+__all__ = [
+    "Config", "ConfigError", "CoterieError", "Policy", "evaluate_run", "load", "presets", "register_acting",
+    "register_exchange", "resume", "train",
+]  # fmt: skip
 
 # Must be set before torch loads its OpenMP: by default idle torch threads spin for milliseconds on the very cores
 # that the env threads need. Breakout on 2 cores, two torch threads: 1,620 acted env steps/s spinning, 3,230 passive.
@@ -34,6 +39,8 @@ _HOME = {
     "Policy": "coterie.build.evaluate",
     "evaluate_run": "coterie.build.evaluate",
     "load": "coterie.build.evaluate",
+    "register_acting": "coterie.acting.table",
+    "register_exchange": "coterie.exchange.table",
     "resume": "coterie.launch.session",
     "train": "coterie.launch.session",
 }

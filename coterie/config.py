@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple
 
 from coterie.types import Spec
 
-ExchangeName = Literal["auto", "solo", "allreduce", "hogwild", "store", "gossip"]
-
 
 @dataclass(frozen=True)
 class Env:
@@ -299,11 +297,12 @@ class Gossip:
 
 @dataclass(frozen=True)
 class Own:
-    """Parts of your own, each package.module:callable, in the place of the run's (docs/extend.md). Empty: none."""
+    """User-defined parts (docs/extend.md): substitutes for the run's, each package.module:callable. Empty: none."""
 
     algorithm: str = ""  # --algorithm package.module:callable says the same, and so on
     acting: str = ""
     exchange: str = ""
+    modules: tuple[str, ...] = ()  # that register actings and exchanges under names of their own
 
 
 @dataclass(frozen=True)
@@ -345,8 +344,8 @@ class Config:
 
     preset: str = ""
     algorithm: Literal["a2c", "ppo", "vtrace", "dqn", "r2d2"] = "a2c"
-    acting: Literal["inline", "decoupled", "central"] = "inline"
-    exchange: ExchangeName = "auto"  # auto: solo, or allreduce
+    acting: str = "inline"  # inline, decoupled, central, or a registered name
+    exchange: str = "auto"  # solo, allreduce, hogwild, store, gossip, or a registered name; auto: solo, or allreduce
     launch: Literal["local", "ray"] = "local"  # ray: on the machines of a Ray cluster
     learners: int | Literal["auto"] = 1  # auto: one for each core, or for each GPU where there are any
     actors: int | Literal["auto"] = "auto"  # actors, or env hosts, of all learners together
@@ -386,7 +385,7 @@ class Config:
 class ResolvedConfig(Config):
     """A config without `auto`, made once for a run by `coterie.build.resources.resolve_config`."""
 
-    exchange: Literal["solo", "allreduce", "hogwild", "store", "gossip"] = "solo"
+    exchange: str = "solo"
     learners: int = 1
     actors: int = 0  # inline acting has none
 

@@ -3,69 +3,67 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie.acting.base import Acting
-from coterie.acting.recorder import Stages
-from coterie.algorithms.base import Algorithm, Batch, Clock
+from coterie.algorithms.base import Algorithm, Autocast, Batch, Clock, Part
 from coterie.exchange.base import Exchange
-from coterie.models.build import Network
+from coterie.models.base import Model
 from coterie.parallel.params import FlatParams
+from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
 from coterie.types import CoterieError, Rollout
 
 
 class Observer:
-    """Looks at training without changing it. Observers are in `instruments/`; by default there are none."""
+    """A measurement of training that does not change it (`instruments/` has them). By default there are none."""
 
     def gradient(self, env_steps: int, algorithm: Algorithm, batch: Batch) -> None:
-        """The gradient of a batch was computed. `env_steps`: learned before this rollout."""
+        """Called when a batch's gradient was computed. `env_steps`: learned before this rollout."""
 
     def step(self) -> None:
-        """The learner step was made."""
+        """Called after each learner step."""
 
     def rollout(self, rollout: Rollout, lr: float) -> None:
-        """The last batch of a rollout was trained on."""
+        """Called after the last batch of a rollout."""
 
     def gauges(self) -> dict[str, float]:
-        """For the metrics."""
+        """Values for the metrics."""
         return {}
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """For the checkpoint, by name."""
+        """Tensors for the checkpoint, by name."""
         return {}
 
     def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
-        """Restore what `tensors` gave."""
+        """Restore what `tensors` returned."""
 
 
 @dataclass
 class Progress:
-    """What a learner has done; saved in checkpoints, and the base of `summary.json`."""
+    """The counts of a learner: saved in checkpoints, and reported in `summary.json`."""
 
-    env_steps: int = 0  # rows learned once, masked rows apart
+    env_steps: int = 0  # rows learned, each counted once; without masked rows
     learner_steps: int = 0
     samples_trained: int = 0  # with reuse
-    masked: int = 0  # rows that had no meaning: fake autoreset steps, replaced envs, waiting envs
+    masked: int = 0  # masked rows: fake autoreset steps, replaced envs, waiting envs
     policy_lag_max: int = 0
-    episodes: int = 0  # games that have ended
-    lags: Counter[int] = field(default_factory=Counter)  # rows that were acted with weights so many learner steps old
+    episodes: int = 0  # finished episodes
+    lags: Counter[int] = field(default_factory=Counter)  # rows by policy lag, in learner steps
     lag_by_row: list[float] = field(default_factory=list)  # mean lag of each row of a rollout, summed over rollouts
-    rollouts: int = 0  # that `lag_by_row` is of
+    rollouts: int = 0  # rollouts in `lag_by_row`
     metrics: dict[str, float] = field(default_factory=dict)  # sums over the batches since the last `read`
     batches: int = 0  # since the last `read`
 
     def count_lag(self, version: Tensor) -> None:
-        """`version` `[T, B]`: learner step whose weights chose each action of what is about to be learned from."""
+        """Count the lags of a rollout. `version` `[T, B]`: learner step whose weights chose each action."""
         newest, oldest = (int(x) for x in version.aminmax()[::-1])
         if newest == oldest:
             self.lags[self.learner_steps - newest] += version.numel()
@@ -79,7 +77,7 @@ class Progress:
         self.rollouts += 1
 
     def begin(self, rollout: Rollout, exchange: Exchange, clock: Clock, learners: int) -> int:
-        """Count a rollout that training begins on, and set the algorithm's clock; returns the run's env steps."""
+        """Count a rollout before training on it, and set the algorithm's clock; returns the run's env steps."""
         total = exchange.steps.total
         self.episodes += len(rollout.episodes)
         clock.env_steps, clock.episodes = total, self.episodes * learners  # an estimate: only steps are exchanged
@@ -97,7 +95,7 @@ class Progress:
                 self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def end(self, rollout: Rollout) -> None:
-        """Count a rollout that was learned."""
+        """Count a rollout after training on it."""
         valid = int(rollout.mask.sum())
         self.env_steps += valid
         self.masked += rollout.mask.numel() - valid
@@ -110,14 +108,12 @@ class Progress:
 
 
 class Gradients:
-    """Backward passes over the parts of a batch, by a team: each member has the weights and a gradient of its own."""
+    """Backward passes over the parts of a batch, by a team whose members share the weights but not the gradient."""
 
-    def __init__(
-        self, model: Network, params: FlatParams, team: Team, autocast: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
+    def __init__(self, model: Model, params: FlatParams, team: Team, autocast: Autocast) -> None:
         self.params, self.team, self.autocast = params, team, autocast
-        twins = [params.replica(model) for _ in range(team.size - 1)]
-        self.models = [model, *(cast(Network, twin) for twin, _ in twins)]
+        twins = [params.replica(cast(nn.Module, model)) for _ in range(team.size - 1)]
+        self.models = [model, *(cast(Model, twin) for twin, _ in twins)]
         self.grads = [grad for _, grad in twins]
 
     def compute(self, algorithm: Algorithm, batch: Batch) -> dict[str, float]:
@@ -136,12 +132,12 @@ class Gradients:
         grad.copy_(whole)
         return half
 
-    def _add(self, algorithm: Algorithm, parts: list[Any]) -> dict[str, float]:
+    def _add(self, algorithm: Algorithm, parts: list[Part]) -> dict[str, float]:
         ways = len(self.models)
 
         def work(k: int) -> dict[str, Tensor]:
             sums: dict[str, Tensor] = {}
-            for part in parts[k::ways]:  # a fixed share in a fixed order: the same sums at every run
+            for part in parts[k::ways]:  # a fixed share in a fixed order, so that runs repeat
                 with self.autocast():
                     loss = algorithm.loss(self.models[k], part)
                 loss.total.backward()  # type: ignore[no-untyped-call]
@@ -169,9 +165,9 @@ def take_step(exchange: Exchange, params: FlatParams, metrics: dict[str, float],
 
 @dataclass
 class Parts:
-    """What a learner consists of."""
+    """The parts of a learner."""
 
-    model: Network
+    model: Model
     params: FlatParams
     algorithm: Algorithm
     acting: Acting
@@ -185,42 +181,36 @@ class Parts:
 
 
 def learn(parts: Parts, on_rollout: Callable[[Rollout], bool]) -> None:
-    """Train until `on_rollout` returns True; it is called after every rollout."""
-    algorithm, exchange, params, progress, stages = (
-        parts.algorithm, parts.exchange, parts.params, parts.progress, parts.stages,
-    )  # fmt: skip
+    """Train until `on_rollout` returns True; it is called after every rollout. Inside of `with parts.exchange`."""
+    model, params, algorithm, exchange = parts.model, parts.params, parts.algorithm, parts.exchange
+    progress, stages = parts.progress, parts.stages
 
     def refresh() -> None:
-        begin = time.perf_counter()
+        stages.start()
         exchange.pull(params)
-        stages.add("pull", begin)
+        stages.lap("pull")
         parts.acting.publish(progress.learner_steps)
 
     for rollout in parts.acting.rollouts(refresh):
-        begin = time.perf_counter()
+        stages.start()
         lr = parts.lr(progress.begin(rollout, exchange, algorithm.clock, parts.learners))
-        for batch in algorithm.batches(parts.model, rollout):
+        for batch in algorithm.batches(model, rollout):
             batch.metrics = parts.gradients.compute(algorithm, batch)
-            begin = stages.add("train", begin)
+            stages.lap("train")
             for observer in parts.observers:
                 observer.gradient(progress.env_steps, algorithm, batch)
             where = f"learner step {progress.learner_steps}"
             batch.metrics["grad_norm"] = take_step(exchange, params, batch.metrics, lr, where)
             for observer in parts.observers:
                 observer.step()
-            algorithm.after_step(parts.model, batch)
-            begin = stages.add("exchange", begin)
+            algorithm.after_step(model, batch)
+            stages.lap("exchange")
             progress.count(batch)
-        algorithm.after_rollout(parts.model, rollout)
+        algorithm.after_rollout(model, rollout)
         exchange.after_rollout(params)
+        stages.lap("train")
         progress.end(rollout)
-        stages.add("train", begin)
         for observer in parts.observers:
             observer.rollout(rollout, lr)
         if on_rollout(rollout):
             return
-
-
-def autocast(device: torch.device, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
-    """Mixed precision for the loss's forward pass; float32 where `dtype` is."""
-    return lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)

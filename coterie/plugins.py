@@ -1,14 +1,17 @@
-"""Parts of your own: `package.module:callable` names an env, a torso, an algorithm, an acting or an exchange.
+"""User-defined parts (docs/extend.md).
 
-An algorithm, acting or exchange takes the place of the one that the run would have without it: it is made with the same
-arguments, in every process that has one, and whatever is refused of that one is refused of it (docs/extend.md).
+`package.module:callable` names an env, a torso, an algorithm, an acting or an exchange. The last three are substitutes
+for the part that the run would have otherwise: they are made with the same arguments, and the same is refused of them.
+A new acting or exchange is registered under a name of its own by a module in `own.modules`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from coterie.config import Config
@@ -17,6 +20,8 @@ from coterie.types import ConfigError
 PARTS = ("algorithm", "acting", "exchange")
 P = ParamSpec("P")
 T = TypeVar("T")
+C = TypeVar("C", bound=Config)
+_MODULES: dict[str, str] = {}  # by the name that a part was registered under: the module that registered it
 
 
 def named(field: str, path: str) -> Any:
@@ -33,6 +38,33 @@ def named(field: str, path: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")
     return found
+
+
+def register(table: dict[str, T], name: str, kind: T) -> None:
+    """Add a choice to a table, for `register_acting` and `register_exchange`."""
+    module = sys._getframe(2).f_globals["__name__"]
+    if _MODULES.setdefault(name, module) != module or (name in table and name not in _MODULES):
+        raise ConfigError(f"{name!r} is registered already")
+    table[name] = kind
+
+
+def choose(table: dict[str, T], part: str, name: str, config: Config) -> T:
+    """The choice that a config names, after the modules were imported that may have registered it."""
+    for module in config.own.modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"own.modules: cannot import {module!r}: {' '.join(str(error).split())}") from error
+    if name not in table:
+        raise ConfigError(f"{part}: {name!r} is not one of {', '.join(table)}")
+    return table[name]
+
+
+def with_modules(config: C) -> C:
+    """The config with the modules that registered its acting and exchange: other processes must import them, too."""
+    found = [_MODULES[name] for name in (config.acting, config.exchange) if name in _MODULES]
+    modules = dict.fromkeys([*config.own.modules, *(m for m in found if m != "__main__")])
+    return replace(config, own=replace(config.own, modules=tuple(modules)))
 
 
 def check_own(config: Config) -> None:

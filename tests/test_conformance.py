@@ -115,6 +115,10 @@ def check_alignment(learner: Learner, seen: list[Rollout]) -> None:
 
 @pytest.mark.parametrize(("algorithm", "acting", "exchange", "groups"), CELLS)
 def test_counting_env_through_worker_processes(algorithm, acting, exchange, groups):
+    check_counting_env(algorithm, acting, exchange, groups)
+
+
+def check_counting_env(algorithm, acting, exchange, groups, **changes):
     config = make_config(
         algorithm=algorithm,
         acting=acting,
@@ -131,6 +135,7 @@ def test_counting_env_through_worker_processes(algorithm, acting, exchange, grou
             "ppo.minibatch_size": 14,
             **VALUE,
             **recurrent(algorithm, 7),
+            **changes,
         },
     )
     with crewed(config) as learner:
@@ -167,6 +172,10 @@ def test_counting_env_through_worker_processes(algorithm, acting, exchange, grou
 
 @pytest.mark.parametrize(("algorithm", "acting", "exchange", "groups"), CELLS)
 def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
+    check_cartpole(algorithm, acting, exchange, groups)
+
+
+def check_cartpole(algorithm, acting, exchange, groups, **changes):
     """CartPole's own equations are the arithmetic: position and angle follow from the velocities of the row before."""
     config = make_config(
         algorithm=algorithm,
@@ -183,6 +192,7 @@ def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
             "ppo.minibatch_size": 18,
             **VALUE,
             **recurrent(algorithm, 9),
+            **changes,
         },
     )
     with crewed(config) as learner:

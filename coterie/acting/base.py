@@ -1,14 +1,31 @@
-"""The protocol of an acting, and what the program asks of a kind."""
+"""The protocol of an acting, what it is made of, and what the program asks of a kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+from torch import Tensor
+
+from coterie.acting.recorder import Envs
 from coterie.config import Central, Config, Decoupled, Refusal, ResolvedConfig
-from coterie.envs.tasks import tasks
-from coterie.types import Rollout
+from coterie.models.base import Model
+from coterie.models.heads import Moments
+from coterie.parallel.board import Board
+from coterie.parallel.params import FlatParams
+from coterie.parallel.stages import Stages
+from coterie.types import AgentOutput, Inputs, Rollout, Spec
+
+# (network, inputs, core state, global ids of the envs, random numbers) -> output and the next core state
+Policy = Callable[[Model, Inputs, Tensor | None, Tensor, torch.Generator], tuple[AgentOutput, Tensor | None]]
+Post = Callable[[str, Any], None]  # sends a message to the parent process
+
+
+class Stopped(Exception):
+    """The run has ended: an actor abandons its unfinished rollout."""
 
 
 class Acting(Protocol):
@@ -23,13 +40,155 @@ class Acting(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class ActingKind:
-    """One choice of acting, as the rest of the program knows it. Each module of this folder has its `KIND`."""
+class Worker(Protocol):
+    """The work of a child process."""
 
+    def run(self, post: Post) -> None: ...
+    def close(self) -> None: ...
+
+
+class Memory(Protocol):
+    """What a learner shares with its child processes; made in the parent."""
+
+    def abandon(self, child: int) -> None: ...  # a child has died: others may take over its work
+    def delivered(self, child: int) -> int: ...  # rows that a child's learner has received, as far as the memory shows
+    def close(self) -> None: ...
+
+
+class Servers(Protocol):
+    """The gRPC servers of a learner."""
+
+    def serve(self, address: str, services: Mapping[str, Any], field: str = "") -> None: ...  # see remote/servers.py
+
+
+def core_shape(model: Model) -> tuple[int, ...]:
+    """Shape of one env's recurrent state; empty without a core."""
+    state = model.initial_state(1)
+    return () if state is None else tuple(state.shape[1:])
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A process's network, and how its actions are chosen."""
+
+    model: Model
+    params: FlatParams
+    moments: Moments  # the network's running normalizers
+    policy: Policy
+    acts_at: Callable[[int], None]  # to be called with the learner step of new weights
+
+
+@dataclass(frozen=True)
+class EnvShare:
+    """The envs of one process. `config`: the run's, with these envs."""
+
+    config: ResolvedConfig
+    spec: Spec
+    first_env: int  # global id
+    groups: int
+    device: torch.device  # where they are acted on
+    dtype: torch.dtype
+    make: Callable[[int], Envs]  # with this number of env threads; 0: what suits the machine
+    make_rng: Callable[[int], torch.Generator]  # random numbers for one purpose in one process, by a number
+
+
+@dataclass(frozen=True)
+class GroupPolicy:
+    """How the actions of each group of envs are chosen."""
+
+    act: Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]  # group, inputs, core state
+    initial_state: Callable[[int], Tensor | None]
+    refresh: Callable[[], None]  # take the learner's weights
+
+
+def group_policy(share: EnvShare, envs: Envs, agent: Agent, model: Model, refresh: Callable[[], None]) -> GroupPolicy:
+    """Act with `model`, the agent's copy for acting. Each group has random numbers of its own: its thread must not race
+    for them.
+    """
+    first, device = share.first_env, share.device
+    ids = [torch.arange(first + cols.start, first + cols.stop, device=device) for cols in envs.groups]
+    rngs = [share.make_rng(first + cols.start) for cols in envs.groups]
+
+    def act(g: int, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
+        return agent.policy(model, inputs, state, ids[g], rngs[g])
+
+    return GroupPolicy(act, model.initial_state, refresh)
+
+
+@dataclass(frozen=True)
+class MemorySetup:
+    """What decides the size of a learner's shared memory."""
+
+    config: ResolvedConfig
+    spec: Spec
+    unroll_length: int
+    core: tuple[int, ...]
+    weights: int
+    moments: int
+
+
+@dataclass(frozen=True)
+class LearnerSetup:
+    """The parts of a learner that its acting is made of."""
+
+    config: ResolvedConfig
+    unroll_length: int
+    max_envs: int  # that the algorithm has room for
+    agent: Agent
+    actor: Model  # the copy of the network that acts
+    refresh_actor: Callable[[], None]
+    envs: EnvShare
+    threads: int  # that may act at once
+    board: Board
+    rank: int
+    stages: Stages
+    servers: Servers
+    timeout: float  # seconds to wait for rollouts
+    on_produced: Callable[[], None]  # to be called when rows have arrived from another process
+    is_over: Callable[[], bool]  # whether to end where no rollouts come
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """The parts of a child process. `number`: among its learner's children; `row`: its row of the board."""
+
+    config: ResolvedConfig
+    envs: EnvShare
+    make_agent: Callable[[], Agent]
+    board: Board
+    rank: int
+    number: int
+    row: int
+    timeout: float  # seconds to wait for the learner
+
+
+M = TypeVar("M")
+
+
+def _no_memory(setup: MemorySetup) -> None:
+    """Nothing is shared."""
+
+
+def _no_worker(setup: WorkerSetup, memory: Any) -> Worker:
+    raise NotImplementedError("this acting has no child processes")
+
+
+@dataclass(frozen=True)
+class ActingKind(Generic[M]):
+    """One choice of acting, as the rest of the program knows it. Each module of this folder has its `KIND`.
+
+    `M` is the type of its `Memory`, None for an acting that shares nothing.
+    """
+
+    connect: Callable[[LearnerSetup, M], Acting]  # in the learner's process
+    describe: Callable[[ResolvedConfig, int, int], str]  # of a learner's envs, groups and env threads: one line
+    memory: Callable[[MemorySetup], M | None] = _no_memory  # in the parent, for each learner
+    worker: Callable[[WorkerSetup, M], Worker] = _no_worker  # in a child process
     child: str = ""  # what its child processes are called; empty: the learner steps the envs itself
     own_policy: bool = False  # the children choose actions, one core each; else the learner does for them
     section: Callable[[Config], Decoupled | Central | None] = lambda config: None  # its settings
+    max_envs: Callable[[Config], int] = lambda config: sys.maxsize  # of one learner
+    one_group: Callable[[Config], bool] = lambda config: False  # all envs of a process are acted on at once
     refusals: tuple[Refusal, ...] = ()
 
     @property
@@ -39,7 +198,7 @@ class ActingKind:
 
     @property
     def hosted(self) -> bool:
-        """Whether env hosts step the envs, and the learner chooses the actions."""
+        """Whether child processes step the envs, and the learner chooses the actions."""
         return self.apart and not self.own_policy
 
     def batch_size(self, config: Config) -> int:
@@ -56,41 +215,3 @@ class ActingKind:
         """Children that may be restarted before the run fails."""
         section = self.section(config)
         return 0 if section is None else section.restarts
-
-
-def shares_evenly(config: ResolvedConfig, optional: bool = False) -> bool:
-    """Whether learners, tasks and envs are shared out evenly over the children. `optional`: none at all will do where
-    clients of other machines may join.
-    """
-    actors, learners = config.actors, config.learners
-    return (
-        (actors > 0 or (optional and bool(config.wire.bind)))
-        and actors % learners == actors % len(tasks(config.env.id)) == 0
-        and config.env.num_envs * learners % max(1, actors) == 0
-    )
-
-
-def envs_per_child(config: ResolvedConfig) -> int:
-    return config.env.num_envs * config.learners // max(1, config.actors)
-
-
-def apart_refusals(section: Callable[[Config], Decoupled | Central], optional: bool = False) -> tuple[Refusal, ...]:
-    """Refusals of every acting with child processes."""
-    return (
-        Refusal(
-            lambda c, s: not shares_evenly(c, optional),
-            "actors",
-            "must be a multiple of the learners and of the tasks, and divide env.num_envs x learners evenly; give "
-            "other numbers, or leave both at auto",
-        ),
-        Refusal(
-            lambda c, s: c.env.groups == 2 and envs_per_child(c) % 2 == 1,
-            "env.groups",
-            "2 groups need an even number of envs in each actor (env.num_envs x learners / actors)",
-        ),
-        Refusal(
-            lambda c, s: section(c).lockstep and section(c).batch_size not in (0, c.env.num_envs),
-            "ACTING.batch_size",
-            "must be 0 in lockstep: a batch has one rollout of each env",
-        ),
-    )

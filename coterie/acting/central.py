@@ -1,9 +1,9 @@
-"""Central acting (SEED RL, https://arxiv.org/abs/1910.06591, Figure 3): environments anywhere, one policy here.
+"""Central acting (SEED RL, https://arxiv.org/abs/1910.06591, Figure 3): envs anywhere, one policy at the learner.
 
-Env hosts hold no weights: they send what they see and wait for actions. One thread answers, a batch of whoever waits
-at a time, with the newest weights; it keeps each env's recurrent state and unfinished rollout, whose steps may be of
-different policies. A second puts finished rollouts together into batches, the third (the caller's) trains. In lockstep
-all envs are one batch in a fixed order, and a rollout waits for the weights that came of the one before.
+Env hosts hold no weights: they send observations and wait for actions. The inference thread answers batches of waiting
+streams with the newest weights. It keeps each env's recurrent state and unfinished rollout, whose steps may come from
+different policies. The prefetch thread puts finished rollouts together into batches; the caller's thread trains. In
+lockstep all envs are one batch in a fixed order, and a rollout waits for the weights trained on the one before.
 """
 
 from __future__ import annotations
@@ -11,63 +11,68 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.acting.base import ActingKind, apart_refusals
+from coterie.acting.apart import apart_refusals
+from coterie.acting.base import Acting, ActingKind, LearnerSetup, core_shape
 from coterie.acting.batching import choose_batch, choose_turn, has_room
-from coterie.acting.central_stream import Question, Seat, Shape
-from coterie.acting.recorder import ON_HOST, Fields, Recorder, Stages, as_rollout
-from coterie.config import Central as CentralConfig
-from coterie.config import Config, Refusal
-from coterie.models.build import Network
+from coterie.acting.central_stream import CentralConfig, EnvStream, InferenceRequest, join
+from coterie.acting.env_host import EnvHost, HostSocket
+from coterie.acting.recorder import ON_HOST, Fields, Recorder, as_rollout, local_fields
+from coterie.config import Central as Settings
+from coterie.config import Config, Refusal, ResolvedConfig
+from coterie.models.base import Model
+from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
 from coterie.parallel.slots import columns_of
+from coterie.parallel.stages import Stages
+from coterie.plugins import in_place_of
+from coterie.remote.admission import REMOTE, EnvHostService
 from coterie.types import AgentOutput, CoterieError, Inputs, Rollout
+from coterie.wire.auth import offset
 from coterie.wire.codec import Refused
 
-# (model, inputs, core state, global ids of the envs)
-Policy = Callable[[Network, Inputs, Tensor | None, Tensor], tuple[AgentOutput, Tensor | None]]
-Twin = tuple[Network, Callable[[], None]]  # a copy of the model that only acts, and what brings it up to date
+# (network, inputs, core state, global ids of the envs) -> output and the next core state
+CentralPolicy = Callable[[Model, Inputs, Tensor | None, Tensor], tuple[AgentOutput, Tensor | None]]
+Twin = tuple[Model, Callable[[], None]]  # a copy of the network for acting, and a call that updates it
 
-REMOTE = 1 << 20  # env ids from here on are of hosts that came by themselves
-_REST_S = 0.3
-_LOOK_S = 0.5  # between two looks at whether everybody is still there
+_SETTLE_S = 0.3  # `rest`: without a new row for as long, nothing acts
+_CHECK_S = 0.5  # between two looks at whether the other threads and the run go on
 
 
 class Central:
-    """A source of rollouts of envs elsewhere. `make_fields(width, device)`: a rollout's arrays for so many envs.
-    `device` is where actions are chosen, `trains_on` where rollouts are learned from.
-    """
+    """A source of rollouts of envs in other processes. `make_fields(width)`: a rollout's arrays for so many envs."""
 
     def __init__(
-        self, shape: Shape, twins: Sequence[Twin], policy: Policy, initial_state: Callable[[int], Tensor | None],
-        make_fields: Callable[[int, torch.device], Fields], board: Board, rank: int, stages: Stages,
-        device: torch.device, trains_on: torch.device,
+        self, config: CentralConfig, twins: Sequence[Twin], policy: CentralPolicy, make_fields: Callable[[int], Fields],
+        board: Board, rank: int, stages: Stages, device: torch.device,
     ) -> None:  # fmt: skip
-        self.shape, self.twins, self.policy, self.initial_state = shape, twins, policy, initial_state
-        self.make_fields, self.board, self.rank, self.stages, self.device = make_fields, board, rank, stages, device
-        self.trains_on = trains_on
-        self.seats: dict[tuple[int, int], Seat] = {}  # by client and group
-        self.envs = 0  # of all seats
-        self.produced = self.dropped = 0  # valid rows received; of rollouts that will never be whole
+        self.unroll_length = config.unroll_length
+        self.config, self.twins, self.policy, self.make_fields = config, twins, policy, make_fields
+        self.board, self.rank, self.stages, self.device = board, rank, stages, device
+        self.streams: dict[tuple[int, int], EnvStream] = {}  # by client and group
+        self.envs = 0  # of all streams
+        self.produced = self.dropped = 0  # valid rows received; those of rollouts that were abandoned
         self.calls = self.rows = 0  # of the policy
-        self.inbox = queue.SimpleQueue[Question | Seat | None]()  # a question, a seat that was left, or a wake-up
-        self.finished = queue.SimpleQueue[tuple[Seat, Recorder] | None]()
+        self.inbox = queue.SimpleQueue[InferenceRequest | EnvStream | None]()  # requests, closed streams, wake-ups
+        self.finished = queue.SimpleQueue[tuple[EnvStream, Recorder] | None]()
         self.free, self.ready = queue.SimpleQueue[Fields | None](), queue.SimpleQueue[Fields]()
-        for _ in range(shape.batches):
-            self.free.put(make_fields(shape.batch_size, trains_on))
-        self.told: Callable[[], None] = lambda: None  # hears of every change of `produced`
-        self.is_over: Callable[[], bool] = lambda: False  # nothing more is due to come, if nothing comes
-        self.columns = 0  # of rollouts that are whole and have not been learned from
+        for _ in range(config.batches):
+            self.free.put(make_fields(config.batch_size))
+        self.on_produced: Callable[[], None] = lambda: None  # called after each change of `produced`
+        self.is_over: Callable[[], bool] = lambda: False  # whether to end where no rollouts come
+        self.columns = 0  # of finished rollouts that are not learned from yet
         self.published = 0
-        self.made: dict[tuple[int, int], int] = {}  # in lockstep: whole rollouts of each place, whoever had it
+        self.completed: dict[tuple[int, int], int] = {}  # in lockstep: finished rollouts by client and group
         self._newest, self._in_use, self._version = 0, -1, 0
         self._lock = threading.Lock()  # of which twin is in use
-        self._seating = threading.Lock()  # there is a server for the run's own hosts, and one for others
+        self._streams_lock = threading.RLock()  # the servers for local and for remote hosts have a thread each
         self._error: BaseException | None = None
         self.closed = False
         self._threads = [
@@ -89,7 +94,7 @@ class Central:
     # The training thread.
 
     def publish(self, version: int) -> None:
-        """Bring the copy up to date that nobody acts with, and have it act from the next batch on."""
+        """Update the copy that is not in use, and act with it from the next batch on."""
         with self._lock:
             idle = 1 - self._in_use if self._in_use >= 0 else 1 - self._newest
             self.twins[idle][1]()
@@ -102,131 +107,128 @@ class Central:
             refresh()
             if (fields := self._wait()) is None:
                 return
-            self.columns -= self.shape.batch_size
-            yield as_rollout(fields, self.trains_on)
+            self.columns -= self.config.batch_size
+            yield as_rollout(fields, self.device)
             self.free.put(fields)
 
     def rest(self) -> int:
-        """Wait until nobody is acted for, since all that may be recorded is; returns how many batches that makes. For
-        measurements.
-        """
+        """Wait until every env has reached its recording limit; returns the batches recorded. For measurements."""
         before = -1
         while self.produced != before:
             before = self.produced
-            time.sleep(_REST_S)
-        begun = sum(seat.width for seat in self.seats.values() if seat.recorder is not None)
-        return -(-(self.columns + begun) // self.shape.batch_size)
+            time.sleep(_SETTLE_S)
+        begun = sum(stream.width for stream in self.streams.values() if stream.recorder is not None)
+        return -(-(self.columns + begun) // self.config.batch_size)
 
     def _wait(self) -> Fields | None:
         begin = time.perf_counter()
+        self.stages.start()
         with self.board.blocked(self.rank):
             while True:
                 if self._error is not None:
                     raise self._error
                 try:
-                    fields = self.ready.get(timeout=_LOOK_S)
+                    fields = self.ready.get(timeout=_CHECK_S)
                     break
                 except queue.Empty:
                     if self.is_over():
                         return None
-                    if time.perf_counter() - begin > self.shape.timeout:
+                    if time.perf_counter() - begin > self.config.timeout:
                         raise CoterieError(
-                            f"no batch of rollouts for {self.shape.timeout:g} s: {len(self.seats)} streams of "
+                            f"no batch of rollouts for {self.config.timeout:g} s: {len(self.streams)} streams of "
                             f"{self.envs} envs are connected"
                         ) from None
-        self.stages.add("wait", begin)
+        self.stages.lap("wait")
         return fields
 
     # The inference thread.
 
     def _infer(self) -> None:
-        pending: dict[Seat, Question] = {}
+        pending: dict[EnvStream, InferenceRequest] = {}
         while not self.closed:
             batch, wait = self._due(pending)
             if batch:
-                for question in batch:
-                    del pending[question.seat]
-                for question in self._answer(batch):
-                    pending[question.seat] = question
+                for request in batch:
+                    del pending[request.stream]
+                for request in self._answer(batch):
+                    pending[request.stream] = request
                 continue
             try:
                 news = self.inbox.get(timeout=wait)
                 while True:
-                    if isinstance(news, Seat):
+                    if isinstance(news, EnvStream):
                         pending.pop(news, None)
                         self._forget(news)
-                    elif news is not None and news.seat.alive:
-                        pending[news.seat] = news
+                    elif news is not None and news.stream.alive:
+                        pending[news.stream] = news
                     news = self.inbox.get_nowait()
             except queue.Empty:
                 pass
 
-    def _due(self, pending: dict[Seat, Question]) -> tuple[list[Question], float]:
-        """Who is answered now, or how long to wait for more. The first to ask come first."""
+    def _due(self, pending: dict[EnvStream, InferenceRequest]) -> tuple[list[InferenceRequest], float]:
+        """The requests to answer now, the oldest first, or how long to wait for more."""
         if not self.published:
-            return [], _LOOK_S
-        if self.shape.lockstep:
-            return self._turn(pending), _LOOK_S
-        # Rollouts of streams that have ended wait, too: new ones are not begun beside any number of them.
-        room = has_room(self.columns, self.envs, self.shape.batches * self.shape.batch_size)
-        ready = [q for q in pending.values() if q.seat.may_go(room)]
-        least = min(self.shape.batch_min, self.envs)
-        picked, wait = choose_batch(ready, time.perf_counter(), least, self.shape.batch_max, self.shape.wait)
-        return picked, min(wait, _LOOK_S)
+            return [], _CHECK_S
+        config = self.config
+        if config.lockstep:
+            return self._turn(pending), _CHECK_S
+        # Finished rollouts of closed streams count against the limit.
+        room = has_room(self.columns, self.envs, config.batches * config.batch_size)
+        ready = [q for q in pending.values() if q.stream.may_go(room)]
+        least = min(config.batch_min, self.envs)
+        picked, wait = choose_batch(ready, time.perf_counter(), least, config.batch_max, config.wait)
+        return picked, min(wait, _CHECK_S)
 
-    def _turn(self, pending: dict[Seat, Question]) -> list[Question]:
-        """In lockstep: all envs, always in the same order. A rollout that is behind catches up while others rest."""
-        due = choose_turn(
-            self.seats.values(), self.shape.envs, self._rests, lambda seat: seat in pending and seat.may_go()
-        )
-        return [pending[seat] for seat in sorted(due, key=lambda seat: seat.first_env_id)]
+    def _turn(self, pending: dict[EnvStream, InferenceRequest]) -> list[InferenceRequest]:
+        """In lockstep: all envs, always in the same order. One that is behind catches up while the others rest."""
+        due = choose_turn(self.streams.values(), self.config.envs, self._rests, lambda x: x in pending and x.may_go())
+        return [pending[stream] for stream in sorted(due, key=lambda stream: stream.first_env_id)]
 
-    def _rests(self, seat: Seat) -> bool:
-        """It waits for the weights that come of its last rollout."""
-        return seat.recorder is None and self.published <= self.made.get(seat.place, 0)
+    def _rests(self, stream: EnvStream) -> bool:
+        """Whether it waits for the weights trained on its last rollout."""
+        return stream.recorder is None and self.published <= self.completed.get(stream.place, 0)
 
     @torch.inference_mode()
-    def _answer(self, batch: list[Question]) -> list[Question]:
-        """Act for everybody in the batch; returns those who have to wait for newer weights first."""
+    def _answer(self, batch: list[InferenceRequest]) -> list[InferenceRequest]:
+        """Choose the actions of a batch; returns the requests that have to wait for newer weights first."""
         with self._lock:
             self._in_use, version = self._newest, self._version
         model = self.twins[self._in_use][0]
-        inputs = [q.seat.see(q.seen) for q in batch]
-        for question in batch:
-            if question.seat.counted:
-                self.produced += question.seat.seen
-            question.seat.seen = 0
-        self.told()
-        states = [q.seat.state for q in batch]
-        ids = _cat([torch.from_numpy(q.seat.ids) for q in batch])
-        out, after = self.policy(model, _join(inputs), None if states[0] is None else _cat(states), ids)
+        inputs = [q.stream.see(q.seen) for q in batch]
+        for request in batch:
+            if request.stream.counted:
+                self.produced += request.stream.seen
+            request.stream.seen = 0
+        self.on_produced()
+        states = [q.stream.state for q in batch if q.stream.state is not None]
+        ids = torch.from_numpy(np.concatenate([q.stream.ids for q in batch]))
+        out, after = self.policy(model, join(inputs), torch.cat(states) if states else None, ids)
         with self._lock:
             self._in_use = -1
-        action, at, waiting = out.action.cpu().numpy(), 0, list[Question]()
-        for question in batch:
-            seat = question.seat
-            mine = slice(at, at + seat.width)
+        action, at, waiting = out.action.cpu().numpy(), 0, list[InferenceRequest]()
+        for request in batch:
+            stream = request.stream
+            mine = slice(at, at + stream.width)
             at = mine.stop
             part = AgentOutput(out.action[mine], out.log_prob[mine], out.value[mine])
-            if seat.row == self.shape.unroll_length:
-                self.finished.put((seat, seat.finish(part.value)))
-                self.columns += seat.width
-                if self.shape.lockstep:
-                    self.made[seat.place] = self.made.get(seat.place, 0) + 1
-                if self.shape.lockstep:
-                    waiting.append(question)
+            if stream.row == self.config.unroll_length:
+                self.finished.put((stream, stream.finish(part.value)))
+                self.columns += stream.width
+                if self.config.lockstep:
+                    self.completed[stream.place] = self.completed.get(stream.place, 0) + 1
+                    waiting.append(request)
                     continue
-                seat.see(question.seen)
-            seat.act(part, None if after is None else after[mine], version)
-            question.answer({"action": action[mine]}, version)
+                stream.see(request.seen)
+            stream.act(part, None if after is None else after[mine], version)
+            request.answer({"action": action[mine]}, version)
         self.calls, self.rows = self.calls + 1, self.rows + at
         return waiting
 
-    def _forget(self, seat: Seat) -> None:
-        """Its stream is gone: what it had begun will never be whole."""
-        if seat.counted:
-            self.dropped += seat.valid
-            seat.valid, seat.counted = 0, False
+    def _forget(self, stream: EnvStream) -> None:
+        """Drop the unfinished rollout of a closed stream."""
+        if stream.counted:
+            self.dropped += stream.valid
+            stream.valid, stream.counted = 0, False
 
     # The prefetch thread.
 
@@ -234,64 +236,58 @@ class Central:
         """Finished rollouts, in the order in which they ended, side by side in batches."""
         filling, at = None, 0
         while (item := self.finished.get()) is not None:
-            seat, recorder = item
+            stream, recorder = item
             done = 0
-            while done < seat.width:
+            while done < stream.width:
                 if filling is None:
                     filling, at = self.free.get(), 0
                     if filling is None:
                         return
-                n = min(seat.width - done, self.shape.batch_size - at)
-                mine, theirs = columns_of(filling, at, n), columns_of(recorder.fields, done, n)
-                for name, x in mine.items():
-                    x.copy_(theirs[name], non_blocking=name not in ON_HOST)
+                n = min(stream.width - done, self.config.batch_size - at)
+                target, source = columns_of(filling, at, n), columns_of(recorder.fields, done, n)
+                for name, x in target.items():
+                    x.copy_(source[name], non_blocking=name not in ON_HOST)
                 done, at = done + n, at + n
-                if at == self.shape.batch_size:
+                if at == self.config.batch_size:
                     if self.device.type == "cuda":
                         torch.cuda.current_stream(self.device).synchronize()
                     self.ready.put(filling)
                     filling = None
-            seat.buffers.append(recorder)
+            stream.recorders.append(recorder)
             self.inbox.put(None)
 
     # The servers' threads.
 
-    def sit(self, number: int, group: int, first_env: int, width: int) -> Seat:
-        """A stream begins: its envs' lives do, too."""
-        with self._seating:
-            return self._sit(number, group, first_env, width)
+    def open_stream(self, number: int, group: int, first_env: int, width: int) -> EnvStream:
+        """Open a stream, with new rollouts and recurrent states. It replaces an older one of the same client."""
+        with self._streams_lock:
+            config, old = self.config, self.streams.get((number, group))
+            others = self.envs - (old.width if old else 0)
+            kept = 0  # for the run's own hosts, which may be restarting
+            if number >= REMOTE:
+                kept = max(0, config.envs - sum(s.width for s in self.streams.values() if s.place[0] < REMOTE))
+            if width < 1 or others + width > config.max_envs - kept:
+                local = f" ({kept} of them kept for the run's own)" if kept else ""
+                room = f"there is room for {config.max_envs}{local}: central.max_envs, replay.envs"
+                raise Refused(f"{width} envs beside {others}: {room}")
+            if old is not None:
+                self.leave(old)
+            # Two: one is written while the other waits for the prefetch thread.
+            recorders = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
+            state = self.twins[0][0].initial_state(width)
+            stream = EnvStream(config, (number, group), first_env, recorders, state, self.inbox.put, self.leave)
+            self.streams = {**self.streams, stream.place: stream}  # a copy: another thread may iterate
+            self.envs += width
+            return stream
 
-    def _sit(self, number: int, group: int, first_env: int, width: int) -> Seat:
-        shape = self.shape
-        old = self.seats.get((number, group))  # its host has started again, and will not come back to it
-        beside = self.envs - (old.width if old else 0)
-        kept = 0  # for the run's own hosts, which may be away for a while
-        if number >= REMOTE:
-            kept = max(0, shape.envs - sum(s.width for s in self.seats.values() if s.place[0] < REMOTE))
-        if width < 1 or beside + width > shape.max_envs - kept:
-            own = f" ({kept} of them kept for the run's own)" if kept else ""
-            room = f"there is room for {shape.max_envs}{own}: central.max_envs, replay.envs"
-            raise Refused(f"{width} envs beside {beside}: {room}")
-        if old is not None:
-            self._leave(old)
-        # One to write while the other waits to be taken over.
-        buffers = [Recorder(self.make_fields(width, self.device), [slice(0, width)], self.device) for _ in range(2)]
-        state = self.initial_state(width)
-        seat = Seat(shape, (number, group), first_env, width, buffers, state, self.inbox.put, self.leave)
-        self.seats = {**self.seats, seat.place: seat}  # another thread may go through them
-        self.envs += width
-        return seat
-
-    def leave(self, seat: Seat) -> None:
-        with self._seating:
-            self._leave(seat)
-
-    def _leave(self, seat: Seat) -> None:
-        if seat.alive:
-            seat.alive = False
-            self.envs -= seat.width
-            self.seats = {key: one for key, one in self.seats.items() if one is not seat}
-            self.inbox.put(seat)
+    def leave(self, stream: EnvStream) -> None:
+        """Close a stream: its envs are not waited for any more."""
+        with self._streams_lock:
+            if stream.alive:
+                stream.alive = False
+                self.envs -= stream.width
+                self.streams = {key: one for key, one in self.streams.items() if one is not stream}
+                self.inbox.put(stream)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -299,42 +295,73 @@ class Central:
         except BaseException as error:
             self._error = error
 
-    # What it tells.
+    # Reports.
 
     def counts(self) -> dict[str, int]:
         return {"produced": self.produced, "dropped": self.dropped}
 
     def failures(self) -> list[str]:
-        """The hosts tell for themselves."""
+        """Env hosts report why their envs were replaced."""
         return []
 
     def gauges(self) -> dict[str, float]:
         return {
             "inference/batch": self.rows / max(1, self.calls),
-            "inference/streams": len(self.seats),
+            "inference/streams": len(self.streams),
             "inference/envs": self.envs,
         }
 
 
-def _cat(tensors: Sequence[Any]) -> Any:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+def connect(setup: LearnerSetup, memory: HostSocket | None) -> Acting:
+    """`memory` of None: the run has no env hosts of its own."""
+    config, share, agent, unroll = setup.config, setup.envs, setup.agent, setup.unroll_length
+    rng = share.make_rng(setup.rank)
+
+    def policy(model: Model, inputs: Inputs, state: Tensor | None, env_id: Tensor) -> tuple[AgentOutput, Tensor | None]:
+        return agent.policy(model, inputs, state, env_id.to(share.device), rng)
+
+    own = config.central
+    settings = CentralConfig(
+        share.spec, config.env.num_envs if config.actors else 0, unroll, KIND.batch_size(config),
+        1 if own.lockstep else 2 + own.queue, own.batch_min, own.batch_max, own.wait, own.lockstep,
+        own.newest_frame, min(own.max_envs, setup.max_envs), setup.timeout,
+    )  # fmt: skip
+    twins = [acting_copy(cast(Network, agent.model), share.dtype, apart=True) for _ in range(2)]
+    make_fields = partial(local_fields, share.spec, unroll, device=share.device, core=core_shape(agent.model))
+    central = in_place_of(config, "acting", Central)(
+        settings, twins, policy, make_fields, setup.board, setup.rank, setup.stages, share.device
+    )
+    central.is_over, central.on_produced = setup.is_over, setup.on_produced
+    serve = partial(EnvHostService, config, share.spec, setup.rank, central)
+    try:
+        if memory is not None:
+            setup.servers.serve(memory.address, {"Infer": serve(local=True)})
+        if config.wire.bind:
+            setup.servers.serve(offset(config.wire.bind, setup.rank), {"Infer": serve(local=False)}, "wire.bind")
+    except BaseException:
+        central.close()
+        raise
+    return central
 
 
-def _join(inputs: Sequence[Inputs]) -> Inputs:
-    if isinstance(inputs[0].obs, Mapping):
-        obs: Any = {k: _cat([x.obs[k] for x in inputs]) for k in inputs[0].obs}
-    else:
-        obs = _cat([x.obs for x in inputs])
-    return Inputs(obs, *(_cat([x[i] for x in inputs]) for i in range(1, 4)))
+def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
+    envs = config.env.num_envs if config.actors else 0
+    return f"{envs} envs in hosts of {config.actors}, batches of {KIND.batch_size(config)} rollouts"
 
 
-def _section(config: Config) -> CentralConfig:
+def _section(config: Config) -> Settings:
     return config.central
 
 
 KIND = ActingKind(
-    "host",
+    connect,
+    describe,
+    HostSocket,
+    EnvHost,
+    child="host",
     section=_section,
+    max_envs=lambda config: config.central.max_envs,
+    one_group=lambda config: config.central.lockstep,
     refusals=(
         *apart_refusals(_section, optional=True),
         Refusal(

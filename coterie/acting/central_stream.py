@@ -1,4 +1,4 @@
-"""Seats of central acting: what the learner keeps of each stream's envs."""
+"""The streams of central acting: what the learner keeps for the envs of each one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from coterie.wire.server import Answer, ServiceStream
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How central acting goes: see config.Central."""
+class CentralConfig:
+    """The settings of central acting; config.Central explains them."""
 
     spec: Spec
-    envs: int  # of the hosts that the run starts
+    envs: int  # of the run's own hosts
     unroll_length: int
     batch_size: int
     batches: int
@@ -37,46 +37,47 @@ class Shape:
 
 
 @dataclass(eq=False)
-class Question:
-    """What a stream's envs show, and how they get their actions."""
+class InferenceRequest:
+    """What a stream's envs show, and the call that sends their actions."""
 
-    seat: Seat
+    stream: EnvStream
     seen: TimeStep
     answer: Answer
     since: float = field(default_factory=time.perf_counter)
 
     @property
     def width(self) -> int:
-        return self.seat.width
+        return self.stream.width
 
 
-class Seat(ServiceStream):
-    """One stream's envs: their recurrent state and their unfinished rollout. Dies with the stream."""
+class EnvStream(ServiceStream):
+    """One stream's envs: their recurrent state and their unfinished rollout."""
 
     def __init__(
-        self, shape: Shape, place: tuple[int, int], first_env: int, width: int, buffers: Sequence[Recorder],
-        state: Tensor | None, post: Callable[[Question], None], left: Callable[[Seat], None],
+        self, config: CentralConfig, place: tuple[int, int], first_env: int, recorders: Sequence[Recorder],
+        state: Tensor | None, post: Callable[[InferenceRequest], None], on_leave: Callable[[EnvStream], None],
     ) -> None:  # fmt: skip
         super().__init__({})  # the service fills the welcome
-        self.shape, self.place, self.first_env_id, self.width = shape, place, first_env, width
-        self.post, self.left = post, left
-        self.alive = self.counted = True  # counted: its rows are in the books
-        self.reads, self.writes = timestep_layout(shape.spec, width, shape.newest), action_layout(shape.spec, width)
+        self.config, self.place, self.first_env_id = config, place, first_env
+        self.width = width = int(recorders[0].is_first.shape[1])
+        self.post, self.on_leave = post, on_leave
+        self.alive = self.counted = True  # counted: its unfinished rollout is not dropped yet
+        self.reads, self.writes = timestep_layout(config.spec, width, config.newest), action_layout(config.spec, width)
         self.newest = Newest(self.reads)
         self.ids = np.arange(first_env, first_env + width, dtype=np.int64)
-        self.buffers = deque(buffers)  # that nobody writes or has yet to read
+        self.recorders = deque(recorders)  # free ones
         self.recorder: Recorder | None = None
-        action, reward = self.buffers[0].last()
+        action, reward = self.recorders[0].last()
         self.last = torch.zeros_like(action), torch.zeros_like(reward)
         self.state = state
         self.row, self.valid = 0, 0  # of the unfinished rollout: the next row, valid rows
-        self.seen = 0  # valid rows that nobody has added up yet
+        self.seen = 0  # valid rows that are not in `Central.produced` yet
         self.new = True
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
-        """In the server's thread: check what came, and hand it to the inference thread."""
+        """In the server's thread: check the arrays, and pass them to the inference thread."""
         arrays = self.newest.join(arrays)
-        check_values(self.shape.spec, arrays)
+        check_values(self.config.spec, arrays)
         obs = {k.removeprefix("obs/"): x for k, x in arrays.items() if k.startswith("obs/")}
         seen = TimeStep(
             obs=obs[""] if list(obs) == [""] else obs,
@@ -89,22 +90,22 @@ class Seat(ServiceStream):
             env_id=self.ids,
         )
         self.new = False
-        self.post(Question(self, seen, answer))
+        self.post(InferenceRequest(self, seen, answer))
 
     def leave(self) -> None:
-        self.left(self)
+        self.on_leave(self)
 
     # In the inference thread:
 
     def may_go(self, room: bool = True) -> bool:
-        """Whether what comes next can be written; where that begins a rollout only if there is `room` for another."""
+        """Whether the next row can be written. `room`: another rollout may begin."""
         row = -1 if self.recorder is None else self.row
-        return may_go(row, self.shape.unroll_length, self.shape.lockstep, room and bool(self.buffers))
+        return may_go(row, self.config.unroll_length, self.config.lockstep, room and bool(self.recorders))
 
     def see(self, seen: TimeStep) -> Inputs:
-        """Write the next row, of a new rollout where the last one is whole."""
+        """Write the next row, of a new rollout if the last one is finished."""
         if self.recorder is None:
-            self.recorder, self.row = self.buffers.popleft(), 0
+            self.recorder, self.row = self.recorders.popleft(), 0
             self.recorder.begin([self.state], self.last)
         else:
             valid = int(np.count_nonzero(~seen.is_first))
@@ -117,9 +118,18 @@ class Seat(ServiceStream):
         self.state, self.row = state, self.row + 1
 
     def finish(self, value: Tensor) -> Recorder:
-        """The rollout is whole; the next `see` begins another."""
+        """Complete the rollout; the next `see` begins another."""
         assert self.recorder is not None
         done = self.recorder
         done.bootstrap(0, value)
         self.recorder, self.last, self.valid = None, done.last(), 0
         return done
+
+
+def join(inputs: Sequence[Inputs]) -> Inputs:
+    """The inputs of several streams as one batch."""
+    if len(inputs) == 1:
+        return inputs[0]
+    first = inputs[0].obs
+    obs = {k: torch.cat([x.obs[k] for x in inputs]) for k in first} if isinstance(first, dict) else None
+    return Inputs(obs or torch.cat([x.obs for x in inputs]), *(torch.cat([x[i] for x in inputs]) for i in range(1, 4)))

@@ -11,17 +11,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from coterie.acting.base import ActingKind
-from coterie.acting.recorder import Envs, Recorder, Stages, env_loop
-from coterie.config import Refusal
-from coterie.envs.tasks import tasks
+from coterie.acting.base import Acting, ActingKind, GroupPolicy, LearnerSetup, core_shape, group_policy
+from coterie.acting.recorder import Envs, Recorder, env_loop, local_fields
+from coterie.config import Refusal, ResolvedConfig
+from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
-from coterie.types import AgentOutput, Array, Inputs, Rollout, TimeStep
-
-# (group, inputs, core state) -> output and the next core state
-Policy = Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
+from coterie.plugins import in_place_of
+from coterie.types import Array, Rollout, TimeStep
 
 
 class Inline:
@@ -30,22 +27,20 @@ class Inline:
     def __init__(
         self,
         envs: Envs,
-        policy: Policy,
+        policy: GroupPolicy,
         recorder: Recorder,
-        initial_state: Callable[[int], Tensor | None],
-        on_publish: Callable[[], None],
         stages: Stages,
         team: Team,
         poll: int = 0,
         next_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
         self.envs, self.policy, self.recorder, self.stages, self.team = envs, policy, recorder, stages, team
-        self.next_recorder = next_recorder or (lambda: recorder)  # whose fields the next rollout goes into
-        self.on_publish, self.version = on_publish, 0
+        self.next_recorder = next_recorder or (lambda: recorder)  # for the next rollout
+        self.version = 0
         self.poll = poll or recorder.unroll_length  # steps with the same weights
-        self.produced = 0  # valid rows recorded, whoever learns from them
+        self.produced = 0  # valid rows recorded
         self.clocks = [Stages() for _ in range(team.size)]
-        self.states = [initial_state(len(range(*cols.indices(envs.num_envs)))) for cols in envs.groups]
+        self.states = [policy.initial_state(len(range(*cols.indices(envs.num_envs)))) for cols in envs.groups]
 
     def close(self) -> None:
         self.team.close()
@@ -68,7 +63,7 @@ class Inline:
 
     def publish(self, version: int) -> None:
         """The learner's weights changed: act with those of learner step `version` from now on."""
-        self.on_publish()
+        self.policy.refresh()
         self.version = version
 
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
@@ -96,18 +91,39 @@ class Inline:
         seen = env_loop(self.envs, self._act, rows, seen, clock)
         if rows.stop == self.recorder.unroll_length:
             for g, ts in seen.items():
-                out, _ = self.policy(g, self.recorder.see(g, rows.stop, ts), self.states[g])
+                out, _ = self.policy.act(g, self.recorder.see(g, rows.stop, ts), self.states[g])
                 self.recorder.bootstrap(g, out.value)
         return seen
 
     def _act(self, g: int, row: int, ts: TimeStep) -> Array:
         inputs = self.recorder.see(g, row, ts)
-        out, self.states[g] = self.policy(g, inputs, self.states[g])
+        out, self.states[g] = self.policy.act(g, inputs, self.states[g])
         self.recorder.act(g, row, out, self.version)
         return out.action.cpu().numpy()
 
 
+def connect(setup: LearnerSetup, memory: None) -> Acting:
+    config, share = setup.config, setup.envs
+    envs = share.make(0)
+    fields = local_fields(share.spec, setup.unroll_length, envs.num_envs, share.device, core_shape(setup.agent.model))
+    return in_place_of(config, "acting", Inline)(
+        envs,
+        group_policy(share, envs, setup.agent, setup.actor, setup.refresh_actor),
+        Recorder(fields, envs.groups, share.device),
+        setup.stages,
+        # Noise is drawn into the network: two groups must not act at once.
+        Team(1 if config.q.noisy else min(share.groups, setup.threads)),
+        config.algo.poll,
+    )
+
+
+def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
+    return f"{config.env.num_envs} envs in {groups} group(s) on {threads} thread(s)"
+
+
 KIND = ActingKind(
+    connect,
+    describe,
     refusals=(
         Refusal(
             lambda c, s: c.actors != 0,
@@ -115,9 +131,9 @@ KIND = ActingKind(
             "inline has no actors; set it to decoupled or central, or leave actors at auto",
         ),
         Refusal(
-            lambda c, s: len(tasks(c.env.id)) > 1,
+            lambda c, s: "," in c.env.id,
             "env.id",
             "several tasks need actors or env hosts: set acting to decoupled or central",
         ),
-    )
+    ),
 )

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.parallel.stages import Stages
 from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec, TimeStep
 
 Act = Callable[[int, int, TimeStep], Array]  # (group, row of the rollout, what is seen) -> actions
@@ -34,43 +33,23 @@ class Envs(Protocol):
     def close(self) -> None: ...
 
 
-class Stages:
-    """Seconds spent in each stage, by one thread."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def add(self, stage: str, begin: float) -> float:
-        """Book the time since `begin`; returns now."""
-        now = time.perf_counter()
-        self.seconds[stage] += now - begin
-        return now
-
-    def merge(self, others: Sequence[Stages]) -> None:
-        """Take over what threads that ran side by side have booked: their mean."""
-        for other in others:
-            for stage, seconds in other.seconds.items():
-                self.seconds[stage] += seconds / len(others)
-            other.seconds.clear()
-
-
 def env_loop(envs: Envs, act: Act, rows: range, seen: dict[int, TimeStep], stages: Stages) -> dict[int, TimeStep]:
-    """Take a step for each of `rows` in each group of `seen`, starting from what it shows; returns what is seen last.
+    """Take a step for each of `rows` in each group of `seen`, which has the last time step of each; returns the next.
 
     With two groups one steps while the other is acted on: a group is waited for only when its turn comes again.
     """
     seen = dict(seen)
-    begin = time.perf_counter()
+    stages.start()
     for row in rows:
         for g in seen:
             if row > rows.start:
                 seen[g] = envs.recv(g)
-                begin = stages.add("env", begin)
+                stages.lap("env")
             envs.send(g, act(g, row, seen[g]))
-            begin = stages.add("act", begin)
+            stages.lap("act")
     for g in seen:
         seen[g] = envs.recv(g)
-    stages.add("env", begin)
+    stages.lap("env")
     return seen
 
 

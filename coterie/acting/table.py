@@ -1,16 +1,24 @@
-"""All actings by name. A user's acting is added by `coterie.plugins`."""
+"""All actings by name."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from coterie.acting import central, decoupled, inline
 from coterie.acting.base import ActingKind
 from coterie.config import Config
+from coterie.plugins import choose, register
 
-ACTING: dict[str, ActingKind] = {"inline": inline.KIND, "decoupled": decoupled.KIND, "central": central.KIND}
+ACTING: dict[str, ActingKind[Any]] = {"inline": inline.KIND, "decoupled": decoupled.KIND, "central": central.KIND}
 
 
-def acting_kind(config: Config) -> ActingKind:
-    return ACTING[config.acting]
+def register_acting(name: str, kind: ActingKind[Any]) -> None:
+    """Add an acting: `--acting NAME`."""
+    register(ACTING, name, kind)
+
+
+def acting_kind(config: Config) -> ActingKind[Any]:
+    return choose(ACTING, "acting", config.acting, config)
 
 
 def batch_size(config: Config) -> int:

@@ -10,15 +10,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import ON_CPU, Clock, Compute, Loss, Rewards, combine, slices
+from coterie.algorithms.base import ON_CPU, Clock, Compute, Loss, Part, Rewards, combine, slices
 from coterie.algorithms.base import Batch as AnyBatch
 from coterie.config import Config, Refusal
-from coterie.models.build import Network
+from coterie.models.base import Model
 from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import normalize, policy_gradient, value_loss
@@ -79,6 +79,7 @@ class A2C:
 
     on_policy: ClassVar[bool] = True
     value_based: ClassVar[bool] = False
+    running_advantage: ClassVar[bool] = False  # normalizes advantages by a running deviation, not within a batch
     refusals: ClassVar[tuple[Refusal, ...]] = ()
 
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
@@ -106,12 +107,7 @@ class A2C:
         return ()
 
     def act(
-        self,
-        model: Network,
-        inputs: Inputs,
-        core_state: Tensor | None,
-        explore: Tensor | None,
-        rng: torch.Generator,
+        self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]:
         """Sample, or take the likeliest action where `explore` is None. Builds no graph."""
         with torch.inference_mode():
@@ -130,11 +126,11 @@ class A2C:
     def acts_at(self, version: int) -> None:
         """How an action is chosen does not depend on how far the run is."""
 
-    def after_rollout(self, model: Network, rollout: Rollout) -> None:
+    def after_rollout(self, model: Model, rollout: Rollout) -> None:
         """Update the running normalizers, once the last batch has used the old ones."""
         self.rewards.update(model, rollout)
 
-    def prepare(self, model: Network, rollout: Rollout) -> Batch:
+    def prepare(self, model: Model, rollout: Rollout) -> Batch:
         """The whole rollout as one batch, advantages and value targets from the values of the acting weights."""
         mask = rollout.mask
         reward = self.rewards.normalized(model, rollout)
@@ -154,7 +150,7 @@ class A2C:
         # Without a core rows are independent: flatten time, so that a part is a contiguous slice.
         return map_tensors(lambda x: x.flatten(0, 1), batch, core_state=None)
 
-    def batches(self, model: Network, rollout: Rollout) -> Iterator[AnyBatch]:
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[AnyBatch]:
         """The rollout, once."""
         batch = self.prepare(model, rollout)
         if self.algo.normalize_advantage:
@@ -167,7 +163,7 @@ class A2C:
         )
         return self.algo.entropy_coef * factor * math.exp(self.entropy_adjustment)
 
-    def loss(self, model: Network, batch: Any) -> Loss:
+    def loss(self, model: Model, batch: Part) -> Loss:
         """Policy gradient, squared value error, entropy bonus."""
         params, value, _ = model(batch.inputs, batch.core_state)
         log_prob, entropy = self.dist.evaluate(params, batch.action)
@@ -178,7 +174,7 @@ class A2C:
         }
         return combine(terms, {}, batch.mask, batch.count)
 
-    def after_step(self, model: Network, batch: Any) -> None:
+    def after_step(self, model: Model, batch: AnyBatch) -> None:
         """Adapt the entropy bonus towards the target entropy, where there is one (SEED RL)."""
         target = self.algo.entropy_target
         if target and (valid := batch.valid):

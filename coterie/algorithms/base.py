@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie.config import Algo, Reward
-from coterie.models.build import Network
+from coterie.models.base import Model
 from coterie.ops.policy import masked_mean
 from coterie.ops.returns import RunningReturns
 from coterie.types import AgentOutput, Inputs, Rollout, map_obs
@@ -35,6 +36,12 @@ class Compute:
 
 
 ON_CPU = Compute()
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> Autocast:
+    """Mixed precision for the loss's forward pass; float32 where `dtype` is."""
+    return lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 @dataclass
@@ -47,13 +54,18 @@ class Loss:
     metrics: dict[str, Tensor]
 
 
+Part = Any  # what an algorithm's `loss` takes: a type of the algorithm's own
+
+
 class Batch(Protocol):
     """The data of one optimizer step."""
 
     count: int  # T x B of all of it, masked or not
     metrics: dict[str, float]  # the whole batch's, after it was trained on
 
-    def parts(self, ways: int = 1) -> Iterator[Any]: ...  # pieces whose losses and gradients add up to the batch's
+    @property
+    def valid(self) -> int: ...  # how many of the `count` rows are learned from
+    def parts(self, ways: int = 1) -> Iterator[Part]: ...  # pieces whose losses and gradients add up to the batch's
 
 
 class Algorithm(Protocol):
@@ -63,14 +75,14 @@ class Algorithm(Protocol):
     sampled: float  # what `explore` is in an evaluation that samples
 
     def act(
-        self, model: Network, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
+        self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]: ...  # greedy where `explore` is None; builds no graph
     def explore(self, env_id: Tensor) -> Tensor: ...  # how much each env explores, [B]
     def acts_at(self, version: int) -> None: ...  # in an actor: its weights are those of learner step `version`
-    def batches(self, model: Network, rollout: Rollout) -> Iterator[Any]: ...
-    def loss(self, model: Network, batch: Any) -> Loss: ...  # of one part
-    def after_step(self, model: Network, batch: Any) -> None: ...  # once per batch
-    def after_rollout(self, model: Network, rollout: Rollout) -> None: ...  # after its last batch
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]: ...
+    def loss(self, model: Model, batch: Part) -> Loss: ...  # of one part
+    def after_step(self, model: Model, batch: Batch) -> None: ...  # once per batch
+    def after_rollout(self, model: Model, rollout: Rollout) -> None: ...  # after its last batch
     def gauges(self) -> dict[str, float]: ...  # for the metrics, beside the loss's
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
@@ -115,12 +127,12 @@ class Rewards:
             r = 0.3 * r.clamp(max=0) + 5 * r.clamp(min=0)
         return r * how.scale if how.scale != 1 else r
 
-    def normalized(self, model: Network, rollout: Rollout) -> Tensor:
+    def normalized(self, model: Model, rollout: Rollout) -> Tensor:
         """Clipped rewards, divided by the running deviation of the return if `reward.normalize` is set."""
         reward = self.clipped(rollout)
         return (reward / model.return_norm.deviation()).clamp(-10, 10) if self.config.normalize else reward
 
-    def update(self, model: Network, rollout: Rollout) -> None:
+    def update(self, model: Model, rollout: Rollout) -> None:
         """Update the running normalizers, once the last batch has used the old ones."""
         mask = rollout.mask
         model.observe(map_obs(lambda x: x[: len(mask)], rollout.obs), mask)

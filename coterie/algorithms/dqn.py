@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from coterie.algorithms.base import Loss, combine, slices
 from coterie.algorithms.q_base import QLearning, replay_capacity, replay_size, value_refusals
 from coterie.config import Config, Refusal, ResolvedConfig
-from coterie.models.build import Network
+from coterie.models.base import Model
 from coterie.ops.q import cross_entropy, divergence, huber, project
 from coterie.replay.transitions import TransitionReplay, Transitions
 from coterie.types import Inputs, Obs, Rollout, Spec, map_obs, map_tensors
@@ -78,7 +77,7 @@ class DQN(QLearning):
             from_values=replay.initial == "acting",
         )
 
-    def evaluate_target(self, target: Network, rows: Transitions, at: slice) -> Tensor:
+    def evaluate_target(self, target: Model, rows: Transitions, at: slice) -> Tensor:
         params: Tensor = target(_inputs(map_obs(itemgetter(at), rows.next_obs), rows.action[at]))[0]
         return params
 
@@ -86,13 +85,13 @@ class DQN(QLearning):
     def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
         return TransitionReplay.bytes_for(replay_capacity(config, spec))
 
-    def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]:
         """The batches that are due after this rollout."""
         n = self.q.batch_size
         for rows, after in self.due_batches(model, rollout):
             yield Batch(rows, after, self.chunk, n, torch.zeros(n, device=rows.weight.device))
 
-    def loss(self, model: Network, batch: Any) -> Loss:
+    def loss(self, model: Model, batch: Batch) -> Loss:
         """The weighted error of the samples, whose absolute value goes to `batch.priority`."""
         rows, after = batch.rows, batch.after
         params = model(_inputs(rows.obs, rows.action))[0]

@@ -7,7 +7,6 @@ here. With a core a minibatch is a set of whole env columns, so that each sequen
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from coterie.acting.table import batch_size
 from coterie.algorithms.a2c import A2C, Batch
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
 from coterie.config import Config, Refusal
-from coterie.models.build import Network
+from coterie.models.base import Model
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import normalize, ppo_clip, ppo_stats, value_loss, value_loss_clipped
 from coterie.types import Rollout, Spec
@@ -54,7 +53,7 @@ class PPO(A2C):
     def steps_kind(config: Config) -> tuple[object, ...]:
         return (config.ppo, config.env.num_envs, batch_size(config))
 
-    def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]:
         """`ppo.epochs` passes over shuffled minibatches, until `ppo.target_kl` is exceeded."""
         whole = self.prepare(model, rollout)
         t, b = rollout.mask.shape
@@ -71,7 +70,7 @@ class PPO(A2C):
                 if self.ppo.target_kl and batch.metrics["kl"] > 1.5 * self.ppo.target_kl:
                     return
 
-    def loss(self, model: Network, batch: Any) -> Loss:
+    def loss(self, model: Model, batch: Batch) -> Loss:
         """The clipped objective, (clipped) squared value error, entropy bonus."""
         params, value, _ = model(batch.inputs, batch.core_state)
         log_prob, entropy = self.dist.evaluate(params, batch.action)

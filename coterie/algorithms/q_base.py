@@ -9,15 +9,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import ON_CPU, Clock, Compute, Loss, Rewards, slices
+from coterie.algorithms.base import ON_CPU, Batch, Clock, Compute, Loss, Part, Rewards, slices
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.pool import is_atari
+from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.threads import Team
 from coterie.replay.priority import Picks
@@ -55,6 +56,7 @@ class QLearning(ABC):
 
     on_policy: ClassVar[bool] = False
     value_based: ClassVar[bool] = True
+    running_advantage: ClassVar[bool] = False
     refusals: ClassVar[tuple[Refusal, ...]]
     batch_axis: ClassVar[int] = 0  # of the target network's output
 
@@ -112,15 +114,15 @@ class QLearning(ABC):
         """An empty replay for rollouts like this one."""
 
     @abstractmethod
-    def evaluate_target(self, target: Network, rows: Any, at: slice) -> Tensor:
+    def evaluate_target(self, target: Model, rows: Any, at: slice) -> Tensor:
         """The target network's output for the samples `at` of a batch, which lie along `batch_axis` of it."""
 
     @abstractmethod
-    def batches(self, model: Network, rollout: Rollout) -> Iterator[Any]:
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]:
         """The batches that are due after this rollout."""
 
     @abstractmethod
-    def loss(self, model: Network, batch: Any) -> Loss:
+    def loss(self, model: Model, batch: Part) -> Loss:
         """The loss of one part of a batch."""
 
     def borrow(self, lender: QLearning) -> None:
@@ -145,7 +147,7 @@ class QLearning(ABC):
         return torch.full((len(env_id),), epsilon, device=env_id.device)
 
     def act(
-        self, model: Network, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
+        self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]:
         """Epsilon-greedy actions; the value is that of the chosen action. Builds no graph."""
         with torch.inference_mode():
@@ -156,7 +158,7 @@ class QLearning(ABC):
             action, log_prob = greedy(values, explore, rng)
             return AgentOutput(action, log_prob, values.gather(-1, action[..., None])[..., 0]), core_state
 
-    def due_batches(self, model: Network, rollout: Rollout) -> Iterator[tuple[Any, Tensor]]:
+    def due_batches(self, model: Model, rollout: Rollout) -> Iterator[tuple[Any, Tensor]]:
         """Store the rollout, then sample the batches that are due: as gathered by the replay, on the rollout's device,
         with the output of the target network. Their number depends only on how many rows there were, so learners that
         see as many rows make as many steps.
@@ -182,10 +184,10 @@ class QLearning(ABC):
         if self.rows - self.copied >= self.q.target_every:
             self._copy()
 
-    def _begin(self, model: Network, rollout: Rollout) -> None:
+    def _begin(self, model: Model, rollout: Rollout) -> None:
         """Make the target network and the replay at the first rollout, with a checkpoint's state if there is one."""
         if self.target_model is None:
-            self.target_model, self.copy_weights = acting_copy(model, self.compute.dtype, apart=True)
+            self.target_model, self.copy_weights = acting_copy(cast(Network, model), self.compute.dtype, apart=True)
             if target := {k.removeprefix("target/"): x for k, x in self.saved.items() if k.startswith("target/")}:
                 self.target_model.load_state_dict(target)
         if self.lender is not None:
@@ -225,13 +227,13 @@ class QLearning(ABC):
         done = self.team.run([partial(work, k) for k in range(min(ways, len(pieces)))])
         return rows, torch.cat([done[i % ways][i // ways] for i in range(len(pieces))], self.batch_axis)
 
-    def after_step(self, model: Network, batch: Any) -> None:
+    def after_step(self, model: Model, batch: Any) -> None:
         """Write the errors of the batch as the priorities of its samples."""
         assert self.replay is not None
         if self.config.replay.alpha:
             self.replay.update(batch.rows.picks, batch.priority.double().cpu().numpy())
 
-    def after_rollout(self, model: Network, rollout: Rollout) -> None:
+    def after_rollout(self, model: Model, rollout: Rollout) -> None:
         """Update the running normalizers."""
         self.rewards.update(model, rollout)
 

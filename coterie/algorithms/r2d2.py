@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +15,10 @@ from torch import Tensor
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine, slices
 from coterie.algorithms.q_base import QLearning, replay_capacity, replay_size, value_refusals
 from coterie.config import Config, Refusal, ResolvedConfig
-from coterie.models.build import Network
+from coterie.models.base import Model
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
 from coterie.replay.sequences import Blocks, SequenceReplay, Sequences
-from coterie.types import Inputs, Rollout, Spec
+from coterie.types import Inputs, Rollout, Spec, map_tensors
 
 
 @dataclass
@@ -42,9 +41,8 @@ class Batch:
     def parts(self, ways: int = 1) -> Iterator[Batch]:
         r, size = self.rows, max(1, self.chunk // self.length) if self.chunk else 0
         for at in slices(len(self.priority), size, ways):
-            inputs = r.inputs.map(itemgetter((slice(None), at)))
-            action, reward, terminated, mask = (x[:, at] for x in (r.action, r.reward, r.terminated, r.mask))
-            part = Sequences(inputs, action, reward, terminated, mask, r.core_state[at], r.weight[at], r.picks)
+            columns = itemgetter((slice(None), at))
+            part = map_tensors(columns, r, core_state=r.core_state[at], weight=r.weight[at])
             yield Batch(part, self.after[:, at], self.chunk, self.length, self.count, self.priority[at])
 
 
@@ -112,24 +110,25 @@ class R2D2(QLearning):
     def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
         return SequenceReplay.bytes_for(replay_capacity(config, spec), _blocks(config))
 
-    def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]:
         """The batches that are due after this rollout."""
         n, length = self.q.batch_size, self.r2d2.length
         for rows, after in self.due_batches(model, rollout):
             yield Batch(rows, after, self.chunk, length, length * n, torch.zeros(n, device=rows.weight.device))
 
     @torch.no_grad()
-    def _warm(self, model: Network, inputs: Inputs, state: Tensor) -> tuple[Inputs, Tensor]:
+    def _warm(self, model: Model, inputs: Inputs, state: Tensor) -> tuple[Inputs, Tensor]:
         """The inputs after the burn-in, and the recurrent state at its end."""
         begin = self.r2d2.burn_in
         if not self.r2d2.stored_state:
             state = torch.zeros_like(state)
         if begin:
-            state = model(inputs.map(itemgetter(slice(0, begin))), state)[2]
+            _, _, after = model(inputs.map(itemgetter(slice(0, begin))), state)
+            state = state if after is None else after
             torch.clear_autocast_cache()  # older torch would train on the casts of weights that were made here
         return inputs.map(itemgetter(slice(begin, None))), state
 
-    def evaluate_target(self, target: Network, rows: Sequences, at: slice) -> Tensor:
+    def evaluate_target(self, target: Model, rows: Sequences, at: slice) -> Tensor:
         inputs = rows.inputs.map(itemgetter((slice(None), at)))
         params: Tensor = target(*self._warm(target, inputs, rows.core_state[at]))[0]
         return params
@@ -152,7 +151,7 @@ class R2D2(QLearning):
         size = error.abs()
         return self.r2d2.eta * size.amax(0) + (1 - self.r2d2.eta) * size.mean(0)
 
-    def loss(self, model: Network, batch: Any) -> Loss:
+    def loss(self, model: Model, batch: Batch) -> Loss:
         """The weighted error of the rows after the burn-in; the sequences' priorities go to `batch.priority`."""
         rows, after, begin = batch.rows, batch.after, self.r2d2.burn_in
         rest, state = self._warm(model, rows.inputs, rows.core_state)

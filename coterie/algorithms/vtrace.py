@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from torch import Tensor
 from coterie.acting.table import batch_size
 from coterie.algorithms.a2c import A2C
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine, slices
+from coterie.algorithms.base import Batch as AnyBatch
 from coterie.config import Config, Refusal
-from coterie.models.build import Network
+from coterie.models.base import Model
 from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae
 from coterie.ops.vtrace import vtrace
@@ -74,6 +74,7 @@ class VTrace(A2C):
     """A2C with targets that correct for the acting policy."""
 
     on_policy = False
+    running_advantage = True
     refusals = (
         Refusal(
             lambda c, s: 0 < c.vtrace.replay_capacity < max(batch_size(c), _replayed(c)),
@@ -107,7 +108,7 @@ class VTrace(A2C):
     def steps_kind(config: Config) -> tuple[object, ...]:
         return (config.vtrace, batch_size(config) if config.vtrace.minibatch else 0)
 
-    def batches(self, model: Network, rollout: Rollout) -> Iterator[Batch]:
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]:
         """The rollout once, whole or in minibatches of columns, with replayed rollouts beside it."""
         width = len(rollout.env_id)
         size = self.vtrace.minibatch or width
@@ -125,7 +126,7 @@ class VTrace(A2C):
         if self.replay is not None:
             self.replay.add(rollout)
 
-    def _sequences(self, model: Network, rollout: Rollout) -> Sequences:
+    def _sequences(self, model: Model, rollout: Rollout) -> Sequences:
         reward = self.rewards.normalized(model, rollout)
         return Sequences(
             Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward),
@@ -133,7 +134,7 @@ class VTrace(A2C):
             rollout.reward.numel(),
         )  # fmt: skip
 
-    def loss(self, model: Network, batch: Any) -> Loss:
+    def loss(self, model: Model, batch: Sequences) -> Loss:
         """Policy gradient and squared value error towards the corrected targets, entropy bonus."""
         params, value, last = _forward(model, batch)
         log_prob, entropy = self.dist.evaluate(params, batch.action)
@@ -157,7 +158,7 @@ class VTrace(A2C):
             loss.total = loss.total * batch.count
         return loss
 
-    def after_step(self, model: Network, batch: Any) -> None:
+    def after_step(self, model: Model, batch: AnyBatch) -> None:
         super().after_step(model, batch)
         found = batch.metrics.get("advantage_square", 0.0)
         if found > 0 and math.isfinite(found) and (valid := batch.valid):
@@ -199,7 +200,7 @@ def _replayed(config: Config) -> int:
     return round(batch_size(config) * share / (1 - share))
 
 
-def _forward(model: Network, part: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(model: Model, part: Sequences) -> tuple[Tensor, Tensor, Tensor]:
     """Policy parameters `[T, b, P]`, values `[T, b]`, and the bootstrap value `[b]` of row T.
 
     No gradient flows into the bootstrap value; without a core it skips the backward pass, a twentieth of the work.

@@ -8,30 +8,28 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.acting.recorder import rollout_layout
-from coterie.acting.table import batch_size
+from coterie.acting.base import Agent, EnvShare, MemorySetup, Policy, WorkerSetup, core_shape
 from coterie.algorithms.base import ON_CPU, Algorithm, Compute
 from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
-from coterie.build.resources import Resources
+from coterie.build.resources import Resources, resolve_resources
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.group import Envs
-from coterie.envs.make import make_envs
-from coterie.envs.tasks import task_config, tasks
+from coterie.envs.make import make_envs, make_spec
+from coterie.envs.tasks import child_env
 from coterie.exchange.base import Exchange, Guard, Peers, Setup
 from coterie.exchange.table import exchange_kind
+from coterie.models.base import Model
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
-from coterie.parallel.slots import Slots
-from coterie.parallel.weights import Weights
 from coterie.plugins import in_place_of
 from coterie.types import AgentOutput, Inputs, Spec
 
@@ -44,49 +42,58 @@ def seed_for(seed: int, *key: int) -> int:
 ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
 
 
-# (group, inputs, core state) -> output and the next core state
-Policy = Callable[[int, Inputs, Tensor | None], tuple[AgentOutput, Tensor | None]]
-
-
 def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> Algorithm:
     """The run's algorithm, or the user's in its place."""
     make: Callable[..., Algorithm] = algorithm_class(config)
     return in_place_of(config, "algorithm", make)(config, spec, compute, seed_for(config.seed, BATCH_SEED, rank))
 
 
-def envs_of(
-    config: Config, layout: Resources, life: int, first: int, union: bool = False
-) -> tuple[Envs, list[torch.Generator]]:
-    """Envs with global ids from `first` on, and random numbers for each group: their threads must not race for them."""
-    envs = make_envs(
-        config.env,
-        config.atari,
-        seed=seed_for(config.seed, ENV_SEED, life),
-        first_env_id=first,
-        threads=layout.env_threads,
-        groups=layout.groups,
-        union=union,
-    )
-    rngs = [
-        torch.Generator(layout.device).manual_seed(seed_for(config.seed, POLICY_SEED, life, first + cols.start))
-        for cols in envs.groups
-    ]
-    return envs, rngs
+def env_share(
+    config: Config, mine: ResolvedConfig, spec: Spec, resources: Resources, life: int, first_env: int
+) -> EnvShare:
+    """The envs of one process: those of `mine`, with global ids from `first_env` on. `config`: the run's."""
+
+    def make(threads: int) -> Envs:
+        return make_envs(
+            mine.env,
+            mine.atari,
+            seed=seed_for(mine.seed, ENV_SEED, life),
+            first_env_id=first_env,
+            threads=threads or resources.env_threads,
+            groups=resources.groups,
+            union=mine.env.id != config.env.id,
+        )
+
+    def make_rng(key: int) -> torch.Generator:
+        return torch.Generator(resources.device).manual_seed(seed_for(mine.seed, POLICY_SEED, life, key))
+
+    return EnvShare(mine, spec, first_env, resources.groups, resources.device, resources.dtype, make, make_rng)
 
 
-def policy_of(algorithm: Algorithm, model: Network, rngs: list[torch.Generator], ids: list[Tensor]) -> Policy:
-    """How a group's actions are chosen; `ids`: each group's envs."""
-    ids = [x.to(rngs[0].device) for x in ids]
+def cpu_share(config: Config, mine: ResolvedConfig, spec: Spec, life: int, first_env: int) -> EnvShare:
+    """The envs of an actor or an env host."""
+    return env_share(config, mine, spec, resolve_resources(replace(mine, device="cpu"), spec), life, first_env)
 
-    def policy(g: int, inputs: Inputs, core_state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
-        return algorithm.act(model, inputs, core_state, algorithm.explore(ids[g]), rngs[g])
+
+def policy_of(algorithm: Algorithm) -> Policy:
+    """How actions are chosen: each env explores by its id."""
+
+    def policy(
+        model: Model, inputs: Inputs, core_state: Tensor | None, env_id: Tensor, rng: torch.Generator
+    ) -> tuple[AgentOutput, Tensor | None]:
+        return algorithm.act(model, inputs, core_state, algorithm.explore(env_id), rng)
 
     return policy
 
 
-def ids_of(envs: Envs, first: int) -> list[Tensor]:
-    """The global ids of each group's envs."""
-    return [torch.arange(first + cols.start, first + cols.stop) for cols in envs.groups]
+def agent_of(algorithm: Algorithm, model: Network, params: FlatParams, moments: Moments) -> Agent:
+    return Agent(model, params, moments, policy_of(algorithm), algorithm.acts_at)
+
+
+def make_agent(config: ResolvedConfig, spec: Spec) -> Agent:
+    """The network and policy of an actor, on the CPU."""
+    model = make_model(config, spec)
+    return agent_of(make_algorithm(config, spec), model, FlatParams(model), normalizers(config, model))
 
 
 def make_model(config: Config, spec: Spec) -> Network:
@@ -96,43 +103,27 @@ def make_model(config: Config, spec: Spec) -> Network:
         return Network(spec, config.model, config.q if is_value_based(config) else None)
 
 
-def actor_env(config: ResolvedConfig, number: int, rank: int) -> tuple[ResolvedConfig, int]:
-    """The config of actor `number` of learner `rank`, with its share of the simulators, and its first env's id."""
-    width = config.env.num_envs * config.learners // max(1, config.actors)
-    several = tasks(config.env.id)
-    mine = task_config(config, several[(rank * (config.actors // config.learners) + number) % len(several)])
-    delayed = config.env.delay_learner in (-1, rank)
-    env = replace(mine.env, num_envs=width, delay=config.env.delay * delayed, delay_learner=-1)
-    return replace(mine, env=env), rank * config.env.num_envs + number * width
-
-
-def task_of(config: ResolvedConfig, env_id: int) -> str:
-    """The task of an env by its id."""
-    rank, place = divmod(env_id, config.env.num_envs)
-    number = place * max(1, config.actors) // (config.env.num_envs * config.learners)
-    return actor_env(config, number, rank)[0].env.id
-
-
-def acting_memory(config: ResolvedConfig, spec: Spec, model: Network) -> tuple[Slots, Weights]:
-    """Where a learner's actors get weights from and leave rollouts."""
-    state = model.initial_state(1)
-    layout = rollout_layout(spec, unroll_length(config), batch_size(config), () if state is None else state.shape[1:])
-    width = actor_env(config, 0, 0)[0].env.num_envs
-    batches = 1 if config.decoupled.lockstep else 2 + config.decoupled.queue
-    slots = Slots(layout, batches, batch_size(config), width, max(1, config.actors // config.learners))
-    size = len(FlatParams(copy.deepcopy(model)).data)
-    return slots, Weights(size, normalizers(config, model).size)
+def memory_setup(config: ResolvedConfig, spec: Spec, model: Network, params: FlatParams) -> MemorySetup:
+    """The sizes of what a learner shares with its child processes."""
+    moments = normalizers(config, model).size
+    return MemorySetup(config, spec, unroll_length(config), core_shape(model), len(params.data), moments)
 
 
 @dataclass(frozen=True)
-class Links(Peers):
-    """A learner's place in the run: its peers, its GPUs, and how it reaches its actors or env hosts."""
+class ProcessContext(Peers):
+    """A process's place in the run: its learner's peers, and the memory that it shares."""
 
-    gradients: SharedArrays | None = None  # where gradients are left to be compared
+    gradients: SharedArrays | None = None  # where learners leave gradients for comparison
     gpu: int = 0
-    slots: Slots | None = None  # decoupled: where this learner's actors leave rollouts
-    weights: Weights | None = None  # and take weights
-    address: str = ""  # central: where this learner's hosts find it
+    acting: Any = None  # the `Memory` of the run's acting
+
+
+def worker_setup(config: ResolvedConfig, life: int, context: ProcessContext, number: int, row: int) -> WorkerSetup:
+    """The parts of child process `number` of a learner, with the board's row `row`."""
+    spec, (mine, first_env) = make_spec(config.env, config.atari), child_env(config, number, context.rank)
+    share = cpu_share(config, mine, spec, life, first_env)
+    make = partial(make_agent, config, spec)
+    return WorkerSetup(config, share, make, context.board, context.rank, number, row, patience(config))
 
 
 def normalizers(config: Config, model: Network) -> Moments:
@@ -148,7 +139,7 @@ def net_of(model: Network) -> str:
 
 
 def patience(config: Config) -> float:
-    """Seconds that one process waits for another: the parent, which sees everybody, is to say first who hangs."""
+    """Seconds that one process waits for another: longer than the parent's own stall time-out, so that the parent reports first."""
     return 10 + 2 * config.log.stall
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from coterie.envs.pool import has_env
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import exchange_kind, resolve_exchange
 from coterie.parallel.affinity import available_cores, bf16_is_fast
+from coterie.plugins import with_modules
 from coterie.types import ConfigError, Spec
 
 # For each core where env.num_envs is auto.
@@ -71,7 +73,7 @@ def _groups(config: Config, threaded: bool) -> int:
     """
     n = config.env.num_envs
     workers = config.env.backend == "workers" or not has_env(config.env.id)
-    together = acting_kind(config).hosted and config.central.lockstep  # all envs of a host are acted on at once
+    together = acting_kind(config).one_group(config)
     two = (threaded or workers or 32 <= n <= 128) and not together and n % 2 == 0
     return 2 if two else 1
 
@@ -80,6 +82,7 @@ def resolve_config(config: Config, cores: int = 0) -> ResolvedConfig:
     """Choose the learners, envs, actors and exchange that are `auto`: one learner for each GPU, or else for each core;
     one actor for each core, as far as the envs can be shared out evenly.
     """
+    config = with_modules(config)
     cores, kind = cores or len(available_cores()), acting_kind(config)
     learners = config.learners
     if learners == "auto":
@@ -89,10 +92,10 @@ def resolve_config(config: Config, cores: int = 0) -> ResolvedConfig:
         config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))
     actors = config.actors
     if actors == "auto":
-        actors = learners * len(tasks(config.env.id)) if kind.hosted else 0  # a host has threads for all cores
+        actors = learners * len(tasks(config.env.id)) if kind.apart else 0  # a host has threads for all cores
         if kind.own_policy:
             actors = learners * largest(fitting_actors(config, learners), cores // learners)
-    chosen = {"exchange": resolve_exchange(config), "actors": actors}
+    chosen: dict[str, Any] = {"exchange": resolve_exchange(config), "actors": actors}
     return ResolvedConfig(**{f.name: chosen.get(f.name, getattr(config, f.name)) for f in fields(Config)})
 
 
@@ -134,7 +137,7 @@ def simulators(config: Config, learners: int, cores: int = 0) -> int:
     batch = 0 if section is None else section.batch_size
     if batch and kind.lockstep(config):
         return batch
-    most = config.central.max_envs if kind.hosted else sys.maxsize
+    most = kind.max_envs(config)
     if is_value_based(config):
         most = min(most, int(config.q.learn_start // first_rows(one)))
     step = 2 if config.env.groups == 2 else 1
@@ -144,7 +147,7 @@ def simulators(config: Config, learners: int, cores: int = 0) -> int:
         fair = [k for k in range(1, cores + several) if k * learners % several == 0]
         actors = largest(fair, min(cores, most // step))
     else:
-        actors = several if kind.hosted else 1
+        actors = several if kind.apart else 1
     if not kind.own_policy:
         width, batch = -(-width * cores // actors), 0
     fitting = [w for w in range(step, width + 1, step) if batch % w == 0 and actors * w <= most]

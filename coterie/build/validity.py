@@ -19,6 +19,11 @@ from coterie.types import ConfigError, Spec
 LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
 
 
+def _learn_alike(config: ResolvedConfig) -> bool:
+    """Whether several learners learn as one."""
+    return exchange_kind(config).in_lockstep and (config.learners > 1 or bool(config.allreduce.address))
+
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, s: c.q.secondary_batch > 0 and (not is_value_based(c) or not exchange_kind(c).one_learner),
@@ -39,6 +44,18 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c, s: c.algo.entropy_target != 0 and c.algo.entropy_coef == 0,
         "algo.entropy_target",
         "adapts algo.entropy_coef, which must not be 0 to begin with",
+    ),
+    Refusal(
+        lambda c, s: _learn_alike(c) and c.algo.entropy_target != 0,
+        "algo.entropy_target",
+        "adapts to the entropy of each learner's own batches, but with allreduce all learners must learn alike; set it "
+        "to 0, or use another exchange",
+    ),
+    Refusal(
+        lambda c, s: _learn_alike(c) and algorithm_class(c).running_advantage and c.algo.normalize_advantage,
+        "algo.normalize_advantage",
+        "divides by the running deviation of each learner's own batches in vtrace, but with allreduce all learners must "
+        "learn alike; set it to False, or use another exchange",
     ),
     Refusal(
         lambda c, s: bool(c.wire.bind) and (acting_kind(c).lockstep(c) or len(tasks(c.env.id)) > 1),

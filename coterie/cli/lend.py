@@ -6,7 +6,7 @@ import argparse
 import random
 from dataclasses import replace
 
-from coterie.acting.decoupled import Stopped
+from coterie.acting.base import Stopped
 from coterie.build.resources import resolve_config
 from coterie.config import Config, ResolvedConfig
 from coterie.parallel.signals import on_signals

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from coterie.config import Config
+from coterie.config import Config, ResolvedConfig
 from coterie.envs.atari57 import human_normalized
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -24,6 +24,23 @@ def task_config(config: AnyConfig, task: str) -> AnyConfig:
     if len(tasks(config.env.id)) == 1:
         return config
     return replace(config, env=replace(config.env, id=task), atari=replace(config.atari, full_action_set=True))
+
+
+def child_env(config: ResolvedConfig, number: int, rank: int) -> tuple[ResolvedConfig, int]:
+    """The config of child process `number` of learner `rank`, with its share of the envs, and its first env's id."""
+    width = config.env.num_envs * config.learners // max(1, config.actors)
+    several = tasks(config.env.id)
+    mine = task_config(config, several[(rank * (config.actors // config.learners) + number) % len(several)])
+    delayed = config.env.delay_learner in (-1, rank)
+    env = replace(mine.env, num_envs=width, delay=config.env.delay * delayed, delay_learner=-1)
+    return replace(mine, env=env), rank * config.env.num_envs + number * width
+
+
+def task_of(config: ResolvedConfig, env_id: int) -> str:
+    """The task of an env by its id."""
+    rank, place = divmod(env_id, config.env.num_envs)
+    number = place * max(1, config.actors) // (config.env.num_envs * config.learners)
+    return child_env(config, number, rank)[0].env.id
 
 
 def overall(means: Mapping[str, float]) -> float:

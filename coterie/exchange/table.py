@@ -1,10 +1,11 @@
-"""All exchanges by name. A user's exchange is added by `coterie.plugins`."""
+"""All exchanges by name."""
 
 from __future__ import annotations
 
-from coterie.config import Config, ExchangeName
+from coterie.config import Config
 from coterie.exchange import allreduce, gossip, hogwild, solo, store
 from coterie.exchange.base import ExchangeKind
+from coterie.plugins import choose, register
 
 EXCHANGES: dict[str, ExchangeKind] = {
     "solo": solo.KIND,
@@ -15,12 +16,17 @@ EXCHANGES: dict[str, ExchangeKind] = {
 }
 
 
-def resolve_exchange(config: Config) -> ExchangeName:
+def resolve_exchange(config: Config) -> str:
     """The exchange's name; `auto` is solo for a learner without others, and allreduce for several."""
     if config.exchange != "auto":
         return config.exchange
     return "solo" if config.learners == 1 and not config.allreduce.address else "allreduce"
 
 
+def register_exchange(name: str, kind: ExchangeKind) -> None:
+    """Add an exchange: `--exchange NAME`."""
+    register(EXCHANGES, name, kind)
+
+
 def exchange_kind(config: Config) -> ExchangeKind:
-    return EXCHANGES[resolve_exchange(config)]
+    return choose(EXCHANGES, "exchange", resolve_exchange(config), config)

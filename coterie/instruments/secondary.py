@@ -12,13 +12,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from coterie.algorithms.base import autocast
 from coterie.algorithms.q_base import QLearning
 from coterie.build.factory import exchange_setup, make_algorithm, make_model, normalizers
 from coterie.build.resources import Resources
 from coterie.config import ResolvedConfig
 from coterie.exchange.base import Peers
 from coterie.exchange.solo import Solo
-from coterie.learner import Gradients, Observer, autocast, take_step
+from coterie.learner import Gradients, Observer, take_step
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.types import Rollout, Spec

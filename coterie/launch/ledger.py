@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from coterie.build.evaluate import Scores
-from coterie.build.factory import task_of
 from coterie.config import ResolvedConfig
-from coterie.envs.tasks import overall, tasks
+from coterie.envs.tasks import overall, task_of, tasks
 from coterie.parallel.board import COUNTS, Board
 from coterie.parallel.meters import Busy, Energy
 from coterie.runs.metrics import Episodes

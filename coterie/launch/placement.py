@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
+from coterie.acting.base import Memory
 from coterie.acting.table import acting_kind
-from coterie.build.factory import Links, acting_memory, exchange_setup, make_model, net_of, normalizers
+from coterie.build.factory import ProcessContext, exchange_setup, make_model, memory_setup, net_of, normalizers
 from coterie.build.resources import gpus_of
 from coterie.config import ResolvedConfig
 from coterie.exchange.base import Peers
 from coterie.exchange.table import exchange_kind
 from coterie.instruments.consensus import Consensus, Cosines, cosine_memory
-from coterie.models.build import Network
 from coterie.parallel.affinity import available_cores, place
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import scratch_folder
-from coterie.parallel.slots import Slots
-from coterie.parallel.weights import Weights
 from coterie.runs import checkpoint
 from coterie.types import Spec
 
@@ -54,20 +50,16 @@ class Placement:
         if tensors and self.memory is not None:
             kind.restore(self.memory, tensors["exchange"], moments.read())
         self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
-        self.acting: dict[int, tuple[Slots, Weights]] = {}
-        self.sockets: Path | None = None
-        if acting_kind(config).hosted:  # a socket's path has 107 bytes at most
-            self.sockets = scratch_folder(None if len(tempfile.gettempdir()) < 60 else "/tmp")
-        for rank in range(self.learners if acting_kind(config).own_policy else 0):
-            self.renew(rank, spec, model)
+        self._memory_setup = memory_setup(config, spec, model, params)
+        self.acting: dict[int, Memory | None] = {}
+        for rank in range(self.learners):
+            self.renew(rank)
 
-    def renew(self, rank: int, spec: Spec, model: Network) -> None:
-        """New memory between a learner and its actors: nobody is at work on it."""
-        if not acting_kind(self.config).own_policy:
-            return
-        for memory in self.acting.pop(rank, ()):
-            memory.close()
-        self.acting[rank] = acting_memory(self.config, spec, model)
+    def renew(self, rank: int) -> None:
+        """Make new memory between a learner and its child processes, none of which is running."""
+        if (old := self.acting.pop(rank, None)) is not None:
+            old.close()
+        self.acting[rank] = acting_kind(self.config).memory(self._memory_setup)
 
     def leave(self, rank: int) -> None:
         """A learner is gone: the others do not wait for it."""
@@ -79,17 +71,16 @@ class Placement:
         return [self.learners + i for i in range(rank, self.actors, self.learners)]
 
     def abandon(self, row: int) -> None:
-        """An actor is dead: others may fill its slots."""
-        links, number, _ = self.actor(row)
-        if links.slots is not None:
-            links.slots.abandon(number)
+        """An actor is dead: others may take over its work."""
+        if (memory := self.acting[(row - self.learners) % self.learners]) is not None:
+            memory.abandon((row - self.learners) // self.learners)
 
     def delivered(self, row: int) -> int:
-        """Rows that an actor's learner has been given, as far as the slots tell."""
-        links, number, _ = self.actor(row)
-        return 0 if links.slots is None else links.slots.delivered(number)
+        """Rows that an actor's learner has received, as far as the memory shows."""
+        memory = self.acting[(row - self.learners) % self.learners]
+        return 0 if memory is None else memory.delivered((row - self.learners) // self.learners)
 
-    def actor(self, row: int) -> tuple[Links, int, tuple[int, ...]]:
+    def actor(self, row: int) -> tuple[ProcessContext, int, tuple[int, ...]]:
         """An actor's links, its number among its learner's, and its core."""
         number, rank = divmod(row - self.learners, self.learners)
         cores = self.places[rank].cores
@@ -97,12 +88,11 @@ class Placement:
         alone = acting_kind(self.config).own_policy
         return self.links(rank), number, (stepping[number % len(stepping)],) if alone else tuple(stepping)
 
-    def links(self, rank: int, rejoin: bool = False) -> Links:
+    def links(self, rank: int, rejoin: bool = False) -> ProcessContext:
         place = self.places[rank]
         # A learner that sleeps on purpose leaves its core to the others.
         shared = place.gpu < 0 and self.places.count(place) > 1 and not self.config.env.delay and not self.actors
-        slots, weights = self.acting.get(rank, (None, None))
-        return Links(
+        return ProcessContext(
             rank=rank,
             board=self.board,
             memory=self.memory,
@@ -112,9 +102,7 @@ class Placement:
             rejoin=rejoin,
             gpu=max(place.gpu, 0),
             core=place.cores[0] if shared else -1,
-            slots=slots,
-            weights=weights,
-            address=f"unix:{self.sockets / str(rank)}" if self.sockets is not None else "",
+            acting=self.acting[rank],
         )
 
     def readers(self) -> list[Callable[[], dict[str, float]]]:
@@ -129,9 +117,8 @@ class Placement:
 
     def close(self) -> None:
         self.board.release()
-        for folder in (self.meeting, self.sockets):
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-        for memory in (self.memory, self.gradients, *(x for both in self.acting.values() for x in both)):
+        if self.meeting is not None:
+            shutil.rmtree(self.meeting, ignore_errors=True)
+        for memory in (self.memory, self.gradients, *self.acting.values()):
             if memory is not None:
                 memory.close()

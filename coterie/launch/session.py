@@ -12,7 +12,7 @@ from typing import Any
 from coterie.acting.table import acting_kind
 from coterie.algorithms.table import replay_bytes
 from coterie.build.evaluate import check_spec, open_run
-from coterie.build.factory import Links, make_model, net_of, normalizers
+from coterie.build.factory import ProcessContext, make_model, net_of, normalizers
 from coterie.build.resources import resolve_config, resolve_resources
 from coterie.build.validity import check
 from coterie.config import Config, ResolvedConfig
@@ -99,7 +99,7 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
     kind = exchange_kind(config)
     here = kind.one_learner and not acting_kind(config).apart
     life = 0 if state is None else state["life"] + 1
-    learner = Learner(config, life, Links(board=board)) if here else None
+    learner = Learner(config, life, ProcessContext(board=board)) if here else None
     kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
     link, lonely = _link(config, spec, saved is not None, quiet) if config.gossip.connect else (None, "")
     try:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from coterie.acting.table import acting_kind
-from coterie.build.factory import make_model
 from coterie.config import ResolvedConfig
 from coterie.exchange.table import exchange_kind
 from coterie.launch.chaos import Disturber
@@ -21,7 +20,7 @@ from coterie.launch.restarts import RestartBudget
 from coterie.parallel.processes import Child, listen
 from coterie.remote.gossip_client import GossipClient
 from coterie.remote.gossip_hub import GossipHub
-from coterie.roles.entry import actor_process, learner_process
+from coterie.roles.entry import learner_process, worker_process
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError
 
@@ -181,7 +180,7 @@ class Supervisor:
         self._count_restart(reason, f"learner {rank} rejoins with a peer's weights")
         run.board.beat(rank)
         if rows:
-            self.group.renew(rank, run.spec, make_model(self.config, run.spec))
+            self.group.renew(rank)
         # With what the others have learned since then, where there are others.
         self._start_learner(rank, checkpoint.latest(run.root), rejoin=True)
 
@@ -252,7 +251,7 @@ class Supervisor:
         life = ledger.life + 1000 * (ledger.restarts + self.actor_restarts.used)
         self.run.board.beat(row)
         args = (self.config, life, links, number, row)
-        self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, actor_process, args)
+        self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, worker_process, args)
 
     def _actor_ended(self, row: int, manner: str) -> None:
         """Restart an actor that died, after a wait that grows with every death soon after the last one."""

@@ -7,17 +7,15 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
-from coterie.acting.central import REMOTE, Central
-from coterie.algorithms.table import unroll_length
-from coterie.build.factory import actor_env
 from coterie.config import ResolvedConfig
-from coterie.envs.tasks import tasks
+from coterie.envs.tasks import child_env, tasks
 from coterie.types import Array, Spec
 from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
 from coterie.wire.server import Answer, ServiceStream
 
+REMOTE = 1 << 20  # numbers of remote hosts, and the env ids of remote clients, start here
 _REMEMBERED = 10_000  # remote clients
 ENV_SETTINGS = ("action_repeat", "max_episode_steps", "time_limit")  # that a run sets for its remote clients' envs
 
@@ -79,25 +77,33 @@ def _finite(x: Any) -> Any:
     return [None if y in (math.inf, -math.inf) else y for y in x] if isinstance(x, list) else x
 
 
-def settings_of(config: ResolvedConfig, spec: Spec) -> dict[str, Any]:
+def settings_of(config: ResolvedConfig, spec: Spec, unroll_length: int) -> dict[str, Any]:
     """What a client needs to know before it makes its envs."""
     return {
         "env_id": config.env.id,
         "action": [_finite(x) for x in spec.to_json()["action"]],
-        "unroll_length": unroll_length(config),
+        "unroll_length": unroll_length,
         "newest_frame": config.central.newest_frame,
         "atari": asdict(config.atari),
         "env": {k: getattr(config.env, k) for k in ENV_SETTINGS},
     }
 
 
+class Inference(Protocol):
+    """Central acting, as its service uses it."""
+
+    unroll_length: int
+
+    def open_stream(self, number: int, group: int, first_env: int, width: int) -> ServiceStream: ...
+
+
 class EnvHostService:
     """The service of central acting. `local`: for the run's own env hosts, which know their numbers."""
 
-    def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, central: Central, local: bool) -> None:
+    def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, central: Inference, local: bool) -> None:
         self.config, self.spec, self.rank, self.central, self.local = config, spec, rank, central, local
         self.ids = ClientIds(config, rank)
-        self.settings = json.dumps(settings_of(config, spec), allow_nan=False)
+        self.settings = json.dumps(settings_of(config, spec, central.unroll_length), allow_nan=False)
 
     def __call__(self, hello: Any) -> ServiceStream:
         number = hello.number if self.local else self.ids.number(hello.run_id)
@@ -109,9 +115,9 @@ class EnvHostService:
         expected = timestep_layout(self.spec, hello.envs, self.config.central.newest_frame)
         check_hello(hello, tasks(self.config.env.id), expected)
         if self.local:
-            first = actor_env(self.config, number, self.rank)[1] + hello.group * hello.envs
+            first = child_env(self.config, number, self.rank)[1] + hello.group * hello.envs
         else:
             first, number = self.ids.first_env(hello.run_id, hello.group, hello.envs), REMOTE + number
-        stream = self.central.sit(number, hello.group, first, hello.envs)
+        stream = self.central.open_stream(number, hello.group, first, hello.envs)
         stream.welcome = {**welcome, "first_env_id": first}
         return stream

@@ -6,18 +6,18 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from coterie.acting.decoupled import Decoupled
-from coterie.acting.recorder import rollout_layout
-from coterie.algorithms.table import unroll_length
-from coterie.build.validity import room_of
 from coterie.config import ResolvedConfig
+from coterie.models.heads import Moments
+from coterie.parallel.params import FlatParams
+from coterie.parallel.slots import Slots
+from coterie.parallel.weights import Weights
 from coterie.remote.admission import ClientIds, SettingsRequest, check_hello, settings_of
 from coterie.runs.config_io import to_dict
 from coterie.types import Array, CoterieError, Spec
@@ -30,10 +30,10 @@ _ROUNDING = 1e-4  # by which the logarithm of a certain action's probability may
 VERSION = Layout([Tensor("version", "int64", (1,))])  # a request for weights: the version that the client has
 
 
-def rollout_tensors(spec: Spec, unroll_length: int, width: int, core: tuple[int, ...]) -> Layout:
+def rollout_tensors(fields: Mapping[str, torch.Tensor]) -> Layout:
     """A rollout's arrays as the tensors of a frame, without the env ids, which the learner assigns."""
-    layout = rollout_layout(spec, unroll_length, width, core)
-    return Layout([Tensor(k, dtype, shape) for k, (shape, dtype) in layout.items() if k != "env_id"])
+    found = {k: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for k, x in fields.items() if k != "env_id"}
+    return Layout([Tensor(k, dtype, shape) for k, (dtype, shape) in found.items()])
 
 
 def weights_tensors(size: int, moments: int) -> Layout:
@@ -60,18 +60,32 @@ def check_rollout(spec: Spec, arrays: dict[str, Array]) -> None:
         raise Refused("the masked step before an episode's first row has a reward or an end")
 
 
-class RolloutService:
-    """The two services for a learner's remote actors, and a thread that puts their rollouts into slots."""
+class RolloutTarget(Protocol):
+    """Decoupled acting, as its service uses it."""
 
-    def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, acting: Decoupled, core: tuple[int, ...]) -> None:
+    slots: Slots
+    weights: Weights
+    params: FlatParams
+    moments: Moments
+
+
+class RolloutService:
+    """The two services for a learner's remote actors, and a thread that puts their rollouts into slots.
+
+    `max_envs`: that the learner has room for, with those of its own actors.
+    """
+
+    def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, acting: RolloutTarget, max_envs: int) -> None:
         self.spec, self.acting, self.slots, self.weights = spec, acting, acting.slots, acting.weights
         self.ids = ClientIds(config, rank)
+        fields = self.slots.columns(0, 0)
+        core = list(fields["core"].shape[1:]) if "core" in fields else []
         more = {"envs": self.slots.width, "core": core, "config": to_dict(config)}
-        self.settings = json.dumps(settings_of(config, spec) | more)
-        self.reads = rollout_tensors(spec, unroll_length(config), self.slots.width, core)
+        self.settings = json.dumps(settings_of(config, spec, len(fields["log_prob"])) | more)
+        self.reads = rollout_tensors(fields)
         self.learners = config.learners
         self.env_id = config.env.id
-        self.room = room_of(config) - (config.env.num_envs if config.actors else 0)  # for envs of remote actors
+        self.room = max_envs - (config.env.num_envs if config.actors else 0)  # for envs of remote actors
         self.streams = Counter[int]()  # of rollouts, by their first env
         self.produced = 0
         self.on_produced: Callable[[], None] = lambda: None

@@ -29,7 +29,7 @@ class Service:
     def __init__(self, learner: Learner, folder: Path, post: Post, every: float = 0.0, done: int = 0) -> None:
         self.learner, self.post, self.every = learner, post, every
         self.root = folder / "checkpoints"
-        self.board, self.rank = learner.links.board, learner.links.rank
+        self.board, self.rank = learner.context.board, learner.context.rank
         self.episodes: list[tuple[float, int, int]] = []  # return, length, env id
         self.reported = self.gauged = 0.0
         self.gauges: dict[str, float] = {}
@@ -46,7 +46,7 @@ class Service:
         self.learner.tell()
         self.post("note", self.learner.describe())
         # Given before the learners began: the checkpoint at step 0. One that rejoins has no weights worth saving yet.
-        if self.has_order and not self.learner.links.rejoin:
+        if self.has_order and not self.learner.context.rejoin:
             self.execute_order()
         self.learner.run(self.after_rollout)
         self.learner.tell()  # env hosts go on during the training on the last rollout

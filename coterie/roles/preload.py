@@ -9,12 +9,12 @@ import signal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it prints traces of handled errors, such as a lost machine
 
-import coterie.roles.actor
-import coterie.roles.env_host
+import coterie.acting.actor
+import coterie.acting.env_host
 import coterie.roles.learner
 
-assert coterie.roles.env_host
-assert coterie.roles.actor
+assert coterie.acting.env_host
+assert coterie.acting.actor
 assert coterie.roles.learner
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)

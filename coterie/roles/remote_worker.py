@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.acting.decoupled import Stopped
-from coterie.acting.recorder import Recorder, Stages, local_fields
+from coterie.acting.actor import RolloutLoop
+from coterie.acting.base import Agent, Stopped
+from coterie.acting.env_host import EnvLoop, GroupStream, host_envs
+from coterie.acting.recorder import Recorder, local_fields
+from coterie.build.factory import cpu_share, make_agent
 from coterie.build.resources import resolve_config
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
-from coterie.models.heads import Moments
-from coterie.parallel.params import FlatParams
+from coterie.parallel.stages import Stages
 from coterie.remote.admission import ENV_SETTINGS
 from coterie.remote.rollout_service import VERSION, rollout_tensors, weights_tensors
-from coterie.roles.actor import Unrolls
-from coterie.roles.env_host import EnvLoop, GroupStream, host_envs
 from coterie.runs.config_io import from_dict, validate
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.auth import offset
@@ -153,7 +153,8 @@ def lend_envs(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
         layout = timestep_layout(spec, width, session.run.central.newest_frame)
         return GroupStream(session.connection, layout, group, finish, finish)
 
-    loop = EnvLoop(host_envs(config, spec, 0, 0), connect, finish, session.run.algo.unroll_length, worker.leave)
+    envs = host_envs(cpu_share(config, config, spec, 0, 0))
+    loop = EnvLoop(envs, connect, finish, session.run.algo.unroll_length, worker.leave)
     worker.report(f"{config.env.num_envs} envs of {config.env.id} for {session.connection.endpoint.address}")
     printer = ProgressPrinter(worker)
     try:
@@ -195,16 +196,14 @@ class RemoteSink:
         return first
 
     def attach(
-        self, fields: Mapping[str, torch.Tensor], params: FlatParams, moments: Moments, groups: list[slice],
-        stages: Stages,
-    ) -> RemoteSink:  # fmt: skip
+        self, fields: Mapping[str, torch.Tensor], agent: Agent, groups: list[slice], stages: Stages
+    ) -> RemoteSink:
         """Connect the sink with the network that acts and the memory that rollouts are recorded in."""
-        self._fields, self._params, self._moments, self._stages = fields, params, moments, stages
+        self._fields, self._params, self._moments, self._stages = fields, agent.params, agent.moments, stages
         self.first = Recorder(fields, groups, torch.device("cpu"))
         return self
 
     def pull(self) -> int:
-        begin = time.perf_counter()
         while True:
             answer, version = self._pull.ask(lambda: {"version": np.array([self.version])})
             if answer:
@@ -213,19 +212,18 @@ class RemoteSink:
                     self._moments.write(torch.from_numpy(answer["moments"].copy()))
                 self.version = version
             if self.version >= 0:
-                self._stages.add("pull", begin)
                 return self.version
             time.sleep(0.05)  # the learner has not published any weights
 
     def next(self) -> Recorder:
         return self.first
 
-    def leave(self) -> None:
-        begin = time.perf_counter()
+    def deliver(self) -> None:
+        self._stages.start()
         # Sent once: a rollout that is sent again after a loss could be learned from twice.
         if self._push.ask_once(lambda: {k: x.numpy() for k, x in self._fields.items()}) is not None:
             self.rollouts += 1
-        self._stages.add("wait", begin)
+        self._stages.lap("wait")
 
     def close(self) -> None:
         self._push.close()
@@ -239,7 +237,7 @@ def lend_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None
     run, mine, core = _actor_config(base, session)
     spec, unroll, width = make_spec(mine.env, mine.atari), session.run.algo.unroll_length, mine.env.num_envs
     fields = local_fields(spec, unroll, width, torch.device("cpu"), core)
-    sink = RemoteSink(session, worker, rollout_tensors(spec, unroll, width, core))
+    sink = RemoteSink(session, worker, rollout_tensors(fields))
     printer, steps = ProgressPrinter(worker), 0
 
     def count(rows: int) -> None:
@@ -247,14 +245,13 @@ def lend_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None
         steps += rows
 
     try:
-        unrolls = Unrolls(run, mine, spec, 0, sink.first_env_id(), count, partial(sink.attach, fields))
+        share = cpu_share(run, mine, spec, 0, sink.first_env_id())
+        loop = RolloutLoop(share, make_agent(run, spec), count, partial(sink.attach, fields))
         try:
             worker.report(f"an actor with {width} envs of {mine.env.id} for {session.connection.endpoint.address}")
-            _work(
-                lambda: unrolls.run(lambda: printer.update(unrolls.report.take(), steps)), lambda: steps, worker.report
-            )
+            _work(lambda: loop.run(lambda: printer.update(loop.report.take(), steps)), lambda: steps, worker.report)
         finally:
-            unrolls.close()
+            loop.close()
     finally:
         sink.close()
 

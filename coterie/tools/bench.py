@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.acting.base import envs_per_child
+from coterie.acting.apart import envs_per_child
 from coterie.acting.table import acting_kind
+from coterie.algorithms.base import autocast
 from coterie.algorithms.table import first_rows, is_value_based
-from coterie.build.factory import Links, policy_of
+from coterie.build.factory import ProcessContext, policy_of
 from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.config import Config, ResolvedConfig
@@ -27,12 +28,12 @@ from coterie.envs.spaces import random_actions
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import exchange_kind
 from coterie.launch.placement import Placement
-from coterie.learner import Gradients, autocast
+from coterie.learner import Gradients
 from coterie.learner import learn as train
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, Post, gather
 from coterie.parallel.threads import Team
-from coterie.roles.entry import actor_process
+from coterie.roles.entry import worker_process
 from coterie.roles.learner import Learner
 from coterie.types import ConfigError, Inputs, Rollout, map_obs
 
@@ -155,7 +156,7 @@ def _measure(learner: Learner, seconds: float, sync: Sync) -> dict[str, Any]:
                 rates["training"].append(training.turn(turn))
                 stages.update(learner.stages.seconds)
             sync()
-            costs = _costs(learner, training.last) if learner.links.rank == 0 and training.last is not None else {}
+            costs = _costs(learner, training.last) if learner.context.rank == 0 and training.last is not None else {}
             sync()
     finally:
         env_only.envs.close()
@@ -170,7 +171,7 @@ def _measure(learner: Learner, seconds: float, sync: Sync) -> dict[str, Any]:
     }
 
 
-def bench_process(post: Post, config: ResolvedConfig, links: Links, seconds: float) -> None:
+def bench_process(post: Post, config: ResolvedConfig, links: ProcessContext, seconds: float) -> None:
     """A child process: one of several learners that are measured together."""
     sync = partial(links.board.meet, links.rank, config.log.stall)
     post("result", _measure(Learner(config, 0, links), seconds, sync))
@@ -185,7 +186,7 @@ def _measure_children(config: ResolvedConfig, seconds: float) -> list[dict[str, 
             learners.append(Child(f"coterie-bench-{rank}", crew.places[rank].cores, bench_process, args))
         for row in range(crew.learners, crew.learners + crew.actors):
             links, number, cores = crew.actor(row)
-            actors.append(Child(f"coterie-bench-{row}", cores, actor_process, (config, 0, links, number, row)))
+            actors.append(Child(f"coterie-bench-{row}", cores, worker_process, (config, 0, links, number, row)))
         return gather(learners, 2 * seconds + config.log.stall, actors)
     finally:
         for child in (*learners, *actors):
@@ -208,9 +209,9 @@ class Training:
         return self.now.ahead
 
     def _refresh(self) -> None:
-        begin = time.perf_counter()
+        self.learner.stages.start()
         self.learner.exchange.pull(self.learner.params)
-        self.learner.stages.add("pull", begin)
+        self.learner.stages.lap("pull")
         self.learner.acting.publish(self.learner.progress.learner_steps)
 
     def turn(self, seconds: float, learn: bool = True) -> float:
@@ -259,9 +260,9 @@ def _costs(learner: Learner, rollout: Rollout) -> dict[str, float]:
     width = min(len(rollout.env_id), envs_per_child(config) if acting_kind(config).own_policy else group)
     fields = (rollout.is_first, rollout.prev_action, rollout.prev_reward)
     inputs = Inputs(map_obs(lambda x: x[0, :width], rollout.obs), *(x[0, :width] for x in fields))
-    policy = policy_of(learner.algorithm, learner.actor, [torch.Generator(device)], [torch.arange(width)])
+    policy, ids, rng = policy_of(learner.algorithm), torch.arange(width, device=device), torch.Generator(device)
     state = learner.model.initial_state(width)
-    forward = _best(lambda: policy(0, inputs, state))
+    forward = _best(lambda: policy(learner.actor, inputs, state, ids, rng))
     alone = Gradients(learner.model, learner.params, Team(1), autocast(device, learner.layout.dtype))
 
     def train_once() -> None:

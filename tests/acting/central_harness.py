@@ -1,4 +1,4 @@
-"""Central acting without a wire and without envs: seats that a test takes, a policy whose answers can be checked."""
+"""Central acting without a wire and without envs: streams that a test takes, a policy whose answers can be checked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.acting.central import Central, Seat, Shape
-from coterie.acting.recorder import Stages, local_fields
+from coterie.acting.central import Central
+from coterie.acting.central_stream import CentralConfig, EnvStream
+from coterie.acting.recorder import local_fields
 from coterie.parallel.board import Board
+from coterie.parallel.stages import Stages
 from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec
 from tests.conftest import VECTOR
 
@@ -34,8 +36,8 @@ class Rig:
     """
 
     def __init__(self, spec: Spec = VECTOR, **changes: Any) -> None:
-        shape = {"envs": 4, "unroll_length": UNROLL, "batch_size": 4, "batches": 3, "timeout": WAIT_S, **changes}
-        self.shape = Shape(spec, **shape)
+        settings = {"envs": 4, "unroll_length": UNROLL, "batch_size": 4, "batches": 3, "timeout": WAIT_S, **changes}
+        self.config = CentralConfig(spec, **settings)
         self.model = SimpleNamespace(weight=torch.zeros(1))  # what is trained
         self.gate = threading.Event()  # while it is not set, the policy takes its time
         self.gate.set()
@@ -43,13 +45,12 @@ class Rig:
         self.batches: list[list[tuple[int, int]]] = []  # env and life of each row
         self.error: Exception | None = None
         self.central = Central(
-            self.shape, [self._twin() for _ in range(2)], self._policy, lambda width: torch.zeros(width, 1),
-            partial(local_fields, spec, self.shape.unroll_length, core=(1,)), Board(1), 0, Stages(),
-            CPU, CPU,
+            self.config, [self._twin() for _ in range(2)], self._policy,
+            partial(local_fields, spec, self.config.unroll_length, device=CPU, core=(1,)), Board(1), 0, Stages(), CPU,
         )  # fmt: skip
 
     def _twin(self) -> Any:
-        twin = SimpleNamespace(weight=self.model.weight.clone())
+        twin = SimpleNamespace(weight=self.model.weight.clone(), initial_state=lambda width: torch.zeros(width, 1))
         return twin, lambda: twin.weight.copy_(self.model.weight)
 
     def _policy(self, model: Any, inputs: Inputs, state: Tensor | None, ids: Tensor) -> tuple[AgentOutput, Tensor]:
@@ -86,21 +87,21 @@ class Client:
     ) -> None:
         first = number * width if first_env is None else first_env
         self.rig, self.number, self.life, self.width = rig, number, life, width
-        self.seat: Seat = rig.central.sit(number, group, first, width)
+        self.stream: EnvStream = rig.central.open_stream(number, group, first, width)
         self.answers = queue.SimpleQueue[tuple[Array, int]]()
         self.episode = self.step = self.shown = self.answered = 0
         self.action = np.zeros(width, np.int64)
         self.going = False
 
     def again(self) -> Client:
-        """Its host starts again: another life takes the seat."""
+        """Its host starts again: another life takes the stream."""
         self.going = False
-        return Client(self.rig, self.number, self.seat.first_env_id, self.width, self.life + 1)
+        return Client(self.rig, self.number, self.stream.first_env_id, self.width, self.life + 1)
 
     def arrays(self) -> dict[str, Array]:
         n, first = self.width, self.step == 0
         obs = np.zeros((n, 3), np.float32)
-        obs[:, 0] = self.seat.ids
+        obs[:, 0] = self.stream.ids
         obs[:, 1], obs[:, 2] = self.life * LIFE + self.episode, self.step
         ends = self.step == EPISODE - 1
         return {
@@ -115,7 +116,7 @@ class Client:
         }
 
     def ask(self) -> None:
-        self.seat.ask(self.arrays(), self._answered)
+        self.stream.ask(self.arrays(), self._answered)
         self.shown += 1
         self.step, self.episode = (0, self.episode + 1) if self.step == EPISODE - 1 else (self.step + 1, self.episode)
 
@@ -141,7 +142,7 @@ class Client:
 
     def leave(self) -> None:
         self.going = False
-        self.seat.leave()
+        self.stream.leave()
 
 
 def check(seen: list[Rollout]) -> None:

@@ -43,7 +43,7 @@ def test_a_batch_waits_for_batch_min_but_not_for_ever(rig):
     assert time.monotonic() - begin >= 0.2
     b.leave()
     begin = time.monotonic()
-    until(lambda: len(short.central.seats) == 1, "the other is gone")
+    until(lambda: len(short.central.streams) == 1, "the other is gone")
     a.turn()
     assert time.monotonic() - begin < 0.2 + WAIT_S / 2, "more than all there are is not waited for"
 
@@ -103,7 +103,7 @@ def test_a_superseded_seat_is_in_no_batch_with_its_successor(rig):
     assert [first.answered, second.answered] == [0, 0]
     assert one.central.envs == 4
     for late in (first, second):  # their streams end only now
-        late.seat.leave()
+        late.stream.leave()
     assert one.central.envs == 4
     assert third.turn()
 
@@ -179,7 +179,7 @@ def test_rows_of_a_rollout_that_will_never_be_whole_are_dropped(rig):
     client.leave()
     until(lambda: one.central.dropped == 14, "dropped")
     assert one.central.produced == 14
-    client.seat.leave()
+    client.stream.leave()
     after = client.again()
     after.turn(), after.turn()
     assert one.central.counts() == {"produced": 16, "dropped": 14}

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from coterie.acting.central import REMOTE
+from coterie.remote.admission import REMOTE
 from coterie.types import CoterieError
 from coterie.wire.codec import Newest, Refused, timestep_layout
 from tests.acting.central_harness import QUIET_S, UNROLL, WAIT_S, Client, still, until
@@ -26,7 +26,7 @@ def test_what_is_not_finite_is_refused(rig, name, bad):
     arrays = client.arrays()
     arrays[name] = np.full_like(arrays[name], bad)
     with pytest.raises(Refused, match=f"{name} is not finite"):
-        client.seat.ask(arrays, lambda *_: None)
+        client.stream.ask(arrays, lambda *_: None)
     client.leave()
     assert other.turn()
 
@@ -50,7 +50,7 @@ def test_hosts_that_come_by_themselves_leave_room_for_the_runs_own(rig):
         Client(one, REMOTE + 1, width=1)
     own = Client(one, 0, width=4)
     own.leave()
-    until(lambda: one.central.envs == 2, "the seat was left")
+    until(lambda: one.central.envs == 2, "the stream was left")
     guest.again()
     Client(one, 0, width=4)
     assert one.central.envs == 6
@@ -60,7 +60,7 @@ def test_clients_that_fill_rollouts_and_leave_do_not_pile_them_up(rig):
     """Nobody learns: the rollouts of streams that have ended wait, and at some point no other is begun."""
     one = rig(batch_size=4)  # max_envs is larger: what counts is who is there
     one.central.publish(0)
-    most = 2 * 4 + one.shape.batches * 4
+    most = 2 * 4 + one.config.batches * 4
     for life in range(most):
         client = Client(one, 0, first_env=0, width=4, life=life)
         for _ in range(UNROLL + 1):
@@ -79,14 +79,14 @@ def test_a_reward_that_no_loss_can_bear_is_refused(rig):
     arrays = client.arrays()
     arrays["reward"][0] = 3e38
     with pytest.raises(Refused, match=r"^reward is beyond 1e"):
-        client.seat.ask(arrays, lambda *_: None)
+        client.stream.ask(arrays, lambda *_: None)
 
 
 def test_stacks_of_frames_are_put_together_again(rig):
     one = rig(spec=IMAGE, newest=True, envs=1, batch_size=1)
     layout = timestep_layout(IMAGE, 1, True)
     source, newest = one.rollouts(), Newest(layout)
-    seat = one.central.sit(0, 0, 0, 1)
+    stream = one.central.open_stream(0, 0, 0, 1)
     rng = np.random.default_rng(0)
     frames = [rng.integers(0, 200, (36, 36), np.uint8) for _ in range(30)]
     shown: list[np.ndarray] = []
@@ -106,14 +106,14 @@ def test_stacks_of_frames_are_put_together_again(rig):
         }
         sent = newest.split(seen)
         if t < 20:
-            seat.ask(layout.unpack(layout.pack(sent)), ask)
+            stream.ask(layout.unpack(layout.pack(sent)), ask)
 
     ask()
     for k in range(4):
         r = next(source)
         assert np.array_equal(r.obs[:, 0].numpy(), np.stack(shown[k * UNROLL : (k + 1) * UNROLL + 1]))
     until(lambda: len(shown) == 21, "all are shown")
-    again = one.central.sit(0, 0, 0, 1)  # on a new stream whole stacks are due
+    again = one.central.open_stream(0, 0, 0, 1)  # on a new stream whole stacks are due
     sent = {"obs/": np.stack([[shown[-1][1], frames[-1]]]), "is_first": np.array([False])}
     small = {k: np.zeros(1, bool) for k in ("terminated", "truncated")}
     floats = {k: np.zeros(1, np.float32) for k in ("reward", "episode_return", "episode_length")}

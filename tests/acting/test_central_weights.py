@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.acting.central import Central, Shape
-from coterie.acting.recorder import Stages, local_fields
+from coterie.acting.central import Central
+from coterie.acting.central_stream import CentralConfig
+from coterie.acting.recorder import local_fields
 from coterie.config import Model
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
+from coterie.parallel.stages import Stages
 from coterie.types import AgentOutput, Inputs
 from tests.acting.central_harness import CPU, QUIET_S, UNROLL, WAIT_S, Client, Rig, check, still, until
 from tests.conftest import VECTOR
@@ -44,7 +46,7 @@ def test_a_weight_that_changes_is_seen_in_the_next_inference_once_published_and_
     client = Client(one, 0)
     one.central.publish(0)
     client.turn()
-    value = lambda: float(client.seat.recorder.fields["value"][client.seat.row - 1, 0])  # noqa: E731
+    value = lambda: float(client.stream.recorder.fields["value"][client.stream.row - 1, 0])  # noqa: E731
     for version in range(1, 6):
         before = value()
         one.model.weight.fill_(10.0 * version)  # in place, as an optimizer does it
@@ -69,9 +71,9 @@ def test_weights_that_come_while_the_policy_acts_do_not_change_its_batch(rig):
         one.central.publish(version)
     one.gate.set()
     assert client.answer()[1] == 0
-    assert float(client.seat.recorder.fields["value"][client.seat.row - 1, 0]) == 0
+    assert float(client.stream.recorder.fields["value"][client.stream.row - 1, 0]) == 0
     assert client.turn()[1] == 3
-    assert float(client.seat.recorder.fields["value"][client.seat.row - 1, 0]) == 3
+    assert float(client.stream.recorder.fields["value"][client.stream.row - 1, 0]) == 3
 
 
 def test_a_real_model_acts_with_copies_of_its_weights():
@@ -88,11 +90,11 @@ def test_a_real_model_acts_with_copies_of_its_weights():
     mine = {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
     assert all(mine.isdisjoint(x.data_ptr() for x in (*t.parameters(), *t.buffers())) for t, _ in twins)
     central = Central(
-        Shape(VECTOR, 2, 50, 2, 3), twins, policy, lambda width: None,
-        partial(local_fields, VECTOR, 50), Board(1), 0, Stages(), CPU, CPU,
+        CentralConfig(VECTOR, 2, 50, 2, 3), twins, policy,
+        partial(local_fields, VECTOR, 50, device=CPU), Board(1), 0, Stages(), CPU,
     )  # fmt: skip
     try:
-        seat, answers = central.sit(0, 0, 0, 2), []
+        stream, answers = central.open_stream(0, 0, 0, 2), []
         arrays = {
             "obs/": np.ones((2, 3), np.float32),
             **{k: np.zeros(2, bool) for k in ("terminated", "truncated", "is_first")},
@@ -102,7 +104,7 @@ def test_a_real_model_acts_with_copies_of_its_weights():
 
         def act() -> Tensor:
             count = len(answers)
-            seat.ask(arrays, lambda *answer: answers.append(answer))
+            stream.ask(arrays, lambda *answer: answers.append(answer))
             until(lambda: len(answers) > count, "an answer")
             return seen[-1]
 
@@ -123,17 +125,6 @@ def test_a_real_model_acts_with_copies_of_its_weights():
         torch.testing.assert_close(after, torch.cat((params, value[:, None]), 1))
     finally:
         central.close()
-
-
-def test_rollouts_go_to_the_device_that_trains(rig):
-    """Which another device chose the actions for."""
-    one = rig()
-    for n in range(2):
-        Client(one, n).go()
-    one.central.trains_on = torch.device("meta")
-    rollout = next(one.rollouts())
-    assert {x.device.type for x in (rollout.action, rollout.reward, rollout.behavior_log_prob)} == {"meta"}
-    assert {x.device.type for x in one.central.ready.get(timeout=WAIT_S).values()} == {"cpu"}
 
 
 def test_the_recurrent_state_goes_on_from_rollout_to_rollout(rig):

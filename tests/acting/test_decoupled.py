@@ -90,7 +90,7 @@ def test_weights_are_published_when_due():
 def test_no_rollouts_is_an_error_with_a_reason():
     with crewed(config()) as learner:
         learner.acting.timeout = 0.3
-        learner.links.board.close()  # the actors leave
+        learner.context.board.close()  # the actors leave
         source = learner.acting.rollouts(lambda: learner.acting.publish(0))
         with pytest.raises(CoterieError, match=r"no batch of rollouts for 0\.3 s: the actors hang"):
             deque(source)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from coterie.algorithms.a2c import A2C
-from coterie.algorithms.base import Compute
+from coterie.algorithms.base import Compute, autocast
 from coterie.algorithms.ppo import PPO
 from coterie.algorithms.table import unroll_length
 from coterie.config import Model, Schedule
-from coterie.learner import Gradients, autocast
+from coterie.learner import Gradients
 from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team

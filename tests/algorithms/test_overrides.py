@@ -1,4 +1,4 @@
-"""A user's subclass of a built-in algorithm is obeyed, whichever methods it overrides, and its state is saved."""
+"""A subclass of a built-in algorithm or exchange is obeyed, whichever methods it overrides, and its state is saved."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from coterie.algorithms.ppo import PPO
 from coterie.algorithms.r2d2 import R2D2
 from coterie.algorithms.vtrace import VTrace
 from coterie.build.resources import resolve_config
+from coterie.exchange.base import Exchange
+from coterie.exchange.gossip import Gossip
 from coterie.roles.learner import Learner
 
-METHODS = {name for name, value in vars(Algorithm).items() if callable(value) and not name.startswith("_")}
 SMALL = {"q.learn_start": 160, "q.batch_size": 8, "q.target_every": 30, "replay.capacity": 4000, "env.num_envs": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "MyA2C": ("a2c", {}),
@@ -32,10 +33,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r2d2.stride": 5, "actors": "auto",
         },
     ),
+    "MyGossip": ("a2c", {"exchange": "gossip"}),
 }  # fmt: skip
 
 
-def counting(base: type) -> type:
+def methods(protocol: type) -> set[str]:
+    """The methods that a protocol names."""
+    special = {"__enter__", "__exit__"}
+    return {name for name, x in vars(protocol).items() if callable(x) and (name in special or name[0] != "_")}
+
+
+def counting(base: type, protocol: type) -> type:
     """A subclass that overrides every method of the protocol to count its calls, with one more tensor of state."""
 
     def override(method: str) -> Any:
@@ -43,35 +51,42 @@ def counting(base: type) -> type:
             if "calls" not in vars(self):
                 self.calls = Counter()
             self.calls[method] += 1
+            if method == "load_state_dict":
+                args = ({k: x for k, x in args[0].items() if k != "mine"},)
             found = getattr(base, method)(self, *args)
             return {**found, "mine": torch.tensor(7)} if method == "state_dict" else found
 
         return call
 
-    return type(f"My{base.__name__}", (base,), {method: override(method) for method in METHODS})
+    return type(f"My{base.__name__}", (base,), {method: override(method) for method in methods(protocol)})
 
 
-MyA2C, MyPPO, MyVTrace, MyDQN, MyR2D2 = (counting(base) for base in (A2C, PPO, VTrace, DQN, R2D2))
+MyA2C, MyPPO, MyVTrace, MyDQN, MyR2D2 = (counting(base, Algorithm) for base in (A2C, PPO, VTrace, DQN, R2D2))
+MyGossip = counting(Gossip, Exchange)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_subclass_that_overrides_every_method_is_obeyed(name: str) -> None:
     preset, options = CASES[name]
-    config = presets.make(preset, "CartPole-v1", **{**options, "own.algorithm": f"{__name__}:{name}"})
+    part, protocol = ("exchange", Exchange) if name == "MyGossip" else ("algorithm", Algorithm)
+    config = presets.make(preset, "CartPole-v1", **{**options, f"own.{part}": f"{__name__}:{name}"})
     learner, rollouts = Learner(resolve_config(config)), []
+    mine: Any = getattr(learner, part)
 
     def enough(rollout: Any) -> bool:
         rollouts.append(1)
+        learner.exchange.agree(False, False)
         return len(rollouts) == 60 or (len(rollouts) > 2 and learner.progress.learner_steps > 2)
 
     try:
+        learner.exchange.report_to(lambda line: None)
         learner.run(enough)
         learner.algorithm.acts_at(1)
-        learner.algorithm.gauges()
+        learner.gauges()
         saved = learner.tensors()
         learner.load(saved)
-        assert int(saved["algorithm"]["mine"]) == 7
-        assert set(learner.algorithm.calls) == METHODS
-        assert not METHODS & set(vars(learner.algorithm))
+        assert int(saved[part]["mine"]) == 7
+        assert set(mine.calls) == methods(protocol)
+        assert not methods(protocol) & set(vars(mine))
     finally:
         learner.close()

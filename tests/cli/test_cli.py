@@ -149,6 +149,10 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         {**CENTRAL, "env.groups": 2} if "lockstep" in refusal.reason else
         {**DECOUPLED, **odd, "actors": 1} if "each actor" in refusal.reason else odd
     )  # fmt: skip
+    if "each learner's own" in refusal.reason:
+        alike = {"algorithm": "vtrace", "learners": 2, "exchange": "allreduce"}
+        meets["algo.entropy_target"] = {**alike, "algo.entropy_target": 0.5, "algo.entropy_coef": 0.01}
+        meets["algo.normalize_advantage"] = {**alike, "algo.normalize_advantage": True}
     if "empty replay" in refusal.reason:
         meets["algorithm"] = {**RING, "algorithm": "dqn"}
     if "of all networks" in refusal.reason:

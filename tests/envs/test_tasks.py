@@ -7,11 +7,10 @@ import json
 import pytest
 
 from coterie.build.evaluate import Scores
-from coterie.build.factory import actor_env
 from coterie.cli.main import main
 from coterie.config import Atari, Env
 from coterie.envs.make import make_spec
-from coterie.envs.tasks import are_normalized, overall
+from coterie.envs.tasks import are_normalized, child_env, overall
 from coterie.runs.metrics import read_metrics
 from coterie.types import ConfigError
 from tests.conftest import make_config
@@ -83,7 +82,7 @@ def test_each_learner_has_actors_of_each_task(both, learners, actors):
     config = make_config(**{"env.id": both, "acting": "decoupled", "learners": learners, "actors": actors})
     each = actors // learners
     for rank in range(learners):
-        shares = [actor_env(config, number, rank)[0].env.id for number in range(each)]
+        shares = [child_env(config, number, rank)[0].env.id for number in range(each)]
         assert {shares.count(task) for task in both.split(",")} == {each // 2}
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from coterie import presets
-from coterie.build.factory import Links, normalizers
+from coterie.build.factory import ProcessContext, normalizers
 from coterie.build.resources import resolve_config
 from coterie.config import Config
 from coterie.exchange.allreduce import AllReduce
@@ -74,7 +74,7 @@ def train(learner: Learner) -> dict[str, object]:
 
 def train_one_of_two(post: Post, rank: int, meeting: Path, board: Board, settings: Config) -> None:
     torch.set_num_threads(1)
-    post("result", train(Learner(resolve_config(settings), links=Links(rank, board, rendezvous=meeting))))
+    post("result", train(Learner(resolve_config(settings), links=ProcessContext(rank, board, rendezvous=meeting))))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coterie.build.factory import Links, exchange_setup, make_model, normalizers
+from coterie.build.factory import ProcessContext, exchange_setup, make_model, normalizers
 from coterie.build.resources import resolve_config
 from coterie.exchange.shared_weights import SharedWeights, central_memory, restore
 from coterie.exchange.table import exchange_kind
@@ -149,11 +149,11 @@ def test_a_resumed_run_counts_the_rows_of_before_once(exchange):
     params, moments = FlatParams(model), normalizers(config, model)
     before = moments.read()
     assert before[0] == learner.progress.env_steps > 0
-    memory = exchange_kind(config).memory(exchange_setup(config, params, moments, Links(board=Board(2))))
+    memory = exchange_kind(config).memory(exchange_setup(config, params, moments, ProcessContext(board=Board(2))))
     restore(memory, tensors["exchange"], before)
     board = Board(2)
     both = replace(resolve_config(config), learners=2)
-    again = [Learner(both, 1, Links(rank, board, memory)) for rank in range(2)]
+    again = [Learner(both, 1, ProcessContext(rank, board, memory)) for rank in range(2)]
     for each in again:
         each.load(tensors)
         each.start({"learned": 20}, 40)

@@ -13,6 +13,7 @@ import pytest
 from grpc import StatusCode
 
 from coterie.build.resources import resolve_config
+from coterie.build.validity import room_of
 from coterie.remote.admission import ClientIds, settings_of
 from coterie.remote.rollout_service import RolloutService
 from coterie.types import ActionSpec, Spec
@@ -95,7 +96,7 @@ def test_a_hello_that_does_not_fit_the_run_is_refused(services: Any, method: str
 
 def test_settings_are_json_where_an_action_has_no_bounds():
     spec = Spec("CartPole-v1", VECTOR.obs, ActionSpec("continuous", low=(-math.inf, -2.0), high=(math.inf, 2.0)))
-    text = json.dumps(settings_of(resolve_config(make_config()), spec), allow_nan=False)
+    text = json.dumps(settings_of(resolve_config(make_config()), spec, 20), allow_nan=False)
     assert json.loads(text)["action"] == ["continuous", [], [None, -2.0], [None, 2.0]]
 
 
@@ -146,7 +147,8 @@ def test_remote_actors_have_room_in_a_replay_or_are_refused(tmp_path: Path):
         "algo.unroll_length": UNROLL,
     }
     for more, room in (({}, 0), ({"replay.envs": 12}, 4), ({"replay.envs": 12, "actors": 0}, 12)):
-        service = RolloutService(resolve_config(make_config(**value | more)), VECTOR, 0, services.acting, ())
+        config = resolve_config(make_config(**value | more))
+        service = RolloutService(config, VECTOR, 0, services.acting, room_of(config))
         assert service.room == room
         service.close()
     services.service.room = WIDTH

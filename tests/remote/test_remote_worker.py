@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from coterie import presets
-from coterie.acting.decoupled import Stopped
+from coterie.acting.base import Stopped
 from coterie.acting.recorder import rollout_layout
 from coterie.build.factory import make_model, normalizers
 from coterie.build.resources import resolve_config
@@ -77,7 +78,7 @@ BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 def test_settings_that_a_worker_cannot_use_are_refused_with_one_line(serve: Serve, work: Any, case: Any):
     changes, why = case
     config = resolve_config(Config())
-    settings: dict[str, Any] = settings_of(config, VECTOR) | {"envs": 4, "core": [], "config": to_dict(config)}
+    settings: dict[str, Any] = settings_of(config, VECTOR, 20) | {"envs": 4, "core": [], "config": to_dict(config)}
     for name, value in changes.items():
         into = settings["config"] if name in ("own", "model") else settings
         into[name] = {**into[name], **value} if isinstance(value, dict) else value
@@ -100,7 +101,7 @@ class Learner:
         self.slots, weights = Slots(fields, 2, width, width), Weights(len(params.data), 0)
         weights.publish(params.data, torch.zeros(0, dtype=torch.float64), 1)
         acting: Any = SimpleNamespace(slots=self.slots, weights=weights, params=params, moments=moments)
-        self.service = RolloutService(config, spec, rank, acting, ())
+        self.service = RolloutService(config, spec, rank, acting, sys.maxsize)
         for batch in range(self.slots.batches):
             self.slots.open(batch, 0)
 

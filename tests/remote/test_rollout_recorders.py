@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from coterie import presets
-from coterie.acting.decoupled import Stopped
+from coterie.acting.actor import RolloutLoop
+from coterie.acting.base import Stopped
 from coterie.acting.recorder import Recorder, local_fields
+from coterie.build.factory import cpu_share, make_agent
 from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
 from coterie.remote.rollout_service import check_rollout
-from coterie.roles.actor import Unrolls
 from coterie.types import Array, Spec
 from tests.support.services import Rollout
 
@@ -33,8 +34,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-class Ledge:
-    """Keeps what an actor leaves, until there was enough to see."""
+class Sink:
+    """Keeps the rollouts, and stops the actor after enough of them."""
 
     def __init__(self, spec: Spec, unroll: int, width: int, core: tuple[int, ...], groups: list[slice]) -> None:
         self.fields = local_fields(spec, unroll, width, torch.device("cpu"), core)
@@ -50,7 +51,7 @@ class Ledge:
     def check(self) -> None:
         pass
 
-    def leave(self) -> None:
+    def deliver(self) -> None:
         self.kept.append({k: x.numpy().copy() for k, x in self.fields.items()})
         if sum(np.count_nonzero(x["episode_length"]) for x in self.kept) > 8:
             raise Stopped
@@ -63,18 +64,19 @@ def test_what_recorders_write_is_accepted(case: str):
     own = {"env.num_envs": 4, "algo.unroll_length": 7, "env.threads": 1, "env.replace_budget": 10_000, "device": "cpu"}
     config = resolve_config(getattr(presets, preset)(env=env_id, **{**own, **changes, "learners": 1, "actors": 1}))
     spec = make_spec(config.env, config.atari)
-    core, ledges = (2, 8) if case == "lstm" else (), list[Ledge]()
+    core, sinks = (2, 8) if case == "lstm" else (), list[Sink]()
 
-    def ledge(params: Any, moments: Any, groups: list[slice], stages: Any) -> Ledge:
-        ledges.append(Ledge(spec, config.algo.unroll_length, config.env.num_envs, core, groups))
-        return ledges[0]
+    def make_sink(agent: Any, groups: list[slice], stages: Any) -> Sink:
+        sinks.append(Sink(spec, config.algo.unroll_length, config.env.num_envs, core, groups))
+        return sinks[0]
 
-    unrolls = Unrolls(config, config, spec, 0, 0, lambda rows: None, ledge)
+    share = cpu_share(config, config, spec, 0, 0)
+    loop = RolloutLoop(share, make_agent(config, spec), lambda rows: None, make_sink)
     try:
-        unrolls.run(lambda: None)
+        loop.run(lambda: None)
     finally:
-        unrolls.close()
-    kept = ledges[0].kept
+        loop.close()
+    kept = sinks[0].kept
     for arrays in kept:
         check_rollout(spec, arrays)
 
@@ -85,4 +87,4 @@ def test_what_recorders_write_is_accepted(case: str):
     games = count(lambda x: x["episode_length"])
     assert fake > 5, "there are steps that are none"
     assert (ended > games) == (case == "lives")
-    assert (unrolls.envs.replaced > 0) == (env == "FlakyEnv")
+    assert (loop.envs.replaced > 0) == (env == "FlakyEnv")

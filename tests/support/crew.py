@@ -10,7 +10,7 @@ from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.launch.placement import Placement
 from coterie.parallel.processes import Child
-from coterie.roles.entry import actor_process
+from coterie.roles.entry import worker_process
 from coterie.roles.learner import Learner
 
 
@@ -28,7 +28,7 @@ def crewed(config: Config) -> Iterator[Learner]:
     try:
         for row in range(1, 1 + placement.actors):
             links, number, cores = placement.actor(row)
-            actors.append(Child(f"test-actor-{row}", cores, actor_process, (placement.config, 0, links, number, row)))
+            actors.append(Child(f"test-actor-{row}", cores, worker_process, (placement.config, 0, links, number, row)))
         learner = Learner(placement.config, 0, placement.links(0))
         try:
             yield learner

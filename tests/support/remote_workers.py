@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from coterie.acting.decoupled import Stopped
+from coterie.acting.base import Stopped
 from coterie.build.resources import resolve_config
 from coterie.config import Config, Env
 from coterie.roles.remote_worker import Worker

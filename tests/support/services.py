@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 from grpc import StatusCode
 from torch import Tensor as Floats
 
-from coterie.acting.central import REMOTE, Central, Shape
-from coterie.acting.recorder import Stages, local_fields, rollout_layout
+from coterie.acting.central import Central
+from coterie.acting.central_stream import CentralConfig
+from coterie.acting.recorder import local_fields, rollout_layout
 from coterie.build.resources import resolve_config
 from coterie.parallel.board import Board
 from coterie.parallel.slots import Slots
+from coterie.parallel.stages import Stages
 from coterie.parallel.weights import Weights
-from coterie.remote.admission import EnvHostService
+from coterie.remote.admission import REMOTE, EnvHostService
 from coterie.remote.rollout_service import VERSION, RolloutService
 from coterie.types import ActionSpec, AgentOutput, Array, Inputs, Spec
 from coterie.wire.codec import Layout, Newest, layout_from, timestep_layout
@@ -87,8 +90,8 @@ class InferenceServices(Services):
         self.spec, self.newest = spec, newest
         changes = {"acting": "central", "learners": 1, "actors": 0, "central.max_envs": MOST_ENVS}
         config = resolve_config(make_config(**changes, **{"central.newest_frame": newest}))
-        shape = Shape(spec, 0, 16, 1, 1, newest=newest, max_envs=MOST_ENVS)
-        model: Any = None
+        settings = CentralConfig(spec, 0, 16, 1, 1, newest=newest, max_envs=MOST_ENVS)
+        model = SimpleNamespace(initial_state=lambda width: None)
 
         def policy(model: Any, inputs: Inputs, state: Floats | None, ids: Floats) -> tuple[AgentOutput, None]:
             rows = len(inputs.is_first)
@@ -96,8 +99,8 @@ class InferenceServices(Services):
             return AgentOutput(torch.full((rows,), 3), torch.zeros(rows), torch.zeros(rows)), None
 
         self.central = Central(
-            shape, [(model, lambda: None)] * 2, policy, lambda width: None, partial(local_fields, spec, 16), Board(1),
-            0, Stages(), CPU, CPU,
+            settings, [(model, lambda: None)] * 2, policy, partial(local_fields, spec, 16, device=CPU), Board(1), 0,
+            Stages(), CPU,
         )  # fmt: skip
         self.central.publish(0)
         self.serve(address, {INFER: EnvHostService(config, spec, 0, self.central, local=False)})
@@ -145,7 +148,7 @@ class InferenceServices(Services):
     def close(self) -> None:
         super().close()
         self.central.close()
-        assert (self.central.envs, self.central.seats) == (0, {})
+        assert (self.central.envs, self.central.streams) == (0, {})
 
 
 class RolloutServices(Services):
@@ -166,7 +169,7 @@ class RolloutServices(Services):
             slots=self.slots, weights=self.weights, params=SimpleNamespace(data=torch.zeros(SIZE)),
             moments=SimpleNamespace(size=MOMENTS),
         )  # fmt: skip
-        self.service = RolloutService(resolve_config(make_config(**changes)), spec, 0, self.acting, core)
+        self.service = RolloutService(resolve_config(make_config(**changes)), spec, 0, self.acting, sys.maxsize)
         self.serve(address, {PUSH: self.service.push, PULL: self.service.pull})
         for batch in range(self.slots.batches):
             self.slots.open(batch, 0)

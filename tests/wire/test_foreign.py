@@ -19,10 +19,9 @@ import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from coterie import presets
-from coterie.acting.central import REMOTE
 from coterie.build.resources import resolve_config
 from coterie.remote import servers
-from coterie.remote.admission import SettingsRequest
+from coterie.remote.admission import REMOTE, SettingsRequest
 from coterie.roles.learner import Learner
 from coterie.runs.config_io import replace
 from coterie.wire.auth import make_keys

@@ -68,7 +68,7 @@ class RunLayout:
     tau: int = -1
 
     @property
-    def kind(self) -> ActingKind:
+    def kind(self) -> ActingKind[Any]:
         return ACTING[self.acting]
 
     @property

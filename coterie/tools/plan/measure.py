@@ -16,7 +16,7 @@ import numpy as np
 
 from coterie.acting.table import batch_size
 from coterie.algorithms.table import first_rows, is_value_based, unroll_length
-from coterie.build.factory import Links
+from coterie.build.factory import ProcessContext
 from coterie.build.resources import resolve_config, resolve_resources
 from coterie.build.validity import check
 from coterie.config import Chaos, Config, ResolvedConfig
@@ -83,7 +83,7 @@ def measure(config: Config, seconds: float) -> Services:
     cores = available_cores()
     count = max(2, min(len(cores), _MOST))
     crews = {
-        kind: Placement(replace(configs[-1], exchange=kind, learners=count), spec)  # type: ignore[arg-type]
+        kind: Placement(replace(configs[-1], exchange=kind, learners=count), spec)
         for kind, one in EXCHANGES.items()
         if not one.one_learner
     }
@@ -156,7 +156,7 @@ def _run(
     each = []
     for rank, core in enumerate(cores):
         links = {kind: crew.links(rank) for kind, crew in crews.items()}
-        args = (configs, replace(Links(), rank=rank, board=board), links, seconds)
+        args = (configs, replace(ProcessContext(), rank=rank, board=board), links, seconds)
         each.append((f"coterie-plan-{rank}", [core], measure_process, args))
     return _found(each, seconds)
 

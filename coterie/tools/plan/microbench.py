@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from coterie.algorithms.table import unroll_length
-from coterie.build.factory import Links, make_exchange, normalizers
+from coterie.build.factory import ProcessContext, make_exchange, normalizers
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
@@ -47,7 +47,7 @@ def measure_whole(post: Post, config: ResolvedConfig, turn: float) -> None:
 
 
 def measure_process(
-    post: Post, configs: list[ResolvedConfig], links: Links, others: dict[str, Links], seconds: float
+    post: Post, configs: list[ResolvedConfig], links: ProcessContext, others: dict[str, ProcessContext], seconds: float
 ) -> None:
     """In a child process with one core: turns beside the others; in the first also what needs no others."""
     rank, sync = links.rank, partial(links.board.meet, links.rank, PATIENCE_S)
@@ -70,7 +70,7 @@ def measure_process(
                 sync()
                 crowded[i].append(_turn(loop, turn))
                 took[i].append(np.diff(loop.now.ends))
-        every = {"solo": Links(), **others}
+        every = {"solo": ProcessContext(), **others}
         agreed = {kind: _exchange(loops[-1].learner, kind, mine, sync) for kind, mine in every.items()}
         sync()
         found: dict[str, Any] = {
@@ -142,9 +142,9 @@ def _jitter(took: list[Array]) -> float:
     return float(every.std(ddof=1) / every.mean()) if len(every) >= _LEAST else 0.0
 
 
-def _exchange(learner: Learner, kind: str, links: Links, sync: Callable[[], None]) -> list[float]:
+def _exchange(learner: Learner, kind: str, links: ProcessContext, sync: Callable[[], None]) -> list[float]:
     """Seconds of some learner steps' agreement and update, while the other processes make as many."""
-    config = replace(learner.config, exchange=kind, learners=links.learners)  # type: ignore[arg-type]
+    config = replace(learner.config, exchange=kind, learners=links.learners)
     exchange = make_exchange(config, learner.params, normalizers(config, learner.model), links)
     took = list[float]()
     with exchange:

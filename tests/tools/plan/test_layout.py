@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 
 from coterie import presets
+from coterie.acting.actor import ActorMemory
+from coterie.acting.apart import envs_per_child
 from coterie.acting.table import ACTING
-from coterie.build.factory import acting_memory, actor_env, make_model
+from coterie.build.factory import make_model, memory_setup
 from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
 from coterie.exchange.table import EXCHANGES
+from coterie.parallel.params import FlatParams
 from coterie.roles.learner import Learner
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.layout import UPDATES, Hardware, layout, layouts
@@ -56,15 +59,14 @@ def test_a_decoupled_layout_is_the_actors(learners):
     config = changed(IMPALA, {"learners": learners, "exchange": "gossip" if learners > 1 else "solo", "actors": 4})
     config = changed(config, {"env.num_envs": 16})
     own = layout(config, SPEC, Hardware(cores=2), "decoupled", config.exchange, learners)
-    mine, _ = actor_env(config, 0, 0)
-    slots, weights = acting_memory(config, SPEC, make_model(config, SPEC))
+    model = make_model(config, SPEC)
+    memory = ActorMemory(memory_setup(config, SPEC, model, FlatParams(model)))
     try:
         assert own.producers == 4 // learners
-        assert own.width == mine.env.num_envs
-        assert (own.batches, own.batch // own.width) == (slots.batches, slots.per_batch)
+        assert own.width == envs_per_child(config)
+        assert (own.batches, own.batch // own.width) == (memory.slots.batches, memory.slots.per_batch)
     finally:
-        slots.close()
-        weights.close()
+        memory.close()
 
 
 def test_each_host_adds_its_own_simulators():

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from coterie.acting.decoupled import Stopped
-from coterie.acting.recorder import Stages, env_loop
-from coterie.build.factory import Links, actor_env, envs_of, patience
-from coterie.build.resources import resolve_resources
-from coterie.config import ResolvedConfig
-from coterie.envs.group import Envs
-from coterie.envs.make import make_spec
+from coterie.acting.base import EnvShare, MemorySetup, Post, Stopped, WorkerSetup
+from coterie.acting.recorder import Envs, env_loop
+from coterie.acting.reporting import WorkerReport
 from coterie.parallel.affinity import available_cores, keep_freed_memory
 from coterie.parallel.board import COUNTS
-from coterie.roles.reporting import WorkerReport
-from coterie.types import Array, Spec, TimeStep, entries
+from coterie.parallel.processes import scratch_folder
+from coterie.parallel.stages import Stages
+from coterie.types import Array, TimeStep, entries
 from coterie.wire.client import Connection, Endpoint, ReconnectingStream, RunEnded, Stream
 from coterie.wire.codec import Layout, Newest, timestep_layout
 
@@ -58,43 +56,56 @@ class GroupStream(ReconnectingStream):
         return self.ask(question)[0]["action"]
 
 
-def host_envs(config: ResolvedConfig, spec: Spec, life: int, first_env: int, union: bool = False) -> Envs:
+def host_envs(share: EnvShare) -> Envs:
     """Envs in two groups, one of which steps while the other waits for its actions."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    layout = resolve_resources(replace(config, device="cpu"), spec)
-    if not config.env.threads:
-        # A group that waits leaves its threads idle: each group has one for every core.
-        layout = replace(layout, env_threads=len(available_cores()) * layout.groups)
-    return envs_of(config, layout, life, first_env, union=union)[0]
+    # A group that waits leaves its threads idle: each group has one for every core.
+    return share.make(share.config.env.threads or len(available_cores()) * share.groups)
+
+
+class HostSocket:
+    """The unix socket at which a learner's env hosts connect."""
+
+    def __init__(self, setup: MemorySetup) -> None:
+        # A socket's path has 107 bytes at most.
+        self.folder = scratch_folder(None if len(tempfile.gettempdir()) < 60 else "/tmp")
+        self.address = f"unix:{self.folder / 'learner'}"
+
+    def abandon(self, child: int) -> None:
+        """A stream ends with its host."""
+
+    def delivered(self, child: int) -> int:
+        """The learner counts the rows that it receives."""
+        return 0
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class EnvHost:
-    """An env host that the run started: number `number` of its learner, with the board's row `row`."""
+    """The work of an env host that the run started."""
 
-    def __init__(self, config: ResolvedConfig, life: int, links: Links, number: int, row: int) -> None:
-        mine, first = actor_env(config, number, links.rank)
-        self.board, self.row = links.board, row
-        spec = make_spec(config.env, config.atari)
-        self.connection = Connection(
-            Endpoint(links.address, patience=patience(config)), {"env_id": mine.env.id, "number": number}
-        )
+    def __init__(self, setup: WorkerSetup, memory: HostSocket) -> None:
+        self.board, self.row = setup.board, setup.row
+        share, newest = setup.envs, setup.config.central.newest_frame
+        hello = {"env_id": share.config.env.id, "number": setup.number}
+        self.connection = Connection(Endpoint(memory.address, patience=setup.timeout), hello)
 
         def connect(group: int, width: int) -> GroupStream:
-            layout = timestep_layout(spec, width, config.central.newest_frame)
+            layout = timestep_layout(share.spec, width, newest)
             return GroupStream(self.connection, layout, group, lambda: None, self._check)
 
-        envs = host_envs(mine, spec, life, first, union=mine.env.id != config.env.id)
-        self.loop = EnvLoop(envs, connect, self._check)
-        self.loop.waits = partial(links.board.blocked, row)  # an answer may take as long as an evaluation
-        self._replaced = int(links.board.counts[row][COUNTS.index("replaced")])
+        self.loop = EnvLoop(host_envs(share), connect, self._check)
+        self.loop.waits = partial(setup.board.blocked, setup.row)  # an answer may take as long as an evaluation
+        self._replaced = int(self.board.counts[self.row][COUNTS.index("replaced")])
 
     def _check(self) -> None:
         self.board.heartbeat[self.row] = time.monotonic()
         if self.board.closed:
             raise Stopped
 
-    def run(self, post: Callable[[str, Any], None]) -> None:
+    def run(self, post: Post) -> None:
         def report(content: dict[str, Any]) -> None:
             replaced = self._replaced + self.loop.envs.replaced
             self.board.counts[self.row, COUNTS.index("replaced")] = replaced

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from coterie.acting.recorder import Stages
 from coterie.parallel.affinity import rss_mb
+from coterie.parallel.stages import Stages
 
 _REPORT_S = 0.5  # between two reports
 

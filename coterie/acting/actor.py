@@ -1,0 +1,206 @@
+"""Actor processes of decoupled acting: envs and a copy of the policy, for a learner in another process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from coterie.acting.apart import envs_per_child
+from coterie.acting.base import Agent, EnvShare, MemorySetup, Post, Stopped, WorkerSetup, group_policy
+from coterie.acting.inline import Inline
+from coterie.acting.recorder import Recorder, rollout_layout
+from coterie.acting.reporting import WorkerReport
+from coterie.models.build import Network, acting_copy
+from coterie.parallel.affinity import keep_freed_memory
+from coterie.parallel.board import COUNTS
+from coterie.parallel.slots import Slots
+from coterie.parallel.stages import Stages
+from coterie.parallel.threads import Team
+from coterie.parallel.weights import Weights
+from coterie.types import AgentOutput, CoterieError, Inputs
+
+_POLL_S, _SLOW_POLL_S = 2e-4, 1e-3  # between two looks at shared memory: in the first moments, and later
+_SOON_S = 0.01
+
+
+class ActorMemory:
+    """Shared memory between a learner and its actors: weights, and slots for rollouts."""
+
+    def __init__(self, setup: MemorySetup) -> None:
+        config = setup.config
+        section, width = config.decoupled, envs_per_child(config)
+        batch_size = section.batch_size or config.env.num_envs
+        layout = rollout_layout(setup.spec, setup.unroll_length, batch_size, setup.core)
+        self.actors = max(1, config.actors // config.learners)
+        self.slots = Slots(layout, 1 if section.lockstep else 2 + section.queue, batch_size, width, self.actors)
+        self.weights = Weights(setup.weights, setup.moments)
+
+    def abandon(self, child: int) -> None:
+        self.slots.abandon(child)
+
+    def delivered(self, child: int) -> int:
+        return self.slots.delivered(child)
+
+    def close(self) -> None:
+        self.slots.close()
+        self.weights.close()
+
+
+class RolloutSink(Protocol):
+    """Where an actor takes weights and memory for rollouts, and delivers rollouts: shared memory, or a wire."""
+
+    @property
+    def first(self) -> Recorder: ...  # any of its recorders
+    def pull(self) -> int: ...  # take the newest weights; returns their version
+    def next(self) -> Recorder: ...  # waits until another rollout is wanted
+    def check(self) -> None: ...  # raises `Stopped` when the run has ended
+    def deliver(self) -> None: ...  # the rollout is complete
+
+
+class RolloutLoop:
+    """Acts for some envs on the CPU, as inline acting does, and delivers the rollouts.
+
+    `count` is called with the number of valid rows as they are seen. `make_sink`: for these groups of envs.
+    """
+
+    def __init__(
+        self, share: EnvShare, agent: Agent, count: Callable[[int], None],
+        make_sink: Callable[[Agent, list[slice], Stages], RolloutSink],
+    ) -> None:  # fmt: skip
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        self.stages, self.count, self.acts_at = Stages(), count, agent.acts_at
+        model, refresh = acting_copy(cast(Network, agent.model), share.dtype)
+        self.envs = share.make(0)
+        self.sink = make_sink(agent, self.envs.groups, self.stages)
+        policy = group_policy(share, self.envs, agent, model, refresh)
+        self.act, self.calls = policy.act, [0] * len(self.envs.groups)
+        self.acting = Inline(
+            self.envs,
+            replace(policy, act=self._act),
+            self.sink.first,
+            self.stages,
+            Team(1),  # it has one core, and counts without a lock
+            share.config.algo.poll,
+            self.sink.next,
+        )
+        self.report = WorkerReport("actor", self.stages, self.acting.failures)
+
+    def run(self, on_delivered: Callable[[], None]) -> None:
+        """Act until the run has ended; `on_delivered` is called after each rollout."""
+        with closing(self.acting), suppress(Stopped):
+            for _ in self.acting.rollouts(self._refresh):
+                self.sink.deliver()
+                on_delivered()
+
+    def close(self) -> None:
+        self.acting.close()
+
+    def _act(self, g: int, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
+        """Count the rows: every one after row 0 shows the consequence of a step, delivered later or not."""
+        if self.calls[g] % (self.acting.recorder.unroll_length + 1):
+            self.count(int((~inputs.is_first).sum()))
+        self.calls[g] += 1
+        self.sink.check()
+        begin = time.perf_counter()
+        out = self.act(g, inputs, state)
+        self.report.latencies.append(time.perf_counter() - begin)
+        return out
+
+    def _refresh(self) -> None:
+        self.stages.start()
+        version = self.sink.pull()
+        self.acts_at(version)
+        self.acting.publish(version)
+        self.stages.lap("pull")
+
+
+class ActorMailbox:
+    """An actor's end of the shared memory."""
+
+    def __init__(
+        self, memory: ActorMemory, setup: WorkerSetup, agent: Agent, groups: list[slice], stages: Stages
+    ) -> None:
+        self.slots, self.weights, self.agent, self.stages = memory.slots, memory.weights, agent, stages
+        self.board, self.row, self.number = setup.board, setup.row, setup.number
+        self.learner, self.timeout = setup.rank, setup.timeout
+        cpu = torch.device("cpu")
+        self.recorders = {
+            (j, s): Recorder(self.slots.columns(j, s), groups, cpu)
+            for j in range(self.slots.batches)
+            for s in range(self.slots.per_batch)
+        }
+        self.slot = (0, 0)  # the one that is being filled
+        self.sums = agent.moments.read()
+
+    @property
+    def first(self) -> Recorder:
+        return self.recorders[0, 0]
+
+    def pull(self) -> int:
+        """Take the newest weights; returns their version."""
+        version = self.weights.read(self.agent.params.data, self.sums)
+        if len(self.sums):
+            self.agent.moments.write(self.sums)
+        return version
+
+    def next(self) -> Recorder:
+        """Wait for a slot, and for weights as new as it needs."""
+        begin = time.perf_counter()
+        self.stages.start()
+        with self.board.blocked(self.row):
+            while (slot := self.slots.take(self.number)) is None or self.weights.version < self.slots.need[slot]:
+                self.check()
+                waited = time.perf_counter() - begin
+                time.sleep(_POLL_S if waited < _SOON_S else _SLOW_POLL_S)
+                # The learner may be evaluating, which shows in its heartbeat.
+                silent = time.monotonic() - float(self.board.heartbeat[self.learner])
+                if min(waited, silent) > self.timeout:
+                    raise CoterieError(f"no slot for a rollout for {self.timeout:g} s: the learner hangs")
+        self.stages.lap("wait")
+        self.slot = slot
+        return self.recorders[slot]
+
+    def check(self) -> None:
+        """Write a heartbeat; raise `Stopped` when the run has ended."""
+        self.board.heartbeat[self.row] = time.monotonic()
+        if self.board.closed:
+            raise Stopped
+
+    def deliver(self) -> None:
+        self.slots.promise(self.number, self.slot, self.board.read(self.row)["produced"])
+        self.slots.fill(self.slot)
+
+
+class Actor:
+    """The work of an actor process that the run started."""
+
+    def __init__(self, setup: WorkerSetup, memory: ActorMemory) -> None:
+        self._counts = setup.board.counts[setup.row]
+        self._replaced = int(self._counts[COUNTS.index("replaced")])  # by earlier processes in this row
+
+        def make_sink(agent: Agent, groups: list[slice], stages: Stages) -> ActorMailbox:
+            return ActorMailbox(memory, setup, agent, groups, stages)
+
+        self.loop = RolloutLoop(setup.envs, setup.make_agent(), self._count, make_sink)
+
+    def _count(self, rows: int) -> None:
+        self._counts[COUNTS.index("produced")] += rows
+
+    def run(self, post: Post) -> None:
+        def delivered() -> None:
+            self._counts[COUNTS.index("delivered")] = self._counts[COUNTS.index("produced")]
+            self._counts[COUNTS.index("replaced")] = self._replaced + self.loop.envs.replaced
+            if self.loop.report.is_due():
+                post("acted", self.loop.report.take())
+
+        self.loop.run(delivered)
+
+    def close(self) -> None:
+        self.loop.close()

@@ -1,0 +1,46 @@
+"""What all actings with child processes refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coterie.config import Central, Config, Decoupled, Refusal, ResolvedConfig
+from coterie.envs.tasks import tasks
+
+
+def shares_evenly(config: ResolvedConfig, optional: bool = False) -> bool:
+    """Whether learners, tasks and envs are shared out evenly over the children. `optional`: none at all will do where
+    clients of other machines may join.
+    """
+    actors, learners = config.actors, config.learners
+    return (
+        (actors > 0 or (optional and bool(config.wire.bind)))
+        and actors % learners == actors % len(tasks(config.env.id)) == 0
+        and config.env.num_envs * learners % max(1, actors) == 0
+    )
+
+
+def envs_per_child(config: ResolvedConfig) -> int:
+    return config.env.num_envs * config.learners // max(1, config.actors)
+
+
+def apart_refusals(section: Callable[[Config], Decoupled | Central], optional: bool = False) -> tuple[Refusal, ...]:
+    """Refusals of every acting with child processes."""
+    return (
+        Refusal(
+            lambda c, s: not shares_evenly(c, optional),
+            "actors",
+            "must be a multiple of the learners and of the tasks, and divide env.num_envs x learners evenly; give "
+            "other numbers, or leave both at auto",
+        ),
+        Refusal(
+            lambda c, s: c.env.groups == 2 and envs_per_child(c) % 2 == 1,
+            "env.groups",
+            "2 groups need an even number of envs in each actor (env.num_envs x learners / actors)",
+        ),
+        Refusal(
+            lambda c, s: section(c).lockstep and section(c).batch_size not in (0, c.env.num_envs),
+            "ACTING.batch_size",
+            "must be 0 in lockstep: a batch has one rollout of each env",
+        ),
+    )
