@@ -34,7 +34,6 @@ class Board:
                 "heartbeat": ((rows,), "float64"),
                 "blocked": ((rows,), "int64"),
                 "order": ((4,), "int64"),
-                "turns": ((learners,), "int64"),
                 "arrivals": ((learners,), "int64"),
             },
             name="coterie-board",
@@ -46,7 +45,6 @@ class Board:
         self.counts: Array = arrays["counts"]
         self.active: Array = arrays["active"]  # 1 while a learner takes part
         self.heartbeat: Array = arrays["heartbeat"]  # monotonic time of its last sign of life
-        self.turns: Array = arrays["turns"]  # turns that each learner has had, where they go one after the other
         self._blocked: Array = arrays["blocked"]
         self._order: Array = arrays["order"]  # number, what, stop, closed
         self._arrivals: Array = arrays["arrivals"]
@@ -86,14 +84,6 @@ class Board:
         number = int(self._order[0])
         fence()
         return number, int(self._order[1])
-
-    def my_turn(self, rank: int) -> bool:
-        """Learners before `rank` have had one turn more, those after it as many; inactive ones are passed over."""
-        mine = self.turns[rank]
-        ahead = self.turns > mine
-        ahead[rank + 1 :] = self.turns[rank + 1 :] >= mine
-        ahead[rank] = True
-        return bool((ahead | (self.active == 0)).all())
 
     def meet(self, rank: int, timeout: float) -> None:
         """Wait until every learner has called this as often as `rank` has."""

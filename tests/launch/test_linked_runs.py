@@ -14,9 +14,13 @@ import pytest
 from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
 from tests.conftest import made_by
-from tests.launch.harness import PATIENCE, options, put_down, read_summary, until
 from tests.launch.namespaces import ip, networks
+from tests.support.meddler import PATIENCE
 from tests.support.net import free_port
+from tests.support.process_table import put_down
+from tests.support.runs import inline_options as options
+from tests.support.runs import read_summary
+from tests.support.waiting import wait_until
 
 __all__ = ["networks"]  # a fixture
 ENDLESS = 10**9
@@ -46,7 +50,7 @@ class Linked:
             assert self.process.poll() is None, self.path.read_text()
             return condition()
 
-        until(there, what)
+        wait_until(there, PATIENCE, what)
 
     def trains(self, steps: int = 1000) -> None:
         """It trains on for this number of env steps."""

@@ -12,10 +12,11 @@ import pytest
 
 from coterie.runs.metrics import read_metrics
 from tests.conftest import made_by
-from tests.launch.harness import family, options, put_down
 from tests.launch.namespaces import bridged, ip
 from tests.launch.test_linked_runs import ENDLESS, Linked
 from tests.support.net import free_port
+from tests.support.process_table import family, put_down
+from tests.support.runs import inline_options as options
 
 Machines = list[tuple[str, str, str]]
 

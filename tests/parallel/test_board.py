@@ -1,4 +1,4 @@
-"""The board: counts that nobody loses, orders, turns, and the same numbers in every process."""
+"""The board: counts of which none is lost, orders, and the same numbers in every process."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_an_order_is_written_before_its_number_and_read_after_it(monkeypatch):
 def meet_often(post: Post, board: Board, rank: int) -> None:
     for _ in range(50):
         board.meet(rank, 60.0)
-        board.turns[rank] += 1
-        assert board.turns.max() <= board.turns[rank] + 1
+        board.counts[rank, 0] += 1
+        assert board.counts[:, 0].max() <= board.counts[rank, 0] + 1
 
 
 def test_learners_meet_as_often_as_each_of_them_calls():
@@ -108,36 +108,10 @@ def test_learners_meet_as_often_as_each_of_them_calls():
         both.meet(1, 0.01)
 
 
-def test_turns_go_round_and_pass_over_inactive_learners():
-    board, order = Board(4), []
-    board.active[:] = 1
-
-    def one_turn() -> int:
-        (who,) = [rank for rank in range(4) if board.active[rank] and board.my_turn(rank)]
-        board.turns[who] += 1
-        return who
-
-    order = [one_turn() for _ in range(6)]
-    assert order == [0, 1, 2, 3, 0, 1]
-    board.active[2] = 0  # it would be next
-    assert [one_turn() for _ in range(5)] == [3, 0, 1, 3, 0]
-    board.active[0] = 0
-    assert [one_turn() for _ in range(3)] == [1, 3, 1]
-    board.active[[1, 2]] = 0
-    assert [one_turn() for _ in range(3)] == [3, 3, 3]
-
-
-def test_whose_turn_it_is_where_all_have_left_but_one_that_never_came():
-    board = Board(3)
-    board.active[1] = 1
-    assert board.my_turn(1)
-
-
 def write_on(post: Post, board: Board) -> None:
     assert board.read(1)["learned"] == 11
     board.write(1, {"learned": 12})
     board.active[0] = 1
-    board.turns[1] = 3
     post("order", board.order)
     board.stop()
 
@@ -150,7 +124,6 @@ def test_a_process_has_the_same_board():
     assert said == [("order", (1, EVALUATE)), ("end", "ended with exit code 0")]
     assert board.read(1)["learned"] == 12
     assert board.active.tolist() == [1, 0]
-    assert board.turns.tolist() == [0, 3]
     assert board.stopping
     assert board.counts.dtype == np.int64  # a run of 2^53 steps and more
 
