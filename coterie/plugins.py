@@ -2,7 +2,7 @@
 
 `package.module:callable` names an env, a torso, an algorithm, an acting or an exchange. The last three are substitutes
 for the part that the run would have otherwise: they are made with the same arguments, and the same is refused of them.
-A new acting or exchange is registered under a name of its own by a module in `own.modules`.
+A new acting or exchange is registered under a name of its own by a module in `plugins.modules`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from coterie.config import Config
-from coterie.types import ConfigError
+from coterie.types import ConfigError, reason_of
 
 PARTS = ("algorithm", "acting", "exchange")
 P = ParamSpec("P")
@@ -34,7 +34,7 @@ def named(field: str, path: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{field}: cannot import {path!r}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{field}: cannot import {path!r}: {reason_of(error)}") from error
     if not callable(found):
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")
     return found
@@ -50,11 +50,11 @@ def register(table: dict[str, T], name: str, kind: T) -> None:
 
 def choose(table: dict[str, T], part: str, name: str, config: Config) -> T:
     """The choice that a config names, after the modules were imported that may have registered it."""
-    for module in config.own.modules:
+    for module in config.plugins.modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise ConfigError(f"own.modules: cannot import {module!r}: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"plugins.modules: cannot import {module!r}: {reason_of(error)}") from error
     if name not in table:
         raise ConfigError(f"{part}: {name!r} is not one of {', '.join(table)}")
     return table[name]
@@ -63,34 +63,36 @@ def choose(table: dict[str, T], part: str, name: str, config: Config) -> T:
 def with_modules(config: C) -> C:
     """The config with the modules that registered its acting and exchange: other processes must import them, too."""
     found = [_MODULES[name] for name in (config.acting, config.exchange) if name in _MODULES]
-    modules = dict.fromkeys([*config.own.modules, *(m for m in found if m != "__main__")])
-    return replace(config, own=replace(config.own, modules=tuple(modules)))
+    modules = dict.fromkeys([*config.plugins.modules, *(m for m in found if m != "__main__")])
+    return replace(config, plugins=replace(config.plugins, modules=tuple(modules)))
 
 
 def check_own(config: Config) -> None:
     """Raise a one-line `ConfigError` where a part of the user's cannot be imported."""
     for part in PARTS:
-        if path := getattr(config.own, part):
-            named(f"own.{part}", path)
+        if path := getattr(config.plugins, part):
+            named(f"plugins.{part}", path)
 
 
 def in_place_of(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, T]:
     """`ours`, or the user's own `part` instead, which takes what `ours` takes."""
-    path: str = getattr(config.own, part)
+    path: str = getattr(config.plugins, part)
     if not path:
         return ours
-    theirs, place = named(f"own.{part}", path), getattr(ours, "__name__", str(ours))
+    theirs, place = named(f"plugins.{part}", path), getattr(ours, "__name__", str(ours))
     # A protocol is no kind of anything: it only says what there has to be.
     mro = [c for c in getattr(theirs, "__mro__", ()) if not getattr(c, "_is_protocol", False)]
     base = next((c for c in mro if c.__module__.startswith("coterie.")), ours)
     if base is not ours:
-        raise ConfigError(f"own.{part}: {path} is a kind of {base.__name__}, and this run has {place} in that place")
+        raise ConfigError(
+            f"plugins.{part}: {path} is a kind of {base.__name__}, and this run has {place} in that place"
+        )
 
     def make(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             inspect.signature(theirs).bind(*args, **kwargs)
         except TypeError as error:
-            raise ConfigError(f"own.{part}: {path} must take what {place} takes: {error}") from None
+            raise ConfigError(f"plugins.{part}: {path} must take what {place} takes: {error}") from None
         made: T = theirs(*args, **kwargs)
         return made
 

@@ -212,6 +212,12 @@ def map_tensors(call: Callable[[Tensor], Tensor], record: T, **changes: Any) -> 
     return replace(record, **changes)  # type: ignore[type-var]
 
 
+def reason_of(error: BaseException) -> str:
+    """An error's message on one line; of an operating system's error, the reason alone."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(reason.split()) or type(error).__name__
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, without the trace that others' libraries put behind it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -219,6 +225,6 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message; with its class, if it is none of the program's own errors."""
+    """An error's message on one line, with its class unless it is one of Coterie's."""
     text = " ".join(str(error).split())
     return text if isinstance(error, CoterieError) else f"{type(error).__name__}: {text}"

@@ -38,7 +38,7 @@ def test_a_resumed_run_explores_as_little_as_before(tmp_path):
             {"replay.capacity": 10**12},
             r"^replay\.capacity: 1,000,000,000,000 env steps need [\d,.]+ GiB, and there are",
         ),
-        ({"replay.capacity": 50}, r"^replay\.capacity: is too small"),
+        ({"replay.capacity": 50}, r"^replay\.capacity: must be larger"),
         ({"replay.disk": "/nowhere"}, r"^replay\.disk: cannot write to /nowhere"),
         (
             {"replay.disk": ".", "replay.capacity": 10**12},

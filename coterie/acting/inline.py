@@ -128,12 +128,12 @@ KIND = ActingKind(
         Refusal(
             lambda c, s: c.actors != 0,
             "acting",
-            "inline has no actors; set it to decoupled or central, or leave actors at auto",
+            "must be decoupled or central if actors is set: inline acting has none",
         ),
         Refusal(
             lambda c, s: "," in c.env.id,
             "env.id",
-            "several tasks need actors or env hosts: set acting to decoupled or central",
+            "must be a single task with inline acting; set acting to decoupled or central",
         ),
     ),
 )

@@ -55,7 +55,7 @@ class DQN(QLearning):
         Refusal(
             lambda c, s: c.model.core != "none",
             "model.core",
-            "dqn learns from single steps and cannot train a recurrent core; use none, or algorithm r2d2",
+            "must be none with dqn, which learns from single steps; or use algorithm r2d2",
         ),
     )
 

@@ -28,12 +28,12 @@ class PPO(A2C):
         Refusal(
             lambda c, s: c.exchange == "allreduce" and c.ppo.target_kl > 0,
             "ppo.target_kl",
-            "stops learners after different numbers of steps, which allreduce does not allow; set it to 0",
+            "must be 0 with exchange allreduce: it stops learners after different numbers of steps",
         ),
         Refusal(
             lambda c, s: c.model.core == "none" and c.ppo.minibatch_size > PPO.unroll_length(c) * c.env.num_envs,
             "ppo.minibatch_size",
-            "is larger than a rollout (algo.unroll_length x env.num_envs, or ppo.batch_size)",
+            "must not exceed the samples of a rollout (algo.unroll_length x env.num_envs, or ppo.batch_size)",
         ),
     )
 

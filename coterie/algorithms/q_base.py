@@ -293,12 +293,12 @@ def value_refusals(
         Refusal(
             lambda c, s: s.action.kind != "categorical",
             "algorithm",
-            "dqn and r2d2 need a Discrete action space, which this env does not have; use a2c, ppo or vtrace",
+            "must be a2c, ppo or vtrace: dqn and r2d2 need a Discrete action space, which this env does not have",
         ),
         Refusal(
             lambda c, s: c.reward.normalize,
             "reward.normalize",
-            "would rescale rewards that are already in the replay; use reward.clip or reward.scale",
+            "must be False with dqn and r2d2, whose replay has rewards of the past; use reward.clip or reward.scale",
         ),
         Refusal(
             lambda c, s: c.q.learn_start < first_rows(c),
@@ -309,7 +309,7 @@ def value_refusals(
         Refusal(
             lambda c, s: rows(c) <= needed(c),
             "replay.capacity",
-            "is too small: each env of each learner needs more than algo.unroll_length + q.n_step + atari.stack rows, "
+            "must be larger: each env of a learner needs more than algo.unroll_length + q.n_step + atari.stack rows, "
             "for r2d2 more than r2d2.burn_in + r2d2.length, rounded down to whole rollouts",
         ),
         Refusal(lambda c, s: 0 < c.replay.envs < c.env.num_envs, "replay.envs", "must not be below env.num_envs"),
@@ -317,11 +317,12 @@ def value_refusals(
         Refusal(
             lambda c, s: c.q.atoms > 0 and c.replay.initial == "acting",
             "replay.initial",
-            "acting needs values, but with q.atoms a priority is the divergence of distributions; use highest",
+            "must be highest with q.atoms, whose priorities are divergences of distributions",
         ),
         Refusal(
             lambda c, s: bool(c.allreduce.address),
             "algorithm",
-            "dqn and r2d2 cannot join allreduce between machines: a machine that joins has an empty replay; use gossip",
+            "must not be dqn or r2d2 with allreduce between machines: the replay of a machine that joins is empty; "
+            "use exchange gossip",
         ),
     )

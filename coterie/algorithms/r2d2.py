@@ -74,7 +74,7 @@ class R2D2(QLearning):
         Refusal(
             lambda c, s: c.model.core == "none",
             "model.core",
-            "r2d2 trains a recurrent core on sequences; use lstm, or algorithm dqn",
+            "must be lstm with r2d2, which trains a recurrent core on sequences; or use algorithm dqn",
         ),
         Refusal(
             lambda c, s: any(x % c.algo.unroll_length for x in _lengths(c)),

@@ -84,7 +84,7 @@ class VTrace(A2C):
         Refusal(
             lambda c, s: not 0 <= c.vtrace.replay_share < 1,
             "vtrace.replay_share",
-            "is a share of a batch: at least 0 and below 1",
+            "must be at least 0 and below 1",
         ),
         Refusal(
             lambda c, s: c.vtrace.minibatch > 0 and batch_size(c) % c.vtrace.minibatch != 0,

@@ -25,7 +25,7 @@ from coterie.build.factory import make_algorithm, make_model
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
 from coterie.envs.tasks import are_normalized, overall, task_config, tasks
-from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, TimeStep, entries, map_obs
+from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, TimeStep, entries, map_obs, reason_of
 
 _MOST_ENVS = 16
 _LONGEST_GAME = 200_000  # env steps on average, past which `coterie eval` counts games as unfinished
@@ -209,11 +209,11 @@ def check_spec(folder: Path, config: Config) -> Spec:
     return spec
 
 
-def load(folder: str | Path, learner: str = "best") -> Policy:
+def load(folder: str | Path, learner: str = "0") -> Policy:
     """The policy of a run's best checkpoint, or of its last where none was marked best.
 
-    `learner`: "best" (the one that is evaluated while training), a number, "mean" for the mean of all weights, or
-    "secondary" where there is such a learner.
+    `learner`: its index (learner 0 is the one that is evaluated during training), "mean" for the mean of all learners'
+    weights, or "secondary" for the secondary learner.
     """
     folder = Path(folder)
     config, root = open_run(folder), folder / "checkpoints"
@@ -226,7 +226,7 @@ def load(folder: str | Path, learner: str = "best") -> Policy:
     try:
         model.load_state_dict(_weights(tensors, learner))
     except RuntimeError as error:
-        raise CoterieError(f"{path} does not fit the run's model: {' '.join(str(error).split())[:200]}") from None
+        raise CoterieError(f"{path} does not fit the run's model: {reason_of(error)[:200]}") from None
     return Policy(folder, config, spec, int(state["env_steps"]), model.eval().requires_grad_(False))
 
 
@@ -239,17 +239,16 @@ def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
     if learner == "mean":
         return {k: sum(m[k].double() for m in models.values()).div(len(models)).to(x.dtype)  # type: ignore[union-attr]
                 for k, x in next(iter(models.values())).items()}  # fmt: skip
-    rank = 0 if learner == "best" else int(learner) if learner.isdecimal() else -1
-    if rank not in models:
-        known = ", ".join(map(str, sorted(models)))
-        raise ConfigError(
-            f"learner: {learner!r} is not best, mean{', secondary' * (second is not None)} or one of {known}"
-        )
-    return models[rank]
+    if learner == "best":
+        raise ConfigError("learner: best is now 0, the learner that is evaluated during training")
+    if not learner.isdecimal() or int(learner) not in models:
+        known = [*map(str, sorted(models)), "mean", *(["secondary"] if second is not None else [])]
+        raise ConfigError(f"learner: {learner!r} is not one of {', '.join(known)}")
+    return models[int(learner)]
 
 
 def evaluate_run(
-    folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str = "best"
+    folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str = "0"
 ) -> dict[str, Any]:
     """Score a run's policy: the mean over whole games +- standard error, human-normalised where a reference exists."""
     policy = load(folder, learner)

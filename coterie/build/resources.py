@@ -125,8 +125,8 @@ def largest(fitting: list[int], limit: int) -> int:
 
 
 def simulators(config: Config, learners: int, cores: int = 0) -> int:
-    """Envs of each learner where `env.num_envs` is auto: a number for each of its cores, or for each of its actors, that
-    shares out the tasks and the rollouts of a batch evenly, and lets learning begin after `q.learn_start` env steps.
+    """Envs of each learner where `env.num_envs` is auto: some for each of its cores, or for each of its actors, so that
+    the tasks and the rollouts of a batch are shared out evenly, and learning can begin after `q.learn_start` env steps.
     """
     one = replace(config, env=replace(config.env, num_envs=1))
     spec = make_spec(one.env, config.atari)

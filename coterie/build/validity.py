@@ -1,4 +1,4 @@
-"""Which combinations work. ONE list of (predicate, field, reason): README and tests are made from it."""
+"""Which combinations of settings work: one list of refusals, from which README's table and the tests are made."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.q_base import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class, is_value_based
 from coterie.config import Config, Refusal, ResolvedConfig
-from coterie.acting.table import batch_size
-from coterie.acting.table import acting_kind
-from coterie.plugins import check_own
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
+from coterie.plugins import check_own
 from coterie.types import ConfigError, Spec
 
 LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
@@ -28,22 +26,22 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, s: c.q.secondary_batch > 0 and (not is_value_based(c) or not exchange_kind(c).one_learner),
         "q.secondary_batch",
-        "a secondary learner follows one learner that has a replay: dqn or r2d2 with exchange solo",
+        "needs one learner with a replay: dqn or r2d2 with exchange solo",
     ),
     Refusal(
         lambda c, s: algorithm_class(c).on_policy and not acting_kind(c).lockstep(c),
         "ACTING.lockstep",
-        "a2c and ppo cannot correct for an older policy: set it to True, or use vtrace",
+        "must be True with a2c and ppo, which cannot correct for an older policy; or use vtrace",
     ),
     Refusal(
         lambda c, s: acting_kind(c).own_policy and algorithm_class(c).on_policy and c.decoupled.publish_every > 1,
         "decoupled.publish_every",
-        "a2c and ppo cannot correct for an older policy: leave it at 1",
+        "must be 1 with a2c and ppo, which cannot correct for an older policy",
     ),
     Refusal(
         lambda c, s: c.algo.entropy_target != 0 and c.algo.entropy_coef == 0,
         "algo.entropy_target",
-        "adapts algo.entropy_coef, which must not be 0 to begin with",
+        "needs an algo.entropy_coef above 0, which it adapts",
     ),
     Refusal(
         lambda c, s: _learn_alike(c) and c.algo.entropy_target != 0,
@@ -60,12 +58,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, s: bool(c.wire.bind) and (acting_kind(c).lockstep(c) or len(tasks(c.env.id)) > 1),
         "wire.bind",
-        "hosts and actors that come by themselves are for decoupled or central acting, one task, and no lockstep",
+        "needs decoupled or central acting, a single task, and no lockstep",
     ),
     Refusal(
         lambda c, s: c.chaos.every > 0 and not acting_kind(c).apart and exchange_kind(c).one_learner,
         "chaos.every",
-        "a lone learner that acts itself has no processes to disturb: give it learners, actors or hosts",
+        "needs child processes: several learners, actors, or env hosts",
     ),
     Refusal(
         lambda c, s: bool(c.allreduce.address) and not exchange_kind(c).in_lockstep,
@@ -80,33 +78,36 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, s: c.model.last_action_reward and c.model.core == "none",
         "model.last_action_reward",
-        "is fed to a core: set model.core lstm",
+        "needs a recurrent core: set model.core to lstm",
     ),
     Refusal(
         lambda c, s: c.model.share == "no" and c.model.core != "none",
         "model.share",
-        "a core is shared by policy and value: use yes or auto",
+        "must be yes or auto with a recurrent core, which policy and value share",
     ),
     Refusal(
-        lambda c, s: c.env.groups == 2 and c.env.num_envs % 2 == 1, "env.groups", "2 groups need an even env.num_envs"
+        lambda c, s: c.env.groups == 2 and c.env.num_envs % 2 == 1,
+        "env.groups",
+        "must not be 2 with an odd env.num_envs",
     ),
     Refusal(
         lambda c, s: c.model.normalize_obs and not any(o.is_numeric for o in s.obs.values()),
         "model.normalize_obs",
-        "has nothing to do: the env's observations are bytes or text",
+        "needs numeric observations; this env has bytes or text",
     ),
 )
 
 
 def room_of(config: ResolvedConfig) -> int:
-    """Simulators that a learner can learn from: in value learning each has a ring of its replay."""
+    """Most envs that a learner can learn from. In value learning each has its own ring in the replay."""
     return replay_size(config)[0] if is_value_based(config) else sys.maxsize
 
 
 def every_refusal() -> list[Refusal]:
-    """All refusals, each once: the general ones and those of every choice."""
-    found = [*REFUSALS, *(one for kind in (*EXCHANGES.values(), *ACTING.values(), *ALGORITHMS.values()) for one in kind.refusals)]
-    return list({(one.field, one.reason): one for one in found}.values())
+    """All refusals, each once: the general ones, and those of every exchange, acting and algorithm."""
+    choices = (*EXCHANGES.values(), *ACTING.values(), *ALGORITHMS.values())
+    found = [*REFUSALS, *(refusal for choice in choices for refusal in choice.refusals)]
+    return list({(refusal.field, refusal.reason): refusal for refusal in found}.values())
 
 
 def check(config: ResolvedConfig, spec: Spec) -> None:
@@ -119,9 +120,10 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
 
 
 def table() -> str:
-    """The combinations that work today, as a Markdown table."""
+    """The valid combinations, as a Markdown table."""
     rows = ["| algorithm | acting | exchange | launch |", "|---|---|---|---|"]
-    exchanges, launches = ", ".join(EXCHANGES), ", ".join(LAUNCHES)
-    for a in ALGORITHMS:
-        rows += [f"| {a} | {b}{' (lockstep)' * (ACTING[b].apart and ALGORITHMS[a].on_policy)} | {exchanges} | {launches} |" for b in ACTING]
+    for algorithm, kind in ALGORITHMS.items():
+        for acting in ACTING:
+            lockstep = " (lockstep)" if ACTING[acting].apart and kind.on_policy else ""
+            rows.append(f"| {algorithm} | {acting}{lockstep} | {', '.join(EXCHANGES)} | {', '.join(LAUNCHES)} |")
     return "\n".join(rows)

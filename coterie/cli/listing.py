@@ -1,36 +1,47 @@
-"""`coterie list`: what there is. On a terminal under headings; into a pipe one name per line, in the first column."""
+"""`coterie list`. On a terminal under headings; into a pipe one name per line, in the first column."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
 
-Groups = dict[str, list[tuple[str, str]]]  # heading -> names, each with what is said of it
+Groups = dict[str, list[tuple[str, str]]]  # heading -> (name, description)
 
 # By the paper that has them; docs/architectures has a page for each of the first five.
 PAPERS = {
     "Accelerated Methods: synchronous, batched sampling": ("a2c", "ppo"),
     "A3C: shared weights, lock-free or in a store": ("a3c", "a3c-store", "appo", "dqn-async"),
-    "IMPALA: actors of their own": ("impala", "impala-deep"),
-    "SEED RL: env hosts, one policy": ("seed-vtrace", "seed-football", "seed-r2d2"),
-    "GALA: learners that gossip": ("gala-a2c", "gala-ppo"),
+    "IMPALA: decoupled actors": ("impala", "impala-deep"),
+    "SEED RL: central inference": ("seed-vtrace", "seed-football", "seed-r2d2"),
+    "GALA: gossiping learners": ("gala-a2c", "gala-ppo"),
     "Value learning with replay": ("dqn", "dqn-512", "c51", "c51-2048", "rainbow", "rainbow-512", "apex-dqn"),
 }
-# EnvPool's modules and gymnasium's suites, in the order in which they are shown; others follow under their own names.
+# EnvPool's modules in the order in which they are shown; others follow under their own names.
 SUITES = {
-    "atari": "Atari", "box2d": "Box2D", "classic_control": "Classic control", "toy_text": "Toy text",
-    "mujoco.gym": "MuJoCo", "mujoco.dmc": "DeepMind Control", "mujoco.robotics": "MuJoCo robotics",
-    "mujoco.metaworld": "Meta-World", "mujoco.playground": "MuJoCo Playground", "mujoco.myosuite": "MyoSuite",
-    "minigrid": "MiniGrid and BabyAI", "procgen": "Procgen", "vizdoom": "ViZDoom", "gfootball": "Football",
-    "highway": "Highway", "jumanji": "Jumanji", "pgx": "Pgx",
-}  # fmt: skip
-HELP = """coterie list presets [PATTERN]   what `coterie train` begins with, by paper
-coterie list envs [PATTERN]      environments that are installed, by suite
-coterie list matrix              which algorithm goes with which acting, exchange and launch
+    "atari": "Atari",
+    "box2d": "Box2D",
+    "classic_control": "Classic control",
+    "toy_text": "Toy text",
+    "mujoco.gym": "MuJoCo",
+    "mujoco.dmc": "DeepMind Control",
+    "mujoco.robotics": "MuJoCo robotics",
+    "mujoco.metaworld": "Meta-World",
+    "mujoco.playground": "MuJoCo Playground",
+    "mujoco.myosuite": "MyoSuite",
+    "minigrid": "MiniGrid and BabyAI",
+    "procgen": "Procgen",
+    "vizdoom": "ViZDoom",
+    "gfootball": "Football",
+    "highway": "Highway",
+    "jumanji": "Jumanji",
+    "pgx": "Pgx",
+}
+HELP = """coterie list presets [PATTERN]   presets for `coterie train`, by paper
+coterie list envs [PATTERN]      installed environments, by suite
+coterie list matrix              the valid combinations of algorithm, acting, exchange and launch
 """
 
 
@@ -38,9 +49,9 @@ def presets() -> Groups:
     from coterie.presets import PRESETS
 
     # The first sentence of each docstring, on one line.
-    said = {name: re.split(r"\.(?:\s+(?=[A-Z])|\s*$)", f.__doc__ or "")[0] for name, f in PRESETS.items()}
+    about = {name: re.split(r"\.(?:\s+(?=[A-Z])|\s*$)", f.__doc__ or "")[0] for name, f in PRESETS.items()}
     return {
-        paper: [(name, textwrap.shorten(said[name], 100, placeholder=" ...")) for name in names]
+        paper: [(name, textwrap.shorten(about[name], 100, placeholder=" ...")) for name in names]
         for paper, names in PAPERS.items()
     }
 
@@ -59,41 +70,40 @@ def envs() -> Groups:
     return found
 
 
-def _lines(groups: Groups, pattern: str, wide: int) -> Iterator[str]:
-    """`wide`: columns of the terminal; 0: into a pipe."""
+def lines(groups: Groups, pattern: str, columns: int) -> Iterator[str]:
+    """The rows that contain `pattern`. `columns`: of the terminal; 0: plain rows for a pipe."""
     kept = {
         title: [row for row in rows if pattern.lower() in " ".join((*row, title)).lower()]
         for title, rows in groups.items()
     }
-    longest = max((len(name) for rows in kept.values() for name, _ in rows), default=0)
+    if not columns:
+        width = max((len(name) for rows in kept.values() for name, _ in rows), default=0)
+        yield from (f"{name:{width}}  {about or title}" for title, rows in kept.items() for name, about in rows)
+        return
     for title, rows in kept.items():
-        first = longest if not wide else max((len(name) for name, _ in rows), default=0)
-        if not wide:
-            yield from (f"{name:{first}}  {said or title}" for name, said in rows)
-        elif rows:
-            yield f"\033[1m{title}\033[0m ({len(rows)})"
-            if rows[0][1]:
-                yield from (
-                    f"  {name:12} {textwrap.shorten(said, wide - 16, placeholder='...')}" for name, said in rows
-                )
-            else:
-                each = max(1, (wide - 2) // (first + 2))
-                for k in range(0, len(rows), each):
-                    yield "  " + "  ".join(f"{name:{first}}" for name, _ in rows[k : k + each]).rstrip()
-            yield ""
+        if not rows:
+            continue
+        yield f"\033[1m{title}\033[0m ({len(rows)})"
+        if rows[0][1]:
+            for name, about in rows:
+                yield f"  {name:12} {textwrap.shorten(about, columns - 16, placeholder='...')}"
+        else:
+            width = max(len(name) for name, _ in rows)
+            each = max(1, (columns - 2) // (width + 2))
+            for k in range(0, len(rows), each):
+                yield "  " + "  ".join(f"{name:{width}}" for name, _ in rows[k : k + each]).rstrip()
+        yield ""
 
 
-def listing(args: list[str], parser: argparse.ArgumentParser) -> int:
-    parser.add_argument("what", nargs="?", choices=("envs", "presets", "matrix"))
-    parser.add_argument("pattern", nargs="?", default="", help="only what contains this")
-    options = parser.parse_args(args)
-    if options.what is None:
+def listing(what: str | None, pattern: str) -> int:
+    """Print what is available."""
+    if what is None:
         print(HELP, end="")
-    elif options.what == "matrix":
+    elif what == "matrix":
         from coterie.build.validity import table
 
         print(table())
     else:
-        wide = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 0
-        print("\n".join(_lines(presets() if options.what == "presets" else envs(), options.pattern, wide)))
+        columns = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 0
+        print("\n".join(lines(presets() if what == "presets" else envs(), pattern, columns)))
     return 0

@@ -7,35 +7,31 @@ from pathlib import Path
 from coterie.config import Atari, Config
 from coterie.types import ConfigError
 
+_BARE = Config(atari=Atari(episodic_life=True))  # what presets begin with
+
 
 def config_of(args: list[str]) -> Config:
     """The preset for the env that was named, with every other option applied. Raises `ConfigError`."""
     from coterie import presets
-    from coterie.runs.config_io import cli_help, load_config, parse_cli, validate
+    from coterie.runs.config_io import fields, get, load_config, parse_cli, validate
 
-    if args and args[0] in ("-h", "--help"):
-        args = ["ppo", "--help"]
     if not args or args[0].startswith("-"):
         raise ConfigError(f"PRESET: give one of {', '.join(presets.PRESETS)}; see `coterie list presets`")
-    name = args[0]
+    name, options = args[0], args[1:]
     if name.endswith(".json"):  # another run's config.json
-        return validate(parse_cli(load_config(Path(name)), args[1:]))
-    options = args[1:]
+        return validate(parse_cli(load_config(Path(name)), options))
     # The env decides which of the preset's settings apply, so its own options are read first.
-    early = parse_cli(Config(atari=Atari(episodic_life=True)), _only(options, ("--env", "--atari")))
-    named = any(option.partition("=")[0] in ("--env", "--env.id") for option in options)
-    sections = {"env": early.env, "atari": early.atari}
-    own = {
-        f"{section}.{key}": value
-        for section, values in sections.items()
-        for key, value in vars(values).items()
-        if key != "id" and value != getattr(getattr(Config(atari=Atari(episodic_life=True)), section), key)
+    early = parse_cli(_BARE, _only(options, ("--env", "--atari")))
+    changed = {
+        field: get(early, field)
+        for field, _ in fields()
+        if field.startswith(("env.", "atari.")) and field != "env.id" and get(early, field) != get(_BARE, field)
     }
-    default = presets.make(name, early.env.id if named else None, **own)
-    if "--help" in options or "-h" in options:
-        print(cli_help(default))
-        raise SystemExit(0)
-    return validate(parse_cli(default, options))
+    return validate(parse_cli(presets.make(name, early.env.id if names_env(options) else None, **changed), options))
+
+
+def names_env(options: list[str]) -> bool:
+    return any(option.partition("=")[0] in ("--env", "--env.id") for option in options)
 
 
 def _only(options: list[str], sections: tuple[str, ...]) -> list[str]:
@@ -50,7 +46,7 @@ def _only(options: list[str], sections: tuple[str, ...]) -> list[str]:
 
 
 def possible(config: Config) -> None:
-    """Raise a one-line `ConfigError` where a run of it would be refused, by the machine, the env or the matrix."""
+    """Raise a one-line `ConfigError` if a run with this config would be refused."""
     from coterie.build.resources import resolve_config
     from coterie.build.validity import check
     from coterie.envs.make import make_spec

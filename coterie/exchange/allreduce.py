@@ -216,7 +216,7 @@ def _between_machines(setup: Setup) -> MachineGroup | None:
     # Learning rates may differ: the mean is applied.
     optim = replace(config.optim, lr=0.0, schedule=Schedule(), sqrt_scaling_from=0, chunk=0)
     parts = [
-        replace(config.algo, poll=0), config.own.algorithm, config.own.exchange, optim, setup.params.slices,
+        replace(config.algo, poll=0), config.plugins.algorithm, config.plugins.exchange, optim, setup.params.slices,
         setup.moments.size, *setup.same,
     ]  # fmt: skip
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
@@ -238,7 +238,7 @@ KIND = ExchangeKind(
         Refusal(
             lambda c, s: bool(c.allreduce.bind) and bool(c.allreduce.connect),
             "allreduce.connect",
-            "and allreduce.bind exclude each other: a run listens or connects",
+            "cannot be combined with allreduce.bind: a machine either listens or connects",
         ),
         Refusal(
             lambda c, s: bool(c.allreduce.bind) and split(c.allreduce.bind)[0] in ("0.0.0.0", "::"),

@@ -286,7 +286,7 @@ KIND = ExchangeKind(
         Refusal(
             lambda c, s: bool(c.gossip.bind) and bool(c.gossip.connect),
             "gossip.connect",
-            "excludes gossip.bind: a run listens or connects",
+            "cannot be combined with gossip.bind: a run either listens or connects",
         ),
     ),
 )

@@ -66,7 +66,7 @@ KIND = ExchangeKind(
         Refusal(
             lambda c, s: c.learners != 1,
             "learners",
-            "exchange solo is for one learner; with several use allreduce, hogwild, store or gossip",
+            "must be 1 with exchange solo; for several use allreduce, hogwild, store or gossip",
         ),
     ),
 )

@@ -163,7 +163,7 @@ KIND = ExchangeKind(
         Refusal(
             lambda c, s: c.store.local_steps > 1 and not c.optim.rule.startswith("adam"),
             "store.local_steps",
-            "above 1 needs an Adam rule: set optim.rule to adam or adam_eps_hat",
+            "must be 1, unless optim.rule is adam or adam_eps_hat",
         ),
     ),
 )

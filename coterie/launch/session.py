@@ -29,7 +29,7 @@ from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
 from coterie.runs.machine import describe
 from coterie.runs.metrics import file_name
-from coterie.types import ConfigError, CoterieError, Spec
+from coterie.types import ConfigError, CoterieError, Spec, reason_of
 
 __all__ = ["resume", "train"]
 
@@ -46,7 +46,7 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
                 f"out: {folder} already holds a run; go on with `coterie resume {folder}` or name another"
             )
     except OSError as error:
-        raise CoterieError(f"out: cannot read {folder}: {error.strerror or error}") from None
+        raise CoterieError(f"out: cannot read {folder}: {reason_of(error)}") from None
     if config.launch == "ray":
         return _on_ray(config, folder, False, quiet)
     return _go(config, folder, None, None, quiet)
@@ -115,7 +115,7 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
                 (folder / "machine.json").write_text(json.dumps(describe(), indent=1) + "\n")
             (folder / "summary.json").unlink(missing_ok=True)  # of the life before
         except OSError as error:
-            raise CoterieError(f"out: cannot write to {folder}: {error.strerror or error}") from None
+            raise CoterieError(f"out: cannot write to {folder}: {reason_of(error)}") from None
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet)
     except BaseException:
         for part in (learner, link):

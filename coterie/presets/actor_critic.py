@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from coterie.config import (
-    PPO,
-    Algo,
-    Config,
-    Gossip,
-    Hogwild,
-    Model,
-    Optim,
-    Reward,
-    Schedule,
-    Store,
-)
-from coterie.presets.common import LINEAR, of_env, override, start
+from coterie.config import PPO, Algo, Config, Gossip, Hogwild, Model, Optim, Reward, Schedule, Store
+from coterie.presets.common import LINEAR, derive, make
 
 
 def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Synchronous A2C. Images: Accelerated Methods 4.3 (n = 5, RMSProp 7e-4 at 16 simulators times the root of their
     number, decay 0.9, eps 1e-6 inside the root, value coefficient 0.25), on 84x84 frames instead of 104x80.
     """
-    config, kind = start("a2c", env, overrides)
-    config = replace(config, algorithm="a2c")
-    if kind == "image":
-        config = replace(
-            config,
-            steps=10_000_000,
-            env=replace(config.env, num_envs=128, decorrelate=200),
-            reward=Reward(clip="sign"),
-            model=Model(torso="a3c"),
-            algo=Algo(unroll_length=5, value_coef=0.25),
-            optim=Optim("rmsprop_tf", lr=7e-4, alpha=0.9, eps=1e-6, sqrt_scaling_from=16),
-        )
-    else:
-        config = replace(
-            config,
-            steps=1_000_000,
-            reward=Reward(normalize=kind == "continuous"),
-            algo=Algo(unroll_length=8, gae_lambda=0.95, entropy_coef=0.0 if kind == "continuous" else 0.01),
-            optim=Optim("rmsprop", lr=2e-3, schedule=LINEAR),
-        )
-    return override(config, overrides)
+    return make(
+        "a2c",
+        env,
+        overrides,
+        {"algorithm": "a2c"},
+        image={
+            "steps": 10_000_000,
+            "env.num_envs": 128,
+            "env.decorrelate": 200,
+            "reward.clip": "sign",
+            "model": Model(torso="a3c"),
+            "algo": Algo(unroll_length=5, value_coef=0.25),
+            "optim": Optim("rmsprop_tf", lr=7e-4, alpha=0.9, eps=1e-6, sqrt_scaling_from=16),
+        },
+        vector={
+            "algo": Algo(unroll_length=8, gae_lambda=0.95),
+            "optim": Optim("rmsprop", lr=2e-3, schedule=LINEAR),
+        },
+        continuous={
+            "reward.normalize": True,
+            "algo": Algo(unroll_length=8, gae_lambda=0.95, entropy_coef=0.0),
+        },
+    )
 
 
 def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
@@ -52,62 +42,52 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
     frames, with 3 epochs over minibatches of 256 and Adam at 5e-4, which learn faster from few samples. Vectors and
     continuous control: our own settings.
     """
-    config, kind = start("ppo", env, overrides)
-    config = replace(config, algorithm="ppo")
-    if kind == "image":
-        config = replace(
-            config,
-            steps=5_000_000,
-            env=replace(config.env, num_envs=16, decorrelate=200),
-            reward=Reward(clip="sign"),
-            model=Model(torso="a3c"),
-            algo=Algo(128, gae_lambda=0.95, normalize_advantage=True),
-            ppo=PPO(epochs=3, minibatch_size=256, clip=0.2, batch_size=2048),
-            optim=Optim("adam", lr=5e-4, eps=1e-5, schedule=LINEAR),
-        )
-    elif kind == "continuous":
-        config = replace(
-            config,
-            steps=1_000_000,
-            env=replace(config.env, num_envs=16),
-            reward=Reward(normalize=True),
-            algo=Algo(128, gae_lambda=0.95, entropy_coef=0.0, normalize_advantage=True),
-            ppo=PPO(epochs=10, minibatch_size=128),
-            optim=Optim("adam", lr=3e-4, eps=1e-5, schedule=LINEAR),
-        )
-    else:
-        config = replace(
-            config,
-            steps=1_000_000,
-            env=replace(config.env, num_envs=16),
-            algo=Algo(128, gamma=0.999, gae_lambda=0.98, entropy_coef=0.01, normalize_advantage=True),
-            ppo=PPO(epochs=4, minibatch_size=128),
-            optim=Optim("adam", lr=1e-3, eps=1e-5, schedule=LINEAR),
-        )
-    return override(config, overrides)
+    return make(
+        "ppo",
+        env,
+        overrides,
+        {"algorithm": "ppo", "env.num_envs": 16},
+        image={
+            "steps": 5_000_000,
+            "env.decorrelate": 200,
+            "reward.clip": "sign",
+            "model": Model(torso="a3c"),
+            "algo": Algo(128, gae_lambda=0.95, normalize_advantage=True),
+            "ppo": PPO(epochs=3, minibatch_size=256, clip=0.2, batch_size=2048),
+            "optim": Optim("adam", lr=5e-4, eps=1e-5, schedule=LINEAR),
+        },
+        vector={
+            "algo": Algo(128, gamma=0.999, gae_lambda=0.98, entropy_coef=0.01, normalize_advantage=True),
+            "ppo": PPO(epochs=4, minibatch_size=128),
+            "optim": Optim("adam", lr=1e-3, eps=1e-5, schedule=LINEAR),
+        },
+        continuous={
+            "reward.normalize": True,
+            "algo": Algo(128, gae_lambda=0.95, entropy_coef=0.0, normalize_advantage=True),
+            "ppo": PPO(epochs=10, minibatch_size=128),
+            "optim": Optim("adam", lr=3e-4, eps=1e-5, schedule=LINEAR),
+        },
+    )
 
 
 def gala_a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     """GALA-A2C: gossiping A2C learners (GALA, arguments of its public code): a directed ring, mixed after every update,
     16 simulators each, n = 5, RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation.
     """
-    base = a2c(env, **of_env(overrides))
-    config = replace(base, preset="gala-a2c", exchange="gossip", learners="auto", gossip=Gossip(mix_every=1))
-    if base.model.torso == "a3c":
-        config = replace(
-            config,
-            env=replace(config.env, num_envs=16, decorrelate=0),
-            model=Model(torso="gala"),
-            algo=Algo(unroll_length=5),
-            optim=Optim("rmsprop", lr=7e-4, alpha=0.99, eps=1e-5, sqrt_scaling_from=16),
-        )
-    return override(config, overrides)
+    image = {
+        "env.num_envs": 16,
+        "env.decorrelate": 0,
+        "model": Model(torso="gala"),
+        "algo": Algo(unroll_length=5),
+        "optim": Optim("rmsprop", lr=7e-4, alpha=0.99, eps=1e-5, sqrt_scaling_from=16),
+    }
+    common = {"exchange": "gossip", "learners": "auto", "gossip": Gossip(mix_every=1)}
+    return derive(a2c, "gala-a2c", env, overrides, common, image)
 
 
 def gala_ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Gossiping PPO learners, mixed once for each rollout: a cell that no paper built."""
-    base = ppo(env, **of_env(overrides))
-    return override(replace(base, preset="gala-ppo", exchange="gossip", learners="auto"), overrides)
+    return derive(ppo, "gala-ppo", env, overrides, {"exchange": "gossip", "learners": "auto"})
 
 
 def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
@@ -116,76 +96,72 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
     Adam at 1e-4). Rewards are scaled and MountainCar's actions repeated as the authors' code does, its entropy bonus
     ends after some episodes. Ours: longer unrolls and a faster, decaying learning rate for vectors.
     """
-    config, kind = start("a3c", env, overrides)
-    own = replace(config.env, num_envs=1)
-    config = replace(config, algorithm="a2c", exchange="hogwild", learners=24, env=own, hogwild=Hogwild("own"))
-    net = Model("a3c-gae" if kind == "image" else "mlp", (256, 256), core="lstm", core_size=256, share="yes")
-    if kind == "image":
-        config = replace(
-            config,
-            steps=10_000_000,
-            reward=Reward(clip="sign"),
-            model=net,
-            algo=Algo(20, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.01),
-            optim=Optim("adam", lr=1e-4, eps=1e-8, max_grad_norm=0.5, schedule=LINEAR),
-        )
-    elif kind == "continuous":
-        config = replace(
-            config,
-            steps=1_500_000,
-            reward=Reward(normalize=True),
-            model=replace(net, normalize_obs=True, init_log_std=-0.7),
-            algo=Algo(32, gae_lambda=0.95, value_coef=0.25, entropy_coef=0.0),
-            optim=Optim("adam", lr=5e-4, eps=1e-8, max_grad_norm=0.5, schedule=LINEAR),
-        )
-    else:
-        config = replace(
-            config,
-            steps=1_200_000,
-            reward=Reward(scale=0.01),
-            model=net,
-            algo=Algo(100, gamma=0.995, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.001),
-            optim=Optim("adam", lr=7e-4, eps=1e-8, max_grad_norm=0.5, schedule=LINEAR),
-        )
+    net = Model("mlp", (256, 256), core="lstm", core_size=256, share="yes")
+    vector = {
+        "steps": 1_200_000,
+        "reward.scale": 0.01,
+        "model": net,
+        "algo": Algo(100, gamma=0.995, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.001),
+        "optim": Optim("adam", lr=7e-4, eps=1e-8, max_grad_norm=0.5, schedule=LINEAR),
+    }
     if env.startswith("MountainCar-"):
         until = Schedule("steps", at=(12_000,), by="episodes", factors=(0.0,))
-        algo = Algo(50, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.01, entropy_schedule=until)
-        config = replace(
-            config,
-            steps=400_000,
-            env=replace(own, action_repeat=6),
-            model=replace(net, normalize_obs=True),  # its velocity is 20 times smaller than its position
-            algo=algo,
-            optim=replace(config.optim, lr=1e-3),
-        )
-    return override(config, overrides)
+        vector |= {
+            "steps": 400_000,
+            "env.action_repeat": 6,
+            "algo": Algo(50, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.01, entropy_schedule=until),
+            "model.normalize_obs": True,  # its velocity is 20 times smaller than its position
+            "optim.lr": 1e-3,
+        }
+    return make(
+        "a3c",
+        env,
+        overrides,
+        {"exchange": "hogwild", "learners": 24, "env.num_envs": 1, "hogwild": Hogwild("own")},
+        image={
+            "steps": 10_000_000,
+            "reward.clip": "sign",
+            "model": net,
+            "model.torso": "a3c-gae",
+            "algo": Algo(20, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.01),
+            "optim": Optim("adam", lr=1e-4, eps=1e-8, max_grad_norm=0.5, schedule=LINEAR),
+        },
+        vector=vector,
+        continuous={
+            "steps": 1_500_000,
+            "reward": Reward(normalize=True),
+            "model.normalize_obs": True,
+            "model.init_log_std": -0.7,
+            "algo": Algo(32, gae_lambda=0.95, value_coef=0.25, entropy_coef=0.0),
+            "optim": Optim("adam", lr=5e-4, eps=1e-8, max_grad_norm=0.5, schedule=LINEAR),
+        },
+    )
 
 
 def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:
     """A3C with large batches and a central store (Accelerated Methods 4.3): A2C learners of 16 simulators that meet a
     store of 3 chunks after every update; the learning rate does not grow with the learners.
     """
-    base = a2c(env, **of_env(overrides))
-    config = replace(base, preset="a3c-store", exchange="store", learners="auto")
-    if base.model.torso == "a3c":
-        config = replace(config, env=replace(config.env, num_envs=16))
-    return override(config, overrides)
+    common = {"exchange": "store", "learners": "auto"}
+    return derive(a2c, "a3c-store", env, overrides, common, {"env.num_envs": 16})
 
 
 def appo(env: str = "Pong-v5", **overrides: Any) -> Config:
     """APPO (Accelerated Methods 4.3, Appendix B): PPO learners of 8 simulators and horizon 256 on a central store, two
     local Adam steps between meetings, weights polled every 64 steps, a quarter of PPO's learning rate, no schedule.
     """
-    base = ppo(env, **of_env(overrides))
-    config = replace(
-        base,
-        preset="appo",
-        exchange="store",
-        learners="auto",
-        env=replace(base.env, num_envs=8),
-        store=Store(chunks=3, local_steps=2),
-        algo=replace(base.algo, unroll_length=256, poll=64),
-        ppo=replace(base.ppo, batch_size=2048, minibatch_size=512, epochs=4),
-        optim=replace(base.optim, lr=2.5e-4, schedule=Schedule(), max_grad_norm=0.5),
-    )
-    return override(config, overrides)
+    common = {
+        "exchange": "store",
+        "learners": "auto",
+        "env.num_envs": 8,
+        "store": Store(chunks=3, local_steps=2),
+        "algo.unroll_length": 256,
+        "algo.poll": 64,
+        "ppo.batch_size": 2048,
+        "ppo.minibatch_size": 512,
+        "ppo.epochs": 4,
+        "optim.lr": 2.5e-4,
+        "optim.schedule": Schedule(),
+        "optim.max_grad_norm": 0.5,
+    }
+    return derive(ppo, "appo", env, overrides, common)

@@ -1,7 +1,8 @@
-"""What presets are made of: the kind of an environment, and what all of its presets begin with."""
+"""How presets are made: changes of the default config, by the kind of the environment."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -12,37 +13,51 @@ from coterie.envs.tasks import tasks
 from coterie.runs.config_io import replace as override
 from coterie.types import Spec
 
-__all__ = ["LINEAR", "known_spec", "of_env", "override", "shared", "start"]
+Changes = dict[str, Any]  # by dotted name; a whole section replaces all of its fields
 
 LINEAR = Schedule("linear")
 known_spec: ContextVar[Spec | None] = ContextVar("known_spec", default=None)  # in place of making the env
 _SMALLEST_IMAGE = 36  # pixels, what the presets' torsos need
 
 
-def _kind(spec: Spec) -> str:
-    # An image that no stack of convolutions fits is a vector of bytes.
-    if any(s.is_image and sorted(s.shape)[1] >= _SMALLEST_IMAGE for s in spec.obs.values()):
-        return "image"
-    return "continuous" if spec.action.kind == "continuous" else "vector"
-
-
-def of_env(overrides: dict[str, Any]) -> dict[str, Any]:
-    """The options that decide what the environment is, which a preset must know first."""
+def of_env(overrides: Changes) -> Changes:
+    """The options that decide what the environment is."""
     return {k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))}
 
 
-def shared(env: str, num_envs: int) -> int:
-    """So many simulators; of several tasks as many as are shared out evenly (0, which is auto)."""
-    return num_envs if len(tasks(env)) == 1 else 0
+def envs(env: str, count: int) -> int:
+    """`count` envs; for several tasks 0, which is auto: as many as can be shared out evenly."""
+    return count if len(tasks(env)) == 1 else 0
 
 
-def start(preset: str, env: str, overrides: dict[str, Any]) -> tuple[Config, str]:
-    """The common beginning, with the model of what is no image; and the kind of environment, which its own options may
-    decide.
+def make(
+    preset: str, env: str, overrides: Changes, common: Changes, *, image: Changes, vector: Changes, continuous: Changes
+) -> Config:
+    """A preset for `env`: `common`, then `image`, or else `vector` (and `continuous` for continuous actions), then
+    `overrides`. The options of the environment itself are applied first, since they decide its kind.
     """
-    config = Config(preset=preset, env=Env(id=env), atari=Atari(episodic_life=True))
-    own = of_env(overrides)
-    config = override(config, own)
+    config = override(Config(preset=preset, env=Env(id=env), atari=Atari(episodic_life=True)), of_env(overrides))
     spec = known_spec.get() or make_spec(config.env, config.atari)
     config = replace(config, model=Model(normalize_obs=any(s.is_numeric for s in spec.obs.values())))
-    return config, _kind(spec)
+    # An image that is too small for the convolutions is a vector of bytes.
+    if any(s.is_image and sorted(s.shape)[1] >= _SMALLEST_IMAGE for s in spec.obs.values()):
+        changes = image
+    else:
+        changes = {**vector, **(continuous if spec.action.kind == "continuous" else {})}
+    return override(override(config, {**common, **changes}), overrides)
+
+
+def derive(
+    base: Callable[..., Config],
+    preset: str,
+    env: str,
+    overrides: Changes,
+    common: Changes,
+    image: Changes | None = None,
+    vector: Changes | None = None,
+) -> Config:
+    """Another preset, changed: by `common`, then by `image` or else `vector`, then by `overrides`."""
+    config = base(env, **of_env(overrides))
+    is_image = config.model.torso != "auto"  # presets name a torso for images only
+    changes = (image if is_image else vector) or {}
+    return override(override(config, {"preset": preset, **common, **changes}), overrides)

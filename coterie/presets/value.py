@@ -5,11 +5,10 @@ Vectors: our own settings.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from coterie.config import R2D2, Algo, Config, Model, Optim, Q, Replay, Reward
-from coterie.presets.common import LINEAR, of_env, override, shared, start
+from coterie.presets.common import LINEAR, derive, envs, make
 
 
 def dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
@@ -17,144 +16,111 @@ def dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
     target network every 10,000 env steps, epsilon from 1 to 0.1 over a million env steps, single-step. Vectors: our
     own, double and three-step.
     """
-    config, kind = start("dqn", env, overrides)
-    config = replace(config, algorithm="dqn", reward=Reward())
-    if kind == "image":
-        config = replace(
-            config,
-            steps=10_000_000,
-            env=replace(config.env, num_envs=32),
-            reward=Reward(clip="sign"),
-            model=Model(torso="nature"),
-            algo=Algo(unroll_length=4),
-            q=Q(double=False, epsilon_end=0.1, epsilon_steps=1_000_000, learn_start=50_000, eval_epsilon=0.05),
-            optim=Optim("rmsprop_tf", lr=2.5e-4, alpha=0.95, eps=1e-6, max_grad_norm=0.0),
-        )
-    else:
-        config = replace(
-            config,
-            steps=500_000,
-            env=replace(config.env, num_envs=8),
-            model=replace(config.model, hidden=(128, 128), activation="relu"),
-            algo=Algo(unroll_length=8, gamma=0.99),
-            q=Q(
-                n_step=3, target_every=2_000, epsilon_end=0.02, epsilon_steps=50_000, batch_size=128, learn_start=2_000,
-                intensity=16.0,
-            ),
-            replay=Replay(capacity=200_000),
-            optim=Optim("adam", lr=5e-4, eps=1e-5, max_grad_norm=10.0, schedule=LINEAR),
-        )  # fmt: skip
-    return override(config, overrides)
+    return make(
+        "dqn",
+        env,
+        overrides,
+        {"algorithm": "dqn"},
+        image={
+            "steps": 10_000_000,
+            "env.num_envs": 32,
+            "reward.clip": "sign",
+            "model": Model(torso="nature"),
+            "algo": Algo(unroll_length=4),
+            "q": Q(double=False, epsilon_end=0.1, epsilon_steps=1_000_000, learn_start=50_000, eval_epsilon=0.05),
+            "optim": Optim("rmsprop_tf", lr=2.5e-4, alpha=0.95, eps=1e-6, max_grad_norm=0.0),
+        },
+        vector={
+            "steps": 500_000,
+            "env.num_envs": 8,
+            "model.hidden": (128, 128),
+            "model.activation": "relu",
+            "algo": Algo(unroll_length=8, gamma=0.99),
+            "q": Q(n_step=3, target_every=2_000, batch_size=128, learn_start=2_000, intensity=16.0),
+            "q.epsilon_end": 0.02,
+            "q.epsilon_steps": 50_000,
+            "replay.capacity": 200_000,
+            "optim": Optim("adam", lr=5e-4, eps=1e-5, max_grad_norm=10.0, schedule=LINEAR),
+        },
+        continuous={},
+    )
 
 
 def dqn_512(env: str = "Pong-v5", **overrides: Any) -> Config:
     """DQN with batches of 512 (Accelerated Methods, Table 1): RMSProp at 7.5e-4."""
-    base = dqn(env, **of_env(overrides))
-    config = replace(base, preset="dqn-512", q=replace(base.q, batch_size=512))
-    if base.model.torso == "nature":
-        config = replace(config, optim=replace(base.optim, lr=7.5e-4))
-    return override(config, overrides)
+    return derive(dqn, "dqn-512", env, overrides, {"q.batch_size": 512}, {"optim.lr": 7.5e-4})
 
 
 def dqn_async(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Four DQN learners with batches of 512 on a central store (Accelerated Methods, Table 2)."""
-    base = dqn_512(env, **of_env(overrides))
-    return override(replace(base, preset="dqn-async", exchange="store", learners=4), overrides)
+    return derive(dqn_512, "dqn-async", env, overrides, {"exchange": "store", "learners": 4})
 
 
 def c51(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Categorical DQN (C51): 51 returns from -10 to 10, Adam at 2.5e-4 with eps 0.01 / 32, epsilon to 0.01."""
-    base = dqn(env, **of_env(overrides))
-    config = replace(base, preset="c51", q=replace(base.q, atoms=51, double=False))
-    if base.model.torso == "nature":
-        config = replace(
-            config,
-            q=replace(config.q, epsilon_end=0.01, eval_epsilon=0.001),
-            optim=Optim("adam_eps_hat", lr=2.5e-4, eps=0.01 / 32, max_grad_norm=0.0),
-        )
-    else:
-        low, high, scale = _range(env)
-        config = replace(config, q=replace(config.q, v_min=low, v_max=high), reward=Reward(scale=scale))
-    return override(config, overrides)
+    image = {
+        "q.epsilon_end": 0.01,
+        "q.eval_epsilon": 0.001,
+        "optim": Optim("adam_eps_hat", lr=2.5e-4, eps=0.01 / 32, max_grad_norm=0.0),
+    }
+    low, high, scale = _range(env)
+    vector = {"q.v_min": low, "q.v_max": high, "reward.scale": scale}
+    return derive(dqn, "c51", env, overrides, {"q.atoms": 51, "q.double": False}, image, vector)
 
 
 def c51_2048(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Categorical DQN with batches of 2048 (Accelerated Methods, Table 1): Adam at 4.2e-4."""
-    base = c51(env, **of_env(overrides))
-    config = replace(base, preset="c51-2048", q=replace(base.q, batch_size=2048))
-    if base.model.torso == "nature":
-        optim = replace(base.optim, lr=4.2e-4, eps=0.01 / 2048)
-        config = replace(config, env=replace(config.env, num_envs=64), optim=optim)
-    return override(config, overrides)
+    image = {"env.num_envs": 64, "optim.lr": 4.2e-4, "optim.eps": 0.01 / 2048}
+    return derive(c51, "c51-2048", env, overrides, {"q.batch_size": 2048}, image)
 
 
 def rainbow(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Epsilon-Rainbow (Accelerated Methods 4.2): double, dueling, prioritised (0.5, 0.4 to 1), three-step, categorical,
     without noisy layers; Adam at 6.25e-5 with eps 0.005 / 32, target network every 8,000 env steps.
     """
-    base = c51(env, **of_env(overrides))
-    config = replace(base, preset="rainbow")
-    prioritised = replace(base.replay, alpha=0.5, beta=0.4)
-    if base.model.torso == "nature":
-        config = replace(
-            config,
-            model=Model(torso="nature-conv"),
-            q=replace(
-                base.q,
-                double=True,
-                dueling=512,
-                n_step=3,
-                target_every=8_000,
-                learn_start=20_000,
-                epsilon_steps=62_500,
-            ),
-            replay=prioritised,
-            optim=Optim("adam_eps_hat", lr=6.25e-5, eps=0.005 / 32, max_grad_norm=10.0),
-        )
-    else:
-        config = replace(config, q=replace(base.q, double=True, dueling=128, n_step=3), replay=prioritised)
-    return override(config, overrides)
+    image = {
+        "model": Model(torso="nature-conv"),
+        "q.dueling": 512,
+        "q.target_every": 8_000,
+        "q.learn_start": 20_000,
+        "q.epsilon_steps": 62_500,
+        "optim": Optim("adam_eps_hat", lr=6.25e-5, eps=0.005 / 32, max_grad_norm=10.0),
+    }
+    common = {"q.double": True, "q.n_step": 3, "replay.alpha": 0.5, "replay.beta": 0.4}
+    return derive(c51, "rainbow", env, overrides, common, image, {"q.dueling": 128})
 
 
 def rainbow_512(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Epsilon-Rainbow with batches of 512 (Accelerated Methods, Table 1): eps 0.005 / 512. Adam's rate, grown by the
     root of the batch, is ours: the paper's for this batch is not known.
     """
-    base = rainbow(env, **of_env(overrides))
-    config = replace(base, preset="rainbow-512", q=replace(base.q, batch_size=512))
-    if base.model.torso == "nature-conv":
-        config = replace(config, optim=replace(base.optim, lr=2.5e-4, eps=0.005 / 512))
-    return override(config, overrides)
+    image = {"optim.lr": 2.5e-4, "optim.eps": 0.005 / 512}
+    return derive(rainbow, "rainbow-512", env, overrides, {"q.batch_size": 512}, image)
 
 
 def apex_dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Ape-X (Horgan et al. 2018): decoupled actors, an epsilon for each env, 0.4^(1 + 7 i / (N - 1)), first
-    priorities (0.6, 0.4) from the values of who acted, double, dueling, three-step, batches of 512.
+    priorities (0.6, 0.4) from the actors' values, double, dueling, three-step, batches of 512.
     """
-    base = dqn_512(env, **of_env(overrides))
-    config = replace(
-        base,
-        preset="apex-dqn",
-        acting="decoupled",
-        env=replace(base.env, num_envs=shared(env, base.env.num_envs)),
-        q=replace(
-            base.q,
-            double=True,
-            dueling=512 if base.model.torso == "nature" else 128,
-            n_step=3,
-            epsilon_end=0.4,
-            ladder=7.0,
-        ),
-        replay=replace(base.replay, alpha=0.6, beta=0.4, beta_end=0.4, initial="acting"),
-    )
-    if base.model.torso == "nature":
-        config = replace(
-            config,
-            model=Model(torso="nature-conv"),
-            algo=Algo(unroll_length=10),
-            optim=Optim("rmsprop", lr=0.00025 / 4, alpha=0.95, eps=1.5e-7, max_grad_norm=40.0),
-        )
-    return override(config, overrides)
+    common = {
+        "acting": "decoupled",
+        "q.double": True,
+        "q.n_step": 3,
+        "q.epsilon_end": 0.4,
+        "q.ladder": 7.0,
+        "replay.alpha": 0.6,
+        "replay.beta": 0.4,
+        "replay.beta_end": 0.4,
+        "replay.initial": "acting",
+    }
+    image = {
+        "env.num_envs": envs(env, 32),
+        "model": Model(torso="nature-conv"),
+        "algo": Algo(unroll_length=10),
+        "q.dueling": 512,
+        "optim": Optim("rmsprop", lr=0.00025 / 4, alpha=0.95, eps=1.5e-7, max_grad_norm=40.0),
+    }
+    return derive(dqn_512, "apex-dqn", env, overrides, common, image, {"env.num_envs": envs(env, 8), "q.dueling": 128})
 
 
 def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
@@ -166,45 +132,47 @@ def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
     64 simulators (the paper's 610), a replay of a million env steps (7.4 GiB; 8 million in 85 GB), a bias in the
     advantages' layer. Vectors: our own settings.
     """
-    base = dqn(env, **of_env({"atari.episodic_life": False, "atari.full_action_set": True, **overrides}))
-    config = replace(
-        base,
-        preset="seed-r2d2",
-        algorithm="r2d2",
-        acting="central",
-        reward=Reward(),
-        q=Q(n_step=5, huber=0.0, epsilon_end=0.4, ladder=7.0, eval_epsilon=0.001),
-        replay=Replay(capacity=1_000_000, alpha=0.9, beta=0.6, beta_end=0.6, initial="acting"),
-    )
-    if base.model.torso == "nature":
-        config = replace(
-            config,
-            steps=10_000_000_000,
-            env=replace(config.env, num_envs=shared(env, 64)),
-            model=Model(torso="nature", core="lstm", core_size=512, last_action_reward=True),
-            algo=Algo(unroll_length=40, gamma=0.997),
-            q=replace(
-                config.q, dueling=512, batch_size=64, intensity=0.75, learn_start=50_000, target_every=2_500 * 6_827
-            ),
-            r2d2=R2D2(length=80, burn_in=40, stride=80),
-            optim=Optim("adam_eps_hat", lr=1e-4, eps=1e-3 / 80, max_grad_norm=1.0),
-        )
-    else:
-        config = replace(
-            config,
-            env=replace(config.env, num_envs=shared(env, 16)),
-            model=replace(base.model, hidden=(128,), core="lstm", core_size=128, last_action_reward=True),
-            algo=Algo(unroll_length=10, gamma=0.99),
-            q=replace(config.q, batch_size=16, intensity=16.0, learn_start=4_000, target_every=1_000),
-            replay=replace(config.replay, capacity=200_000),
-            r2d2=R2D2(length=20, burn_in=10, stride=10),
-            optim=Optim("adam", lr=1e-3, eps=1e-5, max_grad_norm=10.0, schedule=LINEAR),
-        )
-    return override(config, overrides)
+    common = {
+        "algorithm": "r2d2",
+        "acting": "central",
+        "reward": Reward(),
+        "q": Q(n_step=5, huber=0.0, epsilon_end=0.4, ladder=7.0, eval_epsilon=0.001),
+        "replay": Replay(capacity=1_000_000, alpha=0.9, beta=0.6, beta_end=0.6, initial="acting"),
+        "model.core": "lstm",
+        "model.last_action_reward": True,
+    }
+    image = {
+        "steps": 10_000_000_000,
+        "env.num_envs": envs(env, 64),
+        "model.core_size": 512,
+        "algo": Algo(unroll_length=40, gamma=0.997),
+        "q.dueling": 512,
+        "q.batch_size": 64,
+        "q.intensity": 0.75,
+        "q.learn_start": 50_000,
+        "q.target_every": 2_500 * 6_827,
+        "r2d2": R2D2(length=80, burn_in=40, stride=80),
+        "optim": Optim("adam_eps_hat", lr=1e-4, eps=1e-3 / 80, max_grad_norm=1.0),
+    }
+    vector = {
+        "env.num_envs": envs(env, 16),
+        "model.hidden": (128,),
+        "model.core_size": 128,
+        "algo": Algo(unroll_length=10, gamma=0.99),
+        "q.batch_size": 16,
+        "q.intensity": 16.0,
+        "q.learn_start": 4_000,
+        "q.target_every": 1_000,
+        "replay.capacity": 200_000,
+        "r2d2": R2D2(length=20, burn_in=10, stride=10),
+        "optim": Optim("adam", lr=1e-3, eps=1e-5, max_grad_norm=10.0, schedule=LINEAR),
+    }
+    overrides = {"atari.episodic_life": False, "atari.full_action_set": True, **overrides}
+    return derive(dqn, "seed-r2d2", env, overrides, common, image, vector)
 
 
 def _range(env: str) -> tuple[float, float, float]:
-    """Least and most discounted return of a family of envs, about, with rewards scaled by the third."""
+    """Smallest and largest discounted return of a family of envs, roughly, with rewards scaled by the third number."""
     if env.startswith("LunarLander"):
         return -4.0, 4.0, 0.01
     if env.startswith("CartPole"):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from coterie.config import Algo, Central, Config, Decoupled, Model, Optim, Reward, VTrace
-from coterie.presets.common import LINEAR, of_env, override, shared, start
+from coterie.presets.common import LINEAR, Changes, derive, envs, make
 
 
 def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
@@ -17,58 +16,45 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
     256, last action and reward, unrolls of 100, and the rates of the authors' code. Vectors and continuous control: our
     own settings.
     """
-    return override(_impala(env, overrides)[0], overrides)
-
-
-def _impala(env: str, overrides: dict[str, Any]) -> tuple[Config, str]:
-    """Before anything else is overridden than what the environment is; and its kind."""
-    config, kind = start("impala", env, overrides)
-    config = replace(config, algorithm="vtrace", acting="decoupled", env=replace(config.env, num_envs=0))
-    if kind == "image":
-        config = replace(
-            config,
-            steps=10_000_000,
-            decoupled=Decoupled(batch_size=32),
-            reward=Reward(clip="clamp"),
-            model=Model(torso="gala"),
-            algo=Algo(20, value_coef=0.25, entropy_coef=0.01),  # half of 0.5 times the squared error
-            vtrace=VTrace(loss="sum"),
-            optim=Optim("rmsprop_tf", lr=6e-4, eps=0.01, max_grad_norm=40.0, schedule=LINEAR),
-        )
-        if env.startswith("dmlab/"):
-            config = replace(
-                config,
-                model=Model(torso="a3c", core="lstm", core_size=256, last_action_reward=True),
-                algo=replace(config.algo, unroll_length=100, entropy_coef=2.5e-4),
-                optim=replace(config.optim, lr=4.8e-4, eps=0.1, max_grad_norm=0.0),
-            )
-    elif kind == "continuous":
-        config = replace(
-            config,
-            steps=1_000_000,
-            reward=Reward(normalize=True),
-            model=replace(config.model, init_log_std=-0.7),
-            algo=Algo(32, gae_lambda=0.95, entropy_coef=0.0),
-            decoupled=Decoupled(batch_size=8),
-            optim=Optim("adam", lr=7e-4, schedule=LINEAR),
-        )
-    else:
-        config = replace(
-            config,
-            steps=1_000_000,
-            reward=Reward(scale=0.01),
-            algo=Algo(20, gamma=0.995, gae_lambda=0.98, entropy_coef=0.003),
-            decoupled=Decoupled(batch_size=8),
-            optim=Optim("rmsprop", lr=3e-3, schedule=LINEAR),
-        )
-    return config, kind
+    image: Changes = {
+        "steps": 10_000_000,
+        "decoupled": Decoupled(batch_size=32),
+        "reward.clip": "clamp",
+        "model": Model(torso="gala"),
+        "algo": Algo(20, value_coef=0.25, entropy_coef=0.01),  # half of 0.5 times the squared error
+        "vtrace": VTrace(loss="sum"),
+        "optim": Optim("rmsprop_tf", lr=6e-4, eps=0.01, max_grad_norm=40.0, schedule=LINEAR),
+    }
+    if env.startswith("dmlab/"):
+        image |= {
+            "model": Model(torso="a3c", core="lstm", core_size=256, last_action_reward=True),
+            "algo": Algo(100, value_coef=0.25, entropy_coef=2.5e-4),
+            "optim": Optim("rmsprop_tf", lr=4.8e-4, eps=0.1, max_grad_norm=0.0, schedule=LINEAR),
+        }
+    return make(
+        "impala",
+        env,
+        overrides,
+        {"algorithm": "vtrace", "acting": "decoupled", "env.num_envs": 0},
+        image=image,
+        vector={
+            "reward.scale": 0.01,
+            "algo": Algo(20, gamma=0.995, gae_lambda=0.98, entropy_coef=0.003),
+            "decoupled": Decoupled(batch_size=8),
+            "optim": Optim("rmsprop", lr=3e-3, schedule=LINEAR),
+        },
+        continuous={
+            "reward": Reward(normalize=True),
+            "model.init_log_std": -0.7,
+            "algo": Algo(32, gae_lambda=0.95, entropy_coef=0.0),
+            "optim": Optim("adam", lr=7e-4, schedule=LINEAR),
+        },
+    )
 
 
 def impala_deep(env: str = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA with its ResNet of 15 convolutions (Figure 3, right)."""
-    own = of_env(overrides)
-    config = replace(impala(env, **own), preset="impala-deep")
-    return override(replace(config, model=replace(config.model, torso="impala")), overrides)
+    return derive(impala, "impala-deep", env, overrides, {"model.torso": "impala"})
 
 
 def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
@@ -76,19 +62,17 @@ def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
     100 in batches of 32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Vectors and
     continuous control: our settings for IMPALA.
     """
-    base, kind = _impala(env, of_env(overrides))
-    central = Central(batch_size=base.decoupled.batch_size)
-    envs = replace(base.env, num_envs=shared(env, 64 if kind == "image" else 16))
-    config = replace(base, preset="seed-vtrace", acting="central", env=envs, central=central, decoupled=Decoupled())
-    if kind == "image":
-        config = replace(
-            config,
-            model=replace(base.model, torso="impala"),
-            algo=Algo(100, gae_lambda=0.95, value_coef=0.25, entropy_coef=9.7056e-4),  # half of 0.5 times the square
-            vtrace=VTrace(loss="mean"),
-            optim=Optim("adam", lr=2.2588e-4, beta1=0.0, eps=3.125e-9, max_grad_norm=0.0, schedule=LINEAR),
-        )
-    return override(config, overrides)
+    image = {
+        "env.num_envs": envs(env, 64),
+        "central": Central(batch_size=32),
+        "model.torso": "impala",
+        "algo": Algo(100, gae_lambda=0.95, value_coef=0.25, entropy_coef=9.7056e-4),  # half of 0.5 times the square
+        "vtrace": VTrace(loss="mean"),
+        "optim": Optim("adam", lr=2.2588e-4, beta1=0.0, eps=3.125e-9, max_grad_norm=0.0, schedule=LINEAR),
+    }
+    vector = {"env.num_envs": envs(env, 16), "central": Central(batch_size=8)}
+    common = {"acting": "central", "decoupled": Decoupled()}
+    return derive(impala, "seed-vtrace", env, overrides, common, image, vector)
 
 
 def seed_football(env: str = "gfootball/11_vs_11_hard_stochastic-v1", **overrides: Any) -> Config:
@@ -96,17 +80,13 @@ def seed_football(env: str = "gfootball/11_vs_11_hard_stochastic-v1", **override
     `env.kwargs` asks for the checkpoint reward): V-trace on unrolls of 32 in batches of 32, rewards as they are, Keras'
     Adam at a fixed rate, a ResNet of four stages. One frame on EnvPool; the paper's four by examples/envs/football.py.
     """
-    base = seed_vtrace(env, **of_env(overrides))
-    config = replace(base, preset="seed-football")
-    if base.model.torso == "impala":
-        checkpoints = "checkpoints" in base.env.kwargs
-        lr, entropy, gae_lambda = (1.2542e-4, 7.3309e-4, 1.0) if checkpoints else (5.5339e-5, 3.1948e-5, 0.9)
-        config = replace(
-            config,
-            steps=500_000_000,
-            reward=Reward(),
-            model=Model(torso="football"),
-            algo=Algo(32, gamma=0.997, gae_lambda=gae_lambda, value_coef=0.25, entropy_coef=entropy),
-            optim=Optim("adam_eps_hat", lr=lr, eps=1e-7, max_grad_norm=0.0),
-        )
-    return override(config, overrides)
+    checkpoints = "checkpoints" in overrides.get("env.kwargs", "")
+    lr, entropy, gae_lambda = (1.2542e-4, 7.3309e-4, 1.0) if checkpoints else (5.5339e-5, 3.1948e-5, 0.9)
+    image = {
+        "steps": 500_000_000,
+        "reward": Reward(),
+        "model": Model(torso="football"),
+        "algo": Algo(32, gamma=0.997, gae_lambda=gae_lambda, value_coef=0.25, entropy_coef=entropy),
+        "optim": Optim("adam_eps_hat", lr=lr, eps=1e-7, max_grad_norm=0.0),
+    }
+    return derive(seed_vtrace, "seed-football", env, overrides, {}, image)

@@ -267,8 +267,8 @@ def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfi
         raise CoterieError("the server sent no config: is it the same version of coterie?") from None
     if ":" in run.model.torso and run.model.torso != base.model.torso:
         raise CoterieError(f"the run's torso is {run.model.torso}: if you trust it, name it with --model.torso")
-    if run.own.algorithm and run.own.algorithm != base.own.algorithm:
-        raise CoterieError(f"the run's algorithm is {run.own.algorithm}: if you trust it, name it with --algorithm")
+    if run.plugins.algorithm and run.plugins.algorithm != base.plugins.algorithm:
+        raise CoterieError(f"the run's algorithm is {run.plugins.algorithm}: if you trust it, name it with --algorithm")
     run = replace(run, seed=session.connection.hello["run_id"] >> 33)
     env = replace(base.env, num_envs=session.run.env.num_envs, groups=run.env.groups)
     mine = _local_env(replace(run, env=env), session.run)

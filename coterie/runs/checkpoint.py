@@ -1,9 +1,9 @@
-"""Checkpoints: safetensors and JSON, complete when the manifest with checksums is written, which is last.
+"""Checkpoints: safetensors and JSON. The manifest with the checksums is written last and makes one complete.
 
     checkpoints/step_000000123456/learner_0/{model,exchange,algorithm,rng}.safetensors ..., state.json, manifest.json
     checkpoints/best.json
 
-A crash at any moment leaves a complete checkpoint or rubbish with a name that nobody reads.
+A crash at any moment leaves complete checkpoints, and at most a draft that is never read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,15 +24,15 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coterie.types import CoterieError
+from coterie.types import CoterieError, reason_of
 
 Tensors = dict[str, dict[str, Tensor]]
 _MANIFEST, _OLD = "manifest.json", ".old"
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading a garbled file can raise
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised by reading a garbled file
 
 
 def save(root: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
-    """Write one checkpoint in one go: `open_draft`, `write`, `seal`."""
+    """Write a checkpoint: `open_draft`, `write`, `seal`."""
     _checked(state)  # before anything is written
     draft = open_draft(root, f"step_{step:012d}")
     try:
@@ -47,9 +48,9 @@ def draft_path(root: Path, name: str) -> Path:
 
 
 def open_draft(root: Path, name: str) -> Path:
-    """A folder that learners write their parts into, and that nobody reads until it is sealed."""
+    """A folder for the learners' parts, which is not read before `seal`."""
     draft = draft_path(root, name)
-    with _Written(root, draft):
+    with _writing(root, draft):
         root.mkdir(parents=True, exist_ok=True)
         sweep(root)
         draft.mkdir()
@@ -57,24 +58,24 @@ def open_draft(root: Path, name: str) -> Path:
 
 
 def write(draft: Path, tensors: Tensors) -> None:
-    """Write groups of tensors, each into a file of its name ("learner_0/model")."""
-    with _Written(draft.parent, draft):
+    """Write each group of tensors into the file of its name ("learner_0/model")."""
+    with _writing(draft.parent, draft):
         for name, group in tensors.items():
             file = draft / f"{name}.safetensors"
             file.parent.mkdir(exist_ok=True)
-            # Flat views share one storage, which safetensors refuses to write: it gets copies.
+            # Copies: safetensors refuses views that share one storage, as parameters do.
             copies = {k: x.detach().to("cpu", copy=True).contiguous() for k, x in group.items()}
             save_file(copies, file)
 
 
 def seal(root: Path, draft: Path, step: int, state: dict[str, Any]) -> Path:
-    """Complete a draft with its state and manifest; returns its folder. On an error nothing that was there is touched.
+    """Complete a draft with its state and manifest; returns the checkpoint. An error leaves older checkpoints intact.
 
-    `state`: nested dicts with text keys, lists, numbers (NaN and infinities, too), text, None.
+    `state`: nested dicts with text keys, lists, numbers (NaN and infinities included), text, None.
     """
     final = root / f"step_{step:012d}"
     text = json.dumps(_checked(state))
-    with _Written(root, draft):
+    with _writing(root, draft):
         (draft / "state.json").write_text(text)
         files = {}
         for file in sorted(p for p in draft.rglob("*") if p.is_file()):
@@ -95,23 +96,18 @@ def seal(root: Path, draft: Path, step: int, state: dict[str, Any]) -> Path:
     return final
 
 
-class _Written:
-    """Turns what goes wrong with a draft into one line."""
-
-    def __init__(self, root: Path, draft: Path) -> None:
-        self.root, self.draft = root, draft
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError | SafetensorError):
-            path = self.root / self.draft.name.removeprefix(".draft-")
-            raise CoterieError(f"checkpoint {path} cannot be written: {_reason(error)}") from None
+@contextmanager
+def _writing(root: Path, draft: Path) -> Iterator[None]:
+    """Turn an error of writing a draft into one line about its checkpoint."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        path = root / draft.name.removeprefix(".draft-")
+        raise CoterieError(f"checkpoint {path} cannot be written: {_reason(error)}") from None
 
 
 def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
-    """Read a checkpoint whose every file matches its checksum; otherwise refuse, and offer the one before."""
+    """Read a checkpoint and verify its checksums. If it is damaged the error names the newest intact one before it."""
     try:
         files = _verify(path)
         # From bytes, not mapped: the tensors are used while this very checkpoint may be pruned or replaced.
@@ -127,12 +123,12 @@ def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
 
 
 def latest(root: Path, before: Path | None = None) -> Path | None:
-    """The newest complete checkpoint, or the newest complete one older than `before`. Checksums are `load`'s."""
+    """The newest complete checkpoint, or the newest that is older than `before`. `load` verifies the checksums."""
     return max((p for p in _complete(root) if before is None or _age(p) < _age(before)), key=_age, default=None)
 
 
 def mark_best(root: Path, path: Path, score: float) -> None:
-    """Mark one checkpoint as the best; it outlives pruning."""
+    """Mark a checkpoint as the best one, which `prune` keeps."""
     draft = root / ".best.json"
     try:
         draft.write_text(json.dumps({"checkpoint": path.name, "score": score}) + "\n")
@@ -144,6 +140,7 @@ def mark_best(root: Path, path: Path, score: float) -> None:
 
 
 def _best(root: Path) -> dict[str, Any] | None:
+    """best.json, if its checkpoint is there."""
     try:
         entry = json.loads((root / "best.json").read_text())
         return entry if (root / entry["checkpoint"] / _MANIFEST).is_file() else None
@@ -171,7 +168,7 @@ def prune(root: Path, keep: int) -> None:
 
 
 def learner(tensors: Tensors, rank: int) -> Tensors:
-    """The part of one learner; empty where the checkpoint has none."""
+    """The tensors of one learner; empty if the checkpoint has none."""
     prefix = f"learner_{rank}/"
     return {k.removeprefix(prefix): x for k, x in tensors.items() if k.startswith(prefix)}
 
@@ -201,7 +198,7 @@ def _sync(path: Path) -> None:
 
 
 def _checked(value: Any) -> Any:
-    """JSON would silently turn other keys into text: refuse them."""
+    """`value`, if its keys are text: JSON would turn others into text silently."""
     if isinstance(value, dict):
         if bad := [k for k in value if not isinstance(k, str)]:
             raise TypeError(f"a checkpoint's state has the key {bad[0]!r}, which is not text")
@@ -214,7 +211,7 @@ def _seal(body: dict[str, Any]) -> str:
 
 
 def _verify(path: Path) -> list[str]:
-    """The names of a checkpoint's files; raises one of `_DAMAGE` where anything differs from what was written."""
+    """The names of a checkpoint's files. Raises one of `_DAMAGE` if a file is not as it was written."""
     manifest = json.loads((path / _MANIFEST).read_text())
     if manifest.pop("sha256") != _seal(manifest):
         raise ValueError(f"{_MANIFEST} does not match its checksum")
@@ -239,7 +236,7 @@ def _complete(root: Path) -> list[Path]:
 
 
 def _age(path: Path) -> tuple[str, bool]:
-    """Sorts checkpoints from old to new."""
+    """A key that sorts checkpoints from old to new."""
     return path.name.removesuffix(_OLD), not path.name.endswith(_OLD)
 
 
@@ -248,14 +245,12 @@ def _reason(error: Exception) -> str:
         return f"{error.strerror}" + (f" ({Path(str(error.filename)).name})" if error.filename else "")
     if isinstance(error, KeyError | TypeError | AttributeError | UnicodeDecodeError | json.JSONDecodeError):
         return f"{_MANIFEST} is garbled ({type(error).__name__})"
-    return " ".join(str(error).split())
+    return reason_of(error)
 
 
 def _aside(path: Path) -> Path:
-    """Take a checkpoint's or draft's name from it in one go, before its files go one by one.
-
-    A crash half-way must not leave a manifest over missing files, and a learner that still writes into a draft that was
-    given up finds it there or not, but never half of it.
+    """Rename a checkpoint or draft before its files are deleted one by one: a crash must not leave a manifest without
+    its files, nor half a draft to a learner that still writes into it.
     """
     return path.rename(path.with_name(f".draft-gone-{uuid4().hex}"))
 
@@ -266,7 +261,7 @@ def _discard(path: Path) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Clear up what was never completed; a run folder has one writer."""
+    """Delete drafts, and old versions of checkpoints. A run folder has one writer."""
     for path in root.glob(".draft-*"):
         gone = path
         with suppress(OSError):  # a disk may be too full for another name

@@ -1,6 +1,6 @@
 """Config to JSON and back, dotted overrides, the command line's options, and the check of every value.
 
-Whatever is wrong becomes a `ConfigError` of one line that names the field and what it may be. No torch here.
+Every error is a `ConfigError` of one line that names the field and what it accepts. No torch here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import io
 import json
 import math
 import numbers
@@ -18,17 +17,33 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from coterie.config import Config, Schedule
+from coterie.config import Config, Range, Schedule
 from coterie.plugins import PARTS
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError, reason_of
 
-_hints = functools.cache(get_type_hints)  # resolving the names of a module takes a millisecond
+# Options of older versions: the value that is ignored in a config file, their default (None: any), and what the error
+# says of another.
+OLD: dict[str, tuple[Any, str]] = {
+    **{f"own.{part}": ("", f"is now plugins.{part}") for part in PARTS},
+    "env.reset": ("in_place", "was removed; envs are always reset in place"),
+    "env.reserve": (None, "was removed with env.reset"),
+    "env.delay_kind": ("constant", "was removed; env.delay is constant"),
+    "central.inference_gpus": (0, "was removed; each learner chooses actions on its own GPU"),
+    "central.lag_alarm": (0, "was removed; metrics.jsonl has policy_lag"),
+    "decoupled.lag_alarm": (0, "was removed; metrics.jsonl has policy_lag"),
+    "store.fixed_turns": (False, "was removed; exchange allreduce, or gossip with tau 0, is reproducible"),
+}
+
+
+@functools.cache  # resolving the names of a module takes a millisecond
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
 
 
 def fields(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, type) of every field."""
+    """(dotted name, type) of every field, with its range as `Annotated`."""
     for name, kind in _hints(cls).items():
         if dataclasses.is_dataclass(kind):
             yield from fields(cast(type, kind), f"{prefix}{name}.")
@@ -36,7 +51,13 @@ def fields(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", kind
 
 
-_TYPES: dict[str, Any] = dict(fields())
+def plain(kind: Any) -> Any:
+    """A field's type without its range."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+_TYPES: dict[str, Any] = {name: plain(kind) for name, kind in fields()}
+_RANGES: dict[str, tuple[Range, ...]] = {name: getattr(kind, "__metadata__", ()) for name, kind in fields()}
 
 
 def _nearest(name: str) -> str:
@@ -101,29 +122,38 @@ def from_dict(data: dict[str, Any]) -> Config:
     return cast(Config, _build(Config, data, ""))
 
 
-# Fields that older versions wrote into config.json, with the only value that still means the same (None: any).
-_REMOVED = {"env.reset": "in_place", "env.reserve": None, "env.delay_kind": "constant"}
-
-
 def _build(cls: type, data: Any, prefix: str) -> Any:
     if not isinstance(data, dict):
         raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {_shown(data)} is not an object of fields")
     hints = _hints(cls)
     values = {}
     for name, value in data.items():
-        if (dotted := prefix + name) in _REMOVED:
-            if (still := _REMOVED[dotted]) not in (None, value):
-                raise ConfigError(f"{dotted}: {_shown(value)} is not supported any more; only {still} is")
-            continue
+        dotted = prefix + name
         if name not in hints:
+            if _is_old_default(dotted, value):
+                continue
             raise ConfigError(f"{_name(dotted)}: no such field{_nearest(dotted)}")
-        kind = hints[name]
+        kind = plain(hints[name])
         values[name] = (
             _build(cast(type, kind), value, dotted + ".")
             if dataclasses.is_dataclass(kind)
             else _coerce(dotted, kind, value)
         )
     return cls(**values)
+
+
+def _is_old_default(name: str, value: Any) -> bool:
+    """Whether an unknown field is an option of an older version, or a section of such, at its default. Raises a
+    `ConfigError` that names the new option where it has another value.
+    """
+    if isinstance(value, dict) and any(old.startswith(f"{name}.") for old in OLD):
+        return all(_is_old_default(f"{name}.{field}", one) for field, one in value.items())
+    if name not in OLD:
+        return False
+    default, reason = OLD[name]
+    if default is not None and value != default:
+        raise ConfigError(f"{name}: {reason}")
+    return True
 
 
 def save_config(path: Path, config: Config) -> None:
@@ -137,22 +167,23 @@ def load_config(path: Path) -> Config:
     except ConfigError as error:
         raise ConfigError(f"{error} (in {path})") from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise CoterieError(f"{path}: cannot be read: {reason}") from None
+        raise CoterieError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def replace(config: Config, overrides: dict[str, Any]) -> Config:
     """`config` with fields replaced, types checked: `{"env.id": "Pong-v5", "optim": Optim(), "learners": 2}`.
 
-    `env` with a text means `env.id`, `exchange` (and so on) with `package.module:callable` means `own.exchange`. Values
-    that contradict each other are `validate`'s. Raises `ConfigError`.
+    `env` with a text means `env.id`; `exchange`, `acting` or `algorithm` with `package.module:callable` means
+    `plugins.exchange`, and so on. `validate` finds values that contradict each other. Raises `ConfigError`.
     """
     data = to_dict(config)
     for given, value in overrides.items():
         name = "env.id" if given == "env" and isinstance(value, str) else given.replace("-", "_")
-        name = f"own.{name}" if name in PARTS and isinstance(value, str) and ":" in value else name
+        name = f"plugins.{name}" if name in PARTS and isinstance(value, str) and ":" in value else name
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)  # a whole section
+        elif name in OLD:
+            raise ConfigError(f"{_name(given)}: {OLD[name][1]}")
         elif name not in _TYPES:
             raise ConfigError(f"{_name(given)}: no such field{_nearest(name)}")
         *sections, last = name.split(".")
@@ -169,7 +200,7 @@ def parse_cli(default: Config, args: list[str]) -> Config:
     """Apply command-line options to `default`: `--a.b-c V`, `--a.b_c V`, `--a.b=V`, lists as `--a.b V V V`.
 
     Booleans take True or False; `--env ID` is `--env.id ID`, `--exchange package.module:callable` (and so on) is
-    `--own.exchange`; integers may be written 1e6. Raises `ConfigError`.
+    `--plugins.exchange`; integers may be written 1e6. Raises `ConfigError`.
     """
     changes = {}
     for name, texts in _options(args).items():
@@ -203,7 +234,9 @@ def _options(args: list[str]) -> dict[str, list[str]]:
         if arg.startswith("--"):
             given, equals, value = arg[2:].partition("=")
             name = "env.id" if given == "env" else given.replace("-", "_")
-            name = f"own.{name}" if name in PARTS and ":" in (value if equals else after) else name
+            name = f"plugins.{name}" if name in PARTS and ":" in (value if equals else after) else name
+            if name in OLD:
+                raise ConfigError(f"--{_name(given)}: {OLD[name][1]}")
             if name not in _TYPES:
                 raise ConfigError(f"--{_name(given)}: no such option{_nearest(name)}")
             values = options[name] = [value] if equals else []
@@ -222,65 +255,6 @@ def _options(args: list[str]) -> dict[str, list[str]]:
     return options
 
 
-def cli_help(default: Config) -> str:
-    """Every option with its type, default and comment."""
-    import tyro
-
-    caught = io.StringIO()
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(caught):
-        tyro.cli(
-            Config,
-            default=default,
-            args=["--help"],
-            prog=f"coterie train {default.preset or 'PRESET'}",
-            config=(tyro.conf.FlagConversionOff,),
-        )
-    return caught.getvalue()
-
-
-# What a number must be: (fields, predicate, what it says).
-_RULES: tuple[tuple[str, Any, str], ...] = (
-    (
-        "env.action_repeat algo.unroll_length steps ppo.epochs ppo.minibatch_size atari.frame_skip "
-        "atari.height "
-        "atari.width atari.stack model.core_size eval.episodes eval.max_steps log.keep "
-        "store.chunks store.local_steps allreduce.machines gossip.peers decoupled.publish_every central.max_envs "
-        "wire.max_message_mb "
-        "q.batch_size q.n_step q.target_every q.epsilon_steps r2d2.length r2d2.stride replay.capacity",
-        lambda x: x >= 1,
-        "must be at least 1",
-    ),
-    (
-        "seed env.num_envs env.threads env.max_episode_steps env.decorrelate env.replace_budget "
-        "atari.noop_max ppo.clip_value ppo.target_kl ppo.batch_size optim.max_grad_norm optim.sqrt_scaling_from "
-        "optim.chunk eval.every eval.max_episode_steps torch_threads algo.value_coef algo.entropy_coef "
-        "log.checkpoint_every log.every restarts env.delay log.cosines algo.poll gossip.mix_every gossip.seats "
-        "chaos.every chaos.seed "
-        "decoupled.batch_size decoupled.queue decoupled.lag_alarm decoupled.restarts vtrace.rho_bar vtrace.c_bar "
-        "vtrace.pg_rho_bar vtrace.replay_capacity central.batch_size central.queue central.lag_alarm central.restarts "
-        "central.batch_min central.batch_max central.wait vtrace.minibatch q.dueling q.huber q.ladder q.learn_start "
-        "replay.alpha replay.beta replay.beta_end replay.envs r2d2.burn_in log.norms q.secondary_batch q.secondary_lr",
-        lambda x: x >= 0,
-        "must not be negative",
-    ),
-    (
-        "atari.sticky_actions algo.gamma algo.gae_lambda q.epsilon q.epsilon_end q.eval_epsilon r2d2.eta",
-        lambda x: 0 <= x <= 1,
-        "must be between 0 and 1",
-    ),
-    ("optim.alpha optim.beta1 optim.beta2", lambda x: 0 <= x < 1, "must be at least 0 and below 1"),
-    ("q.atoms", lambda x: x == 0 or x >= 2, "must be 0 or at least 2"),
-    ("optim.lr optim.eps ppo.clip log.stall env.timeout reward.scale q.intensity", lambda x: x > 0, "must be above 0"),
-    ("learners", lambda x: x == "auto" or x >= 1, "must be at least 1, or auto"),
-    ("actors", lambda x: x == "auto" or x >= 0, "must not be negative, or auto"),
-    ("env.delay_learner", lambda x: x >= -1, "must not be below -1"),
-    ("gossip.tau", lambda x: x >= -1, "must not be below -1"),
-    ("env.groups", lambda x: x in (0, 1, 2), "must be 0 (auto), 1 or 2"),
-    ("model.hidden", lambda x: all(n >= 1 for n in x), "sizes must be at least 1"),
-    ("env.id", lambda x: x.strip() != "", "must not be empty"),
-)
-
-
 def get(config: Config, name: str) -> Any:
     """The value of a dotted field."""
     value: Any = config
@@ -290,16 +264,15 @@ def get(config: Config, name: str) -> Any:
 
 
 def validate(config: Config) -> Config:
-    """`config` with each field as its type, whoever made it; values that cannot work are refused: `ConfigError`."""
+    """`config` with every field converted to its type and checked. Raises `ConfigError`."""
     config = from_dict(to_dict(config))
     for name, kind in _TYPES.items():
         value = get(config, name)
         if kind is float and not math.isfinite(value):
             raise ConfigError(f"{name}: {value} is not a finite number")
-    for names, holds, text in _RULES:
-        for name in names.split():
-            if not holds(get(config, name)):
-                raise ConfigError(f"{name}: {_shown(get(config, name))} {text}")
+        for limit in _RANGES[name]:
+            if not limit.accepts(value):
+                raise ConfigError(f"{name}: {_shown(value)} {limit.text}")
     if config.env.groups == 2 and config.env.num_envs % 2:
         raise ConfigError(f"env.num_envs: {config.env.num_envs} must be even where env.groups is 2")
     for name in ("algo.entropy_schedule", "ppo.clip_schedule", "optim.schedule"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -32,10 +31,10 @@ def _duration(seconds: float) -> str:
 
 
 class Display:
-    """Progress of a run. `update` is called once per rollout, throttles itself, and ignores keys it does not know.
+    """The progress of a run. `update` is called once per rollout and limits its own rate.
 
-    It knows `env_steps`, `env_steps_per_s`, `frames_per_s`, `mean_return`, `episodes`, `stages` (stage -> share of the
-    time), `eval_return`, `eval_stderr`, and `losses` (the last ones given stay).
+    It shows `env_steps`, `env_steps_per_s`, `frames_per_s`, `mean_return`, `episodes`, `stages` (stage -> share of the
+    time), `eval_return`, `eval_stderr`, and `losses` (until the next ones).
     """
 
     def __init__(
@@ -55,26 +54,24 @@ class Display:
             if self.console.is_terminal and not self.console.is_dumb_terminal:
                 # No refresh thread: it would take the learner's core between rollouts.
                 self.live = Live(self._render(), console=self.console, auto_refresh=False)
-                self.live.__enter__()
+                self.live.start()
             else:
                 self.console.print(self.title, markup=False, soft_wrap=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._show()
         if self.live is not None:
-            self.live.__exit__(kind, error, trace)
+            self.live.stop()
             self.live = None
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if not self.quiet:
             self.console.print(text, markup=False, soft_wrap=True)
 
     def update(self, status: dict[str, Any], force: bool = False) -> None:
-        """Show `status` if the last one is old enough, or at once with `force`."""
+        """Show `status`, unless the last one was shown a moment ago; with `force` always."""
         self.losses = status.get("losses", self.losses)
         self.best = max(self.best, status.get("eval_return", -math.inf))  # NaN compares False and changes nothing
         self.status = status
@@ -84,13 +81,13 @@ class Display:
             self._show()
 
     def lines(self) -> list[str]:
-        """What is shown below the bar."""
+        """The text below the progress bar."""
         s = self.status
         first = (
             f"{s['env_steps']:,} of {self.total:,} env steps | {_number(s.get('env_steps_per_s'))} steps/s, "
             f"{_number(s.get('frames_per_s'))} frames/s"
         )
-        second = f"return {_number(s.get('mean_return'))} (last 100 of {s.get('episodes', 0):,} games)"
+        second = f"return {_number(s.get('mean_return'))} (last 100 of {s.get('episodes', 0):,} episodes)"
         if "eval_return" in s:
             second += f" | eval {_number(s['eval_return'])} +- {_number(s.get('eval_stderr'))}"
             second += f", best {_number(self.best)}"

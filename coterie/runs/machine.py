@@ -1,4 +1,4 @@
-"""Where a run was made and with what, for whoever wants to make it again."""
+"""The machine and the installed packages: for a run's machine.json, and for `coterie doctor`."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import platform
 import shlex
 import sys
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 
 from coterie.parallel.affinity import available_cores
-from coterie.runs.versions import needed, version
 
-_LEAST = ["torch", "numpy", "envpool", "gymnasium"]  # of sources that nobody installed
-_ENTRIES = ("cli.py", "__main__.py")  # of `python -m coterie`
+_CORE = ["torch", "numpy", "envpool", "gymnasium"]  # reported even if coterie itself is not installed
 
 
 def describe() -> dict[str, Any]:
     """Versions, processor, cores, GPUs, and the command line of this process."""
-    packages = ["coterie", *needed().get("", _LEAST), "ray", "ale-py"]
-    versions = {name: found for name in packages if (found := version(name))}
+    packages = ["coterie", *required().get("", _CORE), "ray", "ale-py"]
     name = Path(sys.argv[0]).name
     return {
         "system": platform.platform(),
         "processor": _processor(),
         "cores": len(available_cores()),
         "gpus": torch.cuda.device_count(),  # their names would take a CUDA context in a process that needs none
-        "versions": {"python": platform.python_version(), **versions},
-        "command": shlex.join(["coterie" if name in _ENTRIES else name, *sys.argv[1:]]),
+        "versions": {"python": platform.python_version()} | {p: v for p in packages if (v := version(p))},
+        "command": shlex.join(["coterie" if name == "__main__.py" else name, *sys.argv[1:]]),
     }
 
 
@@ -39,3 +38,32 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def required() -> dict[str, list[str]]:
+    """Required packages by extra of Coterie; those of every run under "". Empty if Coterie is not installed."""
+    if version("coterie") is None:
+        return {}
+    always = _required("coterie", "")
+    extras = metadata.metadata("coterie").get_all("Provides-Extra") or []
+    return {"": always, **{extra: [p for p in _required("coterie", extra) if p not in always] for extra in extras}}
+
+
+def _required(package: str, extra: str) -> list[str]:
+    """What an extra of a package requires on this machine, or the package alone, with the extras of those packages."""
+    if version(package) is None:
+        return []
+    found = []
+    for one in map(Requirement, metadata.requires(package) or []):
+        always = one.marker is None or one.marker.evaluate({"extra": ""})
+        if always != bool(extra) and (always or (one.marker is not None and one.marker.evaluate({"extra": extra}))):
+            found += [one.name, *(name for inner in sorted(one.extras) for name in _required(one.name, inner))]
+    return found

@@ -1,4 +1,4 @@
-"""What a run writes while it goes: metrics.jsonl, TensorBoard events, log.txt, summary.json; and the last 100 games."""
+"""The files of a run: metrics.jsonl, TensorBoard events, log.txt, processes.json, summary.json; and recent episodes."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from coterie.parallel.processes import location
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError, reason_of
 
-# What a run writes into its folder besides checkpoints/ and TensorBoard's events.
+# The files of a run's folder, besides checkpoints/ and TensorBoard's events.
 RUN_FILES = (
     "config.json", "spec.json", "machine.json", "metrics.jsonl", "log.txt", "processes.json", "summary.json",
 )  # fmt: skip
 
 
 def file_name(text: str) -> str:
-    """`text` with only such characters as every file system and shell takes as they are."""
+    """`text` with all characters replaced that a file system or a shell may not accept."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-")
 
 
 def clean(value: Any) -> Any:
-    """Plain JSON: null for NaN and infinities, which JSON has not; numpy's and torch's single numbers as Python's."""
+    """Plain JSON: null for NaN and infinities, Python's numbers for numpy's and torch's."""
     if isinstance(value, dict):
         return {k: clean(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -40,14 +40,14 @@ def clean(value: Any) -> Any:
 
 
 class Episodes:
-    """Returns and lengths of the last 100 whole games, and how many there were in all."""
+    """Returns and lengths of the last 100 complete episodes, and the number of all."""
 
     def __init__(self) -> None:
         self.window: deque[tuple[float, int]] = deque(maxlen=100)
         self.count = 0
 
-    def extend(self, games: Iterable[tuple[float, int]]) -> None:
-        for score, length in games:
+    def extend(self, episodes: Iterable[tuple[float, int]]) -> None:
+        for score, length in episodes:
             self.window.append((float(score), int(length)))
             self.count += 1
 
@@ -60,7 +60,7 @@ class Episodes:
         return sum(n for _, n in self.window) / len(self.window) if self.window else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        return {"window": [list(game) for game in self.window], "count": self.count}
+        return {"window": [list(episode) for episode in self.window], "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.window.clear()
@@ -69,19 +69,19 @@ class Episodes:
 
 
 class RunWriter:
-    """Writes into a run's folder. `resume_env_steps`: go on there; later lines of metrics.jsonl, which the checkpoint
-    does not know, are dropped so that curves do not double back.
+    """Writes a run's files. `resume_env_steps`: of the checkpoint that the run resumes from; lines of metrics.jsonl
+    after it are dropped, so that curves do not double back.
     """
 
     def __init__(
         self, folder: Path, tensorboard: bool = True, wandb_project: str = "", resume_env_steps: int | None = None
     ) -> None:
         self.folder = folder
-        self._open = ExitStack()  # closes the rest where closing one fails
+        self._open = ExitStack()  # closes the others if closing one fails
         self._wandb = _wandb(folder, wandb_project) if wandb_project else None
         if self._wandb is not None:
             self._open.callback(self._wandb.finish)
-        with _Reason(folder):
+        with _writing(folder):
             if resume_env_steps is not None:
                 kept = [line for line in read_metrics(folder) if line["env_steps"] <= resume_env_steps]
                 write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
@@ -91,20 +91,19 @@ class RunWriter:
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # 0.35 s to import
 
-                # TensorBoard forgets what older event files have from the purge step on.
+                # TensorBoard ignores what older event files have from the purge step on.
                 purge = None if resume_env_steps is None else resume_env_steps + 1
                 self._events = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
                 self._open.callback(self._events.close)
 
     def write(self, line: dict[str, Any]) -> None:
-        """One line of metrics; needs `env_steps` and `seconds`.
-
-        A score's line comes when its checkpoint is whole: other lines may be of more env steps by then.
+        """Write a line of metrics; it needs `env_steps` and `seconds`. The line of an evaluation is written after its
+        checkpoint, so lines before it may have more env steps.
         """
         if not {"env_steps", "seconds"} <= line.keys():
             raise ValueError(f"a line of metrics needs env_steps and seconds, and has {sorted(line)}")
         plain = clean(line)
-        with _Reason(self.folder):
+        with _writing(self.folder):
             self._file.write(json.dumps(plain, allow_nan=False) + "\n")
             self._file.flush()
             if self._events is not None:
@@ -115,42 +114,37 @@ class RunWriter:
             self._wandb.log(plain)
 
     def log(self, text: str) -> None:
-        with _Reason(self.folder):
+        with _writing(self.folder):
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self._log.flush()
 
     def processes(self, rows: list[dict[str, Any]], restarts: int) -> None:
-        """Replace processes.json: the health of the run's processes, for who looks on."""
-        told = {"unix": round(time.time(), 3), "where": location(), "restarts": restarts, "processes": rows}
-        with _Reason(self.folder):
-            write_whole(self.folder / "processes.json", json.dumps(clean(told)) + "\n", durable=False)
+        """Replace processes.json: the health of the run's processes."""
+        content = {"unix": round(time.time(), 3), "where": location(), "restarts": restarts, "processes": rows}
+        with _writing(self.folder):
+            write_whole(self.folder / "processes.json", json.dumps(clean(content)) + "\n", durable=False)
 
     def summary(self, data: dict[str, Any]) -> None:
-        """Replace summary.json in one go."""
-        with _Reason(self.folder):
+        """Replace summary.json atomically."""
+        with _writing(self.folder):
             write_whole(self.folder / "summary.json", json.dumps(clean(data), indent=1, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        with _Reason(self.folder):
+        with _writing(self.folder):
             self._open.close()
 
 
-class _Reason:
-    """Turns an OSError (a full disk, a folder that is gone) into one line."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError):
-            raise CoterieError(f"cannot write to {self.folder}: {error.strerror or error}") from None
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn an OSError (a full disk, a missing folder) into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise CoterieError(f"cannot write to {folder}: {reason_of(error)}") from None
 
 
 def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
-    """Write a file so that a crash leaves the old one or the new one. `durable`: also a crash of the machine."""
+    """Replace a file atomically. `durable`: a crash of the machine, too, leaves the old file or the new one."""
     draft = path.with_name(f".{path.name}")
     try:
         with draft.open("wb") as file:
@@ -168,19 +162,19 @@ def _wandb(folder: Path, project: str) -> Any:
         import wandb
     except ImportError:
         raise ConfigError("log.wandb: needs `pip install 'coterie[wandb]'`") from None
-    # The id is the folder's, so that a resumed run goes on in its own page.
+    # The id depends on the folder only, so that a resumed run continues its page.
     key = f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
     try:
         page = wandb.init(project=project, dir=str(folder), name=folder.name, id=key, resume="allow")
-        # Its own step count refuses to go back, as a score's line and a resumed run do.
+        # Its own step count cannot go back, as the line of an evaluation and a resumed run do.
         page.define_metric("*", step_metric="env_steps")
         return page
-    except Exception as error:  # no key, no network: wandb has a dozen classes for it
-        raise CoterieError(f"log.wandb: {' '.join(str(error).split())}") from None
+    except Exception as error:  # no key, no network: wandb raises a dozen classes
+        raise CoterieError(f"log.wandb: {reason_of(error)}") from None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line that a crash cut short is left out, any other damage is an error."""
+    """The lines of metrics.jsonl, without a last line that a crash cut short. Other damage is an error."""
     try:
         rows = (folder / "metrics.jsonl").read_bytes().splitlines()
     except FileNotFoundError:

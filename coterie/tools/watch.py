@@ -19,7 +19,7 @@ _MOST_FRAMES = 27_000
 
 
 def watch(
-    folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "best"
+    folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "0"
 ) -> tuple[Path, float, int]:
     """Record an episode; returns the file, the episode's return and the number of frames."""
     try:

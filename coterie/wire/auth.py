@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from coterie.types import ConfigError
+from coterie.types import ConfigError, reason_of
 
 _DAYS = 825
 TOKEN, CERT, KEY = "token", "cert.pem", "key.pem"  # files of `coterie keys`
@@ -79,7 +79,7 @@ def _bytes(path: str, what: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{what}: cannot read {path}: {error.strerror or error}") from None
+        raise ConfigError(f"{what}: cannot read {path}: {reason_of(error)}") from None
 
 
 def make_keys(folder: str, hosts: list[str]) -> list[Path]:
@@ -127,5 +127,5 @@ def make_keys(folder: str, hosts: list[str]) -> list[Path]:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(content)
     except OSError as error:
-        raise ConfigError(f"keys: cannot write into {out}: {error.strerror or error}") from None
+        raise ConfigError(f"keys: cannot write into {out}: {reason_of(error)}") from None
     return paths

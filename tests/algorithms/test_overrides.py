@@ -69,7 +69,7 @@ MyGossip = counting(Gossip, Exchange)
 def test_a_subclass_that_overrides_every_method_is_obeyed(name: str) -> None:
     preset, options = CASES[name]
     part, protocol = ("exchange", Exchange) if name == "MyGossip" else ("algorithm", Algorithm)
-    config = presets.make(preset, "CartPole-v1", **{**options, f"own.{part}": f"{__name__}:{name}"})
+    config = presets.make(preset, "CartPole-v1", **{**options, f"plugins.{part}": f"{__name__}:{name}"})
     learner, rollouts = Learner(resolve_config(config)), []
     mine: Any = getattr(learner, part)
 

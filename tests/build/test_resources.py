@@ -11,10 +11,9 @@ import coterie
 from coterie import presets
 from coterie.build import resources
 from coterie.build.resources import resolve_config
+from coterie.build.validity import check
 from coterie.config import Config, Env
 from coterie.envs.make import make_spec
-from coterie.launch.placement import Placement
-from coterie.build.validity import check
 from coterie.runs.config_io import load_config, parse_cli, validate
 from coterie.types import ConfigError
 

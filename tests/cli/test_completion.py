@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from coterie import presets
-from coterie.cli.main import COMMANDS, main
+from coterie.cli.arguments import COMMANDS
+from coterie.cli.main import main
 from coterie.runs.config_io import fields
 
 BASH = """
@@ -77,4 +78,4 @@ def test_zsh_reads_it(script):
     run("zsh", "-n", path)
     text = Path(path).read_text()
     assert text.startswith("#compdef coterie")
-    assert ":preset:(a2c ppo " in text
+    assert "(a2c ppo a3c " in text

@@ -109,7 +109,7 @@ def test_the_score_is_normalised_and_capped_where_all_have_a_reference():
         (
             "CartPole-v1,CartPole-v0",
             ["--acting", "inline"],
-            "several tasks need actors or env hosts: set acting to decoupled or central",
+            "must be a single task with inline acting; set acting to decoupled or central",
         ),
         ("CartPole-v1,CartPole-v0", ["--actors", "3"], "actors: "),
     ],

@@ -50,7 +50,7 @@ def test_two_learners_finish_and_their_checkpoints_can_be_evaluated(tmp_path, ca
     best, _ = checkpoint.load(checkpoint.best(root))
     capsys.readouterr()
     wanted = {
-        "best": best["learner_0/model"],
+        "0": best["learner_0/model"],
         "1": best["learner_1/model"],
         "mean": {k: (x.double() + best["learner_1/model"][k]) / 2 for k, x in best["learner_0/model"].items()},
     }
@@ -59,13 +59,13 @@ def test_two_learners_finish_and_their_checkpoints_can_be_evaluated(tmp_path, ca
         assert all(torch.allclose(loaded[k].double(), x.double()) for k, x in weights.items())
         assert main(["eval", str(out), "--learner", which, "--episodes", "2", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["episodes"] == 2
-    for which in ("2", "worst", "-1"):
+    for which in ("2", "best", "-1"):
         assert main(["eval", str(out), f"--learner={which}"]) == 2
         stdout, stderr = capsys.readouterr()
         assert stdout == ""
         assert stderr.count("\n") == 1
         assert which in stderr
-        assert "best, mean or one of 0, 1" in stderr
+        assert ("best is now 0" if which == "best" else "is not one of 0, 1, mean") in stderr
 
 
 @pytest.mark.parametrize(

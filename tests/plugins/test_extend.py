@@ -27,7 +27,7 @@ def test_an_algorithm(folder):
     """It learns alone, is found again by resume and eval, and its loss is not PPO's."""
     cartpole = ["ppo", "--env", "CartPole-v1", "--seed", "0"]
     train(folder, "run", *cartpole, "--algorithm", "spo:SPO", "--steps", "40000")
-    assert json.loads((folder / "run" / "config.json").read_text())["own"]["algorithm"] == "spo:SPO"
+    assert json.loads((folder / "run" / "config.json").read_text())["plugins"]["algorithm"] == "spo:SPO"
     done = coterie(folder, "resume", "run", "--steps", "60000")
     assert done.returncode == 0, done.stderr[-2000:]
     assert evaluate(folder, "run") > 250
@@ -39,7 +39,7 @@ def test_an_algorithm(folder):
     (folder / "spo.py").rename(folder / "elsewhere.py")
     done = coterie(folder, "eval", "run")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "own.algorithm: cannot import 'spo:SPO': No module named 'spo'" in done.stderr
+    assert "plugins.algorithm: cannot import 'spo:SPO': No module named 'spo'" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_an_algorithm_in_processes_of_its_own(folder, layout):
 def test_an_acting(folder):
     """Weights are taken at every eighth rollout: as many rows are 0, 1, ... 7 learner steps old."""
     o = ["--steps", "40000", "--env.num-envs", "8", "--algo.unroll-length", "10", "--seed", "0"]
-    late = ["--acting", "inline", "--own.acting", "late:Late"]
+    late = ["--acting", "inline", "--plugins.acting", "late:Late"]
     summary = train(folder, "run", "impala", "--env", "CartPole-v1", *late, *o)
     lags = {int(k): n for k, n in summary["policy_lag"].items()}
     assert sorted(lags) == list(range(8))

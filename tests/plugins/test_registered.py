@@ -47,7 +47,7 @@ def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
         shutil.copy(path, tmp_path)
     args = ["a2c", "--env", "CartPole-v1", "--acting", "memory", "--exchange", "elastic", "--env.groups", "1"]
     sizes = ["--learners", "2", "--actors", "4", "--env.num-envs", "8", "--steps", "4000"]
-    summary = train(tmp_path, "run", *args, *sizes, "--own.modules", "memory_acting", "elastic")
+    summary = train(tmp_path, "run", *args, *sizes, "--plugins.modules", "memory_acting", "elastic")
     assert summary["status"] == "finished"
     assert summary["env_steps"] >= 4000
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -61,7 +61,7 @@ def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
     [
         (("--acting", "other"), "acting: 'other' is not one of inline, decoupled, central"),
         (("--exchange", "other"), "exchange: 'other' is not one of solo, allreduce, hogwild, store, gossip"),
-        (("--own.modules", "nowhere"), "own.modules: cannot import 'nowhere': No module named 'nowhere'"),
+        (("--plugins.modules", "nowhere"), "plugins.modules: cannot import 'nowhere': No module named 'nowhere'"),
     ],
 )
 def test_a_name_that_no_module_registered_is_one_line(tmp_path, monkeypatch, capsys, args, says):

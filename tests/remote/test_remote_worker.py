@@ -64,7 +64,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no config": ({"config": 3}, "the run's config: config: 3 is not an object"),
     "a size that is none": ({"core": ["x"]}, "sent no config"),
-    "code for an algorithm": ({"own": {"algorithm": "m:M"}}, "the run's algorithm is m:M: if you trust it, name it"),
+    "code for an algorithm": ({"plugins": {"algorithm": "m:M"}}, "the run's algorithm is m:M: if you trust it"),
     "code for a torso": ({"model": {"torso": "m:M"}}, "the run's torso is m:M: if you trust it, name it"),
 }
 
@@ -80,7 +80,7 @@ def test_settings_that_a_worker_cannot_use_are_refused_with_one_line(serve: Serv
     config = resolve_config(Config())
     settings: dict[str, Any] = settings_of(config, VECTOR, 20) | {"envs": 4, "core": [], "config": to_dict(config)}
     for name, value in changes.items():
-        into = settings["config"] if name in ("own", "model") else settings
+        into = settings["config"] if name in ("plugins", "model") else settings
         into[name] = {**into[name], **value} if isinstance(value, dict) else value
     method = "Infer" if work is lend_envs else "PushRollouts"
     endpoint = serve({method: lambda hello: SettingsRequest({"learners": 1, "settings": json.dumps(settings)})})

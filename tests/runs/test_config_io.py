@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.config import Algo, Config, Env, Schedule
-from coterie.runs import config_io
-from coterie.runs.config_io import fields, from_dict, get, load_config, parse_cli, replace, save_config, validate
+from coterie.runs.config_io import (
+    OLD,
+    fields,
+    from_dict,
+    get,
+    load_config,
+    parse_cli,
+    plain,
+    replace,
+    save_config,
+    to_dict,
+    validate,
+)
 from coterie.types import ConfigError, CoterieError
 
-FIELDS = dict(fields())
+FIELDS = {name: plain(kind) for name, kind in fields()}
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
@@ -60,7 +72,7 @@ def refused(call: Any, *args: Any) -> str:
     return text
 
 
-def test_fields_are_all_of_the_config() -> None:
+def test_fields_lists_every_field_of_the_config() -> None:
     def leaves(data: dict[str, Any]) -> int:
         return sum(leaves(v) if isinstance(v, dict) else 1 for v in data.values())
 
@@ -70,15 +82,15 @@ def test_fields_are_all_of_the_config() -> None:
 
 @given(st.fixed_dictionaries({name: values(kind) for name, kind in FIELDS.items()}))
 @settings(max_examples=30, deadline=None, database=None)
-def test_every_value_survives_json(data: dict[str, Any]) -> None:
+def test_every_value_of_a_config_survives_json(data: dict[str, Any]) -> None:
     config = replace(Config(), data)
     assert {name: get(config, name) for name in data} == data
-    again = from_dict(json.loads(json.dumps(config_io.to_dict(config))))
+    again = from_dict(json.loads(json.dumps(to_dict(config))))
     assert again == config
     assert all(type(get(again, name)) is type(get(config, name)) for name in data)
 
 
-def test_a_file_gives_back_the_config(tmp_path: Path) -> None:
+def test_a_saved_config_is_loaded_unchanged(tmp_path: Path) -> None:
     config = replace(Config(), everything_changed())
     save_config(tmp_path / "config.json", config)
     assert load_config(tmp_path / "config.json") == config != Config()
@@ -113,13 +125,13 @@ def test_missing_fields_keep_their_defaults() -> None:
         ([], ["config", "an object"]),
     ],
 )
-def test_bad_data_is_one_line_that_names_the_field(data: Any, says: list[str]) -> None:
+def test_bad_config_data_is_one_line_that_names_the_field(data: Any, says: list[str]) -> None:
     text = refused(from_dict, data)
     assert all(s in text for s in says), text
     assert len(text) < 200
 
 
-def test_a_bad_file_names_field_and_file(tmp_path: Path) -> None:
+def test_an_error_in_a_config_file_names_the_field_and_the_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"env": {"num_envs": "x"}}')
     text = refused(load_config, path)
@@ -132,7 +144,7 @@ def test_a_bad_file_names_field_and_file(tmp_path: Path) -> None:
         load_config(tmp_path / "gone.json")
 
 
-def test_replace_takes_dotted_names_sections_and_env() -> None:
+def test_replace_accepts_dotted_names_sections_and_env() -> None:
     config = replace(
         Config(),
         {
@@ -169,7 +181,7 @@ def test_replace_refuses_unknown_fields(name: str, value: Any, says: str) -> Non
 
 @pytest.mark.parametrize("spell", [lambda n: n, lambda n: n.replace("_", "-")])
 @pytest.mark.parametrize("equals", [False, True])
-def test_every_field_is_an_option(spell: Any, equals: bool) -> None:
+def test_every_field_is_a_command_line_option(spell: Any, equals: bool) -> None:
     args = []
     for name, value in everything_changed().items():
         if isinstance(value, tuple):
@@ -179,7 +191,7 @@ def test_every_field_is_an_option(spell: Any, equals: bool) -> None:
     assert parse_cli(Config(), args) == replace(Config(), everything_changed())
 
 
-def test_options_change_only_what_they_name() -> None:
+def test_options_change_only_the_fields_that_they_name() -> None:
     default = Config(learners=3, algo=Algo(gamma=0.5))
     line = "--env Pong-v5 --steps 2.5e6 --optim.lr -1e-3 --model.hidden 1e1 20 --seed 1 --seed 2"
     expected = {"env": "Pong-v5", "steps": 2_500_000, "optim.lr": -1e-3, "model.hidden": (10, 20), "seed": 2}
@@ -226,29 +238,47 @@ def test_bad_usage_is_one_line_that_names_the_option(
     assert capfd.readouterr() == ("", "")
 
 
-def test_help_lists_every_option_with_its_comment() -> None:
-    text = config_io.cli_help(Config(preset="ppo", learners=41))
-    missing = [name for name in FIELDS if f"--{name.replace('_', '-')} " not in text]
-    assert missing == []
-    assert "env steps of the whole run" in text
-    assert "41" in text
-    assert "\x1b" not in text
+@pytest.mark.parametrize("name", OLD)
+def test_an_old_option_is_refused_by_a_sentence_that_names_what_replaces_it(name: str, tmp_path: Path) -> None:
+    default, reason = OLD[name]
+    assert reason.removeprefix("is now ") in FIELDS or reason.startswith("was removed")
+    value = f"{default}7" if isinstance(default, str) else 7
+    assert refused(parse_cli, Config(), [f"--{name.replace('_', '-')}", str(value)]).endswith(f": {reason}")
+    assert refused(replace, Config(), {name: value}) == f"{name}: {reason}"
+    if default is None:  # any value is ignored in a file
+        return
+    section, _, field = name.rpartition(".")
+    data = to_dict(Config())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**data, section: {**data.get(section, {}), field: value}}))
+    assert refused(load_config, path) == f"{name}: {reason} (in {path})"
 
 
+def test_a_config_of_an_older_version_loads_if_its_old_options_have_their_defaults(tmp_path: Path) -> None:
+    data = to_dict(Config(learners=3))
+    del data["plugins"]
+    for name, (default, _) in OLD.items():
+        section, _, field = name.rpartition(".")
+        data.setdefault(section, {})[field] = default
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    assert load_config(tmp_path / "config.json") == Config(learners=3)
+
+
+# Values just outside of each range, for some fields of each.
+OUTSIDE: dict[float, str] = {
+    0: "learners steps algo.unroll_length ppo.epochs ppo.minibatch_size log.keep eval.episodes model.core_size "
+    "atari.frame_skip atari.stack atari.height optim.lr optim.eps ppo.clip env.timeout reward.scale",
+    -1: "seed actors env.num_envs atari.noop_max optim.chunk torch_threads eval.every",
+    -2: "gossip.tau",
+    -0.1: "algo.value_coef algo.entropy_coef optim.max_grad_norm log.every algo.gamma optim.alpha",
+    1.01: "algo.gamma algo.gae_lambda atari.sticky_actions",
+    1.0: "optim.alpha optim.beta1 optim.beta2",
+    math.nan: "optim.lr algo.gamma",
+    math.inf: "optim.lr algo.gamma",
+}
 BAD: list[tuple[dict[str, Any], str]] = [
-    *(({name: 0}, name) for name in ("learners", "steps", "algo.unroll_length", "ppo.epochs")),
-    *(({name: 0}, name) for name in ("ppo.minibatch_size", "log.keep", "eval.episodes", "model.core_size")),
-    *(({name: 0}, name) for name in ("atari.frame_skip", "atari.stack", "atari.height", "atari.width")),
-    *(
-        ({name: -1}, name)
-        for name in ("seed", "env.num_envs", "atari.noop_max", "optim.chunk", "torch_threads", "eval.every")
-    ),
-    *(({name: -0.1}, name) for name in ("algo.value_coef", "algo.entropy_coef", "optim.max_grad_norm", "log.every")),
-    *(({name: -0.1}, name) for name in ("algo.gamma", "algo.gae_lambda", "atari.sticky_actions", "optim.alpha")),
-    *(({name: 1.01}, name) for name in ("algo.gamma", "algo.gae_lambda", "atari.sticky_actions")),
-    *(({name: 1.0}, name) for name in ("optim.alpha", "optim.beta1", "optim.beta2")),
-    *(({name: 0.0}, name) for name in ("optim.lr", "optim.eps", "ppo.clip", "env.timeout", "reward.scale")),
-    *(({name: x}, name) for name in ("optim.lr", "algo.gamma") for x in (float("nan"), float("inf"))),
+    *(({name: value}, name) for value, names in OUTSIDE.items() for name in names.split()),
+    ({"q.atoms": 1}, "q.atoms"),
     ({"env.groups": 3}, "env.groups"),
     ({"env.groups": 2, "env.num_envs": 3}, "env.num_envs"),
     ({"env.id": " "}, "env.id"),
@@ -283,10 +313,10 @@ def test_impossible_values_are_refused_by_name(overrides: dict[str, Any], name: 
         {"optim.schedule": Schedule("steps", at=(0, 10), factors=(1.0, 0.0), warmup=5)},
     ],
 )
-def test_values_at_the_edge_pass(overrides: dict[str, Any]) -> None:
+def test_values_at_the_edge_of_a_range_are_accepted(overrides: dict[str, Any]) -> None:
     config = replace(Config(), overrides)
     assert validate(config) == config
-    assert validate(from_dict(config_io.to_dict(config))) == config
+    assert validate(from_dict(to_dict(config))) == config
 
 
 def test_the_command_line_does_not_wait_for_torch() -> None:

@@ -27,7 +27,7 @@ STATUS: dict[str, Any] = {
 SAYS = [
     "250,000 of 1,000,000 env steps",
     "956.3 steps/s, 3,825 frames/s",
-    "return 23.4 (last 100 of 1,170 games)",
+    "return 23.4 (last 100 of 1,170 episodes)",
     "eval 25.0 +- 1.2, best 25.0",
     "time: env 42%, train 45%",
     "loss: policy -0.0123, value -",

@@ -10,7 +10,7 @@ from typing import Any
 
 from coterie.config import Ray
 from coterie.launch.ray.placement import Machine
-from coterie.types import ConfigError, CoterieError, first_line
+from coterie.types import ConfigError, CoterieError, first_line, reason_of
 from coterie.wire.auth import split
 
 _CONNECT_S = 10.0
@@ -37,7 +37,7 @@ class Cluster:
             try:
                 socket.create_connection(split(options.address), _CONNECT_S).close()
             except OSError as error:
-                reason = error.strerror or error
+                reason = reason_of(error)
                 raise CoterieError(f"ray.address: cannot connect to {options.address}: {reason}") from None
         try:
             ray.init(runtime_env=code, log_to_driver=False, logging_level=logging.ERROR, namespace="coterie", **where)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 from coterie.acting.table import acting_kind, batch_size
 from coterie.algorithms.table import is_value_based
@@ -73,6 +72,7 @@ class Allocation:
     config: Config
     sites: tuple[Site, ...]
     workers: tuple[Worker, ...]
+    width: int = 0  # envs of each actor or env host, where machines without a learner can step envs
 
     @property
     def learners(self) -> int:
@@ -101,9 +101,11 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
     beside = acts_elsewhere(config) and acting_kind(config).own_policy  # each learner has an actor beside it
     cpus = 2 if beside else 1
     room = {m.id: m.gpus if gpus else m.cpus // cpus for m in ordered}  # for learners
-    config = _with_learners(config, list(room.values()), gpus)
-    learners = config.learners
-    assert isinstance(learners, int)
+    learners = _learners(config, list(room.values()), gpus)
+    config = replace(config, learners=learners)
+    config = replace(config, exchange=resolve_exchange(config))
+    num_envs = config.env.num_envs or simulators(config, learners)
+    config = replace(config, env=replace(config.env, num_envs=num_envs))
     places = [m for m in ordered if room[m.id]] or ordered
     count = sites or _sites(config, learners, [room[m.id] for m in places])
     places = [places[k % len(places)] for k in range(count)]  # a resumed run may have fewer machines than it had
@@ -117,11 +119,12 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
         if site.gpus > site.machine.gpus and not sites:
             have = f"a machine that has {site.machine.gpus} GPUs"
             raise ConfigError(f"ray: {site.gpus} learners would share {have}: fewer learners")
-    config = replace(config, actors=_actors(config, sum(max(0, n) for n in free.values())))
     workers: list[Worker] = []
+    width = 0
     if acts_elsewhere(config):
-        assert isinstance(config.actors, int)
-        for i in range(config.actors - learners * beside):
+        actors = _actors(config, learners, sum(max(0, n) for n in free.values()))
+        config, width = replace(config, actors=actors), num_envs * learners // actors
+        for i in range(actors - learners * beside):
             machine = max(machines, key=lambda m: free[m.id])
             free[machine.id] -= 1
             workers.append(Worker("actor" if beside else "envs", i, i % count, machine))
@@ -131,7 +134,7 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
             f"ray: the run needs {need} CPUs ({', '.join(f'{s.cpus} on one machine' for s in found)}), the machines "
             f"have {', '.join(str(m.cpus) for m in machines)}: fewer learners or actors"
         )
-    return Allocation(config, found, tuple(workers))
+    return Allocation(config, found, tuple(workers), width)
 
 
 def _spreads(config: Config) -> bool:
@@ -149,47 +152,29 @@ def _sites(config: Config, learners: int, room: list[int]) -> int:
     return next(enough, len(room)) if _spreads(config) else 1
 
 
-def _with_learners(config: Config, room: list[int], gpus: bool) -> Config:
-    """Resolve learners, exchange and simulators. `auto` learners: one for each GPU, else for each core, or for each
-    machine if workers step the envs.
-    """
-    learners = config.learners
-    if learners == "auto":
-        machines = room if _spreads(config) else room[:1]
-        if config.exchange != "auto" and exchange_kind(config).one_learner:
-            learners = 1
-        elif acting_kind(config).apart and not gpus:
-            learners = len(machines)
-        else:
-            learners = max(1, sum(machines))
-    config = replace(config, learners=learners)
-    config = replace(config, exchange=resolve_exchange(config))
-    num_envs = config.env.num_envs or simulators(config, int(learners))
-    return replace(config, env=replace(config.env, num_envs=num_envs))
+def _learners(config: Config, room: list[int], gpus: bool) -> int:
+    """Learners of the run. `auto`: one for each GPU, or core, or (if workers step the envs) for each machine."""
+    if config.learners != "auto":
+        return config.learners
+    if config.exchange != "auto" and exchange_kind(config).one_learner:
+        return 1
+    machines = room if _spreads(config) else room[:1]
+    return len(machines) if acting_kind(config).apart and not gpus else max(1, sum(machines))
 
 
-def _actors(config: Config, free: int) -> int | Literal["auto"]:
-    """Actors or env hosts of the run. `auto`: one for each of the `free` cores, as far as the simulators can be shared
-    out evenly.
+def _actors(config: Config, learners: int, free: int) -> int:
+    """Actors or env hosts of the run. `auto`: one for each of the `free` cores, as far as the envs can be shared out
+    evenly; actors have a core beside each learner, too.
     """
-    assert isinstance(config.learners, int)
-    if not acts_elsewhere(config):
-        return config.actors
-    learners, fitting = config.learners, fitting_actors(config, config.learners)
-    if config.actors == "auto":
+    asked, fitting = config.actors, fitting_actors(config, learners)
+    if asked == "auto":
         return learners * largest(fitting, free // learners + acting_kind(config).own_policy)
-    if config.actors % learners or config.actors // learners not in fitting:
+    if asked % learners or asked // learners not in fitting:
         raise ConfigError(
-            f"actors: {config.actors} do not share out the simulators of {learners} learners evenly; each learner can "
-            f"have {', '.join(map(str, fitting[:12]))}"
+            f"actors: {asked} do not share out the envs of {learners} learners evenly; each learner can have "
+            f"{', '.join(map(str, fitting[:12]))}"
         )
-    return config.actors
-
-
-def width(config: Config) -> int:
-    """Simulators of each actor or host."""
-    assert isinstance(config.learners, int) and isinstance(config.actors, int)  # noqa: PT018
-    return config.env.num_envs * config.learners // config.actors
+    return asked
 
 
 def targets(allocation: Allocation, reached: list[int]) -> list[int]:
@@ -214,7 +199,7 @@ def site_config(
         wire = replace(wire, token_file="{here}/token", cert="{here}/cert.pem", key="{here}/key.pem")
     if acts_elsewhere(config):
         wire = replace(wire, bind=_join(*address))
-        config = _with_actors_beside(config, learners)
+        config = _with_actors_beside(config, learners, allocation.width)
     elif config.actors != "auto":
         config = replace(config, actors=config.actors * learners // all_learners)
     if len(allocation.sites) > 1:
@@ -239,7 +224,7 @@ def site_config(
     )
 
 
-def _with_actors_beside(config: Config, learners: int) -> Config:
+def _with_actors_beside(config: Config, learners: int, width: int) -> Config:
     """What a site has of the actors: one beside each learner, as wide as those elsewhere, or no env hosts."""
     if not acting_kind(config).own_policy:
         return replace(config, actors=0)
@@ -248,7 +233,7 @@ def _with_actors_beside(config: Config, learners: int) -> Config:
         actors=learners,
         decoupled=replace(config.decoupled, batch_size=batch_size(config)),
         replay=replace(config.replay, envs=config.replay.envs or config.env.num_envs),
-        env=replace(config.env, num_envs=width(config)),
+        env=replace(config.env, num_envs=width),
     )
 
 
@@ -256,15 +241,15 @@ def worker_args(allocation: Allocation, worker: Worker, address: tuple[str, int]
     """The command line of a worker, for the site at `address`."""
     config = allocation.config
     args = [worker.kind, "--connect", _join(*address), "--env", config.env.id]
-    args += ["--env.num-envs", str(width(config)), "--env.threads", "1"]
+    args += ["--env.num-envs", str(allocation.width), "--env.threads", "1"]
     for field in fields(Env):
         value = getattr(config.env, field.name)
         if field.name not in _NOT_PASSED_ON and value != field.default:
             args += [f"--env.{field.name.replace('_', '-')}", str(value)]
     if ":" in config.model.torso:
         args += ["--model.torso", config.model.torso]
-    if config.own.algorithm and worker.kind == "actor":
-        args += ["--own.algorithm", config.own.algorithm]
+    if config.plugins.algorithm and worker.kind == "actor":
+        args += ["--plugins.algorithm", config.plugins.algorithm]
     if keys:
         args += ["--token-file", "{here}/token", "--cert", "{here}/cert.pem"]
     return args

@@ -18,7 +18,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from coterie.types import CoterieError
+from coterie.types import CoterieError, reason_of
 
 OF_THE_RUN = ("config.json", "ray.txt")  # files in the run folder that are not its first site's
 _CHECKPOINTS, _MANIFEST, _BEST = "checkpoints", "manifest.json", "best.json"
@@ -40,7 +40,7 @@ class Mirror:
         try:
             (self._from, self._source), (self._to, self._target) = map(url_to_fs, (str(source), str(target)))
         except (ImportError, ValueError) as error:
-            raise CoterieError(f"ray.storage: cannot use {target}: {_one_line(error)}") from None
+            raise CoterieError(f"ray.storage: cannot use {target}: {reason_of(error)}") from None
         self._local = isinstance(self._to, LocalFileSystem)
         self._known: dict[str, str] = {}  # a stamp of each file of `target`
         self._thread: threading.Thread | None = None
@@ -70,7 +70,7 @@ class Mirror:
                     self.remove(checkpoint)
             self._known = {name: stamp for name, stamp in self._known.items() if name in found}
         except Exception as error:  # every file system of fsspec's has its own
-            raise CoterieError(f"ray.storage: cannot update {self.target}: {_one_line(error)}") from None
+            raise CoterieError(f"ray.storage: cannot update {self.target}: {reason_of(error)}") from None
         self.updated, self._reported = begun, False
 
     def poll(self, now: bool = False) -> list[str]:
@@ -137,7 +137,7 @@ def fetch(url: str, folder: Path) -> None:
         Mirror(url, draft).update()
         draft.rename(folder)
     except Exception as error:  # every file system of fsspec's has its own
-        raise CoterieError(f"RUN: cannot get {url}: {_one_line(error)}") from None
+        raise CoterieError(f"RUN: cannot get {url}: {reason_of(error)}") from None
 
 
 def _checkpoints(names: Iterable[str]) -> set[str]:
@@ -149,7 +149,3 @@ def _checkpoint(name: str) -> str:
     parts = name.split("/")
     at = parts.index(_CHECKPOINTS) if _CHECKPOINTS in parts else len(parts)
     return "/".join(parts[: at + 2]) if len(parts) > at + 2 else ""
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or repr(error)

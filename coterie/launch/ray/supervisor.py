@@ -19,7 +19,7 @@ from coterie.launch.ray.placement import Allocation, Part, Site, Worker, targets
 from coterie.launch.ray.storage import OF_THE_RUN, Mirror, site_url
 from coterie.parallel.signals import on_signals
 from coterie.runs.config_io import save_config
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError, reason_of
 
 _POLL_S = 0.5
 _WARN_S = 20.0  # without a report of a part, before that is said
@@ -50,7 +50,7 @@ class Supervisor:
             save_config(folder / "config.json", config)
             self.log = (folder / "ray.txt").open("a")
         except OSError as error:
-            raise CoterieError(f"out: cannot write to {folder}: {error.strerror or error}") from None
+            raise CoterieError(f"out: cannot write to {folder}: {reason_of(error)}") from None
         self.push("config.json")
         here, hosts = cluster.machines[0], {m.address for m in cluster.machines}
         self.board = cluster.start(Board, (allocation, hosts), here, cpus=0)
@@ -80,7 +80,7 @@ class Supervisor:
                 for name in names:
                     Mirror(self.folder, self.storage).copy(name)
             except Exception as error:  # every file system of fsspec's has its own
-                reason = " ".join(str(error).split()) or repr(error)
+                reason = reason_of(error)
                 raise CoterieError(f"ray.storage: cannot write to {self.storage}: {reason}") from None
 
     def say(self, line: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from argparse import ArgumentParser
+from argparse import Namespace
 from pathlib import Path
 
 from coterie.build.evaluate import load, open_run
@@ -18,13 +18,8 @@ from coterie.types import ConfigError
 _NEEDS = ("onnx", "onnxruntime", "onnxscript")
 
 
-def export(args: list[str], parser: ArgumentParser) -> int:
+def export(options: Namespace) -> int:
     """Write a run's policy, verified, and with `--web` a page."""
-    parser.add_argument("run")
-    parser.add_argument("--out", default="", help="a folder; default: RUN/export")
-    parser.add_argument("--learner", default="best", help="best, mean, secondary, or a learner's number")
-    parser.add_argument("--web", action="store_true", help="add a web page where the policy plays")
-    options = parser.parse_args(args)
     if not all(map(importlib.util.find_spec, _NEEDS)):
         raise ConfigError("export needs: pip install 'coterie[export]'")
     config = open_run(Path(options.run))

@@ -13,8 +13,8 @@ from coterie.build.evaluate import Policy
 from coterie.envs.pool import has_env, is_atari
 from coterie.envs.spaces import ActionMap
 from coterie.envs.tasks import task_config, tasks
+from coterie.runs.machine import version
 from coterie.runs.metrics import clean
-from coterie.runs.versions import version
 from coterie.tools.export.check import TOLERANCE, Checked
 from coterie.tools.export.graph import OPSET, Graph, Port, obs_name
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from coterie.config import Config
@@ -19,45 +17,13 @@ from coterie.tools.plan.search import cheapest
 from coterie.tools.plan.simulate import Result, simulate
 from coterie.types import ConfigError, CoterieError
 
-HELP = """usage: coterie plan PRESET [options] [--SECTION.FIELD VALUE ...]
-
-Predicts a run of every acting x exchange: frames/s, policy lag, how busy each part is, the bottleneck, dollars per
-billion frames. What the parts cost is measured on this machine first, or read from a file; nothing is trained.
-
-  --services FILE        what the parts cost, as --save-services of another machine wrote it; else measured here
-  --save-services FILE   write what was measured
-  --seconds N            to measure for (default 30)
-  --machines N           of learners under allreduce or gossip, alike (default 1)
-  --cores N              of each (default: this one's)
-  --gpus N               of each (default 0; needs services that were measured on one)
-  --hosts N              machines beside them, for decoupled and central acting; each has env.num_envs simulators
-  --host-cores N         of each (default: as many as --cores)
-  --latency S            seconds one way between two machines (default 0)
-  --bandwidth B          bytes/s into a machine of learners, and as many out of it (default: no limit)
-  --core-hour D          dollars (default 0.0475, an assumption: docs/plan.md)
-  --gpu-hour D           dollars (default 1.46, likewise)
-  --target N             frames/s: the cheapest layout that reaches it, on at most the hardware above
-  --learners N           where there are several, on all machines (default: one for each GPU, or else each core)
-  --seed S  --json
-"""
 _TABLE = "{:10} {:9} {:>8} {:>6} {:>6} {:>11} {:>11} {:>5} {:>5} {:>5} {:>5} {:>9}  {}"
 
 
-def plan(args: list[str], parser: argparse.ArgumentParser, config_of: Callable[[list[str]], Config]) -> int:
-    """`config_of`: a preset and its options as a config."""
-    if "--help" in args or "-h" in args or not args:
-        print(HELP, end="")
-        return 0 if args else 2
-    parser.add_argument("--services", type=Path)
-    parser.add_argument("--save-services", type=Path)
-    parser.add_argument("--seconds", type=float, default=30.0)
-    for name in ("cores", "gpus", "machines", "hosts", "host-cores"):
-        parser.add_argument(f"--{name}", type=int)
-    for name in ("latency", "bandwidth", "core-hour", "gpu-hour", "target"):
-        parser.add_argument(f"--{name}", type=float)
-    parser.add_argument("--json", action="store_true")
-    asked, rest = parser.parse_known_args(args)
-    config = config_of(rest)
+def plan(config: Config, asked: argparse.Namespace) -> int:
+    """Predict a run of every acting x exchange: frames/s, policy lag, how busy each part is, the bottleneck, and
+    dollars for a billion frames. The costs of the parts are measured here, or read from a file; nothing is trained.
+    """
     hardware = _hardware(asked)
     if not 1 <= asked.seconds <= 86400:
         raise ConfigError(f"--seconds: {asked.seconds:g} is not a number of seconds from 1 to 86400")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from coterie.exchange.table import EXCHANGES
-from coterie.types import ConfigError
+from coterie.types import ConfigError, reason_of
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def load(path: Path) -> Services:
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--services: {path} cannot be read as JSON: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"--services: {path} cannot be read as JSON: {reason_of(error)}") from None
     return from_json(data)
 
 

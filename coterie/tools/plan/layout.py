@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coterie.acting.base import ActingKind
+from coterie.acting.base import ActingKind, envs_per_child
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.table import algorithm_class, unroll_length
 from coterie.build import validity
@@ -144,8 +144,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     if actors % served:
         raise ConfigError(f"hosts: {actors} actors or hosts cannot be shared out evenly among {served} learners")
     producers = actors // served
-    envs = whole.env.num_envs
-    width = envs // max(1, whole.actors // (1 if apart else learners)) if actors else envs
+    width = envs_per_child(whole) if actors else whole.env.num_envs
     env = replace(cell.env, num_envs=width * max(1, producers))
     given: dict[str, Any] = {"learners": learners, "exchange": exchange, "actors": producers * learners, "env": env}
     own = replace(whole, **given)

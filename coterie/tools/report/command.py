@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import Namespace
 from pathlib import Path
 
 from coterie.runs.metrics import write_whole
@@ -12,12 +12,8 @@ from coterie.tools.report.runs import find_runs
 from coterie.types import ConfigError, CoterieError
 
 
-def report(args: list[str], parser: ArgumentParser) -> int:
+def report(options: Namespace) -> int:
     """Write a run's page. Raises `CoterieError`, as the others here do."""
-    parser.add_argument("run")
-    parser.add_argument("--out", default="", help="FILE.html; default: RUN/report.html")
-    parser.add_argument("--video", action="store_true", help="record an episode first (coterie watch)")
-    options = parser.parse_args(args)
     runs = find_runs([options.run])
     if len(runs) > 1:
         raise ConfigError(f"{options.run}: holds {len(runs)} runs; name one, or use `coterie compare {options.run}`")
@@ -30,11 +26,8 @@ def report(args: list[str], parser: ArgumentParser) -> int:
     return 0
 
 
-def compare(args: list[str], parser: ArgumentParser) -> int:
+def compare(options: Namespace) -> int:
     """Write a page about several runs."""
-    parser.add_argument("runs", nargs="+", help="runs' folders, or folders of runs")
-    parser.add_argument("--out", default="compare.html", help="FILE.html")
-    options = parser.parse_args(args)
     runs = find_runs(options.runs)
     if len(runs) < 2:
         raise ConfigError(f"compare: give two runs or more ({options.runs[0]} is one); `coterie report` is for one")
@@ -42,11 +35,8 @@ def compare(args: list[str], parser: ArgumentParser) -> int:
     return 0
 
 
-def dashboard(args: list[str], parser: ArgumentParser) -> int:
+def dashboard(options: Namespace) -> int:
     """Serve a run's page until Ctrl-C."""
-    parser.add_argument("run")
-    parser.add_argument("--port", type=int, default=8420, help="on 127.0.0.1; 0: any free port")
-    options = parser.parse_args(args)
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port: {options.port} is not from 0 to 65535")
     serve(options.run, options.port)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import io
-from argparse import ArgumentParser
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -37,16 +37,8 @@ class Order:
     folder: Path
 
 
-def reproduce(args: list[str], parser: ArgumentParser, refuse: Refuse) -> int:
+def reproduce(asked: Namespace, refuse: Refuse) -> int:
     """Run the command; returns the worst exit code of its figures."""
-    parser.add_argument("figures", nargs="*", help="names, or all; without one they are listed")
-    parser.add_argument("--budget", default="small", help="smoke, small, full, or env steps of each run")
-    parser.add_argument("--env", default="", help="instead of the figure's envs: one, or several with commas")
-    parser.add_argument("--seeds", type=int, default=0, help="number of seeds; default: as the budget says")
-    parser.add_argument("--jobs", help="runs at once; default: 1")
-    parser.add_argument("--out", default="runs/reproduce", help="folder")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, and how long they would take")
-    asked = parser.parse_args(args)
     if not asked.figures:
         print(listing())
         return 0

@@ -90,7 +90,7 @@ def test_learners_on_several_machines_are_laid_out_like_those_on_one():
     with pytest.raises(ConfigError, match="machines: 4 learners cannot be shared out evenly among 3 machines"):
         layout(config, SPEC, Hardware(machines=3), "inline", "gossip", 4)
     dqn = presets.dqn(env="CartPole-v1")
-    with pytest.raises(ConfigError, match="use gossip"):
+    with pytest.raises(ConfigError, match="use exchange gossip"):
         layout(dqn, SPEC, Hardware(machines=2), "inline", "allreduce", 2)
 
 

@@ -1,0 +1,304 @@
+"""The whole command line as one tree of parsers. Parsing, every `--help` and the completion scripts read it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from coterie.config import Config
+from coterie.types import ConfigError
+
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def arg(*names: str, **about: Any) -> Argument:
+    if "type" in about:
+        about = {"metavar": "N" if about["type"] is int else "X", **about}
+    return names, about
+
+
+def flag(name: str, help: str) -> Argument:
+    return arg(name, action="store_true", help=help)
+
+
+_RUN = arg("run", help="run folder")
+_LEARNER = arg("--learner", default="0", help="an index (0 is evaluated during training), mean, or secondary [0]")
+_SEED = arg("--seed", type=int, default=1)
+_SETTINGS = "--SECTION.FIELD VALUE: `coterie train PRESET --help` lists all options of a run."
+_SAMPLED = flag("--sampled", "sample actions instead of taking the most likely one")
+_CLIENT = (
+    arg("--connect", required=True, metavar="HOST:PORT", help="address of the run's learner 0"),
+    arg("--token-file", default="", help="the run's token"),
+    arg("--cert", default="", help="the run's certificate (PEM)"),
+    arg("--patience", type=float, default=600.0, help="seconds to wait for a learner that is away"),
+    arg("--seed", type=int, help="default: random"),
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what follows its name, what it does, and its own options. `settings`: it takes the config's options,
+    too, after the name of a preset or without one.
+    """
+
+    usage: str
+    help: str
+    options: tuple[Argument, ...] = ()
+    settings: Literal["", "preset", "alone"] = ""
+
+
+COMMANDS = {
+    "train": Command(
+        "PRESET [--env ID] [--SECTION.FIELD VALUE]",
+        "train a preset, or another run's FILE.json",
+        (
+            arg("--seeds", metavar="A..B", help="one run for each seed"),
+            arg("--jobs", metavar="K", help="with --seeds or --grid: runs at the same time"),
+            arg("--grid", action="append", default=[], metavar="OPTION=V,V", help="one run for each value; repeatable"),
+            flag("--chaos", "inject faults: --chaos.every 10"),
+        ),
+        "preset",
+    ),
+    "resume": Command(
+        "RUN [--steps N]",
+        "continue from the last checkpoint",
+        (_RUN, arg("--steps", type=float, default=0, help="a new total of env steps")),
+    ),
+    "eval": Command(
+        "RUN [--episodes N] [--learner INDEX|mean]",
+        "mean return and its standard error",
+        (
+            _RUN,
+            arg("--episodes", type=int, default=100),
+            _SAMPLED,
+            _SEED,
+            _LEARNER,
+            flag("--json", "print one JSON object"),
+        ),
+    ),
+    "watch": Command(
+        "RUN [--out FILE.mp4]",
+        "record an episode",
+        (_RUN, arg("--out", default="", help="FILE.mp4; default: RUN/watch.mp4"), _SAMPLED, _SEED, _LEARNER),
+    ),
+    "report": Command(
+        "RUN [--video]",
+        "one HTML page: curves, and where the time went",
+        (
+            _RUN,
+            arg("--out", default="", help="FILE.html; default: RUN/report.html"),
+            flag("--video", "record an episode first (coterie watch)"),
+        ),
+    ),
+    "compare": Command(
+        "RUN RUN ...",
+        "one HTML page about several runs",
+        (
+            arg("runs", nargs="+", help="run folders, or folders of runs"),
+            arg("--out", default="compare.html", help="FILE.html"),
+        ),
+    ),
+    "dashboard": Command(
+        "RUN [--port N]",
+        "the report, live, with each process's health",
+        (_RUN, arg("--port", type=int, default=8420, help="on 127.0.0.1; 0: any free port")),
+    ),
+    "export": Command(
+        "RUN [--out DIR] [--web]",
+        "the policy as ONNX (--web: with a demo page)",
+        (
+            _RUN,
+            arg("--out", default="", help="a folder; default: RUN/export"),
+            _LEARNER,
+            flag("--web", "add a page on which the policy plays"),
+        ),
+    ),
+    "bench": Command(
+        "PRESET [--seconds N] [--json]",
+        "measure the speed and find the bottleneck",
+        (arg("--seconds", default="60", help="seconds to measure for"), flag("--json", "print one JSON object")),
+        "preset",
+    ),
+    "plan": Command(
+        "PRESET [--target FRAMES_PER_S] [...]",
+        "predict the speed of every acting x exchange",
+        (
+            arg(
+                "--services", type=Path, metavar="FILE", help="costs that --save-services wrote; default: measure them"
+            ),
+            arg("--save-services", type=Path, metavar="FILE", help="write the measured costs"),
+            arg("--seconds", type=float, default=30.0, help="seconds to measure for"),
+            arg("--machines", type=int, help="machines of learners, with allreduce or gossip; default: 1"),
+            arg("--cores", type=int, help="cores of each; default: this machine's"),
+            arg("--gpus", type=int, help="GPUs of each; default: 0. Needs services that were measured on a GPU"),
+            arg("--hosts", type=int, help="machines for actors or env hosts, of env.num_envs envs each; default: 0"),
+            arg("--host-cores", type=int, help="cores of each; default: --cores"),
+            arg("--latency", type=float, help="seconds one way between two machines; default: 0"),
+            arg("--bandwidth", type=float, help="bytes/s into and out of a machine of learners; default: no limit"),
+            arg("--core-hour", type=float, help="dollars; default: 0.0475, an assumption (docs/plan.md)"),
+            arg("--gpu-hour", type=float, help="dollars; default: 1.46, an assumption"),
+            arg("--target", type=float, help="frames/s: find the cheapest layout that reaches it on this hardware"),
+            flag("--json", "print one JSON object"),
+        ),
+        "preset",
+    ),
+    "reproduce": Command(
+        "[FIGURE] [--budget smoke|small|full|N]",
+        "a figure of the papers; no FIGURE: list them",
+        (
+            arg("figures", nargs="*", help="names, or all; without one they are listed"),
+            arg("--budget", default="small", help="smoke, small, full, or env steps of each run"),
+            arg("--env", default="", help="instead of the figure's envs: one, or several with commas"),
+            arg("--seeds", type=int, default=0, help="number of seeds; default: as the budget says"),
+            arg("--jobs", help="runs at the same time; default: 1"),
+            arg("--out", default="runs/reproduce", help="folder"),
+            flag("--dry-run", "print the commands, and how long they would take"),
+        ),
+    ),
+    "envs": Command("--connect HOST:PORT --env ID", "step envs for a run on another machine", _CLIENT, "alone"),
+    "actor": Command("--connect HOST:PORT --env ID", "act for a run on another machine", _CLIENT, "alone"),
+    "keys": Command(
+        "DIR [--host NAME]",
+        "make a token and TLS files for such runs",
+        (
+            arg("folder"),
+            arg("--host", action="append", default=[], help="name or address of the run's machine; repeatable"),
+        ),
+    ),
+    "list": Command(
+        "[envs|presets|matrix] [PATTERN]",
+        "what is available",
+        (
+            arg("what", nargs="?", choices=("envs", "presets", "matrix")),
+            arg("pattern", nargs="?", default="", help="only lines with this text"),
+        ),
+    ),
+    "doctor": Command("", "check this machine and this installation"),
+    "completion": Command(
+        "bash|zsh|fish",
+        'completion: eval "$(coterie completion bash)"',
+        (arg("shell", choices=("bash", "zsh", "fish")),),
+    ),
+}
+HELP = """coterie: distributed deep reinforcement learning
+
+{commands}
+
+Often used with train:
+  --env Pong-v5                 an EnvPool id, a gymnasium id, or package.module:callable
+  --env.num-envs 64             envs of each learner
+  --learners auto               one learner for each core or GPU, or a number
+  --launch ray                  on the machines of a Ray cluster: --ray.address auto
+  --exchange gossip             how several learners agree: allreduce, hogwild, store, gossip
+  --model.torso a3c             a3c, a3c-gae, gala, nature, impala, football, mlp
+  --model.core lstm  --optim.lr 1e-3
+  --eval.every 100000           evaluate every N env steps, and mark the best checkpoint
+  --device auto|cpu|cuda  --precision auto|fp32|bf16
+  --seeds 0..2 --jobs 2         one run for each seed, two at a time
+  --grid optim.lr=1e-3,3e-4     one run for each value; several options are combined
+  --chaos                       kill, stop and slow down the run's processes at random
+
+`coterie train PRESET --help` lists every option with its default and unit.
+Exit codes: 0 finished, 1 failed, 2 bad usage or config, 75 checkpointed on a signal (then: resume).
+"""
+
+
+def overview() -> str:
+    """`coterie --help`: one screen."""
+    lines = [f"  coterie {name} {command.usage}".ljust(60) + command.help for name, command in COMMANDS.items()]
+    return HELP.format(commands="\n".join(lines))
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}")
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36)
+
+
+def tree(settings: Config | None = None) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the command line, and those of its commands. `settings`: with the options of the config, whose
+    defaults it has; without, the parsers leave them over.
+    """
+    root = Parser("coterie", add_help=False)
+    branches = root.add_subparsers(dest="command", parser_class=Parser)
+    parsers = {}
+    for name, command in COMMANDS.items():
+        parser = parsers[name] = branches.add_parser(
+            name,
+            help=command.help,
+            description=f"{command.help[0].upper()}{command.help[1:]}.",
+            usage=f"coterie {name} {command.usage}",
+            epilog=_SETTINGS if command.settings and settings is None else None,
+            formatter_class=_Formatter,
+            add_help=not command.settings,
+            allow_abbrev=not command.settings,
+        )
+        for names, about in command.options:
+            parser.add_argument(*names, **about)
+        if settings is not None and command.settings:
+            _add_settings(parser, settings, command.settings == "preset")
+    return root, parsers
+
+
+def _add_settings(parser: Parser, settings: Config, with_preset: bool) -> None:
+    from coterie.presets import PRESETS
+    from coterie.runs.config_io import fields, get, plain
+
+    if with_preset:
+        parser.add_argument("preset", metavar="PRESET", choices=list(PRESETS), help="see `coterie list presets`")
+    comments, groups = _comments(), {"": parser.add_argument_group("the run")}
+    for name, annotated in fields():
+        kind, section = plain(annotated), name.rpartition(".")[0]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section, _section(section).__doc__)
+        names = ["--env", "--env.id"] if name == "env.id" else [f"--{name.replace('_', '-')}"]
+        if names[0] in parser._option_string_actions:  # the command has an option of that name
+            continue
+        values = get_args(kind) if get_origin(kind) is Literal else ("True", "False") if kind is bool else None
+        default = get(settings, name)
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        comment = comments.get(name, "")
+        text = f"{comment} [{shown}]" if shown else comment
+        groups[section].add_argument(
+            *names, choices=values, metavar=_metavar(kind, values), help=text.replace("%", "%%")
+        )
+
+
+def _metavar(kind: Any, values: tuple[str, ...] | None) -> str:
+    if values is not None:
+        return "|".join(values)
+    if get_origin(kind) is tuple:
+        return "N ..."
+    return {int: "N", float: "X", str: "TEXT"}.get(kind, "N|auto")
+
+
+def _section(name: str) -> type:
+    found: Any = Config()
+    for part in name.split("."):
+        found = getattr(found, part)
+    return type(found)
+
+
+def _comments() -> dict[str, str]:
+    """The comment beside each field in config.py, by dotted name."""
+    from coterie.runs.config_io import fields
+
+    classes: dict[type, dict[str, str]] = {}
+    found = {}
+    for name, _ in fields():
+        section, _, last = name.rpartition(".")
+        owner = _section(section) if section else Config
+        if owner not in classes:
+            classes[owner] = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(owner), re.M))
+        found[name] = classes[owner].get(last, "")
+    return found
