@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.build.resources import resolve_config
 from coterie.acting.recorder import Envs, Recorder, local_fields
-from coterie.envs.atari57 import human_normalized
-from coterie.config import Config
-from coterie.envs.make import env_edges, make_envs, make_spec
-from coterie.envs.spaces import flatten
-from coterie.models.build import Network
 from coterie.algorithms.base import Algorithm
 from coterie.build.factory import make_algorithm, make_model
+from coterie.build.resources import resolve_config
+from coterie.config import Config
+from coterie.envs.atari57 import human_normalized
+from coterie.envs.make import env_edges, make_envs, make_spec
+from coterie.envs.spaces import flatten
+from coterie.envs.tasks import are_normalized, overall, task_config, tasks
+from coterie.models.build import Network
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
-from coterie.envs.tasks import are_normalized, overall, task_config, tasks
 from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, TimeStep, entries, map_obs, reason_of
 
 _MOST_ENVS = 16

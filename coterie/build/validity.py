@@ -46,14 +46,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, s: _learn_alike(c) and c.algo.entropy_target != 0,
         "algo.entropy_target",
-        "adapts to the entropy of each learner's own batches, but with allreduce all learners must learn alike; set it "
-        "to 0, or use another exchange",
+        "must be 0 with several learners and allreduce, which learn alike: it adapts to each learner's own batches",
     ),
     Refusal(
         lambda c, s: _learn_alike(c) and algorithm_class(c).running_advantage and c.algo.normalize_advantage,
         "algo.normalize_advantage",
-        "divides by the running deviation of each learner's own batches in vtrace, but with allreduce all learners must "
-        "learn alike; set it to False, or use another exchange",
+        "must be False with vtrace, several learners and allreduce, which learn alike: vtrace divides by the running "
+        "deviation of each learner's own batches",
     ),
     Refusal(
         lambda c, s: bool(c.wire.bind) and (acting_kind(c).lockstep(c) or len(tasks(c.env.id)) > 1),

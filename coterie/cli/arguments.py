@@ -251,11 +251,14 @@ def tree(settings: Config | None = None) -> tuple[Parser, dict[str, Parser]]:
 
 
 def _add_settings(parser: Parser, settings: Config, with_preset: bool) -> None:
+    from coterie.acting.table import ACTING
+    from coterie.exchange.table import EXCHANGES
     from coterie.presets import PRESETS
     from coterie.runs.config_io import fields, get, plain
 
     if with_preset:
         parser.add_argument("preset", metavar="PRESET", choices=list(PRESETS), help="see `coterie list presets`")
+    named = {"acting": tuple(ACTING), "exchange": ("auto", *EXCHANGES)}
     comments, groups = _comments(), {"": parser.add_argument_group("the run")}
     for name, annotated in fields():
         kind, section = plain(annotated), name.rpartition(".")[0]
@@ -264,7 +267,8 @@ def _add_settings(parser: Parser, settings: Config, with_preset: bool) -> None:
         names = ["--env", "--env.id"] if name == "env.id" else [f"--{name.replace('_', '-')}"]
         if names[0] in parser._option_string_actions:  # the command has an option of that name
             continue
-        values = get_args(kind) if get_origin(kind) is Literal else ("True", "False") if kind is bool else None
+        values = named.get(name) or (get_args(kind) if get_origin(kind) is Literal else None)
+        values = ("True", "False") if kind is bool else values
         default = get(settings, name)
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
         comment = comments.get(name, "")

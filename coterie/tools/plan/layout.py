@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coterie.acting.base import ActingKind, envs_per_child
+from coterie.acting.apart import envs_per_child
+from coterie.acting.base import ActingKind
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.table import algorithm_class, unroll_length
 from coterie.build import validity
