@@ -197,10 +197,7 @@ class Rollout:
 
 
 def map_tensors(call: Callable[[Tensor], Tensor], record: T, **changes: Any) -> T:
-    """A copy of the dataclass `record` with `call` of each tensor in it (those of dicts and of `Inputs`, too).
-
-    `changes`: fields that get another value instead.
-    """
+    """A copy of the dataclass `record`: `call` of each of its tensors (also in dicts and `Inputs`), and `changes`."""
     for field_ in fields(record):  # type: ignore[arg-type]
         value = getattr(record, field_.name)
         if field_.name in changes:

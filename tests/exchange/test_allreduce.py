@@ -74,7 +74,7 @@ def train(learner: Learner) -> dict[str, object]:
 
 def train_one_of_two(post: Post, rank: int, meeting: Path, board: Board, settings: Config) -> None:
     torch.set_num_threads(1)
-    post("result", train(Learner(resolve_config(settings), links=ProcessContext(rank, board, rendezvous=meeting))))
+    post("result", train(Learner(resolve_config(settings), 0, ProcessContext(rank, board, rendezvous=meeting))))
 
 
 @pytest.mark.parametrize(
