@@ -181,22 +181,20 @@ def test_when_the_listening_machine_has_ended_the_others_go_on_alone(machine):
     assert all(m.group.alone for m in machines[1:])
 
 
-def test_a_machine_that_trains_something_else_is_refused(machine):
+@pytest.mark.parametrize(
+    ("number", "kind", "reason"),
+    [
+        (3, "other", "allreduce.connect: the run there trains it, this one other"),
+        (2, "it", "a run with --seed 2 is there"),
+    ],
+)
+def test_a_machine_with_another_task_or_the_same_seed_is_refused(machine, number, kind, reason):
     machines = [machine(1, machines=2), machine(2)]
     train(machines, 2)
-    stranger = machine(3, kind="other")
+    stranger = machine(number, kind=kind, name="stranger")
     wait_until(lambda: stranger.error is not None, what="it is refused")
     assert isinstance(stranger.error, CoterieError)
-    assert "allreduce.connect: the run there trains it, this one other" in str(stranger.error)
-    train(machines, 2)
-
-
-def test_a_machine_with_a_seed_of_another_is_refused(machine):
-    machines = [machine(1, machines=2), machine(2)]
-    train(machines, 2)
-    twin = machine(2, name="another")
-    wait_until(lambda: twin.error is not None, what="it is refused")
-    assert "a run with --seed 2 is there" in str(twin.error)
+    assert reason in str(stranger.error)
     train(machines, 2)
 
 
@@ -205,17 +203,6 @@ def test_a_machine_without_a_listening_one_gives_up(machine):
     wait_until(lambda: lonely.error is not None, what="it gives up")
     assert "allreduce: no group with the machine at 127.0.0.1:" in str(lonely.error)
     assert isinstance(lonely.error, CoterieError)
-
-
-def test_a_machine_without_heartbeats_while_it_waited_asks_again(machine, monkeypatch):
-    machines = [machine(1, machines=3), machine(2)]
-    wait_until(lambda: machines[0].group.host and len(machines[0].group.host.waiting) == 2, PATIENCE_S, "both wait")
-    quiet, talk = machines[1].group.client, machines[1].group.client.exchange
-    monkeypatch.setattr(quiet, "exchange", lambda store: time.sleep(6.0))
-    wait_until(lambda: not machines[0].group.host.waiting.keys() & {quiet.uid}, what="it is forgotten")
-    monkeypatch.setattr(quiet, "exchange", talk)
-    train([*machines, machine(3)], 3)
-    rest(machines)
 
 
 def test_a_machine_that_is_lost_while_a_group_forms_leaves_the_others_with_equal_weights(machine):
@@ -245,17 +232,3 @@ def test_an_unreadable_request_is_refused(machine):
         assert b"another version" in store.get(f"call/{number}")
     machines.append(machine(3))
     train(machines, 3)
-
-
-def test_a_machine_that_is_late_to_a_sum_rejoins_the_one_that_gave_it_up(machine):
-    machines = [machine(1, machines=2), machine(2)]
-    train(machines, 2)
-    late = machines[1]
-    late.pause.set()
-    assert late.paused.wait(PATIENCE_S)
-    wait_until(lambda: machines[0].group.group is not None, what="it waits for the other")
-    machines[0].group.client.broken = True
-    wait_until(lambda: machines[0].group.broken, what="it gives up")
-    late.pause.clear()
-    train(machines, 2)
-    rest(machines)

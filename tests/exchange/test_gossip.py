@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.exchange.gossip import RECENT, Gossip
+from coterie.exchange.gossip import Gossip
 from coterie.exchange.topology import contraction, matrices
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
@@ -21,47 +21,7 @@ from tests.exchange.harness import gradients, together
 # --- what a mix does ---
 
 
-@pytest.mark.parametrize("n", [3, 4, 5, 8])
-def test_the_slowest_differences_on_a_ring_shrink_by_the_cosine_at_every_step(n):
-    """Through `step`, in lockstep, one thread for each: nothing but the mix moves the weights."""
-    at, phase = np.arange(n)[:, None], np.random.default_rng(0).uniform(0, 6, 7)
-    c, count = crowd(np.cos(2 * np.pi * at / n + phase) + 3, matrices("ring", n)), 12
-    history: list[list[Array]] = [[] for _ in range(n)]
-
-    def run(i: int) -> None:
-        for _ in range(count):
-            step(c.learners[i])
-            history[i].append(c.learners[i].params.data[:7].double().numpy())
-
-    first = distance(c.weights())
-    together([partial(run, i) for i in range(n)])
-    for k in range(count):
-        x = np.stack([h[k] for h in history])
-        assert distance(x) == pytest.approx(first * math.cos(math.pi / n) ** (k + 1), rel=1e-3)
-        np.testing.assert_allclose(x.mean(0), 3 + 0 * phase, atol=1e-5)  # doubly stochastic: the mean stays
-
-
-def test_any_differences_on_a_ring_shrink_at_least_so_fast():
-    rng = np.random.default_rng(1)
-    for n in (2, 3, 4, 8):
-        c = crowd(rng.standard_normal((n, 20)), matrices("ring", n))
-        before = distance(c.weights())
-        for _ in range(10):
-            c.round()
-            after = distance(c.weights())
-            assert after <= before * math.cos(math.pi / n) * (1 + 1e-5) + 1e-5
-            before = after
-
-
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_a_complete_graph_is_a_plain_average_in_one_mix(n):
-    start = np.random.default_rng(2).standard_normal((n, 9))
-    c = crowd(start, matrices("complete", n))
-    together([partial(step, x) for x in c.learners])
-    np.testing.assert_allclose(c.weights(), np.tile(start.mean(0), (n, 1)), atol=1e-6)
-
-
-@pytest.mark.parametrize("topology", ["ring", "exponential", "static-exponential", "bipartite"])
+@pytest.mark.parametrize("topology", ["ring", "exponential", "static-exponential", "bipartite", "complete"])
 def test_in_lockstep_the_weights_are_the_product_of_the_sequence(topology):
     """Learner i begins with the i-th unit vector: the weights are the product of the matrices, step by step."""
     n, count = 6, 7
@@ -120,16 +80,6 @@ def test_a_sequence_that_is_not_doubly_stochastic_converges_to_its_left_eigenvec
     np.testing.assert_allclose(c.weights(), np.outer(np.ones(4), pi @ start), atol=1e-5)
 
 
-def test_a_row_weighs_itself_and_each_peer_as_it_says(tmp_path):
-    p = [[0.5, 0.2, 0.3], [0.9, 0.1, 0], [0, 0.6, 0.4]]
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(p))
-    start = np.random.default_rng(5).standard_normal((3, 4))
-    c = crowd(start, matrices(str(path), 3))
-    c.round()
-    np.testing.assert_allclose(c.weights(), np.array(p) @ start, atol=1e-6)
-
-
 def test_the_update_comes_before_the_message():
     """Line 3 before line 5 of Algorithm 1: what is told, and what is averaged, has this step's gradient in it."""
     start = np.random.default_rng(6).standard_normal((2, 16))
@@ -179,8 +129,9 @@ def test_moments_are_mixed_with_the_same_weights():
 # --- how far learners may be apart ---
 
 
-@pytest.mark.parametrize("topology", ["ring", "exponential", "file"])
-@pytest.mark.parametrize(("rule", "steps"), [("sgd", 1), ("rmsprop", 1), ("sgd", 3)])
+@pytest.mark.parametrize(
+    ("topology", "rule", "steps"), [("ring", "sgd", 1), ("file", "rmsprop", 1), ("exponential", "sgd", 3)]
+)
 def test_proposition_1_bounds_the_distance_to_the_mean(topology, rule, steps, tmp_path):
     """b_{k+1} = beta (b_k + ||U_k||_F), with the lengths that the learners wrote down; noisy gradients of a quadratic.
 
@@ -226,17 +177,3 @@ def test_proposition_1_bounds_the_distance_to_the_mean(topology, rule, steps, tm
     assert largest > 0.1  # no bound that anything would keep
     alone = distance(goals) * (1 - 0.95 ** (count * steps))  # where they would be without mixing, but for the noise
     assert rule == "rmsprop" or alone > 3 * apart
-
-
-def test_lengths_are_kept_for_the_last_mixes_only():
-    c = crowd(np.eye(2), matrices("ring", 2))
-    for x in c.learners:
-        for name in ("begun", "published", "mixed"):
-            c.shared.arrays[name][x.rank] = RECENT - 1
-    for value in (3.0, 4.0):
-        for x in c.learners:
-            x.params.grad[x.rank] = value
-        together([partial(x.step, x.params, 1.0) for x in c.learners])
-    assert c.shared.arrays["moved"][:, RECENT - 1].tolist() == [9, 9]
-    assert c.shared.arrays["moved"][:, 0].tolist() == [16, 16]
-    assert c.shared.arrays["mixed"].tolist() == [RECENT + 1] * 2

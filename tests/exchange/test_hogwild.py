@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from coterie.exchange.base import NonFinite, Peers
 from coterie.exchange.hogwild import Hogwild
 from coterie.exchange.shared_weights import central_memory, restore
-from coterie.models.heads import Moments, Normalizer
-from coterie.ops.optim import Adam, RMSProp, flat_norm_clip
+from coterie.models.heads import Normalizer
+from coterie.ops.optim import Adam, RMSProp
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import Post
@@ -90,18 +90,6 @@ def test_statistics_are_of_all_or_each_workers_own(make, own):
     assert bool(shared.arrays["state/square"].any()) != own
 
 
-def test_shared_and_own_statistics_give_different_weights():
-    ends = []
-    for own in (False, True):
-        both = [flat(40), flat(40)]
-        shared = central_memory(both[0].data, RMSProp(0.9, 1e-3), 1, NOTHING)
-        exchanges = [worker(shared, p, RMSProp(0.9, 1e-3), own=own) for p in both]
-        for k, grad in enumerate(gradients(both[0], 10)):
-            apply(exchanges[k % 2], both[k % 2], grad)
-        ends.append(exchanges[0].central.data.clone())
-    assert (ends[0] - ends[1]).abs().max() > 1e-3
-
-
 def test_a_snapshot_stays_what_it_was_until_the_next():
     both = [flat(40), flat(40)]
     shared = central_memory(both[0].data, Sgd(), 1, NOTHING)
@@ -121,19 +109,6 @@ def test_a_snapshot_stays_what_it_was_until_the_next():
     assert torch.equal(both[0].data, two.central.data)
     both[0].data.fill_(7.0)  # whatever is done to a snapshot stays local
     assert not (two.central.data == 7).any()
-
-
-def test_clips_before_the_shared_weights_are_touched():
-    params = flat(40)
-    plain = params.data.clone()
-    shared = central_memory(plain, Sgd(), 1, NOTHING)
-    exchange = worker(shared, params, Sgd(), clip=0.5)
-    (grad,) = gradients(params, 1)
-    norm = apply(exchange, params, grad, 1.0)
-    assert norm == pytest.approx(float(grad.norm()), rel=1e-5)
-    assert norm > 0.5
-    flat_norm_clip(grad, 0.5)
-    torch.testing.assert_close(exchange.central.data, plain - grad, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -163,24 +138,6 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_shared_weights(own, bad
     apply(well, both[1], grads[3])
     assert torch.isfinite(well.central.data).all()
     assert not np.array_equal(well.central.data.numpy(), before["data"])
-
-
-def test_normalizers_count_the_rows_of_all():
-    norms = [Normalizer((3,)) for _ in range(2)]
-    both = [flat(20), flat(20)]
-    shared = central_memory(both[0].data, Sgd(), 1, Moments([norms[0]]).read())
-    one, two = (worker(shared, p, Sgd(), norms=(n,)) for p, n in zip(both, norms, strict=True))
-    norms[0].update(torch.full((4, 3), 1.0))
-    one.after_rollout(both[0])
-    norms[1].update(torch.full((4, 3), 3.0))
-    two.after_rollout(both[1])
-    assert norms[1].count == 8
-    assert norms[1].mean.tolist() == [2, 2, 2]
-    assert norms[0].count == 4
-    one.after_rollout(both[0])
-    one.after_rollout(both[0])
-    assert norms[0].count == 8
-    assert norms[0].mean.tolist() == [2, 2, 2]
 
 
 def descend(post: Post, shared: SharedArrays, steps: int) -> None:

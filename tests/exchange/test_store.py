@@ -48,37 +48,6 @@ def test_one_learner_is_plain_adam(local_steps, chunks, eps_hat):
     shared.close()
 
 
-def test_the_dialects_differ_here():
-    """Or the test above could not tell one from the other."""
-    params = flat(100, 33, 5)
-    results = []
-    for eps_hat in (False, True):
-        rule, x = Adam(*BETAS, 1e-3, eps_hat), params.data.clone()
-        state = rule.state(x)
-        for grad in gradients(params, 30):
-            flat_norm_clip(grad, 5.0)
-            rule.update(x, grad, state, 1e-2)
-        results.append(x)
-    assert (results[0] - results[1]).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("chunks", [1, 3, 8])
-@pytest.mark.parametrize("inside", [False, True])
-def test_one_learner_is_plain_rmsprop(chunks, inside):
-    rule = RMSProp(0.9, 1e-3, inside, initial=1.0 if inside else 0.0)
-    params = flat(100, 33, 5)
-    plain, state = params.data.clone(), rule.state(params.data)
-    shared = central_memory(params.data, rule, chunks, NOTHING)
-    with store(shared, params, rule, chunks) as exchange:
-        for grad in gradients(params, 30):
-            rule.update(plain, grad, state, 1e-2)
-            apply(exchange, params, grad)
-            torch.testing.assert_close(params.data, plain, rtol=0, atol=1e-6)
-            torch.testing.assert_close(exchange.central.data, plain, rtol=0, atol=1e-6)
-        torch.testing.assert_close(exchange.state_dict()["square"], state["square"], rtol=1e-6, atol=1e-7)
-    shared.close()
-
-
 @pytest.mark.parametrize("n", [16, 64, 160, 1008])
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_chunks_cover_every_weight_once_and_begin_on_a_cache_line(n, chunks):
@@ -86,19 +55,6 @@ def test_chunks_cover_every_weight_once_and_begin_on_a_cache_line(n, chunks):
     assert len(slices) == chunks
     assert [i for at in slices for i in range(n)[at]] == list(range(n))
     assert all(at.start % 16 == 0 for at in slices)
-
-
-def test_more_chunks_than_cache_lines():
-    """Empty chunks do no harm."""
-    rule, params = Adam(*BETAS, 1e-5), flat(20)
-    plain, state = params.data.clone(), rule.state(params.data)
-    shared = central_memory(params.data, rule, 8, NOTHING)
-    with store(shared, params, rule, 8, local_steps=2) as exchange:
-        for grad in gradients(params, 10):
-            rule.update(plain, grad, state, 1e-2)
-            apply(exchange, params, grad)
-        torch.testing.assert_close(exchange.central.data, plain, rtol=0, atol=1e-6)
-    shared.close()
 
 
 # --- several ---

@@ -13,7 +13,7 @@ from coterie.exchange.shared_weights import CoreTurns, central_memory
 from coterie.ops.optim import Adam
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
-from coterie.parallel.processes import Child, Post
+from coterie.parallel.processes import Post
 from coterie.parallel.shm import SharedArrays
 from coterie.types import CoterieError
 from tests.exchange.harness import Sgd, expect, flat, hear, start, together
@@ -200,31 +200,3 @@ def test_learners_on_one_core_work_one_at_a_time_and_none_is_left_out():
     busy = [i for i, who in enumerate(inside) if who == inside[-1]]
     assert busy[0] < len(inside) * 3 // 4  # the last one to end did not wait for all the others to be done
     shared.close()
-
-
-def begin_turn(post: Post, shared: SharedArrays, board: Board) -> None:
-    CoreTurns(Locks(shared.fd, 5.0), 7, board, 0).begin()
-    post("inside", None)
-    time.sleep(600)
-
-
-def test_a_turn_ends_with_its_learner_and_the_holder_is_the_one_reported():
-    shared, board = central_memory(torch.zeros(64), Sgd(), 1, NOTHING), Board(2)
-    child = start(begin_turn, shared, board)
-    assert expect(child, {"inside"})[0] == "inside"
-    board.heartbeat[:] = 0
-    turn = CoreTurns(Locks(shared.fd, 5.0), 7, board, 1)
-    done: list[bool] = []
-    together([partial(_wait_for_turn, turn, done), partial(_look_and_kill, board, child)])
-    assert done == [True]
-    shared.close()
-
-
-def _wait_for_turn(turn: CoreTurns, done: list[bool]) -> None:
-    turn.begin()
-    done.append(True)
-
-
-def _look_and_kill(board: Board, child: Child) -> None:
-    wait_until(lambda: board.stale([0, 1], 1.0) == [0])  # the holder is named, not who waits for it
-    child.kill()

@@ -36,14 +36,6 @@ def test_a_ring_contracts_by_the_cosine(n):
         assert p[i, i] == p[i, (i - 1) % n] == (0.5 if n > 1 else 1)
 
 
-def test_contraction_of_all_and_of_no_peers():
-    for n in range(2, 10):
-        assert contraction(matrices("complete", n)) == pytest.approx(0, abs=1e-12)
-        assert contraction([np.eye(n)]) == pytest.approx(1)
-    assert contraction([*matrices("complete", 4), np.eye(4)]) == pytest.approx(1)  # the worst of the sequence
-    assert contraction(matrices("complete", 1)) == 0
-
-
 def test_contraction_is_the_norm_on_what_sums_to_zero():
     """Of a matrix that is not symmetric, nor doubly stochastic: reached by some difference, passed by none."""
     rng = np.random.default_rng(0)
@@ -128,26 +120,17 @@ def test_a_files_rounding_is_made_good(tmp_path):
     ("text", "why"),
     [
         (json.dumps([[0.5, 0.5], [0.5, 0.5]]), r"holds \[1, 2, 2\]; 3 learners need \[3, 3\]"),
-        (json.dumps([1, 0, 0]), r"holds \[3\]"),
-        ("[]", r"holds \[0\]"),
-        ("0.5", r"holds \[\]"),
         ("null", r"holds \[\]"),
         (json.dumps([[[GOOD]]]), r"holds \[1, 1, 1, 3, 3\]"),
         (json.dumps([[1.5, -0.5, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]), "is not row-stochastic"),
-        (json.dumps([[0.5, 0.4, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]), "is not row-stochastic"),
         (json.dumps([GOOD, [[0.5, 0.6, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]]), "is not row-stochastic"),
         ("[[NaN, 0.5, 0.5], [0, 0.5, 0.5], [0.5, 0, 0.5]]", "is not row-stochastic"),
-        ("[[Infinity, 0.5, 0.5], [0, 0.5, 0.5], [0.5, 0, 0.5]]", "is not row-stochastic"),
         (json.dumps([[0, 1, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]), "must weigh itself"),
         (json.dumps(np.eye(3).tolist()), "never connects all learners"),
-        (json.dumps([[0.5, 0.5, 0], [0, 0.5, 0.5], [0, 0, 1]]), "never connects all learners"),
         (json.dumps([[[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]]] * 4), "never connects all learners"),
         ("[[0.5, 0.5, 0], [0, 0.5, 0.5]\n", "nor a JSON file"),
-        ("", "nor a JSON file"),
         ("[[0.5, 0.5], [1]]", "nor a JSON file"),
-        ('[["a", "b", "c"]]', "nor a JSON file"),
         ('{"matrices": [[1]]}', "nor a JSON file"),
-        ("[{}, {}, {}]", "nor a JSON file"),
         (b"\xff\xfe\x00[", "nor a JSON file"),
     ],
 )
