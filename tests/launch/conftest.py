@@ -61,6 +61,14 @@ class Odd(MLPTorso):
         return x
 
 
+def actor_raises(obs, config):
+    """The second actor raises."""
+    made = Odd(obs[""].shape, config.hidden, config.activation, False)
+    if "actor-1" in RANK:
+        made.forward = fail
+    return made
+
+
 def broken(how):
     """Learner 1 breaks at its 20th training pass."""
 

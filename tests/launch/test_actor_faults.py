@@ -44,7 +44,6 @@ def torso(obs, config):
     return MLPTorso(obs[""].shape, config.hidden, config.activation, False)
 """
 LOCKSTEP = {"decoupled.lockstep": True}
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -55,10 +54,6 @@ slow = pytest.mark.slow
         ("before Slots.promise", "store", {}),  # all rows are counted, and none are delivered
         ("before Slots.fill", "gossip", {}),
         ("after Slots.fill", "solo", LOCKSTEP),  # the learner has them, but they are not counted as delivered
-        pytest.param("after Weights.read", "store", {}, marks=slow),
-        pytest.param("after Slots.take", "solo", LOCKSTEP, marks=slow),
-        pytest.param("after Slots.promise", "gossip", {}, marks=slow),
-        pytest.param("after Slots.fill", "hogwild", {}, marks=slow),
     ],
 )
 def test_an_actor_killed_at_any_point_loses_at_most_its_rollout(
@@ -82,7 +77,7 @@ def test_an_actor_killed_at_any_point_loses_at_most_its_rollout(
     assert meddler.log().count("actor 0 was killed by SIGKILL") == 1
     assert rows["rolled_back"] == 0
     actors, width = (2 if exchange == "solo" else 4), CROWD // 2
-    lost = point in ("before Slots.promise", "after Slots.promise", "before Slots.fill")  # a whole rollout
+    lost = point in ("before Slots.promise", "before Slots.fill")  # a whole rollout
     assert rows["dropped"] in (range(1, 5 * width + 1) if lost else [0])
     # Each life of an actor ends with a step that is not counted.
     assert rows["produced"] <= tally.steps <= rows["produced"] + (actors + 1) * 2 * width

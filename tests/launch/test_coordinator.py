@@ -13,7 +13,7 @@ import coterie
 from coterie import presets
 from coterie.build.evaluate import Scores
 from coterie.launch.coordinator import Coordinator
-from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
+from coterie.parallel.board import EVALUATE, SAVE, Board
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
 from coterie.types import CoterieError
@@ -125,23 +125,6 @@ def test_a_group_that_goes_back_takes_its_counts_and_games_back(run: Coordinator
     assert run.ledger.env_steps == 800
     rows = run.ledger.summary({})["rows"]
     assert rows == {"produced": 920, "learned": 800, "in_flight": 0, "dropped": 20, "rolled_back": 100}
-
-
-def test_the_last_order_ends_the_run(run: Coordinator) -> None:
-    learn(run, 500)
-    run.give_up_order()
-    run.receive(0, "idle", None)
-    assert run.board.order[1] != SAVE | LAST
-    run.receive(1, "idle", None)
-    if run.board.order[1] != SAVE | LAST:  # the evaluation first
-        save(run, 0, 500)
-        save(run, 1, 500)
-    assert run.board.order[1] == SAVE | LAST
-    assert run.ending
-    save(run, 0, 500)
-    save(run, 1, 500)
-    assert run.over
-    assert run.digests == {0: "x", 1: "x"}
 
 
 def lose_draft(run: Coordinator, rank: int) -> int:

@@ -11,10 +11,8 @@ import time
 import pytest
 
 from coterie.cli.main import main
-from coterie.runs.metrics import read_metrics
 from tests.support.runs import (
     ENDLESS,
-    TALLY,
     check_accounts,
     check_rows,
     inline_options,
@@ -23,8 +21,6 @@ from tests.support.runs import (
     read_summary,
 )
 from tests.support.waiting import wait_until
-
-__all__ = ["TALLY"]
 
 
 @pytest.mark.parametrize(("exchange", "steps"), [("allreduce", 1500), ("gossip", 3000)])  # gossip goes on meanwhile
@@ -61,21 +57,6 @@ def test_killed_learners_come_back_and_every_row_is_accounted_for(meddler, tally
     kills = 2 if exchange == "gossip" else 4  # the others are killed with the one
     assert 0 <= tally.steps - rows["produced"] <= kills * 4 * 8
     meddler.check_nothing_left()
-
-
-def test_episodes_of_rows_that_were_rolled_back_do_not_count(meddler):
-    """As after a resume. The only checkpoint is the one at step 0."""
-
-    def kill() -> None:
-        meddler.until(lambda: meddler.steps() > 1500, "most of the run")
-        meddler.kill(0)
-
-    changes = {"steps": 3500, "env.delay": 0.01, "log.checkpoint_every": 1000, "env.max_episode_steps": 10}
-    assert meddler.run(inline_options(meddler.out, "hogwild", **changes), kill) == 0
-    summary = check_accounts(meddler.out)
-    assert summary["rows"]["rolled_back"] > 1500
-    assert 0 < summary["episodes"] <= summary["env_steps"] / 8  # the shortest has 8 steps, the longest 10
-    assert read_metrics(meddler.out)[-1]["episodes"] == summary["episodes"]
 
 
 @pytest.mark.parametrize(("exchange", "restarts"), [("store", 1), ("gossip", 2)])

@@ -18,11 +18,12 @@ from tests.launch.namespaces import ip, networks
 from tests.support.meddler import PATIENCE
 from tests.support.net import free_port
 from tests.support.process_table import put_down
-from tests.support.runs import inline_options as options
-from tests.support.runs import read_summary
+from tests.support.runs import check_rows, inline_options
 from tests.support.waiting import wait_until
 
 __all__ = ["networks"]  # a fixture
+# Runs start processes for minutes. tests/remote/test_gossip_client.py shows the same in one process.
+pytestmark = pytest.mark.slow
 ENDLESS = 10**9
 
 
@@ -69,25 +70,21 @@ class Linked:
         if number:
             self.process.send_signal(number)
         assert self.process.wait(PATIENCE) == (75 if number else 0), self.path.read_text()
-        summary = read_summary(self.out)
-        rows = summary["rows"]
-        assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
-        assert rows["learned"] == summary["env_steps"]
-        return summary
+        return check_rows(self.out)
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Callable[..., Linked]]:
     def start(name: str, prefix: tuple[str, ...] = (), resume: bool = False, **changes: object) -> Linked:
         own = {"learners": 1, "steps": ENDLESS, "env.delay": 0.005, "log.checkpoint_every": 0.5, **changes}
-        args = ["resume", str(tmp_path / name)] if resume else options(tmp_path / name, "gossip", **own)
+        args = ["resume", str(tmp_path / name)] if resume else inline_options(tmp_path / name, "gossip", **own)
         return Linked(tmp_path / name, args, prefix)
 
     yield from made_by(start, lambda run: put_down(run.process))
 
 
 def test_gossiping_runs_come_and_go_while_others_train(runs):
-    """One finishes, one is killed, one is told to stop."""
+    """One finishes, one is killed, one gets SIGTERM."""
     at = f"127.0.0.1:{free_port()}"
     early = runs("early", **{"gossip.connect": at, "steps": 80_000, "learners": 2})  # before there is a run
     hub = runs("hub", **{"gossip.bind": at})
@@ -95,13 +92,13 @@ def test_gossiping_runs_come_and_go_while_others_train(runs):
     hub.gossips(2)
     early.end()
     hub.until(lambda: hub.line()["gossip/peers"] == 0, "it has left")
-    killed, told = (runs(name, **{"gossip.connect": at}) for name in ("killed", "told"))
+    killed, stopped = (runs(name, **{"gossip.connect": at}) for name in ("killed", "stopped"))
     hub.gossips(2)
     killed.gossips(2)
     killed.process.kill()
     hub.gossips(1)
-    told.trains()
-    told.end(signal.SIGTERM)
+    stopped.trains()
+    stopped.end(signal.SIGTERM)
     hub.end(signal.SIGINT)
 
 
@@ -124,7 +121,6 @@ def test_the_run_that_listens_is_killed_and_resumed(runs):
     other.end(signal.SIGTERM)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_without_its_hub_trains_alone(runs):
     at = f"127.0.0.1:{free_port()}"
     hub, other = runs("hub", **{"gossip.bind": at}), runs("other", **{"gossip.connect": at})
@@ -137,7 +133,7 @@ def test_a_resumed_run_without_its_hub_trains_alone(runs):
     alone.end(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("away", [3.0, pytest.param(60.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("away", [3.0, 60.0])
 def test_runs_gossip_over_three_networks(tmp_path, runs, networks, away):
     """Each run has a network namespace of its own; TLS and a token; the link of one is down for a while."""
     keys = tmp_path / "keys"
@@ -160,25 +156,3 @@ def test_runs_gossip_over_three_networks(tmp_path, runs, networks, away):
         one.gossips(2)
     for one in (*mine, hub):
         one.end(signal.SIGTERM)
-
-
-@pytest.mark.slow
-def test_runs_over_three_networks_learn(tmp_path, runs, networks):
-    """CartPole, solved by all."""
-    keys = tmp_path / "keys"
-    assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
-    port = free_port()
-    common = {"wire.token-file": keys / "token", "wire.cert": keys / "cert.pem", "steps": 300_000, "env.delay": 0}
-    common |= {"gossip.mix_every": 1}
-    hub = runs("hub", **common, **{"gossip.bind": f"0.0.0.0:{port}", "wire.key": keys / "key.pem"})
-    mine = [
-        runs(name, prefix=("ip", "netns", "exec", name), **common, **{"gossip.connect": f"{address}:{port}"})
-        for name, address, _ in networks
-    ]
-    best = {one.out: 0.0 for one in (hub, *mine)}
-    while any(one.process.poll() is None for one in (hub, *mine)):
-        time.sleep(0.2)
-    for one in (hub, *mine):
-        assert one.process.wait() == 0, one.path.read_text()
-        best[one.out] = max(line["mean_return"] or 0 for line in read_metrics(one.out))
-    assert min(best.values()) >= 475, best

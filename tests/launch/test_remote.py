@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from coterie.cli.main import main
 from coterie.config import Env
 from coterie.roles.remote_worker import lend_actor, lend_envs
 from tests.support.meddler import PATIENCE
@@ -20,39 +19,6 @@ from tests.support.runs import check_rows, last_checkpoint
 from tests.support.waiting import wait_until
 
 slow = pytest.mark.slow
-
-
-@slow
-def test_host_processes_join_and_leave_while_a_run_trains(tmp_path, meddler, worker_processes):
-    """A client without the token is refused, with the reason."""
-    assert main(["keys", str(tmp_path / "keys")]) == 0
-    assert main(["keys", str(tmp_path / "others")]) == 0
-    token, other = (["--token-file", str(tmp_path / name / "token")] for name in ("keys", "others"))
-    port = free_port()
-
-    def meddle() -> None:
-        first = worker_processes("envs", port, *token)  # before the run starts
-        stranger = worker_processes("envs", port, *other)
-        first.at_work()
-        code, said = stranger.end()
-        assert code == 1
-        assert "not the run's token" in said
-        meddler.at_work()
-        second = worker_processes("envs", port, *token)
-        second.at_work()
-        first.process.kill()
-        goes_on(meddler)
-        finish(meddler)
-        code, said = second.end()
-        assert code == 0, said
-        assert "the run has ended: " in said
-
-    args = [*central(meddler.out, port), "--wire.token-file", token[1]]
-    assert meddler.run(args, meddle) == 75
-    summary = check_rows(meddler.out)
-    assert summary["rows"]["learned"] > 0
-    assert "refused ipv4:127.0.0.1: not the run's token" in (meddler.out / "log.txt").read_text()
-    meddler.check_nothing_left()
 
 
 def test_a_host_that_is_ended_finishes_its_rollout(meddler, worker_threads):

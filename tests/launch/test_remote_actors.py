@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 
-import pytest
-
 from coterie.roles.remote_worker import lend_actor
 from tests.support.net import free_port
 from tests.support.proxy import Proxy
@@ -14,8 +12,7 @@ from tests.support.runs import check_rows
 from tests.support.waiting import wait_until
 
 
-@pytest.mark.parametrize("normalises", [True, pytest.param(False, marks=pytest.mark.slow)])  # False: weights only
-def test_actors_join_and_leave_while_a_run_trains(meddler, worker_processes, normalises):
+def test_actors_join_and_leave_while_a_run_trains(meddler, worker_processes):
     port = free_port()
 
     def meddle() -> None:
@@ -29,7 +26,7 @@ def test_actors_join_and_leave_while_a_run_trains(meddler, worker_processes, nor
         goes_on(meddler)
         finish(meddler)
 
-    args = decoupled(meddler.out, port, **{"model.normalize_obs": normalises})
+    args = decoupled(meddler.out, port, **{"model.normalize_obs": True})
     assert meddler.run(args, meddle) == 75
     check_rows(meddler.out)
     meddler.check_nothing_left()

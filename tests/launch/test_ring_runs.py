@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from coterie.runs.metrics import read_metrics
 from tests.conftest import made_by
 from tests.launch.namespaces import bridged, ip
 from tests.launch.test_linked_runs import ENDLESS, Linked
 from tests.support.net import free_port
 from tests.support.process_table import family, put_down
-from tests.support.runs import inline_options as options
+from tests.support.runs import inline_options
 
+# Runs start processes for minutes. tests/exchange/test_elastic.py shows the same in one process.
+pytestmark = pytest.mark.slow
 Machines = list[tuple[str, str, str]]
 
 
@@ -48,7 +49,7 @@ def runs(tmp_path: Path) -> Iterator[Callable[..., Ringed]]:
             "learners": 1, "steps": ENDLESS, "env.delay": 0.002, "log.checkpoint_every": 0.5, "seed": number,
             "allreduce.trusted_network": True, **changes,
         }  # fmt: skip
-        return Ringed(out, ["resume", str(out)] if resume else options(out, "allreduce", **own), prefix)
+        return Ringed(out, ["resume", str(out)] if resume else inline_options(out, "allreduce", **own), prefix)
 
     yield from made_by(start, lambda run: put_down(run.process))
 
@@ -94,7 +95,7 @@ def test_a_machine_is_lost_and_another_leaves(runs, machines):
     mine[1].end(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("away", [3.0, pytest.param(40.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("away", [3.0, 40.0])
 def test_machines_group_again_after_a_link_was_cut(runs, machines, away):
     here, others = machines
     mine = begin(runs, here, others)
@@ -112,7 +113,7 @@ def test_machines_group_again_after_a_link_was_cut(runs, machines, away):
         one.end(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_killed_learner_restarts_with_its_machine(runs, machines, number):
     """Also that of the machine where all meet; the run that it is of starts it again."""
     here, others = machines
@@ -127,14 +128,3 @@ def test_a_killed_learner_restarts_with_its_machine(runs, machines, number):
         each.is_one_of(2)
     for each in reversed(mine):
         each.end(signal.SIGTERM)
-
-
-@pytest.mark.slow
-def test_three_machines_learn(runs, machines):
-    """CartPole, solved by all, with the same weights in the end."""
-    here, others = machines
-    mine = begin(runs, here, others, **{"steps": 150_000, "env.delay": 0})
-    found = [one.end() for one in mine]
-    assert len({one["digest"] for one in found}) == 1
-    for one in mine:
-        assert max(line["mean_return"] or 0 for line in read_metrics(one.out)) >= 475

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -18,7 +17,6 @@ import torch
 import coterie
 from coterie import presets
 from coterie.build.resources import resolve_config
-from coterie.launch.supervisor import Supervisor
 from coterie.roles.learner import Learner
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace, save_config
@@ -69,23 +67,6 @@ def test_the_same_seed_gives_the_same_weights_on_images_with_threads(tmp_path):
     small |= {"ppo.minibatch_size": 16, "log.tensorboard": False, "env.groups": 2, "torch_threads": 2}
     runs = [presets.ppo(env="Pong-v5", out=str(tmp_path / str(i)), **small) for i in range(2)]
     assert len({coterie.train(run, quiet=True)["digest"] for run in runs}) == 1
-
-
-def boards() -> int:
-    """Descriptors of boards that this process has open."""
-    return sum("coterie-board" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
-@pytest.mark.parametrize("learners", [1, 2])
-def test_the_parent_of_a_run_keeps_no_board_after_it(tmp_path, monkeypatch, learners):
-    gc.collect()  # of what other tests have left
-    before, held, close = boards(), [], Supervisor.close
-    monkeypatch.setattr(Supervisor, "close", lambda supervisor: (held.append(boards() - before), close(supervisor)))
-    coterie.train(tiny(tmp_path / "run", learners=learners), quiet=True)
-    assert held == [2] * (learners > 1)  # what children are given, and the map
-    gc.collect()
-    assert boards() == before
 
 
 def start(out: Path, **changes: object) -> subprocess.Popen[str]:

@@ -16,7 +16,7 @@ import pytest
 from coterie import __version__
 from coterie.launch.ray import watchdog
 from coterie.launch.ray.board import Board
-from coterie.launch.ray.node import Node, Outcome, open_address
+from coterie.launch.ray.node import Node, Outcome
 from coterie.launch.ray.placement import Allocation, Machine, Site, allocate
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
@@ -116,12 +116,6 @@ def test_a_machine_that_does_not_see_the_run_folder_is_named(rig, pool):
     rig.storage = rig.storage / "elsewhere"
     with pytest.raises(CoterieError, match=r"ray.storage: \S+ does not see .*elsewhere; put the run folder on"):
         rig.run(pool).result(PATIENCE)
-
-
-def test_ports_are_free_and_consecutive():
-    host, port = open_address("127.0.0.1", 5)
-    assert host == "127.0.0.1"
-    assert 1024 < port < 65531
 
 
 # Short naps: a signal that comes just before a long one does not wake it.
