@@ -60,28 +60,6 @@ def test_chunks_cover_every_weight_once_and_begin_on_a_cache_line(n, chunks):
 # --- several ---
 
 
-def test_pull_gives_the_central_weights_and_what_is_pending_here():
-    rule = Adam(*BETAS, 1e-5)
-    a, b = flat(50), flat(50)
-    shared = central_memory(a.data, rule, 3, NOTHING)
-    one, two = (store(shared, x, rule, 3, local_steps=n) for x, n in ((a, 3), (b, 2)))
-    begin = a.data.clone()
-    for grad in gradients(a, 2, seed=1):
-        apply(one, a, grad)
-    mine = a.data - begin  # two steps, not told yet
-    assert mine.abs().max() > 1e-3
-    assert torch.equal(one.central.data, begin)
-    for grad in gradients(b, 2, seed=2):
-        apply(two, b, grad)
-    theirs = one.central.data - begin
-    assert theirs.abs().max() > 1e-3
-    torch.testing.assert_close(a.data, begin + mine, rtol=0, atol=1e-6)  # nothing yet: it has not asked
-    one.pull(a)
-    torch.testing.assert_close(a.data, begin + theirs + mine, rtol=0, atol=1e-6)
-    two.pull(b)
-    torch.testing.assert_close(b.data, begin + theirs, rtol=0, atol=1e-6)
-
-
 def test_two_learners_that_take_turns_are_one_serial_rmsprop():
     rule, both = RMSProp(0.9, 1e-3), [flat(100, 33), flat(100, 33)]
     plain, state = both[0].data.clone(), rule.state(both[0].data)
@@ -116,6 +94,7 @@ def test_local_steps_of_two_learners_add_up(chunks):
         exchanges[who].pull(x)
         before = exchanges[who].pending.clone() if mine[2] else torch.zeros_like(begin)
         torch.testing.assert_close(pending[who], before, rtol=0, atol=1e-6)
+        torch.testing.assert_close(x.data, begin + told + before, rtol=0, atol=1e-5)
         begins = x.data.clone()
         last = mine[2] + 1 == n[who]
         centre = exchanges[who].central.data.clone()

@@ -24,40 +24,13 @@ def ip(*args: str) -> None:
     subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=30)
 
 
-@pytest.fixture
-def networks() -> Iterator[list[tuple[str, str, str]]]:
-    """Two network namespaces: each one's name, the address that it has this machine at, and its link here."""
-    _can()
-    tag, made = os.getpid() % 10_000, list[tuple[str, str, str]]()
-    try:
-        for k in range(2):
-            name, link, net = f"ct{tag}n{k}", f"ct{tag}v{k}", f"10.{213 + k}.{tag % 250}"
-            try:
-                ip("netns", "add", name)
-                made.append((name, f"{net}.1", link))
-                ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-            ip("addr", "add", f"{net}.1/24", "dev", link)
-            ip("link", "set", link, "up")
-            ip("-n", name, "addr", "add", f"{net}.2/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-        yield made
-    finally:
-        for name, _, link in made:
-            with suppress(subprocess.CalledProcessError):
-                ip("link", "del", link)
-            with suppress(subprocess.CalledProcessError):
-                ip("netns", "del", name)
-
-
 @contextmanager
 def bridged(
     count: int, letter: str, slow: list[SlowLink] | None = None
 ) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """So many namespaces on one bridge, where all reach each other: this machine's address there, and each one's name,
-    address and link. `letter`: in their names, for who is at work at the same time. `slow`: takes the links, which can
-    be slowed down then.
+    """Namespaces on one bridge, where all reach each other: this machine's address there, and each one's name, address
+    and link. `letter`: in their names, which must differ between tests that run at the same time. `slow`: receives the
+    links, which can be slowed down then.
     """
     _can()
     if slow is not None and not os.access("/dev/net/tun", os.W_OK):

@@ -14,14 +14,13 @@ import pytest
 from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
 from tests.conftest import made_by
-from tests.launch.namespaces import ip, networks
+from tests.launch.namespaces import bridged, ip
 from tests.support.meddler import PATIENCE
 from tests.support.net import free_port
 from tests.support.process_table import put_down
 from tests.support.runs import check_rows, inline_options
 from tests.support.waiting import wait_until
 
-__all__ = ["networks"]  # a fixture
 # Runs start processes for minutes. tests/remote/test_gossip_client.py shows the same in one process.
 pytestmark = pytest.mark.slow
 ENDLESS = 10**9
@@ -134,25 +133,25 @@ def test_a_resumed_run_without_its_hub_trains_alone(runs):
 
 
 @pytest.mark.parametrize("away", [3.0, 60.0])
-def test_runs_gossip_over_three_networks(tmp_path, runs, networks, away):
+def test_runs_gossip_over_three_networks(tmp_path, runs, away):
     """Each run has a network namespace of its own; TLS and a token; the link of one is down for a while."""
-    keys = tmp_path / "keys"
-    assert main(["keys", str(keys), *(x for _, address, _ in networks for x in ("--host", address))]) == 0
-    port = free_port()
-    common = {"wire.token-file": keys / "token", "wire.cert": keys / "cert.pem"}
-    hub = runs("hub", **common, **{"gossip.bind": f"0.0.0.0:{port}", "wire.key": keys / "key.pem"})
-    mine = [
-        runs(name, prefix=("ip", "netns", "exec", name), **common, **{"gossip.connect": f"{address}:{port}"})
-        for name, address, _ in networks
-    ]
-    for one in (hub, *mine):
-        one.gossips(2)
-    ip("link", "set", networks[0][2], "down")
-    time.sleep(away)
-    for one in (hub, *mine):
-        one.trains()
-    ip("link", "set", networks[0][2], "up")
-    for one in (hub, *mine):
-        one.gossips(2)
-    for one in (*mine, hub):
-        one.end(signal.SIGTERM)
+    with bridged(2, "g") as (here, machines):
+        keys, at = tmp_path / "keys", f"{here}:{free_port()}"
+        assert main(["keys", str(keys), "--host", here]) == 0
+        common = {"wire.token-file": keys / "token", "wire.cert": keys / "cert.pem"}
+        hub = runs("hub", **common, **{"gossip.bind": at, "wire.key": keys / "key.pem"})
+        others = [
+            runs(name, prefix=("ip", "netns", "exec", name), **common, **{"gossip.connect": at})
+            for name, _, _ in machines
+        ]
+        for one in (hub, *others):
+            one.gossips(2)
+        ip("link", "set", machines[0][2], "down")
+        time.sleep(away)
+        for one in (hub, *others):
+            one.trains()
+        ip("link", "set", machines[0][2], "up")
+        for one in (hub, *others):
+            one.gossips(2)
+        for one in (*others, hub):
+            one.end(signal.SIGTERM)

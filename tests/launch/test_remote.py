@@ -184,14 +184,3 @@ def test_a_learner_whose_hosts_have_left_does_not_keep_the_run_from_its_end(medd
     assert meddler.run(central(meddler.out, port, exchange), meddle) == 75
     check_rows(meddler.out)
     meddler.check_nothing_left()
-
-
-def test_a_run_without_hosts_can_be_ended(meddler):
-    def meddle() -> None:
-        meddler.until(lambda: meddler.saved() == 0, "the first checkpoint")
-        finish(meddler)
-
-    begin = time.monotonic()
-    assert meddler.run(central(meddler.out, free_port()), meddle) == 75
-    assert time.monotonic() - begin < 60
-    meddler.check_nothing_left()
