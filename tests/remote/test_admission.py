@@ -30,14 +30,9 @@ from tests.support.services import (
     WIDTH,
     InferenceServices,
     RolloutServices,
-    Services,
 )
 from tests.support.waiting import wait_until
 from tests.support.wire import WAIT_S, channel_to, data_frame
-
-
-def make(method: str, address: str) -> Services:
-    return InferenceServices(address) if method == INFER else RolloutServices(address)
 
 
 @pytest.fixture(params=[INFER, PUSH, PULL])
@@ -48,7 +43,8 @@ def method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def services(method: str, tmp_path: Path) -> Iterator[Any]:
-    one = make(method, f"unix:{tmp_path}/s")
+    address = f"unix:{tmp_path}/s"
+    one = InferenceServices(address) if method == INFER else RolloutServices(address)
     yield one
     assert one.works()
     one.close()
@@ -65,26 +61,13 @@ def test_a_good_client_is_served_and_its_welcome_has_the_settings(services: Any,
     assert not welcome.sends
 
 
-@pytest.mark.parametrize("given", [None, f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x", TOKEN])
-def test_a_client_without_the_token_is_refused(services: Any, method: str, given: str | None):
-    metadata = given and (("authorization", given),)
-    end = services.ends(services.hello(method), services.question(method), method=method, metadata=metadata)
-    assert end == (StatusCode.UNAUTHENTICATED, "not the run's token")
-    assert services.server.refused == {"unix": 1}
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"env_id": "Pong-v5"}, "the run's envs are CartPole-v1, not 'Pong-v5'"),
-        ({"env_id": "\n" * 500}, "the run's envs are CartPole-v1, not"),
         ({"envs": MOST_ENVS + 1}, "9 envs are more than central.max_envs, 8|actors have 2 envs each, not 9"),
-        ({"envs": 2**32 - 1}, "are more than central.max_envs|actors have 2 envs each"),
         ({"layout": Layout([Tensor("x", "int32", (1,))])}, "the run's frames hold |the client's x: int32[1]"),
         ({"layout": Layout(())}, "the client's no tensors"),
-        ({"layout": Layout([Tensor("x", "uint8", (2**31,) * 4)])}, "more than"),
-        ({"layout": Layout([Tensor("x", "O", (1,))])}, "'O' is not one of"),
-        ({"protocol": 2}, "protocol 2 is not 1"),
         ({"envs": 0}, "a stream of 0 envs must not send data frames"),
     ],
 )
@@ -108,13 +91,6 @@ def test_remote_envs_have_ids_of_their_own_that_a_client_keeps():
     assert len(found) == len(set(found)) == 17
     assert ids.first_env(8, 0, 4) == found[4]
     assert [ids.number(run_id) for run_id in (7, 8, 7, 9)] == [0, 1, 0, 2]
-
-
-@pytest.mark.parametrize(("envs", "learners"), [(4, 1), (3, 2), (32, 4)])
-def test_remote_envs_take_the_places_of_the_learners_own_on_the_ladder(envs: int, learners: int):
-    config = resolve_config(make_config(**{"env.num_envs": envs, "learners": learners, "exchange": "gossip"}))
-    places = [ClientIds(config, rank).first_env(1, 0, envs) % (envs * learners) for rank in range(learners)]
-    assert places == [rank * envs for rank in range(learners)]
 
 
 def test_a_host_that_reconnects_replaces_its_old_stream(tmp_path: Path):

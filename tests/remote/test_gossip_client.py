@@ -13,7 +13,7 @@ from coterie.remote.gossip_client import GossipClient
 from coterie.remote.gossip_hub import GossipHub
 from coterie.remote.gossip_relay import message_layout
 from coterie.types import ConfigError, CoterieError
-from coterie.wire.client import ConnectionLost, RunEnded
+from coterie.wire.client import RunEnded
 from coterie.wire.codec import Layout, Tensor
 from tests.conftest import make_config
 from tests.exchange.gossip_harness import SIZE, linked
@@ -193,15 +193,7 @@ NUMBERED = Layout([Tensor("state", "int64", (3, 4))]).message()  # of an older v
     ("frames", "reason"),
     [
         ([hello(), data_frame(0, frame(1))], "it sends more than its 1 learners"),
-        ([hello(), data_frame(0, frame(0, learner=np.array([1])))], "it sends more than its 1 learners"),
-        ([hello(), data_frame(0, frame(0, learner=np.array([-1])))], "it sends more than its 1 learners"),
-        ([hello(), data_frame(0, frame(weights=np.full((1, SIZE), np.nan, np.float32)))], "its weights are not finite"),
-        ([hello(), data_frame(0, frame(weights=np.full((1, SIZE), -1e20, np.float32)))], "its weights are not finite"),
-        ([hello(), data_frame(0, frame(moments=np.full((1, 1), np.inf)))], "its moments are not finite"),
         ([hello(), data_frame(0, frame()[:-1])], "a frame of"),
-        ([hello(envs=2**32 - 1)], "no room for 4294967295 more learners"),
-        ([hello(env_id="x")], "the run's envs are CartPole-v1"),
-        ([hello(sends=[])], "the run's frames hold present"),
         ([hello(sends=NUMBERED)], "the run's frames hold present"),
         ([hello(sends=message_layout(9, 1).message())], "the run's frames hold present"),
     ],
@@ -214,23 +206,3 @@ def test_a_frame_that_no_run_sends_ends_its_stream_and_the_others_go_on(address,
     wait_until(lambda: hub.present == [0], 20.0, "it is out")
     assert [line.startswith("refused unix: ") for line in hub.hub.lines()] == [True]
     agree(hub.learner, guests(address).learner)
-
-
-def test_a_lost_hub_is_sought_with_growing_pauses_until_it_is_found(address, hubs, guests, monkeypatch):
-    hub, one = hubs(address), guests(address)
-    agree(hub.learner, one.learner)
-    opened, tries = GossipClient._open, []
-
-    def fails_twice(client: GossipClient) -> object:
-        tries.append(time.monotonic())
-        if len(tries) == 1:
-            raise ConnectionLost("no answer")
-        if len(tries) == 2:
-            raise CoterieError("the server refused: no room")
-        return opened(client)
-
-    monkeypatch.setattr(GossipClient, "_open", fails_twice)
-    assert one.client.cut()
-    train_until(lambda: f"back at {address}" in one.said(), "it reconnects", hub.learner, one.learner)
-    assert "not back at" in one.said()
-    agree(hub.learner, one.learner)

@@ -81,27 +81,15 @@ def test_a_message_that_is_being_written_is_not_sent_and_a_killed_writer_does_no
     assert pair.carry() == [0]
 
 
-def test_learners_that_left_are_reported_and_their_messages_not_averaged():
-    pair = Pair()
-    step(pair.x)
-    pair.carry()
-    assert pair.far.peers() == [1, 2]
-    pair.x.__exit__(None, None, None)
-    pair.carry()
-    assert pair.far.peers() == [2]
-    step(pair.z)
-    assert pair.z.params.data[:3].tolist() == [0, 0, 1]
-    pair.ends[1].close()
-    assert pair.far.peers() == []
-
-
 @pytest.mark.parametrize(
     ("name", "at", "value", "reason"),
     [
         ("weights", (0, 0), np.nan, "its weights are not finite"),
+        ("weights", (0, 0), -1e20, "its weights are not finite"),
         ("moments", (0, 0), np.inf, "its moments are not finite"),
         ("present", 2, True, "it sends more than its 2 learners"),
         ("learner", 0, 2, "it sends more than its 2 learners"),
+        ("learner", 0, -1, "it sends more than its 2 learners"),
     ],
 )
 def test_a_frame_that_cannot_be_is_refused_and_changes_nothing(name, at, value, reason):

@@ -55,8 +55,6 @@ def serve(tmp_path) -> Iterator[Serve]:
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a text for a number": ({"env": {"max_episode_steps": "x"}}, "env.max_episode_steps: 'x' is not an integer"),
     "a number for a name": ({"env": {"time_limit": 3}}, "env.time_limit: 3 is not one of"),
-    "an object for a number": ({"atari": {"stack": {}}}, "atari.stack: {} is not an integer"),
-    "no field of Atari": ({"atari": 3}, "did not send a run's settings"),
     "no env": ({"env": None}, "did not send a run's settings"),
     "a number out of range": ({"unroll_length": 0}, "algo.unroll_length: 0 must be at least 1"),
     "another env": ({"env_id": "Acrobot-v1"}, "the run's envs are Acrobot-v1, not CartPole-v1"),

@@ -25,7 +25,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "in place": ("impala", "CountingEnv", {"env.time_limit": "terminate", "env.groups": 2}),
     "continuous": ("impala", "CountingEnv", {"env.kwargs": '{"continuous": true}'}),
     "lstm": ("impala", "CountingEnv", {"model.core": "lstm", "model.core_size": 8}),
-    "nan": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "nan_reward", ' + BREAKS}),
     "nan obs": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "nan_obs", ' + BREAKS}),
     "raise": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "raise", ' + BREAKS}),
     "certain": ("dqn", "CountingEnv", {"acting": "decoupled", "q.epsilon": 1e-6, "q.epsilon_end": 1e-6}),

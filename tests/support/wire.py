@@ -18,6 +18,7 @@ from coterie.wire.server import SERVICE, Answer, ServiceStream
 
 LAYOUT = Layout([Tensor("m", "bool", (4,)), Tensor("x", "int64", (3,)), Tensor("y", "float32", (0, 2), "m")])
 METHOD = f"/{SERVICE}/Infer"
+TOKEN = "a-token-of-enough-characters"
 WAIT_S = 8.0  # for what must happen, on a machine with other work
 
 

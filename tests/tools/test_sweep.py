@@ -23,11 +23,16 @@ from tests.support.waiting import wait_until
 TRAIN = ("train", "ppo", "--env", "CartPole-v1", "--log.tensorboard", "False")
 
 
-def test_seeds_run_in_parallel_and_once(tmp_path, capsys):
-    options = (*TRAIN, "--steps", "2000", "--out", str(tmp_path / "run"), "--seeds", "4..5", "--jobs", "2")
+def test_seeds_run_in_parallel_on_separate_cores_and_once(tmp_path, capsys, monkeypatch):
+    given: dict[int, list[int]] = {}
+    really = os.sched_setaffinity
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: (given.update({pid: cores}), really(pid, cores)))
+    options = (*TRAIN, "--steps", "500", "--out", str(tmp_path / "run"), "--seeds", "4..5", "--jobs", "2")
     assert main(list(options)) == 0
     lines = capsys.readouterr().out.splitlines()  # on a busy machine also progress
     assert sorted(line.split(":")[0] for line in lines if " running: " not in line) == ["seed 4", "seed 5"]
+    here = sorted(os.sched_getaffinity(0))
+    assert list(given.values()) == [here[k::2] or [here[k % len(here)]] for k in range(2)]
     paths = [tmp_path / f"run-seed{s}" / "summary.json" for s in (4, 5)]
     assert len({json.loads(path.read_text())["digest"] for path in paths}) == 2
     before = [path.stat().st_mtime_ns for path in paths]
@@ -54,18 +59,6 @@ def test_a_grid_has_every_combination(tmp_path):
             parse_grid([bad])
     with pytest.raises(ConfigError, match="given twice"):
         parse_grid(["optim.lr=1", "optim.lr=2"])
-
-
-def test_jobs_run_on_separate_cores(tmp_path, monkeypatch):
-    given: dict[int, list[int]] = {}
-    really = os.sched_setaffinity
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: (given.update({pid: cores}), really(pid, cores)))
-    jobs = [Job(f"j{k}", (*TRAIN[1:], "--steps", "2000", "--seed", str(k)), tmp_path / f"r{k}") for k in range(2)]
-    assert run_jobs(jobs, 2) == 0
-    here = sorted(os.sched_getaffinity(0))
-    assert list(given.values()) == [here[k::2] or [here[k % len(here)]] for k in range(2)]
-    seen = [json.loads((job.folder / "machine.json").read_text())["cores"] for job in jobs]
-    assert seen == [len(cores) for cores in given.values()]
 
 
 @pytest.mark.slow
@@ -107,6 +100,7 @@ def test_a_second_sweep_of_running_runs_is_refused(tmp_path):
     assert json.loads((tmp_path / "run-seed0/summary.json").read_text())["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_other_files_alone(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -123,18 +117,6 @@ def test_a_sweep_leaves_other_files_alone(tmp_path):
     with pytest.raises(ConfigError, match="did not begin"):
         run_jobs([Job("a", (*TRAIN[1:], "--steps", "500"), folder)], 1)
     assert (folder / "config.json").exists()
-
-
-def test_a_failed_run_is_reported(tmp_path, capsys):
-    jobs = [
-        Job("bad", ("ppo", "--env", "nowhere:Env"), tmp_path / "bad"),
-        Job("ok", (*TRAIN[1:], "--steps", "500"), tmp_path / "ok"),
-    ]
-    assert run_jobs(jobs, 1) == 2
-    out = capsys.readouterr().out
-    assert re.search(r"bad: coterie: .*nowhere.* \(exit 2\)", out)
-    assert "ok: finished" in out
-    assert not Path(tmp_path / "bad").exists()
 
 
 def recorded(folder: Path, *lines: dict[str, Any], rest: str = "") -> Job:
@@ -191,13 +173,15 @@ def test_progress_counts_an_ended_run_as_done(tmp_path, monkeypatch, capsys):
     ]
 
 
-def test_a_commands_json_is_kept_and_not_asked_again(tmp_path, capsys):
-    """For `coterie reproduce`, which also runs `bench`, `plan` and `eval`."""
+def test_a_failed_command_is_reported_and_the_json_of_another_kept(tmp_path, capsys):
+    """For `coterie reproduce`, which also runs `bench`, `plan` and `eval`. The rest runs after a failure."""
     kept = Job("kept", ("no-such-option",), tmp_path / "kept", "bench")
     kept.beside(".args.json").write_text(json.dumps(list(kept.args)))
     kept.beside(".json").write_text('{"cores": 7}')
     fails = Job("fails", ("no-such-preset",), tmp_path / "fails", "bench")
-    assert run_jobs([kept, fails], 1) == 2
+    assert run_jobs([fails, Job("again", fails.args, tmp_path / "again", "bench"), kept], 1) == 2
     assert kept.report() == {"cores": 7}
     assert fails.report() is None
-    assert re.search(r"fails: coterie: preset: 'no-such-preset' is unknown.* \(exit 2\)", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    for name in ("fails", "again"):
+        assert re.search(rf"{name}: coterie: preset: 'no-such-preset' is unknown.* \(exit 2\)", out)

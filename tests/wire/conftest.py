@@ -25,8 +25,11 @@ class Served:
         self.address = address
 
 
+Serve = Callable[..., Served]
+
+
 @pytest.fixture
-def serve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Served]]:
+def serve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Serve]:
     """Makes servers, by default at a unix socket."""
     made: list[Served] = []
 

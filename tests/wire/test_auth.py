@@ -10,28 +10,22 @@ import pytest
 from cryptography import x509
 
 from coterie.types import ConfigError
-from coterie.wire.auth import is_local, is_token, make_keys, offset, read_token, server_credentials, split
+from coterie.wire.auth import is_local, make_keys, offset, read_token, server_credentials, split
 from coterie.wire.server import Server
-from tests.support.wire import EchoService, works
-
-TOKEN = "a-token-of-enough-characters"
+from tests.support.wire import TOKEN, EchoService
 
 
 @pytest.mark.parametrize(
     ("address", "local"),
     [
         ("unix:/tmp/x", True),
-        ("unix:x", True),
         ("127.0.0.1:5000", True),
-        ("127.8.9.10:5000", True),
         ("[::1]:5000", True),
         ("localhost:5000", True),
         ("0.0.0.0:5000", False),
         ("[::]:5000", False),
-        ("10.0.0.1:5000", False),
         ("[fe80::1]:5000", False),
         ("learner.example.org:5000", False),
-        ("localhost.example.org:5000", False),
         ("127.0.0.1.example.org:5000", False),
         ("127.1:5000", False),  # not a canonical address: the system may resolve it differently
     ],
@@ -72,10 +66,8 @@ def test_a_token_is_read(tmp_path: Path):
     ("content", "mode", "why"),
     [
         (TOKEN.encode(), 0o644, "others may read"),
-        (TOKEN.encode(), 0o640, "others may read"),
         (TOKEN.encode(), 0o602, "others may read"),
         (b"short", 0o600, "at least 16"),
-        (b"", 0o600, "at least 16"),
         (b" " * 40, 0o600, "at least 16"),
         (TOKEN.encode() + "ü".encode(), 0o600, "at least 16"),
         (TOKEN.encode() + b"\n" + TOKEN.encode(), 0o600, "at least 16"),
@@ -96,12 +88,6 @@ def test_a_missing_token_file_is_refused(tmp_path: Path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(ConfigError, match="cannot read"):
             read_token(str(path))
-
-
-def test_is_token():
-    assert is_token(TOKEN, TOKEN)
-    for other in ("", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), TOKEN + "ü", "\udc80" * 20, "\0", "日本語" * 1000):
-        assert not is_token(other, TOKEN)
 
 
 def test_keys_hold_a_token_and_a_certificate_for_the_hosts(tmp_path: Path):
@@ -149,11 +135,3 @@ def test_a_server_for_other_machines_needs_tls_and_a_token(tmp_path: Path, addre
     for token, tls in (("", None), (TOKEN, None), ("", credentials)):
         with pytest.raises(ConfigError, match=r"^wire\.bind: .* needs TLS and a token$"):
             Server(address, {"Infer": EchoService()}, token=token, credentials=tls)
-
-
-def test_a_local_server_needs_neither(tmp_path: Path):
-    server = Server(f"unix:{tmp_path}/s", {"Infer": EchoService()})
-    try:
-        assert works(server.address)
-    finally:
-        server.close()

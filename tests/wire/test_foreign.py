@@ -57,7 +57,7 @@ def node(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["python", "javascript"])
+@pytest.fixture(params=["python", pytest.param("javascript", marks=pytest.mark.slow)])
 def client(request):
     """The command that starts a client, but for its arguments."""
     if request.param == "python":

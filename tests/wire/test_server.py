@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from tests.support.waiting import wait_until
 from tests.support.wire import (
     LAYOUT,
     METHOD,
+    TOKEN,
     Raw,
     arrays,
     channel_to,
@@ -23,11 +23,9 @@ from tests.support.wire import (
     hello_frame,
     works,
 )
-from tests.wire.conftest import Served
+from tests.wire.conftest import Serve, Served
 
-TOKEN = "a-token-of-enough-characters"
 MOST = 1 << 16
-Serve = Callable[..., Served]
 
 
 def raw_end(served: Served, *frames: bytes, metadata: Any = None) -> tuple[StatusCode, str]:
@@ -36,15 +34,6 @@ def raw_end(served: Served, *frames: bytes, metadata: Any = None) -> tuple[Statu
         end = Raw(channel, *frames, metadata=metadata).end()
     wait_until(lambda: served.server.is_idle)
     return end
-
-
-def test_a_good_client(serve: Serve):
-    served = serve()
-    assert works(served.address)
-    assert not served.server.refused
-    assert served.lines == []
-    assert served.server.bytes_in > 0
-    assert served.server.bytes_out > 0
 
 
 def test_a_welcome_declares_the_answers(serve: Serve):
@@ -56,17 +45,15 @@ def test_a_welcome_declares_the_answers(serve: Serve):
         assert list(welcome.sends) == LAYOUT.message()
         assert raw.next().data.number == 0
         assert raw.end()[0] == StatusCode.OK
+    assert min(served.server.bytes_in, served.server.bytes_out) > 0
 
 
 @pytest.mark.parametrize(
     "metadata",
     [
         None,
-        (("authorization", ""),),
         (("authorization", f"Bearer {TOKEN[:-1]}"),),
-        (("authorization", f"Bearer {TOKEN}x"),),
         (("authorization", TOKEN),),
-        (("authorization", f"Basic {TOKEN}"),),
         (("authorization", f"Bearer {TOKEN}"), ("authorization", "Bearer x")),
         (("authorization-bin", f"Bearer {TOKEN}".encode()),),
     ],
@@ -82,18 +69,12 @@ def test_a_client_without_the_token_is_refused(serve: Serve, metadata: Any):
 
 REFUSED = {
     "no hello": ([data_frame()], "first frame must be a hello"),
-    "a heartbeat for a hello": ([b""], "first frame must be a hello"),
     "another protocol": ([hello_frame(protocol=2)], "protocol 2 is not 1"),
-    "no protocol": ([hello_frame(protocol=0)], "protocol 0 is not 1"),
-    "no bytes of a frame": ([b"\xff" * 50], "not a frame"),
     "other tensors": ([hello_frame(Layout([Tensor("x", "uint8", (3,))]))], "other tensors"),
     "huge tensors": ([hello_frame(Layout([Tensor("x", "uint8", (2**31,) * 4)]))], "more than"),
-    "unknown dtype": ([hello_frame(Layout([Tensor("x", "float16", (3,))]))], "float16"),
     "a second hello": ([hello_frame(), hello_frame()], "only data frames may follow"),
     "an over": ([hello_frame(), Frame(over={"reason": "x"}).SerializeToString()], "only data frames may follow"),
-    "a number too high": ([hello_frame(), data_frame(1)], "data frame 1 instead of 0"),
     "a replayed frame": ([hello_frame(), data_frame(0), data_frame(0)], "data frame 0 instead of 1"),
-    "no tensors": ([hello_frame(), data_frame(0, b"")], "ends within"),
     "cut tensors": ([hello_frame(), data_frame(0, LAYOUT.pack(arrays())[:-1])], "ends within"),
     "more than tensors": ([hello_frame(), data_frame(0, LAYOUT.pack(arrays()) + b"x")], "1 more"),
     "a mask of other rows": ([hello_frame(), data_frame(0, b"\1\1\1\0" + LAYOUT.pack(arrays())[4:])], "ends within"),
@@ -172,10 +153,8 @@ def test_refused_clients_are_counted_up_to_a_limit(serve: Serve):
     ("peer", "client"),
     [
         ("ipv4:10.0.0.1:4711", "ipv4:10.0.0.1"),
-        ("ipv6:%5B::1%5D:4711", "ipv6:%5B::1%5D"),
         ("ipv6:[::1]:4711", "ipv6:[::1]"),
         ("unix:/tmp/x", "unix"),
-        ("unix:", "unix"),
         ("", ""),
     ],
 )

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import threading
-from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +18,7 @@ import coterie
 from coterie.cli.main import main
 from coterie.tools.export import web
 from coterie.types import CoterieError
+from tests.support.http import BROWSER, needs_browser, serving
 from tests.tools.export.runs import make_run
 from tests.tools.export.test_export import HERE, LSTM, REWARD, one_line
 
@@ -26,8 +26,6 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 CARTPOLE = Path(web.__file__).parent / "web" / "cartpole.mjs"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt install chromium")
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js here: apt install nodejs")
 
 # The test server's frame around the page: it reads the page's texts until there are enough episodes.
@@ -81,22 +79,11 @@ class Handler(SimpleHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def served(folder: Path):
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
-        server.asked, server.told, server.done = [], None, threading.Event()
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join(10)
-
-
 def look(folder: Path, profile: Path) -> tuple[dict, list[str]]:
     """What Chromium shows of the page, and the files that it requested. It finds no other host."""
-    with served(folder) as server:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    server.asked, server.told, server.done = [], None, threading.Event()
+    with serving(server):
         browser = subprocess.Popen(
             [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
              "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
@@ -113,6 +100,7 @@ def look(folder: Path, profile: Path) -> tuple[dict, list[str]]:
 
 @needs_browser
 @needs_node
+@pytest.mark.slow
 def test_a_policy_with_memory_plays_in_the_browser(tmp_path, onnxruntime_web):
     """An LSTM with its last action and reward: the page's episodes are Python's from the same start. Untrained networks
     have short episodes, in which each step depends on those before.

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,20 +17,16 @@ import pytest
 from coterie.cli.main import main
 from coterie.tools.report.dashboard import make_server
 from coterie.types import ConfigError
+from tests.support.http import serving
 from tests.support.waiting import wait_until
 from tests.tools.report.recorded import record
 
 
 @contextmanager
 def served(folder):
-    with make_server(str(folder), 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join(10)
+    server = make_server(str(folder), 0)
+    with serving(server):
+        yield server.server_address[1]
 
 
 def ask(port: int, path: str = "/", method: str = "GET", host: str | None = None) -> tuple[int, str]:

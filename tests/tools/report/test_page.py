@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -15,9 +14,9 @@ import pytest
 from coterie.cli.main import main
 from coterie.tools.report.page import of_runs
 from coterie.tools.report.runs import read_run
+from tests.support.http import BROWSER, needs_browser
 from tests.tools.report.recorded import record
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 SVG = "{http://www.w3.org/2000/svg}"
 RETURN = "return, mean of the last 100 episodes|score over all tasks"
 # The axis labels of each kind of chart, by its title (of a heat map also the colour bar's). Labels have units where the
@@ -174,7 +173,7 @@ def test_errors_of_report_and_compare_are_one_line(tmp_path, capsys):
         assert len(err.splitlines()) == 1
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt install chromium")
+@needs_browser
 def test_a_browser_draws_the_page_offline(page, tmp_path):
     """Chromium lays it out: charts have a size, and it requests nothing but the file itself."""
     probe = """<img src="CONTROL" hidden><script>addEventListener("load", () => {

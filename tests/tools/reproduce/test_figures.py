@@ -10,7 +10,7 @@ import pytest
 from coterie.cli.options import config_of, possible
 from coterie.tools.reproduce.figure import BUDGETS, FIGURES, MISSING
 from coterie.tools.reproduce.measures import rate
-from coterie.tools.reproduce.runs import planned, sized
+from coterie.tools.reproduce.runs import planned
 from coterie.tools.reproduce.special import draw
 from tests.tools.reproduce.made_up import results
 from tests.tools.reproduce.made_up import run as made_up
@@ -83,28 +83,13 @@ def test_a_run_is_made_for_each_value_of_the_list_that_it_mentions():
     assert [arm.label for arm in pairs] == ["32 of 512", "512 of 32", "128 of 128"]
 
 
-def test_options_depend_on_the_size():
-    figure = FIGURES["accel-3"]
-    small, full = ({arm.label: arm.args for arm in figure.arms(figure.sizes[b])} for b in ("small", "full"))
-    assert "--q.learn-start" in small["batch 32"]
-    assert "--q.learn-start" not in full["batch 32"]
-    assert full["batch 2048"][-4:] == ("--optim.lr", "4.2e-4", "--optim.eps", "4.88e-06")
-    assert "--optim.lr" not in small["batch 32"]
-
-
 def test_the_differences_from_the_paper_depend_on_the_size():
     figure = FIGURES["gala-table1"]
     small, full = (figure.notes(figure.sizes[name]) for name in ("small", "full"))
     assert "CartPole-v1 stands for" in small
     assert "60,000 env steps instead of 40,000,000; 3 runs of each instead of 10" in small
-    assert "32 simulators instead of 64" in small
     assert "stands for" not in full
     assert "instead of" not in full
-    fewer = figure.notes(replace(figure.sizes["full"], envs=("Pong-v5",), seeds=3))
-    assert "3 runs of each instead of 10." in fewer
-    value = FIGURES["accel-3"]
-    assert "explores for a fifth" in value.notes(value.sizes["small"])
-    assert "explores for a fifth" not in value.notes(sized(value, "2000000"))
 
 
 def test_convergent_is_more_than_half_of_the_nominal_score():
@@ -130,12 +115,12 @@ def test_table_1_of_gala_has_the_paper_beside_ours():
 
 def test_the_three_best_runs_are_the_best():
     figure = FIGURES["gala-1"]
-    size = replace(figure.sizes["full"], envs=("Pong-v5",))
+    size = replace(figure.sizes["full"], envs=("Pong-v5",), seeds=4)
     found = draw(figure, results(figure, size, lambda arm, env, seed: 10.0 * seed), size)
     chart = next(chart for chart in found.charts if chart.title == "best 3 runs, Pong-v5: return per step")
     ends = {label: y for label, _, y, *_ in chart.rows}
     assert len(ends) == 4
-    assert set(ends.values()) == {80.0}  # of 70, 80 and 90
+    assert set(ends.values()) == {20.0}  # of 10, 20 and 30
 
 
 def test_tables_of_the_papers_values():
@@ -176,16 +161,6 @@ def test_dollars_of_layouts_with_one_learner():
         ("SEED (central)", 20.0),
     }
     assert [row[1:] for row in found.tables[0].rows] == [["1", "0.25"], ["4", "0.25"], ["16", "0.25"]]
-
-
-def test_settings_are_the_same_for_all_methods_and_sorted():
-    figure = FIGURES["seed-4"]
-    arms = figure.arms(figure.sizes["small"])
-    options = {label: [a.args[-4:] for a in arms if a.label == label] for label in ("A3C", "A2C", "IMPALA", "SEED")}
-    assert len({str(settings) for settings in options.values()}) == 1
-    assert len({str(s) for s in options["SEED"]}) == 24
-    chart = drawn("seed-4", "small", level=lambda arm, env, seed: (arm.x * 5) % 24).charts[0]
-    assert [y for label, _, y, *_ in chart.rows if label == "A2C"] == [*range(23, -1, -1)]
 
 
 def test_median_over_games_is_of_normalised_scores():
