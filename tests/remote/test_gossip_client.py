@@ -24,15 +24,15 @@ from tests.support.waiting import wait_until
 from tests.support.wire import Raw, channel_to, data_frame
 
 
-def test_runs_come_and_go(address, hubs, guests):
+def test_gossiping_runs_join_and_leave(address, hubs, gossip_clients):
     hub = hubs(address)
     hub.learner.params.data[:4] = hub.learner.params.data.new_tensor([3.0, 1, 4, 1])
     train_until(lambda: hub.learner.mixed[0] > 5, "the hub trains alone", hub.learner)
-    one = guests(address)
+    one = gossip_clients(address)
     assert one.joins
     assert one.learner.params.data[:4].tolist() == [3, 1, 4, 1]  # it starts with the hub's weights
     agree(hub.learner, one.learner)
-    other = guests(address)
+    other = gossip_clients(address)
     agree(hub.learner, one.learner, other.learner)
     assert hub.present == [0, 1, 2]
     assert hub.hub.gauges(1)["gossip/peers"] == one.client.gauges(1)["gossip/peers"] == 2
@@ -41,7 +41,7 @@ def test_runs_come_and_go(address, hubs, guests):
     train_until(lambda: hub.present == [0, 2], "one has left")
     train_until(lambda: other.client.gauges(1)["gossip/peers"] == 1, "the other has one peer less")
     agree(hub.learner, other.learner)
-    third = guests(address)
+    third = gossip_clients(address)
     agree(hub.learner, other.learner, third.learner)
     assert hub.present == [0, 1, 2]
     assert hub.hub.gauges(10)["gossip/bytes_in_per_step"] > 4 * SIZE
@@ -49,16 +49,16 @@ def test_runs_come_and_go(address, hubs, guests):
     assert third.learner.gauges()["gossip/remote_messages"] > 0
 
 
-def test_a_client_keeps_its_weights_where_none_were_published(address, hubs, guests):
+def test_a_client_keeps_its_weights_where_none_were_published(address, hubs, gossip_clients):
     hub = hubs(address)
-    one = guests(address)
+    one = gossip_clients(address)
     assert not one.joins
     assert one.learner.params.data[:4].tolist() == [0, 1, 0, 0]
     agree(hub.learner, one.learner)
 
 
-def test_two_learners_of_one_run_gossip_with_the_hub_before_and_after_it_restarts(address, hubs, guests):
-    hub, two = hubs(address), guests(address, learners=2)
+def test_two_learners_of_one_run_gossip_with_the_hub_before_and_after_it_restarts(address, hubs, gossip_clients):
+    hub, two = hubs(address), gossip_clients(address, learners=2)
     two.learner.tau = two.learners[1].tau = -1
     for _ in range(2):
         agree(hub.learner, *two.learners)
@@ -72,8 +72,8 @@ def test_two_learners_of_one_run_gossip_with_the_hub_before_and_after_it_restart
     agree(hub.learner, *two.learners)
 
 
-def test_the_end_of_the_run_that_listens_is_not_the_others(address, hubs, guests):
-    hub, one = hubs(address), guests(address)
+def test_the_end_of_the_run_that_listens_is_not_the_others(address, hubs, gossip_clients):
+    hub, one = hubs(address), gossip_clients(address)
     agree(hub.learner, one.learner)
     hub.close()
     train_until(lambda: "is over (the run has ended): this one goes on without it" in one.said(), "it is reported")
@@ -83,11 +83,11 @@ def test_the_end_of_the_run_that_listens_is_not_the_others(address, hubs, guests
 
 
 @pytest.mark.parametrize("how", ["cut", "frozen"])
-def test_a_run_trains_on_without_its_link_and_gossips_again_after(how, hubs, guests):
+def test_a_run_trains_on_without_its_link_and_gossips_again_after(how, hubs, gossip_clients):
     with Proxy(0) as proxy:
         proxy.target = free_port()
         hub = hubs(f"127.0.0.1:{proxy.target}")
-        one = guests(f"127.0.0.1:{proxy.port}")
+        one = gossip_clients(f"127.0.0.1:{proxy.port}")
         agree(hub.learner, one.learner)
         if how == "cut":
             train_until(lambda: proxy.cut() > 0, "there is a connection", hub.learner, one.learner)
@@ -124,8 +124,8 @@ def test_a_run_that_reconnects_before_its_end_was_noticed_replaces_its_old_strea
     wait_until(lambda: not hub.hub.clients, 20.0, "both have left")
 
 
-def test_a_newcomer_never_gets_the_message_of_the_learner_before_it(address, hubs, guests):
-    hub, one = hubs(address), guests(address)
+def test_a_newcomer_never_gets_the_message_of_the_learner_before_it(address, hubs, gossip_clients):
+    hub, one = hubs(address), gossip_clients(address)
     agree(hub.learner, one.learner)
     one.client.close()
     wait_until(lambda: not hub.hub.clients, 20.0, "it has left")
@@ -148,23 +148,23 @@ def test_a_newcomer_never_gets_the_message_of_the_learner_before_it(address, hub
         ({"learners": 300}, "no room for 300 more learners: all runs together have at most 256"),
     ],
 )
-def test_a_run_that_does_not_fit_is_refused_with_the_reason(address, hubs, guests, changes, reason):
+def test_a_run_that_does_not_fit_is_refused_with_the_reason(address, hubs, gossip_clients, changes, reason):
     hub, before = hubs(address), threading.active_count()
     with pytest.raises(CoterieError, match=reason):
-        guests(address, **changes)
+        gossip_clients(address, **changes)
     wait_until(lambda: not hub.hub.clients and threading.active_count() <= before, 20.0, "nothing is left of it")
 
 
-def test_a_client_needs_the_token(tmp_path, address, hubs, guests):
+def test_a_client_needs_the_token(tmp_path, address, hubs, gossip_clients):
     for name in ("right", "wrong"):
         (tmp_path / name).write_text(f"{name} and long enough")
         (tmp_path / name).chmod(0o600)
     hub = hubs(address, **{"wire.token_file": str(tmp_path / "right")})
     for changes in ({}, {"wire.token_file": str(tmp_path / "wrong")}):
         with pytest.raises(CoterieError, match="not the run's token"):
-            guests(address, **changes)
+            gossip_clients(address, **changes)
     assert hub.hub.lines() == ["refused unix: not the run's token"]
-    agree(hub.learner, guests(address, **{"wire.token_file": str(tmp_path / "right")}).learner)
+    agree(hub.learner, gossip_clients(address, **{"wire.token_file": str(tmp_path / "right")}).learner)
 
 
 def test_a_run_that_is_over_cannot_be_joined(address, hubs, monkeypatch):
@@ -198,11 +198,11 @@ NUMBERED = Layout([Tensor("state", "int64", (3, 4))]).message()  # of an older v
         ([hello(sends=message_layout(9, 1).message())], "the run's frames hold present"),
     ],
 )  # fmt: skip
-def test_a_frame_that_no_run_sends_ends_its_stream_and_the_others_go_on(address, hubs, guests, frames, reason):
+def test_a_frame_that_no_run_sends_ends_its_stream_and_the_others_go_on(address, hubs, gossip_clients, frames, reason):
     hub = hubs(address)
     with channel_to(address) as channel:
         status, said = Raw(channel, *frames, method=METHOD).end()
     assert (status, reason in said) == (StatusCode.INVALID_ARGUMENT, True), (status, said)
     wait_until(lambda: hub.present == [0], 20.0, "it is out")
     assert [line.startswith("refused unix: ") for line in hub.hub.lines()] == [True]
-    agree(hub.learner, guests(address).learner)
+    agree(hub.learner, gossip_clients(address).learner)

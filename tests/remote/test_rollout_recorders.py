@@ -83,7 +83,7 @@ def test_what_recorders_write_is_accepted(case: str):
         return sum(int(np.count_nonzero(of(x))) for x in kept)
 
     fake, ended = count(lambda x: x["is_first"][1:]), count(lambda x: x["terminated"] | x["truncated"])
-    games = count(lambda x: x["episode_length"])
+    episodes = count(lambda x: x["episode_length"])
     assert fake > 5, "there are steps that are none"
-    assert (ended > games) == (case == "lives")
+    assert (ended > episodes) == (case == "lives")
     assert (loop.envs.replaced > 0) == (env == "FlakyEnv")

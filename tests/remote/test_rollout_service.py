@@ -172,7 +172,7 @@ def test_weights_are_sent_only_to_clients_with_older_ones(start: Callable[..., R
     assert {x.version for x in answers} == {10}
 
 
-def test_an_actor_that_vanishes_leaves_nothing(start: Callable[..., RolloutServices]):
+def test_a_rollout_of_an_actor_that_vanishes_is_dropped(start: Callable[..., RolloutServices]):
     """Its rollout waits for a slot meanwhile, and is dropped."""
     services = start()
     frames = [services.hello(), *(services.question(PUSH, n) for n in range(2))]  # for both slots

@@ -60,5 +60,5 @@ def hubs() -> Iterator[Callable[..., gossip_runs.HubRun]]:
 
 
 @pytest.fixture
-def guests() -> Iterator[Callable[..., gossip_runs.ClientRun]]:
+def gossip_clients() -> Iterator[Callable[..., gossip_runs.ClientRun]]:
     yield from made_by(gossip_runs.ClientRun, lambda run: run.close())

@@ -43,7 +43,7 @@ def test_an_address_is_host_and_port(address: str):
             reads(address)
 
 
-def test_addresses_of_learners():
+def test_learner_k_listens_k_ports_further():
     assert split("[::1]:5000") == ("::1", 5000)
     assert split("host:5000") == ("host", 5000)
     assert offset("host:5000", 0) == "host:5000"
@@ -74,7 +74,7 @@ def test_a_token_is_read(tmp_path: Path):
         (TOKEN.encode() + b"\x80", 0o600, "cannot read"),
     ],
 )
-def test_a_token_file_that_will_not_do(tmp_path: Path, content: bytes, mode: int, why: str):
+def test_a_token_file_that_is_public_or_has_no_token_is_refused(tmp_path: Path, content: bytes, mode: int, why: str):
     path = tmp_path / "token"
     path.write_bytes(content)
     path.chmod(mode)
@@ -115,7 +115,7 @@ def test_keys_are_never_overwritten(tmp_path: Path, there: str):
     assert (tmp_path / there).read_text() == "mine"
 
 
-def test_keys_that_cannot_be_made(tmp_path: Path):
+def test_keys_that_cannot_be_made_are_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write"):
         make_keys(str(tmp_path / "file" / "keys"), [])

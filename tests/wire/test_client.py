@@ -43,7 +43,7 @@ def watchers() -> int:
     return sum(t.name == "coterie-wire-watch" or t.name.endswith("(_run)") for t in threading.enumerate())
 
 
-def test_questions_and_answers(serve: Serve):
+def test_a_stream_sends_questions_and_receives_answers(serve: Serve):
     with channel_to(serve().address) as channel:
         stream = connect(channel)
         assert stream.welcome.number == 5
@@ -159,7 +159,7 @@ def test_a_connection_that_nothing_comes_through_is_given_up_at_both_ends(serve:
         assert 5 < time.monotonic() - begin < 45
 
 
-def test_heartbeats_are_no_silence(serve: Serve):
+def test_a_client_receives_heartbeats_while_it_waits(serve: Serve):
     served = serve(limits=Limits(heartbeat_s=0.1))
     served.service.late = True
     with channel_to(served.address) as channel:
@@ -171,7 +171,7 @@ def test_heartbeats_are_no_silence(serve: Serve):
         stream.close()
 
 
-def test_a_refusal_is_no_loss(serve: Serve):
+def test_a_refusal_is_no_lost_connection(serve: Serve):
     """It would be the same at the next try."""
     served = serve(token=TOKEN)
     with channel_to(served.address) as channel:

@@ -71,7 +71,7 @@ def frames(draw: st.DrawFn) -> tuple[Layout, dict[str, Array]]:
 
 @given(frames())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_what_is_packed_is_unpacked(frame: tuple[Layout, dict[str, Array]]):
+def test_packed_frames_are_unpacked_unchanged(frame: tuple[Layout, dict[str, Array]]):
     layout, content = frame
     data = layout.pack(content)
     assert len(data) <= layout.most
@@ -84,7 +84,7 @@ def test_what_is_packed_is_unpacked(frame: tuple[Layout, dict[str, Array]]):
 
 @given(frames(), st.data())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_every_other_length_is_refused(frame: tuple[Layout, dict[str, Array]], draw: st.DataObject):
+def test_a_frame_of_any_other_length_is_refused(frame: tuple[Layout, dict[str, Array]], draw: st.DataObject):
     layout, content = frame
     data = layout.pack(content)
     with pytest.raises(Refused, match="more than declared"):
@@ -125,7 +125,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_may_not_be_declared(case: str):
+def test_a_declaration_that_breaks_a_rule_is_refused(case: str):
     tracemalloc.start()
     try:
         with pytest.raises(Refused):
@@ -188,7 +188,7 @@ def stream(spec: Spec, envs: int, steps: int, seed: int) -> list[dict[str, Array
 @pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize("spec", [STACKS, MIXED, VECTOR], ids=lambda spec: spec.env_id)
 @pytest.mark.parametrize("seed", range(2))
-def test_stacks_are_put_together_again(spec: Spec, newest: bool, seed: int):
+def test_stacks_are_restored_from_their_newest_frames(spec: Spec, newest: bool, seed: int):
     envs = 1 + 3 * seed
     layout = timestep_layout(spec, envs, newest)
     there, here = Newest(layout), Newest(layout)
@@ -225,7 +225,7 @@ def test_a_first_frame_without_whole_stacks_is_refused():
         Newest(layout).join(layout.unpack(layout.pack(sent)))
 
 
-def test_layouts_of_a_spec():
+def test_frames_have_the_tensors_of_the_spec_in_order():
     names = [t.name for t in timestep_layout(MIXED, 3, newest=True).tensors]
     assert names[0] == WHOLE
     assert names[-4:] == ["newest/", "stack/", "obs/one", "obs/v"]

@@ -98,7 +98,7 @@ def test_a_stream_that_breaks_the_protocol_is_refused(serve: Serve, case: str):
     assert works(served.address)
 
 
-def test_a_reason_is_short(serve: Serve):
+def test_the_reason_of_a_refusal_is_short_and_printable(serve: Serve):
     """A peer may choose the name of a tensor, and what is said of it must fit into a header, and into a log."""
     served = serve()
     status, details = raw_end(served, hello_frame(Layout([Tensor("\n\u2028" + "n" * 60_000, "O", (3,))])))
@@ -110,7 +110,7 @@ def test_a_reason_is_short(serve: Serve):
     assert details == "other tensors: a?refused nobody?[2J, b?"
 
 
-def test_too_many_streams_of_one_client(serve: Serve):
+def test_too_many_streams_of_one_client_are_refused(serve: Serve):
     served = serve(limits=Limits(streams=2))
     with channel_to(served.address) as channel:
         for _ in range(2):  # places are given back
@@ -124,7 +124,7 @@ def test_too_many_streams_of_one_client(serve: Serve):
     assert works(served.address)
 
 
-def test_too_many_streams_of_all_clients(serve: Serve):
+def test_too_many_streams_of_all_clients_are_refused(serve: Serve):
     served = serve(limits=Limits(all_streams=2))
     with channel_to(served.address) as one, channel_to(served.address) as other:  # gRPC's limit is of a connection
         two = [Raw(channel, hello_frame()) for channel in (one, other)]
@@ -187,7 +187,7 @@ def test_an_unknown_method_is_unimplemented(serve: Serve):
     assert works(served.address)
 
 
-def test_a_stream_that_ends_at_once_is_no_offence(serve: Serve):
+def test_a_stream_that_ends_at_once_is_not_counted_as_refused(serve: Serve):
     served = serve()
     assert raw_end(served)[0] == StatusCode.OK
     assert raw_end(served, hello_frame())[0] == StatusCode.OK

@@ -46,7 +46,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("case", GARBAGE)
 @pytest.mark.parametrize("abrupt", [False, True])
-def test_garbage_on_the_socket(serve: Serve, case: str, abrupt: bool):
+def test_a_server_survives_garbage_on_the_socket(serve: Serve, case: str, abrupt: bool):
     served = serve(limits=Limits(message_bytes=MOST))
     with Http2(served.address) as peer:
         try:

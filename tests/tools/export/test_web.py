@@ -34,11 +34,11 @@ const page = () => document.querySelector("iframe").contentDocument;
 for (;;) {
   await new Promise((done) => setTimeout(done, 200));
   const returns = page().getElementById("returns")?.textContent ?? "";
-  const games = returns.split(", ").filter(Boolean).map(Number);
+  const episodes = returns.split(", ").filter(Boolean).map(Number);
   const failed = page().querySelector(".error")?.textContent ?? "";
-  if (games.length >= 10 || failed) {
+  if (episodes.length >= 10 || failed) {
     const drawn = page().querySelector("canvas").getContext("2d").getImageData(0, 0, 600, 300).data.some((x) => x);
-    await fetch("/told", { method: "POST", body: JSON.stringify({ games, failed, drawn, title: page().title }) });
+    await fetch("/told", { method: "POST", body: JSON.stringify({ episodes, failed, drawn, title: page().title }) });
     break;
   }
 }
@@ -114,7 +114,7 @@ def test_a_policy_with_memory_plays_in_the_browser(tmp_path, onnxruntime_web):
     files = {path.name for path in (run / "export").iterdir()}
     assert {path.lstrip("/") for path in asked} - {"probe", "favicon.ico"} == files
     policy = coterie.load(run)
-    state, games = 1, []
+    state, episodes = 1, []
 
     def random() -> float:
         nonlocal state
@@ -131,8 +131,8 @@ def test_a_policy_with_memory_plays_in_the_browser(tmp_path, onnxruntime_web):
             action = policy(obs[None], reward=np.array([reward]))
             obs, reward, terminated, truncated, _ = env.step(int(action[0]))
             steps, over = steps + 1, terminated or truncated
-        games.append(steps)
-    assert seen["games"][:10] == games
+        episodes.append(steps)
+    assert seen["episodes"][:10] == episodes
 
 
 @needs_node
@@ -141,7 +141,7 @@ def test_the_javascript_dynamics_are_gymnasiums():
     chaotic (a difference in the last digit grows to 1e-6 after about 300).
     """
     rng, env = np.random.default_rng(0), gymnasium.make("CartPole-v1").unwrapped
-    games = []
+    episodes = []
     for seed in range(20):
         env.reset(seed=seed)
         states, ends, actions = [list(map(float, env.state))], [], []
@@ -150,11 +150,11 @@ def test_the_javascript_dynamics_are_gymnasiums():
             actions.append(int(rng.integers(2) if rng.random() < 0.3 else env.state[2] + env.state[3] > 0))
             ends.append(bool(env.step(actions[-1])[2]) or len(actions) == 500)
             states.append(list(map(float, env.state)))
-        games.append({"states": states, "actions": actions, "fallen": len(actions) < 500})
+        episodes.append({"states": states, "actions": actions, "fallen": len(actions) < 500})
     script = f"""
     import {{ step }} from {json.dumps(CARTPOLE.as_uri())};
-    const games = JSON.parse((await import("node:fs")).readFileSync(0));
-    const found = games.map(({{ states, actions }}) => {{
+    const episodes = JSON.parse((await import("node:fs")).readFileSync(0));
+    const found = episodes.map(({{ states, actions }}) => {{
       let state = states[0];
       return actions.map((action, t) => {{
         state = step(state, action).state;
@@ -164,16 +164,16 @@ def test_the_javascript_dynamics_are_gymnasiums():
     console.log(JSON.stringify(found));
     """
     done = subprocess.run(
-        ["node", "--input-type=module", "-e", script], input=json.dumps(games), capture_output=True, text=True,
+        ["node", "--input-type=module", "-e", script], input=json.dumps(episodes), capture_output=True, text=True,
         timeout=60, check=True,
     )  # fmt: skip
-    assert max(len(game["actions"]) for game in games) > 100
-    for game, found in zip(games, json.loads(done.stdout), strict=True):
-        np.testing.assert_allclose([s["state"] for s in found], game["states"][1:], rtol=0, atol=1e-12)
+    assert max(len(episode["actions"]) for episode in episodes) > 100
+    for episode, found in zip(episodes, json.loads(done.stdout), strict=True):
+        np.testing.assert_allclose([s["state"] for s in found], episode["states"][1:], rtol=0, atol=1e-12)
         carried = [s["carried"] for s in found[:100]]
-        np.testing.assert_allclose(carried, game["states"][1:101], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(carried, episode["states"][1:101], rtol=0, atol=1e-6)
         ends = [s["terminated"] for s in found]
-        assert ends == [False] * (len(ends) - 1) + [game["fallen"]]
+        assert ends == [False] * (len(ends) - 1) + [episode["fallen"]]
 
 
 def test_an_env_without_javascript_is_refused(tmp_path, capsys):

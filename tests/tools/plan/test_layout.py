@@ -98,7 +98,7 @@ def updates(config, columns: int, unroll: int):
     return UPDATES[config.algorithm](config, columns, unroll)
 
 
-def test_updates_of_each_algorithm():
+def test_each_algorithm_has_its_number_of_updates():
     ppo = presets.ppo(env="CartPole-v1", **{"ppo.epochs": 3, "ppo.minibatch_size": 100})
     assert updates(ppo, 16, 40) == (3 * 6, 640 / 6)
     assert updates(presets.a2c(env="CartPole-v1"), 16, 5) == (1, 80)

@@ -49,7 +49,7 @@ def test_the_commands_of_a_figure_are_valid(name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_drawing_of_each_kind(kind):
+def test_each_kind_of_drawing_has_rows_and_titles(kind):
     figure = replace(KINDS[kind], draw=[kind])
     size = figure.sizes["smoke"]
     found = draw(figure, results(figure, size, **OTHER), size)
@@ -62,7 +62,7 @@ def test_a_drawing_of_each_kind(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_drawing_of_runs_without_metrics(kind):
+def test_runs_without_metrics_are_drawn_without_an_error(kind):
     figure = replace(KINDS[kind], draw=[kind])
     empty = results(figure, figure.sizes["smoke"])
     for result in empty:
@@ -123,7 +123,7 @@ def test_the_three_best_runs_are_the_best():
     assert set(ends.values()) == {20.0}  # of 10, 20 and 30
 
 
-def test_tables_of_the_papers_values():
+def test_tables_have_the_papers_values_beside_ours():
     """By what is swept, by the run, and by a run of a panel."""
     hours = drawn("accel-table2", "full", rate=lambda arm: 50e6 / 3600).tables[0].rows
     assert {row[-1] for row in hours} == {"1"}
@@ -138,7 +138,7 @@ def test_tables_of_the_papers_values():
     assert [row[1] for row in human if row[0] == "APPO, 2 x 8"] == ["8.8 / 1.2 (8 x 8)"]
 
 
-def test_numbers_of_the_runs_own_metrics():
+def test_drawings_show_the_runs_own_metrics():
     """Distance and bound; a learner's and its secondary's evaluations; one agent's return of each task."""
     assert drawn("gala-2a", **OTHER).tables[0].rows[0][2:] == ["0.25", "0.25"]
     assert [row[3] for row in drawn("accel-5", **OTHER).tables[0].rows[:2]] == ["90", "45"]
@@ -154,7 +154,7 @@ def test_speeds_are_over_simulators_and_ratios_to_impala():
     assert [row[1] for row in rows] == ["1.5"]
 
 
-def test_dollars_of_layouts_with_one_learner():
+def test_dollars_are_of_layouts_with_one_learner():
     found = drawn("seed-cost", "small")
     assert {(label, y) for label, _, y, *_ in found.charts[0].rows} == {
         ("IMPALA (decoupled)", 80.0),
