@@ -61,15 +61,6 @@ def test_lines_are_standard_json_and_there_at_once(tmp_path: Path) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("missing", ["env_steps", "seconds"])
-def test_a_line_without_its_place_is_refused(tmp_path: Path, missing: str) -> None:
-    writer = RunWriter(tmp_path, tensorboard=False)
-    with pytest.raises(ValueError, match="needs env_steps and seconds"):
-        writer.write({k: 1 for k in ("env_steps", "seconds", "loss") if k != missing})
-    writer.close()
-    assert read_metrics(tmp_path) == []
-
-
 def test_resume_drops_what_the_checkpoint_does_not_know(tmp_path: Path) -> None:
     write(tmp_path, range(0, 100, 10), a=1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -92,11 +83,6 @@ def test_tensorboard_has_the_same_curve(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 1), (10, 1), (20, 1), (30, 2), (40, 2)]
     assert [e.value for e in events.Scalars("seconds")] == pytest.approx([0, 1, 2, 3, 4])
     assert set(events.Tags()["scalars"]) == {"loss", "seconds"}
-
-
-def test_tensorboard_can_be_off(tmp_path: Path) -> None:
-    write(tmp_path, range(1))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.txt", "metrics.jsonl"]
 
 
 def test_reading_forgives_only_a_torn_last_line(tmp_path: Path) -> None:
