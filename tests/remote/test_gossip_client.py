@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from coterie.remote.gossip_client import GossipClient
 from coterie.remote.gossip_hub import GossipHub
 from coterie.remote.gossip_relay import message_layout
 from coterie.types import ConfigError, CoterieError
-from coterie.wire.client import RunEnded
 from coterie.wire.codec import Layout, Tensor
 from tests.conftest import make_config
 from tests.exchange.gossip_harness import SIZE, linked
-from tests.remote.gossip_runs import DIGEST, METHOD, ClientRun, agree, frame, hello, train_until
+from tests.remote.gossip_runs import DIGEST, METHOD, agree, frame, hello, train_until
 from tests.support.net import free_port
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_until
@@ -165,17 +163,6 @@ def test_a_client_needs_the_token(tmp_path, address, hubs, gossip_clients):
             gossip_clients(address, **changes)
     assert hub.hub.lines() == ["refused unix: not the run's token"]
     agree(hub.learner, gossip_clients(address, **{"wire.token_file": str(tmp_path / "right")}).learner)
-
-
-def test_a_run_that_is_over_cannot_be_joined(address, hubs, monkeypatch):
-    hubs(address)
-
-    def over(client: GossipClient) -> None:
-        raise RunEnded("the run has ended")
-
-    monkeypatch.setattr(GossipClient, "_open", over)
-    with pytest.raises(CoterieError, match=r"gossip\.connect: the run at .* is over: the run has ended"):
-        ClientRun(address)
 
 
 def test_a_message_must_fit_the_wire(address):

@@ -25,7 +25,7 @@ from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.remote.admission import SettingsRequest, settings_of
 from coterie.remote.rollout_service import RolloutService
-from coterie.roles.remote_worker import FinishRollout, Worker, lend_actor, lend_envs
+from coterie.roles.remote_worker import Worker, lend_actor, lend_envs
 from coterie.runs.config_io import replace, to_dict
 from coterie.types import CoterieError
 from coterie.wire.auth import offset
@@ -142,19 +142,3 @@ def test_remote_actors_explore_by_the_ladder_of_the_whole_run(serve: Serve):
         epsilon = 0.4 ** (1 + 7 * place / 15)
         probability = np.exp(log_prob)
         assert np.minimum(probability, 1 - probability) == pytest.approx(epsilon / 2, rel=0.01, abs=1e-5)
-
-
-def test_a_worker_that_is_ended_has_time_to_finish_its_rollout():
-    orders: list[int] = []
-
-    def leave() -> None:
-        if orders:
-            raise Stopped
-
-    patient, hasty = FinishRollout(leave, 60.0), FinishRollout(leave, -1.0)
-    patient()
-    hasty()
-    orders.append(15)
-    patient()
-    with pytest.raises(Stopped):
-        hasty()

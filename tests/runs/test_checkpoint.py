@@ -127,14 +127,6 @@ def test_damage_to_any_file_is_refused_and_an_older_checkpoint_is_offered(tmp_pa
     assert checkpoint.load(bad)[1] == {"step": 3, "seed": None}
 
 
-def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
-    path = save(tmp_path, 5)
-    whole = (path / "manifest.json").read_bytes()
-    for at in range(len(whole)):
-        (path / "manifest.json").write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
-        assert "manifest.json" in refused(path)
-
-
 def test_only_an_intact_older_checkpoint_is_offered(tmp_path: Path) -> None:
     paths = [save(tmp_path, step) for step in (1, 2, 3)]
     for path in paths[1:]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -95,18 +94,6 @@ def test_a_stream_gives_up_a_server_that_stays_away(tmp_path: Path):
     assert len(lines) == 2, "once for each outage"
 
 
-def test_a_server_that_accepts_and_never_answers(tmp_path: Path):
-    """Nothing of gRPC is there: only the time-out ends it."""
-    with socket.socket(socket.AF_UNIX) as mute:
-        mute.bind(f"{tmp_path}/s")
-        mute.listen()
-        with channel_to(f"unix:{tmp_path}/s") as channel:
-            begin = time.monotonic()
-            with pytest.raises(ConnectionLost, match=r"no frame for 0\.4 s"):
-                connect(channel, silence=0.4)
-            assert 0.3 < time.monotonic() - begin < WAIT_S / 2
-
-
 def test_a_silent_server_is_given_up(serve: Serve):
     """A server that no longer answers, nor says that it lives."""
     served = serve()
@@ -120,27 +107,6 @@ def test_a_silent_server_is_given_up(serve: Serve):
             stream.receive()
         assert 0.3 < time.monotonic() - begin < WAIT_S / 2
         stream.close()
-
-
-def test_a_check_that_raises_ends_the_wait_for_an_answer(serve: Serve):
-    served = serve()
-    served.service.late = True
-    leaving = threading.Event()
-
-    def check() -> None:
-        if leaving.is_set():
-            raise RuntimeError
-
-    with channel_to(served.address) as channel:
-        stream = Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=60, check=check)
-        stream.send(arrays())
-        timer = threading.Timer(0.2, leaving.set)
-        timer.start()
-        begin = time.monotonic()
-        with pytest.raises(ConnectionLost):
-            stream.receive()
-        assert time.monotonic() - begin < WAIT_S
-        timer.join()
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tracemalloc
 from pathlib import Path
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from coterie.envs.text import text_spec
 from coterie.types import ActionSpec, Array, ObsSpec, Spec
 from coterie.wire.codec import (
     DTYPES,
@@ -135,31 +133,6 @@ def test_a_declaration_that_breaks_a_rule_is_refused(case: str):
         tracemalloc.stop()
 
 
-DIMS = st.one_of(st.integers(0, 3), st.sampled_from([2**15, 2**31, 2**32 - 1]))
-NAMES = st.sampled_from(["", "a", "b", "c"])
-
-
-@given(
-    st.lists(
-        st.builds(
-            message, NAMES, st.one_of(st.sampled_from(DTYPES), st.text(max_size=8)),
-            st.lists(DIMS, max_size=9).map(tuple), st.one_of(st.just(""), NAMES),
-        ),
-        max_size=4,
-    ),
-    st.binary(max_size=64),
-)  # fmt: skip
-@settings(max_examples=150, deadline=None, derandomize=True)
-def test_hostile_layouts_are_refused_or_kept_to(declared: list[Any], data: bytes):
-    try:
-        layout = layout_from(declared, MOST)
-        assert 0 <= layout.most <= MOST
-        unpacked = layout.unpack(data)
-    except Refused:
-        return
-    assert sum(x.nbytes for x in unpacked.values()) == len(data)
-
-
 def stream(spec: Spec, envs: int, steps: int, seed: int) -> list[dict[str, Array]]:
     """Stacks that slide, but for resets, frames that freeze, and envs that do as they like."""
     rng = np.random.default_rng(seed)
@@ -231,17 +204,6 @@ def test_frames_have_the_tensors_of_the_spec_in_order():
     assert names[-4:] == ["newest/", "stack/", "obs/one", "obs/v"]
     assert action_layout(MIXED, 3).tensors == (Tensor("action", "int64", (3,)),)
     assert action_layout(Spec("b", {}, ActionSpec("box", (), (-1.0,) * 2, (1.0,) * 2)), 3).tensors[0].shape == (3, 2)
-
-
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float32"])
-def test_observations_of_every_dtype_can_be_sent(dtype: str):
-    spec = Spec("made-up", {"": text_spec() if dtype == "int16" else ObsSpec((3,), dtype)}, ACTION)
-    layout = timestep_layout(spec, 5)
-    content = {t.name: np.arange(math.prod(t.shape)).reshape(t.shape).astype(t.dtype) for t in layout.tensors}
-    back = layout_from(layout.message(), layout.most).unpack(layout.pack(content))
-    assert back["obs/"].dtype == dtype
-    for name, x in content.items():
-        np.testing.assert_array_equal(back[name], x, strict=True)
 
 
 def test_the_bytes_of_a_frame_are_where_the_documentation_says():

@@ -1,6 +1,6 @@
 """Broken frames for every service, made of good ones by a seeded mutator (`support.wire.mutated`).
 
-Each is refused with a reason, and none costs more memory than it has. test_codec.py has what hypothesis makes.
+Each is refused with a reason, and none costs more memory than it has.
 """
 
 from __future__ import annotations

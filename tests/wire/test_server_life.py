@@ -68,23 +68,6 @@ def test_a_client_may_vanish_while_its_answer_is_pending(serve: Serve, how: str)
     assert served.service.streams[0].left == 1
 
 
-def test_only_the_first_answer_to_a_question_counts(serve: Serve):
-    """Further and late answers are no errors."""
-    served = serve()
-    served.service.late = True
-    with channel_to(served.address) as channel:
-        stream = Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=WAIT_S)
-        for n in range(3):
-            stream.send(arrays(n))
-            asked, answer = served.service.asked.get(timeout=WAIT_S)
-            answer(asked, n)
-            answer(asked, 100)
-            assert stream.receive()[1] == n
-        stream.close()
-    served.server.close()
-    answer(asked, 1)
-
-
 def test_clients_receive_the_end_of_the_run(serve: Serve):
     """Both those that wait for an answer and those that have not asked."""
     served = serve()
