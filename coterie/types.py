@@ -132,7 +132,7 @@ class TimeStep(NamedTuple):
 
     `is_first`: obs begins an episode (after a done, or in an env that was replaced); then `reward` is 0, both flags
     are False, and the step that led here is the fake one that has no meaning. `episode_return` and `episode_length`
-    are NaN except where a whole game ended with this step: raw reward summed over the game (not over one life), and
+    are NaN except where a whole episode ended with this step: raw reward summed over the episode (not over one life), and
     its env steps. `env_id`: global ids.
     """
 
@@ -169,7 +169,7 @@ class AgentOutput(NamedTuple):
 
 @dataclass
 class Rollout:
-    """T steps of B envs, time first. Valid until the next rollout is asked for: who keeps rows copies them.
+    """T steps of B envs, time first. Valid until the next rollout is asked for: copy the rows that are kept.
 
     Row T of `obs` is the bootstrap observation and row 0 of the next rollout; `behavior_value` has that row, too.
     """
@@ -187,7 +187,7 @@ class Rollout:
     policy_version: Tensor  # [T, B] int64, learner step whose weights chose the action
     env_id: Tensor  # [B] int64
     core_state: CoreState = None  # [B, ...] before obs[0]; None without a core
-    episodes: list[tuple[float, int]] = field(default_factory=list)  # (return, length) of games that ended in it
+    episodes: list[tuple[float, int]] = field(default_factory=list)  # (return, length) of episodes that ended in it
     episode_env: list[int] = field(default_factory=list)  # and their envs' ids
 
     @property

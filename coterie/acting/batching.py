@@ -31,7 +31,7 @@ S = TypeVar("S", bound=Stream)
 
 
 def has_room(finished: int, envs: int, buffered: int) -> bool:
-    """Whether new rollouts may begin while `finished` columns wait for the learner, of so many `envs`, with memory for
+    """Whether new rollouts may begin while `finished` columns wait for the learner, of `envs`, with memory for
     batches of `buffered` columns.
     """
     return finished < 2 * envs + buffered

@@ -47,7 +47,7 @@ _CHECK_S = 0.5  # between two looks at whether the other threads and the run go 
 
 
 class Central:
-    """A source of rollouts of envs in other processes. `make_fields(width)`: a rollout's arrays for so many envs."""
+    """A source of rollouts of envs in other processes. `make_fields(width)`: a rollout's arrays for `width` envs."""
 
     def __init__(
         self, config: CentralConfig, twins: Sequence[Twin], policy: CentralPolicy, make_fields: Callable[[int], Fields],

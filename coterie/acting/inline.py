@@ -85,7 +85,7 @@ class Inline:
 
     @torch.inference_mode()
     def _collect(self, rows: range, seen: dict[int, TimeStep], clock: Stages) -> dict[int, TimeStep]:
-        """Some steps of one member's groups, and row T after the last. That row's value is judged by the weights that
+        """Some steps of one member's groups, and row T after the last. That row's value comes from the weights that
         acted; its action waits for the next ones.
         """
         seen = env_loop(self.envs, self._act, rows, seen, clock)

@@ -110,7 +110,7 @@ def local_fields(
 
 
 def as_rollout(fields: Fields, device: torch.device, there: Fields | None = None) -> Rollout:
-    """The rollout in these fields: views, valid until somebody writes them again. What is not on `device` yet goes
+    """The rollout in these fields: views, valid until they are written again. What is not on `device` yet goes
     there, but for fields whose copies `there` has.
     """
     copies = {} if there is None else there
@@ -183,7 +183,7 @@ class Recorder:
         ]
 
     def last(self) -> tuple[Tensor, Tensor]:
-        """The last action and reward, copied: what the next rollout begins with, whoever writes here meanwhile."""
+        """The last action and reward, copied: the next rollout begins with them, whatever is written here meanwhile."""
         return self.fields["action"][-1].clone(), self.fields["reward"][-1].clone()
 
     def begin(self, core_states: list[Tensor | None], last: tuple[Tensor, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Judging a policy: episodes on envs of its own, with a mean, a standard error and, for Atari, human-normalised."""
+"""Evaluation of a policy: episodes on separate envs, with a mean, a standard error and, for Atari, human-normalised."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from coterie.runs.config_io import load_config
 from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, TimeStep, entries, map_obs, reason_of
 
 _MOST_ENVS = 16
-_LONGEST_GAME = 200_000  # env steps on average, past which `coterie eval` counts games as unfinished
+_LONGEST_EPISODE = 200_000  # env steps on average, past which `coterie eval` counts episodes as unfinished
 
 
 @dataclass
 class Scores:
-    """Returns of whole games (raw reward), in the order in which the envs and their games came."""
+    """Returns of whole episodes (raw reward), in the order of the envs and of their episodes."""
 
     env_id: str
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    unfinished: int = 0  # games that the step budget cut off; not in `returns`
-    secondary: Scores | None = None  # of a secondary learner on as many games
-    tasks: list[Scores] = field(default_factory=list)  # of a run of several: each one's; the above are of all games
+    unfinished: int = 0  # episodes that the step budget cut off; not in `returns`
+    secondary: Scores | None = None  # of a secondary learner on as many episodes
+    tasks: list[Scores] = field(default_factory=list)  # of a run of several tasks: each one's; the above are of all episodes
 
     @property
     def mean(self) -> float:
@@ -82,9 +82,9 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     union: bool = False,
 ) -> Scores:
-    """Play `episodes` whole games, of each task, and score them. `union`: the policy has actions of other tasks, too.
+    """Play `episodes` whole episodes of each task, and score them. `union`: the policy has actions of other tasks, too.
 
-    Every env plays a number of games that is fixed beforehand, so that short games are not counted more often than
+    Every env plays a fixed number of episodes, so that short episodes are not counted more often than
     long ones. Stops at `max_steps` env steps in all (default: `eval.max_steps`), or when `stop` says so.
     """
     if len(several := tasks(config.env.id)) > 1:
@@ -156,7 +156,7 @@ class Policy:
 
     `obs` is a batch `[B, ...]` (or a nested dict of such), as the env gives it; actions are clipped and stretched to
     its bounds. With an LSTM the state is kept between calls for a fixed B; `reset(done)` clears it for the envs that
-    begin anew, and `reward` `[B]` is wanted where the net was trained with `model.last_action_reward`.
+    begin again, and `reward` `[B]` is wanted where the net was trained with `model.last_action_reward`.
     """
 
     def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: Network) -> None:
@@ -250,7 +250,7 @@ def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
 def evaluate_run(
     folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str = "0"
 ) -> dict[str, Any]:
-    """Score a run's policy: the mean over whole games +- standard error, human-normalised where a reference exists."""
+    """Score a run's policy: the mean over whole episodes +- standard error, human-normalised where a reference exists."""
     policy = load(folder, learner)
     scores = evaluate(
         policy.algorithm,
@@ -259,7 +259,7 @@ def evaluate_run(
         episodes=episodes,
         sampled=sampled,
         seed=seed,
-        max_steps=episodes * _LONGEST_GAME,
+        max_steps=episodes * _LONGEST_EPISODE,
     )
     return {"run": str(folder), "checkpoint_env_steps": policy.step, "sampled": sampled, **scores.to_json()}
 
@@ -268,7 +268,7 @@ def show(result: dict[str, Any]) -> str:
     """What `evaluate_run` found, for people."""
     several = result.get("tasks", [])
     lines = [
-        f"{task['env']}: {task['mean_return']:.2f} +- {task['stderr']:.2f} ({task['episodes']} games)"
+        f"{task['env']}: {task['mean_return']:.2f} +- {task['stderr']:.2f} ({task['episodes']} episodes)"
         for task in several
     ]
     score = f"{result['mean_return']:.2f} +- {result['stderr']:.2f}"
@@ -276,7 +276,7 @@ def show(result: dict[str, Any]) -> str:
         known = are_normalized(task["env"] for task in several)
         what = "mean human-normalised score, each capped at 1" if known else "mean of the returns"
         score = f"{what}: {result['score']:.3g}"
-    line = f"{result['env']}: {score} ({result['episodes']} games, {'sampled' if result['sampled'] else 'greedy'}"
+    line = f"{result['env']}: {score} ({result['episodes']} episodes, {'sampled' if result['sampled'] else 'greedy'}"
     if result["human_normalized"] is not None:
         line += f", human-normalised {100 * result['human_normalized']:.0f}%"
     return "\n".join([*lines, f"{line}, checkpoint at {result['checkpoint_env_steps']:,} env steps)"])

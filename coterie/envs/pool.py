@@ -158,7 +158,7 @@ class PoolBackend:
         names = list(self._pool._state_keys)
         self._obs_at = {k: i for i, k in enumerate(names) if k == "obs" or k.startswith("obs:")}
         self._at = {k: i for i, k in enumerate(names)}
-        # Atari's info has the raw reward, and tells the end of a game from the end of a life.
+        # Atari's info has the raw reward, and distinguishes the end of an episode from the loss of a life.
         self._atari = is_atari(env.id)
         self._reward_at = self._at["info:reward" if self._atari else "reward"]
         # Not every family enforces EnvPool's time limit (2048, Highway and football do not): it is enforced here, too.

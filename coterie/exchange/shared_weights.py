@@ -102,7 +102,7 @@ class SharedWeights:
                 self.locks.free(k)
 
     def share_moments(self) -> None:
-        """Add this learner's new rows to the normalizers of all, and adopt theirs."""
+        """Add this learner's new rows to the shared normalizers, and adopt the result."""
         if not self.moments.size:
             return
         new = self.moments.read() - self._base

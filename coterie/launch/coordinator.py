@@ -268,8 +268,8 @@ class Coordinator:
         if not stale:
             return None
         idle = now - max(float(board.heartbeat[stale[0]]), begin)
-        who = f"{names[stale[0]][0]}: " if len(names) > 1 and stale[0] in names else ""
-        return f"{who}no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
+        process = f"{names[stale[0]][0]}: " if len(names) > 1 and stale[0] in names else ""
+        return f"{process}no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
 
     def _on_signal(self, number: signal.Signals) -> None:
         """The first one asks for an end after this rollout. A second one ends the run at once."""

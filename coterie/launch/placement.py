@@ -24,7 +24,7 @@ from coterie.types import Spec
 
 
 class Placement:
-    """Where the learners and actors of a run sit and what they share; made anew when all of them start again."""
+    """Where the learners and actors of a run sit and what they share; made again when all of them restart."""
 
     def __init__(
         self,

@@ -126,7 +126,7 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
         run.writer.log(lonely)
     if learner is not None:
         return run_here(run, learner)
-    del board  # its memory goes with the last who holds it: the run, until there is the children's
+    del board  # its memory is freed with the last reference: the run's, until it has the children's board
     return run_children(run, config, saved, link)
 
 

@@ -165,7 +165,7 @@ class Learner:
         }
 
     def tell(self) -> None:
-        """Write that on the board. Also in the thread that receives rows: who is killed has told of all of them."""
+        """Write that on the board, in the thread that receives the rows, too: after a kill all of them are counted."""
         with self._telling:
             self.context.board.write(self.context.rank, self.counts())
 
@@ -201,7 +201,7 @@ class Learner:
             self.servers.close(over=False)
 
     def _doors(self) -> ExitStack:
-        """What ends when training does; hosts are told before their actions stop."""
+        """What ends when training does; env hosts receive the end before their actions stop."""
         doors = ExitStack()
         doors.callback(self.acting.close)
         for server in self.servers.open:

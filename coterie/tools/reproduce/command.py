@@ -96,7 +96,7 @@ def _reproduce(order: Order, at_once: int, dry: bool, refuse: Refuse) -> int:
         about = "about" if trained else "more than"
         why = "" if trained else "; some of these ended before they began to train"
         took = timedelta(seconds=round(seconds))
-        print(f"{figure.name}: {about} {took}, judging by a short run of each{why}", flush=True)
+        print(f"{figure.name}: {about} {took}, estimated from a short run of each{why}", flush=True)
     if dry:
         for plan in plans:
             print(f"coterie {plan.job.verb} {' '.join(plan.job.args)}")
