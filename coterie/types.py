@@ -132,8 +132,8 @@ class TimeStep(NamedTuple):
 
     `is_first`: obs begins an episode (after a done, or in an env that was replaced); then `reward` is 0, both flags
     are False, and the step that led here is the fake one that has no meaning. `episode_return` and `episode_length`
-    are NaN except where a whole episode ended with this step: raw reward summed over the episode (not over one life), and
-    its env steps. `env_id`: global ids.
+    are NaN except where a whole episode ended with this step: raw reward summed over the episode (not over one life),
+    and its env steps. `env_id`: global ids.
     """
 
     obs: Obs

@@ -6,7 +6,7 @@
 
 No machine trains without the others, and no update is made of a part of the gradients: what was left to learn of a
 rollout when its group broke is lost. torch.distributed (Gloo) carries the numbers; its groups cannot change, so each
-rendezvous makes another. The machine that listens decides which machines are in it (rendezvous.py). Nothing of that is encrypted
+rendezvous makes another. The machine that listens chooses its members (rendezvous.py). Nothing of that is encrypted
 or asks for a token: it is for a private network.
 """
 

@@ -254,7 +254,7 @@ def test_train_eval_and_bench_print_what_follows(tmp_path, capsys):
     assert result["episodes"] == 4
     assert result["mean_return"] == pytest.approx(sum(result["returns"]) / 4)
     code, text, _ = run(capsys, "eval", out, "--episodes", "4")
-    assert f"{result['mean_return']:.2f} +- {result['stderr']:.2f} (4 games, greedy" in text
+    assert f"{result['mean_return']:.2f} +- {result['stderr']:.2f} (4 episodes, greedy" in text
     code, text, _ = run(capsys, "bench", "ppo", "--env", "CartPole-v1", "--seconds", "3", "--json")
     result = json.loads(text)
     assert code == 0
