@@ -79,7 +79,12 @@ def test_fields_lists_every_field_of_the_config() -> None:
     assert {"env.id", "optim.schedule.at", "learners"} <= FIELDS.keys()
 
 
-@given(st.fixed_dictionaries({name: values(kind) for name, kind in FIELDS.items()}))
+NAMES = st.text().filter(lambda text: ":" not in text)  # with a colon it names a plug-in
+
+
+@given(
+    st.fixed_dictionaries({name: values(kind) for name, kind in FIELDS.items()} | {"acting": NAMES, "exchange": NAMES})
+)
 @settings(max_examples=30, deadline=None, database=None)
 def test_every_value_of_a_config_survives_json(data: dict[str, Any]) -> None:
     config = replace(Config(), data)
