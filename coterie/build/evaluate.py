@@ -40,7 +40,7 @@ class Scores:
     lengths: list[int] = field(default_factory=list)
     unfinished: int = 0  # episodes that the step budget cut off; not in `returns`
     secondary: Scores | None = None  # of a secondary learner on as many episodes
-    tasks: list[Scores] = field(default_factory=list)  # of a run of several tasks: each one's; the above are of all episodes
+    tasks: list[Scores] = field(default_factory=list)  # one for each task of several; the above are of all episodes
 
     @property
     def mean(self) -> float:
@@ -250,7 +250,7 @@ def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
 def evaluate_run(
     folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str = "0"
 ) -> dict[str, Any]:
-    """Score a run's policy: the mean over whole episodes +- standard error, human-normalised where a reference exists."""
+    """Score a run's policy: mean over whole episodes +- standard error, human-normalised where a reference exists."""
     policy = load(folder, learner)
     scores = evaluate(
         policy.algorithm,
