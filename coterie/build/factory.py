@@ -138,7 +138,7 @@ def net_of(model: Network) -> str:
 
 
 def patience(config: Config) -> float:
-    """Seconds that one process waits for another: more than the parent's stall time-out, so that the parent reports first."""
+    """Seconds that a process waits for another. The parent's stall time-out is shorter, so that it reports first."""
     return 10 + 2 * config.log.stall
 
 
