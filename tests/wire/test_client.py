@@ -156,7 +156,7 @@ def test_a_refusal_is_no_lost_connection(serve: Serve):
         stream.close()
 
 
-class Liar:
+class BrokenServer:
     """A server of one method that answers with these frames."""
 
     def __init__(self, address: str, *frames: bytes) -> None:
@@ -174,7 +174,7 @@ def welcome(layout: Layout = LAYOUT) -> bytes:
     return Frame(welcome={"number": 1, "sends": layout.message()}).SerializeToString()
 
 
-LIES = {
+BROKEN_ANSWERS = {
     "no welcome": ([Frame(data={"number": 0}).SerializeToString()], "not a welcome"),
     "nothing": ([], "ended the stream"),
     "heartbeats": ([b""] * 3, "ended the stream"),
@@ -189,10 +189,10 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("case", LIES)
+@pytest.mark.parametrize("case", BROKEN_ANSWERS)
 def test_a_server_that_breaks_the_protocol_is_refused(tmp_path: Path, case: str):
-    frames, why = LIES[case]
-    liar, before = Liar(f"unix:{tmp_path}/s", *frames), watchers()
+    frames, why = BROKEN_ANSWERS[case]
+    server, before = BrokenServer(f"unix:{tmp_path}/s", *frames), watchers()
 
     def ask(channel: grpc.Channel) -> None:
         with closing(connect(channel)) as stream:
@@ -204,7 +204,7 @@ def test_a_server_that_breaks_the_protocol_is_refused(tmp_path: Path, case: str)
                 ask(channel)
             wait_until(lambda: watchers() <= before)
     finally:
-        liar.server.stop(None).wait(WAIT_S)
+        server.server.stop(None).wait(WAIT_S)
 
 
 def test_waits_between_attempts_grow_and_differ():

@@ -73,13 +73,6 @@ def test_plan_prints_the_cheapest_layout_for_a_target_or_that_there_is_none(give
     assert capsys.readouterr().out.splitlines()[-1].startswith("no layout within these bounds makes 10,000,000 frames")
 
 
-def test_plan_prints_why_a_layout_is_refused(given, capsys):
-    assert main(["plan", "a2c", "--env", "CartPole-v1", *given, "--cores", "2", "--hosts", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "not possible: decoupled solo" in out
-    assert "no lockstep" in out
-
-
 def test_plan_of_several_machines_has_their_exchanges_only(given, capsys):
     assert main([*PLAN, *given, "--cores", "2", "--machines", "2", "--latency", "0.01"]) == 0
     out = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""Charts are readable without their colours: by dash and marker, and by hatch."""
+"""The lines of a chart are told apart without their colours, by dash and marker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 
-from coterie.tools.report.charts import Line, lines, stacked
+from coterie.tools.report.charts import Line, lines
 
 SVG = "{http://www.w3.org/2000/svg}"
 X = np.arange(20.0)
@@ -30,12 +30,6 @@ def dash_and_marker(svg: ET.Element, line: ET.Element) -> tuple[str, str | None]
     return dash[1] if dash else "solid", named(svg, use.get("{http://www.w3.org/1999/xlink}href")[1:]).get("d")
 
 
-def hatch(svg: ET.Element, area: ET.Element) -> str | None:
-    """The strokes of the pattern that fills it; None: plain."""
-    pattern = re.search(r"fill: url\(#(\w+)\)", " ".join(e.get("style", "") for e in area.iter()))
-    return named(svg, pattern[1]).find(f"{SVG}path").get("d") if pattern else None
-
-
 def labels(svg: ET.Element) -> list[str]:
     return ["".join(text.itertext()).strip() for text in parts(svg, "legend_1", "text")]
 
@@ -49,15 +43,3 @@ def test_no_two_lines_of_a_chart_share_dash_and_marker():
     assert len(drawn) == len(set(drawn)) == 8
     assert labels(svg) == names
     assert [dash_and_marker(svg, line) for line in parts(svg, "legend_1", "line2d")] == drawn
-
-
-def test_no_two_areas_of_a_chart_share_a_hatch():
-    """Seven: all stages of a process."""
-    names = ["env", "act", "wait", "pull", "upload", "train", "exchange"]
-    chart = stacked("seven", X, {name: np.full(20, 10.0) for name in names}, "env steps", "share, %")
-    svg = ET.fromstring(chart.svg)
-    drawn = [hatch(svg, area) for area in parts(svg, "axes_1", r"\w*PolyCollection")]
-    assert len(drawn) == len(set(drawn)) == 7
-    assert labels(svg) == names
-    _, *shown = parts(svg, "legend_1", "patch")  # the first is the legend's frame
-    assert [hatch(svg, area) for area in shown] == drawn

@@ -82,7 +82,7 @@ def axis_labels(svg: ET.Element) -> list[list[str]]:
     ]
 
 
-def test_every_axis_says_what_it_shows_and_in_which_unit(page, tmp_path):
+def test_every_axis_has_a_label_with_its_unit(page, tmp_path):
     on = {"ppo": "Pong-v5", "a2c": "Breakout-v5"}
     games = [read_run(record(tmp_path / preset, preset, env__id=env)) for preset, env in on.items()]
     several = read_run(add(record(tmp_path / "tasks", "ppo", env__id="Pong-v5,Breakout-v5"), score=0.5))
@@ -131,7 +131,7 @@ def test_nothing_is_fetched_and_no_id_is_used_twice(page):
     assert len(used) == len(set(used))
 
 
-def test_a_report_of_a_running_run(tmp_path, capsys):
+def test_a_running_run_can_be_reported(tmp_path, capsys):
     run = record(tmp_path / "a", "ppo", optim__lr=0.5)
     (run / "summary.json").unlink()
     assert main(["report", str(run)]) == 0

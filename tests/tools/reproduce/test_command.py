@@ -123,7 +123,7 @@ def test_a_failed_run_is_named_and_the_others_are_drawn(tmp_path, monkeypatch):
     assert "<svg" in page
 
 
-def test_a_figure_of_ones_own_in_toml(tmp_path, monkeypatch):
+def test_a_custom_figure_in_toml_is_drawn(tmp_path, monkeypatch):
     """Words, a sweep, a drawing and the paper's values."""
     pretend(monkeypatch)
     monkeypatch.setitem(FIGURES, "test-1", read_figures(ONE_FIGURE)["test-1"])

@@ -113,7 +113,7 @@ def test_table_1_of_gala_has_the_paper_beside_ours():
     assert {row[2] for row in drawn("gala-table1").tables[0].rows} == {MISSING}  # the paper has no CartPole
 
 
-def test_the_three_best_runs_are_the_best():
+def test_a_curve_of_the_best_runs_is_the_mean_of_three():
     figure = FIGURES["gala-1"]
     size = replace(figure.sizes["full"], envs=("Pong-v5",), seeds=4)
     found = draw(figure, results(figure, size, lambda arm, env, seed: 10.0 * seed), size)
