@@ -19,16 +19,7 @@ from coterie.wire.codec import Layout, Tensor
 from coterie.wire.server import Limits, Server
 from tests.support.http2 import Http2
 from tests.support.waiting import wait_until
-from tests.support.wire import (
-    LAYOUT,
-    WAIT_S,
-    Raw,
-    arrays,
-    channel_to,
-    data_frame,
-    hello_frame,
-    works,
-)
+from tests.support.wire import LAYOUT, WAIT_S, Raw, arrays, channel_to, data_frame, hello_frame, works
 from tests.wire.conftest import Serve
 
 

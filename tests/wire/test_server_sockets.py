@@ -16,15 +16,7 @@ from coterie.wire.server import Limits
 from tests.support.http2 import PREFACE, SETTINGS, Http2, headers, http2, message
 from tests.support.net import free_port
 from tests.support.waiting import wait_until
-from tests.support.wire import (
-    LAYOUT,
-    TOKEN,
-    WAIT_S,
-    channel_to,
-    data_frame,
-    hello_frame,
-    works,
-)
+from tests.support.wire import LAYOUT, TOKEN, WAIT_S, channel_to, data_frame, hello_frame, works
 from tests.wire.conftest import Serve
 
 MOST = 1 << 16
