@@ -30,9 +30,9 @@ from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.parallel.affinity import available_cores
 from coterie.runs.metrics import read_metrics
-from coterie.tools.plan.costs import Services, from_json
 from coterie.tools.plan.layout import Hardware, layout
 from coterie.tools.plan.measure import measure
+from coterie.tools.plan.services import Services, from_json
 from coterie.tools.plan.simulate import simulate
 
 Found = dict[str, dict[str, list[float]]]  # by layout: measured, predicted, error, of each round

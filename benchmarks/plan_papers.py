@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coterie.tools.plan.costs import Costs, Line, Services
 from coterie.tools.plan.layout import Hardware, RunLayout
+from coterie.tools.plan.services import Costs, Line, Services
 from coterie.tools.plan.simulate import simulate
 
 KINDS = ("solo", "allreduce", "hogwild", "store", "gossip")
@@ -109,7 +109,7 @@ def impala_services(env: float, cv: float, one: RunLayout) -> Services:
     shared = 1 / 48 if one.acting == "inline" and one.width > 1 else 1.0  # a batch's forward, by all cores together
     costs = Costs(Line(0, env), Line(0, 0.1 * env * shared), Line(), Line(0, 0.3 * env), FREE)
     gpu = Costs(Line(0, env), Line(1e-9), Line(), Line(1e-9), FREE)
-    return Services(alone=costs, crowded=costs, env_cv=cv, action_repeat=4, accelerator=gpu)
+    return Services(costs=costs, env_cv=cv, action_repeat=4, accelerator=gpu)
 
 
 def rate(one: RunLayout, env: float, cv: float) -> float:
@@ -147,7 +147,7 @@ def accelerated_services(env: float, cv: float, train: float = 0.0, meet: float 
     costs = Costs(Line(0, env), Line(), Line(), Line(), FREE)
     exchange = {**FREE, "allreduce": meet, "store": meet}
     gpu = Costs(Line(), Line(3e-4), Line(), Line(0, train), exchange)
-    return Services(alone=costs, crowded=costs, env_cv=cv, accelerator=gpu)
+    return Services(costs=costs, env_cv=cv, accelerator=gpu)
 
 
 TABLE3 = {64: (29.6, 31.9), 128: (33.0, 34.7), 256: (35.7, 36.7), 512: (35.8, 38.4)}
@@ -214,8 +214,7 @@ def seed() -> list[dict[str, Any]]:
     train = 4 / 30_000  # of the GPU, for an env step: what it does at most
     cpu = Costs(Line(0, env), Line(0, deep - env), Line(), Line(0, train), FREE)
     services = Services(
-        alone=cpu,
-        crowded=cpu,
+        costs=cpu,
         action_repeat=4,
         accelerator=Costs(Line(0, env), Line(0, 0.58 * train), Line(), Line(0, train), FREE),
     )

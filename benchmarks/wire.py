@@ -124,7 +124,7 @@ def measure(streams: int, envs: int, processes: int, seconds: float, address: st
 
 
 def echo(address: str, envs: int, newest: bool, ready: Any) -> None:
-    from coterie.tools.plan.wire import Echo
+    from coterie.tools.plan.microbench import Echo
     from coterie.wire.server import Server
 
     Server(address, {"Infer": lambda hello: Echo(atari(), envs, newest)})

@@ -5,18 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import asdict
+from itertools import product
 from typing import Any
 
+from coterie.acting.table import ACTING
 from coterie.config import Config
 from coterie.envs.make import make_spec
+from coterie.exchange.table import EXCHANGES
 from coterie.parallel.affinity import available_cores
-from coterie.tools.plan.costs import Services, load, save
-from coterie.tools.plan.layout import Hardware, layouts
+from coterie.tools.plan.layout import Hardware, layout
 from coterie.tools.plan.measure import measure
 from coterie.tools.plan.search import cheapest
+from coterie.tools.plan.services import Services, load, save
 from coterie.tools.plan.simulate import Result, simulate
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError, Spec
 
+_LEAST = {"cores": 1, "gpus": 0, "machines": 1, "hosts": 0, "host_cores": 1, "latency": 0, "core_hour": 0}
+_LEAST |= {"gpu_hour": 0, "bandwidth": 0}
 _TABLE = "{:10} {:9} {:>8} {:>6} {:>6} {:>11} {:>11} {:>5} {:>5} {:>5} {:>5} {:>9}  {}"
 
 
@@ -35,71 +41,66 @@ def plan(config: Config, asked: argparse.Namespace) -> int:
     if asked.save_services is not None:
         save(services, asked.save_services)
     spec = make_spec(config.env, config.atari)
-    if asked.target is not None:
-        return _search(config, services, hardware, asked)
-    several = config.learners if isinstance(config.learners, int) and config.learners > 1 else 0
-    learners = several or max(2, hardware.machines * (hardware.gpus or hardware.cores))
-    found: list[Result] = []
-    refused: dict[str, str] = {}
-    for name, one in layouts(config, spec, hardware, learners):
-        try:
-            if isinstance(one, ConfigError):
-                raise one
-            found.append(simulate(one, services, config.seed))
-        except CoterieError as error:
-            refused[name] = str(error)
+    answer = _predict if asked.target is None else _search
+    found, text = answer(config, spec, services, hardware, asked.target)
     if asked.json:
-        each = [result.to_json() for result in found]
-        print(json.dumps({"env": config.env.id, "services": services.to_json(), "layouts": each, "refused": refused}))
-        return 0
-    print(_about(config, services, hardware))
-    print(table(found))
-    for reason in dict.fromkeys(refused.values()):
-        print(f"not possible: {', '.join(k for k, v in refused.items() if v == reason)}: {reason}")
+        print(json.dumps({"env": config.env.id, "services": asdict(services), **found}))
+    else:
+        print(f"{_about(config, services, hardware)}\n{text}")
     return 0
 
 
 def _hardware(asked: argparse.Namespace) -> Hardware:
     cores = len(available_cores()) if asked.cores is None else asked.cores
-    least = {"cores": 1, "gpus": 0, "machines": 1, "hosts": 0, "host_cores": 1}
-    least |= {"latency": 0, "core_hour": 0, "gpu_hour": 0}
-    given = {k: v for k, v in vars(asked).items() if k in (*least, "bandwidth") and v is not None}
+    given = {name: getattr(asked, name) for name in _LEAST if getattr(asked, name) is not None}
     given = {"cores": cores, "host_cores": cores, **given}
     for name, value in given.items():
         option = f"--{name.replace('_', '-')}"
         if name == "bandwidth" and not value > 0:
             raise ConfigError(f"{option}: must be above 0 bytes/s, not {value:g}")
-        if name != "bandwidth" and not least[name] <= value < math.inf:
-            raise ConfigError(f"{option}: must be at least {least[name]}, not {value:g}")
+        if name != "bandwidth" and not _LEAST[name] <= value < math.inf:
+            raise ConfigError(f"{option}: must be at least {_LEAST[name]}, not {value:g}")
     return Hardware(**given)
 
 
-def _search(config: Config, services: Services, most: Hardware, asked: argparse.Namespace) -> int:
-    spec = make_spec(config.env, config.atari)
-    best, fastest = cheapest(config, spec, services, most, asked.target, config.seed)
-    if asked.json:
-        result: dict[str, Any] = {"env": config.env.id, "services": services.to_json(), "target": asked.target}
-        print(json.dumps({**result, "cheapest": best and best.to_json(), "beyond": fastest and fastest.to_json()}))
-        return 0
-    print(_about(config, services, most))
+def _predict(config: Config, spec: Spec, services: Services, hardware: Hardware, _: None) -> tuple[dict[str, Any], str]:
+    several = config.learners if isinstance(config.learners, int) and config.learners > 1 else 0
+    learners = several or max(2, hardware.machines * (hardware.gpus or hardware.cores))
+    found: list[Result] = []
+    refused: dict[str, str] = {}
+    for acting, exchange in product(ACTING, EXCHANGES):
+        try:
+            one = layout(config, spec, hardware, acting, exchange, learners)
+            found.append(simulate(one, services, config.seed))
+        except CoterieError as error:
+            refused[f"{acting} {exchange}"] = str(error)
+    lines = [table(found)]
+    for reason in dict.fromkeys(refused.values()):
+        lines.append(f"not possible: {', '.join(k for k, v in refused.items() if v == reason)}: {reason}")
+    return {"layouts": [result.to_json() for result in found], "refused": refused}, "\n".join(lines)
+
+
+def _search(
+    config: Config, spec: Spec, services: Services, most: Hardware, target: float
+) -> tuple[dict[str, Any], str]:
+    best, fastest = cheapest(config, spec, services, most, target, config.seed)
+    json_of = [result and result.to_json() for result in (best, fastest)]
+    found = {"target": target, "cheapest": json_of[0], "beyond": json_of[1]}
     if best is None:
         said = f"; {fastest.layout.name} on all of it makes {fastest.frames_per_s:,.0f}" if fastest else ""
-        print(f"no layout within these bounds makes {asked.target:,.0f} frames/s{said}")
-        return 0
+        return found, f"no layout within these bounds makes {target:,.0f} frames/s{said}"
     lay, h = best.layout, best.layout.hardware
     machines = f"{h.machines} machine(s) of " * (h.machines > 1) + f"{h.cores} core(s)"
     machines += f", {lay.gpus} GPU(s)" * (lay.gpus > 0)
-    if lay.hosts:
-        machines += f", and {lay.hosts} host(s) of {h.host_cores}"
-    print(f"cheapest for {asked.target:,.0f} frames/s: {machines}, {lay.dollars_per_hour:.2f} dollars an hour")
-    print(table([best]))
-    return 0
+    machines += f", and {lay.hosts} host(s) of {h.host_cores}" * (lay.hosts > 0)
+    first = f"cheapest for {target:,.0f} frames/s: {machines}, {lay.dollars_per_hour:.2f} dollars an hour"
+    return found, f"{first}\n{table([best])}"
 
 
 def _about(config: Config, services: Services, h: Hardware) -> str:
     beside = f"; hosts: {h.hosts} of {h.host_cores} cores" if h.hosts else ""
     beside += f"; {1e3 * h.latency:g} ms apart" if h.hosts or h.machines > 1 else ""
-    c = services.crowded
+    c = services.costs
     return (
         f"{config.preset} on {config.env.id}; {h.machines} machine(s) of learners: {h.cores} cores, {h.gpus} GPUs"
         f"{beside}\n"
@@ -114,19 +115,12 @@ def table(found: list[Result]) -> str:
     names = ("learners", "actors", "envs", "frames/s", "lag (max)", "cores", "gpus", "hosts", "net", "$/1e9")
     lines = [_TABLE.format("acting", "exchange", *names, "bottleneck")]
     for r in found:
-        lay = r.layout
-        lag = f"{r.lag_mean:.2f} ({r.lag_max})"
-        net = max(r.busy.get("network in", 0.0), r.busy.get("network out", 0.0))
-        shares = [
-            r.busy.get("learner cores"),
-            r.busy.get("gpu"),
-            r.busy.get("host cores"),
-            net if lay.hosts or lay.hardware.machines > 1 else None,
-        ]
-        shown = ["-" if x is None else f"{x:.0%}" for x in shares]
-        counts = (lay.learners, lay.producers * lay.learners or "-", lay.envs)
+        lay, counts = r.layout, (r.layout.learners, r.layout.producers * r.layout.learners or "-", r.layout.envs)
+        busy = {**r.busy, "net": max(r.busy.get("network in", 0.0), r.busy.get("network out", 0.0))}
+        if "network in" not in busy:
+            del busy["net"]
+        shown = [f"{busy[k]:.0%}" if k in busy else "-" for k in ("learner cores", "gpu", "host cores", "net")]
+        rates = (f"{r.frames_per_s:,.0f}", f"{r.lag_mean:.2f} ({r.lag_max})")
         money = f"{r.dollars_per_billion_frames:,.2f}"
-        lines.append(
-            _TABLE.format(lay.acting, lay.exchange, *counts, f"{r.frames_per_s:,.0f}", lag, *shown, money, r.bottleneck)
-        )
+        lines.append(_TABLE.format(lay.acting, lay.exchange, *counts, *rates, *shown, money, r.bottleneck))
     return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""Building blocks of a discrete event simulation: shared cores, links, meetings."""
+"""Building blocks of a discrete event simulation that simpy does not have: shared cores, links, a barrier, a bell."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Generator
 from typing import Any
 
@@ -21,53 +21,48 @@ class Cores:
 
     def __init__(self, sim: simpy.Environment, count: int, name: str) -> None:
         self.sim, self.count, self.name = sim, count, name
-        self.slow = 1.0  # factor on every job's work
         self.served: float = 0.0  # work that a permanent job has received up to `at`
         self.at: float = 0.0
-        self.jobs: list[tuple[float, int, simpy.Event, str]] = []
-        self.running = Counter[str]()
-        self.busy = defaultdict[str, float](float)  # core-seconds by part
+        self.jobs: list[tuple[float, int, simpy.Event, str, float]] = []
+        self.busy = defaultdict[str, float](float)  # core-seconds of finished jobs by part
         self._numbers, self._alarm = itertools.count(), 0
 
     def work(self, seconds: float, part: str) -> simpy.Event:
-        """An event: so many core-seconds are done."""
+        """An event after `seconds` of one core's work."""
         done = self.sim.event()
         if seconds <= 0:
             return done.succeed()
-        self.advance()
-        heapq.heappush(self.jobs, (self.served + seconds * self.slow, next(self._numbers), done, part))
-        self.running[part] += 1
+        self._advance()
+        heapq.heappush(self.jobs, (self.served + seconds, next(self._numbers), done, part, seconds))
         self._wake()
         return done
 
-    def advance(self) -> None:
-        """Account for the time up to now."""
-        elapsed, self.at = self.sim.now - self.at, self.sim.now
-        if elapsed and self.jobs:
-            rate = min(1.0, self.count / len(self.jobs))
-            self.served += elapsed * rate
-            for part, n in self.running.items():
-                if n:
-                    self.busy[part] += elapsed * rate * n
+    @property
+    def _rate(self) -> float:
+        return min(1.0, self.count / max(1, len(self.jobs)))
+
+    def _advance(self) -> None:
+        self.served += (self.sim.now - self.at) * self._rate
+        self.at = self.sim.now
 
     def _wake(self) -> None:
         """Set the alarm for the end of the next job; an earlier alarm is void."""
         self._alarm += 1
         if self.jobs:
-            left = max(0.0, self.jobs[0][0] - self.served) / min(1.0, self.count / len(self.jobs))
+            left = max(0.0, self.jobs[0][0] - self.served) / self._rate
             timer = self.sim.timeout(left, self._alarm)
             assert timer.callbacks is not None
-            timer.callbacks.append(self._look)
+            timer.callbacks.append(self._finish)
 
-    def _look(self, timer: simpy.Event) -> None:
+    def _finish(self, timer: simpy.Event) -> None:
         if timer.value != self._alarm:
             return
-        self.advance()
+        self._advance()
         # At least the alarm's own job: rounding must not leave a rest of it.
         mark = max(self.served, self.jobs[0][0]) * (1 + 1e-12)
         while self.jobs and self.jobs[0][0] <= mark:
-            _, _, done, part = heapq.heappop(self.jobs)
-            self.running[part] -= 1
+            _, _, done, part, seconds = heapq.heappop(self.jobs)
+            self.busy[part] += seconds
             done.succeed()
         self._wake()
 
@@ -87,22 +82,6 @@ class Link:
         return self.sim.timeout(self.free - self.sim.now + self.latency)
 
 
-class Meeting:
-    """A barrier of `count` processes."""
-
-    def __init__(self, sim: simpy.Environment, count: int) -> None:
-        self.sim, self.count, self.here = sim, count, 0
-        self.begins = sim.event()
-
-    def join(self) -> simpy.Event:
-        begins = self.begins
-        self.here += 1
-        if self.here == self.count:
-            self.here, self.begins = 0, self.sim.event()
-            begins.succeed()
-        return begins
-
-
 class Bell:
     """Wakes all processes that wait for a change."""
 
@@ -112,3 +91,19 @@ class Bell:
     def ring(self) -> None:
         rung, self.next = self.next, self.sim.event()
         rung.succeed()
+
+
+class Barrier(Bell):
+    """A barrier of `count` processes."""
+
+    def __init__(self, sim: simpy.Environment, count: int) -> None:
+        super().__init__(sim)
+        self.count, self.waiting = count, 0
+
+    def join(self) -> simpy.Event:
+        begins = self.next
+        self.waiting += 1
+        if self.waiting == self.count:
+            self.waiting = 0
+            self.ring()
+        return begins

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from coterie.config import Config
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.affinity import place
+from coterie.runs.config_io import replace as changed
 from coterie.types import ConfigError, Spec
 
 _HERE = "127.0.0.1:1"  # only looked at
@@ -75,16 +76,8 @@ class RunLayout:
     @property
     def gpus(self) -> int:
         """Of each machine."""
-        return (
-            0
-            if not EXCHANGES[self.exchange].on_gpu
-            else min(self.hardware.gpus, self.learners // self.hardware.machines)
-        )
-
-    @property
-    def several(self) -> bool:
-        """Whether a learner computes on several cores."""
-        return not self.gpus and self.hardware.cores >= 2 * (self.learners // self.hardware.machines)
+        most = self.hardware.gpus if EXCHANGES[self.exchange].on_gpu else 0
+        return min(most, self.learners // self.hardware.machines)
 
     @property
     def hosts(self) -> int:
@@ -106,28 +99,15 @@ class RunLayout:
         return f"{self.acting} {self.exchange}"
 
 
-def layouts(
-    config: Config, spec: Spec, hardware: Hardware, learners: int
-) -> Iterator[tuple[str, RunLayout | ConfigError]]:
-    """The layout of every acting x exchange by name, or the refusal. `learners`: of exchanges between several; a lone
-    learner has one of the machines.
-    """
-    for acting in ACTING:
-        for exchange in EXCHANGES:
-            one = EXCHANGES[exchange].one_learner
-            count, where = (1, replace(hardware, machines=1)) if one else (learners, hardware)
-            try:
-                found: RunLayout | ConfigError = layout(config, spec, where, acting, exchange, count)
-            except ConfigError as error:
-                found = error
-            yield f"{acting} {exchange}", found
-
-
 def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange: str, learners: int) -> RunLayout:
-    """The layout of one acting x exchange. `env.num_envs` counts for each host; without hosts, for each learner."""
+    """The layout of one acting x exchange. `learners`: of exchanges between several; a lone learner has one of the
+    machines. `env.num_envs` counts for each host; without hosts, for each learner.
+    """
     if len(tasks(config.env.id)) > 1:
         raise ConfigError("env.id: plan needs a single task")
     h, kind, exchange_kind = hardware, ACTING[acting], EXCHANGES[exchange]
+    if exchange_kind.one_learner:
+        h, learners = replace(hardware, machines=1), 1
     if h.machines > 1 and not (exchange_kind.in_lockstep or exchange_kind.rejoins):
         raise ConfigError("machines: learners of several machines need exchange allreduce or gossip")
     if learners % h.machines:
@@ -147,8 +127,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     producers = actors // served
     width = envs_per_child(whole) if actors else whole.env.num_envs
     env = replace(cell.env, num_envs=width * max(1, producers))
-    given: dict[str, Any] = {"learners": learners, "exchange": exchange, "actors": producers * learners, "env": env}
-    own = replace(whole, **given)
+    own = replace(whole, learners=learners, exchange=exchange, actors=producers * learners, env=env)
     batch = kind.batch_size(own)
     # Hosts and learners on other machines connect to this one, which not every run allows.
     seen = replace(own, wire=replace(own.wire, bind=_HERE)) if apart else own
@@ -191,14 +170,15 @@ def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
     batch = 0 if was is None else was.batch_size
     lockstep = algorithm_class(config).on_policy or (config.acting == acting and was is not None and was.lockstep)
     batch = 0 if lockstep else batch
-    decoupled = replace(config.decoupled, lockstep=lockstep, batch_size=batch)
-    central = replace(config.central, lockstep=lockstep, batch_size=batch)
-    env = replace(config.env, groups=0) if lockstep and ACTING[acting].hosted else config.env
     actors = config.actors if config.acting == acting and kind.apart else "auto"
     if EXCHANGES[exchange].one_learner and actors != "auto" and config.learners != "auto":
         actors = max(1, actors // config.learners)
-    names: dict[str, Any] = {"acting": acting, "exchange": exchange}
-    return replace(config, **names, learners=learners, actors=actors, decoupled=decoupled, central=central, env=env)
+    overrides = {"acting": acting, "exchange": exchange, "learners": learners, "actors": actors}
+    overrides |= {"decoupled.lockstep": lockstep, "decoupled.batch_size": batch}
+    overrides |= {"central.lockstep": lockstep, "central.batch_size": batch}
+    if lockstep and ACTING[acting].hosted:
+        overrides["env.groups"] = 0
+    return changed(config, overrides)
 
 
 def _on_policy(config: Config, columns: int, unroll: int) -> tuple[float, float]:

@@ -1,77 +1,69 @@
-"""Simulated learners, and how each exchange agrees between them: `exchange/*.py`, in seconds."""
+"""Simulated learners on their machines, and how each exchange agrees between them: `exchange/*.py`, in seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import simpy
 
 from coterie.algorithms.base import slices
-from coterie.tools.plan.costs import Costs
-from coterie.tools.plan.des import Bell, Cores, Meeting, Process
+from coterie.tools.plan.des import Barrier, Bell, Cores, Link, Process
 from coterie.tools.plan.layout import RunLayout
-from coterie.tools.plan.machines import Ring
+from coterie.tools.plan.services import Costs, Services
 
 
 @dataclass(frozen=True)
 class Acted:
-    """Columns that were acted, and the weights that chose the actions: the mean and the oldest learner step."""
+    """A rollout, by the weights that chose its actions: the mean and the oldest learner step."""
 
-    columns: int
     version: float
     oldest: int
 
 
-def training(layout: RunLayout, costs: Costs) -> list[float]:
-    """Core-seconds of an optimizer step's forward and backward, for each thread that takes part."""
-    ways = layout.train_threads
-    sizes = [at.stop - at.start for at in slices(round(layout.samples), layout.chunk, ways)]
-    return [sum(map(costs.train, sizes[k::ways])) for k in range(min(ways, len(sizes)))]
+class SimMachine:
+    """A machine of some of the learners."""
+
+    def __init__(self, sim: simpy.Environment, layout: RunLayout) -> None:
+        h = layout.hardware
+        self.cores = Cores(sim, h.cores, "learner cores")
+        self.gpus = [Cores(sim, 1, "gpu") for _ in range(layout.gpus)]
+        self.inward, self.outward = (Link(sim, h.latency, h.bandwidth) for _ in range(2))
 
 
-@dataclass
 class Shared:
     """What the learners of a run share."""
 
-    sim: simpy.Environment
-    layout: RunLayout
-    scale: float  # of an all-reduce's time, beside the measured one
-    ring: Ring  # an all-reduce between machines
-    meeting: Meeting
-    locks: list[simpy.Resource]  # of a store's chunks
-    turns: dict[int, simpy.Resource] = field(default_factory=dict)  # of cores that several learners share
-    updates: int = 0  # of shared weights, by all learners
+    def __init__(self, layout: RunLayout, services: Services) -> None:
+        self.sim, self.layout, self.services = simpy.Environment(), layout, services
+        self.machines = [SimMachine(self.sim, layout) for _ in range(layout.hardware.machines)]
+        self.barrier = Barrier(self.sim, layout.learners)
+        self.store = simpy.Resource(self.sim, layout.chunks)  # a lock for each chunk
+        self.updates = 0  # of shared weights, by all learners
 
 
 class SimLearner:
-    """Learner `rank`. It acts and trains on `chip` at `costs`; `cores` are its machine's. `pace` changes the speed of
-    those, at each rollout; `send` sends a gossip message to other machines.
-    """
+    """Learner `rank`. It acts and trains on `chip` at `costs`; `cores` are its machine's."""
 
-    def __init__(
-        self, shared: Shared, rank: int, cores: Cores, chip: Cores, costs: Costs, pace: Callable[[], None],
-        send: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.shared, self.rank, self.cores, self.chip, self.costs = shared, rank, cores, chip, costs
-        self.pace, self.send = pace, send
-        self.sim, self.layout = shared.sim, shared.layout
-        self.steps = self.rollouts = self.learned = self.produced = 0
+    def __init__(self, shared: Shared, rank: int) -> None:
+        self.shared, self.rank, self.sim, self.layout = shared, rank, shared.sim, shared.layout
+        each = self.layout.learners // self.layout.hardware.machines
+        self.machine = shared.machines[rank // each]
+        self.cores, gpus = self.machine.cores, self.machine.gpus
+        self.chip = gpus[rank % each % len(gpus)] if gpus else self.cores
+        self.costs = shared.services.chip(bool(gpus))
+        self.steps = self.rollouts = self.published = 0
         self.due = 0.0  # optimizer steps
-        self.published = 0
-        self.news, self.filled = Bell(shared.sim), Bell(shared.sim)  # new weights or room; a full slot
-        self.lag_sum, self.lag_max, self.lag_rows = 0.0, 0, 0
-        self.stale, self.snapshot = 0, 0  # updates of others between a snapshot and the update made with it
-        self.training = 0.0  # seconds of training and agreeing, without waiting for others
-        self.in_flight: Callable[[], int] = lambda: 0  # rows acted and not learned
+        self.news = Bell(self.sim)  # requests, new weights, or room
+        self.snapshot = 0  # updates of shared weights that it has read
         self.exchange = EXCHANGES[self.layout.exchange](self)
+        self.reset()
 
-    def act(self, envs: int, beside: float = 0.0) -> Process:
-        """A forward of so many envs; the calling thread has other work `beside` it, on a core."""
-        if self.chip is not self.cores:
-            yield self.cores.work(beside, "act")
-            beside = 0.0
-        yield self.chip.work(self.costs.act(envs) + beside, "act")
+    def reset(self) -> None:
+        """Measure from here on."""
+        self.lag_sum, self.lag_max, self.lag_rollouts = 0.0, 0, 0
+        self.updates, self.stale = 0, 0  # of shared weights; by others between a snapshot and the update made with it
+        self.training = 0.0  # seconds of training and agreeing, without waiting for others
 
     def wait(self, event: simpy.Event) -> Process:
         """Wait for others in the middle of training."""
@@ -83,11 +75,9 @@ class SimLearner:
         """Learn from a batch, in `layout.steps` optimizer steps."""
         begin, lay = self.sim.now, self.layout
         for acted in batch:
-            rows = acted.columns * lay.unroll
-            self.lag_sum += rows * (self.steps - acted.version)
-            self.lag_rows += rows
+            self.lag_sum += self.steps - acted.version
+            self.lag_rollouts += 1
             self.lag_max = max(self.lag_max, self.steps - acted.oldest)
-            self.learned += rows
         self.due += lay.steps
         while self.due >= 1 - 1e-9:
             self.due -= 1
@@ -97,18 +87,21 @@ class SimLearner:
         yield from self.exchange.after_rollout()
         self.rollouts += 1
         self.training += self.sim.now - begin
-        self.pace()
+
+
+def training(layout: RunLayout, costs: Costs) -> list[float]:
+    """Core-seconds of an optimizer step's forward and backward, for each thread that takes part."""
+    ways = layout.train_threads
+    sizes = [at.stop - at.start for at in slices(round(layout.samples), layout.chunk, ways)]
+    return [sum(map(costs.train, sizes[k::ways])) for k in range(min(ways, len(sizes)))]
 
 
 class SimExchange:
     """A learner's clipping, update and agreement with the others: here, alone."""
 
-    locked = False  # a lock for each chunk of shared weights
-    shares_cores = False  # learners take turns if there are more of them than cores
-
     def __init__(self, learner: SimLearner) -> None:
         self.learner, self.shared, self.layout = learner, learner.shared, learner.layout
-        self.costs = learner.costs.exchange
+        self.costs, self.weights = learner.costs.exchange, learner.shared.services.weight_bytes
 
     def step(self) -> Process:
         yield from self.update("solo")
@@ -116,8 +109,8 @@ class SimExchange:
     def after_rollout(self) -> Process:
         yield from ()
 
-    def update(self, kind: str, share: float = 1.0) -> Process:
-        yield self.learner.chip.work(self.costs[kind] * share, "exchange")
+    def update(self, kind: str) -> Process:
+        yield self.learner.chip.work(self.costs[kind], "exchange")
 
     def extra(self, kind: str) -> float:
         """Seconds beside those of a lone learner."""
@@ -126,32 +119,36 @@ class SimExchange:
     def count_update(self) -> None:
         """An update of shared weights, after which they are read again."""
         self.learner.stale += self.shared.updates - self.learner.snapshot
+        self.learner.updates += 1
         self.shared.updates += 1
         self.learner.snapshot = self.shared.updates
 
 
 class SimAllReduce(SimExchange):
+    """A ring on each machine, whose measured time grows with (L - 1) / L, then 2 (M - 1) messages between machines."""
+
     def step(self) -> Process:
-        yield from self.learner.wait(self.shared.meeting.join())
-        yield self.learner.sim.timeout(self.extra("allreduce") * self.shared.scale)
-        if self.shared.ring.seconds:
-            yield from self.learner.wait(self.learner.sim.timeout(self.shared.ring.seconds))
-            if self.learner.rank == 0:
-                self.shared.ring.book()
+        learner, h, measured = self.learner, self.layout.hardware, self.shared.services.learners
+        each, messages = self.layout.learners // h.machines, 2 * (h.machines - 1)
+        sent = messages * self.weights / h.machines / h.bandwidth
+        scale = ((each - 1) / each + (h.machines - 1) / h.machines) * measured / (measured - 1)
+        yield from learner.wait(self.shared.barrier.join())
+        yield learner.sim.timeout(self.extra("allreduce") * scale)
+        yield from learner.wait(learner.sim.timeout(messages * h.latency + sent))
+        if learner.rank % each == 0:
+            learner.machine.inward.busy += sent
+            learner.machine.outward.busy += sent
         yield from self.update("solo")
 
 
 class SimHogwild(SimExchange):
-    shares_cores = True
-
     def step(self) -> Process:
         yield from self.update("hogwild")
         self.count_update()
 
 
 class SimStore(SimExchange):
-    locked = True
-    local_steps = 0  # since the last meeting with the store
+    local_steps = 0  # since the last update of the store
 
     def step(self) -> Process:
         self.local_steps += 1
@@ -159,24 +156,20 @@ class SimStore(SimExchange):
             yield from self.update("solo")
             return
         self.local_steps = 0
-        locks = self.shared.locks
-        todo = list(range(len(locks)))
-        while todo:  # every chunk once, the free ones first
-            k = next((k for k in todo if not locks[k].users), todo[0])
-            todo.remove(k)
-            with locks[k].request() as held:
-                yield from self.learner.wait(held)
-                yield from self.update("store", 1 / len(locks))
+        with self.shared.store.request() as held:  # of one chunk after another, the free ones first
+            yield from self.learner.wait(held)
+            yield from self.update("store")
         self.count_update()
 
 
 class SimGossip(SimExchange):
-    updates = 0
+    steps = 0
+    sending = False  # a message to other machines
 
     def step(self) -> Process:
         yield from self.update("solo")
-        self.updates += 1
-        if self.layout.mix_every and self.updates % self.layout.mix_every == 0:
+        self.steps += 1
+        if self.layout.mix_every and self.steps % self.layout.mix_every == 0:
             yield from self._mix()
 
     def after_rollout(self) -> Process:
@@ -184,11 +177,24 @@ class SimGossip(SimExchange):
             yield from self._mix()
 
     def _mix(self) -> Process:
+        learner, h = self.learner, self.layout.hardware
         if self.layout.tau == 0:
-            yield from self.learner.wait(self.shared.meeting.join())
-            yield from self.learner.wait(self.learner.sim.timeout(self.shared.ring.round_trip))
-        yield self.learner.chip.work(self.extra("gossip"), "exchange")
-        self.learner.send()
+            yield from learner.wait(self.shared.barrier.join())
+            if h.machines > 1:  # there and on, by way of the first machine
+                yield from learner.wait(learner.sim.timeout(2 * h.latency + self.weights / h.bandwidth))
+        yield learner.chip.work(self.extra("gossip"), "exchange")
+        if h.machines > 1 and not self.sending:  # a message that is due while one is on its way is left out
+            self.sending = True
+            learner.sim.process(self._send(h.machines))
+
+    def _send(self, machines: int) -> Process:
+        """A message to every other machine, by way of the first one."""
+        own, first = self.learner.machine, self.shared.machines[0]
+        if own is not first:
+            yield own.outward.send(self.weights)
+            yield first.inward.send(self.weights)
+        yield first.outward.send(self.weights * (machines - 1 - (own is not first)))
+        self.sending = False
 
 
 EXCHANGES: dict[str, type[SimExchange]] = {

@@ -1,9 +1,10 @@
-"""What the measuring processes do: short turns of the learner's own loop, exchanges, env steps."""
+"""What the measuring processes do: short turns of the learner's own loop, exchanges, messages, env steps."""
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,34 +17,21 @@ from coterie.build.factory import ProcessContext, make_exchange, normalizers
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
-from coterie.parallel.processes import Post
+from coterie.parallel.processes import Post, scratch_folder
 from coterie.roles.learner import Learner
 from coterie.tools.bench import Training
-from coterie.tools.plan.costs import fit
-from coterie.tools.plan.wire import wire_cost
+from coterie.tools.plan.services import fit
 from coterie.types import Array, Spec
+from coterie.wire.client import Stream, open_channel
+from coterie.wire.codec import action_layout, timestep_layout
+from coterie.wire.server import Answer, Server, ServiceStream
 
 _ROUNDS = 3
-_LEAST = 3  # rollouts of a turn that tell by how much they differ
 _STEPS = 20  # of each exchange
-TURNS = 7 * _ROUNDS + 3  # that the time is for
+_TURNS = 2 * _ROUNDS + 2  # that the time is for
 PATIENCE_S = 600.0
 
 Turn = dict[str, float]  # seconds of each part, and what was done in them
-
-
-def measure_whole(post: Post, config: ResolvedConfig, turn: float) -> None:
-    """In a child process with all cores: env steps/s of acting alone, seconds of a training step."""
-    loop = Training(Learner(config))
-    acted, trained = list[float](), list[float]()
-    try:
-        _warm(loop, turn / 4)
-        for _ in range(_ROUNDS):
-            acted.append(loop.turn(turn, learn=False))
-            trained.append(_turn(loop, turn)["train"])
-    finally:
-        loop.close()
-    post("result", (float(np.median(acted)), float(np.median(trained))))
 
 
 def measure_process(
@@ -51,65 +39,48 @@ def measure_process(
 ) -> None:
     """In a child process with one core: turns beside the others; in the first also what needs no others."""
     rank, sync = links.rank, partial(links.board.meet, links.rank, PATIENCE_S)
-    turn = seconds / TURNS
-    *loops, own = [Training(Learner(c)) for c in configs]
-    alone: list[list[Turn]] = [[], []]
-    crowded: list[list[Turn]] = [[], []]
-    took: list[list[Array]] = [[], []]  # seconds of each rollout of those
+    turn = seconds / _TURNS
+    loops = [Training(Learner(c)) for c in configs]
     try:
-        for loop in (*loops, own):
-            _warm(loop, turn / 4)
-        acted = list[float]()
-        for _ in range(_ROUNDS):
-            sync()
-            acted.append(own.turn(turn, learn=False))
-            for i, loop in enumerate(loops):
-                sync()
-                if rank == 0:
-                    alone[i].append(_turn(loop, turn))
-                sync()
-                crowded[i].append(_turn(loop, turn))
-                took[i].append(np.diff(loop.now.ends))
-        every = {"solo": ProcessContext(), **others}
-        agreed = {kind: _exchange(loops[-1].learner, kind, mine, sync) for kind, mine in every.items()}
-        sync()
+        turns = _turns(loops, turn, sync)
+        learner, every = loops[-1].learner, {"solo": ProcessContext(), **others}
         found: dict[str, Any] = {
-            "crowded": [merge(t) for t in crowded],
-            "took": float(np.median(np.concatenate(took[-1]))),
-            "jitter": _jitter(took[-1]),
-            "acted": float(np.median(acted)),
-            "exchange": agreed,
-            "solo": float(np.median([t["exchange"] for t in crowded[-1]])),
+            "turns": turns,
+            "exchange": {kind: _exchange(learner, kind, mine, sync) for kind, mine in every.items()},
         }
+        sync()
         if rank == 0:
-            learner = loops[-1].learner
-            widths = [c.env.num_envs for c in configs[:2]]
-            costs = [wire_cost(learner.spec, n, turn / 4) for n in widths]
-            line = fit([(1, n, cost) for n, cost in zip(widths, costs, strict=True)])
+            widths = [c.env.num_envs for c in configs]
             found |= {
-                "alone": [merge(t) for t in alone],
-                "wire": (line.fixed, line.each),
+                "wire": fit([(1, n, wire_cost(learner.spec, n, turn / 4)) for n in widths]),
                 "weight_bytes": 4.0 * len(learner.params.data),
                 "deviation": _deviation(configs[1], learner.spec, turn / 2),
-                "gpu": _gpu(configs[:2], turn) if torch.cuda.is_available() else None,
+                "gpu": _gpu(configs, turn) if torch.cuda.is_available() else None,
             }
         sync()
     finally:
-        for loop in (*loops, own):
+        for loop in loops:
             loop.close()
     post("result", found)
 
 
-def _warm(loop: Training, seconds: float) -> None:
-    """Run until it has trained: value learning fills its replay first."""
+def _turns(loops: list[Training], seconds: float, sync: Callable[[], None]) -> list[Turn]:
+    """What a turn of each loop takes, once they have trained: value learning fills its replay first."""
     end = time.monotonic() + PATIENCE_S
-    while loop.learner.progress.learner_steps < 2 and time.monotonic() < end:
-        loop.turn(seconds)
+    for loop in loops:
+        while loop.learner.progress.learner_steps < 2 and time.monotonic() < end:
+            loop.turn(seconds / 4)
+    found: list[list[Turn]] = [[] for _ in loops]
+    for _ in range(_ROUNDS):
+        for loop, turns in zip(loops, found, strict=True):
+            sync()
+            turns.append(_turn(loop, seconds))
+    return [merge(turns) for turns in found]
 
 
 def _turn(loop: Training, seconds: float) -> Turn:
-    """Run some rollouts of the learner's loop; returns seconds of a group's env step and forward, of the rest of an
-    unroll, of an optimizer step and of its exchange.
+    """Run some rollouts of the learner's loop; returns seconds of an env step and forward, of the rest of an unroll, of
+    an optimizer step and of its exchange.
     """
     learner = loop.learner
     done, stages = learner.progress, learner.stages.seconds
@@ -135,13 +106,6 @@ def _turn(loop: Training, seconds: float) -> Turn:
     }
 
 
-def _jitter(took: list[Array]) -> float:
-    """Coefficient of variation of a rollout's time: within a turn where that has some, else among all."""
-    some = [t / t.mean() for t in took if len(t) >= _LEAST]
-    every = np.concatenate(some or took)
-    return float(every.std(ddof=1) / every.mean()) if len(every) >= _LEAST else 0.0
-
-
 def _exchange(learner: Learner, kind: str, links: ProcessContext, sync: Callable[[], None]) -> list[float]:
     """Seconds of some learner steps' agreement and update, while the other processes make as many."""
     config = replace(learner.config, exchange=kind, learners=links.learners)
@@ -158,6 +122,44 @@ def _exchange(learner: Learner, kind: str, links: ProcessContext, sync: Callable
             exchange.after_rollout(learner.params)  # which a run does once for any number of steps
         sync()
     return took
+
+
+class Echo(ServiceStream):
+    """A stream that answers at once."""
+
+    def __init__(self, spec: Spec, envs: int, newest: bool = False) -> None:
+        super().__init__({})
+        self.reads, self.writes = timestep_layout(spec, envs, newest), action_layout(spec, envs)
+        self.actions = {t.name: np.zeros(t.shape, t.dtype) for t in self.writes.tensors}
+
+    def ask(self, arrays: Mapping[str, Array], answer: Answer) -> None:
+        answer(self.actions, 0)
+
+
+def wire_cost(spec: Spec, envs: int, seconds: float) -> float:
+    """Core-seconds of a message of `envs` envs and its answer over a unix socket, client and server together."""
+    folder = scratch_folder("/tmp")  # a socket's path has 107 bytes at most
+    server = Server(f"unix:{folder / 'wire'}", {"Infer": lambda hello: Echo(spec, envs)})
+    try:
+        layout = timestep_layout(spec, envs)
+        seen = {t.name: np.zeros(t.shape, t.dtype) for t in layout.tensors}
+        channel = open_channel(server.address)
+        stream = Stream(channel, "Infer", {"envs": envs}, layout)
+        for _ in range(3):
+            stream.send(seen)
+            stream.receive()
+        count, begin, cpu = 0, time.perf_counter(), time.process_time()
+        while time.perf_counter() - begin < seconds:
+            stream.send(seen)
+            stream.receive()
+            count += 1
+        spent = (time.process_time() - cpu) / count
+        stream.close()
+        channel.close()
+    finally:
+        server.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return spent
 
 
 def _deviation(config: ResolvedConfig, spec: Spec, seconds: float) -> float:
@@ -181,15 +183,12 @@ def _deviation(config: ResolvedConfig, spec: Spec, seconds: float) -> float:
 
 def _gpu(configs: list[ResolvedConfig], turn: float) -> list[Turn]:
     """The same loop on the first GPU."""
-    found = []
-    for config in configs:
-        loop = Training(Learner(replace(config, device="cuda")))
-        try:
-            _warm(loop, turn / 4)
-            found.append(merge([_turn(loop, turn) for _ in range(_ROUNDS)]))
-        finally:
+    loops = [Training(Learner(replace(config, device="cuda"))) for config in configs]
+    try:
+        return _turns(loops, turn, lambda: None)
+    finally:
+        for loop in loops:
             loop.close()
-    return found
 
 
 def merge(turns: Sequence[Turn]) -> Turn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -10,22 +11,37 @@ from itertools import groupby, product
 from coterie.acting.table import ACTING
 from coterie.config import Config
 from coterie.exchange.table import EXCHANGES
-from coterie.tools.plan.costs import Services
 from coterie.tools.plan.layout import Hardware, RunLayout, layout
-from coterie.tools.plan.simulate import Result, ceiling, simulate
+from coterie.tools.plan.services import Services
+from coterie.tools.plan.simulate import Result, simulate
 from coterie.types import ConfigError, CoterieError, Spec
 
 _NOISE = 1.05  # a simulation's rate over a ceiling of mean times
 
 
+def ceiling(layout: RunLayout, services: Services) -> float:
+    """Env steps/s that the layout cannot exceed: its cores and GPUs full all the time."""
+    h, kind, costs, chip = layout.hardware, layout.kind, services.costs, services.chip(layout.gpus > 0)
+    most = layout.batch_max or layout.width * layout.producers  # envs of a forward
+    envs = max(1, most if kind.hosted else layout.width // layout.groups)
+    train = layout.steps * (chip.train.each * layout.samples + chip.exchange["solo"]) / layout.batch / layout.unroll
+    computes, steps = "gpus" if layout.gpus else "cores", "hosts" if layout.hosts else "cores"
+    counts = {"cores": h.machines * h.cores, "gpus": h.machines * layout.gpus, "hosts": layout.hosts * h.host_cores}
+    work = dict.fromkeys(counts, 0.0)
+    work[steps] += costs.env.each
+    work[steps if kind.own_policy else computes] += (costs if kind.own_policy else chip).act(envs) / envs
+    work[computes] += train
+    return min((counts[k] / x for k, x in work.items() if x), default=math.inf) * services.valid
+
+
 def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[RunLayout]:
     """All layouts on hardware up to `most`, each kind of it in powers of two."""
     for cores, gpus, hosts, machines in product(
-        _doubling(1, most.cores), [0, *_doubling(1, most.gpus)], [0, *_doubling(1, most.hosts)],
-        _doubling(1, most.machines),
+        _doubling(most.cores), [0, *_doubling(most.gpus)], [0, *_doubling(most.hosts)],
+        _doubling(most.machines),
     ):  # fmt: skip
         hardware = replace(most, cores=cores, gpus=gpus, hosts=hosts, machines=machines)
-        for each, acting, exchange in product(_doubling(1, max(cores, gpus)), ACTING, EXCHANGES):
+        for each, acting, exchange in product(_doubling(max(cores, gpus)), ACTING, EXCHANGES):
             learners = each * machines
             if EXCHANGES[exchange].one_learner == (learners == 1) and (not hosts or ACTING[acting].apart):
                 with suppress(ConfigError):
@@ -44,12 +60,9 @@ def cheapest(
         for one in same:
             if ceiling(one, services) * services.action_repeat * _NOISE < max(target, best.frames_per_s if best else 0):
                 continue
-            try:
+            with suppress(CoterieError):  # too large: a smaller one of its kind was looked at
                 result = simulate(one, services, seed)
-            except CoterieError:  # too large: a smaller one of its kind was looked at
-                continue
-            if best is None or result.frames_per_s > best.frames_per_s:
-                best = result
+                best = result if best is None else max(best, result, key=lambda x: x.frames_per_s)
         if best is not None and best.frames_per_s >= target:
             return best, None
     for one in sorted(found, key=lambda x: -ceiling(x, services)):
@@ -58,10 +71,6 @@ def cheapest(
     return None, None
 
 
-def _doubling(first: int, most: int) -> list[int]:
+def _doubling(most: int) -> list[int]:
     """Powers of two up to `most`, and itself."""
-    found = []
-    while first < most:
-        found.append(first)
-        first *= 2
-    return [*found, most] if most > 0 else []
+    return [2**k for k in range(most.bit_length()) if 2**k < most] + [most] * (most > 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from coterie.tools.plan.costs import Costs, Line, Services
 from coterie.tools.plan.layout import Hardware, RunLayout
+from coterie.tools.plan.services import Costs, Line, Services
 
 EXCHANGE = {"solo": 0.01, "allreduce": 0.03, "hogwild": 0.02, "store": 0.03, "gossip": 0.02}
 COSTS = Costs(
@@ -18,7 +18,7 @@ BARE = Costs(Line(0.0, 0.01), Line(0.002, 0.0), Line(), Line(), dict.fromkeys(EX
 
 
 def services(costs: Costs = COSTS, **changes: Any) -> Services:
-    return replace(Services(alone=costs, crowded=costs), **changes)
+    return replace(Services(costs=costs), **changes)
 
 
 def layout(

@@ -10,8 +10,8 @@ from coterie.acting.table import ACTING
 from coterie.cli.main import main
 from coterie.exchange.table import EXCHANGES
 from coterie.presets import PRESETS, make
-from coterie.tools.plan.costs import load, save
 from coterie.tools.plan.measure import lone, sizes
+from coterie.tools.plan.services import load, save
 from tests.tools.plan.harness import services
 
 PLAN = ("plan", "impala", "--env", "CartPole-v1")
@@ -34,17 +34,12 @@ def test_plan_measures_this_machine_saves_the_services_and_prints_a_table(tmp_pa
     assert found.obs_bytes == 16
     assert found.weight_bytes > 0
     assert 0.5 < found.valid <= 1
-    for costs in (found.alone, found.crowded):
-        assert costs.act(8) > 0
-        assert costs.env(8) > 0
-        assert costs.train(64) > 0
-        assert min(costs.exchange.values()) == costs.exchange["solo"] > 0
-        assert costs.wire(8) > 0
-    # A factor far from 1 would be a mistake of the comparison.
-    assert 0.3 < found.threads.act < 5
-    assert 0.3 < found.threads.train < 5
-    assert 0 <= found.uneven < 1
-    assert 0 <= found.jitter < 2
+    costs = found.costs
+    assert costs.act(8) > 0
+    assert costs.env(8) > 0
+    assert costs.train(64) > 0
+    assert min(costs.exchange.values()) == costs.exchange["solo"] > 0
+    assert costs.wire(8) > 0
 
 
 def test_plan_with_the_same_seed_prints_the_same_json(given, capsys):

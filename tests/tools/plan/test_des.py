@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import simpy
 
-from coterie.tools.plan.des import Cores, Link, Meeting
+from coterie.tools.plan.des import Barrier, Cores, Link
 
 
 def test_two_jobs_on_one_core_share_it_evenly():
@@ -77,14 +77,14 @@ def test_a_link_is_an_m_d_1_queue():
     assert link.busy == pytest.approx(30_000)
 
 
-def test_a_meeting_begins_when_all_members_have_joined():
+def test_a_barrier_begins_when_all_members_have_joined():
     sim, begun = simpy.Environment(), []
-    meeting = Meeting(sim, 2)
+    barrier = Barrier(sim, 2)
 
     def member(pause: float):
         for _ in range(2):
             yield sim.timeout(pause)
-            yield meeting.join()
+            yield barrier.join()
             begun.append(sim.now)
 
     sim.process(member(1.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -17,7 +18,7 @@ from coterie.exchange.table import EXCHANGES
 from coterie.parallel.params import FlatParams
 from coterie.roles.learner import Learner
 from coterie.runs.config_io import replace as changed
-from coterie.tools.plan.layout import UPDATES, Hardware, layout, layouts
+from coterie.tools.plan.layout import UPDATES, Hardware, RunLayout, layout
 from coterie.tools.plan.search import candidates, cheapest
 from coterie.tools.plan.simulate import simulate
 from coterie.types import ConfigError
@@ -27,17 +28,27 @@ IMPALA = presets.impala(env="CartPole-v1")
 SPEC = make_spec(IMPALA.env, IMPALA.atari)
 
 
+def layouts(config, hardware, learners) -> dict[str, RunLayout | ConfigError]:
+    found: dict[str, RunLayout | ConfigError] = {}
+    for acting, exchange in product(ACTING, EXCHANGES):
+        try:
+            found[f"{acting} {exchange}"] = layout(config, SPEC, hardware, acting, exchange, learners)
+        except ConfigError as error:
+            found[f"{acting} {exchange}"] = error
+    return found
+
+
 def test_every_acting_and_exchange_has_a_layout_or_a_refusal():
-    found = dict(layouts(IMPALA, SPEC, Hardware(cores=4), 2))
+    found = layouts(IMPALA, Hardware(cores=4), 2)
     assert list(found) == [f"{a} {x}" for a in ACTING for x in EXCHANGES]
     assert not any(isinstance(x, ConfigError) for x in found.values())
     assert {x.learners for x in found.values()} == {1, 2}
     a2c = presets.a2c(env="CartPole-v1")
-    found = dict(layouts(a2c, SPEC, Hardware(cores=4, hosts=2), 2))
+    found = layouts(a2c, Hardware(cores=4, hosts=2), 2)
     assert [k for k, x in found.items() if isinstance(x, ConfigError)] == [
         f"{a} {x}" for a in ("decoupled", "central") for x in EXCHANGES
     ]
-    assert all(x.lockstep for k, x in dict(layouts(a2c, SPEC, Hardware(4), 2)).items() if "inline" not in k)
+    assert all(x.lockstep for k, x in layouts(a2c, Hardware(4), 2).items() if "inline" not in k)
 
 
 @pytest.mark.parametrize("name", ["a2c", "ppo", "dqn"])
@@ -80,7 +91,7 @@ def test_each_host_adds_its_own_simulators():
 
 def test_learners_on_several_machines_are_laid_out_like_those_on_one():
     config = changed(IMPALA, {"env.num_envs": 16})
-    found = dict(layouts(config, SPEC, Hardware(cores=2, machines=3), 6))
+    found = layouts(config, Hardware(cores=2, machines=3), 6)
     one = layout(config, SPEC, Hardware(cores=2), "decoupled", "gossip", 2)
     three = found["decoupled gossip"]
     assert (three.learners, three.producers, three.width) == (6, one.producers, one.width)
@@ -110,7 +121,7 @@ def test_each_algorithm_has_its_number_of_updates():
 
 def test_cores_gpus_and_hosts_cost_money():
     hardware = Hardware(cores=4, gpus=2, hosts=3, host_cores=8, core_hour=1.0, gpu_hour=10.0)
-    cost = {k: x.dollars_per_hour for k, x in layouts(changed(IMPALA, {"env.num_envs": 16}), SPEC, hardware, 1)}
+    cost = {k: x.dollars_per_hour for k, x in layouts(changed(IMPALA, {"env.num_envs": 16}), hardware, 1).items()}
     assert cost["inline solo"] == 4 + 10
     assert cost["central solo"] == 4 + 10 + 24
 

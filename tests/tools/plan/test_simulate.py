@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from coterie.tools.plan.costs import Line, Threads
 from coterie.tools.plan.layout import Hardware
-from coterie.tools.plan.simulate import World, ceiling, simulate
+from coterie.tools.plan.search import ceiling
+from coterie.tools.plan.services import Line
+from coterie.tools.plan.simulate import World, simulate
 from tests.tools.plan.harness import BARE, COSTS, EXCHANGE, layout, services
 
 TWO = Hardware(cores=2)
@@ -114,37 +115,6 @@ def test_a_stores_lock_is_held_by_one_learner_at_a_time():
         assert rate == pytest.approx(min(chunks, 4) / EXCHANGE["store"], rel=0.05)
 
 
-def test_threads_of_one_process_are_slower_by_the_measured_factor():
-    slower = services(BARE, threads=Threads(act=2.0))
-    two = layout(hardware=TWO, width=4, batch=4, groups=2, act_threads=2, train_threads=2, unroll=100)
-    assert simulate(two, slower).env_steps_per_s == pytest.approx(4 / 0.044, rel=0.01)
-    assert simulate(layout(), slower) == simulate(layout(), services(BARE))  # which has one core
-    learn = replace(BARE, env=Line(), act=Line(), train=COSTS.train)
-    once, twice = (simulate(two, services(learn, threads=Threads(train=x))).env_steps_per_s for x in (1.0, 2.0))
-    assert once == pytest.approx(2 * twice)
-
-
-@pytest.mark.parametrize("machines", [1, 2])
-def test_uneven_cores_are_as_fast_as_the_slowest_where_learners_meet(machines):
-    """Two cores take 0.8 and 1.2 times as long: their coefficient of variation is 0.2 times the root of 2."""
-    some = services(BARE, uneven=0.2 * math.sqrt(2))
-    own = {"hardware": Hardware(cores=2 // machines, machines=machines), "learners": 2}
-    assert simulate(layout("inline", "allreduce", **own), some).env_steps_per_s == pytest.approx(2 / 0.0144, rel=0.01)
-    gossip = simulate(layout("inline", "gossip", **own), some).env_steps_per_s
-    assert gossip == pytest.approx(1 / 0.0144 + 1 / 0.0096, rel=0.02)
-
-
-def test_a_core_that_varies_makes_synchronous_learners_wait():
-    own = {"hardware": TWO, "learners": 2, "unroll": 20}
-    rates = {
-        k: [simulate(layout("inline", k, **own), services(BARE, jitter=x)).env_steps_per_s for x in (0.0, 0.3)]
-        for k in ("allreduce", "gossip")
-    }
-    assert rates["gossip"][1] == pytest.approx(rates["gossip"][0], rel=0.06)
-    # Of two, the longer one takes 0.56 standard deviations more than the mean.
-    assert rates["allreduce"][1] == pytest.approx(rates["allreduce"][0] / (1 + 0.56 * 0.3), rel=0.06)
-
-
 def test_an_all_reduce_between_machines_takes_its_messages_time():
     """A ring of 4: six messages of a quarter of the weights, one after the other (exchange/ring.py)."""
     hardware = Hardware(machines=4, latency=0.01, bandwidth=1000.0)
@@ -184,29 +154,19 @@ EVERY = [
 
 
 @pytest.mark.parametrize("own", EVERY, ids=lambda x: f"{x.name} {x.hosts}")
-def test_rows_shares_lag_and_ceiling_are_consistent_in_every_layout(own):
-    some = services(env_cv=0.5, obs_bytes=10.0, weight_bytes=100.0, uneven=0.3, jitter=0.1)
+def test_shares_lag_and_ceiling_are_consistent_in_every_layout(own):
+    some = services(env_cv=0.5, obs_bytes=10.0, weight_bytes=100.0)
     result = simulate(own, some, seed=3)
-    counts = result.counts
-    assert counts["produced"] == counts["learned"] + counts["in_flight"]
-    assert counts["learned"] > 0
+    assert result.env_steps_per_s > 0
     assert result == simulate(own, some, seed=3)
     assert result.env_steps_per_s != simulate(own, some, seed=4).env_steps_per_s
     for name, mine in result.parts.items():
-        assert result.busy[name] == pytest.approx(sum(mine.values()))
+        assert result.busy[name] == pytest.approx(sum(mine.values()), rel=0.02)
     assert all(0 <= share <= 1 + 1e-6 for share in result.busy.values())
     assert result.env_steps_per_s <= 1.1 * ceiling(own, some)
     assert 0 <= result.lag_mean <= result.lag_max
     if own.lockstep:
         assert result.lag_max == 0
-
-
-def test_no_row_is_lost_at_any_moment():
-    world = World(EVERY[5], services(env_cv=0.5))
-    for _ in range(400):
-        world.sim.step()
-        counts = world.counts()
-        assert counts["produced"] == counts["learned"] + counts["in_flight"]
 
 
 def test_value_learning_trains_as_often_as_its_intensity_says():

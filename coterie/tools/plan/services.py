@@ -1,0 +1,105 @@
+"""What the parts of a run cost: measured by `measure`, or read from a file that was written by hand or elsewhere.
+
+All seconds are of one core (or of the accelerator). A part that handles n envs or samples at once takes
+`fixed + each * n` seconds; an env step varies, gamma distributed with coefficient of variation `env_cv`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coterie.exchange.table import EXCHANGES
+from coterie.types import ConfigError, reason_of
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds, by the number of envs or samples that are handled at once."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+
+    def __call__(self, n: float) -> float:
+        return self.fixed + self.each * n
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one core while the others are as busy."""
+
+    env: Line  # a step of n envs: `fixed` is the acting thread's, `each` the env thread's
+    act: Line  # a forward of n envs, sampled and recorded
+    unroll: Line  # what else an unroll of n envs takes: new weights, the value of its last observations
+    train: Line  # a part of n samples: forward and backward
+    exchange: dict[str, float]  # a learner step's clipping, update and agreement; between `Services.learners` learners
+    wire: Line = Line()  # a message of n envs and its answer, both ends together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """A net, its algorithm and an env on one kind of machine."""
+
+    costs: Costs
+    env_cv: float = 0.0  # of one env's step
+    action_repeat: int = 1  # frames for each env step
+    valid: float = 1.0  # share of rows that count: the others restart an env
+    obs_bytes: float = 0.0  # of one env's observation
+    weight_bytes: float = 0.0  # of the net's weights
+    learners: int = 2  # that `exchange` was measured between
+    accelerator: Costs | None = None  # act, train, exchange there; env and unroll are what a core does beside it
+    about: dict[str, Any] = field(default_factory=dict)  # where it comes from; nothing reads it
+
+    def __post_init__(self) -> None:
+        if self.action_repeat < 1 or self.learners < 2 or not 0 < self.valid <= 1:
+            raise ValueError("action_repeat must be at least 1, learners at least 2, valid in (0, 1]")
+
+    def chip(self, gpu: bool) -> Costs:
+        """Costs on what a learner computes with."""
+        return self.accelerator if gpu and self.accelerator is not None else self.costs
+
+
+def save(services: Services, path: Path) -> None:
+    path.write_text(json.dumps(asdict(services), indent=1) + "\n")
+
+
+def load(path: Path) -> Services:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--services: {path} cannot be read as JSON: {reason_of(error)}") from None
+    try:
+        return from_json(data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"--services: {path} is not a services file of this version: {error}") from None
+
+
+def from_json(data: dict[str, Any]) -> Services:
+    """The inverse of `asdict`."""
+    accelerator = data.get("accelerator")
+    costs = {"costs": _costs(data["costs"]), "accelerator": accelerator and _costs(accelerator)}
+    return Services(**{**data, **costs})
+
+
+def _costs(data: dict[str, Any]) -> Costs:
+    lines = {name: Line(**line) for name, line in data.items() if name != "exchange"}
+    exchange = {name: float(data["exchange"][name]) for name in EXCHANGES}
+    return Costs(exchange=exchange, **lines)
+
+
+def fit(points: Sequence[tuple[float, float, float]]) -> Line:
+    """The line through two measurements (times that `fixed` is paid, n, seconds). `each` has everything if the two
+    cannot be separated or one would be negative.
+    """
+    (p1, n1, y1), (p2, n2, y2) = points
+    det = p1 * n2 - p2 * n1
+    if abs(det) > 1e-3 * p2 * n2:
+        fixed, each = (y1 * n2 - y2 * n1) / det, (p1 * y2 - p2 * y1) / det
+        if fixed >= 0 and each >= 0:
+            return Line(fixed, each)
+        if each < 0:  # it does not depend on n, as far as this can tell
+            return Line((y1 + y2) / (p1 + p2), 0.0)
+    return Line(0.0, (y1 + y2) / (n1 + n2))
