@@ -1,5 +1,5 @@
 """What central acting decides: which streams may go on, and which requests are answered together. The simulation of
-`coterie plan` decides by the same functions.
+`coterie plan` uses `has_room` and `choose_batch`.
 """
 
 from __future__ import annotations
