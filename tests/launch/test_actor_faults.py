@@ -43,17 +43,19 @@ def torso(obs, config):
         setattr(OWNER, NAME, fatal)
     return MLPTorso(obs[""].shape, config.hidden, config.activation, False)
 """
-LOCKSTEP = {"decoupled.lockstep": True}
+slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("point", "exchange", "changes"),
     [
-        ("before Weights.read", "solo", {}),
+        pytest.param("before Weights.read", "solo", {}, marks=slow),
         ("after Slots.take", "hogwild", {}),  # it holds a slot of which nothing is written
-        ("before Slots.promise", "store", {}),  # all rows are counted, and none are delivered
+        # All rows are counted, and none are delivered.
+        pytest.param("before Slots.promise", "store", {}, marks=slow),
         ("before Slots.fill", "gossip", {}),
-        ("after Slots.fill", "solo", LOCKSTEP),  # the learner has them, but they are not counted as delivered
+        # The learner has them, but they are not counted as delivered.
+        pytest.param("after Slots.fill", "solo", {"decoupled.lockstep": True}, marks=slow),
     ],
 )
 def test_an_actor_killed_at_any_point_loses_at_most_its_rollout(

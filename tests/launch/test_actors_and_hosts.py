@@ -27,15 +27,12 @@ METRICS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("acting", "exchange"), [("decoupled", "allreduce"), ("central", "solo")])
-def test_a_run_with_actors_or_hosts_finishes_evaluates_and_resumes(tmp_path, acting, exchange):
+@pytest.mark.parametrize("acting", ["decoupled", "central"])
+def test_a_run_with_actors_or_hosts_finishes_evaluates_and_resumes(tmp_path, acting):
     out = tmp_path / "run"
-    assert main(OPTIONS[acting](out, exchange, **{"eval.every": 1000, "eval.episodes": 2})) == 0
+    assert main(OPTIONS[acting](out, **{"eval.every": 1000, "eval.episodes": 2})) == 0
     summary = check_rows(out)
     assert summary["status"] == "finished"
-    if exchange == "allreduce":  # all learners hold equal parameters: pulling from one is pulling from all
-        assert len(summary["digests"]) == 2
-        assert len(set(summary["digests"])) == 1
     # A learner finishes the batches that it has begun.
     assert 3000 <= summary["env_steps"] <= 3000 + 4 * CROWD * 5
     assert summary["rows"]["rolled_back"] == 0
@@ -101,9 +98,9 @@ def test_killed_actors_and_hosts_are_restarted_and_every_row_is_accounted_for(me
     ("acting", "exchange", "changes"),
     [
         ("decoupled", "solo", {}),
-        ("decoupled", "gossip", {}),
+        pytest.param("decoupled", "gossip", {}, marks=slow),
         # Long rollouts, whose rows the learner has received and not learned from.
-        ("central", "solo", {"algo.unroll-length": 20, "log.checkpoint_every": 4}),
+        pytest.param("central", "solo", {"algo.unroll-length": 20, "log.checkpoint_every": 4}, marks=slow),
     ],
 )
 def test_a_killed_learner_comes_back_with_its_actors_or_hosts(meddler, tally, acting, exchange, changes):
@@ -138,7 +135,7 @@ def test_acting_in_lockstep_gives_the_same_weights_twice(tmp_path, acting, chang
     digests = []
     for i in range(2):
         out = tmp_path / str(i)
-        assert main(OPTIONS[acting](out, **{f"{acting}.lockstep": True, "steps": 1000, **changes})) == 0
+        assert main(OPTIONS[acting](out, **{f"{acting}.lockstep": True, "steps": 600, **changes})) == 0
         summary = check_rows(out)
         assert set(summary["policy_lag"]) == {"0"}
         assert summary["rows"]["in_flight"] == 0
@@ -152,6 +149,7 @@ def test_weights_published_every_eighth_step_are_up_to_eight_steps_old(tmp_path)
     assert 7 <= check_rows(out)["policy_lag_max"] <= 8 + 4
 
 
+@slow
 def test_a_run_with_newest_frames_on_the_wire_learns_the_same(tmp_path):
     """Lives are lost on the way, where EnvPool's stacks go on, and games end, where they do not."""
     digests, sent = [], []
@@ -183,6 +181,7 @@ def test_an_actor_that_dies_more_often_than_allowed_ends_the_run(meddler, capsys
     meddler.check_nothing_left()
 
 
+@slow
 def test_an_actor_that_hangs_is_named(tmp_path, meddler, capsys):
     env = {"env.id": "coterie.envs.testing:FlakyEnv", "log.stall": 8, "env.timeout": 60}  # more than a start takes
     env["env.kwargs"] = json.dumps({"how": "hang", "at": 30, "marker": str(tmp_path / "once")})
