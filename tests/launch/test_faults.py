@@ -14,7 +14,10 @@ from coterie.runs import checkpoint
 from tests.support.runs import ENDLESS, inline_options, last_line, read_summary
 
 
-@pytest.mark.parametrize(("exchange", "rank", "changes"), [("allreduce", 1, {}), ("gossip", 0, {"gossip.tau": 0})])
+@pytest.mark.parametrize(
+    ("exchange", "rank", "changes"),
+    [("allreduce", 1, {}), pytest.param("gossip", 0, {"gossip.tau": 0}, marks=pytest.mark.slow)],
+)
 def test_a_learner_that_hangs_is_named_also_where_the_others_wait_for_it(capsys, meddler, exchange, rank, changes):
     stopped: list[int] = []
 

@@ -59,7 +59,7 @@ def test_killed_learners_come_back_and_every_row_is_accounted_for(meddler, tally
     meddler.check_nothing_left()
 
 
-@pytest.mark.parametrize(("exchange", "restarts"), [("store", 1), ("gossip", 2)])
+@pytest.mark.parametrize(("exchange", "restarts"), [("store", 1), pytest.param("gossip", 2, marks=pytest.mark.slow)])
 def test_what_was_learned_survives_the_death_of_all_learners_at_the_same_moment(meddler, exchange, restarts):
     out, number = meddler.out, signal.SIGUSR1
     pids: list[int] = []

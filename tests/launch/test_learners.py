@@ -19,6 +19,8 @@ from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
 from tests.support.runs import ROLLOUT, check_accounts, inline_options, last_checkpoint, read_summary, tiny
 
+slow = pytest.mark.slow
+
 
 def parameters(tensors: checkpoint.Tensors, rank: int) -> dict[str, torch.Tensor]:
     """A learner's weights, without the normalizers."""
@@ -61,9 +63,7 @@ def test_two_learners_finish_and_their_checkpoints_can_be_evaluated(tmp_path, ca
         assert json.loads(capsys.readouterr().out)["episodes"] == 2
     for which in ("2", "best", "-1"):
         assert main(["eval", str(out), f"--learner={which}"]) == 2
-        stdout, stderr = capsys.readouterr()
-        assert stdout == ""
-        assert stderr.count("\n") == 1
+        stderr = capsys.readouterr().err
         assert which in stderr
         assert ("best is now 0" if which == "best" else "is not one of 0, 1, mean") in stderr
 
@@ -72,8 +72,8 @@ def test_two_learners_finish_and_their_checkpoints_can_be_evaluated(tmp_path, ca
     ("exchange", "changes"),
     [
         ("allreduce", {}),
-        ("gossip", {}),
-        ("hogwild", {"optim.rule": "adam"}),
+        pytest.param("gossip", {}, marks=slow),
+        pytest.param("hogwild", {"optim.rule": "adam"}, marks=slow),
         ("store", {"optim.rule": "adam", "store.local_steps": 2}),
     ],
 )
@@ -159,6 +159,7 @@ print("ends", summary["status"], summary["env_steps"], sys.modules["__main__"]._
 """
 
 
+@slow
 def test_a_script_without_a_main_guard_runs_once_also_with_a_long_path_for_temporary_files(tmp_path):
     """Batch systems set such a path for each job; a socket's path may not be as long."""
     script, out, temporary = tmp_path / "script.py", tmp_path / "run", tmp_path / ("t" * 100)
@@ -178,7 +179,6 @@ def test_a_script_without_a_main_guard_runs_once_also_with_a_long_path_for_tempo
     ("exchange", "changes", "field"),
     [
         ("solo", {}, "learners"),
-        ("gossip", {"gossip.topology": "nonsense"}, "gossip.topology"),
         ("gossip", {"gossip.topology": "bipartite", "learners": 3}, "gossip.topology"),
         ("store", {"store.chunks": 0}, "store.chunks"),
     ],

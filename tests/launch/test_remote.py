@@ -125,7 +125,7 @@ def test_hosts_are_spread_over_the_learners(meddler, worker_threads, exchange):
     meddler.check_nothing_left()
 
 
-@pytest.mark.parametrize("work", [lend_envs, lend_actor])
+@pytest.mark.parametrize("work", [lend_envs, pytest.param(lend_actor, marks=slow)])
 def test_a_worker_that_waits_for_a_stopped_learner_may_leave(meddler, worker_threads, work):
     """Another one goes on afterwards, and reports how long its envs wait for their actions."""
     port = free_port()

@@ -209,6 +209,7 @@ def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):
     assert any("explained_variance" in line for line in read_metrics(out))
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nothing_moves_ends_with_the_reason(tmp_path):
     """The envs' own time-out is longer than log.stall."""
     out = tmp_path / "run"

@@ -94,6 +94,7 @@ def test_a_site_is_stopped_and_goes_on_elsewhere_from_the_storage(rig, pool):
     assert checkpoint.load(rig.checkpoints()[-1].parent)[1]["life"] == 1
 
 
+@pytest.mark.slow
 def test_a_command_that_is_killed_is_restarted_from_the_storage(rig, pool):
     node = rig.node()
     run = pool.submit(node.run, rig.board, rig.site, "127.0.0.1", 10**9)
