@@ -86,8 +86,8 @@ def start(target: Callable[..., None], *args: Any, name: str = "test") -> Child:
     return Child(name, sorted(os.sched_getaffinity(0)), target, args)
 
 
-def hear(children: Sequence[Child], seconds: float = 60.0) -> list[list[tuple[str, Any]]]:
-    """All that the children say until the last has ended; they are killed if that takes too long."""
+def collect(children: Sequence[Child], seconds: float = 60.0) -> list[list[tuple[str, Any]]]:
+    """All messages of the children until the last has ended; they are killed if that takes too long."""
     said: list[list[tuple[str, Any]]] = [[] for _ in children]
     going, end = list(children), time.monotonic() + seconds
     try:

@@ -26,7 +26,7 @@ from coterie.parallel.board import Board
 from coterie.parallel.processes import PeerLost, Post
 from coterie.roles.learner import Learner
 from coterie.types import Rollout
-from tests.exchange.harness import expect, flat, gradients, hear, make_setup, start
+from tests.exchange.harness import collect, expect, flat, gradients, make_setup, start
 
 ROLLOUTS = 8
 
@@ -93,7 +93,7 @@ def test_two_learners_of_four_envs_are_one_of_eight(tmp_path, changes):
         for rank in range(2)
     ]
     one = train(Learner(resolve_config(config("solo", 8, 2, **changes))))
-    said = hear(children)
+    said = collect(children)
     assert [kind for s in said for kind, _ in s] == ["result", "end"] * 2, said
     two = [s[0][1] for s in said]
     for name in ("weights", "square", "moments"):
@@ -152,7 +152,7 @@ def skip_and_stop(post: Post, rank: int, meeting: Path) -> None:
 
 
 def test_a_bad_gradient_of_one_is_skipped_or_stops_all(tmp_path):
-    said = hear([start(skip_and_stop, rank, tmp_path / "meeting") for rank in range(2)])
+    said = collect([start(skip_and_stop, rank, tmp_path / "meeting") for rank in range(2)])
     assert [[kind for kind, _ in s] for s in said] == [["skipped", "weights", "stopped", "end"]] * 2, said
     for s in said:
         assert s[0][1] == (1, True, False, True)
@@ -184,7 +184,7 @@ def agree_on_everything(post: Post, rank: int, meeting: Path) -> None:
 
 
 def test_rows_orders_and_the_end_travel_with_the_gradients(tmp_path):
-    said = hear([start(agree_on_everything, rank, tmp_path / "meeting") for rank in range(2)])
+    said = collect([start(agree_on_everything, rank, tmp_path / "meeting") for rank in range(2)])
     assert [kind for kind, _ in said[0]] == ["agreed", "sum"] * 3 + ["end of it", "end"], said
     assert [content for kind, content in said[0] if kind == "agreed"] == [
         (False, False), (True, False), (False, True),

@@ -44,7 +44,7 @@ def test_in_lockstep_the_weights_are_the_product_of_the_sequence(topology):
 @pytest.mark.parametrize("leaver", [None, 2])
 @pytest.mark.parametrize("topology", ["ring", "exponential", "complete"])
 def test_whatever_the_order_products_are_row_stochastic(topology, leaver):
-    """Nobody in step with anybody, some much slower, one that leaves: everyone's weights stay a convex combination."""
+    """No two in step, some much slower, one leaves: the weights of each stay a convex combination."""
     n, rng = 5, np.random.default_rng(3)
     c = crowd(np.eye(n), matrices(topology, n), tau=-1)
     chances = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
@@ -81,7 +81,7 @@ def test_a_sequence_that_is_not_doubly_stochastic_converges_to_its_left_eigenvec
 
 
 def test_the_update_comes_before_the_message():
-    """Line 3 before line 5 of Algorithm 1: what is told, and what is averaged, has this step's gradient in it."""
+    """Line 3 before line 5 of Algorithm 1: the message and the average include this step's gradient."""
     start = np.random.default_rng(6).standard_normal((2, 16))
     c = crowd(start, matrices("ring", 2))
     grads = [gradients(x.params, 1, seed=x.rank)[0] for x in c.learners]

@@ -19,7 +19,7 @@ from tests.exchange.harness import together
 
 @pytest.mark.parametrize("tau", [0, -1, 3])
 def test_a_learner_that_left_is_out_of_the_average(tau, tmp_path):
-    """Its share goes to the others in proportion, and nobody waits for it (the time-out would say so)."""
+    """Its share goes to the others in proportion, and no learner waits for it, or the time-out would raise."""
     path = tmp_path / "p.json"
     path.write_text(json.dumps([[0.5, 0.25, 0.25], [0.4, 0.2, 0.4], [0.3, 0.3, 0.4]]))
     start = np.random.default_rng(8).standard_normal((3, 5))
@@ -56,7 +56,7 @@ def test_the_last_message_of_a_learner_that_left_is_averaged_once():
 
 
 def test_a_message_published_just_before_its_learner_left_counts():
-    """Its message was not there; then it told, left, and was seen to be gone: what it said counts."""
+    """It publishes between the check for a message and the check whether it is present."""
     c = crowd(np.eye(2), matrices("ring", 2))
     x, leaver = c.learners
 
@@ -74,7 +74,7 @@ def test_a_message_published_just_before_its_learner_left_counts():
 
 @pytest.mark.parametrize(("topology", "tau"), [("ring", 3), ("exponential", 0), ("complete", 3)])
 def test_unequal_numbers_of_steps_end(tau, topology):
-    """The original hangs here: a learner that is done tells nothing any more, and a slower one reaches its bound."""
+    """The original hangs here: a learner that is done publishes no more, and a slower one reaches its bound."""
     n, counts = 4, [5, 40, 12, 23]
     c = crowd(np.eye(n), matrices(topology, n), tau=tau, timeout=20.0)
 
@@ -116,13 +116,18 @@ def test_a_restarted_learner_takes_a_peers_weights_trains_and_then_mixes(topolog
     assert any(
         np.array_equal(back.params.data.numpy(), messages[j]) and np.allclose(mine, sums[j], rtol=1e-9) for j in (0, 1)
     )
-    for name in ("begun", "published", "mixed", "joined"):  # it has published nothing, at a number nobody has reached
+    for name in (
+        "begun",
+        "published",
+        "mixed",
+        "joined",
+    ):  # a number that no other has reached
         assert c.shared.arrays[name][2] == 13
-    lockstep(c.learners[:2], 3)  # numbers 10 to 12: the others neither wait for it nor hear it
+    lockstep(c.learners[:2], 3)  # numbers 10 to 12: the others neither wait for it nor receive from it
     x = c.weights()[:2]
     assert abs(x).max() < 10
     assert c.shared.arrays["published"].tolist() == [13, 13, 13]
-    back.params.grad[:5] = -7.0  # it trains: weights that nobody else has
+    back.params.grad[:5] = -7.0  # it trains: weights that no other has
     expected = c.weights()
     expected[2] = back.params.data[:5].double().numpy() + 7.0
     everybody = [*c.learners[:2], back]
@@ -144,7 +149,7 @@ def test_the_newest_complete_message_is_taken(monkeypatch):
         arrays["published"][j] = arrays["begun"][j] = told
         arrays["message"][j, :4] = 10 * (j + 1)
     c.present[3] = 0
-    arrays["begun"][1] += 1  # the newest is half written, and its writer died without anybody knowing
+    arrays["begun"][1] += 1  # the newest is half written, and the death of its writer was not noticed
     monkeypatch.setattr("coterie.exchange.gossip.time.sleep", lambda seconds: None)
     back = one(c.shared, c.board, matrices("ring", 4), 3, np.zeros(4), tau=-1, rejoin=True)
     back.__enter__()

@@ -1,4 +1,4 @@
-"""Gossip: who waits for whom, how old a message may be, and what is never told."""
+"""Gossip: when a learner waits, how old a message may be, and what is never published."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def test_without_a_bound_a_learner_never_waits(topology):
         step(lone, g, 0.01)
         expected.sub_(g, alpha=0.01)
         assert torch.equal(lone.params.data, expected)
-    assert lone.skipped_messages == 49  # the first was told; nobody has read it
+    assert lone.skipped_messages == 49  # the first was published, and not read
     assert c.shared.arrays["published"].tolist() == [0, 1, 0, 0]
     assert c.shared.arrays["mixed"].tolist() == [0, 0, 0, 0]
 
 
 def test_a_message_is_read_once_and_is_the_last_one_written():
-    """A slow peer hears the message that was written when it was free, and the next only after reading that."""
+    """A slow peer receives the message that was written when it was free, and the next only after reading that."""
     c = crowd(np.zeros((2, 1)), matrices("ring", 2), tau=-1)
     fast, slow = c.learners
     slow.message[1].zero_()
     for k in range(1, 6):
         fast.params.data[0] = float(k)
         step(fast)
-    assert float(c.shared.arrays["message"][0, 0]) == 1.0  # told at its first step, unread since
+    assert float(c.shared.arrays["message"][0, 0]) == 1.0  # published at its first step, unread since
     slow.params.data[0] = 0.0
     step(slow)
     assert slow.params.data[0] == 0.5  # (0 + 1) / 2

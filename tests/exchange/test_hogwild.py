@@ -38,7 +38,7 @@ def apply(exchange: Hogwild, params: FlatParams, grad: Tensor, lr: float = 1e-2)
 
 
 def test_each_step_applies_the_latest_gradient_of_its_own_worker_and_no_other():
-    """The trap of shared `.grad`: two models whose backward passes add to gradients that somebody forgot to clear.
+    """The trap of shared `.grad`: two models whose backward passes add to gradients that were not cleared.
 
     All numbers have few bits, so every sum is exact: the centre is what it was minus every gradient, each once.
     """

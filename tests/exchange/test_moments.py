@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
 import torch
 
-from coterie.build.factory import ProcessContext, exchange_setup, make_model, normalizers
-from coterie.build.resources import resolve_config
-from coterie.exchange.shared_weights import SharedWeights, central_memory, restore
-from coterie.exchange.table import exchange_kind
+from coterie.exchange.shared_weights import SharedWeights, central_memory
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
-from coterie.parallel.board import Board
-from coterie.parallel.params import FlatParams
-from coterie.roles.learner import Learner
-from tests.conftest import make_config
 
 SHAPES = [(3,), (), (2, 4)]
 
@@ -67,7 +57,7 @@ def test_two_sums_are_one_that_saw_all_rows():
 
 
 def test_learners_share_rows_through_the_centre():
-    """Whatever the order in which they tell, everybody ends with the rows of all, each counted once."""
+    """Whatever the order, each ends with the rows of all, counted once."""
     sets = [normalizer_set() for _ in range(3)]
     shared = central_memory(torch.zeros(16), RMSProp(0.9, 1e-5), 1, Moments(sets[0]).read())
     views = [SharedWeights(shared, Moments(s), 1, 5.0) for s in sets]
@@ -76,7 +66,7 @@ def test_learners_share_rows_through_the_centre():
         feed(sets[who], 4 + seed, seed)
         feed(everything, 4 + seed, seed)
         views[who].share_moments()
-        assert_same(sets[who], everything)  # at once what all have told
+        assert_same(sets[who], everything)  # at once the rows of all
     for view in views:
         view.share_moments()  # nothing new: nothing is counted twice
     for s in sets:
@@ -84,32 +74,3 @@ def test_learners_share_rows_through_the_centre():
     for view in views:
         view.close()
     shared.close()
-
-
-@pytest.mark.parametrize("exchange", ["hogwild", "store"])
-def test_a_resumed_run_counts_the_rows_of_before_once(exchange):
-    """Built in the order of launch/placement.py: memory from the checkpoint, a fresh learner, then its part of it."""
-    config = make_config(exchange=exchange, **{"model.normalize_obs": True, "algo.unroll_length": 5})
-    learner = Learner(resolve_config(config))
-    learner.run(lambda rollout: learner.progress.learner_steps == 2)
-    tensors = {part: {k: x.clone() for k, x in group.items()} for part, group in learner.tensors().items()}
-    learner.close()
-    model = make_model(config, learner.spec)
-    model.load_state_dict(tensors["model"])
-    params, moments = FlatParams(model), normalizers(config, model)
-    before = moments.read()
-    assert before[0] == learner.progress.env_steps > 0
-    memory = exchange_kind(config).memory(exchange_setup(config, params, moments, ProcessContext(board=Board(2))))
-    restore(memory, tensors["exchange"], before)
-    board = Board(2)
-    both = replace(resolve_config(config), learners=2)
-    again = [Learner(both, 1, ProcessContext(rank, board, memory)) for rank in range(2)]
-    for each in again:
-        each.load(tensors)
-        each.start({"learned": 20}, 40)
-    for each in again:
-        each.exchange.after_rollout(each.params)
-        each.close()
-    counts = [float(normalizers(config, each.model).read()[0]) for each in again]
-    assert counts == [float(before[0])] * 2
-    memory.close()

@@ -78,7 +78,7 @@ def test_two_learners_that_take_turns_are_one_serial_rmsprop():
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_local_steps_of_two_learners_add_up(chunks):
-    """Nothing is lost: the centre is where it began and every step that anybody made; moments as in Appendix B."""
+    """Nothing is lost: the centre is where it began and every step of each learner; moments as in Appendix B."""
     rule, n = Adam(*BETAS, 1e-3), {0: 2, 1: 3}
     both = [flat(100, 33), flat(100, 33)]
     begin = both[0].data.clone()

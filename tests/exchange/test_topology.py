@@ -32,7 +32,7 @@ def test_named_matrices_are_row_stochastic_weigh_oneself_and_connect(name, n, pe
 def test_a_ring_contracts_by_the_cosine(n):
     (p,) = matrices("ring", n)
     assert contraction([p]) == pytest.approx(math.cos(math.pi / n), abs=1e-12)
-    for i in range(n):  # each hears the one before it
+    for i in range(n):  # each receives from the one before it
         assert p[i, i] == p[i, (i - 1) % n] == (0.5 if n > 1 else 1)
 
 
@@ -68,7 +68,7 @@ def test_exponential_goes_through_the_powers_of_two(n):
             assert set(np.flatnonzero(p[i])) == {i, (i - 2**t) % n}
     assert connected(sequence)
     if n > 2 and n % 2 == 0:
-        assert not connected(sequence[1:])  # without the first, even learners never hear of odd ones
+        assert not connected(sequence[1:])  # without the first, even learners receive nothing from odd ones
     if n & (n - 1) == 0:  # one round of a power of two is an exact average
         product = np.linalg.multi_dot([np.eye(n), *reversed(sequence)])
         np.testing.assert_allclose(product, 1 / n, atol=1e-12)

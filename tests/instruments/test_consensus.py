@@ -1,4 +1,4 @@
-"""What the metrics tell of the learners' agreement: distance and bounds, and how alike gradients are."""
+"""Metrics of the learners' agreement: distance and bounds, and the similarity of gradients."""
 
 from __future__ import annotations
 
@@ -31,26 +31,6 @@ def train(c: Crowd, rounds: int, seed: int) -> None:
             x.step(x.params, 0.1)
 
     together([partial(run, i) for i in range(len(c.learners))])
-
-
-@pytest.mark.parametrize("topology", ["ring", "exponential", "complete"])
-def test_distance_and_bound_at_tau_0(topology):
-    sequence = matrices(topology, 4)
-    c = crowd(np.zeros((4, 20)), sequence, tau=0)
-    reader = Consensus(c.shared, sequence, 0)
-    assert reader.read() == {}  # nobody has spoken
-    ratios = []
-    for seed in range(12):
-        train(c, 5, seed)
-        found = reader.read()
-        assert set(found) == {"consensus/distance", "consensus/bound"}
-        assert found["consensus/distance"] == pytest.approx(distance(c.weights()), rel=1e-4, abs=1e-5)
-        assert found["consensus/distance"] <= found["consensus/bound"] + 1e-5
-        ratios.append(found["consensus/distance"] / max(found["consensus/bound"], 1e-9))
-    if topology == "ring":
-        assert max(ratios) > 0.1  # no bound that anything would keep
-    if topology == "complete":
-        assert found["consensus/bound"] < 1e-6
 
 
 def test_the_bound_is_proposition_1s():
@@ -116,7 +96,7 @@ def test_cosines_of_pairs_of_peers_and_of_others():
     assert found == pytest.approx(
         {"cosine/0-1": 0, "cosine/0-2": -1, "cosine/1-2": 0, "cosine/peers": 0, "cosine/others": -0.5}
     )
-    assert reader.read() == {}  # the same gradients again say nothing new
+    assert reader.read() == {}  # the same gradients again
     a["begun"][0] = 2
     a["stamp"][1] = a["begun"][1] = 2
     assert reader.read() == {}  # learner 0 is writing

@@ -122,7 +122,7 @@ def test_a_resumed_run_keeps_its_secondary_learner_which_can_be_evaluated(tmp_pa
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     more = [line["secondary/learner_steps"] for line in lines if "secondary/learner_steps" in line]
     assert more[: len(steps)] == steps
-    assert more == sorted(more)  # it does not begin anew
+    assert more == sorted(more)  # it does not start again
 
 
 @pytest.mark.parametrize(

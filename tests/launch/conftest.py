@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import made_by
-from tests.support.meddler import PATIENCE, Meddler, Outside
-from tests.support.process_table import put_down
-from tests.support.remote_workers import WIDTH, WorkerProcess, WorkerThread
+from tests.support.commands import PATIENCE
+from tests.support.meddler import Meddler, Outside
+from tests.support.remote_workers import WorkerThread
 from tests.support.runs import TALLY
 
 # For `--model.torso odd:NAME`: learners that are unlike the others. Loaded in the parent, too.
@@ -145,22 +145,6 @@ def worker_threads() -> Iterator[Callable[..., WorkerThread]]:
         assert not worker.thread.is_alive()
 
     yield from made_by(WorkerThread, end)
-
-
-@pytest.fixture
-def worker_processes(tmp_path) -> Iterator[Callable[..., WorkerProcess]]:
-    made: list[WorkerProcess] = []
-
-    def start(
-        what: str, port: int, *args: str, host: str = "127.0.0.1", env: str = "CartPole-v1", **kwargs
-    ) -> WorkerProcess:
-        own = ["--connect", f"{host}:{port}", "--env", env, "--env.num-envs", str(WIDTH), "--env.delay", "0.005"]
-        made.append(WorkerProcess(tmp_path, [what, *own, "--env.threads", "1", *args], **kwargs))
-        return made[-1]
-
-    yield start
-    for client in made:
-        put_down(client.process)
 
 
 @pytest.fixture

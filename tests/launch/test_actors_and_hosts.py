@@ -151,7 +151,7 @@ def test_weights_published_every_eighth_step_are_up_to_eight_steps_old(tmp_path)
 
 @slow
 def test_a_run_with_newest_frames_on_the_wire_learns_the_same(tmp_path):
-    """Lives are lost on the way, where EnvPool's stacks go on, and games end, where they do not."""
+    """Lives are lost on the way, where EnvPool's stacks go on, and episodes end, where they do not."""
     digests, sent = [], []
     changes = {"central.lockstep": True, "actors": 1, "steps": 1200, "algo.unroll-length": 10, "model.torso": "a3c"}
     for newest in (False, True):

@@ -9,8 +9,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -20,38 +18,29 @@ import psutil
 import pytest
 
 from coterie.cli.main import main
-from coterie.runs.metrics import read_metrics
 from tests.launch.namespaces import bridged
 from tests.launch.slow_link import SlowLink
+from tests.support.commands import Command
 from tests.support.net import free_port
-from tests.support.process_table import put_down
 from tests.support.runs import check_rows
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 900.0  # synchronous learners on a slow link take 8 minutes
-SOLVED = 400.0  # mean return of 100 games while training
+SOLVED = 400.0  # mean return of 100 episodes while training
 DELAY_S, RATE = 0.02, 1e6  # each way, and bytes per second
 CUT_S = 10.0
 ENDLESS = "1000000000"
 
 
-class Part:
+class Part(Command):
     """A command on one of the machines."""
 
     def __init__(self, args: list[str], prefix: tuple[str, ...], folder: Path, name: str) -> None:
-        self.out = folder / name
-        self.output = folder / f"{name}.txt"
         self.trains = args[0] == "train"
-        more = ["--out", str(self.out), "--steps", ENDLESS, "--log.every", "0.25", "--log.tensorboard", "False"]
-        with self.output.open("wb") as file:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "coterie", *args, *(more if self.trains else [])],
-                stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-
-    def lines(self) -> list[dict[str, float]]:
-        return read_metrics(self.out) if (self.out / "metrics.jsonl").exists() else []
+        out = folder / name
+        more = ["--out", str(out), "--steps", ENDLESS, "--log.every", "0.25", "--log.tensorboard", "False"]
+        super().__init__([*args, *(more if self.trains else [])], out, prefix)
 
     def kill(self) -> None:
         children = psutil.Process(self.process.pid).children(recursive=True)
@@ -90,7 +79,7 @@ def machines() -> Iterator[tuple[str, list[tuple[str, str, str]], list[SlowLink]
 def until(condition: Callable[[], object], what: str, parts: list[Part]) -> None:
     def met() -> object:
         for part in parts:
-            assert part.process.poll() is None, part.output.read_text()[-2000:]
+            assert part.process.poll() is None, part.text()[-2000:]
         return condition()
 
     wait_until(met, PATIENCE_S, what)
@@ -176,7 +165,7 @@ def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
         until(lambda: hub.look() or all(solved(part) for part in learners), "all solve it", parts)
         for part in reversed(parts):
             part.process.send_signal(signal.SIGTERM)
-            assert part.process.wait(120) == (75 if part.trains else 0), part.output.read_text()[-2000:]
+            assert part.process.wait(120) == (75 if part.trains else 0), part.text()[-2000:]
         found = [check_rows(part.out) for part in learners]
         note({
             "what": kind,
@@ -190,4 +179,4 @@ def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
         })  # fmt: skip
     finally:
         for part in parts:
-            put_down(part.process)
+            part.close()

@@ -3,54 +3,27 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coterie.cli.main import main
-from coterie.runs.metrics import read_metrics
 from tests.conftest import made_by
 from tests.launch.namespaces import bridged, ip
-from tests.support.meddler import PATIENCE
+from tests.support.commands import Command
 from tests.support.net import free_port
-from tests.support.process_table import put_down
 from tests.support.runs import check_rows, inline_options
-from tests.support.waiting import wait_until
 
 # Runs start processes for minutes. tests/remote/test_gossip_client.py shows the same in one process.
 pytestmark = pytest.mark.slow
 ENDLESS = 10**9
 
 
-class Linked:
+class Linked(Command):
     """One of the runs."""
-
-    def __init__(self, folder: Path, args: list[str], prefix: tuple[str, ...] = ()) -> None:
-        self.out = folder
-        self.path = folder.with_suffix(".txt")
-        with self.path.open("a") as file:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "coterie", *args], stdout=file, stderr=subprocess.STDOUT
-            )
-
-    def line(self) -> dict[str, float]:
-        lines = read_metrics(self.out) if (self.out / "metrics.jsonl").exists() else []
-        return lines[-1] if lines else {}
-
-    def log(self) -> str:
-        file = self.out / "log.txt"
-        return file.read_text() if file.exists() else ""
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        def there() -> object:
-            assert self.process.poll() is None, self.path.read_text()
-            return condition()
-
-        wait_until(there, PATIENCE, what)
 
     def trains(self, steps: int = 1000) -> None:
         """It trains on for this number of env steps."""
@@ -64,11 +37,9 @@ class Linked:
         self.until(lambda: self.line()["gossip/remote_messages"] > before + 20, "they average the others' messages")
         self.until(lambda: "consensus/distance" in self.line(), "a distance is logged")
 
-    def end(self, number: int = 0) -> dict[str, object]:
-        """Of 75 after a signal and 0 without; returns the summary, whose rows add up."""
-        if number:
-            self.process.send_signal(number)
-        assert self.process.wait(PATIENCE) == (75 if number else 0), self.path.read_text()
+    def finish(self, number: int = 0) -> dict[str, Any]:
+        """End with 75 after a signal and 0 without; returns the summary, whose rows add up."""
+        self.end(number, 75 if number else 0)
         return check_rows(self.out)
 
 
@@ -77,9 +48,9 @@ def runs(tmp_path: Path) -> Iterator[Callable[..., Linked]]:
     def start(name: str, prefix: tuple[str, ...] = (), resume: bool = False, **changes: object) -> Linked:
         own = {"learners": 1, "steps": ENDLESS, "env.delay": 0.005, "log.checkpoint_every": 0.5, **changes}
         args = ["resume", str(tmp_path / name)] if resume else inline_options(tmp_path / name, "gossip", **own)
-        return Linked(tmp_path / name, args, prefix)
+        return Linked(args, tmp_path / name, prefix)
 
-    yield from made_by(start, lambda run: put_down(run.process))
+    yield from made_by(start, Linked.close)
 
 
 def test_gossiping_runs_come_and_go_while_others_train(runs):
@@ -89,7 +60,7 @@ def test_gossiping_runs_come_and_go_while_others_train(runs):
     hub = runs("hub", **{"gossip.bind": at})
     early.gossips(1)
     hub.gossips(2)
-    early.end()
+    early.finish()
     hub.until(lambda: hub.line()["gossip/peers"] == 0, "it has left")
     killed, stopped = (runs(name, **{"gossip.connect": at}) for name in ("killed", "stopped"))
     hub.gossips(2)
@@ -97,8 +68,8 @@ def test_gossiping_runs_come_and_go_while_others_train(runs):
     killed.process.kill()
     hub.gossips(1)
     stopped.trains()
-    stopped.end(signal.SIGTERM)
-    hub.end(signal.SIGINT)
+    stopped.finish(signal.SIGTERM)
+    hub.finish(signal.SIGINT)
 
 
 def test_the_run_that_listens_is_killed_and_resumed(runs):
@@ -114,10 +85,10 @@ def test_the_run_that_listens_is_killed_and_resumed(runs):
     other.until(lambda: f"back at {at}" in other.log(), "it is found")
     other.gossips(1)
     hub.gossips(1)
-    hub.end(signal.SIGTERM)  # which is to be resumed, too: the other goes on looking for it
+    hub.finish(signal.SIGTERM)  # which is to be resumed, too: the other goes on looking for it
     other.until(lambda: other.log().count("is away") == 2, "it is missed")
     other.trains()
-    other.end(signal.SIGTERM)
+    other.finish(signal.SIGTERM)
 
 
 def test_a_resumed_run_without_its_hub_trains_alone(runs):
@@ -125,11 +96,11 @@ def test_a_resumed_run_without_its_hub_trains_alone(runs):
     hub, other = runs("hub", **{"gossip.bind": at}), runs("other", **{"gossip.connect": at})
     other.gossips(1)
     for one in (other, hub):
-        one.end(signal.SIGTERM)
+        one.finish(signal.SIGTERM)
     alone = runs("other", resume=True)
     alone.until(lambda: "this run goes on by itself" in alone.log(), "it looks for the other")
     alone.trains()
-    alone.end(signal.SIGTERM)
+    alone.finish(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("away", [3.0, 60.0])
@@ -154,4 +125,4 @@ def test_runs_gossip_over_three_networks(tmp_path, runs, away):
         for one in (hub, *others):
             one.gossips(2)
         for one in (*others, hub):
-            one.end(signal.SIGTERM)
+            one.finish(signal.SIGTERM)

@@ -19,7 +19,7 @@ from coterie.parallel.affinity import rss_mb
 from coterie.runs.metrics import read_metrics
 from tests.launch.test_linked_runs import Linked
 from tests.support.net import free_port
-from tests.support.process_table import family, gone, put_down
+from tests.support.process_table import family, gone
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -69,13 +69,13 @@ def start(out: Path, seed: int, way: tuple[str, str]) -> Linked:
         "restarts": 10**6, "decoupled.restarts": 10**6, "chaos.every": 20, "chaos.seed": seed, "seed": seed,
         "log.checkpoint_every": 20, "log.tensorboard": False, "log.every": 5, "out": out, way[0]: way[1],
     }  # fmt: skip
-    return Linked(out, ["train", "impala", *(x for k, v in options.items() for x in (f"--{k}", str(v)))])
+    return Linked(["train", "impala", *(x for k, v in options.items() for x in (f"--{k}", str(v)))], out)
 
 
 def test_two_linked_runs_survive_chaos(tmp_path):
     before = set(os.listdir("/dev/shm"))
     at = f"127.0.0.1:{free_port()}"
-    runs = [start(tmp_path / "hub", 0, ("gossip.bind", at)), start(tmp_path / "guest", 1, ("gossip.connect", at))]
+    runs = [start(tmp_path / "hub", 0, ("gossip.bind", at)), start(tmp_path / "other", 1, ("gossip.connect", at))]
     try:
         for run in runs:
             run.trains(2000)
@@ -85,14 +85,14 @@ def test_two_linked_runs_survive_chaos(tmp_path):
         last, since = [0.0, 0.0], [time.monotonic()] * 2
         while time.monotonic() < end:
             for k, run in enumerate(runs):
-                assert run.process.poll() is None, run.path.read_text()[-3000:]
+                assert run.process.poll() is None, run.text()[-3000:]
                 seen[k].look()
                 if (steps := run.line().get("env_steps", 0)) != last[k]:
                     last[k], since[k] = steps, time.monotonic()
                 assert time.monotonic() - since[k] < 120, f"{run.out} hangs: {run.log()[-3000:]}"
             time.sleep(EVERY_S)
         mine = {pid for run in runs for pid in family(run.process.pid)}
-        found = [run.end(signal.SIGTERM) for run in reversed(runs)][::-1]
+        found = [run.finish(signal.SIGTERM) for run in reversed(runs)][::-1]
         report = []
         for run, one, summary in zip(runs, seen, found, strict=True):
             returns = [x for line in read_metrics(run.out) if (x := line.get("mean_return")) is not None]
@@ -117,4 +117,4 @@ def test_two_linked_runs_survive_chaos(tmp_path):
         assert set(os.listdir("/dev/shm")) <= before, "shared memory is left"
     finally:
         for run in runs:
-            put_down(run.process)
+            run.close()

@@ -1,4 +1,4 @@
-"""Remote env hosts of whole runs: over loopback, and through a proxy that delays and cuts."""
+"""Remote env hosts and actors of whole runs: over loopback, and through a proxy that delays and cuts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from coterie.config import Env
 from coterie.roles.remote_worker import lend_actor, lend_envs
-from tests.support.meddler import PATIENCE
+from tests.support.commands import PATIENCE, Command
 from tests.support.net import free_port, free_ports
 from tests.support.proxy import Proxy
 from tests.support.remote_workers import WIDTH, central, decoupled, finish, goes_on
@@ -183,4 +183,49 @@ def test_a_learner_whose_hosts_have_left_does_not_keep_the_run_from_its_end(medd
 
     assert meddler.run(central(meddler.out, port, exchange), meddle) == 75
     check_rows(meddler.out)
+    meddler.check_nothing_left()
+
+
+def test_actors_join_and_leave_while_a_run_trains(tmp_path, meddler):
+    port = free_port()
+    env = ["--env", "CartPole-v1", "--env.num-envs", str(WIDTH), "--env.delay", "0.005", "--env.threads", "1"]
+
+    def meddle() -> None:
+        mine = Command(["actor", "--connect", f"127.0.0.1:{port}", *env], tmp_path / "actor")
+        mine.until(lambda: "an actor with " in mine.text(), "it is admitted")
+        meddler.at_work()
+        goes_on(meddler)
+        mine.end(signal.SIGTERM)
+        assert "left: " in mine.text()
+        goes_on(meddler)
+        finish(meddler)
+
+    args = decoupled(meddler.out, port, **{"model.normalize_obs": True})
+    assert meddler.run(args, meddle) == 75
+    check_rows(meddler.out)
+    meddler.check_nothing_left()
+
+
+def test_an_actor_reconnects_after_cuts_and_a_restart_of_the_learner(meddler, worker_threads):
+    port = free_port()
+
+    def meddle(proxy: Proxy) -> None:
+        mine = worker_threads(lend_actor, proxy.port)
+        meddler.at_work()
+        wait_until(lambda: proxy.bytes > 20_000, what="it is at work")
+        proxy.delayed, proxy.delay = 0.05, 0.1
+        for _ in range(3):
+            before = proxy.bytes
+            wait_until(lambda: proxy.cut(500), what="there is something to cut")
+            meddler.until(lambda before=before: proxy.bytes > before + 20_000, "it is back")
+        meddler.kill(0)
+        at, before = meddler.saved(), proxy.bytes
+        meddler.until(lambda: meddler.saved() > at, "a later checkpoint")
+        meddler.until(lambda: proxy.bytes > before + 20_000, "it is back")
+        finish(meddler, mine)
+
+    with Proxy(port) as proxy:
+        assert meddler.run(decoupled(meddler.out, port), lambda: meddle(proxy)) == 75
+    check_rows(meddler.out)
+    assert "learner 0 was killed by SIGKILL" in (meddler.out / "log.txt").read_text()
     meddler.check_nothing_left()

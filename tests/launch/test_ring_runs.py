@@ -14,7 +14,7 @@ from tests.conftest import made_by
 from tests.launch.namespaces import bridged, ip
 from tests.launch.test_linked_runs import ENDLESS, Linked
 from tests.support.net import free_port
-from tests.support.process_table import family, put_down
+from tests.support.process_table import family
 from tests.support.runs import inline_options
 
 # Runs start processes for minutes. tests/exchange/test_elastic.py shows the same in one process.
@@ -49,9 +49,9 @@ def runs(tmp_path: Path) -> Iterator[Callable[..., Ringed]]:
             "learners": 1, "steps": ENDLESS, "env.delay": 0.002, "log.checkpoint_every": 0.5, "seed": number,
             "allreduce.trusted_network": True, **changes,
         }  # fmt: skip
-        return Ringed(out, ["resume", str(out)] if resume else inline_options(out, "allreduce", **own), prefix)
+        return Ringed(["resume", str(out)] if resume else inline_options(out, "allreduce", **own), out, prefix)
 
-    yield from made_by(start, lambda run: put_down(run.process))
+    yield from made_by(start, Ringed.close)
 
 
 def inside(name: str) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def begin(runs: Callable[..., Ringed], here: str, machines: Machines, **changes:
 
 
 def test_a_machine_is_lost_and_another_leaves(runs, machines):
-    """All of one is killed at once, and comes back as a resumed run; the others miss nothing but a rollout."""
+    """All processes of one are killed at once, and it is resumed; the others lose at most one rollout."""
     here, others = machines
     mine = begin(runs, here, others)
     for one in mine:
@@ -86,13 +86,13 @@ def test_a_machine_is_lost_and_another_leaves(runs, machines):
     mine[1] = runs(1, prefix=inside(others[0][0]), resume=True)
     for one in mine:
         one.is_one_of(3)
-    mine[2].end(signal.SIGTERM)
+    mine[2].finish(signal.SIGTERM)
     mine[0].is_one_of(2)
     assert "has left" in mine[0].log()
-    mine[0].end(signal.SIGTERM)  # and with it the meeting: the other goes on by itself
+    mine[0].finish(signal.SIGTERM)  # and with it the meeting: the other goes on by itself
     mine[1].until(lambda: "goes on by itself" in mine[1].log(), "it is told")
     mine[1].trains()
-    mine[1].end(signal.SIGTERM)
+    mine[1].finish(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("away", [3.0, 40.0])
@@ -110,7 +110,7 @@ def test_machines_group_again_after_a_link_was_cut(runs, machines, away):
     for one in mine:
         one.is_one_of(3)
     for one in reversed(mine):
-        one.end(signal.SIGTERM)
+        one.finish(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -127,4 +127,4 @@ def test_a_killed_learner_restarts_with_its_machine(runs, machines, number):
     for each in mine:
         each.is_one_of(2)
     for each in reversed(mine):
-        each.end(signal.SIGTERM)
+        each.finish(signal.SIGTERM)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,8 +19,8 @@ from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace, save_config
 from coterie.runs.metrics import read_metrics
 from coterie.types import ConfigError, CoterieError
+from tests.support.commands import Command
 from tests.support.runs import ENDLESS, arguments, check_rows
-from tests.support.waiting import wait_until
 
 
 def tiny(out: Path, **changes: object):
@@ -68,27 +66,16 @@ def test_the_same_seed_gives_the_same_weights_on_images_with_threads(tmp_path):
     assert len({coterie.train(run, quiet=True)["digest"] for run in runs}) == 1
 
 
-def start(out: Path, **changes: object) -> subprocess.Popen[str]:
-    args = arguments("ppo", out, {**ENDLESS, "env.delay": 0, **changes})
-    command = [sys.executable, "-m", "coterie", *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    def there() -> bool:
-        assert process.poll() is None, process.communicate()
-        return bool(list(path.parent.glob(path.name)))
-
-    wait_until(there, what=f"{path} appears")
+def start(out: Path, **changes: object) -> Command:
+    return Command(arguments("ppo", out, {**ENDLESS, "env.delay": 0, **changes}), out)
 
 
 def test_a_killed_run_is_resumed_with_all_its_state(tmp_path):
     out = tmp_path / "run"
-    process = start(out)
-    wait_for(out / "checkpoints" / "step_*", process)
+    run = start(out)
+    run.until(lambda: list(out.glob("checkpoints/step_*")), "a checkpoint")
     time.sleep(1.5)
-    process.kill()
-    process.communicate()
+    run.close()
     assert not (out / "summary.json").exists()
     path = checkpoint.latest(out / "checkpoints")
     tensors, state = checkpoint.load(path)
@@ -122,14 +109,12 @@ def test_a_killed_run_is_resumed_with_all_its_state(tmp_path):
 
 def test_a_signal_to_a_lone_learner_checkpoints_and_exits_75(tmp_path):
     out = tmp_path / "run"
-    process = start(out)
-    wait_for(out / "metrics.jsonl", process)
+    run = start(out)
+    run.until(run.line, "a line of metrics")
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=30)
-    assert process.returncode == 75, stderr
-    assert "SIGINT: checkpoint written" in stdout
-    assert f"coterie resume {out}" in stdout
+    run.end(signal.SIGINT, 75)
+    assert "SIGINT: checkpoint written" in run.text()
+    assert f"coterie resume {out}" in run.text()
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "SIGINT")
     _, state = checkpoint.load(checkpoint.latest(out / "checkpoints"))
@@ -214,10 +199,9 @@ def test_a_run_in_which_nothing_moves_ends_with_the_reason(tmp_path):
     """The envs' own time-out is longer than log.stall."""
     out = tmp_path / "run"
     env = {"env.id": "coterie.envs.testing:FlakyEnv", "env.kwargs": '{"how": "hang", "at": 3}', "env.timeout": 600}
-    process = start(out, **env, **{"log.stall": 2})
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "log.stall" in stderr.splitlines()[-1]
+    run = start(out, **env, **{"log.stall": 2})
+    run.end(code=1)
+    assert "log.stall" in run.text().splitlines()[-1]
     summary = json.loads((out / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "no rollout for" in summary["reason"]

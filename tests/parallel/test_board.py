@@ -10,7 +10,7 @@ import pytest
 from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board, BoardSteps, OwnSteps, Staleness
 from coterie.parallel.processes import Post
 from coterie.types import CoterieError
-from tests.exchange.harness import hear, start, together
+from tests.exchange.harness import collect, start, together
 
 PROCESSES, EACH, ADDS = 4, 16, 300
 
@@ -31,7 +31,7 @@ def count(post: Post, board: Board, process: int) -> None:
 
 def test_sixty_four_workers_lose_no_increment():
     board = Board(PROCESSES * EACH)
-    said = hear([start(count, board, process) for process in range(PROCESSES)])
+    said = collect([start(count, board, process) for process in range(PROCESSES)])
     assert said == [[("end", "ended with exit code 0")]] * PROCESSES
     each = sum(k % 7 + 1 for k in range(ADDS))
     assert board.counts[:, COUNTS.index("started")].tolist() == [each] * 64
@@ -103,7 +103,7 @@ def meet_often(post: Post, board: Board, rank: int) -> None:
 
 def test_learners_meet_as_often_as_each_of_them_calls():
     both = Board(2)
-    assert hear([start(meet_often, both, rank) for rank in range(2)]) == [[("end", "ended with exit code 0")]] * 2
+    assert collect([start(meet_often, both, rank) for rank in range(2)]) == [[("end", "ended with exit code 0")]] * 2
     with pytest.raises(CoterieError, match=r"another learner hangs: learner 1 waited for 0\.01 s"):
         both.meet(1, 0.01)
 
@@ -120,7 +120,7 @@ def test_a_process_has_the_same_board():
     board = Board(2)
     board.write(1, {"learned": 11})
     board.give(EVALUATE)
-    (said,) = hear([start(write_on, board)])
+    (said,) = collect([start(write_on, board)])
     assert said == [("order", (1, EVALUATE)), ("end", "ended with exit code 0")]
     assert board.read(1)["learned"] == 12
     assert board.active.tolist() == [1, 0]

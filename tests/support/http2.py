@@ -46,7 +46,7 @@ class Http2:
         self.socket.sendall(PREFACE + SETTINGS + headers(*more) + b"".join(message(f) for f in frames))
 
     def wait(self, text: bytes) -> bool:
-        """Whether the server says it."""
+        """Whether the server sends it."""
         said = b""
         while text not in said:
             try:

@@ -20,10 +20,9 @@ import pytest
 
 from coterie.cli.main import main
 from coterie.runs import checkpoint
+from tests.support.commands import PATIENCE
 from tests.support.process_table import gone, tagged
 from tests.support.waiting import wait_until
-
-PATIENCE = 120.0  # seconds; a machine may be busy
 
 
 class Outside:

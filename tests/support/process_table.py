@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 from contextlib import suppress
-from typing import Any
 
 import psutil
 
@@ -23,7 +21,7 @@ def family(pid: int) -> list[int]:
 
 
 def tagged(tag: str) -> dict[int, str]:
-    """The command lines of processes with this variable ("KEY=value") in their environment, whoever started them."""
+    """The command lines of processes with this variable ("KEY=value") in their environment."""
     key, _, value = tag.partition("=")
     found = {}
     for process in psutil.process_iter():
@@ -37,10 +35,3 @@ def named_memory(pid: int) -> list[str]:
     """Shared memory of a process that has a name, and could be left behind."""
     paths = [entry.path for entry in psutil.Process(pid).memory_maps()]
     return [path for path in paths if path.startswith("/dev/shm") and not path.endswith("(deleted)")]
-
-
-def put_down(process: subprocess.Popen[Any]) -> None:
-    """End a process, in whatever state it is."""
-    if process.poll() is None:
-        process.kill()
-    process.wait(30)

@@ -21,7 +21,7 @@ class Proxy:
         self.delay = 0.0  # seconds
         self.rate = 0.0  # bytes per second of each direction of a connection; 0: no limit
         self.deaf = False  # who connects is turned away
-        self.frozen = threading.Event()  # while it is set nothing goes through, and no end is told either
+        self.frozen = threading.Event()  # while it is set nothing goes through, not even an end
         self.connections = self.cuts = self.late = self.bytes = 0
         self._open: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()

@@ -1,11 +1,9 @@
-"""Remote env hosts and actors, in threads of a test or as processes."""
+"""Remote env hosts and actors in threads of a test."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +14,9 @@ from coterie.build.resources import resolve_config
 from coterie.config import Config, Env
 from coterie.roles.remote_worker import Worker
 from coterie.wire.client import Endpoint
-from tests.support.meddler import PATIENCE, Meddler
+from tests.support.commands import PATIENCE
+from tests.support.meddler import Meddler
 from tests.support.runs import CROWD, ENDLESS, central_options, decoupled_options
-from tests.support.waiting import wait_until
 
 WIDTH = 2  # simulators of each host
 
@@ -80,33 +78,6 @@ class WorkerThread:
         if self.error is not None:
             raise self.error
         return self.lines[-1]
-
-
-class WorkerProcess:
-    """`coterie envs` or `coterie actor` in a process."""
-
-    def __init__(self, folder: Path, args: list[str], prefix: tuple[str, ...] = ()) -> None:
-        self.path = folder / f"client-{len(list(folder.glob('client-*')))}"
-        with self.path.open("w") as file:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "coterie", *args], stdout=file, stderr=subprocess.STDOUT
-            )
-
-    @property
-    def said(self) -> str:
-        return self.path.read_text()
-
-    def at_work(self) -> None:
-        def there() -> bool:
-            assert self.process.poll() is None, self.said
-            return f"{WIDTH} envs of CartPole-v1 for " in self.said
-
-        wait_until(there, what="the client is admitted")
-
-    def end(self, number: int = 0) -> tuple[int, str]:
-        if number:
-            self.process.send_signal(number)
-        return self.process.wait(PATIENCE), self.said
 
 
 def goes_on(meddler: Meddler, rows: int = 20 * CROWD) -> None:

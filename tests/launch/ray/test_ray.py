@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +16,8 @@ import pytest
 from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
 from tests.launch.ray.ray_cluster import Cluster, cluster
-from tests.support.meddler import PATIENCE
-from tests.support.process_table import put_down
+from tests.support.commands import PATIENCE, Command
 from tests.support.runs import read_summary
-from tests.support.waiting import wait_until
 
 # Three Ray nodes and a run take both cores for minutes: beside another worker's tests both would miss their times. That
 # `--launch ray` works at all is shown by the commands of docs/nodes.md, which tests/test_docs.py runs.
@@ -35,35 +31,17 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield one
 
 
-class OnRay:
+class OnRay(Command):
     """A run that was started at the cluster's head."""
 
     def __init__(self, machines: Cluster, folder: Path, *args: str) -> None:
-        self.out, self.path = folder, folder.with_suffix(".txt")
-        with self.path.open("a") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "coterie", *args],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=machines.env,
-            )
-
-    def text(self) -> str:
-        return self.path.read_text()
-
-    def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        def holds() -> object:
-            assert self.process.poll() is None, self.text()
-            return condition()
-
-        wait_until(holds, PATIENCE, what)
+        super().__init__(args, folder, env=machines.env)
 
     def steps(self, site: int = 0) -> int:
-        folder = self.out / "sites" / str(site) if site else self.out
-        lines = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+        lines = self.lines(self.out / "sites" / str(site) if site else self.out)
         return int(lines[-1]["env_steps"]) if lines else 0
 
-    def end(self, code: int = 0) -> dict[str, Any]:
+    def finish(self, code: int = 0) -> dict[str, Any]:
         """Returns the summary, whose rows add up."""
         assert self.process.wait(LONG_S) == code, self.text()
         summary = read_summary(self.out)
@@ -99,18 +77,18 @@ def start(machines: Cluster, tmp_path: Path) -> Iterator[Callable[..., OnRay]]:
 
     yield begin
     for run in made:
-        put_down(run.process)
+        run.close()
 
 
 def test_gossip_over_two_machines_is_stopped_and_goes_on(tmp_path, machines, start):
     bucket = tmp_path / "bucket" / "moved"
     run = start("gala-ppo", 10**9, learners=2, **{"ray.storage": f"file://{bucket}", "log.checkpoint_every": 2})
-    run.wait_until(lambda: run.steps(0) > 3000 and run.steps(1) > 3000, "both train")
-    run.wait_until(
+    run.until(lambda: run.steps(0) > 3000 and run.steps(1) > 3000, "both train")
+    run.until(
         lambda: all(read_metrics(f)[-1].get("gossip/peers") == 1 for f in (run.out, run.out / "sites/1")), "gossip"
     )
     run.process.send_signal(signal.SIGTERM)
-    summary = run.end(75)
+    summary = run.finish(75)
     assert (summary["status"], summary["reason"], summary["ray"]) == (
         "interrupted", "SIGTERM", {"machines": 3, "restarts": 0},
     )  # fmt: skip
@@ -119,9 +97,9 @@ def test_gossip_over_two_machines_is_stopped_and_goes_on(tmp_path, machines, sta
     before = [(run.out / name / "metrics.jsonl").read_text().count("\n") for name in ("", "sites/1")]
     again = OnRay(machines, run.out, "resume", str(run.out), "--steps", str(summary["env_steps"] + 4000))
     try:
-        summary = again.end()
+        summary = again.finish()
     finally:
-        put_down(again.process)
+        again.close()
     assert summary["status"] == "finished"
     after = [(run.out / name / "metrics.jsonl").read_text().count("\n") for name in ("", "sites/1")]
     assert all(x > y for x, y in zip(after, before, strict=True))  # the same curves, longer
@@ -133,13 +111,13 @@ def test_gossip_over_two_machines_is_stopped_and_goes_on(tmp_path, machines, sta
 def test_learners_that_are_lost_go_on_from_their_checkpoint(machines, start):
     """The worker of the site that the other one and a host depend on is killed, as when memory runs out."""
     run = start("seed-vtrace", 10**9, exchange="gossip", learners=2, **{"log.checkpoint_every": 1})
-    run.wait_until(lambda: min(run.steps(0), run.steps(1)) > 1500, "both train")
+    run.until(lambda: min(run.steps(0), run.steps(1)) > 1500, "both train")
     os.kill(hub_node(), signal.SIGKILL)
-    run.wait_until(lambda: "all go on from their checkpoints" in run.text(), "it is placed again")
+    run.until(lambda: "all go on from their checkpoints" in run.text(), "it is placed again")
     before = run.steps(0), run.steps(1)
-    run.wait_until(lambda: run.steps(0) > before[0] + 1000 and run.steps(1) > before[1] + 1000, "both train again")
+    run.until(lambda: run.steps(0) > before[0] + 1000 and run.steps(1) > before[1] + 1000, "both train again")
     run.process.send_signal(signal.SIGTERM)
-    summary = run.end(75)
+    summary = run.finish(75)
     assert summary["ray"]["restarts"] == 1, run.text()
 
 
@@ -156,7 +134,7 @@ def test_a_run_that_cannot_be_placed_fails_with_one_line(tmp_path, machines, add
     try:
         assert run.process.wait(PATIENCE) == code
     finally:
-        put_down(run.process)
+        run.close()
     assert run.text().splitlines()[-1].startswith(f"coterie: {said}")
     assert not (tmp_path / "x").exists()
 
@@ -171,18 +149,18 @@ def test_a_run_that_cannot_be_placed_fails_with_one_line(tmp_path, machines, add
     ],
 )
 def test_cartpole_is_solved_across_machines(start, preset, steps, changes):
-    assert start(preset, steps, **changes).end()["mean_return"] >= 400
+    assert start(preset, steps, **changes).finish()["mean_return"] >= 400
 
 
 def test_hosts_on_three_machines_of_which_one_is_lost(machines, start):
     """The last of those that share the cluster: the machine does not come back, and there is no other place."""
     run = start("seed-vtrace", 10**9)
-    run.wait_until(lambda: run.steps() > 3000, "it trains")
+    run.until(lambda: run.steps() > 3000, "it trains")
     found = re.findall(r"^envs \d: at ([0-9.]+), for site 0$", run.text(), re.MULTILINE)
     assert set(found) == {machine.address for machine in machines.machines}
     machines.machines.pop().kill()
-    run.wait_until(lambda: "waits for a place, no report for 20 s; free are 0 of 4 CPUs" in run.text(), "it is missed")
+    run.until(lambda: "waits for a place, no report for 20 s; free are 0 of 4 CPUs" in run.text(), "it is missed")
     before = run.steps()
-    run.wait_until(lambda: run.steps() > before + 1000, "the others go on")
+    run.until(lambda: run.steps() > before + 1000, "the others go on")
     run.process.send_signal(signal.SIGTERM)
-    run.end(75)
+    run.finish(75)

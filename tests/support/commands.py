@@ -1,0 +1,63 @@
+"""A `coterie` command in a process, whose output goes to a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from coterie.runs.metrics import read_metrics
+from tests.support.waiting import wait_until
+
+PATIENCE = 120.0  # seconds; a machine may be busy
+
+
+class Command:
+    """`out`: the folder of its run; the output goes to a file beside it."""
+
+    def __init__(
+        self, args: Sequence[str], out: Path, prefix: Sequence[str] = (), env: dict[str, str] | None = None
+    ) -> None:
+        self.out, self.path = out, out.with_suffix(".txt")
+        command = [*prefix, sys.executable, "-m", "coterie", *args]
+        with self.path.open("a") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+
+    def text(self) -> str:
+        return self.path.read_text()
+
+    def lines(self, folder: Path | None = None) -> list[dict[str, Any]]:
+        """The metrics of the run, or of another folder."""
+        folder = folder or self.out
+        return read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+
+    def line(self) -> dict[str, Any]:
+        lines = self.lines()
+        return lines[-1] if lines else {}
+
+    def log(self) -> str:
+        file = self.out / "log.txt"
+        return file.read_text() if file.exists() else ""
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait, while the command runs."""
+
+        def met() -> object:
+            assert self.process.poll() is None, self.text()
+            return condition()
+
+        wait_until(met, PATIENCE, what)
+
+    def end(self, number: int = 0, code: int = 0) -> None:
+        """Send a signal if there is a number, and wait for this exit code."""
+        if number:
+            self.process.send_signal(number)
+        assert self.process.wait(PATIENCE) == code, self.text()
+
+    def close(self) -> None:
+        """Kill it if it has not ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)
