@@ -50,7 +50,7 @@ slow = pytest.mark.slow
     ("point", "exchange", "changes"),
     [
         pytest.param("before Weights.read", "solo", {}, marks=slow),
-        ("after Slots.take", "hogwild", {}),  # it holds a slot of which nothing is written
+        ("after Slots.take", "solo", {}),  # it holds a slot of which nothing is written
         # All rows are counted, and none are delivered.
         pytest.param("before Slots.promise", "store", {}, marks=slow),
         ("before Slots.fill", "gossip", {}),

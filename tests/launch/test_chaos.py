@@ -68,7 +68,7 @@ def test_a_run_survives_chaos_with_its_rows_accounted_for(meddler, tally):
         return [line for line in meddler.log().splitlines() if "chaos: " in line]
 
     def meddle() -> None:
-        meddler.until(lambda: len(faults()) >= 12 and any("is killed" in x for x in faults()), "many faults")
+        meddler.until(lambda: len(faults()) >= 6 and any("is killed" in x for x in faults()), "many faults")
         meddler.saves_again()
         meddler.interrupt()
 

@@ -95,6 +95,7 @@ def test_what_was_learned_survives_the_death_of_all_learners_at_the_same_moment(
     meddler.check_nothing_left()
 
 
+@pytest.mark.slow
 def test_gossip_saves_again_after_a_death_in_the_middle_of_a_checkpoint(meddler, odd):
     """Learner 0 is slow to write its part; learner 1, which has written its own, dies."""
     drafts = meddler.out / "checkpoints"
