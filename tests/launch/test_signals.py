@@ -85,7 +85,7 @@ def test_a_second_signal_ends_a_run_at_once(capsys, meddler):
 
 
 @pytest.mark.parametrize(
-    ("acting", "exchange"), [("decoupled", "solo"), pytest.param("central", "allreduce", marks=pytest.mark.slow)]
+    ("acting", "exchange"), [("central", "solo"), pytest.param("decoupled", "allreduce", marks=pytest.mark.slow)]
 )
 def test_all_processes_end_with_a_killed_parent(outside, acting, exchange):
     """Learners that wait for each other, actors or env hosts, and their env workers."""
