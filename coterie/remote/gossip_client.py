@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple
 
 from coterie.config import Config
@@ -17,10 +15,10 @@ from coterie.parallel.shm import SharedArrays
 from coterie.remote.gossip_relay import NAP_S, Relay, message_layout
 from coterie.types import CoterieError
 from coterie.wire.auth import read_token
-from coterie.wire.client import ConnectionLost, Retry, RunEnded, Stream, back_off, open_channel
+from coterie.wire.client import Connection, ConnectionLost, Endpoint, RunEnded, Stream, back_off
 from coterie.wire.codec import Refused
 
-_PATIENCE_S = 600.0  # that a new run looks for the hub
+_PATIENCE_S = 600.0  # that a new run waits for the hub
 _ALONE_S = 30.0  # that a resumed run does, before it goes on alone
 _WEIGHTS_S = 30.0  # that a new run waits for the weights of others
 _LEAVE_S = 2.0
@@ -35,20 +33,21 @@ class Net(NamedTuple):
 
 
 class GossipClient:
-    """The connection of a run of `learners` to the hub, which is sought at first and again whenever it is lost.
-    `resumed`: the run can do without. `say` receives lines while the hub is sought. Raises `CoterieError` where the
-    hub is not there or refuses.
+    """The connection of a run of `learners` to the hub, opened at first and again after each loss. `resumed`: the run
+    can do without. `say` receives lines while the hub is away at first. Raises `CoterieError` where the hub is not
+    there or refuses.
     """
 
     def __init__(
         self, config: Config, learners: int, net: Net, *, resumed: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
-        self.address, self.env_id, self.learners, self.net = config.gossip.connect, config.env.id, learners, net
+        self.address, self.learners, self.net = config.gossip.connect, learners, net
         self.layout = message_layout(net.weights, net.moments)
-        self.token = read_token(config.wire.token_file) if config.wire.token_file else ""
-        self.run_id = random.SystemRandom().getrandbits(64)
-        self.channel = open_channel(self.address, config.wire.cert, "gossip.connect", "wire.cert")
+        token = read_token(config.wire.token_file) if config.wire.token_file else ""
+        patience = _ALONE_S if resumed else _PATIENCE_S
+        endpoint = Endpoint(self.address, token, config.wire.cert, patience, "wire.cert")
+        self.connection = Connection(endpoint, {"env_id": config.env.id, "envs": learners}, say)
         self._lines = deque[str](maxlen=100)
         self.mailboxes: Mailboxes | None = None
         self.stream: Stream | None = None
@@ -57,8 +56,7 @@ class GossipClient:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         try:
-            patience = _ALONE_S if resumed else _PATIENCE_S
-            self.stream = Retry(self.address, patience, report=say)(self._open)
+            self.stream = self.connection.retry(self._check)(self._open)
         except RunEnded as over:
             self.close()
             raise CoterieError(f"gossip.connect: the run at {self.address} is over: {over}") from None
@@ -68,8 +66,7 @@ class GossipClient:
 
     def _open(self) -> Stream:
         """A new stream. Raises `ConnectionLost` where the hub is away."""
-        hello = {"client": "coterie", "run_id": self.run_id, "env_id": self.env_id, "envs": self.learners, "number": -1}
-        stream = Stream(self.channel, "Gossip", hello, self.layout, token=self.token, check=self._check)
+        stream = self.connection.stream("Gossip", self.layout, self._check)
         try:
             settings = json.loads(stream.welcome.settings)
             self.published = bool(settings["published"])
@@ -89,7 +86,7 @@ class GossipClient:
         returns whether there are any. Does not wait for them once `stop` is true.
         """
         self.mailboxes = boxes = Mailboxes(memory, self.learners)
-        self._thread = thread = threading.Thread(target=self._work, name="coterie-gossip", daemon=True)
+        self._thread = thread = threading.Thread(target=self._work, args=(boxes,), name="coterie-gossip", daemon=True)
         thread.start()
         end = time.monotonic() + _WEIGHTS_S
         join = join and self.published
@@ -99,22 +96,19 @@ class GossipClient:
             time.sleep(NAP_S)
         return join
 
-    def _work(self) -> None:
-        assert self.mailboxes is not None
+    def _work(self, mailboxes: Mailboxes) -> None:
         try:
             while self.stream is not None:
-                relay = Relay(self.mailboxes, range(self.learners), self.mailboxes.remote)
+                relay = Relay(mailboxes, range(self.learners), mailboxes.remote)
                 try:
                     self._gossip(self.stream, relay)
                 except ConnectionLost as error:
                     self._note(f"is away ({error}): this one goes on meanwhile")
                 except (CoterieError, Refused) as error:
-                    self._lines.append(
-                        f"the run at {self.address} ended the gossip ({error}): this one goes on meanwhile"
-                    )
+                    self._note(f"ended the gossip ({error}): this one goes on meanwhile")
                 finally:
                     relay.close()
-                    self._hang_up()
+                    self._end_stream()
                 self.stream = self._reconnect()
         except RunEnded as over:
             self._note(f"is over ({over}): this one goes on without it")
@@ -132,7 +126,7 @@ class GossipClient:
             if not relay.receive(answer) and not question["filled"][0]:
                 self._closed.wait(NAP_S)
 
-    def _hang_up(self) -> None:
+    def _end_stream(self) -> None:
         if (stream := self.stream) is not None:
             self.stream = None
             stream.close()
@@ -182,6 +176,5 @@ class GossipClient:
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_LEAVE_S)
-        with suppress(Exception):
-            self._hang_up()
-        self.channel.close()
+        self._end_stream()
+        self.connection.close()

@@ -13,7 +13,7 @@ import grpc
 
 from coterie.types import ConfigError, reason_of
 
-_DAYS = 825
+_DAYS = 825  # that a certificate is valid
 TOKEN, CERT, KEY = "token", "cert.pem", "key.pem"  # files of `coterie keys`
 
 
@@ -71,8 +71,8 @@ def server_credentials(cert: str, key: str) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([(_bytes(key, "wire.key"), _bytes(cert, "wire.cert"))])
 
 
-def channel_credentials(cert: str) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(_bytes(cert, "--cert"))
+def channel_credentials(cert: str, option: str) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(_bytes(cert, option))
 
 
 def _bytes(path: str, what: str) -> bytes:

@@ -44,17 +44,16 @@ class Endpoint:
     address: str  # unix:PATH or HOST:PORT
     token: str = ""
     cert: str = ""  # path of the server's certificate (PEM)
+    option: str = "--cert"  # that gives the certificate, for error messages
     patience: float = 600.0  # seconds that the server may be away
 
 
-def open_channel(address: str, cert: str = "", field: str = "--connect", option: str = "--cert") -> grpc.Channel:
-    """A connection to unix:PATH or HOST:PORT; `cert`: path of the certificate (PEM) that the server must have. `field`
-    and `option`: names of the settings of the two, for error messages.
+def open_channel(address: str, cert: str = "", option: str = "--cert") -> grpc.Channel:
+    """A connection to unix:PATH or HOST:PORT; `cert`: path of the certificate (PEM) that the server must have, given
+    with `option`.
     """
     if not cert and not is_local(address):
-        raise ConfigError(
-            f"{field}: {address} is on another machine, so it needs TLS: give its certificate with {option}"
-        )
+        raise ConfigError(f"{option}: {address} is on another machine, so it needs TLS: give its certificate")
     options = [
         ("grpc.max_receive_message_length", _MOST_BYTES),
         ("grpc.max_send_message_length", -1),
@@ -68,7 +67,7 @@ def open_channel(address: str, cert: str = "", field: str = "--connect", option:
         ("grpc.use_local_subchannel_pool", 1),  # share no connection with other clients in this process
     ]
     if cert:
-        return grpc.secure_channel(address, channel_credentials(cert), options)
+        return grpc.secure_channel(address, channel_credentials(cert, option), options)
     return grpc.insecure_channel(address, options)
 
 
@@ -163,42 +162,39 @@ class Stream:
     def _watch(self) -> None:
         """End a wait from outside: gRPC's has no time-out between two frames."""
         while not self._closed.wait(min(1.0, self.silence / 4)):
-            if self._waiting and (time.monotonic() - self._last_frame > self.silence or self._is_unwanted()):
-                self.close()
-
-    def _is_unwanted(self) -> bool:
-        try:
-            self._check()
-        except Exception:  # the waiting thread calls `check` itself, and raises it
-            return True
-        return False
+            if self._waiting:
+                try:
+                    self._check()
+                except Exception:  # the waiting thread calls `check` itself, and raises it
+                    self.close()
+                if time.monotonic() - self._last_frame > self.silence:
+                    self.close()
 
 
-def back_off(first: float = 0.1, most: float = 10.0) -> Iterator[float]:
+def back_off() -> Iterator[float]:
     """Seconds to wait before each next attempt, random so that clients of a lost server return apart."""
+    longest = 0.1
     while True:
-        yield random.uniform(first / 2, first)
-        first = min(most, first * 2)
+        yield random.uniform(longest / 2, longest)
+        longest = min(10.0, longest * 2)
 
 
 @dataclass(frozen=True)
 class Retry:
-    """How long, and between which checks, something is attempted again after `ConnectionLost`.
-
-    `check` is called before each attempt and may raise to end them. `report` receives one line when the server is away
-    and one when it is back. `pause` waits between two attempts.
+    """Repeats what ends in `ConnectionLost`. `check` is called before each attempt and may raise to end them; `report`
+    receives one line when the server is away and one when it is back.
     """
 
-    address: str
-    patience: float = 600.0  # seconds that the server may be away
-    check: Callable[[], None] = lambda: None
-    report: Callable[[str], None] = lambda line: None
-    pause: Callable[[float], object] = time.sleep
+    endpoint: Endpoint
+    check: Callable[[], None]
+    report: Callable[[str], None]
 
     def __call__(self, act: Callable[[], T]) -> T:
-        """What `act` returns. Raises `CoterieError` when the server has been away for longer than `patience`."""
+        """What `act` returns. Raises `CoterieError` when the server has been away for longer than its patience."""
+        address, patience = self.endpoint.address, self.endpoint.patience
         away_since: float | None = None
-        for wait in back_off():
+        waits = back_off()
+        while True:
             self.check()
             try:
                 result = act()
@@ -206,15 +202,14 @@ class Retry:
                 now = time.monotonic()
                 if away_since is None:
                     away_since = now
-                    self.report(f"no learner at {self.address} ({error}): retrying for {self.patience:.0f} s")
-                if (waited := now - away_since) > self.patience:
-                    raise CoterieError(f"no learner at {self.address} for {waited:.0f} s: {error}") from None
-                self.pause(wait)
+                    self.report(f"no learner at {address} ({error}): retrying for {patience:.0f} s")
+                if (waited := now - away_since) > patience:
+                    raise CoterieError(f"no learner at {address} for {waited:.0f} s: {error}") from None
+                time.sleep(next(waits))
             else:
                 if away_since is not None:
-                    self.report(f"a learner at {self.address} after {time.monotonic() - away_since:.1f} s")
+                    self.report(f"a learner at {address} after {time.monotonic() - away_since:.1f} s")
                 return result
-        raise AssertionError
 
 
 class ReconnectingStream:
@@ -277,10 +272,10 @@ class Connection:
     ) -> None:
         self.endpoint, self.report = endpoint, report
         self.hello = {"client": "coterie", "number": -1, "run_id": random.SystemRandom().getrandbits(64), **hello}
-        self._channel = open_channel(endpoint.address, endpoint.cert)
+        self._channel = open_channel(endpoint.address, endpoint.cert, endpoint.option)
 
     def retry(self, check: Callable[[], None]) -> Retry:
-        return Retry(self.endpoint.address, self.endpoint.patience, check, self.report)
+        return Retry(self.endpoint, check, self.report)
 
     def stream(
         self, method: str, sends: Layout, check: Callable[[], None], *, silence: float = 60.0, **hello: int

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -87,39 +86,36 @@ class Server:
         self.refused = Counter[str]()  # by client
         self.bytes_in = self.bytes_out = 0
         self._streams = Counter[str]()
-        self._open = set[_Connection]()
+        self.open = set[_Connection]()  # after the handshake
         self.over: str | None = None  # why the run has ended, once it has
-        self._closed = False
-        self._started: Future[None] = Future()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="coterie-wire", daemon=True)
         self._thread.start()
         try:
-            self._started.result(_START_S)
-        except CoterieError:
-            self._thread.join(_GRACE_S)
+            self._do(self._start(), _START_S)
+        except BaseException:
+            self._end_thread()
             raise
 
     def close(self, reason: str | None = "the run has ended") -> None:
         """End all streams, with `reason` for the end of the run. None: the run goes on, and clients may reconnect."""
-        if not self._closed and self._thread.is_alive():
-            self._closed, self.over = True, reason
+        if not self.is_closed:
+            self.over = reason
             with suppress(Exception):
-                asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_GRACE_S * 4)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_GRACE_S * 2)
+                self._do(self._stop(), _GRACE_S * 4)
+            self._end_thread()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._start())
-        except BaseException as error:
-            self._started.set_exception(error)
-        else:
-            self._started.set_result(None)
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _do(self, work: Coroutine[Any, Any, None], seconds: float) -> None:
+        """Run this on the event loop, from another thread."""
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_GRACE_S * 2)
 
     async def _start(self) -> None:
         self._server = grpc.aio.server(
@@ -150,7 +146,7 @@ class Server:
         await self._server.start()
 
     async def _stop(self) -> None:
-        streams = list(self._open) if self.over is not None else []
+        streams = list(self.open) if self.over is not None else []
         ends = (stream.end(self.over or "") for stream in streams)
         with suppress(TimeoutError):  # a client that does not read
             await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), _GRACE_S)
@@ -176,7 +172,7 @@ class Server:
                 status = StatusCode.RESOURCE_EXHAUSTED if error.too_much else StatusCode.INVALID_ARGUMENT
                 await self._refuse(context, client, status, str(error))
             finally:
-                self._open.discard(connection)
+                self.open.discard(connection)
                 self._streams[client] -= 1
                 if not self._streams[client]:
                     del self._streams[client]
@@ -186,17 +182,13 @@ class Server:
         return handle
 
     async def _refuse(self, context: Any, client: str, status: StatusCode, reason: str) -> None:
-        reason = "".join(
-            c if c.isprintable() else "?" for c in reason[:_REASON]
-        )  # it may repeat names that the client chose
+        # It may repeat names that the client chose.
+        reason = "".join(c if c.isprintable() else "?" for c in reason[:_REASON])
         if len(self.refused) < self.limits.all_streams or client in self.refused:
             if not self.refused[client]:
                 self.on_refused(f"refused {client}: {reason}")
             self.refused[client] += 1
         await context.abort(status, reason)
-
-    def opened(self, connection: _Connection) -> None:
-        self._open.add(connection)
 
     @property
     def is_closed(self) -> bool:
@@ -204,8 +196,8 @@ class Server:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no stream is open, nor one being opened or closed."""
-        return not self._streams and not self._open
+        """Whether no stream is open or being opened."""
+        return not self._streams
 
 
 class _Connection:
@@ -238,7 +230,7 @@ class _Connection:
             raise Refused(
                 f"frames of up to {stream.reads.most} bytes; wire.max_message_mb allows {limits.message_bytes}"
             )
-        self.server.opened(self)
+        self.server.open.add(self)
         await self._write(Frame(welcome={**stream.welcome, "credits": 1, "sends": stream.writes.message()}))
         loop = asyncio.get_running_loop()
         most = stream.reads.most + _ROUND  # checked before parsing, which can inflate small input
@@ -249,7 +241,12 @@ class _Connection:
                 raise Refused(f"data frame {frame.data.number} instead of {self.number}")
             arrays = stream.reads.unpack(frame.data.tensors)
             future: asyncio.Future[tuple[Mapping[str, Array], int]] = loop.create_future()
-            stream.ask(arrays, _resolve(loop, future))
+
+            def resolve(answer: Mapping[str, Array], version: int, future: asyncio.Future[Any] = future) -> None:
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(_settle, future, (answer, version))
+
+            stream.ask(arrays, resolve)
             answer, version = await self._wait(stream, future)
             data = {"number": self.number, "version": version, "tensors": stream.writes.pack(answer) if answer else b""}
             await self._write(Frame(data=data))
@@ -289,16 +286,9 @@ class _Connection:
         await self._write(Frame(over={"reason": reason}))
 
 
-def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Answer:
-    def resolve(arrays: Mapping[str, Array], version: int) -> None:
-        def set_result() -> None:
-            if not future.done():
-                future.set_result((arrays, version))
-
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(set_result)
-
-    return resolve
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
 
 
 def client_name(peer: str) -> str:
