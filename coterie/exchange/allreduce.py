@@ -26,7 +26,8 @@ from torch import Tensor
 
 from coterie.config import Refusal, Schedule
 from coterie.exchange.base import ExchangeKind, Setup
-from coterie.exchange.elastic import Machine, MachineGroup
+from coterie.exchange.elastic import MachineGroup
+from coterie.exchange.rendezvous import Machine
 from coterie.exchange.solo import Solo
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import PeerLost, scratch_folder
@@ -37,7 +38,7 @@ _BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _JOIN, _BROKEN = range(8)  # places 
 
 
 class AllReduce(Solo):
-    """The exchange of one of a machine's learners. `across`: the group with other machines, if there are any."""
+    """The exchange of one of a machine's learners. `across`: the group with other machines, if any."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, self)  # it counts the run's env steps itself: they travel with the gradients
@@ -114,7 +115,7 @@ class AllReduce(Solo):
         return super().step(params, self.lr if self.across is not None else lr)  # all have the same mean
 
     def _message(self, params: FlatParams, what: Tensor, bad: bool, lr: float = 0.0) -> bool:
-        """Add up `what`, whose last numbers are the flags; returns whether any learner's gradient is not finite."""
+        """Add up `what`, which ends with the flags; returns whether any learner's gradient is not finite."""
         flags = [bad, self.rows, self.order, self.stop, 1, lr, 0, 0]
         params.tail[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
         self.rows, self.sent = 0, True
@@ -178,7 +179,7 @@ class AllReduce(Solo):
             dist.all_reduce(tensor)
 
     def _sum_across(self, across: MachineGroup, what: Tensor, tail: Tensor | None = None) -> None:
-        """Add up with other machines; `tail` reports a failure, and whether a machine is to come or to leave."""
+        """Add up with other machines; `tail` reports a failure, and whether a machine joins or leaves."""
         with self.waiting():
             if self.rank == 0:
                 if tail is not None:
@@ -199,7 +200,7 @@ class AllReduce(Solo):
 
     def report_to(self, log: Callable[[str], None]) -> None:
         if self.across is not None:
-            self.across.say = log
+            self.across.report = log
 
     def gauges(self) -> dict[str, float]:
         """How many machines train together, and updates that were not made because one was lost."""
@@ -227,8 +228,7 @@ def _between_machines(setup: Setup) -> MachineGroup | None:
         return peers.board.stopping
 
     machines = allreduce.machines if allreduce.bind else 0
-    machine = Machine(split(allreduce.address), machines, kind, config.seed, setup.timeout)
-    return MachineGroup(machine, ended)
+    return MachineGroup(Machine(split(allreduce.address), machines, kind, config.seed, setup.timeout), ended)
 
 
 KIND = ExchangeKind(

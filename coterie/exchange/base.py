@@ -61,7 +61,7 @@ class Guard:
 
 
 class Exchange(Protocol):
-    """How learners synchronise. A context manager: entering joins the other learners, leaving parts from them."""
+    """How learners synchronise. A context manager: the learner joins the others at entry and leaves them at exit."""
 
     guard: Guard
 
@@ -111,21 +111,14 @@ class Setup:
     substitute: Callable[[Any], Callable[..., Exchange]] = lambda kind: kind  # a user-defined class
 
 
-def _no_memory(setup: Setup) -> SharedArrays | None:
-    return None
-
-
-def _nothing_to_restore(memory: SharedArrays, state: dict[str, Tensor], moments: Tensor) -> None:
-    """The exchange's state is each learner's."""
-
-
 @dataclass(frozen=True)
 class ExchangeKind:
     """One choice of exchange, for the rest of the program. Each module of this folder has its `KIND`."""
 
     exchange: Callable[[Setup], Exchange]  # made in the learner's process
-    memory: Callable[[Setup], SharedArrays | None] = _no_memory  # in the parent: shared by all learners
-    restore: Callable[[SharedArrays, dict[str, Tensor], Tensor], None] = _nothing_to_restore  # from a checkpoint
+    memory: Callable[[Setup], SharedArrays | None] = lambda setup: None  # in the parent: shared by all learners
+    # Into that memory, from a checkpoint, where the exchange's state is not each learner's.
+    restore: Callable[[SharedArrays, dict[str, Tensor], Tensor], None] = lambda memory, state, moments: None
     mixing: Callable[[Config, int], list[Array] | None] = lambda config, learners: None
     leave: Callable[[SharedArrays, int], None] = lambda memory, rank: None  # the learner of this rank was killed
     one_learner: bool = False  # for a learner without others

@@ -1,13 +1,13 @@
-"""All-reduce between machines: a group of one learner of each, formed again when one of them is lost or another comes.
+"""All-reduce between machines, in a group of one learner of each that forms again when a machine is lost or joins.
 
-    sum(x):    x <- the group's sum,  or the group is broken and x is as it was
-    join(s):   at the end of a rollout, when the group is broken, or a machine is to come or leave: form a new group of
-               the machines that are there; all take the state s of the one that took part in most sums
+    sum(x):    x <- the group's sum,  or the group is broken and x is unchanged
+    join(s):   after a rollout, when the group is broken or a machine joins or leaves: form a new group of the machines
+               that are connected; all take the state s of the one that took part in most sums
 
-No machine trains without the others, and no update is made of a part of the gradients: what was left to learn of a
-rollout when its group broke is lost. torch.distributed (Gloo) carries the numbers; its groups cannot change, so each
-rendezvous makes another. The machine that listens chooses its members (rendezvous.py). Nothing of that is encrypted
-or asks for a token: it is for a private network.
+No machine trains without the others, and no update uses a part of the gradients: the rest of a rollout is lost when
+its group breaks. torch.distributed (Gloo) carries the numbers; its groups cannot change, so each rendezvous makes
+another. The listening machine decides which machines are in it (rendezvous.py). There is neither TLS nor a token, so
+the network must be private.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from coterie.exchange.rendezvous import Place, RendezvousClient, RendezvousHost, Request, Timing
+from coterie.exchange.rendezvous import Machine, Place, RendezvousClient, RendezvousHost, Request
 from coterie.parallel.processes import location
 from coterie.types import CoterieError, first_line
 
@@ -34,29 +33,16 @@ from coterie.types import CoterieError, first_line
 _given_up: list[tuple[Any, Any, Tensor]] = []
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A machine's part of the configuration. `machines`: how many the listening one waits for, 0 on the others."""
-
-    address: tuple[str, int]  # where the first machine listens
-    machines: int
-    kind: str  # what is trained, the same for all
-    seed: int  # different for each
-    patience: float  # seconds
-
-
 class MachineGroup:
-    """A machine's place in the group. `ended` is called while others are waited for: once it is true, none is waited
-    for. `say` receives lines for the log.
+    """A machine's place in the group. `ended` is called during each wait for other machines, and ends it if true.
+    `report` receives lines for the log.
     """
 
-    def __init__(
-        self, machine: Machine, ended: Callable[[], bool], timing: Timing | None = None, name: str = ""
-    ) -> None:
-        self.machine, self.ended, self.timing = machine, ended, timing or Timing()
-        self.say: Callable[[str], None] = lambda line: None
+    def __init__(self, machine: Machine, ended: Callable[[], bool]) -> None:
+        self.machine, self.ended, self.timing = machine, ended, machine.timing
+        self.report: Callable[[str], None] = lambda line: None
         self.sums = 0  # that all machines took part in
-        self.broken, self.alone = True, False  # alone: the run of the machine that listens has ended
+        self.broken, self.alone = True, False  # alone: the run of the listening machine has ended
         self.number, self.size = 0, 1
         self.name = f"{location()} {os.getppid()}"  # the same for a learner that is started in another's place
         self.group: Any = None
@@ -65,11 +51,11 @@ class MachineGroup:
         self.host: RendezvousHost | None = None
 
     def requested(self) -> bool:
-        """On the machine that listens: whether a machine waits for the next group."""
+        """Whether a machine waits for the next group. Only the listening machine can tell."""
         return self.host is not None and bool(self.host.waiting)
 
     def sum(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is the sum now; else it is as it was, and the group is broken until the next `join`."""
+        """Whether `tensor` is the sum now; else it is unchanged, and the group is broken until the next `join`."""
         if self.alone:
             return True
         if not self.broken:
@@ -80,7 +66,7 @@ class MachineGroup:
         return not self.broken
 
     def _carry_out(self, tensor: Tensor, begin: Callable[[Tensor], Any]) -> None:
-        """Work that is given up may go on by itself: it has a copy to work on."""
+        """Do `begin` on a copy of `tensor`, which work that was given up may still change."""
         work, copy = None, tensor.clone()
         try:
             work = begin(copy)
@@ -90,7 +76,7 @@ class MachineGroup:
         if not reason:
             tensor.copy_(copy)
             return
-        self.say(f"allreduce: the group of {self.size} machines is broken: {reason}")
+        self.report(f"allreduce: the group of {self.size} machines is broken: {reason}")
         self.broken = True
         if work is not None and not work.is_completed():
             _given_up.append((self.group, work, copy))
@@ -99,7 +85,7 @@ class MachineGroup:
             self.client.report_broken()
 
     def _wait(self, work: Any) -> str:
-        """Until the work is done, or there is a reason not to wait for it."""
+        """Wait for the work; returns the reason to give it up, empty once it is done."""
         begin, client = time.monotonic(), self.client
         assert client is not None
         while True:
@@ -118,7 +104,7 @@ class MachineGroup:
                 return "this run ends, and the others are slow"
 
     def join(self, state: list[Tensor]) -> None:
-        """Form a group with the machines that are there; `state` becomes the one that all take."""
+        """Form a group with the connected machines; `state` becomes the one that all take."""
         _given_up[:] = [one for one in _given_up if not one[1].is_completed()]
         begin = time.monotonic()
         at = ":".join(map(str, self.machine.address))
@@ -134,7 +120,7 @@ class MachineGroup:
                     self.client = None
             if time.monotonic() - begin > (patience := self.machine.patience):
                 raise CoterieError(f"allreduce: no group with the machine at {at} for {patience:g} s: {reason}")
-            self.say(f"allreduce: no group with the machine at {at} yet: {reason}")
+            self.report(f"allreduce: no group with the machine at {at} yet: {reason}")
             time.sleep(self.timing.poll)
 
     def _join(self, state: list[Tensor]) -> None:
@@ -158,23 +144,23 @@ class MachineGroup:
         for tensor, new in zip(state, taken[1:], strict=True):
             tensor.copy_(new)
         if place.rank == 0:
-            self.say(f"allreduce: a group of {place.size} machines")
+            self.report(f"allreduce: a group of {place.size} machines")
 
     def _place(self, client: RendezvousClient) -> Place | None:
-        """Ask for a place and wait for it; None once none is to be waited for."""
+        """Request a place and wait for it; None once this run ends or trains alone."""
         m = self.machine
         client.ask(Request(client.uid, client.own, m.kind, m.seed, self.sums, self.number, m.machines > 0))
         end = time.monotonic() + m.patience + 2 * self.timing.silent
         while (answer := client.answer) is None:
             if client.over:
                 self.alone, self.broken, self.size = True, False, 1
-                self.say("allreduce: the run of the machine that listens is over: this one goes on by itself")
+                self.report("allreduce: the run of the listening machine is over: this one goes on by itself")
             if self.alone or self.ended():
                 return None
             if client.silent:
                 raise RuntimeError(client.silent)
             if time.monotonic() > end:
-                raise RuntimeError("the others are at work and do not come")
+                raise RuntimeError("the other machines do not join")
             time.sleep(self.timing.look)
         if "again" in answer:
             raise RuntimeError("this machine was out of reach")
@@ -186,7 +172,7 @@ class MachineGroup:
         """The connection to the store, which the listening machine opens; None once this run ends."""
         if self.machine.machines and self.store is None:
             self._listen()
-        client = self.client = self.client or RendezvousClient(self.machine.address, self.name, self.timing)
+        client = self.client = self.client or RendezvousClient(self.machine, self.name)
         while client.store is None:
             if client.silent:
                 raise RuntimeError(client.silent)
@@ -196,7 +182,7 @@ class MachineGroup:
         return client
 
     def _listen(self) -> None:
-        m, (host, port) = self.machine, self.machine.address
+        host, port = self.machine.address
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(found[4][:2], family=found[0])  # by itself it would listen everywhere
@@ -206,7 +192,7 @@ class MachineGroup:
         self.store = TCPStore(
             host, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self.host = RendezvousHost(self.store, m.machines, m.kind, m.patience, lambda x: self.say(x), self.timing)
+        self.host = RendezvousHost(self.store, self.machine, lambda line: self.report(line))
 
     def close(self, over: bool) -> None:
         """Leave, and report it to the others. `over`: for good."""
@@ -219,7 +205,7 @@ class MachineGroup:
 
 
 def _interface(address: str) -> str:
-    """The network interface with this address; the loopback one for any that none has."""
+    """The network interface with this address; the loopback interface if no interface has it."""
     found = psutil.net_if_addrs()
     names = [name for name, addresses in found.items() if any(a.address.split("%")[0] == address for a in addresses)]
     return next(iter(names), next((name for name in found if name.startswith("lo")), "lo"))

@@ -9,7 +9,7 @@ that have left or died are not waited for. A restarted learner takes a peer's we
 learner has reached.
 
 Learners of other runs (`gossip.bind`, `gossip.connect`) have no numbers: after each mix a learner averages its weights
-with the newest message of each of them that it has not averaged yet (mailboxes.py).
+with the newest message of each, unless it has averaged that already (mailboxes.py).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Gossip(Solo):
                 time.sleep(5e-5)
 
     def publish(self, params: FlatParams) -> bool:
-        """Write a message for the out-peers, if all of them have read the last one."""
+        """Write a message for the out-peers, if all have read the last one."""
         i, number = self.rank, int(self.published[self.rank])
         if number > self.joined[i]:
             for j in self.out_peers[(number - 1) % len(self.sequence)][i]:

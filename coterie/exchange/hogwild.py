@@ -28,7 +28,7 @@ class Hogwild(Solo):
         self.central = SharedWeights(peers.memory or memory(setup), setup.moments, 1, setup.timeout)
         self.shared_statistics = setup.config.hogwild.statistics == "shared"
         if self.shared_statistics:
-            self.state = self.central.state
+            self.state = self.central.states[0]
         self.staleness = Staleness(steps)
         self.turns: CoreTurns | None = None
         if peers.core >= 0:  # bytes 0 and 1 of the memory are the locks of the weights and of the normalizers

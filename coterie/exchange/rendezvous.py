@@ -1,16 +1,17 @@
-"""The rendezvous of machines that all-reduce together: which of them form the next group (elastic.py).
+"""The rendezvous of machines that all-reduce together: which machines form the next group (elastic.py).
 
-A TCP store at the machine that listens carries all of it. Torch's own rendezvous (`torch.distributed.elastic`) was
-measured and not taken: it has no public way to tell that a member is lost, and it unpickles what peers write.
+Its messages are keys of a TCP store at the listening machine. Torch's rendezvous (`torch.distributed.elastic`) is not
+used: it has no public way to report a lost member, and it unpickles what peers write.
 
-tickets          how many requests there have been     ticket/N    a machine that wants to be in the next group
+tickets          how many requests were made            ticket/N    a machine that wants to be in the next group
 call/N           the answer                            beat/UID    changes while a machine lives; LEFT: it has left
-broken/GROUP     a machine of that group is lost       over        the run of the machine that listens has ended
+broken/GROUP     a machine of that group is lost       over        the run of the listening machine has ended
 """
 
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
@@ -25,7 +26,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from coterie.types import first_line
 
 LEFT = "gone"
-_WARN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,21 @@ class Timing:
     store: float = 5.0  # for the store to answer
     poll: float = 1.0  # between two checks, in the middle of a sum, whether a machine is lost
     form: float = 20.0  # for a group's connections to be made
-    settle: float = 0.3  # for requests that come at the same time
-    look: float = 0.02  # between two looks at the store
+    settle: float = 0.3  # for simultaneous requests
+    look: float = 0.02  # between two reads of the store
     back: float = 20.0  # for the members of a group to return where the store was lost
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine's part of the configuration."""
+
+    address: tuple[str, int]  # where the first machine listens
+    machines: int  # that the listening one waits for; 0 on the others
+    kind: str  # what is trained, the same for all
+    seed: int  # different for each
+    patience: float  # seconds
+    timing: Timing = Timing()
 
 
 @dataclass(frozen=True)
@@ -52,12 +64,12 @@ class Request:
     seed: int  # of its envs
     sums: int  # that it took part in
     group: int  # the one that it was in; 0: none
-    first: bool  # it is the machine that listens
+    first: bool  # it is the listening machine
 
 
 @dataclass(frozen=True)
 class Place:
-    """The number of the group, a rank in it, and the rank of the member whose state all are to take."""
+    """The number of the group, a rank in it, and the rank of the source of the state that all take."""
 
     group: int
     rank: int
@@ -66,26 +78,23 @@ class Place:
 
 
 def clone(store: TCPStore) -> TCPStore:
-    """A connection of its own: two threads on one wait for each other."""
+    """Another connection: two threads on one wait for each other."""
     return store.clone()  # type: ignore[attr-defined,no-any-return]
 
 
 class RendezvousHost:
-    """Forms groups, in a thread of the machine that listens. `machines`: how many the first group waits for."""
+    """Forms groups, in a thread of the listening machine."""
 
-    def __init__(
-        self, store: TCPStore, machines: int, kind: str, patience: float, say: Callable[[str], None], timing: Timing
-    ) -> None:
-        self.store, self.machines, self.kind, self.patience, self.say = clone(store), machines, kind, patience, say
-        self.timing = timing
+    def __init__(self, store: TCPStore, machine: Machine, report: Callable[[str], None]) -> None:
+        self.store, self.machine, self.timing, self.report = clone(store), machine, machine.timing, report
         self.waiting: dict[str, tuple[int, Request]] = {}  # by uid: the number of the request, and it
         self.members: dict[str, Request] = {}  # of the present group, by uid
         self.beats: dict[str, tuple[str, float]] = {}  # the last heartbeat of each, and when it was seen
         self.unread: list[tuple[int, float]] = []  # requests that are still being written
         self.group = self.read = 0
-        self.warned = False
         self.checked = 0.0  # when heartbeats were checked last: a few calls of the store for each
         self.begin = self.newest = time.monotonic()
+        self.warn_at = self.begin + 10.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="coterie-rendezvous-host", daemon=True)
         self._thread.start()
@@ -95,7 +104,7 @@ class RendezvousHost:
             while not self._closed.wait(self.timing.look):
                 self._look(time.monotonic())
         except Exception as error:  # waiting machines run into their time-out, and report it
-            self.say(f"allreduce: no more groups: {error!r}")
+            self.report(f"allreduce: no more groups: {error!r}")
 
     def _look(self, now: float) -> None:
         self._read(now)
@@ -111,50 +120,47 @@ class RendezvousHost:
             if self._lives(uid, now):
                 continue
             if (one := self.members.pop(uid, None)) is not None and uid not in self.waiting:
-                self.say(f"allreduce: {one.name} {'has left' if self.beats[uid][0] == LEFT else 'is lost'}")
+                self.report(f"allreduce: {one.name} {'has left' if self.beats[uid][0] == LEFT else 'is lost'}")
                 self.store.set(f"broken/{self.group}", "1")
-            if uid in self.waiting:  # if it was only out of reach, it is to ask again
+            if uid in self.waiting:  # it asks again if it was only out of reach
                 self._answer(self.waiting.pop(uid)[0], {"again": True})
 
     def _read(self, now: float) -> None:
         last = self.store.add("tickets", 0)
         self.unread += [(number, now) for number in range(self.read + 1, last + 1)]
         self.read = last
-        for number, since in list(self.unread):
-            if not self.store.check([f"ticket/{number}"]):
-                if now - since < self.timing.store:
-                    continue
+        self.unread = [(number, since) for number, since in self.unread if not self._admit(number, now, now - since)]
+
+    def _admit(self, number: int, now: float, age: float) -> bool:
+        """Read a request and put it into `waiting`, or refuse it; False if it has to be read again."""
+        if not self.store.check([f"ticket/{number}"]):
+            if age > self.timing.store:
                 self._answer(number, {"again": True})
-            else:
-                try:
-                    request = Request(**json.loads(self.store.get(f"ticket/{number}")))
-                except (TypeError, ValueError):
-                    self._answer(number, {"refused": "the run there is of another version of Coterie"})
-                else:
-                    if self._has_twin(request) and now - since < 1.5 * self.timing.silent:  # perhaps it is lost
-                        continue
-                    self._admit(number, request, now)
-                    self.store.delete_key(f"ticket/{number}")
-            self.unread.remove((number, since))
-
-    def _answer(self, number: int, content: dict[str, Any]) -> None:
-        self.store.set(f"call/{number}", json.dumps(content))
-
-    def _has_twin(self, request: Request) -> bool:
+            return age > self.timing.store
+        try:
+            request = Request(**json.loads(self.store.get(f"ticket/{number}")))
+        except (TypeError, ValueError):
+            self._answer(number, {"refused": "the run there is of another version of Coterie"})
+            return True
         others = (*self.members.values(), *(other for _, other in self.waiting.values()))
-        return any(other.seed == request.seed and other.uid != request.uid for other in others)
-
-    def _admit(self, number: int, request: Request, now: float) -> None:
-        reason = ""
-        if request.kind != self.kind:
-            reason = f"the run there trains {self.kind}, this one {request.kind}: give both the same env and model"
-        elif self._has_twin(request):
+        twin = any(other.seed == request.seed and other.uid != request.uid for other in others)
+        if twin and age < 1.5 * self.timing.silent:  # perhaps it is lost
+            return False
+        kind, reason = self.machine.kind, ""
+        if request.kind != kind:
+            reason = f"the run there trains {kind}, this one {request.kind}: give both the same env and model"
+        elif twin:
             reason = f"a run with --seed {request.seed} is there and has the same episodes: give this one another seed"
         if reason:
             self._answer(number, {"refused": reason})
-            return
-        self.waiting[request.uid], self.newest = (number, request), now
-        self.beats[request.uid] = "", now
+        else:
+            self.waiting[request.uid], self.newest = (number, request), now
+            self.beats[request.uid] = "", now
+        self.store.delete_key(f"ticket/{number}")
+        return True
+
+    def _answer(self, number: int, content: dict[str, Any]) -> None:
+        self.store.set(f"call/{number}", json.dumps(content))
 
     def _lives(self, uid: str, now: float) -> bool:
         before, since = self.beats[uid]
@@ -167,11 +173,11 @@ class RendezvousHost:
         chosen = sorted(self.waiting.values(), key=lambda x: x[0])
         requests = [request for _, request in chosen]
         before = max(request.group for request in requests)
-        if not self.group and len(chosen) < self.machines:  # some may be on their way
-            if not self.warned and now - self.begin > _WARN_S:
-                self.warned = True
-                self.say(f"allreduce: {len(chosen)} of {self.machines} machines are here")
-            if now - self.begin < (self.timing.back if before else self.patience):
+        if not self.group and len(chosen) < self.machine.machines:  # some may be on their way
+            if now > self.warn_at:
+                self.warn_at = math.inf
+                self.report(f"allreduce: {len(chosen)} of {self.machine.machines} machines are here")
+            if now - self.begin < (self.timing.back if before else self.machine.patience):
                 return
         self.group = max(self.group, before) + 1
         source = max(range(len(chosen)), key=lambda i: (requests[i].sums, requests[i].first))
@@ -196,16 +202,16 @@ class RendezvousHost:
 
 
 class RendezvousClient:
-    """A machine's connection to the store at `address`, in a thread, since its calls may block for seconds: heartbeats,
+    """A machine's connection to the store, in a thread, since its calls may block for seconds: heartbeats,
     requests, and what the host answers.
     """
 
-    def __init__(self, address: tuple[str, int], name: str, timing: Timing) -> None:
-        self.address, self.name, self.timing = address, name, timing
+    def __init__(self, machine: Machine, name: str) -> None:
+        self.address, self.name, self.timing = machine.address, name, machine.timing
         self.own = self.uid = ""  # this machine's address on the way to the store, and the key of its run
         self.store: TCPStore | None = None  # for the group's connections to be made
         self.error = ""
-        self.over = False  # the run of the machine that listens has ended
+        self.over = False  # the run of the listening machine has ended
         self.group, self.broken = 0, False  # the group that it is in, and whether a member reports it broken
         self.answer: dict[str, Any] | None = None  # to the last request
         self._request: Request | None = None
@@ -220,7 +226,7 @@ class RendezvousClient:
     def silent(self) -> str:
         """Why the store will not answer any more; empty while it does."""
         if not self.error and time.monotonic() - self._answered > self.timing.silent:
-            return "the machine that listens does not answer"
+            return "the listening machine does not answer"
         return self.error
 
     def ask(self, request: Request) -> None:
@@ -231,7 +237,7 @@ class RendezvousClient:
         self.group, self.broken = group, False
 
     def report_broken(self) -> None:
-        """Tell the other members that the group is broken."""
+        """Report to the other members that the group is broken."""
         self.broken, self._to_break = True, self.group
         self._wake.set()
 
@@ -265,7 +271,7 @@ class RendezvousClient:
             self.error = first_line(error)
 
     def exchange(self, store: TCPStore) -> None:
-        """Send what is to be sent, and read the answer."""
+        """Send what is pending, and read the answer."""
         if self._to_break:
             store.set(f"broken/{self._to_break}", "1")
             self._to_break = 0

@@ -14,19 +14,16 @@ from coterie.exchange.base import Rule
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
-from coterie.parallel.shm import SharedArrays
+from coterie.parallel.shm import Layout, SharedArrays
 
 
 def central_memory(data: Tensor, rule: Rule, chunks: int, moments: Tensor) -> SharedArrays:
     """Shared memory that holds `data` and the fresh state of `rule` for it, whole (`chunks` 1) or chunk by chunk."""
     state = rule.state(data)
-    layout = {
+    layout: Layout = {
         "data": (tuple(data.shape), "float32"),
         "moments": ((max(1, len(moments)),), "float64"),
-        **{
-            f"state/{k}": (tuple(x.shape) if x.dim() else (chunks,), str(x.dtype).removeprefix("torch."))
-            for k, x in state.items()
-        },
+        **{f"state/{k}": (tuple(x.shape) or (chunks,), str(x.dtype).removeprefix("torch.")) for k, x in state.items()},
     }
     shared = SharedArrays(layout, name="coterie-central")
     shared.arrays["data"][:] = data.cpu().numpy()
@@ -76,12 +73,6 @@ class SharedWeights:
         self.moments, self._sums = moments, arrays["moments"][: moments.size]
         self._base = moments.read()
 
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """The rule's state of all weights, where there is one chunk."""
-        (only,) = self.states
-        return only
-
     def locked_chunks(self) -> Iterator[int]:
         """Every chunk once, while its lock is held, in whatever order they are free. Without locks after `close`, when
         the last checkpoint is written.
@@ -102,7 +93,7 @@ class SharedWeights:
                 self.locks.free(k)
 
     def share_moments(self) -> None:
-        """Add this learner's new rows to the shared normalizers, and adopt the result."""
+        """Add this learner's new rows to the shared normalizers, and take the sums of all."""
         if not self.moments.size:
             return
         new = self.moments.read() - self._base
@@ -112,7 +103,7 @@ class SharedWeights:
         self.moments.write(self._base)
 
     def rebase(self) -> None:
-        """The normalizers were set from a checkpoint, whose rows the shared sums include."""
+        """Count from the present normalizers: they were set from a checkpoint, as the shared sums were."""
         self._base = self.moments.read()
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ def _pairs(n: int, t: int) -> Array:
 
 
 def _from_file(path: str, n: int) -> list[Array]:
-    """A JSON file with one matrix or a list of them."""
+    """A JSON file with one matrix or a list of matrices."""
     try:
         data: Any = np.asarray(json.loads(Path(path).read_text()), float)
     except (OSError, ValueError, TypeError) as error:

@@ -6,14 +6,12 @@ waits for that, so now and then there is nothing consistent to read, and the lin
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, Batch
 from coterie.exchange.gossip import RECENT
@@ -133,15 +131,10 @@ class Cosines:
             return {}
         self.seen = int(stamps.sum())
         unit = grads / grads.norm(dim=1, keepdim=True).clamp(min=1e-30)
-        return _pairs(unit @ unit.T, self.peers)
-
-
-def _pairs(cosines: Tensor, peers: Array) -> dict[str, float]:
-    found: dict[str, float] = {}
-    groups: dict[str, list[float]] = {"cosine/peers": [], "cosine/others": []}
-    for i, j in itertools.combinations(range(len(cosines)), 2):
-        value = float(cosines[i, j])
-        found[f"cosine/{i}-{j}"] = value
-        groups["cosine/peers" if peers[i, j] else "cosine/others"].append(value)
-    found |= {name: sum(values) / len(values) for name, values in groups.items() if values}
-    return found
+        cosines = (unit @ unit.T).numpy()
+        pairs = np.triu(np.ones_like(self.peers), 1)  # each pair once
+        found = {f"cosine/{i}-{j}": float(cosines[i, j]) for i, j in np.argwhere(pairs)}
+        for name, which in (("peers", pairs & self.peers), ("others", pairs & ~self.peers)):
+            if which.any():
+                found[f"cosine/{name}"] = float(cosines[which].mean())
+        return found

@@ -1,5 +1,5 @@
 """The secondary learner of Accelerated Methods (arXiv 1803.02811, section 5): the primary's initial weights, and
-training from the primary's replay alone, on as many samples but in batches of its own size. Where it scores as the
+training from the primary's replay alone, on as many samples but in batches of another size. Where it scores as the
 primary does, a batch size is no obstacle to learning; where not, it is one to exploring or to optimising.
 """
 
@@ -26,7 +26,7 @@ from coterie.types import Rollout, Spec
 
 
 class Secondary(Observer):
-    """Trains beside `primary`, from whose replay it samples."""
+    """Trains beside `primary`, on samples of its replay."""
 
     def __init__(self, config: ResolvedConfig, spec: Spec, layout: Resources, primary: QLearning, team: Team) -> None:
         own = config.q

@@ -140,7 +140,7 @@ def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tup
     model = make_model(config, spec)
     net = Net(net_of(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
     try:
-        return GossipClient(config, config.learners, net, resumed=resumed, say=say), ""
+        return GossipClient(config, config.learners, net, resumed=resumed, report=say), ""
     except ConfigError:
         raise
     except CoterieError as error:

@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import child_env, tasks
@@ -16,6 +16,7 @@ from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
 from coterie.wire.server import Answer, ServiceStream
 
 REMOTE = 1 << 20  # numbers of remote hosts, and the env ids of remote clients, start here
+K = TypeVar("K")
 _REMEMBERED = 10_000  # remote clients
 ENV_SETTINGS = ("action_repeat", "max_episode_steps", "time_limit")  # that a run sets for its remote clients' envs
 
@@ -48,28 +49,29 @@ class ClientIds:
     """
 
     def __init__(self, config: ResolvedConfig, rank: int) -> None:
-        envs, learners = config.env.num_envs, config.learners
+        envs, learners, base = config.env.num_envs, config.learners, REMOTE * (rank + 1)
         self._numbers = OrderedDict[int, int]()  # by run_id
         self._first_envs = OrderedDict[tuple[int, int, int], int]()  # by run_id, group and envs
-        self._next_number, base = 0, REMOTE * (rank + 1)
-        self._next_env = base + (rank * envs - base) % (envs * learners)
+        self._next_number, self._next_env = 0, base + (rank * envs - base) % (envs * learners)
 
     def number(self, run_id: int) -> int:
         if run_id not in self._numbers:
-            self._numbers[run_id] = self._next_number
+            _remember(self._numbers, run_id, self._next_number)
             self._next_number += 1
-            if len(self._numbers) > _REMEMBERED:
-                self._numbers.popitem(last=False)
         return self._numbers[run_id]
 
     def first_env(self, run_id: int, group: int, envs: int) -> int:
         key = run_id, group, envs
         if key not in self._first_envs:
-            self._first_envs[key] = self._next_env
+            _remember(self._first_envs, key, self._next_env)
             self._next_env += envs
-            if len(self._first_envs) > _REMEMBERED:
-                self._first_envs.popitem(last=False)
         return self._first_envs[key]
+
+
+def _remember(table: OrderedDict[K, int], key: K, value: int) -> None:
+    table[key] = value
+    if len(table) > _REMEMBERED:
+        table.popitem(last=False)
 
 
 def _finite(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The connection of a run to another one with whose learners it gossips (`gossip.connect`)."""
+"""The connection of a run to another run, for gossip between their learners (`gossip.connect`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from coterie.config import Config
-from coterie.exchange.mailboxes import Mailboxes
+from coterie.exchange.mailboxes import NAP_S, Mailboxes, Relay, message_layout
 from coterie.parallel.shm import SharedArrays
-from coterie.remote.gossip_relay import NAP_S, Relay, message_layout
 from coterie.types import CoterieError
 from coterie.wire.auth import read_token
 from coterie.wire.client import Connection, ConnectionLost, Endpoint, RunEnded, Stream, back_off
@@ -33,21 +32,20 @@ class Net(NamedTuple):
 
 
 class GossipClient:
-    """The connection of a run of `learners` to the hub, opened at first and again after each loss. `resumed`: the run
-    can do without. `say` receives lines while the hub is away at first. Raises `CoterieError` where the hub is not
-    there or refuses.
+    """The connection of a run of `learners` to the hub, opened again after each loss. `resumed`: the run can train
+    without it. `report` receives lines during the first attempts. Raises `CoterieError` if the hub is away or refuses.
     """
 
     def __init__(
         self, config: Config, learners: int, net: Net, *, resumed: bool = False,
-        say: Callable[[str], None] = lambda line: None,
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
         self.address, self.learners, self.net = config.gossip.connect, learners, net
         self.layout = message_layout(net.weights, net.moments)
         token = read_token(config.wire.token_file) if config.wire.token_file else ""
         patience = _ALONE_S if resumed else _PATIENCE_S
         endpoint = Endpoint(self.address, token, config.wire.cert, patience, "wire.cert")
-        self.connection = Connection(endpoint, {"env_id": config.env.id, "envs": learners}, say)
+        self.connection = Connection(endpoint, {"env_id": config.env.id, "envs": learners}, report)
         self._lines = deque[str](maxlen=100)
         self.mailboxes: Mailboxes | None = None
         self.stream: Stream | None = None
@@ -112,7 +110,7 @@ class GossipClient:
                 self.stream = self._reconnect()
         except RunEnded as over:
             self._note(f"is over ({over}): this one goes on without it")
-        except Exception as error:  # it must not end without a word
+        except Exception as error:  # the thread must not end unnoticed
             self._lines.append(f"no more gossip with {self.address}: {error!r}")
 
     def _note(self, text: str) -> None:

@@ -7,10 +7,9 @@ import threading
 from typing import Any
 
 from coterie.config import ResolvedConfig
-from coterie.exchange.mailboxes import REMOTE, Mailboxes
+from coterie.exchange.mailboxes import REMOTE, Mailboxes, Relay, message_layout
 from coterie.parallel.shm import SharedArrays
 from coterie.remote.admission import check_hello
-from coterie.remote.gossip_relay import Relay, message_layout
 from coterie.remote.servers import Servers
 from coterie.types import Array, ConfigError
 from coterie.wire.codec import Refused

@@ -72,7 +72,7 @@ class RolloutTarget(Protocol):
 class RolloutService:
     """The two services for a learner's remote actors, and a thread that puts their rollouts into slots.
 
-    `max_envs`: that the learner has room for, with those of its own actors.
+    `max_envs`: that the learner has room for, those of local actors included.
     """
 
     def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, acting: RolloutTarget, max_envs: int) -> None:

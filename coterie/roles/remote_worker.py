@@ -6,7 +6,8 @@ import json
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,14 +32,12 @@ from coterie.wire.auth import offset
 from coterie.wire.client import Connection, Endpoint, ReconnectingStream, RunEnded, Stream
 from coterie.wire.codec import Layout, timestep_layout
 
-Report = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Worker:
     """What a remote worker needs of its user: what to print, whether to leave, and how fast."""
 
-    report: Report
+    report: Callable[[str], None]
     leave: Callable[[], None]  # raises `Stopped` when the worker shall leave the run
     report_s: float = 10.0  # between two lines of progress
     finish_s: float = 10.0  # to complete a rollout before leaving
@@ -55,11 +54,8 @@ class Session:
 
 def _join(base: ResolvedConfig, endpoint: Endpoint, method: str, worker: Worker) -> Session:
     """Ask learner 0 for the run's settings and for the learner to work for."""
-    first = Connection(endpoint, {}, worker.report)
-    try:
+    with closing(Connection(endpoint, {}, worker.report)) as first:
         welcome = first.settings(method, worker.leave)
-    finally:
-        first.close()
     settings, run = read_settings(welcome.settings)
     if base.env.id != run.env.id:
         raise CoterieError(f"the run's envs are {run.env.id}, not {base.env.id}")
@@ -108,21 +104,21 @@ class FinishRollout:
                 raise
 
 
-class ProgressPrinter:
+class Progress:
     """Prints replaced envs at once, and every few seconds the env steps and how long envs waited for their actions."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker, self._printed = worker, time.monotonic()
+    def __init__(self, worker: Worker, env_steps: Callable[[], int]) -> None:
+        self._worker, self._env_steps, self._printed = worker, env_steps, time.monotonic()
         self._latencies = deque[float](maxlen=20_000)
 
-    def update(self, content: dict[str, Any], env_steps: int) -> None:
+    def update(self, content: dict[str, Any]) -> None:
         """`content`: from a `WorkerReport`."""
         for reason in content["failures"]:
             self._worker.report(reason)
         self._latencies.extend(content["latencies"])
         if time.monotonic() - self._printed < self._worker.report_s:
             return
-        line = f"{env_steps:,} env steps"
+        line = f"{self._env_steps():,} env steps"
         if self._latencies:
             p50, p99 = np.percentile(np.array(self._latencies), (50, 99)) * 1e3
             line += f"; actions came after {p50:.2f} ms (p50), {p99:.2f} ms (p99)"
@@ -130,42 +126,36 @@ class ProgressPrinter:
         self._printed = time.monotonic()
         self._latencies.clear()
 
-
-def _work(run: Callable[[], None], env_steps: Callable[[], int], report: Report) -> None:
-    """Run until the run has ended or the worker leaves, and report which."""
-    try:
-        run()
-    except RunEnded as reason:
-        report(f"{reason}: {env_steps():,} env steps")
-        return
-    except Stopped:
-        pass
-    report(f"left: {env_steps():,} env steps")
+    @contextmanager
+    def until_the_end(self) -> Iterator[None]:
+        """Report at the end whether the run has ended or the worker left it."""
+        reason = "left"
+        try:
+            yield
+        except RunEnded as over:
+            reason = str(over)
+        except Stopped:
+            pass
+        self._worker.report(f"{reason}: {self._env_steps():,} env steps")
 
 
 def lend_envs(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
     """Step `base.env` for a run of central acting until it has ended."""
     session = _join(base, endpoint, "Infer", worker)
-    config, finish = _local_env(base, session.run), FinishRollout(worker.leave, worker.finish_s)
+    run, config, finish = session.run, _local_env(base, session.run), FinishRollout(worker.leave, worker.finish_s)
     spec = make_spec(config.env, config.atari)
 
     def connect(group: int, width: int) -> GroupStream:
-        layout = timestep_layout(spec, width, session.run.central.newest_frame)
+        layout = timestep_layout(spec, width, run.central.newest_frame)
         return GroupStream(session.connection, layout, group, finish, finish)
 
-    envs = host_envs(cpu_share(config, config, spec, 0, 0))
-    loop = EnvLoop(envs, connect, finish, session.run.algo.unroll_length, worker.leave)
-    worker.report(f"{config.env.num_envs} envs of {config.env.id} for {session.connection.endpoint.address}")
-    printer = ProgressPrinter(worker)
-    try:
-        _work(
-            lambda: loop.run(lambda content: printer.update(content, loop.env_steps)),
-            lambda: loop.env_steps,
-            worker.report,
-        )
-    finally:
-        loop.close()
-        session.connection.close()
+    with closing(session.connection):
+        envs = host_envs(cpu_share(config, config, spec, 0, 0))
+        with closing(EnvLoop(envs, connect, finish, run.algo.unroll_length, worker.leave)) as loop:
+            worker.report(f"{config.env.num_envs} envs of {config.env.id} for {session.connection.endpoint.address}")
+            progress = Progress(worker, lambda: loop.env_steps)
+            with progress.until_the_end():
+                loop.run(progress.update)
 
 
 class RemoteSink:
@@ -174,7 +164,7 @@ class RemoteSink:
     def __init__(self, session: Session, worker: Worker, layout: Layout) -> None:
         self._connection = connection = session.connection
         self.check, leave = FinishRollout(worker.leave, worker.finish_s), worker.leave
-        self.version, self.rollouts = -1, 0
+        self.version, self.env_steps = -1, 0
         connect = partial(self._connect, "PushRollouts", layout, self.check)
         self._push = ReconnectingStream(connect, connection.retry(self.check))
         self._pull = ReconnectingStream(partial(self._connect_pull, leave), connection.retry(leave))
@@ -215,14 +205,16 @@ class RemoteSink:
                 return self.version
             time.sleep(0.05)  # the learner has not published any weights
 
+    def count(self, rows: int) -> None:
+        self.env_steps += rows
+
     def next(self) -> Recorder:
         return self.first
 
     def deliver(self) -> None:
         self._stages.start()
         # Sent once: a rollout that is sent again after a loss could be learned from twice.
-        if self._push.ask_once(lambda: {k: x.numpy() for k, x in self._fields.items()}) is not None:
-            self.rollouts += 1
+        self._push.ask_once(lambda: {k: x.numpy() for k, x in self._fields.items()})
         self._stages.lap("wait")
 
     def close(self) -> None:
@@ -237,23 +229,13 @@ def lend_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None
     run, mine, core = _actor_config(base, session)
     spec, unroll, width = make_spec(mine.env, mine.atari), session.run.algo.unroll_length, mine.env.num_envs
     fields = local_fields(spec, unroll, width, torch.device("cpu"), core)
-    sink = RemoteSink(session, worker, rollout_tensors(fields))
-    printer, steps = ProgressPrinter(worker), 0
-
-    def count(rows: int) -> None:
-        nonlocal steps
-        steps += rows
-
-    try:
+    with closing(RemoteSink(session, worker, rollout_tensors(fields))) as sink:
         share = cpu_share(run, mine, spec, 0, sink.first_env_id())
-        loop = RolloutLoop(share, make_agent(run, spec), count, partial(sink.attach, fields))
-        try:
+        with closing(RolloutLoop(share, make_agent(run, spec), sink.count, partial(sink.attach, fields))) as loop:
             worker.report(f"an actor with {width} envs of {mine.env.id} for {session.connection.endpoint.address}")
-            _work(lambda: loop.run(lambda: printer.update(loop.report.take(), steps)), lambda: steps, worker.report)
-        finally:
-            loop.close()
-    finally:
-        sink.close()
+            progress = Progress(worker, lambda: sink.env_steps)
+            with progress.until_the_end():
+                loop.run(lambda: progress.update(loop.report.take()))
 
 
 def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfig, ResolvedConfig, tuple[int, ...]]:

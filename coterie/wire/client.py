@@ -44,8 +44,8 @@ class Endpoint:
     address: str  # unix:PATH or HOST:PORT
     token: str = ""
     cert: str = ""  # path of the server's certificate (PEM)
-    option: str = "--cert"  # that gives the certificate, for error messages
     patience: float = 600.0  # seconds that the server may be away
+    option: str = "--cert"  # that gives the certificate, for error messages
 
 
 def open_channel(address: str, cert: str = "", option: str = "--cert") -> grpc.Channel:

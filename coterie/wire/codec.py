@@ -41,7 +41,7 @@ class Refused(Exception):
 
 
 class Tensor(NamedTuple):
-    """One tensor of a frame. `rows`: the bool tensor before it whose count is the length of axis 0; "": it is fixed."""
+    """One tensor of a frame. `rows`: an earlier bool tensor, which has as many True as axis 0 is long; "": none."""
 
     name: str
     dtype: str
@@ -51,6 +51,10 @@ class Tensor(NamedTuple):
     @property
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
+
+    def count(self, arrays: Mapping[str, Array]) -> int:
+        """Rows of this tensor in a frame of these arrays. A scalar is one row."""
+        return int(np.count_nonzero(arrays[self.rows])) if self.rows else self.shape[0] if self.shape else 1
 
 
 class Layout:
@@ -65,8 +69,7 @@ class Layout:
         """One frame of these arrays; a tensor with `rows` has those rows only. Raises `Refused` for other shapes."""
         parts: list[memoryview] = []
         for t in self.tensors:
-            x = np.ascontiguousarray(arrays[t.name], t.dtype)
-            rows = int(np.count_nonzero(arrays[t.rows])) if t.rows else t.shape[0] if t.shape else 1
+            x, rows = np.ascontiguousarray(arrays[t.name], t.dtype), t.count(arrays)
             if x.shape != (rows, *t.shape[1:]):  # a scalar is one row
                 raise Refused(f"{t.name} has shape {x.shape}, not {(rows, *t.shape[1:])}")
             parts.append(x.reshape(-1).view(np.uint8).data)
@@ -77,12 +80,12 @@ class Layout:
         arrays: dict[str, Array] = {}
         at = 0
         for t in self.tensors:
-            rows = int(np.count_nonzero(arrays[t.rows])) if t.rows else t.shape[0] if t.shape else 1
+            rows = t.count(arrays)
             end = at + rows * t.row_bytes
             if end > len(data):
                 raise Refused(f"a frame of {len(data)} bytes ends within {t.name!r}, which ends at byte {end}")
             raw = np.frombuffer(data, np.uint8, end - at, at)
-            # A bool whose byte is neither 0 nor 1 would not be equal to itself.
+            # A bool of another byte than 0 or 1 would not be equal to itself.
             x = raw != 0 if t.dtype == "bool" else raw.view(t.dtype)
             arrays[t.name] = x.reshape((rows, *t.shape[1:]) if t.shape else ())
             at = end

@@ -125,7 +125,7 @@ class Server:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_concurrent_streams", self.limits.all_streams),
                 ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_time_ms", 10_000),  # detects a client whose connection was cut
+                ("grpc.keepalive_time_ms", 10_000),  # detects a cut connection
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.ping_timeout_ms", 10_000),  # gRPC takes the larger of the two, by default a minute
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from coterie.exchange.elastic import Machine as Settings
 from coterie.exchange.elastic import MachineGroup
+from coterie.exchange.rendezvous import Machine as Settings
 from coterie.exchange.rendezvous import Request, Timing
 from coterie.types import CoterieError
 from tests.support.net import free_port
@@ -30,11 +30,11 @@ class Machine:
         self, port: int, number: int, machines: int = 0, kind: str = "it", patience: float = PATIENCE_S, name: str = ""
     ) -> None:
         self.over = threading.Event()
-        settings = Settings(("127.0.0.1", port), machines, kind, number, patience)
-        self.group = MachineGroup(settings, self.over.is_set, TIMING)
+        settings = Settings(("127.0.0.1", port), machines, kind, number, patience, TIMING)
+        self.group = MachineGroup(settings, self.over.is_set)
         self.group.name = name or str(number)
         self.lines = list[str]()
-        self.group.say = self.lines.append
+        self.group.report = self.lines.append
         self.number, self.weights = number, torch.full((3,), float(number))
         self.error: BaseException | None = None
         self.pause = threading.Event()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coterie.exchange.mailboxes import Mailboxes
-from coterie.remote.gossip_relay import Relay
+from coterie.exchange.mailboxes import Mailboxes, Relay
 from coterie.wire.codec import Refused
 from tests.exchange.gossip_harness import linked, step
 from tests.remote.gossip_runs import LAYOUT
