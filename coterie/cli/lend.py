@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 
 from coterie.acting.base import Stopped
 from coterie.build.resources import resolve_config
@@ -41,9 +42,7 @@ def lend(options: Namespace, rest: list[str]) -> int:
         if signals:
             raise Stopped
 
-    def report(line: str) -> None:
-        print(line, flush=True)
-
+    report = partial(print, flush=True)
     try:
         with on_signals(signals.append):
             (lend_envs if options.command == "envs" else lend_actor)(config, endpoint, Worker(report, leave))

@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -29,6 +29,7 @@ from coterie.exchange.rendezvous import Machine, Place, RendezvousClient, Rendez
 from coterie.parallel.processes import location
 from coterie.types import CoterieError, first_line
 
+T = TypeVar("T")
 # Groups with a sum that was given up: to delete one takes until that one's time-out.
 _given_up: list[tuple[Any, Any, Tensor]] = []
 
@@ -124,12 +125,15 @@ class MachineGroup:
             time.sleep(self.timing.poll)
 
     def _join(self, state: list[Tensor]) -> None:
-        client = self._connect()
-        if client is None or client.store is None or (place := self._place(client)) is None:
+        if self.machine.machines and self.store is None:
+            self._listen()
+        client = self.client = self.client or RendezvousClient(self.machine, self.name)
+        main = self._wait_for(client, lambda: client.store)
+        if main is None or (place := self._place(client)) is None:
             return
         self.number, self.size = place.group, place.size
         client.enter(place.group)
-        store = PrefixStore(f"group/{place.group}", client.store)
+        store = PrefixStore(f"group/{place.group}", main)
         os.environ["GLOO_SOCKET_IFNAME"] = _interface(client.own)  # or Gloo takes the address of the host's name
         self.group = dist.ProcessGroupGloo(store, place.rank, place.size, timedelta(seconds=self.timing.form))
         self.broken = False
@@ -150,8 +154,19 @@ class MachineGroup:
         """Request a place and wait for it; None once this run ends or trains alone."""
         m = self.machine
         client.ask(Request(client.uid, client.own, m.kind, m.seed, self.sums, self.number, m.machines > 0))
-        end = time.monotonic() + m.patience + 2 * self.timing.silent
-        while (answer := client.answer) is None:
+        answer = self._wait_for(client, lambda: client.answer)
+        if answer is None:
+            return None
+        if "again" in answer:
+            raise RuntimeError("this machine was out of reach")
+        if "refused" in answer:
+            raise CoterieError(f"allreduce.connect: {answer['refused']}")
+        return Place(**answer)
+
+    def _wait_for(self, client: RendezvousClient, find: Callable[[], T | None]) -> T | None:
+        """What `find` returns once it is not None; None once this run ends or trains alone."""
+        end = time.monotonic() + self.machine.patience + 2 * self.timing.silent
+        while (found := find()) is None:
             if client.over:
                 self.alone, self.broken, self.size = True, False, 1
                 self.report("allreduce: the run of the listening machine is over: this one goes on by itself")
@@ -162,24 +177,7 @@ class MachineGroup:
             if time.monotonic() > end:
                 raise RuntimeError("the other machines do not join")
             time.sleep(self.timing.look)
-        if "again" in answer:
-            raise RuntimeError("this machine was out of reach")
-        if "refused" in answer:
-            raise CoterieError(f"allreduce.connect: {answer['refused']}")
-        return Place(**answer)
-
-    def _connect(self) -> RendezvousClient | None:
-        """The connection to the store, which the listening machine opens; None once this run ends."""
-        if self.machine.machines and self.store is None:
-            self._listen()
-        client = self.client = self.client or RendezvousClient(self.machine, self.name)
-        while client.store is None:
-            if client.silent:
-                raise RuntimeError(client.silent)
-            if self.ended():
-                return None
-            time.sleep(self.timing.look)
-        return client
+        return found
 
     def _listen(self) -> None:
         host, port = self.machine.address

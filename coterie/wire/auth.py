@@ -68,14 +68,10 @@ def is_token(given: str, token: str) -> bool:
 
 
 def server_credentials(cert: str, key: str) -> grpc.ServerCredentials:
-    return grpc.ssl_server_credentials([(_bytes(key, "wire.key"), _bytes(cert, "wire.cert"))])
+    return grpc.ssl_server_credentials([(read_pem(key, "wire.key"), read_pem(cert, "wire.cert"))])
 
 
-def channel_credentials(cert: str, option: str) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(_bytes(cert, option))
-
-
-def _bytes(path: str, what: str) -> bytes:
+def read_pem(path: str, what: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from coterie.types import Array, ConfigError, CoterieError
-from coterie.wire.auth import channel_credentials, is_local
+from coterie.wire.auth import is_local, read_pem
 from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, layout_from
 from coterie.wire.server import SERVICE
 
@@ -67,7 +67,7 @@ def open_channel(address: str, cert: str = "", option: str = "--cert") -> grpc.C
         ("grpc.use_local_subchannel_pool", 1),  # share no connection with other clients in this process
     ]
     if cert:
-        return grpc.secure_channel(address, channel_credentials(cert, option), options)
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(read_pem(cert, option)), options)
     return grpc.insecure_channel(address, options)
 
 
