@@ -116,7 +116,7 @@ def test_a_resumed_run_keeps_its_secondary_learner_which_can_be_evaluated(tmp_pa
     assert any("secondary/q_loss" in line for line in lines)
     resume(folder, steps=1280, quiet=True)
     assert evaluate_run(folder, episodes=2, learner="secondary")["episodes"] == 2
-    with pytest.raises(ConfigError, match="'7' is not one of .*0, mean, secondary"):
+    with pytest.raises(ConfigError, match=r"'7' is not one of .*0, mean, secondary"):
         load(folder, "7")
     steps = [line["secondary/learner_steps"] for line in lines if "secondary/learner_steps" in line]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
