@@ -124,10 +124,21 @@ def measure(streams: int, envs: int, processes: int, seconds: float, address: st
 
 
 def echo(address: str, envs: int, newest: bool, ready: Any) -> None:
-    from coterie.tools.plan.microbench import Echo
-    from coterie.wire.server import Server
+    from coterie.wire.codec import action_layout, timestep_layout
+    from coterie.wire.server import Server, ServiceStream
 
-    Server(address, {"Infer": lambda hello: Echo(atari(), envs, newest)})
+    class Echo(ServiceStream):
+        """A stream that answers at once."""
+
+        def __init__(self) -> None:
+            super().__init__({})
+            self.reads, self.writes = timestep_layout(atari(), envs, newest), action_layout(atari(), envs)
+            self.actions = {t.name: np.zeros(t.shape, t.dtype) for t in self.writes.tensors}
+
+        def ask(self, arrays: Any, answer: Any) -> None:
+            answer(self.actions, 0)
+
+    Server(address, {"Infer": lambda hello: Echo()})
     ready.set()
     time.sleep(3600)
 

@@ -120,36 +120,29 @@ class SimDecoupled(SimActing):
             yield self.slots.put(size)
 
     def start(self, place: Place) -> None:
-        act = self._act(place) if place.up is None or place.down is None else self._act_far(place, place.up, place.down)
-        self.sim.process(act)
+        self.sim.process(self._act(place, place.up, place.down))
 
-    def _act(self, place: Place) -> Process:
-        """An actor on the learner's machine: it waits for a slot; an unroll is the work of its one core."""
-        while True:
-            yield self.slots.get(1)
-            version = self.learner.published
-            yield from self._unroll(place.cores)
-            self.finished.put(Acted(version, version))
-
-    def _act_far(self, place: Place, up: Link, down: Link) -> Process:
-        """An actor elsewhere: it acts into its own memory, sends the rollout, and waits until a slot has taken it."""
-        rows, held_version = self.layout.width * self.layout.unroll, -1
-        while True:
-            yield up.send(0)
-            version = self.learner.published
-            yield down.send(self.services.weight_bytes if version > held_version else 0)
-            held_version = version
-            yield from self._unroll(place.cores)
-            yield from self.send(place, rows, self.services.obs_bytes * rows)
-            yield self.slots.get(1)
-            self.finished.put(Acted(version, version))
-            yield down.send(0)
-
-    def _unroll(self, cores: Cores) -> Process:
+    def _act(self, place: Place, up: Link | None, down: Link | None) -> Process:
+        """An actor: an unroll is the work of its one core. On the learner's machine it first waits for a slot; elsewhere
+        it acts into its own memory, sends the rollout, and waits until a slot has taken it.
+        """
         lay, costs = self.layout, self.costs
-        forward = costs.act(lay.width // lay.groups) + costs.env.fixed
-        yield cores.work(sum(self.env_seconds(lay.width * lay.unroll)), "env")
-        yield cores.work(lay.unroll * lay.groups * forward + costs.unroll(lay.width), "act")
+        rows, held_version = lay.width * lay.unroll, -1
+        acting = lay.unroll * lay.groups * (costs.act(lay.width // lay.groups) + costs.env.fixed)
+        while True:
+            yield up.send(0) if up is not None else self.slots.get(1)
+            version = self.learner.published
+            if down is not None:
+                yield down.send(self.services.weight_bytes if version > held_version else 0)
+            held_version = version
+            yield place.cores.work(sum(self.env_seconds(rows)), "env")
+            yield place.cores.work(acting + costs.unroll(lay.width), "act")
+            if down is not None:
+                yield from self.send(place, rows, self.services.obs_bytes * rows)
+                yield self.slots.get(1)
+            self.finished.put(Acted(version, version))
+            if down is not None:
+                yield down.send(0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,8 @@ class Cores:
     So a job is done when the work that a permanent job would have received reaches the job's mark.
     """
 
-    def __init__(self, sim: simpy.Environment, count: int, name: str) -> None:
-        self.sim, self.count, self.name = sim, count, name
+    def __init__(self, sim: simpy.Environment, count: int) -> None:
+        self.sim, self.count = sim, count
         self.served: float = 0.0  # work that a permanent job has received up to `at`
         self.at: float = 0.0
         self.jobs: list[tuple[float, int, simpy.Event, str, float]] = []

@@ -181,10 +181,6 @@ def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
     return changed(config, overrides)
 
 
-def _on_policy(config: Config, columns: int, unroll: int) -> tuple[float, float]:
-    return 1, columns * unroll
-
-
 def _ppo(config: Config, columns: int, unroll: int) -> tuple[float, float]:
     rows = columns * unroll
     pieces = max(1, rows // config.ppo.minibatch_size)
@@ -204,15 +200,11 @@ def _replay(config: Config, columns: int, unroll: int, length: int = 1) -> tuple
     return columns * unroll * config.q.intensity / samples, samples
 
 
-def _r2d2(config: Config, columns: int, unroll: int) -> tuple[float, float]:
-    return _replay(config, columns, unroll, config.r2d2.length)
-
-
 #: By algorithm: (config, columns of a batch, unroll length) -> optimizer steps for the batch, samples in each.
 UPDATES: dict[str, Callable[[Config, int, int], tuple[float, float]]] = {
-    "a2c": _on_policy,
+    "a2c": lambda config, columns, unroll: (1, columns * unroll),
     "ppo": _ppo,
     "vtrace": _vtrace,
     "dqn": _replay,
-    "r2d2": _r2d2,
+    "r2d2": lambda config, columns, unroll: _replay(config, columns, unroll, config.r2d2.length),
 }

@@ -26,8 +26,8 @@ class SimMachine:
 
     def __init__(self, sim: simpy.Environment, layout: RunLayout) -> None:
         h = layout.hardware
-        self.cores = Cores(sim, h.cores, "learner cores")
-        self.gpus = [Cores(sim, 1, "gpu") for _ in range(layout.gpus)]
+        self.cores = Cores(sim, h.cores)
+        self.gpus = [Cores(sim, 1) for _ in range(layout.gpus)]
         self.inward, self.outward = (Link(sim, h.latency, h.bandwidth) for _ in range(2))
 
 
@@ -163,8 +163,9 @@ class SimStore(SimExchange):
 
 
 class SimGossip(SimExchange):
+    """Without `tau` 0 it does not wait for messages, so those between machines are not simulated."""
+
     steps = 0
-    sending = False  # a message to other machines
 
     def step(self) -> Process:
         yield from self.update("solo")
@@ -183,18 +184,6 @@ class SimGossip(SimExchange):
             if h.machines > 1:  # there and on, by way of the first machine
                 yield from learner.wait(learner.sim.timeout(2 * h.latency + self.weights / h.bandwidth))
         yield learner.chip.work(self.extra("gossip"), "exchange")
-        if h.machines > 1 and not self.sending:  # a message that is due while one is on its way is left out
-            self.sending = True
-            learner.sim.process(self._send(h.machines))
-
-    def _send(self, machines: int) -> Process:
-        """A message to every other machine, by way of the first one."""
-        own, first = self.learner.machine, self.shared.machines[0]
-        if own is not first:
-            yield own.outward.send(self.weights)
-            yield first.inward.send(self.weights)
-        yield first.outward.send(self.weights * (machines - 1 - (own is not first)))
-        self.sending = False
 
 
 EXCHANGES: dict[str, type[SimExchange]] = {

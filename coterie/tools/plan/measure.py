@@ -32,6 +32,9 @@ from coterie.types import ConfigError, Spec
 _MOST = 8  # processes: so many fill a machine's memory bandwidth as well as more do
 _DECORRELATE = 20  # env steps
 _CAPACITY = 100_000  # env steps of a replay
+# Core-seconds of a message and its answer over a unix socket, and of a byte of it: 512 bytes took 0.3 ms and 900 KB 0.7
+# to 1.1 ms on a 2-core AMD EPYC (benchmarks/wire.py).
+_MESSAGE, _BYTE = 3e-4, 7e-10
 
 
 def lone(config: Config, envs: int, of: int) -> ResolvedConfig:
@@ -78,14 +81,16 @@ def measure(config: Config, seconds: float) -> Services:
     times = {kind: np.array([one["exchange"][kind] for one in found]) for kind in EXCHANGES}
     own = {kind: float(np.median(t.min(0) if EXCHANGES[kind].in_lockstep else t)) for kind, t in times.items()}
     beside = {kind: max(0.0, x - own["solo"]) for kind, x in own.items()}
-    costs = _costs(turns, configs, spec, beside, first["wire"])
+    obs_bytes = float(sum(np.prod(s.shape) * np.dtype(s.dtype).itemsize for s in spec.obs.values()))
+    wire = Line(_MESSAGE, _BYTE * obs_bytes)
+    costs = _costs(turns, configs, spec, beside, wire)
     return Services(
         costs=costs,
-        accelerator=_costs(first["gpu"], configs, spec, beside, first["wire"]) if first["gpu"] else None,
+        accelerator=_costs(first["gpu"], configs, spec, beside, wire) if first["gpu"] else None,
         env_cv=min(2.0, first["deviation"] / costs.env.each) if costs.env.each else 0.0,
         action_repeat=spec.action_repeat,
         valid=min(1.0, float(np.mean([turn["valid"] for turn in turns]))),
-        obs_bytes=float(sum(np.prod(s.shape) * np.dtype(s.dtype).itemsize for s in spec.obs.values())),
+        obs_bytes=obs_bytes,
         weight_bytes=first["weight_bytes"],
         learners=len(found),
         about={"preset": config.preset, "env": config.env.id, "torso": config.model.torso, "envs": list(widths)},

@@ -1,10 +1,9 @@
-"""What the measuring processes do: short turns of the learner's own loop, exchanges, messages, env steps."""
+"""What the measuring processes do: short turns of the learner's own loop, exchanges, env steps."""
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,14 +16,10 @@ from coterie.build.factory import ProcessContext, make_exchange, normalizers
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
-from coterie.parallel.processes import Post, scratch_folder
+from coterie.parallel.processes import Post
 from coterie.roles.learner import Learner
 from coterie.tools.bench import Training
-from coterie.tools.plan.services import fit
-from coterie.types import Array, Spec
-from coterie.wire.client import Stream, open_channel
-from coterie.wire.codec import action_layout, timestep_layout
-from coterie.wire.server import Answer, Server, ServiceStream
+from coterie.types import Spec
 
 _ROUNDS = 3
 _STEPS = 20  # of each exchange
@@ -50,9 +45,7 @@ def measure_process(
         }
         sync()
         if rank == 0:
-            widths = [c.env.num_envs for c in configs]
             found |= {
-                "wire": fit([(1, n, wire_cost(learner.spec, n, turn / 4)) for n in widths]),
                 "weight_bytes": 4.0 * len(learner.params.data),
                 "deviation": _deviation(configs[1], learner.spec, turn / 2),
                 "gpu": _gpu(configs, turn) if torch.cuda.is_available() else None,
@@ -122,44 +115,6 @@ def _exchange(learner: Learner, kind: str, links: ProcessContext, sync: Callable
             exchange.after_rollout(learner.params)  # which a run does once for any number of steps
         sync()
     return took
-
-
-class Echo(ServiceStream):
-    """A stream that answers at once."""
-
-    def __init__(self, spec: Spec, envs: int, newest: bool = False) -> None:
-        super().__init__({})
-        self.reads, self.writes = timestep_layout(spec, envs, newest), action_layout(spec, envs)
-        self.actions = {t.name: np.zeros(t.shape, t.dtype) for t in self.writes.tensors}
-
-    def ask(self, arrays: Mapping[str, Array], answer: Answer) -> None:
-        answer(self.actions, 0)
-
-
-def wire_cost(spec: Spec, envs: int, seconds: float) -> float:
-    """Core-seconds of a message of `envs` envs and its answer over a unix socket, client and server together."""
-    folder = scratch_folder("/tmp")  # a socket's path has 107 bytes at most
-    server = Server(f"unix:{folder / 'wire'}", {"Infer": lambda hello: Echo(spec, envs)})
-    try:
-        layout = timestep_layout(spec, envs)
-        seen = {t.name: np.zeros(t.shape, t.dtype) for t in layout.tensors}
-        channel = open_channel(server.address)
-        stream = Stream(channel, "Infer", {"envs": envs}, layout)
-        for _ in range(3):
-            stream.send(seen)
-            stream.receive()
-        count, begin, cpu = 0, time.perf_counter(), time.process_time()
-        while time.perf_counter() - begin < seconds:
-            stream.send(seen)
-            stream.receive()
-            count += 1
-        spent = (time.process_time() - cpu) / count
-        stream.close()
-        channel.close()
-    finally:
-        server.close()
-        shutil.rmtree(folder, ignore_errors=True)
-    return spent
 
 
 def _deviation(config: ResolvedConfig, spec: Spec, seconds: float) -> float:

@@ -7,8 +7,8 @@ take from one another, and how an env's or a net's cost changes while it learns.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,9 @@ class World(Shared):
         super().__init__(layout, services)
         self.events, self.began = 0, 0.0
         h, rng = layout.hardware, np.random.default_rng(seed)
-        hosts = [Cores(self.sim, h.host_cores, "host cores") for _ in range(layout.hosts)]
-        self.pools = [pool for machine in self.machines for pool in (machine.cores, *machine.gpus)] + hosts
+        hosts = [Cores(self.sim, h.host_cores) for _ in range(layout.hosts)]
+        gpus = [gpu for machine in self.machines for gpu in machine.gpus]
+        self.pools = {"learner cores": [machine.cores for machine in self.machines], "gpu": gpus, "host cores": hosts}
         self.learners = [SimLearner(self, rank) for rank in range(layout.learners)]
         self.acting = []
         for learner in self.learners:
@@ -87,7 +88,7 @@ class World(Shared):
     def reset(self) -> None:
         """Measure from here on."""
         self.began = self.sim.now
-        for pool in self.pools:
+        for pool in chain(*self.pools.values()):
             pool.busy.clear()
         for machine in self.machines:
             machine.inward.busy = machine.outward.busy = 0.0
@@ -99,13 +100,12 @@ class World(Shared):
     def shares(self) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
         """The busy share of each part of the run; of cores and GPUs also by purpose."""
         seconds, learners = self.sim.now - self.began, len(self.learners)
-        counts, parts = defaultdict[str, int](int), dict[str, dict[str, float]]()
-        for pool in self.pools:
-            counts[pool.name] += pool.count
-            mine = parts.setdefault(pool.name, defaultdict(float))
-            for part, used in pool.busy.items():
-                mine[part] += used / seconds
-        parts = {name: {part: x / counts[name] for part, x in mine.items()} for name, mine in parts.items()}
+        parts: dict[str, dict[str, float]] = {}
+        for name, pools in self.pools.items():
+            whole = seconds * sum(pool.count for pool in pools)
+            used = sorted({part for pool in pools for part in pool.busy})
+            if pools:
+                parts[name] = {part: sum(pool.busy[part] for pool in pools) / whole for part in used}
         busy = {name: min(1.0, sum(mine.values())) for name, mine in parts.items()}  # a job counts when it ends
         if self.layout.hosts or len(self.machines) > 1:  # of the fullest link
             busy["network in"] = max(machine.inward.busy for machine in self.machines) / seconds

@@ -9,26 +9,9 @@ import simpy
 from coterie.tools.plan.des import Barrier, Cores, Link
 
 
-def test_two_jobs_on_one_core_share_it_evenly():
-    sim = simpy.Environment()
-    cores = Cores(sim, 1, "cores")
-    ended = {}
-
-    def job(name: str, at: float, seconds: float):
-        yield sim.timeout(at)
-        yield cores.work(seconds, name)
-        ended[name] = sim.now
-
-    sim.process(job("a", 0.0, 3.0))  # alone until 1, then half a core until b has had its 1
-    sim.process(job("b", 1.0, 1.0))
-    sim.run()
-    assert ended == pytest.approx({"b": 3.0, "a": 4.0})
-    assert cores.busy == pytest.approx({"a": 3.0, "b": 1.0})
-
-
 def test_a_job_runs_on_one_core_at_most():
     sim = simpy.Environment()
-    cores = Cores(sim, 4, "cores")
+    cores = Cores(sim, 4)
     sim.run(until=cores.work(2.0, "x"))
     assert sim.now == pytest.approx(2.0)
     assert cores.work(0.0, "x").triggered
@@ -39,7 +22,7 @@ def test_sojourn_under_processor_sharing_depends_on_the_load_only(load):
     """M/G/1 with processor sharing: E[T] = E[S] / (1 - rho), here for services that vary and for some that do not."""
     for fixed in (True, False):
         sim, rng = simpy.Environment(), np.random.default_rng(0)
-        cores, took = Cores(sim, 1, "cores"), []
+        cores, took = Cores(sim, 1), []
 
         def job(cores=cores, took=took, sim=sim, rng=rng, fixed=fixed):
             begin = sim.now

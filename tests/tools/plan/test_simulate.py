@@ -25,14 +25,10 @@ def test_one_env_on_one_core_takes_the_sum_of_its_parts():
     assert result.busy["learner cores"] == pytest.approx(1.0)
     assert result.parts["learner cores"]["env"] == pytest.approx(4 * c.env(1) / seconds)
     assert result.bottleneck == "learner cores: env"
+    counted = simulate(layout(), services(action_repeat=4, valid=0.5))
+    assert counted.frames_per_s == pytest.approx(2 * result.env_steps_per_s)
     dollars = Hardware().core_hour / (3600 * 4 / seconds) * 1e9
     assert result.dollars_per_billion_frames == pytest.approx(dollars)
-
-
-def test_frames_are_the_rows_that_count_times_the_action_repeat():
-    plain, result = simulate(layout(), services()), simulate(layout(), services(action_repeat=4, valid=0.5))
-    assert result.frames_per_s == pytest.approx(2 * plain.env_steps_per_s)
-    assert result.env_steps_per_s == pytest.approx(plain.env_steps_per_s / 2)
 
 
 def test_two_groups_hide_the_shorter_of_env_and_forward():
@@ -133,11 +129,8 @@ def test_gossip_between_machines_waits_for_no_link():
     thin = Hardware(machines=3, latency=0.001, bandwidth=1e5)
     far = simulate(layout("inline", "gossip", thin, learners=3, mix_every=1), services(weight_bytes=1000.0))
     assert far.env_steps_per_s == pytest.approx(near.env_steps_per_s, rel=0.02)
-    # Four messages of 10 ms leave the first machine for each rollout of all: two of its own, one of each of the others.
-    assert far.busy["network out"] == pytest.approx(4 * 0.01 * far.env_steps_per_s / 12, rel=0.05)
     lockstep = layout("inline", "gossip", replace(thin, latency=0.5), learners=3, mix_every=1, tau=0)
     assert simulate(lockstep, services()).env_steps_per_s < 3 * 4 / 1.0
-    assert near.busy["network out"] == 0
 
 
 EVERY = [
@@ -185,8 +178,3 @@ def test_an_accelerator_takes_acting_and_training_off_the_cores():
     assert result.env_steps_per_s == pytest.approx(4 / seconds)
     assert set(result.parts["learner cores"]) == {"env"}
     assert result.layout.dollars_per_hour == pytest.approx(2 * hardware.core_hour + hardware.gpu_hour)
-
-
-def test_a_results_json_has_no_infinity():
-    assert simulate(layout(), services()).to_json()["layout"]["hardware"]["bandwidth"] is None
-    assert math.isinf(Hardware().bandwidth)
