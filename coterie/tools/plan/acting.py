@@ -123,8 +123,8 @@ class SimDecoupled(SimActing):
         self.sim.process(self._act(place, place.up, place.down))
 
     def _act(self, place: Place, up: Link | None, down: Link | None) -> Process:
-        """An actor: an unroll is the work of its one core. On the learner's machine it first waits for a slot; elsewhere
-        it acts into its own memory, sends the rollout, and waits until a slot has taken it.
+        """An actor: an unroll is the work of its one core. On the learner's machine it first waits for a slot;
+        elsewhere it acts into its own memory, sends the rollout, and waits until a slot has taken it.
         """
         lay, costs = self.layout, self.costs
         rows, held_version = lay.width * lay.unroll, -1

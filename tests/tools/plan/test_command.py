@@ -84,13 +84,6 @@ def test_plan_with_gpus_needs_services_of_an_accelerator(given, capsys):
     )
 
 
-def test_plans_help_fits_a_screen(capsys):
-    assert main(["plan", "--help"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert len(out) <= 40
-    assert max(map(len, out)) <= 120
-
-
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pong-v5"])
 def test_the_measured_learner_of_every_preset_is_a_valid_run(name, env):

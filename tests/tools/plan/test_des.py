@@ -1,4 +1,4 @@
-"""Cores and links against closed forms of queueing theory."""
+"""Cores against closed forms of queueing theory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import simpy
 
-from coterie.tools.plan.des import Barrier, Cores, Link
+from coterie.tools.plan.des import Barrier, Cores
 
 
 def test_a_job_runs_on_one_core_at_most():
@@ -37,27 +37,6 @@ def test_sojourn_under_processor_sharing_depends_on_the_load_only(load):
         sim.process(arrivals())
         sim.run()
         assert np.mean(took) == pytest.approx(1 / (1 - load), rel=0.1)
-
-
-def test_a_link_is_an_m_d_1_queue():
-    """Mean wait rho S / (2 (1 - rho)), Pollaczek and Khinchine, and then the message and its latency."""
-    sim, rng, load = simpy.Environment(), np.random.default_rng(0), 0.7
-    link, took = Link(sim, latency=3.0, bandwidth=100.0), []
-
-    def message():
-        begin = sim.now
-        yield link.send(100.0)
-        took.append(sim.now - begin)
-
-    def arrivals():
-        for _ in range(30_000):
-            yield sim.timeout(rng.exponential(1 / load))
-            sim.process(message())
-
-    sim.process(arrivals())
-    sim.run()
-    assert np.mean(took) == pytest.approx(3.0 + 1.0 + load / (2 * (1 - load)), rel=0.05)
-    assert link.busy == pytest.approx(30_000)
 
 
 def test_a_barrier_begins_when_all_members_have_joined():
