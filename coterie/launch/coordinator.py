@@ -223,6 +223,7 @@ class Coordinator:
 
     def join(self, board: Board, readers: list[Callable[[], dict[str, float]]], back: dict[str, Any] | None) -> None:
         """Begin with a new group of learners on this board. `back`: the state that they are rolled back to, if any."""
+        board.continue_orders(self.board)
         if back is not None:
             self.ledger.roll_back(back, board)
             self.order, self.saved, self.scores = None, {}, None

@@ -85,6 +85,10 @@ class Board:
         fence()
         return number, int(self._order[1])
 
+    def continue_orders(self, before: Board) -> None:
+        """Count on from the orders of `before`: no two orders of a run have the same number, or the same draft."""
+        self._order[0] = before.order[0]
+
     def meet(self, rank: int, timeout: float) -> None:
         """Wait until every learner has called this as often as `rank` has."""
         self._arrivals[rank] += 1

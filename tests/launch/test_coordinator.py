@@ -103,7 +103,7 @@ def test_an_evaluation_whose_learner_dies_is_made_again_and_its_late_score_is_no
     assert checkpoint.best_score(run.root) == 7.0
 
 
-def test_a_group_that_goes_back_takes_its_counts_and_games_back(run: Coordinator) -> None:
+def test_a_group_that_goes_back_takes_its_counts_and_episodes_back(run: Coordinator) -> None:
     learn(run, 400)
     run.last_checkpoint = -1e9
     run.poll()
@@ -116,10 +116,11 @@ def test_a_group_that_goes_back_takes_its_counts_and_games_back(run: Coordinator
     run.receive(1, "report", {**REPORT, "episodes": [(2.0, 20, 0)]})
     for rank in range(2):
         run.board.write(rank, {"learned": 450, "produced": 460})
-    board = Board(2)
+    board, orders = Board(2), run.board.order[0]
     for rank in range(2):
         board.write(rank, {"learned": 400, "produced": 400})
     run.join(board, [], state)
+    assert run.board.order[0] == orders, "an order of the new group would have the draft of an old one"
     assert (run.ledger.rolled_back, run.ledger.dropped) == (100, 20)
     assert run.ledger.episodes.count == 1
     assert run.ledger.env_steps == 800
