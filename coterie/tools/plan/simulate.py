@@ -72,9 +72,7 @@ class World(Shared):
         goal = self.rollouts + rollouts
         while self.rollouts < goal:
             if self.events >= _MOST_EVENTS:
-                raise CoterieError(
-                    f"plan: {self.layout.name} with {self.layout.envs} envs is too large to be simulated"
-                )
+                raise CoterieError(f"plan: {self.layout.name} with {self.layout.envs} envs is too large to simulate")
             try:
                 self.sim.step()
             except simpy.core.EmptySchedule:
