@@ -172,12 +172,12 @@ class Q:
     huber: NaturalFloat = 1.0  # the loss is linear beyond this error; 0: squared everywhere
     target_every: Positive = 10_000  # env steps of a learner between updates of the target network
     epsilon: Fraction = 1.0  # share of random actions at the start
-    epsilon_end: Fraction = 0.1  # and after q.epsilon_steps
+    epsilon_end: Fraction = 0.1  # share of random actions after q.epsilon_steps
     epsilon_steps: Positive = 1_000_000  # env steps
     ladder: NaturalFloat = 0.0  # env i of N keeps epsilon_end^(1 + ladder i / (N - 1)) (Ape-X: 7 with 0.4). 0: off
     eval_epsilon: Fraction = 0.001  # in evaluations with --sampled
     batch_size: Positive = 32  # transitions, or sequences, in an optimizer step
-    intensity: PositiveFloat = 8.0  # times that each env step is trained on, on average
+    intensity: PositiveFloat = 8.0  # replay ratio: how often each env step is trained on, on average
     learn_start: Natural = 20_000  # env steps of a learner before it trains
     secondary_batch: Natural = 0  # batch size of a secondary learner that trains on the same replay; 0: none
     secondary_lr: NaturalFloat = 0.0  # its learning rate; 0: optim.lr
@@ -188,11 +188,13 @@ class Replay:
     """The replay of value learning. Each learner has its own."""
 
     capacity: Positive = 1_000_000  # env steps, of all learners together
-    envs: Natural = 0  # most envs of a learner, those of remote actors and hosts included; 0: env.num_envs
+    envs: Natural = 0  # maximum envs per learner, including those of remote actors and hosts; 0: env.num_envs
     alpha: NaturalFloat = 0.0  # exponent of the priority; 0: uniform sampling
     beta: NaturalFloat = 0.4  # exponent of the importance weights at the start of the run
-    beta_end: NaturalFloat = 1.0  # and at its end
-    initial: Literal["highest", "acting"] = "highest"  # priority of new data; acting: from the values when acting
+    beta_end: NaturalFloat = 1.0  # exponent of the importance weights at the end of the run
+    initial: Literal["highest", "acting"] = (
+        "highest"  # priority of new data; acting: from the values computed while acting
+    )
     disk: str = ""  # folder of a file that stores the observations; empty: in memory
     save: bool = False  # store the replay in checkpoints; otherwise a resumed run fills it again
 
@@ -205,7 +207,7 @@ class R2D2:
     burn_in: Natural = 40  # steps before them that warm up the recurrent state
     stride: Positive = 40  # between the starts of two sequences
     eta: Fraction = 0.9  # priority: weight of a sequence's largest error; the mean error has the rest
-    stored_state: bool = True  # start from the recurrent state at acting time; False: from zeros
+    stored_state: bool = True  # start from the recurrent state recorded while acting; False: from zeros
     rescale: bool = True  # learn h(Q), with h(x) = sign(x)(sqrt(|x| + 1) - 1) + x / 1000
 
 
@@ -213,7 +215,7 @@ class R2D2:
 class Decoupled:
     """Decoupled acting: actor processes with their own copy of the policy."""
 
-    batch_size: Natural = 0  # B, rollouts of one env in a learner's batch; 0: one for each env
+    batch_size: Natural = 0  # B: single-env rollouts in a learner's batch; 0: one per env
     queue: Natural = 1  # finished batches that may wait for the learner
     publish_every: Positive = 1  # learner steps between updates of the actors' weights
     lockstep: bool = False  # actors and learner take turns: no policy lag, reproducible
@@ -224,7 +226,7 @@ class Decoupled:
 class Central:
     """Central acting: env hosts step envs, the learner chooses the actions."""
 
-    batch_size: Natural = 0  # B, rollouts of one env in a learner's batch; 0: one for each env
+    batch_size: Natural = 0  # B: single-env rollouts in a learner's batch; 0: one per env
     queue: Natural = 1  # finished batches that may wait for the learner
     lockstep: bool = False  # act for all envs at once, with the newest weights: reproducible
     restarts: Natural = 100  # restarts of env hosts that died before the run fails
@@ -232,7 +234,7 @@ class Central:
     batch_max: Natural = 0  # most envs in one forward pass; 0: no limit
     wait: NaturalFloat = 0.002  # longest wait for central.batch_min, in seconds
     newest_frame: bool = False  # send only the newest frame of a stack; the learner restores the stack
-    max_envs: Positive = 4096  # most envs of one learner, those of remote hosts included
+    max_envs: Positive = 4096  # maximum envs per learner, including those of remote hosts
 
 
 @dataclass(frozen=True)
@@ -312,7 +314,6 @@ class Gossip:
     mix_every: Natural = 0  # learner steps between mixes; 0: once per rollout
     bind: str = ""  # HOST:PORT where other runs may join (docs/learners.md); uses wire's token and TLS files
     connect: str = ""  # HOST:PORT of a run to join
-    seats: Natural = 0  # with gossip.bind: most learners of all runs together; 0: 8 more than this run has
 
 
 @dataclass(frozen=True)

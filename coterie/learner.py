@@ -23,10 +23,10 @@ from coterie.types import CoterieError, Rollout
 
 
 class Observer:
-    """A measurement of training that does not change it (`instruments/` has them). By default there are none."""
+    """Measures training without changing it (implementations: `instruments/`). A run has none by default."""
 
     def gradient(self, env_steps: int, algorithm: Algorithm, batch: Batch) -> None:
-        """Called when a batch's gradient was computed. `env_steps`: learned before this rollout."""
+        """Called after a batch's gradient is computed. `env_steps`: env steps learned before this rollout."""
 
     def step(self) -> None:
         """Called after each learner step."""
@@ -153,9 +153,9 @@ class Gradients:
 
 
 def take_step(exchange: Exchange, params: FlatParams, metrics: dict[str, float], lr: float, where: str) -> float:
-    """Apply the gradient of a batch with these metrics; returns its norm."""
+    """Apply a batch's gradient and return its norm; a non-finite metric counts as a non-finite gradient."""
     if any(not math.isfinite(v) for v in metrics.values()):
-        params.grad.fill_(math.nan)  # a loss that is not finite must not pass because its gradient is
+        params.grad.fill_(math.nan)  # reject a non-finite loss even if its gradient is finite
     try:
         return exchange.step(params, lr)
     except CoterieError as error:
@@ -181,7 +181,7 @@ class Parts:
 
 
 def learn(parts: Parts, on_rollout: Callable[[Rollout], bool]) -> None:
-    """Train until `on_rollout` returns True; it is called after every rollout. Inside of `with parts.exchange`."""
+    """Train until `on_rollout`, called after every rollout, returns True. Call this inside `with parts.exchange`."""
     model, params, algorithm, exchange = parts.model, parts.params, parts.algorithm, parts.exchange
     progress, stages = parts.progress, parts.stages
 

@@ -1,4 +1,4 @@
-"""The protocol of an acting, what it is made of, and what the program asks of a kind."""
+"""The `Acting` protocol, the parts that an acting is built from, and `ActingKind`, its entry in `acting/table.py`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Worker(Protocol):
 
 
 class Memory(Protocol):
-    """What a learner shares with its child processes; made in the parent."""
+    """The memory shared by a learner and its child processes; made in the parent."""
 
     def abandon(self, child: int) -> None: ...  # a child has died: others may take over its work
     def delivered(self, child: int) -> int: ...  # rows that a child's learner has received, as far as the memory shows
@@ -86,10 +86,10 @@ class EnvShare:
     spec: Spec
     first_env: int  # global id
     groups: int
-    device: torch.device  # where they are acted on
+    device: torch.device  # where the policy acts for them
     dtype: torch.dtype
     make: Callable[[int], Envs]  # with this number of env threads; 0: what suits the machine
-    make_rng: Callable[[int], torch.Generator]  # random numbers for one purpose in one process, by a number
+    make_rng: Callable[[int], torch.Generator]  # argument: the number of one stream of random numbers
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class LearnerSetup:
     servers: Servers
     timeout: float  # seconds to wait for rollouts
     on_produced: Callable[[], None]  # to be called when rows have arrived from another process
-    is_over: Callable[[], bool]  # whether to end where no rollouts come
+    is_over: Callable[[], bool]  # whether to end instead of waiting for rollouts
 
 
 @dataclass(frozen=True)

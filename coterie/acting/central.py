@@ -42,8 +42,8 @@ from coterie.wire.codec import Refused
 CentralPolicy = Callable[[Model, Inputs, Tensor | None, Tensor], tuple[AgentOutput, Tensor | None]]
 Twin = tuple[Model, Callable[[], None]]  # a copy of the network for acting, and a call that updates it
 
-_SETTLE_S = 0.3  # `rest`: without a new row for as long, nothing acts
-_CHECK_S = 0.5  # between two looks at whether the other threads and the run go on
+_SETTLE_S = 0.3  # `rest`: acting is idle after this long without a new row
+_CHECK_S = 0.5  # between checks for a failed thread and for the end of the run
 
 
 class Central:
@@ -58,7 +58,7 @@ class Central:
         self.board, self.rank, self.stages, self.device = board, rank, stages, device
         self.streams: dict[tuple[int, int], EnvStream] = {}  # by client and group
         self.envs = 0  # of all streams
-        self.produced = self.dropped = 0  # valid rows received; those of rollouts that were abandoned
+        self.produced = self.dropped = 0  # valid rows received; valid rows of abandoned rollouts
         self.calls = self.rows = 0  # of the policy
         self.inbox = queue.SimpleQueue[InferenceRequest | EnvStream | None]()  # requests, closed streams, wake-ups
         self.finished = queue.SimpleQueue[tuple[EnvStream, Recorder] | None]()
@@ -66,12 +66,12 @@ class Central:
         for _ in range(config.batches):
             self.free.put(make_fields(config.batch_size))
         self.on_produced: Callable[[], None] = lambda: None  # called after each change of `produced`
-        self.is_over: Callable[[], bool] = lambda: False  # whether to end where no rollouts come
-        self.columns = 0  # of finished rollouts that are not learned from yet
+        self.is_over: Callable[[], bool] = lambda: False  # whether to end instead of waiting for rollouts
+        self.columns = 0  # in finished rollouts that the learner has not taken yet
         self.published = 0
         self.completed: dict[tuple[int, int], int] = {}  # in lockstep: finished rollouts by client and group
         self._newest, self._in_use, self._version = 0, -1, 0
-        self._lock = threading.Lock()  # of which twin is in use
+        self._lock = threading.Lock()  # guards `_newest`, `_in_use` and `_version`
         self._streams_lock = threading.RLock()  # the servers for local and for remote hosts have a thread each
         self._error: BaseException | None = None
         self.closed = False
@@ -233,7 +233,7 @@ class Central:
     # The prefetch thread.
 
     def _prefetch(self) -> None:
-        """Finished rollouts, in the order in which they ended, side by side in batches."""
+        """Assemble finished rollouts into batches, in the order in which they ended."""
         filling, at = None, 0
         while (item := self.finished.get()) is not None:
             stream, recorder = item
@@ -267,9 +267,9 @@ class Central:
             if number >= REMOTE:
                 kept = max(0, config.envs - sum(s.width for s in self.streams.values() if s.place[0] < REMOTE))
             if width < 1 or others + width > config.max_envs - kept:
-                local = f" ({kept} of them kept for the run's own)" if kept else ""
-                room = f"there is room for {config.max_envs}{local}: central.max_envs, replay.envs"
-                raise Refused(f"{width} envs beside {others}: {room}")
+                local = f", {kept} of them reserved for the run's local hosts" if kept else ""
+                room = f"the limit is {config.max_envs}{local} (central.max_envs, replay.envs)"
+                raise Refused(f"cannot add {width} envs to {others}: {room}")
             if old is not None:
                 self.leave(old)
             # Two: one is written while the other waits for the prefetch thread.
@@ -313,7 +313,7 @@ class Central:
 
 
 def connect(setup: LearnerSetup, memory: HostSocket | None) -> Acting:
-    """`memory` of None: the run has no env hosts of its own."""
+    """`memory` is None if the run starts no env hosts."""
     config, share, agent, unroll = setup.config, setup.envs, setup.agent, setup.unroll_length
     rng = share.make_rng(setup.rank)
 
@@ -346,7 +346,7 @@ def connect(setup: LearnerSetup, memory: HostSocket | None) -> Acting:
 
 def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
     envs = config.env.num_envs if config.actors else 0
-    return f"{envs} envs in hosts of {config.actors}, batches of {KIND.batch_size(config)} rollouts"
+    return f"{envs} envs in {config.actors // config.learners} host(s), batches of {KIND.batch_size(config)} rollouts"
 
 
 def _section(config: Config) -> Settings:
@@ -367,7 +367,7 @@ KIND = ActingKind(
         Refusal(
             lambda c, s: c.central.lockstep and c.env.groups == 2,
             "env.groups",
-            "must be 0 in lockstep: all envs of a host are acted on at once",
+            "must be 0 or 1 in lockstep: the policy acts for all envs of a host at once",
         ),
         Refusal(lambda c, s: c.env.num_envs > c.central.max_envs, "central.max_envs", "must not be below env.num_envs"),
         Refusal(

@@ -43,7 +43,7 @@ class Decoupled:
         self.params, self.moments = agent.params, agent.moments
         self.board, self.rank, self.stages, self.config, self.timeout = board, rank, stages, config, timeout
         self.opened = deque[int]()  # batches that are being filled, or are full; the oldest first
-        self.waiting = 0  # full batches beside the one that the learner trains on
+        self.waiting = 0  # full batches that wait behind the one in training
         self.device, self.uploads = device, Uploads(self.slots.fields, self.slots.memory, device)
         self.remote: RolloutService | None = None  # receives the rollouts of remote actors
 
@@ -53,7 +53,7 @@ class Decoupled:
         self.uploads.close()
 
     def publish(self, version: int) -> None:
-        """Publish the weights of learner step `version`, if it is `publish_every` steps after the last published."""
+        """Publish the weights of learner step `version`, if at least `publish_every` steps newer than the last."""
         published = self.weights.version
         if published < 0 or not 0 <= version - published < self.config.publish_every:
             self.weights.publish(self.params.data, self.moments.read(), version)
@@ -118,7 +118,7 @@ def connect(setup: LearnerSetup, memory: ActorMemory) -> Acting:
         acting.remote = remote = RolloutService(config, setup.envs.spec, setup.rank, acting, setup.max_envs)
         remote.on_produced = setup.on_produced
         if (need := remote.reads.most) > config.wire.max_message_mb << 20:
-            raise ConfigError(f"wire.max_message_mb: a remote actor's rollout has {-(-need // 2**20)} MB")
+            raise ConfigError(f"wire.max_message_mb: must be at least {-(-need // 2**20)} for a remote actor's rollout")
         services = {"PushRollouts": remote.push, "PullParameters": remote.pull}
         setup.servers.serve(offset(config.wire.bind, setup.rank), services, "wire.bind")
     return acting

@@ -2,7 +2,7 @@
 
 A2C, PPO and the learners of A3C, APPO and GALA: act for T steps with the weights of the last update, hand the rollout
 over, repeat. Accelerated Methods' alternating sampling (section 3.1) is two groups: one group's envs step while the
-other's actions are chosen, by one thread in turns or by one for each.
+policy acts for the other, in one thread by turns or in one thread per group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coterie.types import Array, Rollout, TimeStep
 
 
 class Inline:
-    """Yields rollouts; `refresh` makes the weights current before each."""
+    """Yields rollouts. `refresh` updates the acting weights before each rollout, or every `poll` steps within it."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class Inline:
         self.envs.close()
 
     def counts(self) -> dict[str, int]:
-        """Since this acting began: valid rows, and envs that had to be replaced."""
+        """Valid rows produced and envs replaced, since the start."""
         return {"produced": self.produced, "replaced": self.envs.replaced}
 
     def failures(self) -> list[str]:
-        """Why envs were replaced since this was last asked."""
+        """Reasons for the env replacements since the last call."""
         return self.envs.failures()
 
     def gauges(self) -> dict[str, float]:
@@ -85,8 +85,8 @@ class Inline:
 
     @torch.inference_mode()
     def _collect(self, rows: range, seen: dict[int, TimeStep], clock: Stages) -> dict[int, TimeStep]:
-        """Some steps of one member's groups, and row T after the last. That row's value comes from the weights that
-        acted; its action waits for the next ones.
+        """Step one thread's groups through `rows`, and record row T after the last one. Its value comes from the acting
+        weights; its action is chosen with the next weights.
         """
         seen = env_loop(self.envs, self._act, rows, seen, clock)
         if rows.stop == self.recorder.unroll_length:

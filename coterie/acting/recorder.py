@@ -1,6 +1,6 @@
 """The environment loop, and the Recorder that turns what it sees into rollouts.
 
-`env_loop` knows nothing of learning: acting is a callable, a local call here, a rendezvous or an RPC elsewhere.
+`env_loop` is independent of learning: `act` is any callable, such as a local policy, a rendezvous or an RPC.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Envs(Protocol):
 def env_loop(envs: Envs, act: Act, rows: range, seen: dict[int, TimeStep], stages: Stages) -> dict[int, TimeStep]:
     """Take a step for each of `rows` in each group of `seen`, which has the last time step of each; returns the next.
 
-    With two groups one steps while the other is acted on: a group is waited for only when its turn comes again.
+    With two groups, one steps while the policy acts for the other: the loop waits for a group only at its next turn.
     """
     seen = dict(seen)
     stages.start()
@@ -53,7 +53,7 @@ def env_loop(envs: Envs, act: Act, rows: range, seen: dict[int, TimeStep], stage
     return seen
 
 
-_POISON = -42.42  # of floats that were never written: a misread shows
+_POISON = -42.42  # fills floats before they are written, so that a misread is visible
 _OBS = "obs/"
 ON_HOST = ("reward", "is_first", "terminated", "truncated", "version", "env_id", "episode_return", "episode_length")
 
@@ -88,7 +88,7 @@ def rollout_layout(
 
 
 def poison(fields: Fields) -> Fields:
-    """Make fresh fields show a misread; returns them."""
+    """Fill new fields so that a misread is visible; returns them."""
     for name in ("log_prob", "value", "reward"):
         fields[name].fill_(_POISON)
     fields["reward"][0] = 0
@@ -99,7 +99,7 @@ def poison(fields: Fields) -> Fields:
 def local_fields(
     spec: Spec, unroll_length: int, num_envs: int, device: torch.device, core: tuple[int, ...] = ()
 ) -> Fields:
-    """A rollout's arrays in this process: what the env tells on the host, the rest on `device`."""
+    """A rollout's arrays in this process: the fields in `ON_HOST` on the host, the rest on `device`."""
     host = torch.device("cpu")
     return poison(
         {
@@ -109,11 +109,11 @@ def local_fields(
     )
 
 
-def as_rollout(fields: Fields, device: torch.device, there: Fields | None = None) -> Rollout:
-    """The rollout in these fields: views, valid until they are written again. What is not on `device` yet goes
-    there, but for fields whose copies `there` has.
+def as_rollout(fields: Fields, device: torch.device, uploaded: Fields | None = None) -> Rollout:
+    """The rollout in `fields`, as views that are valid until the fields are written again. A field that is not on
+    `device` is copied to it, unless `uploaded` has the copy already.
     """
-    copies = {} if there is None else there
+    copies = {} if uploaded is None else uploaded
 
     def up(name: str) -> Tensor:
         x = copies.get(name, fields[name])
@@ -202,7 +202,7 @@ class Recorder:
         mine = self.columns[g]
         for key, storage in mine.obs.items():
             x = seen[key]
-            if key in mine.host:  # of what came over a wire nothing may be written, which torch would not take
+            if key in mine.host:  # copied with numpy: arrays from the wire are read-only, which torch does not support
                 mine.host[key][row] = x
             else:
                 storage[row].copy_(torch.from_numpy(x if x.flags.writeable else x.copy()), non_blocking=True)

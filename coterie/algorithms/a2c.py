@@ -120,11 +120,11 @@ class A2C:
             return AgentOutput(action, log_prob, value), core_state
 
     def explore(self, env_id: Tensor) -> Tensor:
-        """All envs sample from the policy as it is."""
+        """Every env samples from the unmodified policy."""
         return torch.ones(len(env_id), device=env_id.device)
 
     def acts_at(self, version: int) -> None:
-        """How an action is chosen does not depend on how far the run is."""
+        """Acting does not depend on the progress of the run."""
 
     def after_rollout(self, model: Model, rollout: Rollout) -> None:
         """Update the running normalizers, once the last batch has used the old ones."""
@@ -181,7 +181,7 @@ class A2C:
             # The metric is divided by T x B, masked rows and all.
             entropy = batch.metrics.get("entropy", target) * batch.count / valid
             missing = (target - entropy) / abs(target)
-            if math.isfinite(missing):  # it is not where a batch was skipped
+            if math.isfinite(missing):  # not finite after a skipped batch
                 moved = self.entropy_adjustment + _ENTROPY_RATE * max(-1.0, min(1.0, missing))
                 self.entropy_adjustment = max(-_ENTROPY_MOST, min(_ENTROPY_MOST, moved))
 

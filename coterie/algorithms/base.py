@@ -54,7 +54,7 @@ class Loss:
     metrics: dict[str, Tensor]
 
 
-Part = Any  # what an algorithm's `loss` takes: a type of the algorithm's own
+Part = Any  # the argument of `loss`, of a type that each algorithm defines
 
 
 class Batch(Protocol):
@@ -69,7 +69,7 @@ class Batch(Protocol):
 
 
 class Algorithm(Protocol):
-    """What is learned. Everything that it owns is in its `state_dict`."""
+    """A learning algorithm. Its `state_dict` holds all of its state."""
 
     clock: Clock
     sampled: float  # what `explore` is in an evaluation that samples

@@ -160,8 +160,8 @@ class QLearning(ABC):
 
     def due_batches(self, model: Model, rollout: Rollout) -> Iterator[tuple[Any, Tensor]]:
         """Store the rollout, then sample the batches that are due: as gathered by the replay, on the rollout's device,
-        with the output of the target network. Their number depends only on how many rows there were, so learners that
-        see as many rows make as many steps.
+        with the output of the target network. Their number depends only on the number of rows, so learners with equal
+        numbers of rows make equal numbers of steps.
         """
         self._begin(model, rollout)
         rows, device, replay = rollout.reward.numel(), rollout.reward.device, self.replay
@@ -286,7 +286,7 @@ def replay_capacity(config: ResolvedConfig, spec: Spec) -> Capacity:
 def value_refusals(
     rows: Callable[[ResolvedConfig], int], needed: Callable[[Config], int], first_rows: Callable[[Config], int]
 ) -> tuple[Refusal, ...]:
-    """Refusals of all value methods. `rows`, `needed`: rows that the replay stores of each env, and must exceed.
+    """Refusals of all value methods. `rows`: rows that the replay stores per env, which must be more than `needed`.
     `first_rows`: env steps after which the replay can be sampled.
     """
     return (
@@ -298,7 +298,7 @@ def value_refusals(
         Refusal(
             lambda c, s: c.reward.normalize,
             "reward.normalize",
-            "must be False with dqn and r2d2, whose replay has rewards of the past; use reward.clip or reward.scale",
+            "must be False with dqn and r2d2, whose replay stores old rewards; use reward.clip or reward.scale",
         ),
         Refusal(
             lambda c, s: c.q.learn_start < first_rows(c),

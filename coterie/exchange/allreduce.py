@@ -1,7 +1,7 @@
 """Synchronous learners: every gradient is the mean of all learners' gradients, so their weights stay equal.
 
 A2C and PPO on several devices (Accelerated Methods 4.3; GALA's baseline, its footnote 2): L learners of b simulators
-learn as one learner of L x b. What else must be decided together travels behind the gradient in the same message:
+learn as one learner of L x b. The message with the gradient also carries everything else that they decide together:
 whether a gradient is unusable, rows begun, an order to save, the end. Left out: overlap with the backward pass, which
 on one machine would save a part of a cost that is below a tenth already.
 
@@ -49,7 +49,7 @@ class AllReduce(Solo):
         self.across = _between_machines(setup)
         self._total, self.rows = 0, 0  # rows that the next message reports to the others
         self.sent = False  # a message was sent since the last rollout
-        self.order = self.stop = False  # this learner's wishes; the group's are answered by `agree`
+        self.order = self.stop = False  # this learner's requests; `agree` returns the group's decision
         self.agreed = (False, False)
         self.all_learners, self.lr = self.learners, 0.0  # of all machines at the last message, and their mean rate
         self.broken = self.joins = False  # the group of machines is broken; it forms again after this rollout
@@ -150,7 +150,7 @@ class AllReduce(Solo):
             self._join()
 
     def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
-        """The decision of the last message; this learner's own wishes go with the next."""
+        """Return the group's decision from the last message; this learner's requests travel with the next one."""
         self.order, self.stop = order and not self.agreed[0], stop
         return self.agreed
 
@@ -179,7 +179,7 @@ class AllReduce(Solo):
             dist.all_reduce(tensor)
 
     def _sum_across(self, across: MachineGroup, what: Tensor, tail: Tensor | None = None) -> None:
-        """Add up with other machines; `tail` reports a failure, and whether a machine joins or leaves."""
+        """Sum over the machines. `tail` carries the flags for a failure and for a machine that joins or leaves."""
         with self.waiting():
             if self.rank == 0:
                 if tail is not None:
@@ -191,7 +191,7 @@ class AllReduce(Solo):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a collective: this learner is blocked, not hanging, and a lost one is reported as the reason."""
+        """Wrap a collective: mark this learner as blocked, not hanging; report a lost learner as the reason."""
         try:
             with self.board.blocked(self.rank):
                 yield
@@ -243,7 +243,7 @@ KIND = ExchangeKind(
         Refusal(
             lambda c, s: bool(c.allreduce.bind) and split(c.allreduce.bind)[0] in ("0.0.0.0", "::"),
             "allreduce.bind",
-            "must be the address that the other machines use, not that of all networks",
+            "must be the address that the other machines connect to, not 0.0.0.0 or ::",
         ),
         Refusal(
             lambda c, s: (

@@ -3,7 +3,7 @@
     x_i <- update(x_i);   publish x_i unless an out-peer has not read the last message
     once there is a message from every in-peer:   x_i <- p_ii x_i + sum_j p_ij m_j
 
-No learner waits, unless its last mix is more than `tau` updates old (0: all go in lockstep). Messages are numbered:
+A learner waits only after it has missed `tau` mixes in a row (0: lockstep; -1: no limit). Messages are numbered:
 learner i's k-th goes to its out-peers in the k-th matrix, and its m-th mix takes its in-peers' m-th messages. Learners
 that have left or died are not waited for. A restarted learner takes a peer's weights and starts at a number that no
 learner has reached.
@@ -114,7 +114,7 @@ class Gossip(Solo):
         self.due += 1
         begin = time.monotonic()
         if self.tau == 0:  # lockstep: publish what has not been mixed yet, then mix
-            self._wait(lambda: self.publish(params), "an out-peer has not read", begin)
+            self._wait(lambda: self.publish(params), "an out-peer has not read the last message", begin)
             self._wait(lambda: self.receive(params), "no message from an in-peer", begin)
         else:
             self.skipped_messages += not self.publish(params)
@@ -132,7 +132,7 @@ class Gossip(Solo):
         with self.board.blocked(self.rank):
             while not done() and not self.board.stopping:
                 if time.monotonic() - begin > self.timeout:
-                    raise CoterieError(f"gossip: {what} for {self.timeout:g} s: it hangs")
+                    raise CoterieError(f"gossip: {what} for {self.timeout:g} s: a peer hangs")
                 time.sleep(5e-5)
 
     def publish(self, params: FlatParams) -> bool:
@@ -155,7 +155,7 @@ class Gossip(Solo):
         return True
 
     def receive(self, params: FlatParams) -> bool:
-        """Average with the in-peers' messages of this mix's number, if all are there."""
+        """Average with the in-peers' messages for this mix, if all have arrived."""
         i, number = self.rank, int(self.mixed[self.rank])
         expected = []
         for j in self.in_peers[number % len(self.sequence)][i]:
@@ -179,7 +179,7 @@ class Gossip(Solo):
         return True
 
     def _mix_with_other_runs(self, params: FlatParams) -> None:
-        """Leave the weights in this learner's mailbox; average with the new messages of remote learners, all alike."""
+        """Write the weights to this learner's mailbox; average with remote learners' new messages, equally weighted."""
         _check_finite(params)
         boxes = self.mailboxes
         boxes.write(self.rank, params.data.cpu().numpy(), self.moments.read().numpy())
@@ -202,7 +202,7 @@ class Gossip(Solo):
             self.moments.write(sums)
 
     def _take_weights(self) -> None:
-        """Start with a peer's: of a present learner of this run, else of another run, else of one that has left."""
+        """Copy a peer's weights: from a present learner of this run, else another run, else a learner that has left."""
         ranks = sorted((j for j in range(len(self.present)) if j != self.rank), key=lambda j: -self.published[j])
         groups = (
             [partial(self._read, j) for j in ranks if self.present[j]],
@@ -241,7 +241,7 @@ class Gossip(Solo):
         self.present[i] = 1
 
     def gauges(self) -> dict[str, float]:
-        """How often peers were slow, and how far behind the in-peers this learner's mixes are."""
+        """How often peers were slow, and how many mixes this learner is behind the most advanced one."""
         behind = int(self.mixed[self.present == 1].max(initial=self.mixed[self.rank]) - self.mixed[self.rank])
         return {
             "gossip/mixes": int(self.mixed[self.rank]),

@@ -2,8 +2,8 @@
 
 A learner takes its gradient locally, then goes through the chunks in whatever order they are free: under a chunk's lock
 it applies the rule to the central weights and statistics, and adopts the new values. With `local_steps` n > 1 it makes
-n local steps of Adam before that (multi-step asynchronous Adam): what it changed since the last synchronisation is its
-pending sum, which goes to the centre along with the decayed moments. One learner is plain Adam, whatever n.
+n local Adam steps before each synchronisation (multi-step asynchronous Adam). Their sum, the pending change, goes
+to the centre along with the decayed moments. With one learner this is plain Adam, for any n.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coterie.parallel.shm import SharedArrays
 
 
 class Store(Solo):
-    """The exchange of one learner with the centre. `blocked` and `updating`: seconds at locks and under them."""
+    """One learner's exchange with the centre. `blocked`, `updating`: seconds waiting for locks and holding them."""
 
     def __init__(self, setup: Setup) -> None:
         config, peers, steps = setup.config, setup.peers, BoardSteps(setup.peers.board, setup.peers.rank)
@@ -48,7 +48,7 @@ class Store(Solo):
         self.central.close()
 
     def pull(self, params: FlatParams) -> None:
-        """The central weights, with what is pending here. No chunk is read while another learner writes it."""
+        """Take the central weights plus the pending change. No chunk is read while another learner writes it."""
         self.staleness.snapshot()
         for k in self.central.locked_chunks():
             at = self.central.slices[k]
@@ -108,7 +108,7 @@ class Store(Solo):
         b1, b2 = (beta**self.steps_since_sync for beta in self.betas)
         centre.add_(self.pending[at].to(centre.device))
         for name, decay in (("mean", b1), ("square", b2)):
-            # What the local steps added is the local moment without what it began with, decayed.
+            # The local steps' contribution: the local moment minus the decayed moment that they started from.
             added = self.local[k][name] - decay * self.before[k][name]
             state[name].mul_(decay).add_(added.to(centre.device))
         state["count"].add_(self.steps_since_sync)

@@ -1,7 +1,7 @@
-"""What a run's learners do, and when: orders to evaluate, to save and to end, complete checkpoints, and the summary.
+"""The schedule of a run: orders to evaluate, save and end; completed checkpoints; the summary.
 
-Learners report and obey; the coordinator decides, the ledger (ledger.py) counts, and the folder's writer writes. Which
-processes the learners are, and what becomes of them, is for the supervisor (local.py) to see to.
+Learners report and carry out orders; the coordinator decides, the ledger (ledger.py) counts, a `RunWriter` writes. The
+supervisor (supervisor.py) starts, watches and restarts the learner processes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Coordinator:
         self.digests: dict[int, str] = {}
         self.signal: signal.Signals | None = None
         self.over = False
-        # The supervisor's. `on_end`: called before the last order, since nothing may be acted after it. `processes`:
+        # Set by the supervisor. `on_end`: called before the last order, after which no process may act. `processes`:
         # name and pid of the process behind each row of the board.
         self.on_end: Callable[[], None] = lambda: None
         self.processes: Callable[[], dict[int, tuple[str, int]]] = lambda: {0: ("learner 0", os.getpid())}
@@ -150,10 +150,10 @@ class Coordinator:
         self.poll()
 
     def poll(self) -> None:
-        """Do what is due by now. Called after every message, and in between where there are several processes."""
+        """Do the work that is due. Called after every message, and between messages if there are several processes."""
         now, ledger = time.monotonic(), self.ledger
         if self.signal is not None and not self.board.stopping:
-            self.display.note(f"{self.signal.name}: a checkpoint, then the end (again: stop at once)")
+            self.display.note(f"{self.signal.name}: saving a checkpoint, then exiting (signal again to stop at once)")
             self.board.stop()
         if self.order is not None and self.members <= self.saved.keys():
             self._seal()
@@ -209,7 +209,7 @@ class Coordinator:
         self.board.give(what)
 
     def give_up_order(self) -> None:
-        """Give the present order again: a member is gone, or the draft is."""
+        """Abandon the current order, because a member or the draft is gone, and make a new one due."""
         self.order, self.saved = None, {}
         self.last_checkpoint = -1e9
 

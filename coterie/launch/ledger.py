@@ -250,7 +250,7 @@ class Ledger:
         return lines | ({"score": overall(means)} if means and len(means) == len(self.tasks) else {})
 
     def _line_lag(self) -> dict[str, float]:
-        """The age, in learner steps, of the weights that acted what was learned from since the last line."""
+        """The policy lag (mean and 95th percentile, in learner steps) of the rows learned since the last line."""
         total = self.line_lags.total()
         if not total:
             return {}

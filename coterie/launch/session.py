@@ -54,7 +54,7 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
 
 def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[str, Any]:
     """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps).
-    From a URL, where `ray.storage` has put it, the run comes to `runs/` first.
+    A URL (a run stored by `ray.storage`) is first downloaded to `runs/`.
     """
     if "://" in str(folder):
         url, folder = str(folder), Path("runs") / str(folder).rstrip("/").rpartition("/")[2]
@@ -72,7 +72,7 @@ def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[s
         raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
     state = checkpoint.load(path)[1]
     if state["env_steps"] >= config.steps:
-        raise ConfigError(f"--steps: the run has its {state['env_steps']:,} env steps already; give a larger total")
+        raise ConfigError(f"--steps: the run already has {state['env_steps']:,} env steps; give a larger total")
     check_spec(folder, config)
     return _go(config, folder, path, state, quiet)
 
@@ -84,9 +84,9 @@ def _on_ray(config: Config, folder: Path, resumed: bool, quiet: bool) -> dict[st
 
 
 def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
-    """From the config to the summary, in this process or with children. What cannot work leaves nothing behind."""
+    """Run from config to summary, in this process or in child processes. A run that cannot start writes no files."""
     config = resolve_config(asked)
-    # A later run that begins with this config.json may have another acting: what inline acting lacks stays `auto`.
+    # A later run that starts from this config.json may use another acting: with inline acting, `actors` stays `auto`.
     kept = replace(asked, learners=config.learners, exchange=config.exchange, env=config.env)
     kept = replace(kept, actors=config.actors or asked.actors)
     spec = make_spec(config.env, config.atari)
@@ -94,14 +94,14 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
     resolve_resources(config, spec)
     if need := replay_bytes(config, spec):
         require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
-    board = Board(config.learners)  # of the first moments: children get another
+    board = Board(config.learners)  # for start-up only: child processes get another one
     board.release()
     kind = exchange_kind(config)
     here = kind.one_learner and not acting_kind(config).apart
     life = 0 if state is None else state["life"] + 1
     learner = Learner(config, life, ProcessContext(board=board)) if here else None
     kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
-    link, lonely = _link(config, spec, saved is not None, quiet) if config.gossip.connect else (None, "")
+    link, link_error = _link(config, spec, saved is not None, quiet) if config.gossip.connect else (None, "")
     try:
         if learner is not None and saved is not None and state is not None:
             learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
@@ -122,8 +122,8 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
             if part is not None:
                 part.close()
         raise
-    if lonely:
-        run.writer.log(lonely)
+    if link_error:
+        run.writer.log(link_error)
     if learner is not None:
         return run_here(run, learner)
     del board  # its memory is freed with the last reference: the run's, until it has the children's board
@@ -131,7 +131,7 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
 
 
 def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tuple[GossipClient | None, str]:
-    """The way to the run that this one gossips with. A resumed run can do without: then the reason."""
+    """Connect to the run at `gossip.connect`. A resumed run may continue without it: then returns the reason."""
 
     def say(line: str) -> None:
         if not quiet:

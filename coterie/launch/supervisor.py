@@ -24,11 +24,11 @@ from coterie.roles.entry import learner_process, worker_process
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError
 
-_GRACE_S = 1.0  # for a dead learner's end to arrive after another learner has missed it
+_GRACE_S = 1.0  # wait for a dead learner's exit message after another learner has reported it lost
 _LEAVE_S = 5.0  # for actors to shut down at the end of a run
 _STARVED_S = 20.0  # for which all learners may wait after a signal
 _BACK_OFF_S = 60.0  # the longest wait before an actor is restarted
-_STABLE_S = 120.0  # a life of an actor after which its earlier deaths no longer count
+_STABLE_S = 120.0  # once an actor has lived this long, its earlier deaths no longer count
 
 
 class Supervisor:
@@ -103,7 +103,7 @@ class Supervisor:
                 self._restart_all(self.missed[1])
             run.poll()
             if self._is_starved():
-                self._end_at_the_last()
+                self._end_at_last_checkpoint()
             elif reason := run.stalled():
                 raise CoterieError(reason)
 
@@ -128,8 +128,8 @@ class Supervisor:
         return self.learner_restarts.left <= 1 or checkpoint.latest(self.run.root) is None
 
     def _is_starved(self) -> bool:
-        """Whether, after a signal, all learners have waited for too long for rollouts that no process makes, such as a
-        learner without env hosts and those that wait for its gradient: they cannot come to a checkpoint.
+        """Whether, after a signal, all learners have waited too long for rollouts that no process produces, such as a
+        learner without env hosts, and the learners that wait for its gradient. They cannot reach a checkpoint.
         """
         run, now = self.run, time.monotonic()
         if run.signal is None or run.over or run.idle or not run.board.all_blocked(run.members):
@@ -158,9 +158,9 @@ class Supervisor:
         run = self.run
         reason = f"learner {rank} {manner}"
         if run.over or (run.ending and rank in run.saved):
-            return  # it has done all that it had to
+            return  # its work was complete
         if manner.endswith("exit code 1") and self.missed is not None:
-            return  # it missed another learner, whose end is about to be reported
+            return  # it ended because it lost another learner, whose death is reported next
         if not exchange_kind(self.config).rejoins:
             self._restart_all(reason)
             return
@@ -181,7 +181,7 @@ class Supervisor:
         run.board.beat(rank)
         if rows:
             self.group.renew(rank)
-        # With what the others have learned since then, where there are others.
+        # It starts from the checkpoint, then takes a peer's newer weights if there is a peer.
         self._start_learner(rank, checkpoint.latest(run.root), rejoin=True)
 
     def _restart_all(self, reason: str) -> None:
@@ -191,9 +191,9 @@ class Supervisor:
         self._count_restart(reason, f"all learners go back to {self._go_back(reason)}")
         self._start_all(self.state)
 
-    def _end_at_the_last(self) -> None:
-        """No learner comes to another checkpoint: what came after the last one is lost."""
-        reason = "all learners wait for rollouts that no process makes"
+    def _end_at_last_checkpoint(self) -> None:
+        """End at the last checkpoint, because no learner can reach another one; progress since then is lost."""
+        reason = "all learners wait for rollouts that no process produces"
         self._end_all()
         self.run.writer.log(f"{reason}; the run ends at {self._go_back(reason)}")
         self.run.join(self.group.board, [], self.state)
@@ -235,7 +235,7 @@ class Supervisor:
         run = self.run
         life = run.ledger.life + 1000 * run.ledger.restarts  # a restarted learner sees other episodes
         links, counts, total = self.group.links(rank, rejoin), run.board.read(rank), run.board.sum("learned")
-        # An order that is being carried out is for learners that start meanwhile, too.
+        # A learner that starts while an order is pending must carry out that order, too.
         done = run.board.order[0] - (run.order is not None)
         args = (self.config, run.folder, life, links, counts, total, saved, done)
         self.children[rank] = Child(f"coterie-learner-{rank}", self.group.places[rank].cores, learner_process, args)
@@ -254,12 +254,12 @@ class Supervisor:
         self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, worker_process, args)
 
     def _actor_ended(self, row: int, manner: str) -> None:
-        """Restart an actor that died, after a wait that grows with every death soon after the last one."""
+        """Restart a dead actor after a back-off that grows with each death soon after the last one."""
         run, reason = self.run, f"{self._name(row)} {manner}"
         run.ledger.lose_actor(row, self.group.delivered(row))
         if run.over or run.board.closed:
             return
-        if not self.kind.lockstep(self.config):  # the others fill what it left
+        if not self.kind.lockstep(self.config):  # other actors fill its slots
             self.group.abandon(row)
         self.actor_restarts.spend(reason)
         run.writer.log(f"{reason}; it is restarted")

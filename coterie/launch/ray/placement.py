@@ -181,7 +181,7 @@ def targets(allocation: Allocation, reached: list[int]) -> list[int]:
     """Env steps at which each site ends, from those that it has `reached`: its learners' share of what is left."""
     left = allocation.config.steps - sum(reached)
     if left <= 0:
-        raise ConfigError(f"--steps: the run has its {sum(reached):,} env steps already; give a larger total")
+        raise ConfigError(f"--steps: the run already has {sum(reached):,} env steps; give a larger total")
     all_learners = allocation.learners
     return [n + -(-left * site.learners // all_learners) for n, site in zip(reached, allocation.sites, strict=True)]
 
@@ -206,7 +206,7 @@ def site_config(
         at = _join(hub[0], hub[1] + allocation.sites[0].learners)
         bind, connect = ("", at) if k else (at, "")
         if exchange_kind(config).rejoins:
-            gossip = replace(config.gossip, bind=bind, connect=connect, seats=0 if k else all_learners)
+            gossip = replace(config.gossip, bind=bind, connect=connect)
             config = replace(config, gossip=gossip)
         else:
             ring = replace(config.allreduce, bind=bind, connect=connect, machines=len(allocation.sites))

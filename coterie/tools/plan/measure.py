@@ -29,7 +29,7 @@ from coterie.tools.plan.microbench import PATIENCE_S, Turn, measure_process, mer
 from coterie.tools.plan.services import Costs, Line, Services, fit
 from coterie.types import ConfigError, Spec
 
-_MOST = 8  # processes: so many fill a machine's memory bandwidth as well as more do
+_MOST = 8  # processes: as many fill a machine's memory bandwidth as well as more do
 _DECORRELATE = 20  # env steps
 _CAPACITY = 100_000  # env steps of a replay
 # Core-seconds of a message and its answer over a unix socket, and of a byte of it: 512 bytes took 0.3 ms and 900 KB 0.7
@@ -44,7 +44,7 @@ def lone(config: Config, envs: int, of: int) -> ResolvedConfig:
         "acting": "inline", "exchange": "solo", "learners": 1, "actors": "auto", "device": "cpu", "torch_threads": 1,
         "env.num_envs": of, "env.groups": 1, "env.threads": 1, "env.delay": 0.0,
         "env.decorrelate": min(config.env.decorrelate, _DECORRELATE), "wire.bind": "", "gossip.bind": "",
-        "gossip.connect": "", "gossip.seats": 0, "gossip.mix_every": 1, "chaos": Chaos(), "vtrace.minibatch": 0,
+        "gossip.connect": "", "gossip.mix_every": 1, "chaos": Chaos(), "vtrace.minibatch": 0,
         "log.cosines": 0, "log.norms": 0, "ppo.batch_size": 0, "q.secondary_batch": 0,
     })  # fmt: skip
     c = changed(c, {
