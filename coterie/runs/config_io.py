@@ -33,7 +33,7 @@ OLD: dict[str, tuple[Any, str]] = {
     "central.inference_gpus": (0, "was removed; each learner chooses actions on its own GPU"),
     "central.lag_alarm": (0, "was removed; metrics.jsonl has policy_lag"),
     "decoupled.lag_alarm": (0, "was removed; metrics.jsonl has policy_lag"),
-    "gossip.seats": (None, "was removed; all runs together may have 256 learners of other runs"),
+    "gossip.seats": (None, "was removed; a run gossips with at most 256 learners of other runs"),
     "store.fixed_turns": (False, "was removed; exchange allreduce, or gossip with tau 0, is reproducible"),
 }
 
