@@ -35,7 +35,7 @@ EnvId = Annotated[str, Range(lambda x: x.strip() != "", "must not be empty")]
 Groups = Annotated[int, Range(lambda x: x in (0, 1, 2), "must be 0 (auto), 1 or 2")]
 Sizes = Annotated[tuple[int, ...], Range(lambda x: all(n >= 1 for n in x), "sizes must be at least 1")]
 Atoms = Annotated[int, Range(lambda x: x == 0 or x >= 2, "must be 0 or at least 2")]
-Staleness = Annotated[int, Range(lambda x: x >= -1, "must not be below -1")]
+FromMinusOne = Annotated[int, Range(lambda x: x >= -1, "must not be below -1")]
 Learners = Annotated[int | Literal["auto"], Range(lambda x: x == "auto" or x >= 1, "must be at least 1, or auto")]
 Actors = Annotated[int | Literal["auto"], Range(lambda x: x == "auto" or x >= 0, "must not be negative, or auto")]
 RewardClip = Literal["none", "sign", "clamp", "tanh", "asymmetric"]
@@ -59,7 +59,7 @@ class Env:
     timeout: PositiveFloat = 60.0  # seconds until a worker that does not answer is replaced
     replace_budget: Natural = 100  # envs that may be replaced (crash, NaN, time-out) before the run fails
     delay: NaturalFloat = 0.0  # seconds added to each step of a group of envs, to measure the effect of stragglers
-    delay_learner: Staleness = -1  # the only learner whose envs are delayed; -1: all
+    delay_learner: FromMinusOne = -1  # the only learner whose envs are delayed; -1: all
     kwargs: str = "{}"  # JSON object: arguments of the env's constructor
 
 
@@ -310,7 +310,7 @@ class Gossip:
 
     topology: str = "auto"  # auto, ring, exponential, static-exponential, bipartite, complete, or FILE.json (matrices)
     peers: Positive = 1  # ring: in-peers of each learner; exponential: peers at a time
-    tau: Staleness = -1  # mixes that a learner may miss before it waits for its peers; 0: lockstep; -1: no limit
+    tau: FromMinusOne = -1  # mixes that a learner may miss before it waits for its peers; 0: lockstep; -1: no limit
     mix_every: Natural = 0  # learner steps between mixes; 0: once per rollout
     bind: str = ""  # HOST:PORT where other runs may join (docs/learners.md); uses wire's token and TLS files
     connect: str = ""  # HOST:PORT of a run to join

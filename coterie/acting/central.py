@@ -269,7 +269,7 @@ class Central:
             if width < 1 or others + width > config.max_envs - kept:
                 local = f", {kept} of them reserved for the run's local hosts" if kept else ""
                 room = f"the limit is {config.max_envs}{local} (central.max_envs, replay.envs)"
-                raise Refused(f"cannot add {width} envs to {others}: {room}")
+                raise Refused(f"cannot add {width} env(s) to {others}: {room}")
             if old is not None:
                 self.leave(old)
             # Two: one is written while the other waits for the prefetch thread.

@@ -34,6 +34,27 @@ class Steps(Protocol):
     def start(self, own: int, total: int) -> None: ...
 
 
+class OwnSteps:
+    """A run's env steps as one learner counts them: its own rows times the number of learners."""
+
+    def __init__(self, learners: int = 1) -> None:
+        self.learners, self.own = learners, 0
+
+    def add(self, rows: int) -> None:
+        self.own += rows
+
+    def start(self, own: int, total: int) -> None:
+        self.own = own
+
+    @property
+    def total(self) -> int:
+        return self.own * self.learners
+
+    @property
+    def others(self) -> int:
+        return self.own * (self.learners - 1)
+
+
 class NonFinite(CoterieError):
     """A gradient or weight that is NaN or infinite; the message names the tensor."""
 

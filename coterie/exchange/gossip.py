@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from coterie.config import Config, Refusal
-from coterie.exchange.base import ExchangeKind, NonFinite, Setup
+from coterie.exchange.base import ExchangeKind, NonFinite, OwnSteps, Setup
 from coterie.exchange.mailboxes import REMOTE, Mailboxes, Message, mailbox_arrays
 from coterie.exchange.solo import Solo
+from coterie.exchange.steps import BoardSteps
 from coterie.exchange.topology import matrices
-from coterie.parallel.board import BoardSteps, OwnSteps
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array, ConfigError, CoterieError

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from coterie.config import Refusal
-from coterie.exchange.base import ExchangeKind, Setup, Steps
-from coterie.parallel.board import OwnSteps
+from coterie.exchange.base import ExchangeKind, OwnSteps, Setup, Steps
 from coterie.parallel.params import FlatParams
 
 

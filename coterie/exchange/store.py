@@ -17,7 +17,7 @@ from coterie.config import Refusal
 from coterie.exchange.base import ExchangeKind, Setup
 from coterie.exchange.shared_weights import SharedWeights, central_memory, restore
 from coterie.exchange.solo import Solo
-from coterie.parallel.board import BoardSteps, Staleness
+from coterie.exchange.steps import BoardSteps, Staleness
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from coterie.config import Model as ModelConfig
 from coterie.config import Q
 from coterie.models.cores import LSTMCore
-from coterie.models.heads import NoisyLinear, Normalizer, QHead
-from coterie.models.mlp import init
+from coterie.models.heads import NoisyLinear, Normalizer, QHead, init
 from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import make_distribution

@@ -1,14 +1,23 @@
-"""Heads and running normalizers."""
+"""Heads, their initial weights, and running normalizers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from coterie.models.mlp import init
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
+
+
+def init(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
+    """The layer, with orthogonal weights of `gain` and zero bias."""
+    nn.init.orthogonal_(layer.weight, gain)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
 class NoisyLinear(nn.Module):

@@ -1,24 +1,16 @@
-"""Layers over vectors, and what all torsos share: initial weights, the dtype to compute in."""
+"""Layers over vectors, and the dtype that torsos compute in."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
-
-
-def init(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
-    """The layer, with orthogonal weights of `gain` and zero bias."""
-    nn.init.orthogonal_(layer.weight, gain)
-    assert layer.bias is not None
-    nn.init.zeros_(layer.bias)
-    return layer
+from coterie.models.heads import init
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:

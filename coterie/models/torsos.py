@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coterie.config import Model as ModelConfig
-from coterie.models.mlp import MLPPair, MLPTorso, compute_dtype, init
+from coterie.models.heads import init
+from coterie.models.mlp import MLPPair, MLPTorso, compute_dtype
 from coterie.models.text import TextTorso
 from coterie.plugins import named
 from coterie.types import ConfigError, ObsSpec

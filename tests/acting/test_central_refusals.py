@@ -34,7 +34,7 @@ def test_what_is_not_finite_is_refused(rig, name, bad):
 def test_more_envs_than_max_envs_are_refused(rig):
     one = rig(max_envs=5)
     client = Client(one, 0, width=4)
-    with pytest.raises(Refused, match=r"cannot add 2 envs to 4: the limit is 5 \(central\.max_envs"):
+    with pytest.raises(Refused, match=r"cannot add 2 env\(s\) to 4: the limit is 5 \(central\.max_envs"):
         Client(one, 1)
     assert one.central.envs == 4
     client.again()
@@ -46,7 +46,7 @@ def test_more_envs_than_max_envs_are_refused(rig):
 def test_hosts_that_come_by_themselves_leave_room_for_the_runs_own(rig):
     one = rig(max_envs=6)  # 4 of them are the run's
     guest = Client(one, REMOTE, width=2)
-    with pytest.raises(Refused, match=r"4 of them kept"):
+    with pytest.raises(Refused, match=r"4 of them reserved"):
         Client(one, REMOTE + 1, width=1)
     own = Client(one, 0, width=4)
     own.leave()

@@ -7,7 +7,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board, BoardSteps, OwnSteps, Staleness
+from coterie.exchange.base import OwnSteps
+from coterie.exchange.steps import BoardSteps, Staleness
+from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board
 from coterie.parallel.processes import Post
 from coterie.types import CoterieError
 from tests.exchange.harness import collect, start, together

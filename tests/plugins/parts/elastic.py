@@ -10,7 +10,7 @@ import torch
 import coterie
 from coterie.exchange.base import ExchangeKind
 from coterie.exchange.solo import Solo
-from coterie.parallel.board import BoardSteps
+from coterie.exchange.steps import BoardSteps
 from coterie.parallel.shm import SharedArrays
 
 EVERY, PULL = 4, 0.25  # learner steps between two meetings; the share of the distance that is made good in one
