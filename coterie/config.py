@@ -30,7 +30,6 @@ NaturalFloat = Annotated[float, _NOT_NEGATIVE]
 Fraction = Annotated[float, Range(lambda x: 0 <= x <= 1, "must be between 0 and 1")]
 Decay = Annotated[float, Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
 
-# Types that do not fit on the line of their field.
 EnvId = Annotated[str, Range(lambda x: x.strip() != "", "must not be empty")]
 Groups = Annotated[int, Range(lambda x: x in (0, 1, 2), "must be 0 (auto), 1 or 2")]
 Sizes = Annotated[tuple[int, ...], Range(lambda x: all(n >= 1 for n in x), "sizes must be at least 1")]

@@ -12,17 +12,18 @@ from tests.test_layers import MODULES, ROOT, imports
 
 TESTS = Path(__file__).parent
 
-LIBRARY_LINES = 19_980
-TOOLS_LINES = 6_210
-TESTS_LINES = 24_600
+# On the way down: 16,000 for the library, 4,500 for the tools and 18,000 for the tests.
+LIBRARY_LINES = 19_540
+TOOLS_LINES = 4_580
+TESTS_LINES = 21_300
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 418  # config.py: every range stands at its field
 FUNCTION_LINES = 62
-PARAMETERS = 14
-CHOICE_COMPARISONS = 102
+PARAMETERS = 11
+CHOICE_COMPARISONS = 15
 MAIN_PATH = ("acting.inline", "acting.recorder", "types", "algorithms.a2c", "learner", "exchange.solo")
 MAIN_PATH_LINES = 1_100  # from env.step to optimizer.step: the six files together
-CELL_LINES = 3_920  # the main path and all that it imports
+CELL_LINES = 3_300  # the main path and all that it imports
 
 CHOICES = {
     "a2c", "ppo", "vtrace", "dqn", "r2d2", "sac", "inline", "decoupled", "central",

@@ -191,8 +191,8 @@ class Learner:
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
-        with self.exchange, self._doors() as doors:
-            doors.push(self._leave_open)
+        with self.exchange, self._open_parts() as parts:
+            parts.push(self._leave_open)
             learn(self.parts, on_rollout)
 
     def _leave_open(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -200,17 +200,17 @@ class Learner:
         if kind is not None:
             self.servers.close(over=False)
 
-    def _doors(self) -> ExitStack:
+    def _open_parts(self) -> ExitStack:
         """What ends when training does; env hosts receive the end before their actions stop."""
-        doors = ExitStack()
-        doors.callback(self.acting.close)
+        parts = ExitStack()
+        parts.callback(self.acting.close)
         for server in self.servers.open:
-            doors.callback(server.close)
-        return doors
+            parts.callback(server.close)
+        return parts
 
     def close(self) -> None:
         self.trainers.close()
-        self._doors().close()
+        self._open_parts().close()
         torch.set_num_threads(self._torch_threads)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:

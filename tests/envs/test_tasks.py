@@ -54,7 +54,7 @@ def both(tmp_path, monkeypatch) -> str:
     return "toy_tasks:two,toy_tasks:five"
 
 
-def test_a_policy_learns_two_tasks_and_each_return_is_told(both, tmp_path, capsys):
+def test_a_policy_learns_two_tasks_and_reports_the_return_of_each(both, tmp_path, capsys):
     out = tmp_path / "run"
     # In lockstep the weights, and so the returns, do not depend on the machine's speed.
     args = ["--env", both, "--actors", "2", "--env.num-envs", "8", "--steps", "8000", "--decoupled.lockstep", "True"]
@@ -73,7 +73,7 @@ def test_a_policy_learns_two_tasks_and_each_return_is_told(both, tmp_path, capsy
     assert [(t["env"], t["mean_return"]) for t in result["tasks"]] == [("toy_tasks:two", 5.0), ("toy_tasks:five", 50.0)]
     assert result["mean_return"] == result["score"] == 27.5
     assert main(["eval", str(out), "--episodes", "4"]) == 0
-    assert f"{both}: mean of the returns: 27.5 (8 games, greedy, " in capsys.readouterr().out
+    assert f"{both}: mean of the returns: 27.5 (8 episodes, greedy, " in capsys.readouterr().out
     assert main(["resume", str(out), "--steps", "8500"]) == 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -44,7 +45,7 @@ class Mirror:
         self._local = isinstance(self._to, LocalFileSystem)
         self._known: dict[str, str] = {}  # a stamp of each file of `target`
         self._thread: threading.Thread | None = None
-        self._begun, self._reason, self._reported = 0.0, "", False
+        self._begun, self._failures, self._reported = 0.0, deque[str](), False
         self.updated = 0.0  # when the last update that succeeded began, on the monotonic clock
 
     def take_as_equal(self) -> None:
@@ -80,14 +81,15 @@ class Mirror:
             self._begun = time.monotonic()
             self._thread = threading.Thread(target=self._update_quietly, name="coterie-storage", daemon=True)
             self._thread.start()
-        reason, self._reason = self._reason, ""
-        return [reason] if reason else []
+        return [self._failures.popleft() for _ in range(len(self._failures))]
 
     def _update_quietly(self) -> None:
         try:
             self.update()
         except CoterieError as error:
-            self._reason, self._reported = "" if self._reported else str(error), True
+            if not self._reported:
+                self._failures.append(str(error))
+            self._reported = True
 
     def copy(self, name: str) -> bool:
         """Copy one file; False if it no longer exists. A local one is replaced at once."""

@@ -113,9 +113,9 @@ def test_an_update_in_the_background_neither_waits_nor_repeats_its_error(tmp_pat
     mirror = Mirror(run, f"file://{tmp_path}/file/run")
 
     def poll_until_idle() -> list[str]:
-        mirror.poll(now=True)
+        lines = mirror.poll(now=True)
         wait_until(lambda: "coterie-storage" not in [thread.name for thread in threading.enumerate()])
-        return mirror.poll()
+        return lines + mirror.poll()
 
     (line,) = poll_until_idle()
     assert line.startswith(f"ray.storage: cannot update file://{tmp_path}/file/run: ")

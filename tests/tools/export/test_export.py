@@ -172,7 +172,7 @@ def test_a_network_that_cannot_be_traced_is_refused(tmp_path, capsys):
 def test_errors_of_export_are_one_line(tmp_path, capsys, monkeypatch):
     run = make_run(tmp_path / "run", "ppo", "CartPole-v1")
     assert export(run, "--learner", "3") == 2
-    assert "learner: '3' is not best" in one_line(capsys)
+    assert "learner: '3' is not one of 0" in one_line(capsys)
     monkeypatch.setattr(command, "_NEEDS", ("onnx", "onnxruntime", "a_package_that_is_not_there"))
     assert export(run) == 2
     assert "pip install 'coterie[export]'" in one_line(capsys)
