@@ -214,12 +214,21 @@ def documented() -> list[Any]:
     return found
 
 
+@pytest.fixture
+def page_modules(tmp_path, monkeypatch):
+    """The folder of a page's files: here and on the path, and its modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
 @pytest.mark.parametrize(("page", "line"), documented())
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_command_runs(page, line, tmp_path, monkeypatch, capsys):
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])  # to which the command line adds the folder that it is called in
+def test_a_command_runs(page, line, page_modules, capsys):
+    tmp_path, env = page_modules, {**os.environ, "PYTHONPATH": str(ROOT)}
     write_files(tmp_path, page)
     words = shlex.split(line)
     if words[0] == "make":
@@ -260,11 +269,9 @@ def test_a_command_runs(page, line, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_a_documented_run_is_possible(page, monkeypatch, tmp_path):
+def test_a_documented_run_is_possible(page, page_modules):
     """Also those that only `make test-all` runs."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    write_files(tmp_path, page)
+    write_files(page_modules, page)
     for line in commands(page):
         words = [w for w in shlex.split(line) if w not in ("--json", "--chaos", "--help")]
         if words[:2] in (["coterie", "train"], ["coterie", "bench"]):
