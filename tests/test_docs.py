@@ -114,48 +114,15 @@ def lend(words: list[str], env: dict[str, str]) -> None:
             ender.join()
 
 
-def join(words: list[str], env: dict[str, str]) -> None:
-    """The command beside a run that it gossips with."""
-    at, address = words.index("--gossip.connect"), words[words.index("--gossip.connect") + 1]
-    listens = [*words[:at], "--gossip.bind", address, *words[at + 2 :], "--wire.key=runs/keys/key.pem", "--out", "hub"]
-    endless = [
-        sys.executable,
-        "-m",
-        "coterie",
-        *shrink(listens),
-        "--steps",
-        "1000000000",
-        "--log.every",
-        "0.5",
-    ]
-    with subprocess.Popen(endless, env=env) as process:
-        try:
-            assert run([*shrink(words), "--out", "guest"]) == 0
-            assert read_metrics(Path("guest"))[-1]["gossip/bytes_in_per_step"] > 0
-            process.terminate()
-            assert process.wait(60) == 75
-        finally:
-            process.kill()
-
-
-def together(words: list[str], env: dict[str, str]) -> None:
-    """The command beside a run that it makes every update with."""
-    at = words.index("--allreduce.connect")
-    listens = [*words[:at], "--allreduce.bind", words[at + 1], *words[at + 2 :], "--seed", "7", "--out", "first"]
-    endless = [
-        sys.executable,
-        "-m",
-        "coterie",
-        *shrink(listens),
-        "--steps",
-        "1000000000",
-        "--log.every",
-        "0.5",
-    ]
+def beside(words: list[str], section: str, metric: str, env: dict[str, str], *more: str) -> None:
+    """The command beside the run that it connects to, until the command has ended."""
+    at = words.index(f"--{section}.connect")
+    listens = [*words[:at], f"--{section}.bind", words[at + 1], *words[at + 2 :], *more, "--out", "first"]
+    endless = [sys.executable, "-m", "coterie", *shrink(listens), "--steps", "1000000000", "--log.every", "0.5"]
     with subprocess.Popen(endless, env=env) as process:
         try:
             assert run([*shrink(words), "--steps", "2000", "--out", "second"]) == 0
-            assert read_metrics(Path("second"))[-1]["allreduce/machines"] == 2
+            assert read_metrics(Path("second"))[-1][metric] > 1
             process.terminate()
             assert process.wait(60) == 75
         finally:
@@ -257,9 +224,9 @@ def test_a_command_runs(page, line, page_modules, capsys):
         if "--wire.cert" in words:
             assert run(["keys", "runs/keys", "--host", "127.0.0.1"]) == 0
         if "--gossip.connect" in words:
-            return join(words, env)
+            return beside(words, "gossip", "gossip/bytes_in_per_step", env, "--wire.key=runs/keys/key.pem")
         if "--allreduce.connect" in words:
-            return together(words, env)
+            return beside(words, "allreduce", "allreduce/machines", env, "--seed", "7")
         if "--allreduce.machines" in words:
             words[words.index("--allreduce.machines") + 1] = "1"
         if words[1] == "dashboard":

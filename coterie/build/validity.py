@@ -65,12 +65,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "needs child processes: several learners, actors, or env hosts",
     ),
     Refusal(
-        lambda c, s: bool(c.allreduce.address) and not exchange_kind(c).in_lockstep,
+        lambda c, s: bool(c.allreduce.address) and not exchange_kind(c).spans_machines,
         "allreduce.bind",
         "needs exchange allreduce, and so does allreduce.connect",
     ),
     Refusal(
-        lambda c, s: bool(c.gossip.bind or c.gossip.connect) and not exchange_kind(c).rejoins,
+        lambda c, s: bool(c.gossip.bind or c.gossip.connect) and not exchange_kind(c).links_runs,
         "gossip.bind",
         "needs exchange gossip, and so does gossip.connect",
     ),

@@ -234,6 +234,7 @@ def _between_machines(setup: Setup) -> MachineGroup | None:
 KIND = ExchangeKind(
     AllReduce,
     in_lockstep=True,
+    spans_machines=True,
     refusals=(
         Refusal(
             lambda c, s: bool(c.allreduce.bind) and bool(c.allreduce.connect),

@@ -143,6 +143,8 @@ class ExchangeKind:
     mixing: Callable[[Config, int], list[Array] | None] = lambda config, learners: None
     leave: Callable[[SharedArrays, int], None] = lambda memory, rank: None  # the learner of this rank was killed
     one_learner: bool = False  # for a learner without others
+    spans_machines: bool = False  # learners of several machines form one group (`allreduce.bind`)
+    links_runs: bool = False  # runs exchange weights (`gossip.bind`)
     in_lockstep: bool = False  # all learners make every step together, and find each other by a file
     shared_weights: bool = False  # one set of weights: the learning rate is that of one learner
     rejoins: bool = False  # a killed learner restarts alone; else all restart from the checkpoint

@@ -282,6 +282,7 @@ KIND = ExchangeKind(
     mixing=mixing_matrices,
     leave=leave,
     rejoins=True,
+    links_runs=True,
     refusals=(
         Refusal(
             lambda c, s: bool(c.gossip.bind) and bool(c.gossip.connect),

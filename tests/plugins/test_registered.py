@@ -13,8 +13,10 @@ import pytest
 from coterie.acting.table import ACTING
 from coterie.cli.main import main
 from coterie.exchange.table import EXCHANGES
+from coterie.tools.plan.services import save
 from tests.plugins.page import coterie, train
 from tests.test_conformance import check_cartpole, check_counting_env
+from tests.tools.plan.harness import services
 
 PARTS = Path(__file__).parent / "parts"
 MODULES = [f"tests.plugins.parts.{name}" for name in ("memory_acting", "elastic")]
@@ -40,6 +42,19 @@ def test_registered_parts_pass_the_conformance_test(algorithm, acting, exchange)
     actors = {"actors": 2} if acting == "memory" else {}
     check_counting_env(algorithm, acting, exchange, 1, **actors)
     check_cartpole(algorithm, acting, exchange, 1, **actors)
+
+
+@pytest.mark.usefixtures("_registered")
+def test_plan_leaves_registered_parts_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save(services(), Path("made-up.json"))
+    args = ["plan", "a2c", "--env", "CartPole-v1", "--services", "made-up.json", "--cores", "2"]
+    assert main(args) == 0
+    assert "memory elastic: plan has no simulation of a registered acting or exchange" in capsys.readouterr().out
+    assert (
+        main(["plan", "a2c", "--env", "CartPole-v1", "--services", "made-up.json", "--cores", "2", "--target", "9"])
+        == 0
+    )
 
 
 def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):

@@ -140,13 +140,13 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
 def _spreads(config: Config) -> bool:
     """Whether learners on several machines can take part in one run."""
     kind = exchange_kind(replace(config, learners="auto"))
-    across = kind.in_lockstep and config.allreduce.trusted_network
-    return kind.rejoins or (across and not is_value_based(config))
+    across = kind.spans_machines and config.allreduce.trusted_network
+    return kind.links_runs or (across and not is_value_based(config))
 
 
 def _sites(config: Config, learners: int, room: list[int]) -> int:
     """Over how many machines the learners are spread. `room`: learners that each machine has room for."""
-    if exchange_kind(config).rejoins:
+    if exchange_kind(config).links_runs:
         return min(learners, len(room))
     enough = (k for k in range(1, len(room) + 1) if sum(room[:k]) >= learners)
     return next(enough, len(room)) if _spreads(config) else 1
@@ -205,7 +205,7 @@ def site_config(
     if len(allocation.sites) > 1:
         at = _join(hub[0], hub[1] + allocation.sites[0].learners)
         bind, connect = ("", at) if k else (at, "")
-        if exchange_kind(config).rejoins:
+        if exchange_kind(config).links_runs:
             gossip = replace(config.gossip, bind=bind, connect=connect)
             config = replace(config, gossip=gossip)
         else:

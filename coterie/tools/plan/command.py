@@ -18,7 +18,7 @@ from coterie.tools.plan.layout import Hardware, layout
 from coterie.tools.plan.measure import measure
 from coterie.tools.plan.search import cheapest
 from coterie.tools.plan.services import Services, load, save
-from coterie.tools.plan.simulate import Result, simulate
+from coterie.tools.plan.simulate import Result, is_simulated, simulate
 from coterie.types import ConfigError, CoterieError, Spec
 
 _LEAST = {"cores": 1, "gpus": 0, "machines": 1, "hosts": 0, "host_cores": 1, "latency": 0, "core_hour": 0}
@@ -70,6 +70,8 @@ def _predict(config: Config, spec: Spec, services: Services, hardware: Hardware,
     refused: dict[str, str] = {}
     for acting, exchange in product(ACTING, EXCHANGES):
         try:
+            if not is_simulated(acting, exchange):
+                raise ConfigError("plan has no simulation of a registered acting or exchange")
             one = layout(config, spec, hardware, acting, exchange, learners)
             found.append(simulate(one, services, config.seed))
         except CoterieError as error:

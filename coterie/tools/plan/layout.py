@@ -108,7 +108,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     h, kind, exchange_kind = hardware, ACTING[acting], EXCHANGES[exchange]
     if exchange_kind.one_learner:
         h, learners = replace(hardware, machines=1), 1
-    if h.machines > 1 and not (exchange_kind.in_lockstep or exchange_kind.rejoins):
+    if h.machines > 1 and not (exchange_kind.spans_machines or exchange_kind.links_runs):
         raise ConfigError("machines: learners of several machines need exchange allreduce or gossip")
     if learners % h.machines:
         raise ConfigError(f"machines: {learners} learners cannot be shared out evenly among {h.machines} machines")
@@ -132,7 +132,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     # Hosts and learners on other machines connect to this one, which not every run allows.
     seen = replace(own, wire=replace(own.wire, bind=_HERE)) if apart else own
     if h.machines > 1:
-        if exchange_kind.rejoins:
+        if exchange_kind.links_runs:
             seen = replace(seen, gossip=replace(seen.gossip, bind=_HERE))
         else:
             seen = replace(seen, allreduce=replace(seen.allreduce, bind=_HERE))

@@ -13,7 +13,7 @@ from coterie.config import Config
 from coterie.exchange.table import EXCHANGES
 from coterie.tools.plan.layout import Hardware, RunLayout, layout
 from coterie.tools.plan.services import Services
-from coterie.tools.plan.simulate import Result, simulate
+from coterie.tools.plan.simulate import Result, is_simulated, simulate
 from coterie.types import ConfigError, CoterieError, Spec
 
 _NOISE = 1.05  # a simulation's rate over a ceiling of mean times
@@ -43,7 +43,8 @@ def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[RunLayout
         hardware = replace(most, cores=cores, gpus=gpus, hosts=hosts, machines=machines)
         for each, acting, exchange in product(_doubling(max(cores, gpus)), ACTING, EXCHANGES):
             learners = each * machines
-            if EXCHANGES[exchange].one_learner == (learners == 1) and (not hosts or ACTING[acting].apart):
+            fits = EXCHANGES[exchange].one_learner == (learners == 1) and (not hosts or ACTING[acting].apart)
+            if fits and is_simulated(acting, exchange):
                 with suppress(ConfigError):
                     yield layout(config, spec, hardware, acting, exchange, learners)
 

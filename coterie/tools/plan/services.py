@@ -86,7 +86,7 @@ def from_json(data: dict[str, Any]) -> Services:
 
 def _costs(data: dict[str, Any]) -> Costs:
     lines = {name: Line(**line) for name, line in data.items() if name != "exchange"}
-    exchange = {name: float(data["exchange"][name]) for name in EXCHANGES}
+    exchange = {name: float(data["exchange"][name]) for name in EXCHANGES if name in data["exchange"]}
     return Costs(exchange=exchange, **lines)
 
 

@@ -17,7 +17,7 @@ import simpy
 from coterie.tools.plan.acting import ACTINGS, Place
 from coterie.tools.plan.des import Cores
 from coterie.tools.plan.layout import RunLayout
-from coterie.tools.plan.learners import Shared, SimLearner
+from coterie.tools.plan.learners import EXCHANGES, Shared, SimLearner
 from coterie.tools.plan.services import Services
 from coterie.types import CoterieError
 
@@ -112,6 +112,11 @@ class World(Shared):
         if self.layout.kind.hosted:
             busy["inference"] = sum(x.answering for x in self.acting) / seconds / learners
         return busy, parts
+
+
+def is_simulated(acting: str, exchange: str) -> bool:
+    """False for one that a user registered."""
+    return acting in ACTINGS and exchange in EXCHANGES
 
 
 def simulate(layout: RunLayout, services: Services, seed: int = 0) -> Result:
