@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 
 # On the way down: 16,000 for the library, 4,500 for the tools and 18,000 for the tests.
 LIBRARY_LINES = 19_540
-TOOLS_LINES = 4_580
+TOOLS_LINES = 4_585
 TESTS_LINES = 21_300
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 300
