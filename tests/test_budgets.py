@@ -22,7 +22,7 @@ FUNCTION_LINES = 60
 PARAMETERS = 8
 # Larger, and to be mended but for config.py, where every setting has its range and its help beside it.
 FILES = {
-    "config.py": 418, "acting/central.py": 379, "algorithms/q_base.py": 328, "cli/arguments.py": 308,
+    "config.py": 418, "acting/central.py": 340, "algorithms/q_base.py": 328, "cli/arguments.py": 308,
     "runs/config_io.py": 304, "tools/bench.py": 301, "runs/test_config_io.py": 310,
 }  # fmt: skip
 FUNCTIONS = {"tools.plan.layout:layout": 62}

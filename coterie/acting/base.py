@@ -17,7 +17,7 @@ from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
-from coterie.types import AgentOutput, Inputs, Rollout, Spec
+from coterie.types import AgentOutput, CoterieError, Inputs, Rollout, Spec
 
 # (network, inputs, core state, global ids of the envs, random numbers) -> output and the next core state
 Policy = Callable[[Model, Inputs, Tensor | None, Tensor, torch.Generator], tuple[AgentOutput, Tensor | None]]
@@ -170,7 +170,7 @@ def _no_memory(setup: MemorySetup) -> None:
 
 
 def _no_worker(setup: WorkerSetup, memory: Any) -> Worker:
-    raise NotImplementedError("this acting has no child processes")
+    raise CoterieError("acting: a kind with child processes needs a `worker`")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 Env hosts hold no weights: they send observations and wait for actions. The inference thread answers batches of waiting
 streams with the newest weights. It keeps each env's recurrent state and unfinished rollout, whose steps may come from
-different policies. The prefetch thread puts finished rollouts together into batches; the caller's thread trains. In
-lockstep all envs are one batch in a fixed order, and a rollout waits for the weights trained on the one before.
+different policies. The prefetch thread puts finished rollouts together into batches (batch_assembly.py); the caller's
+thread trains. In lockstep all envs are one batch in a fixed order, and a rollout waits for the weights trained on the
+one before.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from torch import Tensor
 
 from coterie.acting.apart import apart_refusals
 from coterie.acting.base import Acting, ActingKind, LearnerSetup, core_shape
+from coterie.acting.batch_assembly import BatchAssembly
 from coterie.acting.batching import choose_batch, choose_turn, has_room
 from coterie.acting.central_stream import CentralConfig, EnvStream, InferenceRequest, join
 from coterie.acting.env_host import EnvHost, HostSocket
-from coterie.acting.recorder import ON_HOST, Fields, Recorder, as_rollout, local_fields
+from coterie.acting.recorder import Fields, Recorder, as_rollout, local_fields
+from coterie.acting.twin_models import Twin, TwinModels
 from coterie.config import Central as Settings
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
-from coterie.parallel.slots import columns_of
 from coterie.parallel.stages import Stages
 from coterie.plugins import in_place_of
 from coterie.remote.admission import REMOTE, EnvHostService
@@ -40,7 +42,6 @@ from coterie.wire.codec import Refused
 
 # (network, inputs, core state, global ids of the envs) -> output and the next core state
 CentralPolicy = Callable[[Model, Inputs, Tensor | None, Tensor], tuple[AgentOutput, Tensor | None]]
-Twin = tuple[Model, Callable[[], None]]  # a copy of the network for acting, and a call that updates it
 
 _SETTLE_S = 0.3  # `rest`: acting is idle after this long without a new row
 _CHECK_S = 0.5  # between checks for a failed thread and for the end of the run
@@ -54,30 +55,25 @@ class Central:
         board: Board, rank: int, stages: Stages, device: torch.device,
     ) -> None:  # fmt: skip
         self.unroll_length = config.unroll_length
-        self.config, self.twins, self.policy, self.make_fields = config, twins, policy, make_fields
+        self.config, self.models, self.policy, self.make_fields = config, TwinModels(twins), policy, make_fields
         self.board, self.rank, self.stages, self.device = board, rank, stages, device
         self.streams: dict[tuple[int, int], EnvStream] = {}  # by client and group
         self.envs = 0  # of all streams
         self.produced = self.dropped = 0  # valid rows received; valid rows of abandoned rollouts
         self.calls = self.rows = 0  # of the policy
         self.inbox = queue.SimpleQueue[InferenceRequest | EnvStream | None]()  # requests, closed streams, wake-ups
-        self.finished = queue.SimpleQueue[tuple[EnvStream, Recorder] | None]()
-        self.free, self.ready = queue.SimpleQueue[Fields | None](), queue.SimpleQueue[Fields]()
-        for _ in range(config.batches):
-            self.free.put(make_fields(config.batch_size))
+        batches = [make_fields(config.batch_size) for _ in range(config.batches)]
+        self.assembly = BatchAssembly(config.batch_size, batches, device, lambda: self.inbox.put(None))
         self.on_produced: Callable[[], None] = lambda: None  # called after each change of `produced`
         self.is_over: Callable[[], bool] = lambda: False  # whether to end instead of waiting for rollouts
         self.columns = 0  # in finished rollouts that the learner has not taken yet
-        self.published = 0
         self.completed: dict[tuple[int, int], int] = {}  # in lockstep: finished rollouts by client and group
-        self._newest, self._in_use, self._version = 0, -1, 0
-        self._lock = threading.Lock()  # guards `_newest`, `_in_use` and `_version`
         self._streams_lock = threading.RLock()  # the servers for local and for remote hosts have a thread each
         self._error: BaseException | None = None
         self.closed = False
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=f"coterie-{name}", daemon=True)
-            for name, work in (("inference", self._infer), ("prefetch", self._prefetch))
+            for name, work in (("inference", self._infer), ("prefetch", self.assembly.run))
         ]
         for thread in self._threads:
             thread.start()
@@ -86,20 +82,14 @@ class Central:
         if not self.closed:
             self.closed = True
             self.inbox.put(None)
-            self.finished.put(None)
-            self.free.put(None)
+            self.assembly.close()
             for thread in self._threads:
                 thread.join(5.0)
 
     # The training thread.
 
     def publish(self, version: int) -> None:
-        """Update the copy that is not in use, and act with it from the next batch on."""
-        with self._lock:
-            idle = 1 - self._in_use if self._in_use >= 0 else 1 - self._newest
-            self.twins[idle][1]()
-            self._newest, self._version = idle, version
-        self.published += 1
+        self.models.publish(version)
         self.inbox.put(None)
 
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
@@ -109,7 +99,7 @@ class Central:
                 return
             self.columns -= self.config.batch_size
             yield as_rollout(fields, self.device)
-            self.free.put(fields)
+            self.assembly.free.put(fields)
 
     def rest(self) -> int:
         """Wait until every env has reached its recording limit; returns the batches recorded. For measurements."""
@@ -128,7 +118,7 @@ class Central:
                 if self._error is not None:
                     raise self._error
                 try:
-                    fields = self.ready.get(timeout=_CHECK_S)
+                    fields = self.assembly.ready.get(timeout=_CHECK_S)
                     break
                 except queue.Empty:
                     if self.is_over():
@@ -167,7 +157,7 @@ class Central:
 
     def _due(self, pending: dict[EnvStream, InferenceRequest]) -> tuple[list[InferenceRequest], float]:
         """The requests to answer now, the oldest first, or how long to wait for more."""
-        if not self.published:
+        if not self.models.published:
             return [], _CHECK_S
         config = self.config
         if config.lockstep:
@@ -186,14 +176,11 @@ class Central:
 
     def _rests(self, stream: EnvStream) -> bool:
         """Whether it waits for the weights trained on its last rollout."""
-        return stream.recorder is None and self.published <= self.completed.get(stream.place, 0)
+        return stream.recorder is None and self.models.published <= self.completed.get(stream.place, 0)
 
     @torch.inference_mode()
     def _answer(self, batch: list[InferenceRequest]) -> list[InferenceRequest]:
         """Choose the actions of a batch; returns the requests that have to wait for newer weights first."""
-        with self._lock:
-            self._in_use, version = self._newest, self._version
-        model = self.twins[self._in_use][0]
         inputs = [q.stream.see(q.seen) for q in batch]
         for request in batch:
             if request.stream.counted:
@@ -202,9 +189,8 @@ class Central:
         self.on_produced()
         states = [q.stream.state for q in batch if q.stream.state is not None]
         ids = torch.from_numpy(np.concatenate([q.stream.ids for q in batch]))
-        out, after = self.policy(model, join(inputs), torch.cat(states) if states else None, ids)
-        with self._lock:
-            self._in_use = -1
+        with self.models.newest() as (model, version):
+            out, after = self.policy(model, join(inputs), torch.cat(states) if states else None, ids)
         action, at, waiting = out.action.cpu().numpy(), 0, list[InferenceRequest]()
         for request in batch:
             stream = request.stream
@@ -212,7 +198,7 @@ class Central:
             at = mine.stop
             part = AgentOutput(out.action[mine], out.log_prob[mine], out.value[mine])
             if stream.row == self.config.unroll_length:
-                self.finished.put((stream, stream.finish(part.value)))
+                self.assembly.finished.put((stream, stream.finish(part.value)))
                 self.columns += stream.width
                 if self.config.lockstep:
                     self.completed[stream.place] = self.completed.get(stream.place, 0) + 1
@@ -229,32 +215,6 @@ class Central:
         if stream.counted:
             self.dropped += stream.valid
             stream.valid, stream.counted = 0, False
-
-    # The prefetch thread.
-
-    def _prefetch(self) -> None:
-        """Assemble finished rollouts into batches, in the order in which they ended."""
-        filling, at = None, 0
-        while (item := self.finished.get()) is not None:
-            stream, recorder = item
-            done = 0
-            while done < stream.width:
-                if filling is None:
-                    filling, at = self.free.get(), 0
-                    if filling is None:
-                        return
-                n = min(stream.width - done, self.config.batch_size - at)
-                target, source = columns_of(filling, at, n), columns_of(recorder.fields, done, n)
-                for name, x in target.items():
-                    x.copy_(source[name], non_blocking=name not in ON_HOST)
-                done, at = done + n, at + n
-                if at == self.config.batch_size:
-                    if self.device.type == "cuda":
-                        torch.cuda.current_stream(self.device).synchronize()
-                    self.ready.put(filling)
-                    filling = None
-            stream.recorders.append(recorder)
-            self.inbox.put(None)
 
     # The servers' threads.
 
@@ -274,7 +234,7 @@ class Central:
                 self.leave(old)
             # Two: one is written while the other waits for the prefetch thread.
             recorders = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
-            state = self.twins[0][0].initial_state(width)
+            state = self.models.twins[0][0].initial_state(width)
             stream = EnvStream(config, (number, group), first_env, recorders, state, self.inbox.put, self.leave)
             self.streams = {**self.streams, stream.place: stream}  # a copy: another thread may iterate
             self.envs += width

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -27,19 +28,19 @@ def _race(log_probs: Tensor, rng: Generator | None) -> Tensor:
     return arrival.log_().sub_(log_probs).argmin(-1, True)
 
 
-class _Discrete:
+class _Discrete(ABC):
     """Choices by logits. `_log_probs` `[.., n]` (or `[.., A, n]`); `_joint` sums over components, if there are any."""
 
     @property
-    def head_size(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def head_size(self) -> int: ...
 
     @property
     def param_size(self) -> int:
         return self.head_size
 
-    def _log_probs(self, params: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _log_probs(self, params: Tensor) -> Tensor: ...
 
     def _joint(self, x: Tensor) -> Tensor:
         return x

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -49,7 +50,7 @@ class Limits:
     heartbeat_s: float = 5.0  # between two empty frames while an answer takes long
 
 
-class ServiceStream:
+class ServiceStream(ABC):
     """The server's side of one client's stream."""
 
     reads: Layout = Layout(())  # of the client's data frames
@@ -59,11 +60,11 @@ class ServiceStream:
     def __init__(self, welcome: Mapping[str, Any]) -> None:
         self.welcome = welcome  # fields of the Welcome, except `sends` and `credits`
 
+    @abstractmethod
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         """Take a data frame. `answer` is called once, in any thread. Raises `Refused`."""
-        raise NotImplementedError
 
-    def leave(self) -> None:
+    def leave(self) -> None:  # noqa: B027 (not every service has something to end)
         """The stream has ended; called once."""
 
 

@@ -128,7 +128,7 @@ def test_an_error_in_a_thread_is_the_learners(rig, where):
     source = one.rollouts()
     if where == "prefetch":
         error, one.error = one.error, None
-        one.central.finished.put((None, None))
+        one.central.assembly.finished.put((None, None))
         with pytest.raises((TypeError, AttributeError)):
             next(source)
         one.error = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ class Place:
     down: Link | None = None
 
 
-class SimActing:
+class SimActing(ABC):
     """The acting for one learner; its processes run once it is made."""
 
     answering = 0.0  # seconds of an inference thread
@@ -37,11 +38,11 @@ class SimActing:
         for place in places:
             self.start(place)
 
+    @abstractmethod
     def learn(self) -> Process:
         """The learner's thread, which runs before the producers'."""
-        raise NotImplementedError
 
-    def start(self, place: Place) -> None:
+    def start(self, place: Place) -> None:  # noqa: B027 (inline acting has no producers)
         """Start a producer."""
 
     def take(self, count: int) -> Process:

@@ -1,0 +1,40 @@
+"""Two copies of a network for acting: one acts while the other takes new weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from coterie.models.base import Model
+
+Twin = tuple[Model, Callable[[], None]]  # a copy of the network for acting, and a call that updates it
+
+
+class TwinModels:
+    """The newest weights for one acting thread, updated by another thread without waiting for it."""
+
+    def __init__(self, twins: Sequence[Twin]) -> None:
+        self.twins = twins
+        self.published = 0  # calls of `publish`
+        self._newest, self._in_use, self._version = 0, -1, 0
+        self._lock = threading.Lock()  # guards the three
+
+    def publish(self, version: int) -> None:
+        """Update the copy that is not in use, and act with it from the next batch on."""
+        with self._lock:
+            idle = 1 - self._in_use if self._in_use >= 0 else 1 - self._newest
+            self.twins[idle][1]()
+            self._newest, self._version = idle, version
+        self.published += 1
+
+    @contextmanager
+    def newest(self) -> Iterator[tuple[Model, int]]:
+        """The copy to act with and its learner step; it keeps its weights until the end of the block."""
+        with self._lock:
+            self._in_use, version = self._newest, self._version
+        try:
+            yield self.twins[self._in_use][0], version
+        finally:
+            with self._lock:
+                self._in_use = -1
