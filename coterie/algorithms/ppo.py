@@ -15,6 +15,7 @@ from coterie.acting.table import batch_size
 from coterie.algorithms.a2c import A2C, Batch
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
 from coterie.config import Config, Refusal
+from coterie.exchange.table import exchange_kind
 from coterie.models.base import Model
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import normalize, ppo_clip, ppo_stats, value_loss, value_loss_clipped
@@ -26,7 +27,7 @@ class PPO(A2C):
 
     refusals = (
         Refusal(
-            lambda c, s: c.exchange == "allreduce" and c.ppo.target_kl > 0,
+            lambda c, s: exchange_kind(c).in_lockstep and c.ppo.target_kl > 0,
             "ppo.target_kl",
             "must be 0 with exchange allreduce: it stops learners after different numbers of steps",
         ),
