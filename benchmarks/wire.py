@@ -29,11 +29,11 @@ def serve(address: str, envs: int, ready: Any) -> None:
     from coterie.build.factory import ProcessContext
     from coterie.build.resources import resolve_config
     from coterie.remote.admission import EnvHostService
-    from coterie.roles.learner import Learner
+    from coterie.roles.learner_process import LearnerProcess
     from coterie.wire.server import Server
 
     wide = {"env.num_envs": envs, "actors": 1, "central.batch_size": 64, "central.max_envs": 100_000}
-    learner = Learner(resolve_config(presets.seed_vtrace(env="CartPole-v1", **wide)), 0, ProcessContext())
+    learner = LearnerProcess(resolve_config(presets.seed_vtrace(env="CartPole-v1", **wide)), 0, ProcessContext())
     server = Server(address, {"Infer": EnvHostService(learner.config, learner.spec, 0, learner.acting, False)})
     ready.set()
     for _ in learner.acting.rollouts(lambda: learner.acting.publish(0)):

@@ -15,7 +15,7 @@ from coterie.acting.table import ACTING
 from coterie.algorithms.table import ALGORITHMS
 from coterie.build.resources import resolve_config
 from coterie.exchange.table import EXCHANGES
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from coterie.types import Inputs, Rollout
 from tests.conftest import make_config
 from tests.support.cells import ON_POLICY, fast_and_slow
@@ -46,7 +46,7 @@ def recurrent(algorithm: str, unroll: int) -> dict[str, object]:
     return {"model.core": "lstm", "model.core_size": 8, "q.batch_size": 3, "q.learn_start": start, **lengths}
 
 
-def rollouts(learner: Learner, count: int) -> Iterator[Rollout]:
+def rollouts(learner: LearnerProcess, count: int) -> Iterator[Rollout]:
     """What the learner sees, copied, `count` times."""
     seen: list[Rollout] = []
 
@@ -90,7 +90,7 @@ def _columns(picked: list[tuple[Rollout, int]]) -> Rollout:
     return Rollout(**fields, episodes=[game for game, _ in games], episode_env=[env for _, env in games])
 
 
-def check_alignment(learner: Learner, seen: list[Rollout]) -> None:
+def check_alignment(learner: LearnerProcess, seen: list[Rollout]) -> None:
     """What holds for any env: previous rows, masks, the seam between rollouts, the count of rows."""
     for before, after in pairwise(by_env(seen)):
         for key in ("is_first", "prev_action", "prev_reward"):
@@ -256,7 +256,7 @@ def test_an_env_that_breaks_costs_one_masked_row_and_is_counted(tmp_path):
             "env.kwargs": f'{{"how": "nan_reward", "at": 3, "marker": "{tmp_path / "once"}", "length": 100}}',
         },
     )
-    learner = Learner(resolve_config(config))
+    learner = LearnerProcess(resolve_config(config))
     seen = list(rollouts(learner, 3))
     assert learner.acting.counts()["replaced"] == 1
     masked = [(i, *map(int, at)) for i, r in enumerate(seen) for at in (~r.mask).nonzero()]

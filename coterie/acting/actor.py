@@ -160,7 +160,7 @@ class ActorMailbox:
                 waited = time.perf_counter() - begin
                 time.sleep(_POLL_S if waited < _SOON_S else _SLOW_POLL_S)
                 # The learner may be evaluating, which shows in its heartbeat.
-                silent = time.monotonic() - float(self.board.heartbeat[self.learner])
+                silent = time.monotonic() - float(self.board.heartbeats[self.learner])
                 if min(waited, silent) > self.timeout:
                     raise CoterieError(f"no slot for a rollout for {self.timeout:g} s: the learner hangs")
         self.stages.lap("wait")
@@ -169,7 +169,7 @@ class ActorMailbox:
 
     def check(self) -> None:
         """Write a heartbeat; raise `Stopped` when the run has ended."""
-        self.board.heartbeat[self.row] = time.monotonic()
+        self.board.heartbeat(self.row)
         if self.board.closed:
             raise Stopped
 

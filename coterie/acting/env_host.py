@@ -101,7 +101,7 @@ class EnvHost:
         self._replaced = int(self.board.counts[self.row][COUNTS.index("replaced")])
 
     def _check(self) -> None:
-        self.board.heartbeat[self.row] = time.monotonic()
+        self.board.heartbeat(self.row)
         if self.board.closed:
             raise Stopped
 

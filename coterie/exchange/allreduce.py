@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -224,7 +223,7 @@ def _between_machines(setup: Setup) -> MachineGroup | None:
     kind = f"{config.algorithm} on {config.env.id} (weights and settings {digest})"
 
     def ended() -> bool:
-        peers.board.heartbeat[peers.rank] = time.monotonic()  # a learner that waits for other machines does not hang
+        peers.board.heartbeat(peers.rank)  # a learner that waits for other machines does not hang
         return peers.board.stopping
 
     machines = allreduce.machines if allreduce.bind else 0

@@ -28,15 +28,17 @@ from coterie.types import Rollout, Spec
 class Secondary(Observer):
     """Trains beside `primary`, on samples of its replay."""
 
-    def __init__(self, config: ResolvedConfig, spec: Spec, layout: Resources, primary: QLearning, team: Team) -> None:
+    def __init__(
+        self, config: ResolvedConfig, spec: Spec, resources: Resources, primary: QLearning, team: Team
+    ) -> None:
         own = config.q
         self.config = config = replace(config, q=replace(own, batch_size=own.secondary_batch))
-        self.model = make_model(config, spec).to(layout.device)
+        self.model = make_model(config, spec).to(resources.device)
         self.params = FlatParams(self.model)
-        self.algorithm = cast(QLearning, make_algorithm(config, spec, layout.compute))
+        self.algorithm = cast(QLearning, make_algorithm(config, spec, resources.compute))
         self.algorithm.borrow(primary)
         self.exchange = Solo(exchange_setup(config, self.params, normalizers(config, self.model), Peers()))
-        self.gradients = Gradients(self.model, self.params, team, autocast(layout.device, layout.dtype))
+        self.gradients = Gradients(self.model, self.params, team, autocast(resources.device, resources.dtype))
         self.learner_steps = 0
         self.last: dict[str, float] = {}
 

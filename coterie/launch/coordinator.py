@@ -195,7 +195,7 @@ class Coordinator:
             {
                 "name": name,
                 "pid": pid,
-                "silent_s": round(now - float(board.heartbeat[row]), 1),
+                "silent_s": round(now - float(board.heartbeats[row]), 1),
                 "env_steps": board.read(row)["produced"],
                 "rss_mb": rss_mb(pid),
             }
@@ -268,7 +268,7 @@ class Coordinator:
         stale = board.stale(sorted(watched), now - stall) if now - begin > stall else []
         if not stale:
             return None
-        idle = now - max(float(board.heartbeat[stale[0]]), begin)
+        idle = now - max(float(board.heartbeats[stale[0]]), begin)
         process = f"{names[stale[0]][0]}: " if len(names) > 1 and stale[0] in names else ""
         return f"{process}no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
 

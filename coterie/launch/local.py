@@ -17,11 +17,11 @@ from coterie.config import ResolvedConfig
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
 from coterie.remote.gossip_client import GossipClient
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from coterie.roles.learner_service import Service
 
 
-def run_here(run: Coordinator, learner: Learner) -> dict[str, Any]:
+def run_here(run: Coordinator, learner: LearnerProcess) -> dict[str, Any]:
     """Train in this process."""
     ended = threading.Event()
 

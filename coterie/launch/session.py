@@ -24,7 +24,7 @@ from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.remote.gossip_client import GossipClient, Net
 from coterie.replay.storage import require_room
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
 from coterie.runs.machine import describe
@@ -99,7 +99,7 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
     kind = exchange_kind(config)
     here = kind.one_learner and not acting_kind(config).apart
     life = 0 if state is None else state["life"] + 1
-    learner = Learner(config, life, ProcessContext(board=board)) if here else None
+    learner = LearnerProcess(config, life, ProcessContext(board=board)) if here else None
     kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
     link, link_error = _link(config, spec, saved is not None, quiet) if config.gossip.connect else (None, "")
     try:

@@ -20,7 +20,7 @@ from coterie.launch.restarts import RestartBudget
 from coterie.parallel.processes import Child, listen
 from coterie.remote.gossip_client import GossipClient
 from coterie.remote.gossip_hub import GossipHub
-from coterie.roles.entry import learner_process, worker_process
+from coterie.roles.entry import Start, learner_process, worker_process
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError
 
@@ -59,7 +59,7 @@ class Supervisor:
             everything, self.state = checkpoint.load(self.saved)
             tensors = checkpoint.learner(everything, self.state["present"][0])
         group = Placement(self.config, self.run.spec, tensors)
-        group.board.heartbeat[:] = time.monotonic()
+        group.board.heartbeats[:] = time.monotonic()
         for rank in range(group.learners):
             counts = {} if self.state is None else self.state["learners"][rank]
             learned = counts.get("learned", 0)
@@ -178,7 +178,7 @@ class Supervisor:
                 raise CoterieError(f"{reason}, while the run was ending")
             return
         self._count_restart(reason, f"learner {rank} rejoins with a peer's weights")
-        run.board.beat(rank)
+        run.board.heartbeat(rank)
         if rows:
             self.group.renew(rank)
         # It starts from the checkpoint, then takes a peer's newer weights if there is a peer.
@@ -234,10 +234,10 @@ class Supervisor:
         """Start a learner and its actors."""
         run = self.run
         life = run.ledger.life + 1000 * run.ledger.restarts  # a restarted learner sees other episodes
-        links, counts, total = self.group.links(rank, rejoin), run.board.read(rank), run.board.sum("learned")
         # A learner that starts while an order is pending must carry out that order, too.
         done = run.board.order[0] - (run.order is not None)
-        args = (self.config, run.folder, life, links, counts, total, saved, done)
+        start = Start(life, run.board.read(rank), run.board.sum("learned"), saved, done)
+        args = (self.config, run.folder, self.group.links(rank, rejoin), start)
         self.children[rank] = Child(f"coterie-learner-{rank}", self.group.places[rank].cores, learner_process, args)
         for row in self.group.rows(rank):
             self._start_actor(row)
@@ -249,7 +249,7 @@ class Supervisor:
         links, number, cores = self.group.actor(row)
         ledger = self.run.ledger
         life = ledger.life + 1000 * (ledger.restarts + self.actor_restarts.used)
-        self.run.board.beat(row)
+        self.run.board.heartbeat(row)
         args = (self.config, life, links, number, row)
         self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, worker_process, args)
 

@@ -44,7 +44,7 @@ class Board:
         arrays = self._shared.arrays
         self.counts: Array = arrays["counts"]
         self.active: Array = arrays["active"]  # 1 while a learner takes part
-        self.heartbeat: Array = arrays["heartbeat"]  # monotonic time of its last sign of life
+        self.heartbeats: Array = arrays["heartbeat"]  # monotonic time of its last sign of life
         self._blocked: Array = arrays["blocked"]
         self._order: Array = arrays["order"]  # number, what, stop, closed
         self._arrivals: Array = arrays["arrivals"]
@@ -59,11 +59,11 @@ class Board:
     def write(self, row: int, counts: Mapping[str, int]) -> None:
         for name, value in counts.items():
             self.counts[row, COUNTS.index(name)] = value
-        self.beat(row)
+        self.heartbeat(row)
 
-    def beat(self, row: int) -> None:
+    def heartbeat(self, row: int) -> None:
         """Give a sign of life."""
-        self.heartbeat[row] = time.monotonic()
+        self.heartbeats[row] = time.monotonic()
 
     def read(self, row: int) -> dict[str, int]:
         return dict(zip(COUNTS, self.counts[row].tolist(), strict=True))
@@ -115,7 +115,7 @@ class Board:
         only where no other is at work.
         """
         watched = list(rows)
-        silent = sorted((r for r in watched if self.heartbeat[r] < before), key=lambda r: float(self.heartbeat[r]))
+        silent = sorted((r for r in watched if self.heartbeats[r] < before), key=lambda r: float(self.heartbeats[r]))
         return [r for r in silent if not self._blocked[r]] or (silent if len(silent) == len(watched) else [])
 
     def stop(self) -> None:

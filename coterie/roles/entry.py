@@ -1,35 +1,54 @@
-"""The entry points of a run's child processes."""
+"""The child processes of a run: learners, and actors or env hosts.
+
+After each rollout a learner counts and reports, and it obeys orders. Its parent (the same process, or that of several
+learners) gives orders on the board and takes messages by `post`.
+"""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from coterie.acting.table import acting_kind
-from coterie.build.factory import ProcessContext, worker_setup
+from coterie.algorithms.base import Algorithm
+from coterie.build.evaluate import Scores, evaluate
+from coterie.build.factory import EVAL_SEED, ProcessContext, seed_for, worker_setup
 from coterie.config import ResolvedConfig
+from coterie.models.build import Network
+from coterie.parallel.affinity import rss_mb
+from coterie.parallel.board import EVALUATE, LAST
 from coterie.parallel.processes import Post
-from coterie.roles.learner import Learner
-from coterie.roles.learner_service import Service
+from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
+from coterie.types import CoterieError, Rollout
 
 _REPORT_S = 0.25  # between two reports of a learner
+_GAUGES_S = 0.25  # least seconds between two readings of the gauges, some of which take a while
 
 
-def learner_process(
-    post: Post, config: ResolvedConfig, folder: Path, life: int, context: ProcessContext, counts: dict[str, int],
-    total: int, saved: Path | None, done: int,
-) -> None:  # fmt: skip
+class Start(NamedTuple):
+    """Where a learner begins. `life`: of the run; `total`: env steps of all learners."""
+
+    life: int
+    counts: dict[str, int]  # its own
+    total: int
+    saved: Path | None  # the checkpoint that it continues from
+    done: int  # the last order that is not for it
+
+
+def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: ProcessContext, start: Start) -> None:
     """A child process: one learner, from the beginning or from its part of a checkpoint."""
-    learner = Learner(config, life, context)
+    learner = LearnerProcess(config, start.life, context)
     try:
-        if saved is not None:
-            tensors, state = checkpoint.load(saved)
+        if start.saved is not None:
+            tensors, state = checkpoint.load(start.saved)
             if context.rank in state["present"]:
                 learner.load(checkpoint.learner(tensors, context.rank))
             else:  # it was gone when the checkpoint was written: it takes another learner's weights
                 learner.model.load_state_dict(checkpoint.learner(tensors, state["present"][0])["model"])
-        learner.start(counts, total)
-        Service(learner, folder, post, _REPORT_S, done).run()
+        learner.start(start.counts, start.total)
+        Service(learner, folder, post, _REPORT_S, start.done).run()
     finally:
         learner.close()
 
@@ -43,3 +62,124 @@ def worker_process(
         worker.run(post)
     finally:
         worker.close()
+
+
+class Service:
+    """Runs a learner. `every`: least seconds between two reports; `done`: the last order that is not for it."""
+
+    def __init__(self, learner: LearnerProcess, folder: Path, post: Post, every: float = 0.0, done: int = 0) -> None:
+        self.learner, self.post, self.every = learner, post, every
+        self.root = folder / "checkpoints"
+        self.board, self.rank = learner.context.board, learner.context.rank
+        self.episodes: list[tuple[float, int, int]] = []  # return, length, env id
+        self.reported = self.gauged = 0.0
+        self.gauges: dict[str, float] = {}
+        self.done = done  # the last order that was carried out
+        self.over = False
+        learner.exchange.report_to(lambda line: post("said", line))
+
+    @property
+    def has_order(self) -> bool:
+        return self.board.order[0] > self.done
+
+    def run(self) -> None:
+        """Train to the end of the run, then obey orders until the last one."""
+        self.learner.tell()
+        self.post("note", self.learner.describe())
+        # Given before the learners began: the checkpoint at step 0. One that rejoins has no weights worth saving yet.
+        if self.has_order and not self.learner.context.rejoin:
+            self.execute_order()
+        self.learner.run(self.after_rollout)
+        self.learner.tell()  # env hosts go on during the training on the last rollout
+        self.report()
+        self.post("idle", None)
+        while not self.over:
+            self.board.heartbeat(self.rank)
+            if self.has_order:
+                self.execute_order()
+            else:
+                time.sleep(0.005)
+
+    def after_rollout(self, rollout: Rollout) -> bool:
+        """Returns True where the training ends: the budget is used up, or the parent stops it."""
+        learner = self.learner
+        self.episodes += [(*episode, i) for episode, i in zip(rollout.episodes, rollout.episode_env, strict=True)]
+        learner.tell()
+        if time.monotonic() - self.reported >= self.every:
+            self.report()
+        order, stop = learner.exchange.agree(self.has_order, self.board.stopping)
+        if order:
+            self.execute_order()
+        return stop or learner.exchange.steps.total >= learner.config.steps
+
+    def report(self) -> None:
+        progress, self.reported = self.learner.progress, time.monotonic()
+        if self.reported - self.gauged > _GAUGES_S:
+            self.gauged, self.gauges = self.reported, self.learner.gauges()
+        content: dict[str, Any] = {
+            "episodes": self.episodes,
+            "metrics": progress.metrics,
+            "batches": progress.batches,
+            "stages": dict(self.learner.stages.seconds),
+            "lr": self.learner.lr(self.learner.exchange.steps.total),
+            "rss_mb": rss_mb(),
+            "gauges": self.gauges,
+            "failures": self.learner.failures(),
+            "lags": dict(progress.lags),
+            "lag_by_row": progress.lag_by_row,
+            "rollouts": progress.rollouts,
+        }
+        self.episodes, progress.metrics, progress.batches = [], {}, 0
+        progress.lags.clear()
+        progress.rollouts = 0
+        self.post("report", content)
+
+    def execute_order(self) -> None:
+        """Evaluate, if the order asks for it and this is the first learner; then save this learner's part."""
+        number, what = self.board.order
+        self.done = number
+        if what & EVALUATE and self.rank == 0:
+            self._evaluate(number)
+        learner = self.learner
+        if name := learner.params.nonfinite(learner.params.data):
+            raise CoterieError(f"the weights of {name} are not finite at learner step {learner.progress.learner_steps}")
+        groups, draft = learner.tensors(), checkpoint.draft_path(self.root, f"order_{number}")
+        try:
+            checkpoint.write(draft, {f"learner_{self.rank}/{name}": group for name, group in groups.items()})
+        except CoterieError:
+            if draft.is_dir():
+                raise
+            self.post("draft_lost", number)  # the order was given up meanwhile, or another process removed the folder
+            return
+        digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
+        self.gauged = 0.0  # read them once more, also in a run that is shorter than the time between two readings
+        self.report()  # the checkpoint counts these rows, too
+        self.post("saved", {"order": number, "counts": learner.counts(), "digest": digest})
+        self.over = bool(what & LAST)
+
+    def _evaluate(self, order: int) -> None:
+        """Score the weights that the checkpoint will hold, unless a signal ends it."""
+        learner = self.learner
+        learner.refresh_actor()
+        scores = self._scores(learner.algorithm, learner.actor)
+        if (second := learner.secondary) is not None:
+            scores.secondary = self._scores(second.algorithm, second.model)
+        if not self.board.stopping:
+            self.post("scores", {"order": order, "scores": scores})
+
+    def _scores(self, algorithm: Algorithm, model: Network) -> Scores:
+        config = self.learner.config
+
+        def stop() -> bool:
+            self.board.heartbeat(self.rank)
+            return self.board.stopping
+
+        return evaluate(
+            algorithm,
+            model,
+            config,
+            episodes=config.eval.episodes,
+            sampled=config.eval.sampled,
+            seed=seed_for(config.seed, EVAL_SEED, self.learner.exchange.steps.total),
+            stop=stop,
+        )

@@ -11,11 +11,11 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it prints traces o
 
 import coterie.acting.actor
 import coterie.acting.env_host
-import coterie.roles.learner
+import coterie.roles.learner_process
 
 assert coterie.acting.env_host
 assert coterie.acting.actor
-assert coterie.roles.learner
+assert coterie.roles.learner_process
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # blocked while the server was started

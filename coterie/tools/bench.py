@@ -34,7 +34,7 @@ from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, Post, gather
 from coterie.parallel.threads import Team
 from coterie.roles.entry import worker_process
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from coterie.types import ConfigError, Inputs, Rollout, map_obs
 
 _ROUNDS = 3
@@ -71,8 +71,8 @@ class Turn:
 class _EnvOnly:
     """The learner's envs in one group on the same threads, stepped with precomputed actions."""
 
-    def __init__(self, learner: Learner) -> None:
-        config, threads = learner.config, learner.layout.env_threads
+    def __init__(self, learner: LearnerProcess) -> None:
+        config, threads = learner.config, learner.resources.env_threads
         env = replace(config.env, delay=0.0)
         self.envs = make_envs(env, config.atari, seed=config.seed, threads=threads, groups=1)
         rng = np.random.default_rng(config.seed)
@@ -100,7 +100,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
     if len(tasks(config.env.id)) > 1:
         raise ConfigError("env.id: bench measures one task at a time")
     if config.learners == 1 and not acting_kind(config).apart:
-        found = [_measure(Learner(config), seconds, lambda: None)]
+        found = [_measure(LearnerProcess(config), seconds, lambda: None)]
     else:
         found = _measure_children(config, seconds)
     rates = {k: np.sum([one["rates"][k] for one in found], 0) for k in found[0]["rates"]}
@@ -133,7 +133,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
     }
 
 
-def _measure(learner: Learner, seconds: float, sync: Sync) -> dict[str, Any]:
+def _measure(learner: LearnerProcess, seconds: float, sync: Sync) -> dict[str, Any]:
     """One learner's rates in alternating turns; all learners begin each turn together."""
     turn = seconds / (3 * _ROUNDS + 1)
     rates: dict[str, list[float]] = {"env_only": [], "acting": [], "training": []}
@@ -166,7 +166,7 @@ def _measure(learner: Learner, seconds: float, sync: Sync) -> dict[str, Any]:
         "costs": costs,
         "stages": dict(stages),
         "gauges": learner.gauges(),
-        "env_cores": min(len(available_cores()), learner.layout.env_threads),
+        "env_cores": min(len(available_cores()), learner.resources.env_threads),
         "action_repeat": learner.spec.action_repeat,
     }
 
@@ -174,7 +174,7 @@ def _measure(learner: Learner, seconds: float, sync: Sync) -> dict[str, Any]:
 def bench_process(post: Post, config: ResolvedConfig, links: ProcessContext, seconds: float) -> None:
     """A child process: one of several learners that are measured together."""
     sync = partial(links.board.meet, links.rank, config.log.stall)
-    post("result", _measure(Learner(config, 0, links), seconds, sync))
+    post("result", _measure(LearnerProcess(config, 0, links), seconds, sync))
 
 
 def _measure_children(config: ResolvedConfig, seconds: float) -> list[dict[str, Any]]:
@@ -197,7 +197,7 @@ def _measure_children(config: ResolvedConfig, seconds: float) -> list[dict[str, 
 class Training:
     """The learner's own loop, paused after each turn; `learn=False` discards its rollouts untrained."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: LearnerProcess) -> None:
         self.learner = learner
         self.last: Rollout | None = None
         self.source = learner.acting.rollouts(self._refresh)
@@ -253,17 +253,17 @@ class Training:
         self.learner.close()
 
 
-def _costs(learner: Learner, rollout: Rollout) -> dict[str, float]:
+def _costs(learner: LearnerProcess, rollout: Rollout) -> dict[str, float]:
     """Core-seconds per env step of the acting forward and of training, each alone on one torch thread."""
-    config, device = learner.config, learner.layout.device
-    group = config.env.num_envs // learner.layout.groups
+    config, device = learner.config, learner.resources.device
+    group = config.env.num_envs // learner.resources.groups
     width = min(len(rollout.env_id), envs_per_child(config) if acting_kind(config).own_policy else group)
     fields = (rollout.is_first, rollout.prev_action, rollout.prev_reward)
     inputs = Inputs(map_obs(lambda x: x[0, :width], rollout.obs), *(x[0, :width] for x in fields))
     policy, ids, rng = policy_of(learner.algorithm), torch.arange(width, device=device), torch.Generator(device)
     state = learner.model.initial_state(width)
     forward = _best(lambda: policy(learner.actor, inputs, state, ids, rng))
-    alone = Gradients(learner.model, learner.params, Team(1), autocast(device, learner.layout.dtype))
+    alone = Gradients(learner.model, learner.params, Team(1), autocast(device, learner.resources.dtype))
 
     def train_once() -> None:
         for batch in learner.algorithm.batches(learner.model, rollout):

@@ -18,7 +18,7 @@ from coterie.algorithms.vtrace import VTrace
 from coterie.build.resources import resolve_config
 from coterie.exchange.base import Exchange
 from coterie.exchange.gossip import Gossip
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 
 SMALL = {"q.learn_start": 160, "q.batch_size": 8, "q.target_every": 30, "replay.capacity": 4000, "env.num_envs": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,7 +70,7 @@ def test_a_subclass_that_overrides_every_method_is_obeyed(name: str) -> None:
     preset, options = CASES[name]
     part, protocol = ("exchange", Exchange) if name == "MyGossip" else ("algorithm", Algorithm)
     config = presets.make(preset, "CartPole-v1", **{**options, f"plugins.{part}": f"{__name__}:{name}"})
-    learner, rollouts = Learner(resolve_config(config)), []
+    learner, rollouts = LearnerProcess(resolve_config(config)), []
     mine: Any = getattr(learner, part)
 
     def enough(rollout: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from coterie.algorithms.r2d2 import R2D2
 from coterie.build.resources import resolve_config
 from coterie.ops.q import rescale, unscale
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from tests.algorithms.values import CORE, build, drawn, moved
 from tests.conftest import VECTOR, after, make_config, make_rollout
 
@@ -29,7 +29,7 @@ def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stor
             "q.learn_start": 1000, "q.epsilon_end": 0.5,
         },
     )  # fmt: skip
-    learner, stop = Learner(resolve_config(config)), after(12)
+    learner, stop = LearnerProcess(resolve_config(config)), after(12)
     states, values = [], []  # those that acted, `[rollouts, envs, ...]`
 
     def look(rollout):

@@ -24,7 +24,7 @@ from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
 from coterie.parallel.processes import PeerLost, Post
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from coterie.types import Rollout
 from tests.exchange.harness import collect, expect, flat, gradients, make_setup, start
 
@@ -49,7 +49,7 @@ def config(exchange: str, envs: int, groups: int, **changes: object) -> Config:
     )
 
 
-def train(learner: Learner) -> dict[str, object]:
+def train(learner: LearnerProcess) -> dict[str, object]:
     """A few rollouts; what the learner has afterwards, without tensors, which would be sent as shared memory."""
     actions, masked = [], []
 
@@ -75,7 +75,7 @@ def train(learner: Learner) -> dict[str, object]:
 
 def train_one_of_two(post: Post, rank: int, meeting: Path, board: Board, settings: Config) -> None:
     torch.set_num_threads(1)
-    post("result", train(Learner(resolve_config(settings), 0, ProcessContext(rank, board, rendezvous=meeting))))
+    post("result", train(LearnerProcess(resolve_config(settings), 0, ProcessContext(rank, board, rendezvous=meeting))))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_two_learners_of_four_envs_are_one_of_eight(tmp_path, changes):
         start(train_one_of_two, rank, meeting, board, config("allreduce", 4, 1, learners=2, **changes))
         for rank in range(2)
     ]
-    one = train(Learner(resolve_config(config("solo", 8, 2, **changes))))
+    one = train(LearnerProcess(resolve_config(config("solo", 8, 2, **changes))))
     said = collect(children)
     assert [kind for s in said for kind, _ in s] == ["result", "end"] * 2, said
     two = [s[0][1] for s in said]
@@ -108,7 +108,7 @@ def test_two_learners_of_four_envs_are_one_of_eight(tmp_path, changes):
     assert two[0]["lr"] == one["lr"]
     if changes["model.normalize_obs"]:
         assert one["moments"][0] == one["total"]  # every row of all envs, once
-    first = Learner(resolve_config(config("solo", 8, 2, **changes)))
+    first = LearnerProcess(resolve_config(config("solo", 8, 2, **changes)))
     assert np.abs(first.params.data.numpy() - one["weights"]).max() > 1e-3  # it has learned
     first.close()
 

@@ -15,7 +15,7 @@ from coterie.instruments.norms import Norms
 from coterie.learner import Gradients
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from tests.conftest import after, make_config
 
 
@@ -63,7 +63,7 @@ def test_any_algorithm_tells_them_and_learns_the_same(algorithm):
     small |= {"algo.unroll_length": 8, "ppo.minibatch_size": 16}
     found = []
     for every in (0, 40):
-        learner = Learner(resolve_config(make_config(algorithm=algorithm, **small, **{"log.norms": every})))
+        learner = LearnerProcess(resolve_config(make_config(algorithm=algorithm, **small, **{"log.norms": every})))
         learner.run(after(6))
         gauges = learner.gauges()
         learner.close()

@@ -12,7 +12,7 @@ import torch
 from coterie.build.evaluate import evaluate_run, load
 from coterie.build.resources import resolve_config
 from coterie.launch.session import resume, train
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from coterie.types import ConfigError, CoterieError
 from tests.conftest import make_config
 
@@ -40,7 +40,9 @@ def until(steps):
 
 @pytest.mark.parametrize("changes", [{}, RANKED, CORE])
 def test_the_secondary_starts_as_the_primary_and_trains_on_as_many_samples(changes):
-    learner = Learner(resolve_config(make_config(**{**SMALL, **changes, "steps": 800, "model.normalize_obs": True})))
+    learner = LearnerProcess(
+        resolve_config(make_config(**{**SMALL, **changes, "steps": 800, "model.normalize_obs": True}))
+    )
     second = learner.secondary
     assert torch.equal(second.params.data, learner.params.data)
     begin = second.params.data.clone()
@@ -60,7 +62,9 @@ def test_the_secondary_starts_as_the_primary_and_trains_on_as_many_samples(chang
 def test_the_primary_learns_the_same_with_and_without_it(changes):
     weights = []
     for batch in (0, 64):
-        learner = Learner(resolve_config(make_config(**{**SMALL, **changes, "steps": 400, "q.secondary_batch": batch})))
+        learner = LearnerProcess(
+            resolve_config(make_config(**{**SMALL, **changes, "steps": 400, "q.secondary_batch": batch}))
+        )
         learner.run(until(400))
         weights.append(learner.params.data.clone())
         learner.close()
@@ -69,7 +73,9 @@ def test_the_primary_learns_the_same_with_and_without_it(changes):
 
 def test_the_secondary_learning_rate_follows_the_primarys_schedule():
     schedule = {"optim.schedule.kind": "linear", "q.secondary_lr": 3e-3, "optim.lr": 1e-3}
-    learner = Learner(resolve_config(make_config(**{**SMALL, **schedule, "q.secondary_batch": 16, "steps": 400})))
+    learner = LearnerProcess(
+        resolve_config(make_config(**{**SMALL, **schedule, "q.secondary_batch": 16, "steps": 400}))
+    )
     seen = {"own": [], "theirs": []}
     for name, exchange in (("theirs", learner.exchange), ("own", learner.secondary.exchange)):
         exchange.step = lambda params, lr, name=name: seen[name].append(lr) or 0.0
@@ -80,7 +86,7 @@ def test_the_secondary_learning_rate_follows_the_primarys_schedule():
 
 
 def test_a_secondary_gradient_that_is_not_finite_is_reported_as_such():
-    learner = Learner(resolve_config(make_config(**{**SMALL, "steps": 400})))
+    learner = LearnerProcess(resolve_config(make_config(**{**SMALL, "steps": 400})))
     learner.secondary.params.data.fill_(math.nan)
     with pytest.raises(CoterieError, match=r"not finite at the secondary learner's step \d+"):
         learner.run(until(400))
@@ -89,7 +95,7 @@ def test_a_secondary_gradient_that_is_not_finite_is_reported_as_such():
 
 def test_a_checkpoint_holds_the_secondary_learner():
     config = make_config(**{**SMALL, **RANKED, "replay.save": True, "steps": 800})
-    learner, again = Learner(resolve_config(config)), Learner(resolve_config(config))
+    learner, again = LearnerProcess(resolve_config(config)), LearnerProcess(resolve_config(config))
     learner.run(until(400))
     again.load(learner.tensors())
     ours, theirs = learner.secondary.tensors(), again.secondary.tensors()

@@ -14,7 +14,7 @@ import torch
 import coterie
 from coterie import presets
 from coterie.build.resources import resolve_config
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace, save_config
 from coterie.runs.metrics import read_metrics
@@ -81,7 +81,7 @@ def test_a_killed_run_is_resumed_with_all_its_state(tmp_path):
     tensors, state = checkpoint.load(path)
     lines = read_metrics(out)
     rolled_back = max(line["env_steps"] for line in lines) - state["env_steps"]
-    learner = Learner(resolve_config(load_config(out / "config.json")), life=1)
+    learner = LearnerProcess(resolve_config(load_config(out / "config.json")), life=1)
     learner.load(checkpoint.learner(tensors, 0))
     try:
         for name, tensor in tensors["learner_0/model"].items():

@@ -50,8 +50,8 @@ def test_counts_of_one_learner_and_of_all():
     assert board.read(1) == dict.fromkeys(COUNTS, 0)
     assert board.sum("produced") == 15
     assert board.sum("skipped") == 1
-    assert board.heartbeat[0] > 0
-    assert board.heartbeat[1] == 0
+    assert board.heartbeats[0] > 0
+    assert board.heartbeats[1] == 0
 
 
 def test_steps_of_the_whole_run():
@@ -132,7 +132,7 @@ def test_a_process_has_the_same_board():
 
 def test_a_blocked_process_is_not_the_one_that_hangs():
     board = Board(3)
-    board.heartbeat[:] = [10.0, 20.0, 90.0]
+    board.heartbeats[:] = [10.0, 20.0, 90.0]
     assert board.stale([0, 1, 2], 50.0) == [0, 1]
     with board.blocked(0):
         assert board.stale([0, 1, 2], 50.0) == [1]
@@ -163,6 +163,6 @@ def test_staleness_is_what_others_did_between_a_snapshot_and_its_update() -> Non
 def test_of_those_that_all_wait_the_one_silent_longest_is_named():
     """It was stopped while it waited; the other went on until it had to wait for it."""
     board = Board(2)
-    board.heartbeat[:] = (20.0, 19.0)
+    board.heartbeats[:] = (20.0, 19.0)
     with board.blocked(0), board.blocked(1):
         assert board.stale([0, 1], 30.0) == [1, 0]

@@ -11,13 +11,13 @@ from coterie.envs.make import make_spec
 from coterie.launch.placement import Placement
 from coterie.parallel.processes import Child
 from coterie.roles.entry import worker_process
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 
 
 @contextmanager
-def crewed(config: Config) -> Iterator[Learner]:
+def crewed(config: Config) -> Iterator[LearnerProcess]:
     if config.acting == "inline":
-        learner = Learner(resolve_config(config))
+        learner = LearnerProcess(resolve_config(config))
         try:
             yield learner
         finally:
@@ -29,7 +29,7 @@ def crewed(config: Config) -> Iterator[Learner]:
         for row in range(1, 1 + placement.actors):
             links, number, cores = placement.actor(row)
             actors.append(Child(f"test-actor-{row}", cores, worker_process, (placement.config, 0, links, number, row)))
-        learner = Learner(placement.config, 0, placement.links(0))
+        learner = LearnerProcess(placement.config, 0, placement.links(0))
         try:
             yield learner
         finally:

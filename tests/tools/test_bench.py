@@ -8,7 +8,7 @@ import torch
 
 from coterie import presets
 from coterie.build.resources import resolve_config
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from coterie.tools.bench import Training, Turn, _costs
 
 
@@ -26,7 +26,7 @@ def test_a_turn_starts_again_after_the_rollouts_that_were_acted_before_it():
 def test_the_cost_of_acting_is_measured_with_the_envs_own_exploration(monkeypatch):
     """Of value learning on whatever device: a CPU tensor as `explore` fails on a GPU."""
     config = presets.dqn(env="CartPole-v1", **{"env.num_envs": 4, "q.learn_start": 500, "q.batch_size": 16})
-    learner = Learner(resolve_config(config))
+    learner = LearnerProcess(resolve_config(config))
     training = Training(learner)
     devices = []
     explore = learner.algorithm.explore
@@ -38,6 +38,6 @@ def test_the_cost_of_acting_is_measured_with_the_envs_own_exploration(monkeypatc
             costs = _costs(learner, training.last)
     finally:
         training.close()
-    assert set(devices) == {torch.device(learner.layout.device)}
+    assert set(devices) == {torch.device(learner.resources.device)}
     assert costs["act"] > 0
     assert costs["train"] > 0

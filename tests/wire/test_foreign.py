@@ -22,7 +22,7 @@ from coterie import presets
 from coterie.build.resources import resolve_config
 from coterie.remote import servers
 from coterie.remote.admission import REMOTE, SettingsRequest
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from coterie.runs.config_io import replace
 from coterie.wire.auth import make_keys
 from coterie.wire.server import Limits, Server
@@ -84,7 +84,7 @@ def learning(bind, **wire):
     """A learner of central acting without local hosts."""
     config = presets.make("seed-vtrace", "CartPole-v1")
     changes = {"wire.bind": bind, "log.stall": 20.0, "algo.unroll_length": UNROLL, "central.batch_size": ENVS}
-    learner = Learner(resolve_config(replace(config, changes | {f"wire.{k}": str(v) for k, v in wire.items()})))
+    learner = LearnerProcess(resolve_config(replace(config, changes | {f"wire.{k}": str(v) for k, v in wire.items()})))
     try:
         yield learner
     finally:

@@ -17,7 +17,7 @@ from coterie.config import ResolvedConfig
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
 from coterie.parallel.processes import Post
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from coterie.tools.bench import Training
 from coterie.types import Spec
 
@@ -35,7 +35,7 @@ def measure_process(
     """In a child process with one core: turns beside the others; in the first also what needs no others."""
     rank, sync = links.rank, partial(links.board.meet, links.rank, PATIENCE_S)
     turn = seconds / _TURNS
-    loops = [Training(Learner(c)) for c in configs]
+    loops = [Training(LearnerProcess(c)) for c in configs]
     try:
         turns = _turns(loops, turn, sync)
         learner, every = loops[-1].learner, {"solo": ProcessContext(), **others}
@@ -99,7 +99,7 @@ def _turn(loop: Training, seconds: float) -> Turn:
     }
 
 
-def _exchange(learner: Learner, kind: str, links: ProcessContext, sync: Callable[[], None]) -> list[float]:
+def _exchange(learner: LearnerProcess, kind: str, links: ProcessContext, sync: Callable[[], None]) -> list[float]:
     """Seconds of some learner steps' agreement and update, while the other processes make as many."""
     config = replace(learner.config, exchange=kind, learners=links.learners)
     exchange = make_exchange(config, learner.params, normalizers(config, learner.model), links)
@@ -138,7 +138,7 @@ def _deviation(config: ResolvedConfig, spec: Spec, seconds: float) -> float:
 
 def _gpu(configs: list[ResolvedConfig], turn: float) -> list[Turn]:
     """The same loop on the first GPU."""
-    loops = [Training(Learner(replace(config, device="cuda"))) for config in configs]
+    loops = [Training(LearnerProcess(replace(config, device="cuda"))) for config in configs]
     try:
         return _turns(loops, turn, lambda: None)
     finally:

@@ -70,7 +70,7 @@ class Stepper:
             self.memory.write(number, self.envs.recv(0))
             with board.blocked(row):
                 while arrays["answered"][number] < arrays["shown"][number]:
-                    board.heartbeat[row] = time.monotonic()
+                    board.heartbeat(row)
                     if board.closed:
                         return
                     time.sleep(POLL_S)

@@ -16,7 +16,7 @@ from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.params import FlatParams
-from coterie.roles.learner import Learner
+from coterie.roles.learner_process import LearnerProcess
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.layout import UPDATES, Hardware, RunLayout, layout
 from coterie.tools.plan.search import candidates, cheapest
@@ -54,13 +54,13 @@ def test_every_acting_and_exchange_has_a_layout_or_a_refusal():
 @pytest.mark.parametrize("name", ["a2c", "ppo", "dqn"])
 def test_an_inline_layout_is_the_learners(name):
     config = presets.make(name, "CartPole-v1", **{"env.num_envs": 32, "q.learn_start": 5000})
-    learner = Learner(resolve_config(replace(config, env=replace(config.env, threads=1))))
+    learner = LearnerProcess(resolve_config(replace(config, env=replace(config.env, threads=1))))
     try:
         own = layout(config, SPEC, Hardware(cores=1), "inline", "solo", 1)
         assert own.width == learner.acting.envs.num_envs
         assert own.unroll == learner.acting.recorder.unroll_length
         assert (own.groups, own.act_threads) == (len(learner.acting.envs.groups), learner.acting.team.size)
-        assert own.chunk == learner.layout.chunk
+        assert own.chunk == learner.resources.chunk
     finally:
         learner.close()
 

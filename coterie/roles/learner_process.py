@@ -46,7 +46,7 @@ from coterie.remote.servers import Servers
 from coterie.types import Rollout
 
 
-class Learner:
+class LearnerProcess:
     """A learner with its acting: builds the parts and runs the loop.
 
     `life` counts the starts of this run (0, then one more at each resume), so that a resumed run does not see the
@@ -58,24 +58,24 @@ class Learner:
         self.config = config
         self.spec = make_spec(config.env, config.atari)
         check(config, self.spec)
-        self.layout = layout = resolve_resources(config, self.spec, context.gpu)
-        if layout.device.type == "cuda":
-            torch.cuda.set_device(layout.device)
+        self.resources = resources = resolve_resources(config, self.spec, context.gpu)
+        if resources.device.type == "cuda":
+            torch.cuda.set_device(resources.device)
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         keep_freed_memory()
-        self.model = make_model(config, self.spec).to(layout.device)
+        self.model = make_model(config, self.spec).to(resources.device)
         self.params = FlatParams(self.model)
-        self.algorithm = make_algorithm(config, self.spec, layout.compute, context.rank)
+        self.algorithm = make_algorithm(config, self.spec, resources.compute, context.rank)
         self.progress, self.stages = Progress(), Stages()
         self._telling = threading.Lock()
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         moments = normalizers(config, self.model)
         self.exchange = make_exchange(config, self.params, moments, context)
-        self.actor, self.refresh_actor = acting_copy(self.model, layout.dtype)
+        self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
         self.servers = Servers(config.wire)
-        share = env_share(config, config, self.spec, layout, life, context.rank * config.env.num_envs)
+        share = env_share(config, config, self.spec, resources, life, context.rank * config.env.num_envs)
         setup = LearnerSetup(
             config=config,
             unroll_length=unroll_length(config),
@@ -84,7 +84,7 @@ class Learner:
             actor=self.actor,
             refresh_actor=self.refresh_actor,
             envs=replace(share, make_rng=partial(self._make_rng, share.make_rng)),
-            threads=layout.torch_threads,
+            threads=resources.torch_threads,
             board=context.board,
             rank=context.rank,
             stages=self.stages,
@@ -94,8 +94,8 @@ class Learner:
             is_over=self._is_over,
         )
         self.acting: Acting = acting_kind(config).connect(setup, context.acting)
-        self.trainers = Team(layout.torch_threads if config.model.compile == "none" else 1)
-        self.gradients = Gradients(self.model, self.params, self.trainers, autocast(layout.device, layout.dtype))
+        self.trainers = Team(resources.torch_threads if config.model.compile == "none" else 1)
+        self.gradients = Gradients(self.model, self.params, self.trainers, autocast(resources.device, resources.dtype))
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
             self.gradients.models[0] = cast(Network, compiled)
@@ -108,7 +108,7 @@ class Learner:
         self.secondary: Secondary | None = None
         if config.q.secondary_batch:
             primary = cast(QLearning, self.algorithm)
-            self.secondary = Secondary(config, self.spec, layout, primary, self.trainers)
+            self.secondary = Secondary(config, self.spec, resources, primary, self.trainers)
             self.observers.append(self.secondary)
 
     def _make_rng(self, make: Callable[[int], torch.Generator], key: int) -> torch.Generator:
@@ -130,13 +130,13 @@ class Learner:
 
     def describe(self) -> str:
         """What `auto` came to, for the person who started the run."""
-        lay, count, config = self.layout, sum(p.numel() for p in self.model.parameters()), self.config
-        kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[lay.dtype]
-        acting = acting_kind(config).describe(config, lay.groups, lay.env_threads)
+        resources, count, config = self.resources, sum(p.numel() for p in self.model.parameters()), self.config
+        kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[resources.dtype]
+        acting = acting_kind(config).describe(config, resources.groups, resources.env_threads)
         if need := replay_bytes(config, self.spec):
             where = " on disk" if config.replay.disk else ""
             acting += f", replay of {config.replay.capacity:,} env steps in {need / 2**30:.2f} GiB{where}"
-        return f"{acting}, {lay.torch_threads} training thread(s), {lay.device}, {kind}; {count:,} weights"
+        return f"{acting}, {resources.torch_threads} training thread(s), {resources.device}, {kind}; {count:,} weights"
 
     def start(self, counts: dict[str, int], total: int) -> None:
         """Go on from what this learner had counted before, and from the env steps of the whole run."""
