@@ -1,10 +1,17 @@
-"""`train` and `resume`: a run from its folder's first file to its summary."""
+"""`train` and `resume`: a run from its folder's first file to its summary.
+
+A lone learner that steps its own envs runs in the caller's process. Otherwise that process is the supervisor of others.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import sys
+import threading
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +26,12 @@ from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.exchange.table import exchange_kind
 from coterie.launch.coordinator import Coordinator
-from coterie.launch.local import run_children, run_here
+from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.remote.gossip_client import GossipClient, Net
 from coterie.replay.storage import require_room
+from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
@@ -47,9 +55,7 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
             )
     except OSError as error:
         raise CoterieError(f"out: cannot read {folder}: {reason_of(error)}") from None
-    if config.launch == "ray":
-        return _on_ray(config, folder, False, quiet)
-    return _go(config, folder, None, None, quiet)
+    return _go(config, folder, False, quiet)
 
 
 def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[str, Any]:
@@ -65,26 +71,24 @@ def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[s
     config = open_run(folder)
     if steps:
         config = validate(replace(config, steps=steps))
-    if config.launch == "ray":
-        return _on_ray(config, folder, True, quiet)
-    path = checkpoint.latest(folder / "checkpoints")
-    if path is None:
+    return _go(config, folder, True, quiet)
+
+
+def _go(asked: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, Any]:
+    """Run from config to summary, in this process or in others. A run that cannot start writes no files."""
+    if asked.launch == "ray":
+        from coterie.launch.ray.supervisor import run_on_ray  # which only this needs
+
+        return run_on_ray(asked, folder, resumed, quiet)
+    saved = checkpoint.latest(folder / "checkpoints") if resumed else None
+    state = None
+    if saved is not None:
+        state = checkpoint.load(saved)[1]
+        if state["env_steps"] >= asked.steps:
+            raise ConfigError(f"--steps: the run already has {state['env_steps']:,} env steps; give a larger total")
+        check_spec(folder, asked)
+    elif resumed:
         raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
-    state = checkpoint.load(path)[1]
-    if state["env_steps"] >= config.steps:
-        raise ConfigError(f"--steps: the run already has {state['env_steps']:,} env steps; give a larger total")
-    check_spec(folder, config)
-    return _go(config, folder, path, state, quiet)
-
-
-def _on_ray(config: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, Any]:
-    from coterie.launch.ray.run import run_on_ray  # which only this needs
-
-    return run_on_ray(config, folder, resumed, quiet)
-
-
-def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
-    """Run from config to summary, in this process or in child processes. A run that cannot start writes no files."""
     config = resolve_config(asked)
     # A later run that starts from this config.json may use another acting: with inline acting, `actors` stays `auto`.
     kept = replace(asked, learners=config.learners, exchange=config.exchange, env=config.env)
@@ -99,35 +103,67 @@ def _go(asked: Config, folder: Path, saved: Path | None, state: dict[str, Any] |
     kind = exchange_kind(config)
     here = kind.one_learner and not acting_kind(config).apart
     life = 0 if state is None else state["life"] + 1
-    learner = LearnerProcess(config, life, ProcessContext(board=board)) if here else None
-    kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
-    link, link_error = _link(config, spec, saved is not None, quiet) if config.gossip.connect else (None, "")
-    try:
+    with ExitStack() as opened:  # closed where the run cannot start
+        learner = LearnerProcess(config, life, ProcessContext(board=board)) if here else None
+        if learner is not None:
+            opened.callback(learner.close)
+        kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
+        link, link_error = _link(config, spec, saved is not None, quiet) if config.gossip.connect else (None, "")
+        if link is not None:
+            opened.callback(link.close)
         if learner is not None and saved is not None and state is not None:
             learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
             learner.start(state["learners"][0], state["env_steps"])
             learner.tell()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_config(folder / "config.json", kept)  # a later resume goes on towards the same total
-            if state is None:
-                (folder / "spec.json").write_text(_spec_text(spec))
-                (folder / "machine.json").write_text(json.dumps(describe(), indent=1) + "\n")
-            (folder / "summary.json").unlink(missing_ok=True)  # of the life before
-        except OSError as error:
-            raise CoterieError(f"out: cannot write to {folder}: {reason_of(error)}") from None
+        _prepare(folder, kept, spec, state is None)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet)
-    except BaseException:
-        for part in (learner, link):
-            if part is not None:
-                part.close()
-        raise
-    if link_error:
-        run.writer.log(link_error)
+        if link_error:
+            run.writer.log(link_error)
+        del board  # its memory is freed with the last reference: the run's, until it has the children's board
+        supervisor = Supervisor(run, config, saved, link) if learner is None else None
+        opened.pop_all()
     if learner is not None:
-        return run_here(run, learner)
-    del board  # its memory is freed with the last reference: the run's, until it has the children's board
-    return run_children(run, config, saved, link)
+        return _run_here(run, learner)
+    assert supervisor is not None
+    return run.go(supervisor.work, supervisor.close)
+
+
+def _prepare(folder: Path, config: Config, spec: Spec, new: bool) -> None:
+    """The first files of a run's folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(folder / "config.json", config)  # a later resume goes on towards the same total
+        if new:
+            (folder / "spec.json").write_text(json.dumps(spec.to_json(), indent=1) + "\n")
+            (folder / "machine.json").write_text(json.dumps(describe(), indent=1) + "\n")
+        (folder / "summary.json").unlink(missing_ok=True)  # of the life before
+    except OSError as error:
+        raise CoterieError(f"out: cannot write to {folder}: {reason_of(error)}") from None
+
+
+def _run_here(run: Coordinator, learner: LearnerProcess) -> dict[str, Any]:
+    """Train in this process, so that a debugger and a notebook work."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        """End the process when nothing moves: a simulator that hangs cannot be interrupted."""
+        while not ended.wait(min(5.0, run.config.log.stall / 4)):
+            if reason := run.stalled():
+                with suppress(Exception):
+                    run.writer.summary(run.summary("failed", reason))
+                sys.stderr.write(f"coterie: {reason}\n")
+                sys.stderr.flush()
+                os._exit(1)
+
+    def post(kind: str, content: Any) -> None:
+        run.receive(0, kind, content)
+
+    run.poll()
+    threading.Thread(target=watch, name="coterie-watchdog", daemon=True).start()
+    try:
+        return run.go(Service(learner, run.folder, post).run, learner.close)
+    finally:
+        ended.set()
 
 
 def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tuple[GossipClient | None, str]:
@@ -158,7 +194,3 @@ def _new_folder(config: Config) -> Path:
         n += 1
         path = base.with_name(f"{base.name}-{n}")
     return path
-
-
-def _spec_text(spec: Spec) -> str:
-    return json.dumps(spec.to_json(), indent=1) + "\n"

@@ -16,7 +16,6 @@ from coterie.exchange.table import exchange_kind
 from coterie.launch.chaos import Disturber
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
-from coterie.launch.restarts import RestartBudget
 from coterie.parallel.processes import Child, listen
 from coterie.remote.gossip_client import GossipClient
 from coterie.remote.gossip_hub import GossipHub
@@ -29,6 +28,24 @@ _LEAVE_S = 5.0  # for actors to shut down at the end of a run
 _STARVED_S = 20.0  # for which all learners may wait after a signal
 _BACK_OFF_S = 60.0  # the longest wait before an actor is restarted
 _STABLE_S = 120.0  # once an actor has lived this long, its earlier deaths no longer count
+
+
+class RestartBudget:
+    """Restarts of one kind that the whole run may make. `field`: the option that limits them."""
+
+    def __init__(self, field: str, limit: int) -> None:
+        self.field, self.limit = field, limit
+        self.used = 0
+
+    @property
+    def left(self) -> int:
+        return self.limit - self.used
+
+    def spend(self, reason: str) -> None:
+        """Count one restart. Raises `CoterieError` with the reason for it when there is none left."""
+        self.used += 1
+        if self.used > self.limit:
+            raise CoterieError(f"{reason}; {self.field} ({self.limit}) are used up")
 
 
 class Supervisor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from coterie.acting.table import acting_kind
 from coterie.config import Config
 from coterie.launch.ray.placement import Allocation, Part, Site, Worker
-from coterie.launch.restarts import RestartBudget
+from coterie.launch.supervisor import RestartBudget
 from coterie.wire.auth import make_keys
 
 Address = tuple[str, int]  # and the first of a site's ports

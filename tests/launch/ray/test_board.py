@@ -9,7 +9,7 @@ import pytest
 from coterie import presets
 from coterie.launch.ray.board import Board
 from coterie.launch.ray.placement import Machine, Site, Worker, allocate
-from coterie.launch.ray.run import sum_up
+from coterie.launch.ray.supervisor import sum_up
 from coterie.types import CoterieError
 from tests.launch.ray.test_storage import save
 
