@@ -58,7 +58,7 @@ class Memory(Protocol):
 class Servers(Protocol):
     """The gRPC servers of a learner."""
 
-    def serve(self, address: str, services: Mapping[str, Any], field: str = "") -> None: ...  # see remote/servers.py
+    def serve(self, address: str, services: Mapping[str, Any], field: str = "") -> None: ...  # see remote/admission.py
 
 
 def core_shape(model: Model) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Mailboxes of gossip between machines: the newest weights of each learner, of this run and of others.
 
 A learner writes its mailbox after every mix and reads those of the learners elsewhere. A `Relay` at each end of the
-run's connection (`remote/gossip_hub.py`, `gossip_client.py`) carries messages between machines. A newer message
+run's connection (`remote/gossip.py`) carries messages between machines. A newer message
 overwrites an older one that was not read, so no learner waits for a connection. A frame holds:
 
 present  bool [REMOTE]                 the sender's learners, and at the hub those of other clients, by id

@@ -29,7 +29,7 @@ from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
-from coterie.remote.gossip_client import GossipClient, Net
+from coterie.remote.gossip import GossipClient, Net
 from coterie.replay.storage import require_room
 from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess

@@ -17,8 +17,7 @@ from coterie.launch.chaos import Disturber
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
 from coterie.parallel.processes import Child, listen
-from coterie.remote.gossip_client import GossipClient
-from coterie.remote.gossip_hub import GossipHub
+from coterie.remote.gossip import GossipClient, GossipHub
 from coterie.roles.entry import Start, learner_process, worker_process
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError

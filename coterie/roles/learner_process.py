@@ -42,7 +42,7 @@ from coterie.parallel.affinity import keep_freed_memory
 from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
-from coterie.remote.servers import Servers
+from coterie.remote.admission import Servers
 from coterie.types import Rollout
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from coterie.exchange.gossip import Gossip
 from coterie.exchange.mailboxes import REMOTE, message_layout
-from coterie.remote.gossip_client import GossipClient, Net
-from coterie.remote.gossip_hub import GossipHub
+from coterie.remote.gossip import GossipClient, GossipHub, Net
 from tests.conftest import make_config
 from tests.exchange.gossip_harness import SIZE, distance, linked, weights
 from tests.support.waiting import wait_until

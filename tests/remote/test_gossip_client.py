@@ -10,7 +10,7 @@ import pytest
 from grpc import StatusCode
 
 from coterie.exchange.mailboxes import message_layout
-from coterie.remote.gossip_hub import GossipHub
+from coterie.remote.gossip import GossipHub
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.codec import Layout, Tensor
 from tests.conftest import make_config

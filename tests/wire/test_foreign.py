@@ -20,7 +20,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from coterie import presets
 from coterie.build.resources import resolve_config
-from coterie.remote import servers
+from coterie.remote import admission
 from coterie.remote.admission import REMOTE, SettingsRequest
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs.config_io import replace
@@ -157,7 +157,7 @@ def is_over(process, learner) -> None:
 
 @pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
 def test_a_foreign_client_makes_rollouts(client, tls, tmp_path, monkeypatch):
-    monkeypatch.setattr(servers, "Limits", partial(Limits, heartbeat_s=0.02))  # the client must skip heartbeats
+    monkeypatch.setattr(admission, "Limits", partial(Limits, heartbeat_s=0.02))  # the client must skip heartbeats
     wire, arguments, address = {}, [], f"unix:{tmp_path}/s"
     if tls:
         token, cert, key = make_keys(str(tmp_path / "keys"), [])

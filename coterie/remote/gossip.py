@@ -1,4 +1,6 @@
-"""The connection of a run to another run, for gossip between their learners (`gossip.connect`)."""
+"""Gossip between the learners of runs: one listens (`gossip.bind`) and relays the messages of each of the others
+(`gossip.connect`) to all.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,97 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from coterie.config import Config
-from coterie.exchange.mailboxes import NAP_S, Mailboxes, Relay, message_layout
+from coterie.config import Config, ResolvedConfig
+from coterie.exchange.mailboxes import NAP_S, REMOTE, Mailboxes, Relay, message_layout
 from coterie.parallel.shm import SharedArrays
-from coterie.types import CoterieError
+from coterie.remote.admission import Servers, check_hello
+from coterie.types import Array, ConfigError, CoterieError
 from coterie.wire.auth import read_token
 from coterie.wire.client import Connection, ConnectionLost, Endpoint, RunEnded, Stream, back_off
 from coterie.wire.codec import Refused
+from coterie.wire.server import Answer, ServiceStream
 
 _PATIENCE_S = 600.0  # that a new run waits for the hub
 _ALONE_S = 30.0  # that a resumed run does, before it goes on alone
 _WEIGHTS_S = 30.0  # that a new run waits for the weights of others
 _LEAVE_S = 2.0
+
+
+class GossipHub:
+    """Admits clients and keeps a mailbox for each of their learners. `net`: a digest of the network."""
+
+    def __init__(self, config: ResolvedConfig, memory: SharedArrays, learners: int, net: str) -> None:
+        self.mailboxes, self.env_id, self.net = Mailboxes(memory, learners), config.env.id, net
+        self.layout = message_layout(self.mailboxes.weights.shape[1], self.mailboxes.moments.shape[1])
+        if self.layout.most > (most := config.wire.max_message_mb) << 20:
+            raise ConfigError(f"wire.max_message_mb: a message has {self.layout.most / 2**20:.0f} MB, not {most}")
+        self.clients: dict[int, GossipStream] = {}  # by run_id
+        self._lock = threading.Lock()
+        self.servers = Servers(config.wire)
+        self.servers.serve(config.gossip.bind, {"Gossip": self.admit}, "gossip.bind")
+
+    def admit(self, hello: Any) -> GossipStream:
+        check_hello(hello, [self.env_id], self.layout)
+        with self._lock:
+            if (before := self.clients.get(hello.run_id)) is not None:  # it reconnects before its end was noticed
+                self._drop(before)
+            own = range(self.mailboxes.learners)
+            published = any(map(self.mailboxes.has_message, (*own, *self.mailboxes.peers())))
+            stream = GossipStream(self, self._relay(hello.envs), hello.run_id, published)
+            self.clients[hello.run_id] = stream
+            return stream
+
+    def _relay(self, learners: int) -> Relay:
+        """Mailboxes in consecutive free rows, below the highest id."""
+        taken = {row for client in self.clients.values() for row in client.relay.receives}
+        first = self.mailboxes.learners
+        while first + learners <= REMOTE:
+            if not (busy := taken.intersection(range(first, first + learners))):
+                rows = range(first, first + learners)
+                return Relay(self.mailboxes, (row for row in range(REMOTE) if row not in rows), rows)
+            first = max(busy) + 1
+        raise Refused(f"no room for {learners} more learners: all runs together have at most {REMOTE}")
+
+    def leave(self, stream: GossipStream) -> None:
+        with self._lock:
+            self._drop(stream)
+
+    def _drop(self, stream: GossipStream) -> None:
+        if self.clients.get(stream.run_id) is stream:
+            del self.clients[stream.run_id]
+            stream.alive = False
+            stream.relay.close()
+
+    def lines(self) -> list[str]:
+        """Lines for the log."""
+        return self.servers.refused()
+
+    def gauges(self, env_steps: int) -> dict[str, float]:
+        return {"gossip/peers": len(self.mailboxes.peers()), **self.servers.traffic(env_steps, "gossip")}
+
+    def close(self, over: bool) -> None:
+        """`over`: the run has ended for good, and the others need not look for it."""
+        self.servers.close(over)
+
+
+class GossipStream(ServiceStream):
+    """One client's stream: each of its frames is answered with one of the hub's."""
+
+    def __init__(self, hub: GossipHub, relay: Relay, run_id: int, published: bool) -> None:
+        settings = {"net": hub.net, "published": published}
+        super().__init__({"number": 0, "learners": 1, "settings": json.dumps(settings)})
+        self.hub, self.relay, self.run_id = hub, relay, run_id
+        self.reads = self.writes = hub.layout
+
+    def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
+        if self.alive:
+            self.relay.receive(arrays)
+            answer(self.relay.send(), 0)
+
+    def leave(self) -> None:
+        self.hub.leave(self)
 
 
 class Net(NamedTuple):
@@ -95,19 +174,23 @@ class GossipClient:
         return join
 
     def _work(self, mailboxes: Mailboxes) -> None:
+        """Gossip, on a new stream after each loss, until this run or the other one ends."""
+        said, waits = set[str](), back_off()
         try:
-            while self.stream is not None:
-                relay = Relay(mailboxes, range(self.learners), mailboxes.remote)
+            while not self._closed.is_set():
                 try:
-                    self._gossip(self.stream, relay)
-                except ConnectionLost as error:
-                    self._note(f"is away ({error}): this one goes on meanwhile")
+                    if self.stream is None:
+                        self.stream = self._open()
+                        self._lines.append(f"back at {self.address}")
+                    said, waits = set(), back_off()
+                    self._gossip(self.stream, Relay(mailboxes, range(self.learners), mailboxes.remote))
                 except (CoterieError, Refused) as error:
-                    self._note(f"ended the gossip ({error}): this one goes on meanwhile")
-                finally:
-                    relay.close()
-                    self._end_stream()
-                self.stream = self._reconnect()
+                    reason = "is away" if isinstance(error, ConnectionLost) else "ended the gossip"
+                    if reason not in said and not self._closed.is_set():
+                        self._note(f"{reason} ({error}): this one goes on meanwhile")
+                    said.add(reason)
+                self._end_stream()
+                self._closed.wait(next(waits))
         except RunEnded as over:
             self._note(f"is over ({over}): this one goes on without it")
         except Exception as error:  # the thread must not end unnoticed
@@ -117,37 +200,21 @@ class GossipClient:
         self._lines.append(f"the run at {self.address} {text}")
 
     def _gossip(self, stream: Stream, relay: Relay) -> None:
-        while not self._closed.is_set():
-            question = relay.send()
-            stream.send(question)
-            answer, _ = stream.receive()
-            if not relay.receive(answer) and not question["filled"][0]:
-                self._closed.wait(NAP_S)
+        try:
+            while not self._closed.is_set():
+                question = relay.send()
+                stream.send(question)
+                answer, _ = stream.receive()
+                if not relay.receive(answer) and not question["filled"][0]:
+                    self._closed.wait(NAP_S)
+        finally:
+            relay.close()
 
     def _end_stream(self) -> None:
         if (stream := self.stream) is not None:
             self.stream = None
             stream.close()
             self.bytes_in, self.bytes_out = self.bytes_in + stream.bytes_in, self.bytes_out + stream.bytes_out
-
-    def _reconnect(self) -> Stream | None:
-        """A new stream, however long that takes; None once this run ends."""
-        reason = ""
-        for wait in back_off():
-            if self._closed.wait(wait):
-                break
-            try:
-                stream = self._open()
-            except ConnectionLost:
-                continue
-            except CoterieError as error:
-                if str(error) != reason:
-                    self._lines.append(f"not back at {self.address}: {error}")
-                reason = str(error)
-            else:
-                self._lines.append(f"back at {self.address}")
-                return stream
-        return None
 
     def cut(self) -> bool:
         """Break the stream, as a broken network does; returns whether there was one."""
