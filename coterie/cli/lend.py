@@ -11,7 +11,7 @@ from coterie.acting.base import Stopped
 from coterie.build.resources import resolve_config
 from coterie.cli.options import names_env
 from coterie.config import Config, ResolvedConfig
-from coterie.parallel.signals import on_signals
+from coterie.parallel.processes import on_signals
 from coterie.roles.remote_worker import Worker, lend_actor, lend_envs
 from coterie.runs.config_io import parse_cli, validate
 from coterie.types import ConfigError

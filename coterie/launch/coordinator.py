@@ -20,7 +20,7 @@ from coterie.config import ResolvedConfig
 from coterie.launch.ledger import Ledger
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
-from coterie.parallel.signals import on_signals
+from coterie.parallel.processes import on_signals
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
 from coterie.runs.metrics import RunWriter, read_metrics

@@ -31,6 +31,7 @@ import psutil
 from coterie.types import ConfigError, CoterieError, one_line
 
 Post = Callable[[str, Any], None]  # (kind, content) to the parent
+STOP = (signal.SIGINT, signal.SIGTERM)
 _END_S = 5.0  # for a child whose socket has closed to end
 _HEAD = 8  # bytes before a message: its length
 
@@ -125,6 +126,24 @@ def gather(children: Sequence[Child], within: float, others: Sequence[Child] = (
             elif kind != "acted" and child.name not in results:  # after its result a child may end
                 raise CoterieError(f"{child.name}: {content if kind == 'end' else content[0]}")
     return [results[child.name] for child in children]
+
+
+@contextlib.contextmanager
+def on_signals(note: Callable[[signal.Signals], None], numbers: Sequence[signal.Signals] = STOP) -> Iterator[None]:
+    """Pass these signals to `note` meanwhile: an exception that comes out of any line at all may be swallowed, or leave
+    something half done. Outside the main thread (some notebooks) handlers stay as they are.
+    """
+    before = {}
+    try:
+        for number in numbers:
+            before[number] = signal.signal(number, lambda n, frame: note(signal.Signals(n)))
+    except ValueError:
+        pass
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def scratch_folder(where: str | None = None) -> Path:

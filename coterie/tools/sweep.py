@@ -23,7 +23,7 @@ from typing import Any
 
 from coterie.config import Config
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.signals import STOP, on_signals
+from coterie.parallel.processes import STOP, on_signals
 from coterie.runs import checkpoint
 from coterie.runs.metrics import RUN_FILES, file_name, read_metrics
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError

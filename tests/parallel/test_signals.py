@@ -2,7 +2,7 @@ import os
 import signal
 import threading
 
-from coterie.parallel.signals import STOP, on_signals
+from coterie.parallel.processes import STOP, on_signals
 
 
 def test_signals_are_noted_and_their_handlers_restored_afterwards():

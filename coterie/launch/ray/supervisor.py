@@ -21,7 +21,7 @@ from coterie.launch.ray.cluster import Cluster
 from coterie.launch.ray.node import Node, Outcome, env_steps
 from coterie.launch.ray.placement import Allocation, Part, Site, Worker, allocate, targets
 from coterie.launch.ray.storage import OF_THE_RUN, Mirror, site_url
-from coterie.parallel.signals import on_signals
+from coterie.parallel.processes import on_signals
 from coterie.runs.config_io import save_config
 from coterie.runs.metrics import clean
 from coterie.types import ConfigError, CoterieError, first_line, reason_of
