@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.build.evaluate import evaluate, load
+from coterie.build.evaluate import Trial, evaluate, load
 
 
 def main() -> None:
@@ -34,9 +34,7 @@ def main() -> None:
             return ({**obs, options.entry: way(obs[options.entry])}, *rest)
 
         policy.model.torso.register_forward_pre_hook(change)
-        scores = evaluate(
-            policy.algorithm, policy.model, policy.config, episodes=options.episodes, sampled=True, seed=1
-        )
+        scores = evaluate(policy.algorithm, policy.model, policy.config, Trial(options.episodes, sampled=True))
         returns = np.array(scores.returns)
         print(json.dumps({options.entry: name, "return": returns.mean(), "nothing": (returns <= 0).mean()}), flush=True)
 

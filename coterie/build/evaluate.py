@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.acting.recorder import Envs, Recorder, local_fields
 from coterie.algorithms.base import Algorithm
 from coterie.build.factory import make_algorithm, make_model
 from coterie.build.resources import resolve_config
@@ -25,7 +24,7 @@ from coterie.envs.tasks import are_normalized, overall, task_config, tasks
 from coterie.models.build import Network
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
-from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, TimeStep, entries, map_obs, reason_of
+from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, entries, from_entries, reason_of
 
 _MOST_ENVS = 16
 _LONGEST_EPISODE = 200_000  # env steps on average, past which `coterie eval` counts episodes as unfinished
@@ -70,57 +69,48 @@ class Scores:
         }
 
 
-def evaluate(
-    algorithm: Algorithm,
-    model: Network,
-    config: Config,
-    *,
-    episodes: int,
-    sampled: bool,
-    seed: int,
-    max_steps: int | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    union: bool = False,
-) -> Scores:
-    """Play `episodes` whole episodes of each task, and score them. `union`: the policy has actions of other tasks, too.
-
-    Every env plays a fixed number of episodes, so that short episodes are not counted more often than
-    long ones. Stops at `max_steps` env steps in all (default: `eval.max_steps`), or when `stop` says so.
+@dataclass(frozen=True)
+class Trial:
+    """How a policy is scored: whole episodes of each task, until `max_steps` env steps in all (default:
+    `eval.max_steps`), or until `stop` says so.
     """
-    if len(several := tasks(config.env.id)) > 1:
-        whole = Scores(config.env.id)
-        for task in several:
-            one = evaluate(
-                algorithm, model, task_config(config, task), episodes=episodes, sampled=sampled, seed=seed,
-                max_steps=max_steps, stop=stop, union=True,
-            )  # fmt: skip
-            whole.tasks.append(one)
-            whole.returns += one.returns
-            whole.lengths += one.lengths
-            whole.unfinished += one.unfinished
-        return whole
-    n = min(episodes, _MOST_ENVS)
-    env = replace(
-        config.env,
-        num_envs=n,
-        decorrelate=0,
-        delay=0.0,
-        max_episode_steps=config.eval.max_episode_steps or config.env.max_episode_steps,
-    )
-    budget = config.eval.max_steps if max_steps is None else max_steps
-    quota = np.full(n, episodes // n)
-    quota[: episodes % n] += 1
+
+    episodes: int
+    sampled: bool = False
+    seed: int = 1
+    max_steps: int | None = None
+    stop: Callable[[], bool] = lambda: False
+
+
+def evaluate(algorithm: Algorithm, model: Network, config: Config, trial: Trial, union: bool = False) -> Scores:
+    """Play a trial's episodes, and score them. `union`: the policy has actions of other tasks, too.
+
+    Every env plays a fixed number of episodes, so that short episodes are not counted more often than long ones.
+    """
     scores = Scores(config.env.id)
-    with make_envs(
-        env, config.atari, seed=seed, threads=config.env.threads or 2, groups=1, training=False, union=union
-    ) as envs:
-        player = Player(algorithm, model, envs, sampled, seed)
+    if len(several := tasks(config.env.id)) > 1:
+        for task in several:
+            one = evaluate(algorithm, model, task_config(config, task), trial, union=True)
+            scores.tasks.append(one)
+            scores.returns += one.returns
+            scores.lengths += one.lengths
+            scores.unfinished += one.unfinished
+        return scores
+    n = min(trial.episodes, _MOST_ENVS)
+    longest = config.eval.max_episode_steps or config.env.max_episode_steps
+    env = replace(config.env, num_envs=n, decorrelate=0, delay=0.0, max_episode_steps=longest)
+    budget = config.eval.max_steps if trial.max_steps is None else trial.max_steps
+    quota = np.full(n, trial.episodes // n)
+    quota[: trial.episodes % n] += 1
+    threads = config.env.threads or 2
+    with make_envs(env, config.atari, seed=trial.seed, threads=threads, groups=1, training=False, union=union) as envs:
+        player = Player(algorithm, model, envs.spec, n, trial.seed)
         ts, steps = envs.recv(0), 0
         while quota.any():
-            if steps >= budget or stop():
+            if steps >= budget or trial.stop():
                 scores.unfinished = int(quota.sum())
                 break
-            envs.send(0, player.act(ts))
+            envs.send(0, player.act(ts.obs, ts.is_first, ts.reward, trial.sampled))
             ts = envs.recv(0)
             steps += int(((quota > 0) & ~ts.is_first).sum())
             for i in np.flatnonzero(~np.isnan(ts.episode_return) & (quota > 0)):
@@ -131,23 +121,27 @@ def evaluate(
 
 
 class Player:
-    """A policy in front of one group of envs: keeps the core state and the last action."""
+    """A policy in front of a batch of envs: keeps the core state and the last action."""
 
-    def __init__(self, algorithm: Algorithm, model: Network, envs: Envs, sampled: bool, seed: int) -> None:
-        self.algorithm, self.model, self.envs = algorithm, model, envs
+    def __init__(self, algorithm: Algorithm, model: Network, spec: Spec, batch: int, seed: int) -> None:
+        self.algorithm, self.model, self.spec = algorithm, model, spec
         device = next(model.parameters()).device
-        self.recorder = Recorder(local_fields(envs.spec, 1, envs.num_envs, device), [slice(0, envs.num_envs)], device)
-        self.action = self.recorder.fields["action"]
+        self.action = torch.zeros((batch, *spec.action.shape), dtype=getattr(torch, spec.action.dtype), device=device)
         self.rng = torch.Generator(device).manual_seed(seed)
-        self.explore = torch.full((envs.num_envs,), algorithm.sampled, device=device) if sampled else None
-        self.state = model.initial_state(envs.num_envs)
+        self.state = model.initial_state(batch)
 
     @torch.inference_mode()
-    def act(self, ts: TimeStep) -> Array:
-        seen = self.recorder.see(0, 1, ts)
-        inputs = Inputs(seen.obs, seen.is_first, self.action[1], seen.prev_reward)
-        out, self.state = self.algorithm.act(self.model, inputs, self.state, self.explore, self.rng)
-        self.action[1] = out.action
+    def act(self, obs: Obs, is_first: Array, reward: Array, sampled: bool) -> Array:
+        """The actions `[B, ...]` for what the envs show. `is_first` `[B]`: those that begin an episode."""
+
+        def tensor(x: Array, dtype: str) -> Tensor:
+            return torch.tensor(np.asarray(x), dtype=getattr(torch, dtype), device=self.action.device)
+
+        seen = from_entries({k: tensor(x, self.spec.obs[k].dtype) for k, x in entries(obs).items()})
+        inputs = Inputs(seen, tensor(is_first, "bool"), self.action, tensor(reward, "float32"))
+        explore = inputs.prev_reward.new_full((len(is_first),), self.algorithm.sampled) if sampled else None
+        out, self.state = self.algorithm.act(self.model, inputs, self.state, explore, self.rng)
+        self.action = out.action
         return out.action.cpu().numpy()
 
 
@@ -163,34 +157,26 @@ class Policy:
         self.folder, self.config, self.spec, self.step, self.model = folder, config, spec, step, model
         self.algorithm = make_algorithm(resolve_config(config), spec)
         _, self.fields, self.actions = env_edges(config.env, config.atari)
-        self._state: Tensor | None = None
-        self._first: Tensor | None = None
-        self._last: Tensor | None = None
-        self._rng = torch.Generator().manual_seed(config.seed)
+        self._first = np.ones(0, bool)  # envs that begin an episode
+        self._player = self._new_player(0)
+
+    def _new_player(self, batch: int) -> Player:
+        return Player(self.algorithm, self.model, self.spec, batch, self.config.seed)
 
     def reset(self, done: Array | None = None) -> None:
         """Begin new episodes: in every env, or where `done` `[B]`."""
-        if done is None or self._first is None:
-            self._first = None
-        else:
-            self._first = self._first | torch.as_tensor(done)
+        self._first = np.ones(0, bool) if done is None or not len(self._first) else self._first | np.asarray(done)
 
-    @torch.inference_mode()
     def __call__(self, obs: Obs, *, reward: Array | None = None, sampled: bool = False) -> Array:
         obs = flatten(obs, self.fields)
-        tensors = map_obs(torch.as_tensor, obs)
-        batch = len(next(iter(entries(tensors).values())))
-        if self._first is None or len(self._first) != batch:
-            self._first = torch.ones(batch, dtype=torch.bool)
-            self._state = self.model.initial_state(batch)
-            self._last = torch.zeros((batch, *self.spec.action.shape), dtype=getattr(torch, self.spec.action.dtype))
-        assert self._last is not None
-        last_reward = torch.zeros(batch) if reward is None else torch.as_tensor(reward, dtype=torch.float32)
-        inputs = Inputs(tensors, self._first, self._last, last_reward)
-        explore = torch.full((batch,), self.algorithm.sampled) if sampled else None
-        out, self._state = self.algorithm.act(self.model, inputs, self._state, explore, self._rng)
-        self._last, self._first = out.action, torch.zeros(batch, dtype=torch.bool)
-        return self.actions.to_env(out.action.numpy())
+        batch = len(next(iter(entries(obs).values())))
+        if len(self._first) != batch:
+            self._first, rng = np.ones(batch, bool), self._player.rng
+            self._player = self._new_player(batch)
+            self._player.rng = rng  # two batches in a row are sampled differently
+        action = self._player.act(obs, self._first, np.zeros(batch) if reward is None else reward, sampled)
+        self._first = np.zeros(batch, bool)
+        return self.actions.to_env(action)
 
 
 def open_run(folder: Path) -> Config:
@@ -239,8 +225,6 @@ def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
     if learner == "mean":
         return {k: sum(m[k].double() for m in models.values()).div(len(models)).to(x.dtype)  # type: ignore[union-attr]
                 for k, x in next(iter(models.values())).items()}  # fmt: skip
-    if learner == "best":
-        raise ConfigError("learner: best is now 0, the learner that is evaluated during training")
     if not learner.isdecimal() or int(learner) not in models:
         known = [*map(str, sorted(models)), "mean", *(["secondary"] if second is not None else [])]
         raise ConfigError(f"learner: {learner!r} is not one of {', '.join(known)}")
@@ -252,15 +236,8 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Score a run's policy: mean over whole episodes +- standard error, human-normalised where a reference exists."""
     policy = load(folder, learner)
-    scores = evaluate(
-        policy.algorithm,
-        policy.model,
-        policy.config,
-        episodes=episodes,
-        sampled=sampled,
-        seed=seed,
-        max_steps=episodes * _LONGEST_EPISODE,
-    )
+    trial = Trial(episodes, sampled, seed, max_steps=episodes * _LONGEST_EPISODE)
+    scores = evaluate(policy.algorithm, policy.model, policy.config, trial)
     return {"run": str(folder), "checkpoint_env_steps": policy.step, "sampled": sampled, **scores.to_json()}
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import Algorithm
-from coterie.build.evaluate import Scores, evaluate
+from coterie.build.evaluate import Scores, Trial, evaluate
 from coterie.build.factory import EVAL_SEED, ProcessContext, seed_for, worker_setup
 from coterie.config import ResolvedConfig
 from coterie.models.build import Network
@@ -174,12 +174,5 @@ class Service:
             self.board.heartbeat(self.rank)
             return self.board.stopping
 
-        return evaluate(
-            algorithm,
-            model,
-            config,
-            episodes=config.eval.episodes,
-            sampled=config.eval.sampled,
-            seed=seed_for(config.seed, EVAL_SEED, self.learner.exchange.steps.total),
-            stop=stop,
-        )
+        seed = seed_for(config.seed, EVAL_SEED, self.learner.exchange.steps.total)
+        return evaluate(algorithm, model, config, Trial(config.eval.episodes, config.eval.sampled, seed, stop=stop))

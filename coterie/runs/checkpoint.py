@@ -24,6 +24,7 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
+from coterie.runs.metrics import write_whole
 from coterie.types import CoterieError, reason_of
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -33,7 +34,6 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised b
 
 def save(root: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
     """Write a checkpoint: `open_draft`, `write`, `seal`."""
-    _checked(state)  # before anything is written
     draft = open_draft(root, f"step_{step:012d}")
     try:
         write(draft, tensors)
@@ -74,9 +74,8 @@ def seal(root: Path, draft: Path, step: int, state: dict[str, Any]) -> Path:
     `state`: nested dicts with text keys, lists, numbers (NaN and infinities included), text, None.
     """
     final = root / f"step_{step:012d}"
-    text = json.dumps(_checked(state))
     with _writing(root, draft):
-        (draft / "state.json").write_text(text)
+        (draft / "state.json").write_text(json.dumps(state))
         files = {}
         for file in sorted(p for p in draft.rglob("*") if p.is_file()):
             _sync(file)
@@ -115,9 +114,8 @@ def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
         tensors = {n: from_bytes((path / f"{n}.safetensors").read_bytes()) for n in names}
         return tensors, json.loads((path / "state.json").read_text())
     except (*_DAMAGE, SafetensorError) as error:
-        before = latest(path.parent, before=path)
-        while before and not _intact(before):
-            before = latest(path.parent, before=before)
+        older = sorted((p for p in _complete(path.parent) if _age(p) < _age(path)), key=_age, reverse=True)
+        before = next(filter(_intact, older), None)
         offer = f"; {before.name} is intact: remove {path} to go on from there" if before else ""
         raise CoterieError(f"checkpoint {path} is damaged: {_reason(error)}{offer}") from None
 
@@ -129,34 +127,28 @@ def latest(root: Path, before: Path | None = None) -> Path | None:
 
 def mark_best(root: Path, path: Path, score: float) -> None:
     """Mark a checkpoint as the best one, which `prune` keeps."""
-    draft = root / ".best.json"
     try:
-        draft.write_text(json.dumps({"checkpoint": path.name, "score": score}) + "\n")
-        _sync(draft)
-        draft.rename(root / "best.json")
+        write_whole(root / "best.json", json.dumps({"checkpoint": path.name, "score": score}) + "\n")
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise CoterieError(f"{root}/best.json cannot be written: {_reason(error)}") from None
 
 
-def _best(root: Path) -> dict[str, Any] | None:
-    """best.json, if its checkpoint is there."""
-    try:
+def _best(root: Path) -> tuple[Path | None, float | None]:
+    """What best.json says, if its checkpoint is there."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
         entry = json.loads((root / "best.json").read_text())
-        return entry if (root / entry["checkpoint"] / _MANIFEST).is_file() else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        if (root / entry["checkpoint"] / _MANIFEST).is_file():
+            return root / entry["checkpoint"], float(entry["score"])
+    return None, None
 
 
 def best(root: Path) -> Path | None:
     """The checkpoint marked best."""
-    entry = _best(root)
-    return root / entry["checkpoint"] if entry else None
+    return _best(root)[0]
 
 
 def best_score(root: Path) -> float | None:
-    entry = _best(root)
-    return float(entry["score"]) if entry else None
+    return _best(root)[1]
 
 
 def prune(root: Path, keep: int) -> None:
@@ -195,15 +187,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _checked(value: Any) -> Any:
-    """`value`, if its keys are text: JSON would turn others into text silently."""
-    if isinstance(value, dict):
-        if bad := [k for k in value if not isinstance(k, str)]:
-            raise TypeError(f"a checkpoint's state has the key {bad[0]!r}, which is not text")
-        return {k: _checked(v) for k, v in value.items()}
-    return [_checked(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _seal(body: dict[str, Any]) -> str:

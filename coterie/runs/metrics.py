@@ -47,24 +47,27 @@ class Episodes:
         self.count = 0
 
     def extend(self, episodes: Iterable[tuple[float, int]]) -> None:
-        for score, length in episodes:
-            self.window.append((float(score), int(length)))
-            self.count += 1
+        new = [(float(score), int(length)) for score, length in episodes]
+        self.window.extend(new)
+        self.count += len(new)
+
+    def _mean(self, column: int) -> float:
+        return sum(episode[column] for episode in self.window) / len(self.window) if self.window else math.nan
 
     @property
     def mean_return(self) -> float:
-        return sum(r for r, _ in self.window) / len(self.window) if self.window else math.nan
+        return self._mean(0)
 
     @property
     def mean_length(self) -> float:
-        return sum(n for _, n in self.window) / len(self.window) if self.window else math.nan
+        return self._mean(1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"window": [list(episode) for episode in self.window], "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.window.clear()
-        self.window.extend((float(r), int(n)) for r, n in state["window"])
+        self.extend(state["window"])
         self.count = int(state["count"])
 
 

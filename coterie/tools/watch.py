@@ -34,7 +34,7 @@ def watch(
     frames, score = 0, math.nan
     envs, render = make_rendered(env, config.atari, seed=seed, union=first != policy.config.env.id)
     with envs:
-        player = Player(policy.algorithm, policy.model, envs, sampled, seed)
+        player = Player(policy.algorithm, policy.model, envs.spec, 1, seed)
         ts = envs.recv(0)
         try:
             fps = max(1, round(60 / envs.spec.action_repeat)) if envs.spec.action_repeat > 1 else _FPS
@@ -45,7 +45,7 @@ def watch(
                     if not np.isnan(ts.episode_return[0]):
                         score = float(ts.episode_return[0])
                         break
-                    envs.send(0, player.act(ts))
+                    envs.send(0, player.act(ts.obs, ts.is_first, ts.reward, sampled))
                     ts = envs.recv(0)
         except (OSError, ValueError) as error:
             raise CoterieError(f"--out: cannot write {path}: {' '.join(str(error).split())}") from None

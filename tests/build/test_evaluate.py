@@ -29,10 +29,11 @@ def test_evaluation_counts_whole_games_a_fixed_number_for_each_env(tmp_path):
 def test_evaluation_stops_at_its_step_budget(tmp_path):
     out = tmp_path / "run"
     coterie.train(tiny(out, steps=100), quiet=True)
-    from coterie.build.evaluate import evaluate
+    from coterie.build.evaluate import Trial, evaluate
 
     policy = load(out)
-    scores = evaluate(policy.algorithm, policy.model, policy.config, episodes=50, sampled=True, seed=1, max_steps=60)
+    trial = Trial(50, sampled=True, max_steps=60)
+    scores = evaluate(policy.algorithm, policy.model, policy.config, trial)
     assert scores.unfinished == 50 - len(scores.returns) > 0
 
 
@@ -42,13 +43,13 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
     policy = load(out)
     obs = torch.randn(3, 4).numpy()
     policy(obs)
-    first = policy._state.clone()
+    first = policy._player.state.clone()
     policy(obs)
-    assert not torch.equal(policy._state, first)
+    assert not torch.equal(policy._player.state, first)
     policy.reset(torch.tensor([True, False, True]).numpy())
     policy(obs)
-    assert torch.allclose(policy._state[[0, 2]], first[[0, 2]])
-    assert not torch.allclose(policy._state[1], first[1])
+    assert torch.allclose(policy._player.state[[0, 2]], first[[0, 2]])
+    assert not torch.allclose(policy._player.state[1], first[1])
 
 
 # imageio leaves its ffmpeg's pipes to the garbage collector.
