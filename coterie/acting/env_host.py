@@ -37,7 +37,7 @@ class GroupStream(ReconnectingStream):
         self, connection: Connection, layout: Layout, group: int, wanted: Callable[[], None],
         check: Callable[[], None],
     ) -> None:  # fmt: skip
-        super().__init__(self._new_stream, connection.retry(check))
+        super().__init__(self._new_stream, connection, check)
         self._connection, self._layout, self._group, self._wanted = connection, layout, group, wanted
         self._newest, self.rows = Newest(layout), 0  # rows: sent on the present stream
 

@@ -19,26 +19,8 @@ PAPERS = {
     "GALA: gossiping learners": ("gala-a2c", "gala-ppo"),
     "Value learning with replay": ("dqn", "dqn-512", "c51", "c51-2048", "rainbow", "rainbow-512", "apex-dqn"),
 }
-# EnvPool's modules in the order in which they are shown; others follow under their own names.
-SUITES = {
-    "atari": "Atari",
-    "box2d": "Box2D",
-    "classic_control": "Classic control",
-    "toy_text": "Toy text",
-    "mujoco.gym": "MuJoCo",
-    "mujoco.dmc": "DeepMind Control",
-    "mujoco.robotics": "MuJoCo robotics",
-    "mujoco.metaworld": "Meta-World",
-    "mujoco.playground": "MuJoCo Playground",
-    "mujoco.myosuite": "MyoSuite",
-    "minigrid": "MiniGrid and BabyAI",
-    "procgen": "Procgen",
-    "vizdoom": "ViZDoom",
-    "gfootball": "Football",
-    "highway": "Highway",
-    "jumanji": "Jumanji",
-    "pgx": "Pgx",
-}
+# Of EnvPool's modules; others have their own name.
+SUITES = {"box2d": "Box2D", "mujoco.gym": "MuJoCo", "mujoco.dmc": "DeepMind Control", "gfootball": "Football"}
 HELP = """coterie list presets [PATTERN]   presets for `coterie train`, by paper
 coterie list envs [PATTERN]      installed environments, by suite
 coterie list matrix              the valid combinations of algorithm, acting, exchange and launch
@@ -61,11 +43,12 @@ def envs() -> Groups:
     import gymnasium
     from envpool.registration import registry
 
-    found: Groups = {title: [] for title in SUITES.values()}
+    found: Groups = {}
     pooled = sorted(envpool.list_all_envs())
     for name in pooled:
         module = registry.specs[name][0].removeprefix("envpool.")
-        found.setdefault(SUITES.get(module, module), []).append((name, ""))
+        title = SUITES.get(module) or module.replace("mujoco.", "MuJoCo ").replace("_", " ")
+        found.setdefault(title[0].upper() + title[1:], []).append((name, ""))
     found["gymnasium, in worker processes"] = [(name, "") for name in sorted(set(gymnasium.registry) - set(pooled))]
     return found
 

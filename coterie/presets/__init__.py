@@ -53,19 +53,9 @@ __all__ = [
 ]
 
 PRESETS: dict[str, Callable[..., Config]] = {
-    "a2c": a2c,
-    "ppo": ppo,
-    "a3c": a3c,
-    "a3c-store": a3c_store,
-    "impala": impala,
-    "impala-deep": impala_deep,
-    "seed-vtrace": seed_vtrace,
-    "seed-football": seed_football,
-    "appo": appo,
-    "gala-a2c": gala_a2c,
-    "gala-ppo": gala_ppo,
-    **VALUE_PRESETS,
-}
+    f.__name__.replace("_", "-"): f
+    for f in (a2c, ppo, a3c, a3c_store, impala, impala_deep, seed_vtrace, seed_football, appo, gala_a2c, gala_ppo)
+} | VALUE_PRESETS
 
 
 def make(name: str, env: str | None = None, spec: Spec | None = None, **overrides: Any) -> Config:

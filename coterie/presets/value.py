@@ -183,13 +183,6 @@ def _range(env: str) -> tuple[float, float, float]:
 
 
 VALUE_PRESETS = {
-    "dqn": dqn,
-    "dqn-512": dqn_512,
-    "dqn-async": dqn_async,
-    "c51": c51,
-    "c51-2048": c51_2048,
-    "rainbow": rainbow,
-    "rainbow-512": rainbow_512,
-    "apex-dqn": apex_dqn,
-    "seed-r2d2": seed_r2d2,
+    f.__name__.replace("_", "-"): f
+    for f in (dqn, dqn_512, dqn_async, c51, c51_2048, rainbow, rainbow_512, apex_dqn, seed_r2d2)
 }

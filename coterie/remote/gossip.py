@@ -133,7 +133,7 @@ class GossipClient:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         try:
-            self.stream = self.connection.retry(self._check)(self._open)
+            self.stream = self.connection.retry(self._open, self._check)
         except RunEnded as over:
             self.close()
             raise CoterieError(f"gossip.connect: the run at {self.address} is over: {over}") from None

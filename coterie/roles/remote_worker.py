@@ -166,8 +166,8 @@ class RemoteSink:
         self.check, leave = FinishRollout(worker.leave, worker.finish_s), worker.leave
         self.version, self.env_steps = -1, 0
         connect = partial(self._connect, "PushRollouts", layout, self.check)
-        self._push = ReconnectingStream(connect, connection.retry(self.check))
-        self._pull = ReconnectingStream(partial(self._connect_pull, leave), connection.retry(leave))
+        self._push = ReconnectingStream(connect, connection, self.check)
+        self._pull = ReconnectingStream(partial(self._connect_pull, leave), connection, leave)
 
     def _connect(self, method: str, sends: Layout, check: Callable[[], None]) -> Stream:
         self.version = -1  # the learner may have been restarted from a checkpoint

@@ -51,16 +51,13 @@ class Episodes:
         self.window.extend(new)
         self.count += len(new)
 
-    def _mean(self, column: int) -> float:
-        return sum(episode[column] for episode in self.window) / len(self.window) if self.window else math.nan
-
     @property
     def mean_return(self) -> float:
-        return self._mean(0)
+        return sum(r for r, _ in self.window) / len(self.window) if self.window else math.nan
 
     @property
     def mean_length(self) -> float:
-        return self._mean(1)
+        return sum(n for _, n in self.window) / len(self.window) if self.window else math.nan
 
     def state_dict(self) -> dict[str, Any]:
         return {"window": [list(episode) for episode in self.window], "count": self.count}

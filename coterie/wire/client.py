@@ -179,61 +179,29 @@ def back_off() -> Iterator[float]:
         longest = min(10.0, longest * 2)
 
 
-@dataclass(frozen=True)
-class Retry:
-    """Repeats what ends in `ConnectionLost`. `check` is called before each attempt and may raise to end them; `report`
-    receives one line when the server is away and one when it is back.
-    """
-
-    endpoint: Endpoint
-    check: Callable[[], None]
-    report: Callable[[str], None]
-
-    def __call__(self, act: Callable[[], T]) -> T:
-        """What `act` returns. Raises `CoterieError` when the server has been away for longer than its patience."""
-        address, patience = self.endpoint.address, self.endpoint.patience
-        away_since: float | None = None
-        waits = back_off()
-        while True:
-            self.check()
-            try:
-                result = act()
-            except ConnectionLost as error:
-                now = time.monotonic()
-                if away_since is None:
-                    away_since = now
-                    self.report(f"no learner at {address} ({error}): retrying for {patience:.0f} s")
-                if (waited := now - away_since) > patience:
-                    raise CoterieError(f"no learner at {address} for {waited:.0f} s: {error}") from None
-                time.sleep(next(waits))
-            else:
-                if away_since is not None:
-                    self.report(f"a learner at {address} after {time.monotonic() - away_since:.1f} s")
-                return result
-
-
 class ReconnectingStream:
     """A stream that is opened at its first use and again after each loss.
 
-    `connect` opens it; what belongs to one connection (counters, differences to the last frame) is reset there.
+    `connect` opens it; what belongs to one connection (counters, differences to the last frame) is reset there. `check`
+    is called before each attempt and may raise to end them.
     """
 
-    def __init__(self, connect: Callable[[], Stream], retry: Retry) -> None:
-        self._connect, self._retry = connect, retry
+    def __init__(self, connect: Callable[[], Stream], connection: Connection, check: Callable[[], None]) -> None:
+        self._connect, self._connection, self._check = connect, connection, check
         self._stream: Stream | None = None
         self.latency = 0.0  # seconds between the last question and its answer
 
     def open(self) -> Stream:
         """The open stream."""
-        return self._retry(self._opened)
+        return self._connection.retry(self._opened, self._check)
 
     def ask(self, question: Callable[[], Mapping[str, Array]]) -> tuple[dict[str, Array], int]:
         """The answer. After a loss the question is made and sent again, on a new stream."""
-        return self._retry(lambda: self._ask(question))
+        return self._connection.retry(lambda: self._ask(question), self._check)
 
     def ask_once(self, question: Callable[[], Mapping[str, Array]]) -> tuple[dict[str, Array], int] | None:
         """The answer. None after a loss: the server may have received the question or not."""
-        self._retry.check()
+        self._check()
         try:
             return self._ask(question)
         except ConnectionLost:
@@ -274,8 +242,29 @@ class Connection:
         self.hello = {"client": "coterie", "number": -1, "run_id": random.SystemRandom().getrandbits(64), **hello}
         self._channel = open_channel(endpoint.address, endpoint.cert, endpoint.option)
 
-    def retry(self, check: Callable[[], None]) -> Retry:
-        return Retry(self.endpoint, check, self.report)
+    def retry(self, act: Callable[[], T], check: Callable[[], None]) -> T:
+        """What `act` returns, repeated while it ends in `ConnectionLost`. `check` is called before each attempt and may
+        raise to end them. Raises `CoterieError` when the server has been away for longer than its patience.
+        """
+        address, patience = self.endpoint.address, self.endpoint.patience
+        away_since: float | None = None
+        waits = back_off()
+        while True:
+            check()
+            try:
+                result = act()
+            except ConnectionLost as error:
+                now = time.monotonic()
+                if away_since is None:
+                    away_since = now
+                    self.report(f"no learner at {address} ({error}): retrying for {patience:.0f} s")
+                if (waited := now - away_since) > patience:
+                    raise CoterieError(f"no learner at {address} for {waited:.0f} s: {error}") from None
+                time.sleep(next(waits))
+            else:
+                if away_since is not None:
+                    self.report(f"a learner at {address} after {time.monotonic() - away_since:.1f} s")
+                return result
 
     def stream(
         self, method: str, sends: Layout, check: Callable[[], None], *, silence: float = 60.0, **hello: int
@@ -286,7 +275,7 @@ class Connection:
 
     def settings(self, method: str, check: Callable[[], None] = lambda: None) -> Any:
         """The `Welcome` alone, with the settings that a client needs before it makes its environments."""
-        stream = self.retry(check)(lambda: self.stream(method, Layout(()), check, envs=0))
+        stream = self.retry(lambda: self.stream(method, Layout(()), check, envs=0), check)
         stream.close()
         return stream.welcome
 

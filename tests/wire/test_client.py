@@ -66,7 +66,7 @@ def test_a_stream_reconnects_to_a_new_server_and_asks_again(serve: Serve):
             made.append(connection.stream("Infer", LAYOUT, lambda: None))
             return made[-1]
 
-        stream = ReconnectingStream(connect, connection.retry(lambda: None))
+        stream = ReconnectingStream(connect, connection, lambda: None)
         assert stream.ask(lambda: arrays(len(made)))[0]["x"][0] == 2
         first.server.close(None)
         assert stream.ask_once(lambda: arrays(len(made))) is None, "sent once, and lost"
