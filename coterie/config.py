@@ -107,11 +107,11 @@ class Schedule:
     """A factor that changes over the run."""
 
     kind: Literal["constant", "linear", "steps"] = "constant"  # linear: from 1 to `end`; steps: `factors` from `at` on
-    end: float = 0.0  # linear: the factor at the end of the run
+    end: NaturalFloat = 0.0  # linear: the factor at the end of the run
     at: tuple[int, ...] = ()  # steps: when each factor begins, in units of `by`
     by: Literal["env_steps", "episodes"] = "env_steps"  # unit of `at`; episodes: only for algo.entropy_schedule
     factors: tuple[float, ...] = ()  # steps: one factor for each entry of `at`
-    warmup: int = 0  # env steps over which the factor rises from 0 at the start
+    warmup: Natural = 0  # env steps over which the factor rises from 0 at the start
 
 
 @dataclass(frozen=True)

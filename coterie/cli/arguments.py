@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -27,9 +26,14 @@ def flag(name: str, help: str) -> Argument:
 
 _RUN = arg("run", help="run folder")
 _LEARNER = arg("--learner", default="0", help="an index (0 is evaluated during training), mean, or secondary [0]")
-_SEED = arg("--seed", type=int, default=1)
 _SETTINGS = "--SECTION.FIELD VALUE: `coterie train PRESET --help` lists all options of a run."
-_SAMPLED = flag("--sampled", "sample actions instead of taking the most likely one")
+_JSON = flag("--json", "print one JSON object")
+_POLICY = (
+    _RUN,
+    _LEARNER,
+    arg("--seed", type=int, default=1),
+    flag("--sampled", "sample actions instead of taking the most likely one"),
+)
 _CLIENT = (
     arg("--connect", required=True, metavar="HOST:PORT", help="address of the run's learner 0"),
     arg("--token-file", default="", help="the run's token"),
@@ -39,149 +43,129 @@ _CLIENT = (
 )
 
 
-@dataclass(frozen=True)
 class Command:
     """A command: what follows its name, what it does, and its own options. `settings`: it takes the config's options,
     too, after the name of a preset or without one.
     """
 
-    usage: str
-    help: str
-    options: tuple[Argument, ...] = ()
-    settings: Literal["", "preset", "alone"] = ""
+    def __init__(
+        self, usage: str, help: str, *options: Argument, settings: Literal["", "preset", "alone"] = ""
+    ) -> None:
+        self.usage, self.help, self.options, self.settings = usage, help, options, settings
 
 
 COMMANDS = {
     "train": Command(
         "PRESET [--env ID] [--SECTION.FIELD VALUE]",
         "train a preset, or another run's FILE.json",
-        (
-            arg("--seeds", metavar="A..B", help="one run for each seed"),
-            arg("--jobs", metavar="K", help="with --seeds or --grid: runs at the same time"),
-            arg("--grid", action="append", default=[], metavar="OPTION=V,V", help="one run for each value; repeatable"),
-            flag("--chaos", "inject faults: --chaos.every 10"),
-        ),
-        "preset",
+        arg("--seeds", metavar="A..B", help="one run for each seed"),
+        arg("--jobs", metavar="K", help="with --seeds or --grid: runs at the same time"),
+        arg("--grid", action="append", default=[], metavar="OPTION=V,V", help="one run for each value; repeatable"),
+        flag("--chaos", "inject faults: --chaos.every 10"),
+        settings="preset",
     ),
     "resume": Command(
         "RUN [--steps N]",
         "continue from the last checkpoint",
-        (_RUN, arg("--steps", type=float, default=0, help="a new total of env steps")),
+        _RUN,
+        arg("--steps", type=float, default=0, help="a new total of env steps"),
     ),
     "eval": Command(
         "RUN [--episodes N] [--learner INDEX|mean]",
         "mean return and its standard error",
-        (
-            _RUN,
-            arg("--episodes", type=int, default=100),
-            _SAMPLED,
-            _SEED,
-            _LEARNER,
-            flag("--json", "print one JSON object"),
-        ),
+        *_POLICY,
+        arg("--episodes", type=int, default=100),
+        _JSON,
     ),
     "watch": Command(
         "RUN [--out FILE.mp4]",
         "record an episode",
-        (_RUN, arg("--out", default="", help="FILE.mp4; default: RUN/watch.mp4"), _SAMPLED, _SEED, _LEARNER),
+        *_POLICY,
+        arg("--out", default="", help="FILE.mp4; default: RUN/watch.mp4"),
     ),
     "report": Command(
         "RUN [--video]",
         "one HTML page: curves, and where the time went",
-        (
-            _RUN,
-            arg("--out", default="", help="FILE.html; default: RUN/report.html"),
-            flag("--video", "record an episode first (coterie watch)"),
-        ),
+        _RUN,
+        arg("--out", default="", help="FILE.html; default: RUN/report.html"),
+        flag("--video", "record an episode first (coterie watch)"),
     ),
     "compare": Command(
         "RUN RUN ...",
         "one HTML page about several runs",
-        (
-            arg("runs", nargs="+", help="run folders, or folders of runs"),
-            arg("--out", default="compare.html", help="FILE.html"),
-        ),
+        arg("runs", nargs="+", help="run folders, or folders of runs"),
+        arg("--out", default="compare.html", help="FILE.html"),
     ),
     "dashboard": Command(
         "RUN [--port N]",
         "the report, live, with each process's health",
-        (_RUN, arg("--port", type=int, default=8420, help="on 127.0.0.1; 0: any free port")),
+        _RUN,
+        arg("--port", type=int, default=8420, help="on 127.0.0.1; 0: any free port"),
     ),
     "export": Command(
         "RUN [--out DIR] [--web]",
         "the policy as ONNX (--web: with a demo page)",
-        (
-            _RUN,
-            arg("--out", default="", help="a folder; default: RUN/export"),
-            _LEARNER,
-            flag("--web", "add a page on which the policy plays"),
-        ),
+        _RUN,
+        arg("--out", default="", help="a folder; default: RUN/export"),
+        _LEARNER,
+        flag("--web", "add a page on which the policy plays"),
     ),
     "bench": Command(
         "PRESET [--seconds N] [--json]",
         "measure the speed and find the bottleneck",
-        (arg("--seconds", default="60", help="seconds to measure for"), flag("--json", "print one JSON object")),
-        "preset",
+        arg("--seconds", default="60", help="seconds to measure for"),
+        _JSON,
+        settings="preset",
     ),
     "plan": Command(
         "PRESET [--target FRAMES_PER_S] [...]",
         "predict the speed of every acting x exchange",
-        (
-            arg(
-                "--services", type=Path, metavar="FILE", help="costs that --save-services wrote; default: measure them"
-            ),
-            arg("--save-services", type=Path, metavar="FILE", help="write the measured costs"),
-            arg("--seconds", type=float, default=30.0, help="seconds to measure for"),
-            arg("--machines", type=int, help="machines of learners, with allreduce or gossip; default: 1"),
-            arg("--cores", type=int, help="cores of each; default: this machine's"),
-            arg("--gpus", type=int, help="GPUs of each; default: 0. Needs services that were measured on a GPU"),
-            arg("--hosts", type=int, help="machines for actors or env hosts, of env.num_envs envs each; default: 0"),
-            arg("--host-cores", type=int, help="cores of each; default: --cores"),
-            arg("--latency", type=float, help="seconds one way between two machines; default: 0"),
-            arg("--bandwidth", type=float, help="bytes/s into and out of a machine of learners; default: no limit"),
-            arg("--core-hour", type=float, help="dollars; default: 0.0475, an assumption (docs/plan.md)"),
-            arg("--gpu-hour", type=float, help="dollars; default: 1.46, an assumption"),
-            arg("--target", type=float, help="frames/s: find the cheapest layout that reaches it on this hardware"),
-            flag("--json", "print one JSON object"),
-        ),
-        "preset",
+        arg("--services", type=Path, metavar="FILE", help="costs that --save-services wrote; default: measure them"),
+        arg("--save-services", type=Path, metavar="FILE", help="write the measured costs"),
+        arg("--seconds", type=float, default=30.0, help="seconds to measure for"),
+        arg("--machines", type=int, help="machines of learners, with allreduce or gossip; default: 1"),
+        arg("--cores", type=int, help="cores of each; default: this machine's"),
+        arg("--gpus", type=int, help="GPUs of each; default: 0. Needs services that were measured on a GPU"),
+        arg("--hosts", type=int, help="machines for actors or env hosts, of env.num_envs envs each; default: 0"),
+        arg("--host-cores", type=int, help="cores of each; default: --cores"),
+        arg("--latency", type=float, help="seconds one way between two machines; default: 0"),
+        arg("--bandwidth", type=float, help="bytes/s into and out of a machine of learners; default: no limit"),
+        arg("--core-hour", type=float, help="dollars; default: 0.0475, an assumption (docs/plan.md)"),
+        arg("--gpu-hour", type=float, help="dollars; default: 1.46, an assumption"),
+        arg("--target", type=float, help="frames/s: find the cheapest layout that reaches it on this hardware"),
+        _JSON,
+        settings="preset",
     ),
     "reproduce": Command(
         "[FIGURE] [--budget smoke|small|full|N]",
         "a figure of the papers; no FIGURE: list them",
-        (
-            arg("figures", nargs="*", help="names, or all; without one they are listed"),
-            arg("--budget", default="small", help="smoke, small, full, or env steps of each run"),
-            arg("--env", default="", help="instead of the figure's envs: one, or several with commas"),
-            arg("--seeds", type=int, default=0, help="number of seeds; default: as the budget says"),
-            arg("--jobs", help="runs at the same time; default: 1"),
-            arg("--out", default="runs/reproduce", help="folder"),
-            flag("--dry-run", "print the commands, and how long they would take"),
-        ),
+        arg("figures", nargs="*", help="names, or all; without one they are listed"),
+        arg("--budget", default="small", help="smoke, small, full, or env steps of each run"),
+        arg("--env", default="", help="instead of the figure's envs: one, or several with commas"),
+        arg("--seeds", type=int, default=0, help="number of seeds; default: as the budget says"),
+        arg("--jobs", help="runs at the same time; default: 1"),
+        arg("--out", default="runs/reproduce", help="folder"),
+        flag("--dry-run", "print the commands, and how long they would take"),
     ),
-    "envs": Command("--connect HOST:PORT --env ID", "step envs for a run on another machine", _CLIENT, "alone"),
-    "actor": Command("--connect HOST:PORT --env ID", "act for a run on another machine", _CLIENT, "alone"),
+    "envs": Command(
+        "--connect HOST:PORT --env ID", "step envs for a run on another machine", *_CLIENT, settings="alone"
+    ),
+    "actor": Command("--connect HOST:PORT --env ID", "act for a run on another machine", *_CLIENT, settings="alone"),
     "keys": Command(
         "DIR [--host NAME]",
         "make a token and TLS files for such runs",
-        (
-            arg("folder"),
-            arg("--host", action="append", default=[], help="name or address of the run's machine; repeatable"),
-        ),
+        arg("folder"),
+        arg("--host", action="append", default=[], help="name or address of the run's machine; repeatable"),
     ),
     "list": Command(
         "[envs|presets|matrix] [PATTERN]",
         "what is available",
-        (
-            arg("what", nargs="?", choices=("envs", "presets", "matrix")),
-            arg("pattern", nargs="?", default="", help="only lines with this text"),
-        ),
+        arg("what", nargs="?", choices=("envs", "presets", "matrix")),
+        arg("pattern", nargs="?", default="", help="only lines with this text"),
     ),
     "doctor": Command("", "check this machine and this installation"),
     "completion": Command(
-        "bash|zsh|fish",
-        'completion: eval "$(coterie completion bash)"',
-        (arg("shell", choices=("bash", "zsh", "fish")),),
+        "bash|zsh|fish", 'completion: eval "$(coterie completion bash)"', arg("shell", choices=("bash", "zsh", "fish"))
     ),
 }
 HELP = """coterie: distributed deep reinforcement learning

@@ -71,6 +71,10 @@ def _nearest(name: str) -> str:
     return f"; the nearest are {', '.join(found)}" if found else "; `coterie train PRESET --help` lists them"
 
 
+def _is_section(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def _name(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
@@ -171,29 +175,32 @@ def load_config(path: Path) -> Config:
         raise CoterieError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
+def _field(given: str, value: Any, dashes: str = "") -> str:
+    """The dotted field, or section, that a name stands for, where it gets `value`. `env` with a text means `env.id`;
+    `exchange`, `acting` or `algorithm` with `package.module:callable` means `plugins.exchange`, and so on.
+    """
+    name = "env.id" if given == "env" and isinstance(value, str) else given.replace("-", "_")
+    name = f"plugins.{name}" if name in PARTS and isinstance(value, str) and ":" in value else name
+    if name in OLD:
+        raise ConfigError(f"{dashes}{_name(given)}: {OLD[name][1]}")
+    if name not in _TYPES and not (_is_section(value) and any(f.startswith(f"{name}.") for f in _TYPES)):
+        raise ConfigError(f"{dashes}{_name(given)}: no such {'option' if dashes else 'field'}{_nearest(name)}")
+    return name
+
+
 def replace(config: Config, overrides: dict[str, Any]) -> Config:
     """`config` with fields replaced, types checked: `{"env.id": "Pong-v5", "optim": Optim(), "learners": 2}`.
 
-    `env` with a text means `env.id`; `exchange`, `acting` or `algorithm` with `package.module:callable` means
-    `plugins.exchange`, and so on. `validate` finds values that contradict each other. Raises `ConfigError`.
+    `env` and user-defined parts may have their short names (`_field`). `validate` finds values that contradict each
+    other. Raises `ConfigError`.
     """
     data = to_dict(config)
     for given, value in overrides.items():
-        name = "env.id" if given == "env" and isinstance(value, str) else given.replace("-", "_")
-        name = f"plugins.{name}" if name in PARTS and isinstance(value, str) and ":" in value else name
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = dataclasses.asdict(value)  # a whole section
-        elif name in OLD:
-            raise ConfigError(f"{_name(given)}: {OLD[name][1]}")
-        elif name not in _TYPES:
-            raise ConfigError(f"{_name(given)}: no such field{_nearest(name)}")
-        *sections, last = name.split(".")
+        *sections, last = _field(given, value).split(".")
         at = data
         for section in sections:
-            if not isinstance(at.get(section), dict):
-                raise ConfigError(f"{_name(given)}: no such field{_nearest(name)}")
             at = at[section]
-        at[last] = value
+        at[last] = dataclasses.asdict(value) if _is_section(value) else value
     return from_dict(data)
 
 
@@ -206,11 +213,15 @@ def parse_cli(default: Config, args: list[str]) -> Config:
     changes = {}
     for name, texts in _options(args).items():
         kind = _TYPES[name]
+        listed = get_origin(kind) is tuple
+        if not listed and len(texts) != 1:
+            wrong = f"takes one value, not {_shown(' '.join(texts))}" if texts else "needs a value"
+            raise ConfigError(f"--{name}: {wrong}; it takes {_expected(kind)}")
+        if name == "env.num_envs" and texts == ["auto"]:
+            texts = ["0"]
         try:
-            if get_origin(kind) is tuple:
-                changes[name] = tuple(_read(get_args(kind)[0], text) for text in texts)
-            else:
-                changes[name] = _read(kind, texts[0])
+            values = tuple(_read(get_args(kind)[0] if listed else kind, text) for text in texts)
+            changes[name] = values if listed else values[0]
         except ConfigError:
             raise ConfigError(f"--{name}: {_shown(' '.join(texts))} is not {_expected(kind)}") from None
     return replace(default, changes)
@@ -228,31 +239,18 @@ def _read(kind: Any, text: str) -> Any:
 
 
 def _options(args: list[str]) -> dict[str, list[str]]:
-    """The values of each option by dotted field, names and numbers of values checked; the last of its kind counts."""
+    """The values of each option by dotted field, names checked; the last of its kind counts."""
     options: dict[str, list[str]] = {}
     values: list[str] | None = None
     for arg, after in zip(args, [*args[1:], ""], strict=False):
         if arg.startswith("--"):
             given, equals, value = arg[2:].partition("=")
-            name = "env.id" if given == "env" else given.replace("-", "_")
-            name = f"plugins.{name}" if name in PARTS and ":" in (value if equals else after) else name
-            if name in OLD:
-                raise ConfigError(f"--{_name(given)}: {OLD[name][1]}")
-            if name not in _TYPES:
-                raise ConfigError(f"--{_name(given)}: no such option{_nearest(name)}")
+            name = _field(given, value if equals else after, "--")
             values = options[name] = [value] if equals else []
         elif values is None or (re.match(r"-[A-Za-z]", arg) and arg not in ("-inf", "-nan")):
             raise ConfigError(f"{_shown(arg)}: is not an option; options are --SECTION.FIELD VALUE")
         else:
             values.append(arg)
-    for name, values in options.items():
-        kind = _TYPES[name]
-        listed = get_origin(kind) is tuple
-        if not listed and len(values) != 1:
-            wrong = f"takes one value, not {_shown(' '.join(values))}" if values else "needs a value"
-            raise ConfigError(f"--{name}: {wrong}; it takes {_expected(kind)}")
-        if name == "env.num_envs" and values == ["auto"]:
-            values[:] = ["0"]
     return options
 
 
@@ -299,6 +297,3 @@ def _check_schedule(name: str, schedule: Schedule) -> None:
         raise ConfigError(f"{name}.by: only algo.entropy_schedule can go by episodes")
     if (schedule.kind == "steps") != bool(at):
         raise ConfigError(f"{name}.at: {_shown(at)} but {name}.kind is {schedule.kind}; `steps` and only it needs them")
-    for part in ("end", "warmup"):
-        if getattr(schedule, part) < 0:
-            raise ConfigError(f"{name}.{part}: {getattr(schedule, part)} must not be negative")
