@@ -61,24 +61,21 @@ class Placement:
             old.close()
         self.acting[rank] = acting_kind(self.config).memory(self._memory_setup)
 
-    def leave(self, rank: int) -> None:
-        """A learner is gone: the others do not wait for it."""
-        if self.memory is not None:
-            exchange_kind(self.config).leave(self.memory, rank)
-
     def rows(self, rank: int) -> list[int]:
         """The board's rows of a learner's actors: actor i is learner i mod L's."""
         return [self.learners + i for i in range(rank, self.actors, self.learners)]
 
-    def abandon(self, row: int) -> None:
-        """An actor is dead: others may take over its work."""
-        if (memory := self.acting[(row - self.learners) % self.learners]) is not None:
-            memory.abandon((row - self.learners) // self.learners)
-
-    def delivered(self, row: int) -> int:
-        """Rows that an actor's learner has received, as far as the memory shows."""
-        memory = self.acting[(row - self.learners) % self.learners]
-        return 0 if memory is None else memory.delivered((row - self.learners) // self.learners)
+    def actor_ended(self, row: int) -> int:
+        """An actor is dead. Others may take over its work, but for lockstep. Returns the rows that its learner has
+        received, as far as the memory shows.
+        """
+        number, rank = divmod(row - self.learners, self.learners)
+        if (memory := self.acting[rank]) is None:
+            return 0
+        delivered = memory.delivered(number)
+        if not acting_kind(self.config).lockstep(self.config):
+            memory.abandon(number)
+        return delivered
 
     def actor(self, row: int) -> tuple[ProcessContext, int, tuple[int, ...]]:
         """An actor's links, its number among its learner's, and its core."""

@@ -186,7 +186,8 @@ class Supervisor:
             if (child := self.children.pop(row, None)) is not None:
                 child.kill()
         run.ledger.lose(rank, rows)
-        self.group.leave(rank)
+        if self.group.memory is not None:
+            exchange_kind(self.config).leave(self.group.memory, rank)
         run.give_up_order()
         if run.board.stopping or run.idle:  # the others finish without it
             run.members.discard(rank)
@@ -272,11 +273,9 @@ class Supervisor:
     def _actor_ended(self, row: int, manner: str) -> None:
         """Restart a dead actor after a back-off that grows with each death soon after the last one."""
         run, reason = self.run, f"{self._name(row)} {manner}"
-        run.ledger.lose_actor(row, self.group.delivered(row))
+        run.ledger.lose_actor(row, self.group.actor_ended(row))
         if run.over or run.board.closed:
             return
-        if not self.kind.lockstep(self.config):  # other actors fill its slots
-            self.group.abandon(row)
         self.actor_restarts.spend(reason)
         run.writer.log(f"{reason}; it is restarted")
         now = time.monotonic()
