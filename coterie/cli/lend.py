@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from dataclasses import replace
 from functools import partial
 
 from coterie.acting.base import Stopped
 from coterie.build.resources import resolve_config
-from coterie.cli.options import names_env
 from coterie.config import Config, ResolvedConfig
 from coterie.parallel.processes import on_signals
 from coterie.roles.remote_worker import Worker, lend_actor, lend_envs
-from coterie.runs.config_io import parse_cli, validate
+from coterie.runs.config_io import read_options, replace, validate
 from coterie.types import ConfigError
 from coterie.wire.auth import read_token, split
 from coterie.wire.client import Endpoint, RunEnded
@@ -21,14 +19,15 @@ from coterie.wire.client import Endpoint, RunEnded
 
 def _options(options: Namespace, rest: list[str]) -> tuple[ResolvedConfig, Endpoint]:
     """The local envs, and the run to work for."""
-    if not names_env(rest):
+    changes = read_options(rest)
+    if "env.id" not in changes:
         raise ConfigError("--env: name the run's environment")
     if not options.connect.startswith("unix:"):
         split(options.connect)
     if not options.patience > 0:
         raise ConfigError(f"--patience: {options.patience:g} must be above 0")
     seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
-    config = resolve_config(validate(parse_cli(replace(Config(), seed=seed, device="cpu"), rest)))
+    config = resolve_config(validate(replace(Config(), {"seed": seed, "device": "cpu", **changes})))
     token = read_token(options.token_file) if options.token_file else ""
     return config, Endpoint(options.connect, token, options.cert, options.patience)
 

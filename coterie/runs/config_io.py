@@ -71,10 +71,6 @@ def _nearest(name: str) -> str:
     return f"; the nearest are {', '.join(found)}" if found else "; `coterie train PRESET --help` lists them"
 
 
-def _is_section(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
 def _name(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
@@ -183,7 +179,7 @@ def _field(given: str, value: Any, dashes: str = "") -> str:
     name = f"plugins.{name}" if name in PARTS and isinstance(value, str) and ":" in value else name
     if name in OLD:
         raise ConfigError(f"{dashes}{_name(given)}: {OLD[name][1]}")
-    if name not in _TYPES and not (_is_section(value) and any(f.startswith(f"{name}.") for f in _TYPES)):
+    if name not in _TYPES and not (dataclasses.is_dataclass(value) and any(f.startswith(f"{name}.") for f in _TYPES)):
         raise ConfigError(f"{dashes}{_name(given)}: no such {'option' if dashes else 'field'}{_nearest(name)}")
     return name
 
@@ -200,41 +196,43 @@ def replace(config: Config, overrides: dict[str, Any]) -> Config:
         at = data
         for section in sections:
             at = at[section]
-        at[last] = dataclasses.asdict(value) if _is_section(value) else value
+        at[last] = dataclasses.asdict(cast(Any, value)) if dataclasses.is_dataclass(value) else value
     return from_dict(data)
 
 
 def parse_cli(default: Config, args: list[str]) -> Config:
-    """Apply command-line options to `default`: `--a.b-c V`, `--a.b_c V`, `--a.b=V`, lists as `--a.b V V V`.
+    """`default` with command-line options. Raises `ConfigError`."""
+    return replace(default, read_options(args))
 
-    Booleans take True or False; `--env ID` is `--env.id ID`, `--exchange package.module:callable` (and so on) is
-    `--plugins.exchange`; integers may be written 1e6. Raises `ConfigError`.
+
+def read_options(args: list[str]) -> dict[str, Any]:
+    """Command-line options by dotted field: `--a.b-c V`, `--a.b_c V`, `--a.b=V`, lists as `--a.b V V V`.
+
+    Booleans take True or False; integers may be written 1e6; for short names see `_field`. Raises `ConfigError`.
     """
-    changes = {}
+    changes: dict[str, Any] = {}
     for name, texts in _options(args).items():
         kind = _TYPES[name]
         listed = get_origin(kind) is tuple
         if not listed and len(texts) != 1:
             wrong = f"takes one value, not {_shown(' '.join(texts))}" if texts else "needs a value"
             raise ConfigError(f"--{name}: {wrong}; it takes {_expected(kind)}")
-        if name == "env.num_envs" and texts == ["auto"]:
-            texts = ["0"]
         try:
-            values = tuple(_read(get_args(kind)[0] if listed else kind, text) for text in texts)
+            values = tuple(_read(name, get_args(kind)[0] if listed else kind, text) for text in texts)
             changes[name] = values if listed else values[0]
         except ConfigError:
             raise ConfigError(f"--{name}: {_shown(' '.join(texts))} is not {_expected(kind)}") from None
-    return replace(default, changes)
+    return changes
 
 
-def _read(kind: Any, text: str) -> Any:
-    """A text as a field's kind, or a ConfigError."""
-    for one in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
-        value: Any = {"True": True, "False": False}.get(text, text) if one is bool else text
-        with contextlib.suppress(ConfigError, ValueError):
-            if one in (int, float):
-                value = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-            return _coerce("", one, value)
+def _read(name: str, kind: Any, text: str) -> Any:
+    """A text as a field's kind. Raises `ConfigError`."""
+    number: Any = None
+    with contextlib.suppress(ValueError):
+        number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+    for value in (text, {"True": True, "False": False}.get(text), number):
+        with contextlib.suppress(ConfigError):
+            return _coerce(name, kind, value)
     raise ConfigError(_shown(text))
 
 
