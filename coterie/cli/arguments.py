@@ -113,7 +113,7 @@ COMMANDS = {
     "bench": Command(
         "PRESET [--seconds N] [--json]",
         "measure the speed and find the bottleneck",
-        arg("--seconds", default="60", help="seconds to measure for"),
+        arg("--seconds", type=float, default=60.0, help="seconds to measure for"),
         _JSON,
         settings="preset",
     ),

@@ -6,10 +6,12 @@ import contextlib
 import difflib
 import json
 import os
+import random
 import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from coterie.cli.arguments import COMMANDS, overview, tree
@@ -111,13 +113,9 @@ def bench(options: Namespace, rest: list[str]) -> int:
     from coterie.tools.bench import bench as run
     from coterie.tools.bench import show
 
-    try:
-        duration = float(options.seconds)
-    except ValueError:
-        duration = 0.0
-    if not 0.1 <= duration <= 86400:
-        raise ConfigError(f"--seconds: {options.seconds!r} is not a number of seconds from 0.1 to 86400")
-    result = run(config, duration)
+    if not 0.1 <= options.seconds <= 86400:
+        raise ConfigError(f"--seconds: {options.seconds:g} is not a number of seconds from 0.1 to 86400")
+    result = run(config, options.seconds)
     print(json.dumps(result) if options.json else show(result))
     return 0
 
@@ -136,10 +134,41 @@ def reproduce(options: Namespace, rest: list[str]) -> int:
 
 
 def work(options: Namespace, rest: list[str]) -> int:
-    """`envs` and `actor`. `rest`: the options of the envs."""
-    from coterie.cli.lend import lend
+    """`envs` and `actor`: work for a run until it ends, or until SIGINT or SIGTERM. `rest`: the options of the envs."""
+    from coterie.acting.base import Stopped
+    from coterie.build.resources import resolve_config
+    from coterie.config import Config
+    from coterie.parallel.processes import on_signals
+    from coterie.roles.remote_worker import Worker, lend_actor, lend_envs
+    from coterie.runs.config_io import read_options, replace, validate
+    from coterie.wire.auth import read_token, split
+    from coterie.wire.client import Endpoint, RunEnded
 
-    return lend(options, rest)
+    changes, signals = read_options(rest), list[int]()
+    if "env.id" not in changes:
+        raise ConfigError("--env: name the run's environment")
+    if not options.connect.startswith("unix:"):
+        split(options.connect)
+    if not options.patience > 0:
+        raise ConfigError(f"--patience: {options.patience:g} must be above 0")
+    seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
+    config = resolve_config(validate(replace(Config(), {"seed": seed, "device": "cpu", **changes})))
+    token = read_token(options.token_file) if options.token_file else ""
+    endpoint = Endpoint(options.connect, token, options.cert, options.patience)
+
+    def leave() -> None:
+        if signals:
+            raise Stopped
+
+    report = partial(print, flush=True)
+    try:
+        with on_signals(signals.append):
+            (lend_envs if options.command == "envs" else lend_actor)(config, endpoint, Worker(report, leave))
+    except Stopped:
+        report("left before the work began")
+    except RunEnded as reason:
+        report(str(reason))
+    return 0
 
 
 def keys(options: Namespace, rest: list[str]) -> int:
