@@ -16,8 +16,7 @@ from typing import Any
 
 from coterie import __version__
 from coterie.config import Config
-from coterie.launch.ray.board import Board, budgets
-from coterie.launch.ray.cluster import Cluster
+from coterie.launch.ray.cluster import Board, Cluster, budgets
 from coterie.launch.ray.node import Node, Outcome, env_steps
 from coterie.launch.ray.placement import Allocation, Part, Site, Worker, allocate, targets
 from coterie.launch.ray.storage import OF_THE_RUN, Mirror, site_url

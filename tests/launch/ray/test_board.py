@@ -7,7 +7,7 @@ import json
 import pytest
 
 from coterie import presets
-from coterie.launch.ray.board import Board
+from coterie.launch.ray.cluster import Board
 from coterie.launch.ray.placement import Machine, Site, Worker, allocate
 from coterie.launch.ray.supervisor import sum_up
 from coterie.types import CoterieError

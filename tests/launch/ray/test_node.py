@@ -15,7 +15,7 @@ import pytest
 
 from coterie import __version__
 from coterie.launch.ray import watchdog
-from coterie.launch.ray.board import Board
+from coterie.launch.ray.cluster import Board
 from coterie.launch.ray.node import Node, Outcome
 from coterie.launch.ray.placement import Allocation, Machine, Site, allocate
 from coterie.runs import checkpoint
