@@ -12,6 +12,7 @@ from typing import Any
 
 from coterie.config import Config
 from coterie.presets.actor_critic import a2c, a3c, a3c_store, appo, gala_a2c, gala_ppo, ppo
+from coterie.presets.common import known_spec
 from coterie.presets.value import (
     VALUE_PRESETS,
     apex_dqn,
@@ -25,7 +26,7 @@ from coterie.presets.value import (
     seed_r2d2,
 )
 from coterie.presets.vtrace import impala, impala_deep, seed_football, seed_vtrace
-from coterie.types import ConfigError
+from coterie.types import ConfigError, Spec
 
 __all__ = [
     "a2c",
@@ -57,10 +58,14 @@ PRESETS: dict[str, Callable[..., Config]] = {
 } | VALUE_PRESETS
 
 
-def make(name: str, env: str | None = None, **overrides: Any) -> Config:
-    """The preset called `name` for `env`."""
+def make(name: str, env: str | None = None, spec: Spec | None = None, **overrides: Any) -> Config:
+    """The preset called `name` for `env`. `spec`: the env's, if known; otherwise the env is made to find its spaces."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"preset: {name!r} is unknown; {hint}presets are {', '.join(PRESETS)}")
-    return PRESETS[name](**({"env": env} if env else {}), **overrides)
+    before = known_spec.set(spec)
+    try:
+        return PRESETS[name](**({"env": env} if env else {}), **overrides)
+    finally:
+        known_spec.reset(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,12 @@ from coterie.config import Atari, Config, Env, Model, Schedule
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
 from coterie.runs.config_io import replace as override
+from coterie.types import Spec
 
 Changes = dict[str, Any]  # by dotted name; a whole section replaces all of its fields
 
 LINEAR = Schedule("linear")
+known_spec: ContextVar[Spec | None] = ContextVar("known_spec", default=None)  # in place of making the env
 _SMALLEST_IMAGE = 36  # pixels, what the presets' torsos need
 
 
@@ -34,7 +37,7 @@ def make(
     `overrides`. The options of the environment itself are applied first, since they decide its kind.
     """
     config = override(Config(preset=preset, env=Env(id=env), atari=Atari(episodic_life=True)), of_env(overrides))
-    spec = make_spec(config.env, config.atari)
+    spec = known_spec.get() or make_spec(config.env, config.atari)
     config = replace(config, model=Model(normalize_obs=any(s.is_numeric for s in spec.obs.values())))
     # An image that is too small for the convolutions is a vector of bytes.
     if any(s.is_image and sorted(s.shape)[1] >= _SMALLEST_IMAGE for s in spec.obs.values()):
