@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -243,11 +244,12 @@ def _add_settings(parser: Parser, settings: Config, with_preset: bool) -> None:
     if with_preset:
         parser.add_argument("preset", metavar="PRESET", choices=list(PRESETS), help="see `coterie list presets`")
     named = {"acting": tuple(ACTING), "exchange": ("auto", *EXCHANGES)}
-    comments, groups = _comments(), {"": parser.add_argument_group("the run")}
+    groups = {"": parser.add_argument_group("the run")}
     for name, annotated in fields():
         kind, section = plain(annotated), name.rpartition(".")[0]
+        owner = get(settings, section) if section else settings
         if section not in groups:
-            groups[section] = parser.add_argument_group(section, _section(section).__doc__)
+            groups[section] = parser.add_argument_group(section, owner.__doc__)
         names = ["--env", "--env.id"] if name == "env.id" else [f"--{name.replace('_', '-')}"]
         if names[0] in parser._option_string_actions:  # the command has an option of that name
             continue
@@ -255,7 +257,7 @@ def _add_settings(parser: Parser, settings: Config, with_preset: bool) -> None:
         values = ("True", "False") if kind is bool else values
         default = get(settings, name)
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        comment = comments.get(name, "")
+        comment = _comments(type(owner)).get(name.rpartition(".")[2], "")
         text = f"{comment} [{shown}]" if shown else comment
         groups[section].add_argument(
             *names, choices=values, metavar=_metavar(kind, values), help=text.replace("%", "%%")
@@ -270,23 +272,7 @@ def _metavar(kind: Any, values: tuple[str, ...] | None) -> str:
     return {int: "N", float: "X", str: "TEXT"}.get(kind, "N|auto")
 
 
-def _section(name: str) -> type:
-    found: Any = Config()
-    for part in name.split("."):
-        found = getattr(found, part)
-    return type(found)
-
-
-def _comments() -> dict[str, str]:
-    """The comment beside each field in config.py, by dotted name."""
-    from coterie.runs.config_io import fields
-
-    classes: dict[type, dict[str, str]] = {}
-    found = {}
-    for name, _ in fields():
-        section, _, last = name.rpartition(".")
-        owner = _section(section) if section else Config
-        if owner not in classes:
-            classes[owner] = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(owner), re.M))
-        found[name] = classes[owner].get(last, "")
-    return found
+@functools.cache
+def _comments(section: type) -> dict[str, str]:
+    """The comment beside each field of a section in config.py."""
+    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(section), re.M))

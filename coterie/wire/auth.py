@@ -45,7 +45,11 @@ def offset(address: str, by: int) -> str:
             raise ConfigError("address: 'unix:' needs a path")
         return f"{address}.{by}" if by else address
     host, port = split(address)
-    return f"[{host}]:{port + by}" if ":" in host else f"{host}:{port + by}"
+    return join(host, port + by)
+
+
+def join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def read_token(path: str) -> str:
@@ -54,7 +58,7 @@ def read_token(path: str) -> str:
         token = Path(path).read_text().strip()
         open_to_others = os.stat(path).st_mode & 0o077
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token file: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"token file: cannot read {path}: {reason_of(error)}") from None
     if len(token) < 16 or not token.isascii() or not token.isprintable():
         raise ConfigError(f"token file: {path} must hold a token of at least 16 printable ASCII characters")
     if open_to_others:

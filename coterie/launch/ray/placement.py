@@ -13,6 +13,7 @@ from coterie.envs.tasks import tasks
 from coterie.exchange.table import exchange_kind, resolve_exchange
 from coterie.ops.optim import scaled_lr
 from coterie.types import ConfigError
+from coterie.wire.auth import join
 
 _ADDRESSES = (
     ("wire", "bind"),
@@ -198,12 +199,12 @@ def site_config(
     if keys:
         wire = replace(wire, token_file="{here}/token", cert="{here}/cert.pem", key="{here}/key.pem")
     if acts_elsewhere(config):
-        wire = replace(wire, bind=_join(*address))
+        wire = replace(wire, bind=join(*address))
         config = _with_actors_beside(config, learners, allocation.width)
     elif config.actors != "auto":
         config = replace(config, actors=config.actors * learners // all_learners)
     if len(allocation.sites) > 1:
-        at = _join(hub[0], hub[1] + allocation.sites[0].learners)
+        at = join(hub[0], hub[1] + allocation.sites[0].learners)
         bind, connect = ("", at) if k else (at, "")
         if exchange_kind(config).links_runs:
             gossip = replace(config.gossip, bind=bind, connect=connect)
@@ -240,7 +241,7 @@ def _with_actors_beside(config: Config, learners: int, width: int) -> Config:
 def worker_args(allocation: Allocation, worker: Worker, address: tuple[str, int], keys: bool) -> list[str]:
     """The command line of a worker, for the site at `address`."""
     config = allocation.config
-    args = [worker.kind, "--connect", _join(*address), "--env", config.env.id]
+    args = [worker.kind, "--connect", join(*address), "--env", config.env.id]
     args += ["--env.num-envs", str(allocation.width), "--env.threads", "1"]
     for field in fields(Env):
         value = getattr(config.env, field.name)
@@ -253,7 +254,3 @@ def worker_args(allocation: Allocation, worker: Worker, address: tuple[str, int]
     if keys:
         args += ["--token-file", "{here}/token", "--cert", "{here}/cert.pem"]
     return args
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
