@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from coterie.acting.actor import RolloutLoop
-from coterie.acting.base import Agent, Stopped
+from coterie.acting.base import Agent, Stopped, core_shape
 from coterie.acting.env_host import EnvLoop, GroupStream, host_envs
 from coterie.acting.recorder import Recorder, local_fields
 from coterie.build.factory import cpu_share, make_agent
@@ -226,26 +225,26 @@ class RemoteSink:
 def lend_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
     """Act in `base.env` for a run of decoupled acting until it has ended."""
     session = _join(base, endpoint, "PushRollouts", worker)
-    run, mine, core = _actor_config(base, session)
+    run, mine = _actor_config(base, session)
     spec, unroll, width = make_spec(mine.env, mine.atari), session.run.algo.unroll_length, mine.env.num_envs
-    fields = local_fields(spec, unroll, width, torch.device("cpu"), core)
+    agent = make_agent(run, spec)
+    fields = local_fields(spec, unroll, width, torch.device("cpu"), core_shape(agent.model))
     with closing(RemoteSink(session, worker, rollout_tensors(fields))) as sink:
         share = cpu_share(run, mine, spec, 0, sink.first_env_id())
-        with closing(RolloutLoop(share, make_agent(run, spec), sink.count, partial(sink.attach, fields))) as loop:
+        with closing(RolloutLoop(share, agent, sink.count, partial(sink.attach, fields))) as loop:
             worker.report(f"an actor with {width} envs of {mine.env.id} for {session.connection.endpoint.address}")
             progress = Progress(worker, lambda: sink.env_steps)
             with progress.until_the_end():
                 loop.run(lambda: progress.update(loop.report.take()))
 
 
-def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfig, ResolvedConfig, tuple[int, ...]]:
-    """The run's config, the same with this actor's envs, and the shape of a recurrent state."""
+def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfig, ResolvedConfig]:
+    """The run's config, and the same with this actor's envs."""
     try:
         run = resolve_config(from_dict(session.settings["config"]))
-        core = tuple(operator.index(n) for n in session.settings["core"])
     except ConfigError as error:
         raise CoterieError(f"the run's config: {error}") from None
-    except (LookupError, TypeError):
+    except LookupError:
         raise CoterieError("the server sent no config: is it the same version of coterie?") from None
     if ":" in run.model.torso and run.model.torso != base.model.torso:
         raise CoterieError(f"the run's torso is {run.model.torso}: if you trust it, name it with --model.torso")
@@ -255,4 +254,4 @@ def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfi
     env = replace(base.env, num_envs=session.run.env.num_envs, groups=run.env.groups)
     mine = _local_env(replace(run, env=env), session.run)
     # An env explores by its id among all envs of the run: the algorithm needs the run's number of envs.
-    return replace(run, env=replace(mine.env, num_envs=run.env.num_envs)), mine, core
+    return replace(run, env=replace(mine.env, num_envs=run.env.num_envs)), mine

@@ -61,7 +61,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 }
 BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no config": ({"config": 3}, "the run's config: config: 3 is not an object"),
-    "a size that is none": ({"core": ["x"]}, "sent no config"),
     "code for an algorithm": ({"plugins": {"algorithm": "m:M"}}, "the run's algorithm is m:M: if you trust it"),
     "code for a torso": ({"model": {"torso": "m:M"}}, "the run's torso is m:M: if you trust it, name it"),
 }
