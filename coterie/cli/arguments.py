@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import re
 from pathlib import Path
@@ -245,11 +244,15 @@ def _add_settings(parser: Parser, settings: Config, with_preset: bool) -> None:
         parser.add_argument("preset", metavar="PRESET", choices=list(PRESETS), help="see `coterie list presets`")
     named = {"acting": tuple(ACTING), "exchange": ("auto", *EXCHANGES)}
     groups = {"": parser.add_argument_group("the run")}
+    comments = dict[str, dict[str, str]]()  # the one beside each field in config.py, by section
     for name, annotated in fields():
         kind, section = plain(annotated), name.rpartition(".")[0]
         owner = get(settings, section) if section else settings
         if section not in groups:
             groups[section] = parser.add_argument_group(section, owner.__doc__)
+        if section not in comments:
+            source = inspect.getsource(type(owner))
+            comments[section] = dict(re.findall(r"^    (\w+): .*?  # (.+)$", source, re.M))
         names = ["--env", "--env.id"] if name == "env.id" else [f"--{name.replace('_', '-')}"]
         if names[0] in parser._option_string_actions:  # the command has an option of that name
             continue
@@ -257,7 +260,7 @@ def _add_settings(parser: Parser, settings: Config, with_preset: bool) -> None:
         values = ("True", "False") if kind is bool else values
         default = get(settings, name)
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        comment = _comments(type(owner)).get(name.rpartition(".")[2], "")
+        comment = comments[section].get(name.rpartition(".")[2], "")
         text = f"{comment} [{shown}]" if shown else comment
         groups[section].add_argument(
             *names, choices=values, metavar=_metavar(kind, values), help=text.replace("%", "%%")
@@ -270,9 +273,3 @@ def _metavar(kind: Any, values: tuple[str, ...] | None) -> str:
     if get_origin(kind) is tuple:
         return "N ..."
     return {int: "N", float: "X", str: "TEXT"}.get(kind, "N|auto")
-
-
-@functools.cache
-def _comments(section: type) -> dict[str, str]:
-    """The comment beside each field of a section in config.py."""
-    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(section), re.M))

@@ -100,10 +100,12 @@ class Coordinator:
             finally:
                 close()
         summary = self.summary(status, reason)
-        last = f"{status} {reason}".strip()
-        for write in (lambda: self.writer.summary(summary), lambda: self.writer.log(last), self.writer.close):
-            with suppress(CoterieError):  # a write that fails must not hide the reason
-                write()
+        with suppress(CoterieError):  # a write that fails must not hide the reason
+            self.writer.summary(summary)
+        with suppress(CoterieError):
+            self.writer.log(f"{status} {reason}".strip())
+        with suppress(CoterieError):
+            self.writer.close()
         if isinstance(failure, KeyboardInterrupt):
             raise failure
         if failure is not None:
