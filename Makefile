@@ -20,12 +20,12 @@ test: $(VENV)/installed lint
 test-all: $(VENV)/installed lint
 	$(BIN)/python -m pytest $(ARGS)
 
-# Faults on three machines (root, half an hour), then an hour of chaos on Pong: docs/faults.md.
+# Faults on three machines (root, half an hour), then an hour of chaos on Pong: docs/explanation/faults.md.
 chaos: $(VENV)/installed
 	COTERIE_FAULTS=runs/faults.json $(BIN)/python -m pytest tests/launch/test_fault_table.py $(ARGS)
 	COTERIE_CHAOS_S=3600 COTERIE_CHAOS=runs/chaos.json $(BIN)/python -m pytest tests/launch/test_long_chaos.py $(ARGS)
 
-# Every figure of the papers at its smallest budget (half an hour): docs/reproduce.md.
+# Every figure of the papers at its smallest budget (half an hour): docs/guides/reproduce.md.
 reproduce-smoke: $(VENV)/installed
 	$(BIN)/coterie reproduce all --budget smoke $(ARGS)
 

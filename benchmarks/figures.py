@@ -1,5 +1,5 @@
-"""Record the results of `coterie reproduce`: docs/figures.md has the tables and the first picture of each figure's
-largest budget so far, and docs/results.md the list of the commands.
+"""Record the results of `coterie reproduce`: docs/results/figures.md has the tables and the first picture of each figure's
+largest budget so far, and docs/results/learning.md the list of the commands.
 
 python benchmarks/figures.py [FOLDER]     (runs/reproduce)
 """

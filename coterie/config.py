@@ -238,7 +238,7 @@ class Central:
 
 @dataclass(frozen=True)
 class Wire:
-    """The network service for env hosts and actors on other machines (docs/wire.md)."""
+    """The network service for env hosts and actors on other machines (docs/reference/wire.md)."""
 
     bind: str = ""  # HOST:PORT where learner 0 listens (learner k: PORT + k); empty: no service
     token_file: str = ""  # file with the clients' token; required, with TLS, unless HOST is loopback
@@ -249,7 +249,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Ray:
-    """Launch ray: the cluster (docs/nodes.md)."""
+    """Launch ray: the cluster (docs/guides/machines.md)."""
 
     address: str = ""  # cluster of this machine: auto, or HOST:PORT; empty: start one on this machine alone
     runtime_env: str = "{}"  # JSON object: Ray's runtime_env, such as {"working_dir": "."} for custom code
@@ -290,7 +290,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Allreduce:
-    """Exchange allreduce: learners on several machines (docs/learners.md)."""
+    """Exchange allreduce: learners on several machines (docs/explanation/learners.md)."""
 
     bind: str = ""  # HOST:PORT of this machine, for the others to connect to
     connect: str = ""  # HOST:PORT of the machine with allreduce.bind
@@ -311,13 +311,13 @@ class Gossip:
     peers: Positive = 1  # ring: in-peers of each learner; exponential: peers at a time
     tau: FromMinusOne = -1  # mixes that a learner may miss before it waits for its peers; 0: lockstep; -1: no limit
     mix_every: Natural = 0  # learner steps between mixes; 0: once per rollout
-    bind: str = ""  # HOST:PORT where other runs may join (docs/learners.md); uses wire's token and TLS files
+    bind: str = ""  # HOST:PORT where other runs may join (docs/explanation/learners.md); uses wire's token and TLS files
     connect: str = ""  # HOST:PORT of a run to join
 
 
 @dataclass(frozen=True)
 class Plugins:
-    """Custom classes, each package.module:callable (docs/extend.md). `--algorithm package.module:callable` is short."""
+    """Custom classes, each package.module:callable (docs/guides/custom-parts.md). `--algorithm package.module:callable` is short."""
 
     algorithm: str = ""  # instead of the run's algorithm; empty: none (here and below)
     acting: str = ""  # instead of the run's acting

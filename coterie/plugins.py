@@ -1,4 +1,4 @@
-"""User-defined parts (docs/extend.md).
+"""User-defined parts (docs/guides/custom-parts.md).
 
 `package.module:callable` names an env, a torso, an algorithm, an acting or an exchange. The last three are substitutes
 for the part that the run would have otherwise: they are made with the same arguments, and the same is refused of them.

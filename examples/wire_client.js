@@ -1,4 +1,4 @@
-// A simulator that a Coterie run acts on, in JavaScript: docs/wire.md in code. `npm install` here first.
+// A simulator that a Coterie run acts on, in JavaScript: docs/reference/wire.md in code. `npm install` here first.
 // Eight CartPoles share one stream: each data frame has all of them, each answer an action for each.
 "use strict";
 const crypto = require("crypto");

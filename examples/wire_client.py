@@ -1,4 +1,4 @@
-"""Eight CartPoles that a Coterie run acts on, without Coterie: docs/wire.md in code. Needs grpcio, protobuf, numpy."""
+"""Eight CartPoles that a Coterie run acts on, without Coterie: docs/reference/wire.md in code. Needs grpcio, protobuf, numpy."""
 
 import argparse
 import itertools

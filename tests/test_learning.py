@@ -65,7 +65,7 @@ def test_an_lstm_solves_what_needs_memory(tmp_path):
     # Near the end all advantages are noise: normalized to 1 they make a solved game lost again.
     calm = {"algo.normalize_advantage": False, "optim.lr": 5e-4, "algo.entropy_coef": 0.003, "ppo.minibatch_size": 144}
     found = []
-    for seed in (0, 1):  # four of five get there (docs/results.md)
+    for seed in (0, 1):  # four of five get there (docs/results/learning.md)
         own = CATCH | blank | lstm | calm | {"seed": seed}
         _, out = train(tmp_path / str(seed), "ppo", "coterie.envs.testing:Catch", steps=400_000, **own)
         found.append(evaluate_run(out, episodes=100)["mean_return"])

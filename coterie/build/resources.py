@@ -21,7 +21,7 @@ from coterie.types import ConfigError, Spec
 
 # For each core where env.num_envs is auto.
 _IMAGE_ENVS, _VECTOR_ENVS = 16, 32
-_CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks.md)
+_CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks/speed.md)
 
 
 @dataclass(frozen=True)

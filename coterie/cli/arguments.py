@@ -130,7 +130,7 @@ COMMANDS = {
         arg("--host-cores", type=int, help="cores of each; default: --cores"),
         arg("--latency", type=float, help="seconds one way between two machines; default: 0"),
         arg("--bandwidth", type=float, help="bytes/s into and out of a machine of learners; default: no limit"),
-        arg("--core-hour", type=float, help="dollars; default: 0.0475, an assumption (docs/plan.md)"),
+        arg("--core-hour", type=float, help="dollars; default: 0.0475, an assumption (docs/guides/plan.md)"),
         arg("--gpu-hour", type=float, help="dollars; default: 1.46, an assumption"),
         arg("--target", type=float, help="frames/s: find the cheapest layout that reaches it on this hardware"),
         _JSON,

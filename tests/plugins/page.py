@@ -1,4 +1,4 @@
-"""The files that docs/extend.md shows, and the command line in a folder that has nothing else."""
+"""The files that docs/guides/custom-parts.md shows, and the command line in a folder that has nothing else."""
 
 from __future__ import annotations
 

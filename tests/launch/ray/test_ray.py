@@ -20,7 +20,7 @@ from tests.support.commands import PATIENCE, Command
 from tests.support.runs import read_summary
 
 # Three Ray nodes and a run take both cores for minutes: beside another worker's tests both would miss their times. That
-# `--launch ray` works at all is shown by the commands of docs/nodes.md, which tests/test_docs.py runs.
+# `--launch ray` works at all is shown by the commands of docs/guides/machines.md, which tests/test_docs.py runs.
 pytestmark = pytest.mark.slow
 LONG_S = 400.0
 

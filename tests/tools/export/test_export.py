@@ -143,7 +143,7 @@ def test_the_description_has_the_envs_options_and_the_actions_bounds(tmp_path):
 @pytest.mark.slow
 def test_the_example_in_the_docs_plays_as_coterie_does(tmp_path, monkeypatch):
     """An LSTM with its last action and reward, with and without Coterie."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/export.md").read_text(), re.S)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/export.md").read_text(), re.S)
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     run = make_run(Path("runs/cartpole"), "ppo", "CartPole-v1", **LSTM, **REWARD)
