@@ -1,4 +1,4 @@
-"""Keep a run's curve in the repository: docs/curves/NAME.csv (at most 200 points a run) and NAME.png.
+"""Keep a run's curve in the repository: docs/results/curves/NAME.csv (at most 200 points a run) and NAME.png.
 
 python benchmarks/curves.py NAME RUN [RUN ...] [--goal RETURN] [--labels LABEL ...]
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coterie.tools.report.runs import read_run
 
-CURVES = Path(__file__).parents[1] / "docs" / "curves"
+CURVES = Path(__file__).parents[1] / "docs" / "results" / "curves"
 AXES = ("env_steps", "seconds")
 
 

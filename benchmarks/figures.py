@@ -18,7 +18,7 @@ from coterie.tools.reproduce.figure import FIGURES
 DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """# Results of the papers' figures
 
-The tables of [`coterie reproduce`](reproduce.md), of each figure the largest budget so far. Most are small ones, on two
+The tables of [`coterie reproduce`](../guides/reproduce.md), of each figure the largest budget so far. Most are small ones, on two
 cores and on environments that learn in minutes: they show that the figure works, and seldom what the paper found.
 
 *Written by `python benchmarks/figures.py`.*
@@ -43,8 +43,8 @@ def section(name: str, budget: Path) -> str:
     line, facts = command.split(": ", 1)
     pictures = []
     if (budget / "1.svg").exists():  # the figure's own page has the others
-        (DOCS / "figures").mkdir(exist_ok=True)
-        shutil.copyfile(budget / "1.svg", DOCS / "figures" / f"{name}.svg")
+        (DOCS / "results" / "figures").mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(budget / "1.svg", DOCS / "results" / "figures" / f"{name}.svg")
         pictures.append(f"![](figures/{name}.svg)")
     body = "\n\n".join([f"`{line}`: {facts} {took}.", *rest, *pictures]).rstrip()
     return f"## {name}: {title.removeprefix('## ')}\n\n{body}\n"
@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/reproduce"))
     root = parser.parse_args().folder
-    page, results = DOCS / "figures.md", DOCS / "results.md"
+    page, results = DOCS / "results" / "figures.md", DOCS / "results" / "learning.md"
     written = re.findall(r"^(## ([\w-]+): .*?)(?=^## |\Z)", page.read_text(), re.M | re.S) if page.exists() else []
     sections = {name: text.rstrip() + "\n" for text, name in written}
     for name in FIGURES:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 def map_obs(call: Callable[[Any], Any], obs: Obs) -> Obs:
     """`call` of an observation, or of each entry of a dict of them."""
-    return from_entries({k: call(x) for k, x in entries(obs).items()})
+    return {k: call(x) for k, x in obs.items()} if isinstance(obs, dict) else call(obs)
 
 
 def entries(obs: Obs) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def show(words: list[str], env: dict[str, str]) -> None:
             process.kill()
 
 
-RECORDS = ("results.md", "benchmarks.md")  # these tell what was run, and not how a thing is done
+RECORDS = ("results", "benchmarks")  # these tell what was run, and not how a thing is done
 
 
 def kind(line: str) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def lasting(page: Path, line: str) -> bool:
     """Whether only `make test-all` runs the command: other tests prove what it shows, in less time."""
     words = line.split()
     return (
-        page.name in RECORDS
+        page.parent.name in RECORDS
         or not {"--launch", "--gossip.connect", "--allreduce.connect", "--wire.bind"}.isdisjoint(words)
         or words[1:2] == ["actor"]
         or line.count("--grid") > 1

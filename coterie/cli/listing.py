@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 Groups = dict[str, list[tuple[str, str]]]  # heading -> (name, description)
 
-# By the paper that has them; docs/architectures has a page for each of the first five.
+# By the paper that has them; docs/explanation has a page for each of the first five.
 PAPERS = {
     "Accelerated Methods: synchronous, batched sampling": ("a2c", "ppo"),
     "A3C: shared weights, lock-free or in a store": ("a3c", "a3c-store", "appo", "dqn-async"),

@@ -18,7 +18,7 @@ from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import make_distribution
 from coterie.ops.q import support
-from coterie.types import Inputs, Obs, Spec, entries, from_entries, map_obs
+from coterie.types import Inputs, Obs, Spec, entries, map_obs
 
 
 class Network(nn.Module):
@@ -125,11 +125,10 @@ class Network(nn.Module):
     def _normalized(self, obs: Obs) -> Obs:
         if not self.obs_norm:
             return obs
-        seen = dict(entries(obs))
-        for key, x in seen.items():
-            if (name := _module_name(key)) in self.obs_norm:
-                seen[key] = self.obs_norm[name](x)
-        return from_entries(seen)
+        if not isinstance(obs, dict):
+            return self.obs_norm[_module_name("")](obs)
+        names = {key: _module_name(key) for key in obs}
+        return {key: self.obs_norm[names[key]](x) if names[key] in self.obs_norm else x for key, x in obs.items()}
 
     def _last(self, inputs: Inputs) -> Tensor:
         """Last action (one-hot, or as it is) and reward clipped to [-1, 1], both zero where an episode begins."""

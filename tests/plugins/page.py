@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "extend.md"
+PAGE = ROOT / "docs" / "guides" / "custom-parts.md"
 
 
 def write_files(folder: Path, page: Path = PAGE) -> list[str]:

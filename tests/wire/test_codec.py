@@ -212,7 +212,7 @@ def test_the_bytes_of_a_frame_are_where_the_documentation_says():
     for t in layout.tensors:
         begins[t.name] = at
         at += t.shape[0] * t.row_bytes
-    page = (ROOT / "docs" / "wire.md").read_text()
+    page = (ROOT / "docs" / "reference" / "wire.md").read_text()
     said = page[page.index("Eight CartPoles make a frame of") :].split("The answer has 64 bytes")[0]
     assert f"frame of {at} bytes" in said
     assert {name: int(begin) for name, begin in re.findall(r"`([\w/]+)` (?:from byte )?(\d+)", said)} == begins
