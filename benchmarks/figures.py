@@ -1,5 +1,5 @@
-"""Record the results of `coterie reproduce`: docs/results/figures.md has the tables and the first picture of each figure's
-largest budget so far, and docs/results/learning.md the list of the commands.
+"""Record the results of `coterie reproduce`: docs/results/figures.md has the tables and the first picture of each
+figure's largest budget so far, and docs/results/learning.md the list of the commands.
 
 python benchmarks/figures.py [FOLDER]     (runs/reproduce)
 """
@@ -18,8 +18,8 @@ from coterie.tools.reproduce.figure import FIGURES
 DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """# Results of the papers' figures
 
-The tables of [`coterie reproduce`](../guides/reproduce.md), of each figure the largest budget so far. Most are small ones, on two
-cores and on environments that learn in minutes: they show that the figure works, and seldom what the paper found.
+The tables of [`coterie reproduce`](../guides/reproduce.md), for each figure the largest budget so far. Most are small,
+on two cores and on environments that learn in minutes: they show that the figure works, and seldom what the paper found.
 
 *Written by `python benchmarks/figures.py`.*
 """

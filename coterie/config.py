@@ -311,13 +311,13 @@ class Gossip:
     peers: Positive = 1  # ring: in-peers of each learner; exponential: peers at a time
     tau: FromMinusOne = -1  # mixes that a learner may miss before it waits for its peers; 0: lockstep; -1: no limit
     mix_every: Natural = 0  # learner steps between mixes; 0: once per rollout
-    bind: str = ""  # HOST:PORT where other runs may join (docs/explanation/learners.md); uses wire's token and TLS files
+    bind: str = ""  # HOST:PORT where other runs may join (docs/explanation/learners.md); uses wire.* keys
     connect: str = ""  # HOST:PORT of a run to join
 
 
 @dataclass(frozen=True)
 class Plugins:
-    """Custom classes, each package.module:callable (docs/guides/custom-parts.md). `--algorithm package.module:callable` is short."""
+    """Custom classes, each package.module:callable (docs/guides/custom-parts.md)."""
 
     algorithm: str = ""  # instead of the run's algorithm; empty: none (here and below)
     acting: str = ""  # instead of the run's acting

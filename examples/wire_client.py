@@ -1,4 +1,7 @@
-"""Eight CartPoles that a Coterie run acts on, without Coterie: docs/reference/wire.md in code. Needs grpcio, protobuf, numpy."""
+"""Eight CartPoles that a Coterie run acts on, without Coterie: docs/reference/wire.md in code.
+
+Needs grpcio, protobuf and numpy.
+"""
 
 import argparse
 import itertools

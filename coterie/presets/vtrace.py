@@ -12,9 +12,9 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA (Table G.1): decoupled actors with as many simulators as keep the cores busy, V-trace, losses summed over
     batches of 32 rollouts of 20 steps, RMSProp with eps 0.01 inside the root, gradients clipped to 40; feed-forward on
     four frames, with GALA's net in the place of the shallow one. For a few million env steps on two cores these rates
-    are slow: docs/results/learning.md has the options that Pong was learned with. `dmlab/...`: the shallow net with its LSTM of
-    256, last action and reward, unrolls of 100, and the rates of the authors' code. Vectors and continuous control: our
-    own settings.
+    are slow: docs/results/learning.md has the options that Pong was learned with. `dmlab/...`: the shallow net with its
+    LSTM of 256, last action and reward, unrolls of 100, and the rates of the authors' code. Vectors and continuous
+    control: our settings.
     """
     image: Changes = {
         "steps": 10_000_000,

@@ -1,4 +1,4 @@
-"""Each file of docs/guides/custom-parts.md is written to a folder outside the package and trained with: results that can fail."""
+"""Each file of docs/guides/custom-parts.md is written to a folder outside the package and used in training."""
 
 from __future__ import annotations
 

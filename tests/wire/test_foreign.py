@@ -1,4 +1,4 @@
-"""Clients that share no code with Coterie: what they send becomes rollouts that obey the convention (docs/reference/wire.md)."""
+"""Clients that share no code with Coterie send valid rollouts (docs/reference/wire.md)."""
 
 from __future__ import annotations
 
