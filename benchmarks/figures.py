@@ -19,7 +19,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """# Results of the papers' figures
 
 The tables of [`coterie reproduce`](../guides/reproduce.md), for each figure the largest budget so far. Most are small,
-on two cores and on environments that learn in minutes: they show that the figure works, and seldom what the paper found.
+on two cores and on environments that learn in minutes: they show that the figure works, and seldom what the paper
+found.
 
 *Written by `python benchmarks/figures.py`.*
 """
