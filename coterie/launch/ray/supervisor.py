@@ -2,7 +2,7 @@
 
 Each part of the run is a node (node.py), which Ray places, and runs again elsewhere when its machine is lost. Ray
 carries reports and orders. Observations, rollouts, weights and gossip go over `wire/`, as if the parts' commands had
-been typed on the machines (docs/nodes.md); files go through the storage.
+been typed on the machines (docs/guides/machines.md); files go through the storage.
 """
 
 from __future__ import annotations
