@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.tools.plan.layout import Hardware, RunLayout
-from coterie.tools.plan.services import Costs, Line, Services
+from coterie.tools.plan.services import Costs, LinearCost, Services
 from coterie.tools.plan.simulate import simulate
 
 KINDS = ("solo", "allreduce", "hogwild", "store", "gossip")
@@ -107,8 +107,8 @@ IMPALA: list[tuple[str, RunLayout, tuple[int, int]]] = [
 
 def impala_services(env: float, cv: float, one: RunLayout) -> Services:
     shared = 1 / 48 if one.acting == "inline" and one.width > 1 else 1.0  # a batch's forward, by all cores together
-    costs = Costs(Line(0, env), Line(0, 0.1 * env * shared), Line(), Line(0, 0.3 * env), FREE)
-    gpu = Costs(Line(0, env), Line(1e-9), Line(), Line(1e-9), FREE)
+    costs = Costs(LinearCost(0, env), LinearCost(0, 0.1 * env * shared), LinearCost(), LinearCost(0, 0.3 * env), FREE)
+    gpu = Costs(LinearCost(0, env), LinearCost(1e-9), LinearCost(), LinearCost(1e-9), FREE)
     return Services(costs=costs, env_cv=cv, action_repeat=4, accelerator=gpu)
 
 
@@ -144,9 +144,9 @@ def sampling(sims: int, kind: str) -> RunLayout:
 
 
 def accelerated_services(env: float, cv: float, train: float = 0.0, meet: float = 0.0) -> Services:
-    costs = Costs(Line(0, env), Line(), Line(), Line(), FREE)
+    costs = Costs(LinearCost(0, env), LinearCost(), LinearCost(), LinearCost(), FREE)
     exchange = {**FREE, "allreduce": meet, "store": meet}
-    gpu = Costs(Line(), Line(3e-4), Line(), Line(0, train), exchange)
+    gpu = Costs(LinearCost(), LinearCost(3e-4), LinearCost(), LinearCost(0, train), exchange)
     return Services(costs=costs, env_cv=cv, accelerator=gpu)
 
 
@@ -212,11 +212,11 @@ def seed() -> list[dict[str, Any]]:
     shallow, deep = 4 * 150 / 80_000, 4 * 150 / 30_000  # seconds of an actor's step
     env = shallow / 1.1  # a shallow forward costs a tenth of an env step, as above
     train = 4 / 30_000  # of the GPU, for an env step: what it does at most
-    cpu = Costs(Line(0, env), Line(0, deep - env), Line(), Line(0, train), FREE)
+    cpu = Costs(LinearCost(0, env), LinearCost(0, deep - env), LinearCost(), LinearCost(0, train), FREE)
     services = Services(
         costs=cpu,
         action_repeat=4,
-        accelerator=Costs(Line(0, env), Line(0, 0.58 * train), Line(), Line(0, train), FREE),
+        accelerator=Costs(LinearCost(0, env), LinearCost(0, 0.58 * train), LinearCost(), LinearCost(0, train), FREE),
     )
 
     def rented(acting: str, cores: int) -> tuple[float, float]:

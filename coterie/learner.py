@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.acting.base import Acting
-from coterie.algorithms.base import Algorithm, Autocast, Batch, Clock, Part
+from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Autocast, Batch, Clock, Part
 from coterie.exchange.base import Exchange
 from coterie.models.base import Model
 from coterie.parallel.params import FlatParams
@@ -25,7 +25,7 @@ from coterie.types import CoterieError, Rollout
 class Observer:
     """Measures training without changing it (implementations: `instruments/`). A run has none by default."""
 
-    def gradient(self, env_steps: int, algorithm: Algorithm, batch: Batch) -> None:
+    def gradient(self, env_steps: int, algorithm: AnyAlgorithm, batch: AnyBatch) -> None:
         """Called after a batch's gradient is computed. `env_steps`: env steps learned before this rollout."""
 
     def step(self) -> None:
@@ -85,7 +85,7 @@ class Progress:
         self.count_lag(rollout.policy_version)
         return total
 
-    def count(self, batch: Batch) -> None:
+    def count(self, batch: AnyBatch) -> None:
         """Count a learner step and add up its metrics."""
         self.learner_steps += 1
         self.samples_trained += batch.count
@@ -116,11 +116,11 @@ class Gradients:
         self.models = [model, *(cast(Model, twin) for twin, _ in twins)]
         self.grads = [grad for _, grad in twins]
 
-    def compute(self, algorithm: Algorithm, batch: Batch) -> dict[str, float]:
+    def compute(self, algorithm: Algorithm[Part], batch: Batch[Part]) -> dict[str, float]:
         """Add the batch's gradient to `params.grad`; returns the loss's metrics."""
         return self._add(algorithm, list(batch.parts(len(self.models))))
 
-    def of_half(self, algorithm: Algorithm, batch: Batch) -> Tensor | None:
+    def of_half(self, algorithm: Algorithm[Part], batch: Batch[Part]) -> Tensor | None:
         """The gradient of half of the batch, in a new tensor; None for a batch of one part."""
         parts, grad = list(batch.parts(2 * len(self.models))), self.params.grad
         if len(parts) < 2:
@@ -132,7 +132,7 @@ class Gradients:
         grad.copy_(whole)
         return half
 
-    def _add(self, algorithm: Algorithm, parts: list[Part]) -> dict[str, float]:
+    def _add(self, algorithm: Algorithm[Part], parts: list[Part]) -> dict[str, float]:
         ways = len(self.models)
 
         def work(k: int) -> dict[str, Tensor]:
@@ -169,7 +169,7 @@ class Parts:
 
     model: Model
     params: FlatParams
-    algorithm: Algorithm
+    algorithm: AnyAlgorithm
     acting: Acting
     exchange: Exchange
     gradients: Gradients

@@ -74,7 +74,7 @@ def check_own(config: Config) -> None:
             named(f"plugins.{part}", path)
 
 
-def in_place_of(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, T]:
+def substitute(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, T]:
     """`ours`, or the user's own `part` instead, which takes what `ours` takes."""
     path: str = getattr(config.plugins, part)
     if not path:

@@ -34,7 +34,7 @@ from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
 from coterie.parallel.stages import Stages
-from coterie.plugins import in_place_of
+from coterie.plugins import substitute
 from coterie.remote.admission import REMOTE, EnvHostService
 from coterie.types import AgentOutput, CoterieError, Inputs, Rollout
 from coterie.wire.auth import offset
@@ -288,7 +288,7 @@ def connect(setup: LearnerSetup, memory: HostSocket | None) -> Acting:
     )  # fmt: skip
     twins = [acting_copy(cast(Network, agent.model), share.dtype, apart=True) for _ in range(2)]
     make_fields = partial(local_fields, share.spec, unroll, device=share.device, core=core_shape(agent.model))
-    central = in_place_of(config, "acting", Central)(
+    central = substitute(config, "acting", Central)(
         settings, twins, policy, make_fields, setup.board, setup.rank, setup.stages, share.device
     )
     central.is_over, central.on_produced = setup.is_over, setup.on_produced

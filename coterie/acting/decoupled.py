@@ -24,7 +24,7 @@ from coterie.config import Decoupled as DecoupledConfig
 from coterie.parallel.board import Board
 from coterie.parallel.stages import Stages
 from coterie.parallel.upload import Uploads
-from coterie.plugins import in_place_of
+from coterie.plugins import substitute
 from coterie.remote.rollout_service import RolloutService
 from coterie.types import ConfigError, CoterieError, Rollout
 from coterie.wire.auth import offset
@@ -111,7 +111,7 @@ class Decoupled:
 
 def connect(setup: LearnerSetup, memory: ActorMemory) -> Acting:
     config, agent = setup.config, setup.agent
-    acting = in_place_of(config, "acting", Decoupled)(
+    acting = substitute(config, "acting", Decoupled)(
         memory, agent, setup.board, setup.rank, setup.stages, setup.envs.device, config.decoupled, setup.timeout
     )
     if config.wire.bind:

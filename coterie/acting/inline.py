@@ -17,7 +17,7 @@ from coterie.acting.recorder import Envs, Recorder, env_loop, local_fields
 from coterie.config import Refusal, ResolvedConfig
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
-from coterie.plugins import in_place_of
+from coterie.plugins import substitute
 from coterie.types import Array, Rollout, TimeStep
 
 
@@ -106,7 +106,7 @@ def connect(setup: LearnerSetup, memory: None) -> Acting:
     config, share = setup.config, setup.envs
     envs = share.make(0)
     fields = local_fields(share.spec, setup.unroll_length, envs.num_envs, share.device, core_shape(setup.agent.model))
-    return in_place_of(config, "acting", Inline)(
+    return substitute(config, "acting", Inline)(
         envs,
         group_policy(share, envs, setup.agent, setup.actor, setup.refresh_actor),
         Recorder(fields, envs.groups, share.device),

@@ -10,14 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import ON_CPU, Clock, Compute, Loss, Part, Rewards, combine, slices
-from coterie.algorithms.base import Batch as AnyBatch
-from coterie.config import Config, Refusal
+from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, combine, slices
+from coterie.config import Config
 from coterie.models.base import Model
 from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
@@ -30,7 +28,7 @@ _ENTROPY_RATE = 0.01  # largest change of the log of the entropy coefficient in 
 
 
 @dataclass
-class Batch:
+class RolloutBatch:
     """Rows `[N]`, or columns `[T, b]` with `core_state` if the network has a core."""
 
     inputs: Inputs
@@ -50,7 +48,7 @@ class Batch:
         """How many of the `count` rows are learned from."""
         return int(self.mask.sum())
 
-    def parts(self, ways: int = 1) -> Iterator[Batch]:
+    def parts(self, ways: int = 1) -> Iterator[RolloutBatch]:
         """Pieces that fit the cache, a multiple of `ways`; their losses and gradients add up to the batch's."""
         axis = self.mask.dim() - 1
         length = self.mask.shape[axis]
@@ -63,7 +61,7 @@ class Batch:
             cut = itemgetter((slice(None), at) if axis else at)
             yield map_tensors(cut, self, core_state=self._cores(at), metrics={})
 
-    def take(self, index: Tensor) -> Batch:
+    def take(self, index: Tensor) -> RolloutBatch:
         """The rows `[n]` of a flat batch, or the columns of one with time, at `index`; copied."""
         axis = self.mask.dim() - 1
         batch = map_tensors(lambda x: x.index_select(axis, index), self, core_state=self._cores(index), metrics={})
@@ -74,37 +72,17 @@ class Batch:
         return None if self.core_state is None else self.core_state[columns]
 
 
-class A2C:
+class A2C(AlgorithmBase):
     """Policy gradient with a value baseline; PPO and V-trace differ in `batches` and `loss`."""
 
-    on_policy: ClassVar[bool] = True
-    value_based: ClassVar[bool] = False
-    running_advantage: ClassVar[bool] = False  # normalizes advantages by a running deviation, not within a batch
-    refusals: ClassVar[tuple[Refusal, ...]] = ()
+    on_policy = True
 
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
-        self.config, self.algo, self.chunk = config, config.algo, compute.chunk
-        self.dist = make_distribution(spec.action)
-        self.rewards = Rewards(config.reward, config.algo)
-        self.clock = Clock()
+        super().__init__(config, compute)
+        self.config, self.algo, self.dist = config, config.algo, make_distribution(spec.action)
         self.sampled = 1.0
         self.entropy_adjustment = 0.0  # log of a factor of the entropy coefficient
         self.explained: tuple[Tensor, Tensor, Tensor] | None = None  # values, targets and mask of the last rollout
-
-    @staticmethod
-    def unroll_length(config: Config) -> int:
-        """Steps of each env in a rollout."""
-        return config.algo.unroll_length
-
-    @staticmethod
-    def training_threads(config: Config, most: int) -> int:
-        """Threads that share a batch, at most `most`."""
-        return most
-
-    @staticmethod
-    def steps_kind(config: Config) -> tuple[object, ...]:
-        """Settings that decide how many steps a learner makes per rollout, and how: all-reduce needs them equal."""
-        return ()
 
     def act(
         self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
@@ -123,14 +101,7 @@ class A2C:
         """Every env samples from the unmodified policy."""
         return torch.ones(len(env_id), device=env_id.device)
 
-    def acts_at(self, version: int) -> None:
-        """Acting does not depend on the progress of the run."""
-
-    def after_rollout(self, model: Model, rollout: Rollout) -> None:
-        """Update the running normalizers, once the last batch has used the old ones."""
-        self.rewards.update(model, rollout)
-
-    def prepare(self, model: Model, rollout: Rollout) -> Batch:
+    def prepare(self, model: Model, rollout: Rollout) -> RolloutBatch:
         """The whole rollout as one batch, advantages and value targets from the values of the acting weights."""
         mask = rollout.mask
         reward = self.rewards.normalized(model, rollout)
@@ -141,7 +112,7 @@ class A2C:
         self.explained = (rollout.behavior_value[:t], target, mask)
         r = rollout
         inputs = Inputs(r.obs, r.is_first, r.prev_action, r.prev_reward).map(lambda x: x[:t])
-        batch = Batch(
+        batch = RolloutBatch(
             inputs, r.action, advantage, target, r.behavior_log_prob, r.behavior_value[:t], mask, r.core_state,
             t * b, self.chunk,
         )  # fmt: skip
@@ -150,7 +121,7 @@ class A2C:
         # Without a core rows are independent: flatten time, so that a part is a contiguous slice.
         return map_tensors(lambda x: x.flatten(0, 1), batch, core_state=None)
 
-    def batches(self, model: Model, rollout: Rollout) -> Iterator[AnyBatch]:
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[RolloutBatch]:
         """The rollout, once."""
         batch = self.prepare(model, rollout)
         if self.algo.normalize_advantage:
@@ -163,7 +134,7 @@ class A2C:
         )
         return self.algo.entropy_coef * factor * math.exp(self.entropy_adjustment)
 
-    def loss(self, model: Model, batch: Part) -> Loss:
+    def loss(self, model: Model, batch: RolloutBatch) -> Loss:
         """Policy gradient, squared value error, entropy bonus."""
         params, value, _ = model(batch.inputs, batch.core_state)
         log_prob, entropy = self.dist.evaluate(params, batch.action)
@@ -174,7 +145,7 @@ class A2C:
         }
         return combine(terms, {}, batch.mask, batch.count)
 
-    def after_step(self, model: Model, batch: AnyBatch) -> None:
+    def after_step(self, model: Model, batch: Batch[object]) -> None:
         """Adapt the entropy bonus towards the target entropy, where there is one (SEED RL)."""
         target = self.algo.entropy_target
         if target and (valid := batch.valid):

@@ -1,4 +1,4 @@
-"""The protocol of an algorithm, and what all algorithms share: losses, parts of batches, transformed rewards."""
+"""The protocol of an algorithm, and what all algorithms share: their defaults, losses, transformed rewards."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from coterie.config import Algo, Reward
+from coterie.config import Algo, Config, Refusal, ResolvedConfig, Reward
 from coterie.models.base import Model
 from coterie.ops.policy import masked_mean
 from coterie.ops.returns import RunningReturns
-from coterie.types import AgentOutput, Inputs, Rollout, map_obs
+from coterie.types import AgentOutput, Inputs, Rollout, Spec, map_obs
 
 
 @dataclass
@@ -54,10 +54,11 @@ class Loss:
     metrics: dict[str, Tensor]
 
 
-Part = Any  # the argument of `loss`, of a type that each algorithm defines
+Part = TypeVar("Part")  # of a batch: the argument of `loss`, of a type that each algorithm defines
+PartOut = TypeVar("PartOut", covariant=True)
 
 
-class Batch(Protocol):
+class Batch(Protocol[PartOut]):
     """The data of one optimizer step."""
 
     count: int  # T x B of all of it, masked or not
@@ -65,10 +66,10 @@ class Batch(Protocol):
 
     @property
     def valid(self) -> int: ...  # how many of the `count` rows are learned from
-    def parts(self, ways: int = 1) -> Iterator[Part]: ...  # pieces whose losses and gradients add up to the batch's
+    def parts(self, ways: int = 1) -> Iterator[PartOut]: ...  # pieces whose losses and gradients add up to the batch's
 
 
-class Algorithm(Protocol):
+class Algorithm(Protocol[Part]):
     """A learning algorithm. Its `state_dict` holds all of its state."""
 
     clock: Clock
@@ -79,13 +80,67 @@ class Algorithm(Protocol):
     ) -> tuple[AgentOutput, Tensor | None]: ...  # greedy where `explore` is None; builds no graph
     def explore(self, env_id: Tensor) -> Tensor: ...  # how much each env explores, [B]
     def acts_at(self, version: int) -> None: ...  # in an actor: its weights are those of learner step `version`
-    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]: ...
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch[Part]]: ...
     def loss(self, model: Model, batch: Part) -> Loss: ...  # of one part
-    def after_step(self, model: Model, batch: Batch) -> None: ...  # once per batch
+    def after_step(self, model: Model, batch: Batch[Part]) -> None: ...  # once per batch
     def after_rollout(self, model: Model, rollout: Rollout) -> None: ...  # after its last batch
     def gauges(self) -> dict[str, float]: ...  # for the metrics, beside the loss's
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+# Where the type of the parts does not matter.
+AnyAlgorithm = Algorithm[Any]
+AnyBatch = Batch[Any]
+
+
+class AlgorithmBase:
+    """What the program asks of an algorithm's class, and the state and methods that all built-in ones share."""
+
+    on_policy: ClassVar[bool] = False
+    value_based: ClassVar[bool] = False  # the network outputs action values, and the learner has a replay
+    running_advantage: ClassVar[bool] = False  # normalizes advantages by a running deviation, not within a batch
+    refusals: ClassVar[tuple[Refusal, ...]] = ()
+
+    def __init__(self, config: Config, compute: Compute) -> None:
+        self.chunk, self.clock, self.rewards = compute.chunk, Clock(), Rewards(config.reward, config.algo)
+
+    @staticmethod
+    def unroll_length(config: Config) -> int:
+        """Steps of each env in a rollout."""
+        return config.algo.unroll_length
+
+    @staticmethod
+    def training_threads(config: Config, most: int) -> int:
+        """Threads that share a batch, at most `most`."""
+        return most
+
+    @staticmethod
+    def steps_kind(config: Config) -> tuple[object, ...]:
+        """Settings that decide how many steps a learner makes per rollout, and how: all-reduce needs them equal."""
+        return ()
+
+    @staticmethod
+    def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
+        """Optimizer steps for `columns` rollouts of `unroll` rows, and the samples in each. For `coterie plan`."""
+        return 1, columns * unroll
+
+    @staticmethod
+    def first_rows(config: Config) -> int:
+        """Env steps of a learner after which it can train."""
+        return 0
+
+    @staticmethod
+    def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
+        """Bytes of one learner's full replay, in memory or on disk; 0 without one."""
+        return 0
+
+    def acts_at(self, version: int) -> None:
+        """Acting does not depend on the progress of the run."""
+
+    def after_rollout(self, model: Model, rollout: Rollout) -> None:
+        """Update the running normalizers, once the last batch has used the old ones."""
+        self.rewards.update(model, rollout)
 
 
 def slices(length: int, size: int, ways: int) -> list[slice]:

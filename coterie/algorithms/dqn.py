@@ -4,46 +4,24 @@ together are Rainbow (arXiv 1710.02298). Accelerated Methods' epsilon-Rainbow le
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import Loss, combine, slices
-from coterie.algorithms.q_base import QLearning, replay_capacity, replay_size, value_refusals
+from coterie.algorithms.base import Loss, combine
+from coterie.algorithms.q_base import QLearning, ReplayBatch
+from coterie.algorithms.q_room import replay_capacity, replay_size, value_refusals
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
 from coterie.ops.q import cross_entropy, divergence, huber, project
 from coterie.replay.transitions import TransitionReplay, Transitions
-from coterie.types import Inputs, Obs, Rollout, Spec, map_obs, map_tensors
+from coterie.types import Inputs, Obs, Rollout, Spec, map_obs
 
 _SAMPLES_PER_THREAD = 64
 
 
-@dataclass
-class Batch:
-    """Sampled transitions; a part holds at most `chunk` of them (0: all)."""
-
-    rows: Transitions
-    after: Tensor  # the target network's output for the next observations, [n, P]
-    chunk: int
-    count: int
-    priority: Tensor  # [n], written by the parts' losses
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def valid(self) -> int:
-        return self.count
-
-    def parts(self, ways: int = 1) -> Iterator[Batch]:
-        for at in slices(len(self.priority), self.chunk, ways):
-            rows = map_tensors(itemgetter(at), self.rows)
-            yield Batch(rows, self.after[at], self.chunk, self.count, self.priority[at])
-
-
-class DQN(QLearning):
+class DQN(QLearning[Transitions]):
     """Single transitions, without a recurrent core."""
 
     refusals = (
@@ -85,13 +63,10 @@ class DQN(QLearning):
     def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
         return TransitionReplay.bytes_for(replay_capacity(config, spec))
 
-    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]:
-        """The batches that are due after this rollout."""
-        n = self.q.batch_size
-        for rows, after in self.due_batches(model, rollout):
-            yield Batch(rows, after, self.chunk, n, torch.zeros(n, device=rows.weight.device))
+    def trained(self, rows: Transitions) -> Tensor:
+        return torch.ones_like(rows.action, dtype=torch.bool)
 
-    def loss(self, model: Model, batch: Batch) -> Loss:
+    def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
         """The weighted error of the samples, whose absolute value goes to `batch.priority`."""
         rows, after = batch.rows, batch.after
         params = model(_inputs(rows.obs, rows.action))[0]
@@ -110,8 +85,9 @@ class DQN(QLearning):
             found = params.gather(-1, rows.action[:, None])[:, 0]
             error, priority = huber(found - wanted, self.q.huber), (found - wanted).detach().abs()
         batch.priority.copy_(priority)
-        mask = torch.ones_like(best, dtype=torch.bool)
-        return combine({"q_loss": (1.0, rows.weight * error)}, {"q": value, "q_error": priority}, mask, batch.count)
+        return combine(
+            {"q_loss": (1.0, rows.weight * error)}, {"q": value, "q_error": priority}, batch.mask, batch.count
+        )
 
 
 def _inputs(obs: Obs, action: Tensor) -> Inputs:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.table import batch_size
-from coterie.algorithms.a2c import A2C, Batch
+from coterie.algorithms.a2c import A2C, RolloutBatch
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
 from coterie.config import Config, Refusal
 from coterie.exchange.table import exchange_kind
@@ -54,7 +54,13 @@ class PPO(A2C):
     def steps_kind(config: Config) -> tuple[object, ...]:
         return (config.ppo, config.env.num_envs, batch_size(config))
 
-    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]:
+    @staticmethod
+    def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
+        rows, size = columns * unroll, config.ppo.minibatch_size
+        pieces = max(1, rows // size if config.model.core == "none" else columns // max(1, size // unroll))
+        return config.ppo.epochs * pieces, rows / pieces
+
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[RolloutBatch]:
         """`ppo.epochs` passes over shuffled minibatches, until `ppo.target_kl` is exceeded."""
         whole = self.prepare(model, rollout)
         t, b = rollout.mask.shape
@@ -71,7 +77,7 @@ class PPO(A2C):
                 if self.ppo.target_kl and batch.metrics["kl"] > 1.5 * self.ppo.target_kl:
                     return
 
-    def loss(self, model: Model, batch: Batch) -> Loss:
+    def loss(self, model: Model, batch: RolloutBatch) -> Loss:
         """The clipped objective, (clipped) squared value error, entropy bonus."""
         params, value, _ = model(batch.inputs, batch.core_state)
         log_prob, entropy = self.dist.evaluate(params, batch.action)

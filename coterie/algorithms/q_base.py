@@ -8,21 +8,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Protocol, cast
+from typing import ClassVar, Generic, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import ON_CPU, Batch, Clock, Compute, Loss, Part, Rewards, slices
-from coterie.config import Config, Refusal, ResolvedConfig
-from coterie.envs.pool import is_atari
+from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, slices
+from coterie.config import Config, ResolvedConfig
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.threads import Team
 from coterie.replay.priority import Picks
-from coterie.replay.storage import Capacity
 from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec
 
 
@@ -38,38 +37,75 @@ def greedy(values: Tensor, explore: Tensor | None, rng: torch.Generator) -> tupl
     return action, probability.clamp_(min=1e-12).log_()
 
 
-class Replay(Protocol):
+class Samples(Protocol):
+    """What a replay gathers: `n` samples."""
+
+    weight: Tensor  # [n] importance weight
+    picks: Picks
+
+    def to(self, device: torch.device) -> Self: ...
+    def part(self, at: slice) -> Self: ...  # some of the samples
+
+
+R = TypeVar("R", bound=Samples)
+ROut = TypeVar("ROut", bound=Samples, covariant=True)
+
+
+class Replay(Protocol[ROut]):
     """Stores rollouts, and samples batches of them by priority."""
 
     @property
     def size(self) -> int: ...
     def add(self, rollout: Rollout, reward: Array) -> None: ...
     def draw(self, count: int, beta: float = 0.0, rng: np.random.Generator | None = None) -> Picks: ...
-    def gather(self, picks: Picks) -> Any: ...
+    def gather(self, picks: Picks) -> ROut: ...
     def update(self, picks: Picks, priority: Array) -> None: ...
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
-class QLearning(ABC):
-    """The base of DQN and R2D2. They add `make_replay`, `evaluate_target`, `batches` and `loss`."""
+@dataclass
+class ReplayBatch(Generic[R]):
+    """`n` samples of the replay, along the last axis of `mask`. A part has at most `chunk` of them (0: all)."""
 
-    on_policy: ClassVar[bool] = False
-    value_based: ClassVar[bool] = True
-    running_advantage: ClassVar[bool] = False
-    refusals: ClassVar[tuple[Refusal, ...]]
+    rows: R
+    after: Tensor  # the target network's output, with the samples along the same axis
+    mask: Tensor  # of the rows that are trained on
+    chunk: int
+    count: int  # rows of the whole batch, masked or not
+    priority: Tensor  # [n], written by the parts' losses
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def valid(self) -> int:
+        """How many of the `count` rows are learned from."""
+        return int(self.mask.sum())
+
+    def parts(self, ways: int = 1) -> Iterator[ReplayBatch[R]]:
+        before = (slice(None),) * (self.mask.dim() - 1)
+        for at in slices(len(self.priority), self.chunk, ways):
+            cut = (*before, at)
+            yield ReplayBatch(
+                self.rows.part(at), self.after[cut], self.mask[cut], self.chunk, self.count, self.priority[at]
+            )
+
+
+class QLearning(AlgorithmBase, ABC, Generic[R]):
+    """The base of DQN and R2D2. They add `make_replay`, `evaluate_target`, `trained` and `loss`."""
+
+    value_based = True
     batch_axis: ClassVar[int] = 0  # of the target network's output
 
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
-        self.config, self.spec, self.q, self.compute, self.chunk = config, spec, config.q, compute, compute.chunk
-        self.rewards = Rewards(config.reward, config.algo)
-        self.clock = Clock()
+        super().__init__(config, compute)
+        self.config, self.spec, self.q, self.compute = config, spec, config.q, compute
         self.sampled = config.q.eval_epsilon  # share of random actions
         self.batch_rows = config.q.batch_size * self.rows_per_sample(config)  # env steps that a batch trains on
+        self.chunk = max(1, self.chunk // self.rows_per_sample(config)) if self.chunk else 0  # samples of a part
         self.team = Team(compute.threads)  # evaluates the target network
         self.sampling: np.random.Generator | None = None  # a secondary learner's; else the replay has its own
-        self.replay: Replay | None = None
-        self.lender: QLearning | None = None  # a secondary learner samples from this one's replay
+        self.replay: Replay[R] | None = None
+        self.lender: QLearning[R] | None = None  # a secondary learner samples from this one's replay
         self.target_model: Network | None = None
         self.copy_weights: Callable[[], None] = _nothing  # into the target network
         self.saved: dict[str, Tensor] = {}  # a checkpoint's, until replay and target network exist
@@ -79,25 +115,10 @@ class QLearning(ABC):
         self.seed, self.rng = seed, torch.Generator().manual_seed(seed)
         self.prefetcher = ThreadPoolExecutor(1, "coterie-replay")
 
-    @staticmethod
-    def unroll_length(config: Config) -> int:
-        """Steps of each env in a rollout."""
-        return config.algo.unroll_length
-
-    @staticmethod
-    def training_threads(config: Config, most: int) -> int:
-        """Threads that share a batch, at most `most`."""
-        return most
-
-    @staticmethod
-    def steps_kind(config: Config) -> tuple[object, ...]:
-        """Settings that all-reduce needs equal in all learners."""
-        return ()
-
-    @staticmethod
-    @abstractmethod
-    def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
-        """Bytes of one learner's full replay."""
+    @classmethod
+    def updates(cls, config: Config, columns: int, unroll: int) -> tuple[float, float]:
+        samples = config.q.batch_size * cls.rows_per_sample(config)
+        return columns * unroll * config.q.intensity / samples, samples
 
     @staticmethod
     def rows_per_sample(config: Config) -> int:
@@ -106,26 +127,25 @@ class QLearning(ABC):
 
     @staticmethod
     def first_rows(config: Config) -> int:
-        """Env steps of a learner after which the replay can be sampled."""
         return 2 * config.env.num_envs * (config.algo.unroll_length + config.q.n_step)
 
     @abstractmethod
-    def make_replay(self, rollout: Rollout) -> Replay:
+    def make_replay(self, rollout: Rollout) -> Replay[R]:
         """An empty replay for rollouts like this one."""
 
     @abstractmethod
-    def evaluate_target(self, target: Model, rows: Any, at: slice) -> Tensor:
+    def evaluate_target(self, target: Model, rows: R, at: slice) -> Tensor:
         """The target network's output for the samples `at` of a batch, which lie along `batch_axis` of it."""
 
     @abstractmethod
-    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]:
-        """The batches that are due after this rollout."""
+    def trained(self, rows: R) -> Tensor:
+        """The mask of the rows that are trained on, samples last."""
 
     @abstractmethod
-    def loss(self, model: Model, batch: Part) -> Loss:
+    def loss(self, model: Model, batch: ReplayBatch[R]) -> Loss:
         """The loss of one part of a batch."""
 
-    def borrow(self, lender: QLearning) -> None:
+    def borrow(self, lender: QLearning[R]) -> None:
         """Sample from another learner's replay, with separate random numbers, and without writing priorities."""
         self.lender, self.clock, self.sampling = lender, lender.clock, np.random.default_rng(lender.seed + 1)
 
@@ -158,10 +178,9 @@ class QLearning(ABC):
             action, log_prob = greedy(values, explore, rng)
             return AgentOutput(action, log_prob, values.gather(-1, action[..., None])[..., 0]), core_state
 
-    def due_batches(self, model: Model, rollout: Rollout) -> Iterator[tuple[Any, Tensor]]:
-        """Store the rollout, then sample the batches that are due: as gathered by the replay, on the rollout's device,
-        with the output of the target network. Their number depends only on the number of rows, so learners with equal
-        numbers of rows make equal numbers of steps.
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[ReplayBatch[R]]:
+        """Store the rollout, then sample the batches that are due, on the rollout's device. Their number depends only
+        on the number of rows, so learners with equal numbers of rows make equal numbers of steps.
         """
         self._begin(model, rollout)
         rows, device, replay = rollout.reward.numel(), rollout.reward.device, self.replay
@@ -176,11 +195,12 @@ class QLearning(ABC):
         prefetched = None
         while self.due >= self.batch_rows and replay.size:
             self.due -= self.batch_rows
-            batch = (prefetched or self._fetch(device)).result()
+            found, after = (prefetched or self._fetch(device)).result()
             prefetched = self._fetch(device) if self.due >= self.batch_rows else None
             if self.q.noisy:
                 model.resample(self.rng)
-            yield batch
+            priority = torch.zeros(self.q.batch_size, device=device)
+            yield ReplayBatch(found, after, self.trained(found), self.chunk, self.batch_rows, priority)
         if self.rows - self.copied >= self.q.target_every:
             self._copy()
 
@@ -204,7 +224,7 @@ class QLearning(ABC):
         self.copied = self.rows
         self.copy_weights()
 
-    def _fetch(self, device: torch.device) -> Future[tuple[Any, Tensor]]:
+    def _fetch(self, device: torch.device) -> Future[tuple[R, Tensor]]:
         """Sample a batch. It is gathered and evaluated in a thread, while the previous one trains."""
         assert self.replay is not None and self.target_model is not None  # noqa: PT018
         replay, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
@@ -214,10 +234,9 @@ class QLearning(ABC):
             self.target_model.resample(self.rng)
         return self.prefetcher.submit(self._prepare, self.replay, self.target_model, picks, device)
 
-    def _prepare(self, replay: Replay, target: Network, picks: Picks, device: torch.device) -> tuple[Any, Tensor]:
+    def _prepare(self, replay: Replay[R], target: Network, picks: Picks, device: torch.device) -> tuple[R, Tensor]:
         rows = replay.gather(picks).to(device)
-        size = max(1, self.chunk * self.q.batch_size // self.batch_rows)  # samples; sequences for R2D2
-        pieces = slices(self.q.batch_size, size if self.chunk else 0, 1)
+        pieces = slices(self.q.batch_size, self.chunk, 1)
         ways = self.team.size
 
         def work(k: int) -> list[Tensor]:
@@ -227,15 +246,11 @@ class QLearning(ABC):
         done = self.team.run([partial(work, k) for k in range(min(ways, len(pieces)))])
         return rows, torch.cat([done[i % ways][i // ways] for i in range(len(pieces))], self.batch_axis)
 
-    def after_step(self, model: Model, batch: Any) -> None:
+    def after_step(self, model: Model, batch: Batch[ReplayBatch[R]]) -> None:
         """Write the errors of the batch as the priorities of its samples."""
-        assert self.replay is not None
+        assert self.replay is not None and isinstance(batch, ReplayBatch)  # noqa: PT018
         if self.config.replay.alpha:
             self.replay.update(batch.rows.picks, batch.priority.double().cpu().numpy())
-
-    def after_rollout(self, model: Model, rollout: Rollout) -> None:
-        """Update the running normalizers."""
-        self.rewards.update(model, rollout)
 
     def gauges(self) -> dict[str, float]:
         size = 0 if self.replay is None else self.replay.size
@@ -266,63 +281,3 @@ class QLearning(ABC):
 
 def _nothing() -> None:
     pass
-
-
-def stacked_frames(config: Config) -> int:
-    """Frames of a stack, of which the replay stores the newest only; 0: observations are stored whole."""
-    return config.atari.stack if is_atari(config.env.id) and config.atari.stack > 1 else 0
-
-
-def replay_size(config: ResolvedConfig) -> tuple[int, int]:
-    """Envs and rows of one learner's replay."""
-    return config.replay.envs or config.env.num_envs, config.replay.capacity // config.learners
-
-
-def replay_capacity(config: ResolvedConfig, spec: Spec) -> Capacity:
-    """Room in one learner's replay."""
-    return Capacity(spec, *replay_size(config), stacked_frames(config), config.replay.disk)
-
-
-def value_refusals(
-    rows: Callable[[ResolvedConfig], int], needed: Callable[[Config], int], first_rows: Callable[[Config], int]
-) -> tuple[Refusal, ...]:
-    """Refusals of all value methods. `rows`: rows that the replay stores per env, which must be more than `needed`.
-    `first_rows`: env steps after which the replay can be sampled.
-    """
-    return (
-        Refusal(
-            lambda c, s: s.action.kind != "categorical",
-            "algorithm",
-            "must be a2c, ppo or vtrace: dqn and r2d2 need a Discrete action space, which this env does not have",
-        ),
-        Refusal(
-            lambda c, s: c.reward.normalize,
-            "reward.normalize",
-            "must be False with dqn and r2d2, whose replay stores old rewards; use reward.clip or reward.scale",
-        ),
-        Refusal(
-            lambda c, s: c.q.learn_start < first_rows(c),
-            "q.learn_start",
-            "must be at least 2 x env.num_envs x (algo.unroll_length + q.n_step), for r2d2 env.num_envs x "
-            "(r2d2.burn_in + length + stride + algo.unroll_length): before that the replay cannot be sampled",
-        ),
-        Refusal(
-            lambda c, s: rows(c) <= needed(c),
-            "replay.capacity",
-            "must be larger: each env of a learner needs more than algo.unroll_length + q.n_step + atari.stack rows, "
-            "for r2d2 more than r2d2.burn_in + r2d2.length, rounded down to whole rollouts",
-        ),
-        Refusal(lambda c, s: 0 < c.replay.envs < c.env.num_envs, "replay.envs", "must not be below env.num_envs"),
-        Refusal(lambda c, s: c.q.atoms > 0 and c.q.v_min >= c.q.v_max, "q.v_min", "must be below q.v_max"),
-        Refusal(
-            lambda c, s: c.q.atoms > 0 and c.replay.initial == "acting",
-            "replay.initial",
-            "must be highest with q.atoms, whose priorities are divergences of distributions",
-        ),
-        Refusal(
-            lambda c, s: bool(c.allreduce.address),
-            "algorithm",
-            "must not be dqn or r2d2 with allreduce between machines: the replay of a machine that joins is empty; "
-            "use exchange gossip",
-        ),
-    )

@@ -5,45 +5,19 @@ and priorities that mix a sequence's largest and mean error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import ON_CPU, Compute, Loss, combine, slices
-from coterie.algorithms.q_base import QLearning, replay_capacity, replay_size, value_refusals
+from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
+from coterie.algorithms.q_base import QLearning, ReplayBatch
+from coterie.algorithms.q_room import replay_capacity, replay_size, value_refusals
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
 from coterie.replay.sequences import Blocks, SequenceReplay, Sequences
-from coterie.types import Inputs, Rollout, Spec, map_tensors
-
-
-@dataclass
-class Batch:
-    """Sampled sequences; a part holds at most `chunk` of their trained rows (0: all)."""
-
-    rows: Sequences
-    after: Tensor  # the target network's values from the end of the burn-in on, [length+1, n, A]
-    chunk: int
-    length: int
-    count: int
-    priority: Tensor  # [n], written by the parts' losses
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def valid(self) -> int:
-        """How many of the `count` rows are learned from."""
-        return int(self.rows.mask[-self.length :].sum())
-
-    def parts(self, ways: int = 1) -> Iterator[Batch]:
-        r, size = self.rows, max(1, self.chunk // self.length) if self.chunk else 0
-        for at in slices(len(self.priority), size, ways):
-            columns = itemgetter((slice(None), at))
-            part = map_tensors(columns, r, core_state=r.core_state[at], weight=r.weight[at])
-            yield Batch(part, self.after[:, at], self.chunk, self.length, self.count, self.priority[at])
+from coterie.types import Inputs, Rollout, Spec
 
 
 def _lengths(config: Config) -> tuple[int, int, int]:
@@ -65,7 +39,7 @@ def _blocks(config: Config) -> Blocks:
     return Blocks(unroll, (r2d2.burn_in + r2d2.length) // unroll, r2d2.stride // unroll, (2, config.model.core_size))
 
 
-class R2D2(QLearning):
+class R2D2(QLearning[Sequences]):
     """Sequences, with a recurrent core."""
 
     batch_axis = 1
@@ -110,11 +84,8 @@ class R2D2(QLearning):
     def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
         return SequenceReplay.bytes_for(replay_capacity(config, spec), _blocks(config))
 
-    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]:
-        """The batches that are due after this rollout."""
-        n, length = self.q.batch_size, self.r2d2.length
-        for rows, after in self.due_batches(model, rollout):
-            yield Batch(rows, after, self.chunk, length, length * n, torch.zeros(n, device=rows.weight.device))
+    def trained(self, rows: Sequences) -> Tensor:
+        return rows.mask[self.r2d2.burn_in :]
 
     @torch.no_grad()
     def _warm(self, model: Model, inputs: Inputs, state: Tensor) -> tuple[Inputs, Tensor]:
@@ -151,12 +122,12 @@ class R2D2(QLearning):
         size = error.abs()
         return self.r2d2.eta * size.amax(0) + (1 - self.r2d2.eta) * size.mean(0)
 
-    def loss(self, model: Model, batch: Batch) -> Loss:
+    def loss(self, model: Model, batch: ReplayBatch[Sequences]) -> Loss:
         """The weighted error of the rows after the burn-in; the sequences' priorities go to `batch.priority`."""
         rows, after, begin = batch.rows, batch.after, self.r2d2.burn_in
         rest, state = self._warm(model, rows.inputs, rows.core_state)
         values = model(rest, state)[0]
-        action, mask = rows.action[begin:], rows.mask[begin:]
+        action, mask = rows.action[begin:], batch.mask
         with torch.no_grad():
             best = (values if self.q.double else after).argmax(-1)
             then = after.gather(-1, best[..., None])[..., 0]

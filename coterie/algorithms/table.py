@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from coterie.algorithms.a2c import A2C
 from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import PPO
@@ -11,7 +13,7 @@ from coterie.algorithms.vtrace import VTrace
 from coterie.config import Config, ResolvedConfig
 from coterie.types import Spec
 
-ALGORITHMS: dict[str, type[A2C] | type[QLearning]] = {
+ALGORITHMS: dict[str, type[A2C] | type[QLearning[Any]]] = {
     "a2c": A2C,
     "ppo": PPO,
     "vtrace": VTrace,
@@ -20,7 +22,7 @@ ALGORITHMS: dict[str, type[A2C] | type[QLearning]] = {
 }
 
 
-def algorithm_class(config: Config) -> type[A2C] | type[QLearning]:
+def algorithm_class(config: Config) -> type[A2C] | type[QLearning[Any]]:
     return ALGORITHMS[config.algorithm]
 
 
@@ -36,11 +38,9 @@ def unroll_length(config: Config) -> int:
 
 def first_rows(config: Config) -> int:
     """Env steps of a learner after which it can train."""
-    kind = algorithm_class(config)
-    return kind.first_rows(config) if issubclass(kind, QLearning) else 0
+    return algorithm_class(config).first_rows(config)
 
 
 def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
     """Bytes of the full replay of all learners, in memory or on disk; 0 without a replay."""
-    kind = algorithm_class(config)
-    return kind.replay_bytes(config, spec) * config.learners if issubclass(kind, QLearning) else 0
+    return algorithm_class(config).replay_bytes(config, spec) * config.learners

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from coterie.acting.table import batch_size
 from coterie.algorithms.a2c import A2C
-from coterie.algorithms.base import ON_CPU, Compute, Loss, combine, slices
-from coterie.algorithms.base import Batch as AnyBatch
+from coterie.algorithms.base import ON_CPU, Batch, Compute, Loss, combine, slices
 from coterie.config import Config, Refusal
 from coterie.models.base import Model
 from coterie.ops.policy import policy_gradient, value_loss
@@ -49,7 +48,7 @@ class Sequences:
 
 
 @dataclass
-class Batch:
+class TrajectoryBatch:
     """New and replayed rollouts. A part holds at most `chunk` steps (0: all of either kind)."""
 
     rollouts: list[Sequences]
@@ -77,7 +76,7 @@ class VTrace(A2C):
     running_advantage = True
     refusals = (
         Refusal(
-            lambda c, s: 0 < c.vtrace.replay_capacity < max(batch_size(c), _replayed(c)),
+            lambda c, s: 0 < c.vtrace.replay_capacity < max(batch_size(c), _replayed(c, batch_size(c))),
             "vtrace.replay_capacity",
             "must hold the new and the replayed rollouts of a batch; set it higher, or to 0",
         ),
@@ -108,12 +107,17 @@ class VTrace(A2C):
     def steps_kind(config: Config) -> tuple[object, ...]:
         return (config.vtrace, batch_size(config) if config.vtrace.minibatch else 0)
 
-    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch]:
+    @staticmethod
+    def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
+        size = config.vtrace.minibatch or columns
+        return columns // size, (size + _replayed(config, size)) * unroll
+
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[TrajectoryBatch]:  # type: ignore[override]  # its parts are of another type
         """The rollout once, whole or in minibatches of columns, with replayed rollouts beside it."""
         width = len(rollout.env_id)
         size = self.vtrace.minibatch or width
         new = self._sequences(model, rollout)
-        old = round(size * self.vtrace.replay_share / (1 - self.vtrace.replay_share)) if self.replay is not None else 0
+        old = _replayed(self.config, size)
         for i in range(width // size):
             # Every k-th column: neighbouring columns come from the same actor.
             whole = [new if size == width else new.columns(torch.arange(i, width, width // size))]
@@ -122,7 +126,7 @@ class VTrace(A2C):
             count = sum(part.action.shape[0] * part.action.shape[1] for part in whole)
             for part in whole:
                 part.count = count
-            yield Batch(whole, self.chunk, count)
+            yield TrajectoryBatch(whole, self.chunk, count)
         if self.replay is not None:
             self.replay.add(rollout)
 
@@ -134,7 +138,7 @@ class VTrace(A2C):
             rollout.reward.numel(),
         )  # fmt: skip
 
-    def loss(self, model: Model, batch: Sequences) -> Loss:
+    def loss(self, model: Model, batch: Sequences) -> Loss:  # type: ignore[override]
         """Policy gradient and squared value error towards the corrected targets, entropy bonus."""
         params, value, last = _forward(model, batch)
         log_prob, entropy = self.dist.evaluate(params, batch.action)
@@ -158,7 +162,7 @@ class VTrace(A2C):
             loss.total = loss.total * batch.count
         return loss
 
-    def after_step(self, model: Model, batch: AnyBatch) -> None:
+    def after_step(self, model: Model, batch: Batch[object]) -> None:
         super().after_step(model, batch)
         found = batch.metrics.get("advantage_square", 0.0)
         if found > 0 and math.isfinite(found) and (valid := batch.valid):
@@ -194,10 +198,10 @@ class VTrace(A2C):
             self.replay.rng.set_state(state["replay_rng"])
 
 
-def _replayed(config: Config) -> int:
-    """Replayed rollouts of a batch."""
-    share = min(config.vtrace.replay_share, 0.999)
-    return round(batch_size(config) * share / (1 - share))
+def _replayed(config: Config, new: int) -> int:
+    """Replayed rollouts of a batch, beside `new` ones."""
+    share = min(config.vtrace.replay_share, 0.999) if config.vtrace.replay_capacity else 0.0
+    return round(new * share / (1 - share))
 
 
 def _forward(model: Model, part: Sequences) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import Algorithm
+from coterie.algorithms.base import AnyAlgorithm
 from coterie.build.factory import make_algorithm, make_model
 from coterie.build.resources import resolve_config
 from coterie.config import Config
@@ -82,7 +82,7 @@ class Trial:
     stop: Callable[[], bool] = lambda: False
 
 
-def evaluate(algorithm: Algorithm, model: Network, config: Config, trial: Trial, union: bool = False) -> Scores:
+def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Trial, union: bool = False) -> Scores:
     """Play a trial's episodes, and score them. `union`: the policy has actions of other tasks, too.
 
     Every env plays a fixed number of episodes, so that short episodes are not counted more often than long ones.
@@ -123,7 +123,7 @@ def evaluate(algorithm: Algorithm, model: Network, config: Config, trial: Trial,
 class Player:
     """A policy in front of a batch of envs: keeps the core state and the last action."""
 
-    def __init__(self, algorithm: Algorithm, model: Network, spec: Spec, batch: int, seed: int) -> None:
+    def __init__(self, algorithm: AnyAlgorithm, model: Network, spec: Spec, batch: int, seed: int) -> None:
         self.algorithm, self.model, self.spec = algorithm, model, spec
         device = next(model.parameters()).device
         self.action = torch.zeros((batch, *spec.action.shape), dtype=getattr(torch, spec.action.dtype), device=device)

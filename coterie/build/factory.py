@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.base import Agent, EnvShare, MemorySetup, Policy, WorkerSetup, core_shape
-from coterie.algorithms.base import ON_CPU, Algorithm, Compute
+from coterie.algorithms.base import ON_CPU, AnyAlgorithm, Compute
 from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
 from coterie.build.resources import Resources, resolve_resources
 from coterie.config import Config, ResolvedConfig
@@ -29,7 +29,7 @@ from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
-from coterie.plugins import in_place_of
+from coterie.plugins import substitute
 from coterie.types import AgentOutput, Inputs, Spec
 
 
@@ -41,10 +41,10 @@ def seed_for(seed: int, *key: int) -> int:
 ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
 
 
-def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> Algorithm:
+def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> AnyAlgorithm:
     """The run's algorithm, or the user's in its place."""
-    make: Callable[..., Algorithm] = algorithm_class(config)
-    return in_place_of(config, "algorithm", make)(config, spec, compute, seed_for(config.seed, BATCH_SEED, rank))
+    make: Callable[..., AnyAlgorithm] = algorithm_class(config)
+    return substitute(config, "algorithm", make)(config, spec, compute, seed_for(config.seed, BATCH_SEED, rank))
 
 
 def env_share(
@@ -74,7 +74,7 @@ def cpu_share(config: Config, mine: ResolvedConfig, spec: Spec, life: int, first
     return env_share(config, mine, spec, resolve_resources(replace(mine, device="cpu"), spec), life, first_env)
 
 
-def policy_of(algorithm: Algorithm) -> Policy:
+def policy_of(algorithm: AnyAlgorithm) -> Policy:
     """How actions are chosen: each env explores by its id."""
 
     def policy(
@@ -85,7 +85,7 @@ def policy_of(algorithm: Algorithm) -> Policy:
     return policy
 
 
-def agent_of(algorithm: Algorithm, model: Network, params: FlatParams, moments: Moments) -> Agent:
+def agent_of(algorithm: AnyAlgorithm, model: Network, params: FlatParams, moments: Moments) -> Agent:
     return Agent(model, params, moments, policy_of(algorithm), algorithm.acts_at)
 
 
@@ -144,10 +144,10 @@ def patience(config: Config) -> float:
 
 def exchange_setup(config: Config, params: FlatParams, moments: Moments, peers: Peers) -> Setup:
     """What the exchange of one learner is made of."""
-    same, substitute = algorithm_class(config).steps_kind(config), partial(in_place_of, config, "exchange")
+    same, exchange = algorithm_class(config).steps_kind(config), partial(substitute, config, "exchange")
     rule, optim = make_rule(config.optim), config.optim
     guard = Guard(optim.max_grad_norm, optim.on_nonfinite == "skip")
-    return Setup(config, params, moments, peers, patience(config), rule, guard, same, substitute)
+    return Setup(config, params, moments, peers, patience(config), rule, guard, same, exchange)
 
 
 def make_exchange(config: Config, params: FlatParams, moments: Moments, peers: Peers) -> Exchange:

@@ -22,7 +22,7 @@ class Declared(NamedTuple):
     actions: ActionMap
 
 
-class Batch(NamedTuple):
+class StepResults(NamedTuple):
     """The answer to a request, one row for each instance asked, in that order. The receiver owns the arrays."""
 
     obs: Obs
@@ -51,7 +51,7 @@ class Backend(Protocol):
     def reset(self, ids: Array) -> None:
         """Start a reset of instances `ids` (int32)."""
 
-    def recv(self) -> Batch:
+    def recv(self) -> StepResults:
         """Wait for the answer to the last request."""
         ...
 

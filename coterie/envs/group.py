@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 
 from coterie import config
-from coterie.envs.backend import Backend, Batch, MakeBackend
+from coterie.envs.backend import Backend, MakeBackend, StepResults
 from coterie.envs.spaces import random_actions
 from coterie.types import Array, CoterieError, Obs, TimeStep, entries, map_obs
 
@@ -82,7 +82,7 @@ class Group:
                 x[first] = 0
         return self._time_step(batch, first)
 
-    def _time_step(self, batch: Batch, first: Array) -> TimeStep:
+    def _time_step(self, batch: StepResults, first: Array) -> TimeStep:
         """Statistics, time limits, and which envs restart at the next step."""
         terminated, truncated = batch.terminated, batch.truncated
         self._return += batch.reward
@@ -107,7 +107,7 @@ class Group:
         self._asked = ids
         self.backend.step(ids, self.backend.action_map.to_env(action))
 
-    def _collect(self) -> tuple[Batch, dict[int, Obs]]:
+    def _collect(self) -> tuple[StepResults, dict[int, Obs]]:
         """The backend's answer, and the first observations of instances that had to be replaced."""
         batch, fresh = self.backend.recv(), dict[int, Obs]()
         bad = self._bad(batch)
@@ -125,7 +125,7 @@ class Group:
             bad = self._bad(answer)
         return batch, fresh
 
-    def _bad(self, batch: Batch) -> dict[int, str]:
+    def _bad(self, batch: StepResults) -> dict[int, str]:
         """Instances that failed or gave numbers that are not finite, and why."""
         bad = dict(batch.failed)
         for what, x in [("reward", batch.reward), ("observation", batch.obs)]:

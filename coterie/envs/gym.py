@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
-from coterie.envs.backend import Batch, Declared
+from coterie.envs.backend import Declared, StepResults
 from coterie.envs.spaces import ObsField, action_map, obs_fields
 from coterie.plugins import named
 from coterie.types import Array, ConfigError, Spec, from_entries
@@ -68,7 +68,7 @@ def describe(env_id: str, env: GymEnv, max_episode_steps: int) -> Declared:
 
 
 def layout(declared: Declared, n: int) -> Layout:
-    """The arrays of `n` instances: actions as the env takes them, observations and the other fields of a `Batch`."""
+    """The arrays of `n` instances: actions as the env takes them, and the fields of `StepResults`."""
     spec, fields, actions = declared
     action = actions.to_env(np.zeros((1, *spec.action.shape), spec.action.dtype))
     arrays: Layout = {f"obs/{f.name}": ((n, *f.spec.shape), f.spec.dtype) for f in fields}
@@ -112,11 +112,11 @@ class Instance:
         self.arrays["truncated"][self.row] = truncated
 
 
-def read_batch(arrays: Mapping[str, Array], spec: Spec, ids: Array, failed: Mapping[int, str]) -> Batch:
+def read_batch(arrays: Mapping[str, Array], spec: Spec, ids: Array, failed: Mapping[int, str]) -> StepResults:
     """Copies of the rows `ids`."""
     obs = from_entries({k: arrays[f"obs/{k}"][ids] for k in spec.obs})
     terminated, truncated = arrays["terminated"][ids], arrays["truncated"][ids]
-    return Batch(obs, arrays["reward"][ids], terminated, truncated, terminated | truncated, failed)
+    return StepResults(obs, arrays["reward"][ids], terminated, truncated, terminated | truncated, failed)
 
 
 def one_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 
 from coterie import config
-from coterie.envs.backend import Batch
+from coterie.envs.backend import StepResults
 from coterie.envs.gym import Instance, describe, layout, one_line, open_gym, read_batch
 from coterie.types import Array, ConfigError, CoterieError
 
@@ -36,7 +36,7 @@ class LocalBackend:
     def reset(self, ids: Array) -> None:
         self.instance.reset()
 
-    def recv(self) -> Batch:
+    def recv(self) -> StepResults:
         return read_batch(self.arrays, self.spec, np.zeros(1, np.int32), {})
 
     def render(self) -> Array:

@@ -19,7 +19,7 @@ import numpy as np
 from envpool.registration import registry
 
 from coterie import config
-from coterie.envs.backend import Batch, Declared
+from coterie.envs.backend import Declared, StepResults
 from coterie.envs.spaces import action_map, flatten, obs_fields
 from coterie.types import Array, ConfigError, Spec
 
@@ -185,7 +185,7 @@ class PoolBackend:
         self._expired[ids] = False
         self._pool._reset(ids)
 
-    def recv(self) -> Batch:
+    def recv(self) -> StepResults:
         values: list[Array] = self._pool._recv() if self._early else []
         if self._late is not None:
             values = self._reset_late(values)
@@ -195,7 +195,7 @@ class PoolBackend:
         terminated = done & ~truncated
         over = (values[self._at["info:terminated"]].astype(bool) if self._atari else done) | truncated
         obs = self._obs(values)
-        return Batch(obs, values[self._reward_at], terminated, truncated, over)
+        return StepResults(obs, values[self._reward_at], terminated, truncated, over)
 
     def _reset_late(self, values: list[Array]) -> list[Array]:
         """Reset the instances at a time limit that EnvPool does not enforce, and merge their rows with the others'."""

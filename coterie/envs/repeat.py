@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from coterie.envs.backend import Backend, Batch
+from coterie.envs.backend import Backend, StepResults
 from coterie.types import Array
 
 
@@ -31,7 +31,7 @@ class Repeat:
         self._done[ids] = False
         self.inner.reset(ids)
 
-    def recv(self) -> Batch:
+    def recv(self) -> StepResults:
         batch = self.inner.recv()
         if self._ids is None:
             return batch

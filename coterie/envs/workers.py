@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from coterie import config
-from coterie.envs.backend import Batch, Declared
+from coterie.envs.backend import Declared, StepResults
 from coterie.envs.gym import describe, layout, open_gym, read_batch
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array, CoterieError
@@ -130,7 +130,7 @@ class WorkerBackend:
             if worker is not None and len(mine):
                 worker.ask(what + mine.tobytes())
 
-    def recv(self) -> Batch:
+    def recv(self) -> StepResults:
         failed = self._wait()
         self._began = True
         return read_batch(self._shared.arrays, self.spec, self._asked, failed)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coterie.config import Refusal
 from coterie.exchange.base import ExchangeKind, Setup
-from coterie.exchange.shared_weights import CoreTurns, SharedWeights, central_memory, restore
+from coterie.exchange.shared_weights import CoreTurns, SharedWeights, restore, shared_memory_for
 from coterie.exchange.solo import Solo
 from coterie.exchange.steps import BoardSteps, Staleness
 from coterie.parallel.params import FlatParams
@@ -25,23 +25,23 @@ class Hogwild(Solo):
     def __init__(self, setup: Setup) -> None:
         peers, steps = setup.peers, BoardSteps(setup.peers.board, setup.peers.rank)
         super().__init__(setup, steps)
-        self.central = SharedWeights(peers.memory or memory(setup), setup.moments, 1, setup.timeout)
+        self.shared = SharedWeights(peers.memory or memory(setup), setup.moments, 1, setup.timeout)
         self.shared_statistics = setup.config.hogwild.statistics == "shared"
         if self.shared_statistics:
-            self.state = self.central.states[0]
+            self.state = self.shared.states[0]
         self.staleness = Staleness(steps)
         self.turns: CoreTurns | None = None
         if peers.core >= 0:  # bytes 0 and 1 of the memory are the locks of the weights and of the normalizers
-            self.turns = CoreTurns(self.central.locks, 2 + peers.core, peers.board, peers.rank)
+            self.turns = CoreTurns(self.shared.locks, 2 + peers.core, peers.board, peers.rank)
 
     def __exit__(self, *error: object) -> None:
-        self.central.close()
+        self.shared.close()
 
     def pull(self, params: FlatParams) -> None:
         """A snapshot of the shared weights, in which others may be writing."""
         if self.turns is not None:
             self.turns.begin()
-        params.data.copy_(self.central.data)
+        params.data.copy_(self.shared.data)
         self.staleness.snapshot()
 
     @torch.no_grad()
@@ -50,13 +50,13 @@ class Hogwild(Solo):
         norm, fine = self.guard.clip(params)
         self.staleness.update()
         if fine:
-            self.rule.update(self.central.data, params.grad, self.state, lr)
+            self.rule.update(self.shared.data, params.grad, self.state, lr)
             params.grad.zero_()
         self.pull(params)
         return norm
 
     def after_rollout(self, params: FlatParams) -> None:
-        self.central.share_moments()
+        self.shared.share_moments()
         if self.turns is not None:
             self.turns.end()
 
@@ -67,13 +67,13 @@ class Hogwild(Solo):
         return {name: x.clone() for name, x in self.state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.central.rebase()
+        self.shared.rebase()
         if not self.shared_statistics:  # those were restored before any worker started
             super().load_state_dict(state)
 
 
 def memory(setup: Setup) -> SharedArrays:
-    return central_memory(setup.params.data.cpu(), setup.rule, 1, setup.moments.read())
+    return shared_memory_for(setup.params.data.cpu(), setup.rule, 1, setup.moments.read())
 
 
 KIND = ExchangeKind(

@@ -17,7 +17,7 @@ from coterie.parallel.locks import Locks
 from coterie.parallel.shm import Layout, SharedArrays
 
 
-def central_memory(data: Tensor, rule: Rule, chunks: int, moments: Tensor) -> SharedArrays:
+def shared_memory_for(data: Tensor, rule: Rule, chunks: int, moments: Tensor) -> SharedArrays:
     """Shared memory that holds `data` and the fresh state of `rule` for it, whole (`chunks` 1) or chunk by chunk."""
     state = rule.state(data)
     layout: Layout = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.config import Refusal
 from coterie.exchange.base import ExchangeKind, Setup
-from coterie.exchange.shared_weights import SharedWeights, central_memory, restore
+from coterie.exchange.shared_weights import SharedWeights, restore, shared_memory_for
 from coterie.exchange.solo import Solo
 from coterie.exchange.steps import BoardSteps, Staleness
 from coterie.parallel.params import FlatParams
@@ -28,15 +28,14 @@ class Store(Solo):
     def __init__(self, setup: Setup) -> None:
         config, peers, steps = setup.config, setup.peers, BoardSteps(setup.peers.board, setup.peers.rank)
         super().__init__(setup, steps)
-        shared = peers.memory or memory(setup)
-        self.central = central = SharedWeights(shared, setup.moments, config.store.chunks, setup.timeout)
+        self.shared = SharedWeights(peers.memory or memory(setup), setup.moments, config.store.chunks, setup.timeout)
         self.staleness = Staleness(steps)
         self.local_steps, self.betas = config.store.local_steps, (config.optim.beta1, config.optim.beta2)
         self.blocked = self.updating = 0.0
         self.steps_since_sync = 0
         if self.local_steps > 1:
             self.pending = torch.zeros_like(setup.params.data)  # what the local steps changed
-            self.local = [setup.rule.state(setup.params.data[at]) for at in central.slices]
+            self.local = [setup.rule.state(setup.params.data[at]) for at in self.shared.slices]
             self.before = [{k: x.clone() for k, x in state.items()} for state in self.local]
             self._take_states()
 
@@ -45,14 +44,14 @@ class Store(Solo):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.central.close()
+        self.shared.close()
 
     def pull(self, params: FlatParams) -> None:
         """Take the central weights plus the pending change. No chunk is read while another learner writes it."""
         self.staleness.snapshot()
-        for k in self.central.locked_chunks():
-            at = self.central.slices[k]
-            params.data[at].copy_(self.central.data[at])
+        for k in self.shared.locked_chunks():
+            at = self.shared.slices[k]
+            params.data[at].copy_(self.shared.data[at])
         if self.local_steps > 1:
             params.data.add_(self.pending)
 
@@ -65,7 +64,7 @@ class Store(Solo):
         if self.local_steps == 1:
             self._synchronise(params, lr)
         else:
-            for k, at in enumerate(self.central.slices):
+            for k, at in enumerate(self.shared.slices):
                 moved = self.pending[at]
                 params.data[at].sub_(moved)
                 self.rule.update(moved, params.grad[at], self.local[k], lr)
@@ -81,17 +80,17 @@ class Store(Solo):
         """Update every chunk, in whatever order they are free."""
         self.staleness.update()
         begin = time.perf_counter()
-        for k in self.central.locked_chunks():
+        for k in self.shared.locked_chunks():
             locked = time.perf_counter()
             self.blocked += locked - begin
-            self._update(k, self.central.slices[k], params, lr)
+            self._update(k, self.shared.slices[k], params, lr)
             begin = time.perf_counter()
             self.updating += begin - locked
         self.staleness.snapshot()
 
     def _update(self, k: int, at: slice, params: FlatParams, lr: float) -> None:
         """Chunk `k`, under its lock. On a GPU the rule runs there, on a copy of the central values."""
-        centre, state = self.central.data[at], self.central.states[k]
+        centre, state = self.shared.data[at], self.shared.states[k]
         local = params.data[at]
         if self.local_steps == 1:
             if local.is_cuda:
@@ -117,17 +116,17 @@ class Store(Solo):
         self._take_state(k)
 
     def _take_states(self) -> None:
-        for k in self.central.locked_chunks():
+        for k in self.shared.locked_chunks():
             self._take_state(k)
 
     def _take_state(self, k: int) -> None:
         """Start local steps from the central state of chunk `k`, under its lock."""
-        for name, x in self.central.states[k].items():
+        for name, x in self.shared.states[k].items():
             self.local[k][name].copy_(x)
             self.before[k][name].copy_(x)
 
     def after_rollout(self, params: FlatParams) -> None:
-        self.central.share_moments()
+        self.shared.share_moments()
 
     def gauges(self) -> dict[str, float]:
         return {"store/blocked_s": self.blocked, "store/updating_s": self.updating, **self.staleness.gauges()}
@@ -135,7 +134,7 @@ class Store(Solo):
     def state_dict(self) -> dict[str, Tensor]:
         """The centre's state, chunks joined; a learner's pending steps are lost when a run is resumed."""
         states = {
-            k: {name: x.clone() for name, x in self.central.states[k].items()} for k in self.central.locked_chunks()
+            k: {name: x.clone() for name, x in self.shared.states[k].items()} for k in self.shared.locked_chunks()
         }
         ordered = [states[k] for k in sorted(states)]
         return {
@@ -145,13 +144,13 @@ class Store(Solo):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """The centre was restored before any learner started."""
-        self.central.rebase()
+        self.shared.rebase()
         if self.local_steps > 1:
             self._take_states()
 
 
 def memory(setup: Setup) -> SharedArrays:
-    return central_memory(setup.params.data.cpu(), setup.rule, setup.config.store.chunks, setup.moments.read())
+    return shared_memory_for(setup.params.data.cpu(), setup.rule, setup.config.store.chunks, setup.moments.read())
 
 
 KIND = ExchangeKind(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from coterie.algorithms.base import Algorithm, Batch
+from coterie.algorithms.base import AnyAlgorithm, AnyBatch
 from coterie.exchange.gossip import RECENT
 from coterie.exchange.mailboxes import Mailboxes
 from coterie.exchange.topology import contraction, delayed
@@ -105,7 +105,7 @@ class GradientSamples(Observer):
         self.grad = torch.from_numpy(shared.arrays["grad"])[rank]
         self.stamp, self.begun = shared.arrays["stamp"], shared.arrays["begun"]
 
-    def gradient(self, env_steps: int, algorithm: Algorithm, batch: Batch) -> None:
+    def gradient(self, env_steps: int, algorithm: AnyAlgorithm, batch: AnyBatch) -> None:
         number = env_steps // self.every
         if number > self.taken:
             self.taken = number

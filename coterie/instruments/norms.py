@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import Algorithm, Batch
+from coterie.algorithms.base import AnyAlgorithm, AnyBatch
 from coterie.learner import Gradients, Observer
 
 
@@ -19,7 +19,7 @@ class Norms(Observer):
         self.found: dict[str, float] = {}
         self.before: Tensor | None = None
 
-    def gradient(self, env_steps: int, algorithm: Algorithm, batch: Batch) -> None:
+    def gradient(self, env_steps: int, algorithm: AnyAlgorithm, batch: AnyBatch) -> None:
         if env_steps < self.next:
             return
         self.next = env_steps + self.every

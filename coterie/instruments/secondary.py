@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ class Secondary(Observer):
     """Trains beside `primary`, on samples of its replay."""
 
     def __init__(
-        self, config: ResolvedConfig, spec: Spec, resources: Resources, primary: QLearning, team: Team
+        self, config: ResolvedConfig, spec: Spec, resources: Resources, primary: QLearning[Any], team: Team
     ) -> None:
         own = config.q
         self.config = config = replace(config, q=replace(own, batch_size=own.secondary_batch))
         self.model = make_model(config, spec).to(resources.device)
         self.params = FlatParams(self.model)
-        self.algorithm = cast(QLearning, make_algorithm(config, spec, resources.compute))
+        self.algorithm = cast(QLearning[Any], make_algorithm(config, spec, resources.compute))
         self.algorithm.borrow(primary)
         self.exchange = Solo(exchange_setup(config, self.params, normalizers(config, self.model), Peers()))
         self.gradients = Gradients(self.model, self.params, team, autocast(resources.device, resources.dtype))

@@ -7,6 +7,7 @@ then, too. A row may be drawn once its n steps are stored, and until a row that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -33,6 +34,10 @@ class Transitions:
 
     def to(self, device: torch.device) -> Transitions:
         return self if device.type == "cpu" else map_tensors(lambda x: x.to(device), self)
+
+    def part(self, at: slice) -> Transitions:
+        """Some of the samples."""
+        return map_tensors(itemgetter(at), self)
 
 
 class TransitionReplay(EnvReplay):

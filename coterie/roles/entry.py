@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coterie.acting.table import acting_kind
-from coterie.algorithms.base import Algorithm
+from coterie.algorithms.base import AnyAlgorithm
 from coterie.build.evaluate import Scores, Trial, evaluate
 from coterie.build.factory import EVAL_SEED, ProcessContext, seed_for, worker_setup
 from coterie.config import ResolvedConfig
@@ -167,7 +167,7 @@ class Service:
         if not self.board.stopping:
             self.post("scores", {"order": order, "scores": scores})
 
-    def _scores(self, algorithm: Algorithm, model: Network) -> Scores:
+    def _scores(self, algorithm: AnyAlgorithm, model: Network) -> Scores:
         config = self.learner.config
 
         def stop() -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ class LearnerProcess:
             self.observers.append(Norms(self.gradients, config.log.norms))
         self.secondary: Secondary | None = None
         if config.q.secondary_batch:
-            primary = cast(QLearning, self.algorithm)
+            primary = cast(QLearning[Any], self.algorithm)
             self.secondary = Secondary(config, self.spec, resources, primary, self.trainers)
             self.observers.append(self.secondary)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coterie import config
-from coterie.envs.backend import Batch
+from coterie.envs.backend import StepResults
 from coterie.envs.group import Envs
 from coterie.envs.spaces import action_map, spaces
 from coterie.types import CoterieError, ObsSpec, Spec
@@ -125,7 +125,7 @@ class Scripted:
                 over[self.ids == instance] = what == "over"
             else:
                 obs[self.ids == instance] = np.nan
-        return Batch(obs, reward, over, np.zeros(n, bool), over.copy())
+        return StepResults(obs, reward, over, np.zeros(n, bool), over.copy())
 
     def close(self):
         pass

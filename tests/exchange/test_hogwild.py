@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from coterie.exchange.base import Peers
 from coterie.exchange.hogwild import Hogwild
-from coterie.exchange.shared_weights import central_memory, restore
+from coterie.exchange.shared_weights import restore, shared_memory_for
 from coterie.models.heads import Normalizer
 from coterie.ops.optim import Adam, RMSProp
 from coterie.parallel.board import Board
@@ -45,7 +45,7 @@ def test_each_step_applies_the_latest_gradient_of_its_own_worker_and_no_other():
     nets = [nn.Linear(8, 1, bias=False) for _ in range(2)]
     both = [FlatParams(net) for net in nets]
     both[1].data.copy_(both[0].data.zero_())
-    shared = central_memory(both[0].data, Sgd(), 1, NOTHING)
+    shared = shared_memory_for(both[0].data, Sgd(), 1, NOTHING)
     exchanges = [worker(shared, p, Sgd(), rank=r) for r, p in enumerate(both)]
     rng, total = np.random.default_rng(0), torch.zeros(8)
     for k in range(100):
@@ -58,7 +58,7 @@ def test_each_step_applies_the_latest_gradient_of_its_own_worker_and_no_other():
         assert not both[1 - who].grad.any()
         exchanges[who].step(both[who], 1.0)
         total += x
-        assert torch.equal(exchanges[0].central.data[:8], -total)
+        assert torch.equal(exchanges[0].shared.data[:8], -total)
         assert nets[who].weight.grad.data_ptr() == both[who].grad.data_ptr()  # still a view, and a cleared one
         assert not both[who].grad.any()
     assert total.any()
@@ -69,7 +69,7 @@ def test_each_step_applies_the_latest_gradient_of_its_own_worker_and_no_other():
 def test_statistics_are_of_all_or_each_workers_own(make, own):
     both = [flat(40, 9), flat(40, 9)]
     plain = both[0].data.clone()
-    shared = central_memory(plain, make(), 1, NOTHING)
+    shared = shared_memory_for(plain, make(), 1, NOTHING)
     exchanges = [worker(shared, p, make(), rank=r, own=own) for r, p in enumerate(both)]
     rule = make()
     states = [rule.state(plain), rule.state(plain)] if own else [rule.state(plain)] * 2
@@ -77,8 +77,8 @@ def test_statistics_are_of_all_or_each_workers_own(make, own):
         who = [0, 1, 1][k % 3]
         rule.update(plain, grad * (who + 1), states[who], 1e-2)
         apply(exchanges[who], both[who], grad * (who + 1))
-        torch.testing.assert_close(exchanges[0].central.data, plain, rtol=0, atol=1e-6)
-        assert torch.equal(both[who].data, exchanges[0].central.data)
+        torch.testing.assert_close(exchanges[0].shared.data, plain, rtol=0, atol=1e-6)
+        assert torch.equal(both[who].data, exchanges[0].shared.data)
     for exchange, state in zip(exchanges, states, strict=True):
         for name, x in exchange.state_dict().items():
             torch.testing.assert_close(x.reshape(state[name].shape), state[name], rtol=1e-5, atol=1e-7)
@@ -89,7 +89,7 @@ def test_statistics_are_of_all_or_each_workers_own(make, own):
 
 def test_a_snapshot_stays_what_it_was_until_the_next():
     both = [flat(40), flat(40)]
-    shared = central_memory(both[0].data, Sgd(), 1, NOTHING)
+    shared = shared_memory_for(both[0].data, Sgd(), 1, NOTHING)
     one, two = (worker(shared, p, Sgd(), rank=r) for r, p in enumerate(both))
     one.pull(both[0])
     snapshot = both[0].data.clone()
@@ -97,22 +97,22 @@ def test_a_snapshot_stays_what_it_was_until_the_next():
     for _ in range(3):
         apply(two, both[1], ones, 1.0)
     assert torch.equal(both[0].data, snapshot)
-    assert torch.equal(one.central.data, snapshot - 1 - 1 - 1)
+    assert torch.equal(one.shared.data, snapshot - 1 - 1 - 1)
     apply(one, both[0], ones, 1.0)  # on the shared weights, not on the snapshot
-    assert torch.equal(one.central.data, snapshot - 1 - 1 - 1 - 1)
-    assert torch.equal(both[0].data, one.central.data)
+    assert torch.equal(one.shared.data, snapshot - 1 - 1 - 1 - 1)
+    assert torch.equal(both[0].data, one.shared.data)
     apply(two, both[1], ones, 1.0)
     one.pull(both[0])
-    assert torch.equal(both[0].data, two.central.data)
+    assert torch.equal(both[0].data, two.shared.data)
     both[0].data.fill_(7.0)  # whatever is done to a snapshot stays local
-    assert not (two.central.data == 7).any()
+    assert not (two.shared.data == 7).any()
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(own):
     rule, params = Adam(0.8, 0.95, 1e-3), flat(40)
     grads = gradients(params, 8)
-    shared = central_memory(params.data, rule, 1, NOTHING)
+    shared = shared_memory_for(params.data, rule, 1, NOTHING)
     exchange = worker(shared, params, rule, own=own)
     for grad in grads[:4]:
         apply(exchange, params, grad)
@@ -121,7 +121,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(own):
         apply(exchange, params, grad)
     again = flat(40, seed=3)
     again.data.copy_(weights)
-    second = central_memory(again.data, rule, 1, NOTHING)
+    second = shared_memory_for(again.data, rule, 1, NOTHING)
     restore(second, saved, NOTHING)
     resumed = worker(second, again, rule, own=own)
     resumed.load_state_dict(saved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from coterie.exchange.shared_weights import SharedWeights, central_memory
+from coterie.exchange.shared_weights import SharedWeights, shared_memory_for
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import RMSProp
 
@@ -59,7 +59,7 @@ def test_two_sums_are_one_that_saw_all_rows():
 def test_learners_share_rows_through_the_centre():
     """Whatever the order, each ends with the rows of all, counted once."""
     sets = [normalizer_set() for _ in range(3)]
-    shared = central_memory(torch.zeros(16), RMSProp(0.9, 1e-5), 1, Moments(sets[0]).read())
+    shared = shared_memory_for(torch.zeros(16), RMSProp(0.9, 1e-5), 1, Moments(sets[0]).read())
     views = [SharedWeights(shared, Moments(s), 1, 5.0) for s in sets]
     everything = normalizer_set()
     for seed, who in enumerate([0, 1, 1, 2, 0, 2, 2, 1, 0]):

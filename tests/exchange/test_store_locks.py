@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from coterie.exchange.shared_weights import CoreTurns, central_memory
+from coterie.exchange.shared_weights import CoreTurns, shared_memory_for
 from coterie.ops.optim import Adam
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
@@ -36,7 +36,7 @@ def test_processes_that_write_at_once_lose_nothing():
     """Three processes subtract one, 300 times each, from every weight: read, changed and written under the lock."""
     params, steps, chunks = flat(1000), 300, 4
     params.data.zero_()
-    shared = central_memory(params.data, Sgd(), chunks, NOTHING)
+    shared = shared_memory_for(params.data, Sgd(), chunks, NOTHING)
     said = collect([start(add_ones, shared, chunks, steps) for _ in range(3)])
     assert [s[-1] for s in said] == [("end", "ended with exit code 0")] * 3, said
     assert (torch.from_numpy(shared.arrays["data"]) == -3.0 * steps).all()
@@ -54,7 +54,7 @@ def hold(post: Post, shared: SharedArrays, k: int) -> None:
 
 
 def test_a_lock_excludes_other_processes_and_is_free_when_its_holder_is_killed():
-    shared = central_memory(torch.zeros(64), Sgd(), 3, NOTHING)
+    shared = shared_memory_for(torch.zeros(64), Sgd(), 3, NOTHING)
     locks = Locks(shared.fd, 0.02)
     child = start(hold, shared, 1)
     try:
@@ -75,22 +75,22 @@ def test_a_lock_excludes_other_processes_and_is_free_when_its_holder_is_killed()
 
 def test_free_chunks_come_first_and_the_killed_holders_chunk_last():
     params = flat(1000)
-    shared = central_memory(params.data, Sgd(), 3, NOTHING)
+    shared = shared_memory_for(params.data, Sgd(), 3, NOTHING)
     begin = params.data.clone()
     child = start(hold, shared, 0)
     try:
         assert expect(child, {"taken"}) == ("taken", 0)
         with store(shared, params, Sgd(), 3, timeout=60.0) as exchange:
-            first, rest = exchange.central.slices[0], slice(exchange.central.slices[1].start, None)
+            first, rest = exchange.shared.slices[0], slice(exchange.shared.slices[1].start, None)
             params.grad.fill_(1.0)
 
             def watch() -> None:
-                wait_until(lambda: bool((exchange.central.data[rest] == begin[rest] - 1).all()))
-                assert torch.equal(exchange.central.data[first], begin[first])
+                wait_until(lambda: bool((exchange.shared.data[rest] == begin[rest] - 1).all()))
+                assert torch.equal(exchange.shared.data[first], begin[first])
                 child.kill()
 
             together([partial(exchange.step, params, 1.0), watch])
-            assert torch.equal(exchange.central.data, begin - 1)
+            assert torch.equal(exchange.shared.data, begin - 1)
             assert torch.equal(params.data, begin - 1)
     finally:
         child.kill()
@@ -114,7 +114,7 @@ def write_slowly(post: Post, shared: SharedArrays, name: str) -> None:
 def test_nothing_is_read_in_the_middle_of_an_update(reads):
     params, rule = flat(32), Adam(*BETAS, 1e-5)
     params.data.zero_()
-    shared = central_memory(params.data, rule, 1, NOTHING)
+    shared = shared_memory_for(params.data, rule, 1, NOTHING)
     child = start(write_slowly, shared, "data" if reads == "weights" else "state/mean")
     expect(child, {"half"})
     with store(shared, params, rule, 1, local_steps=2) as exchange:
@@ -152,7 +152,7 @@ def take_turns(post: Post, shared: SharedArrays, board: Board, rank: int, rollou
 
 def test_learners_on_one_core_work_one_at_a_time_and_none_is_left_out():
     learners, rollouts = 4, 40
-    shared = central_memory(torch.zeros(2 + learners * rollouts), Sgd(), 1, NOTHING)
+    shared = shared_memory_for(torch.zeros(2 + learners * rollouts), Sgd(), 1, NOTHING)
     board = Board(learners)
     said = collect([start(take_turns, shared, board, rank, rollouts) for rank in range(learners)])
     assert [s[-1] for s in said] == [("end", "ended with exit code 0")] * learners, said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,7 +148,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
         groups = mine.groups if not gpu else (own.env.groups or 2 - width % 2)
         threads = own.env.threads or (place_cores - 1 if gpu and place_cores > 1 else place_cores)
     unroll = unroll_length(own)
-    steps, samples = UPDATES[own.algorithm](own, batch, unroll)
+    steps, samples = algorithm_class(own).updates(own, batch, unroll)
     section, lockstep = kind.section(own) or own.decoupled, kind.apart and kind.lockstep(own)
     trainers = 1 if gpu else mine.torch_threads
     return RunLayout(
@@ -179,32 +178,3 @@ def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
     if lockstep and ACTING[acting].hosted:
         overrides["env.groups"] = 0
     return changed(config, overrides)
-
-
-def _ppo(config: Config, columns: int, unroll: int) -> tuple[float, float]:
-    rows = columns * unroll
-    pieces = max(1, rows // config.ppo.minibatch_size)
-    if config.model.core != "none":
-        pieces = max(1, columns // max(1, config.ppo.minibatch_size // unroll))
-    return config.ppo.epochs * pieces, rows / pieces
-
-
-def _vtrace(config: Config, columns: int, unroll: int) -> tuple[float, float]:
-    size = config.vtrace.minibatch or columns
-    share = config.vtrace.replay_share if config.vtrace.replay_capacity else 0.0
-    return columns // size, (size + round(size * share / (1 - share))) * unroll
-
-
-def _replay(config: Config, columns: int, unroll: int, length: int = 1) -> tuple[float, float]:
-    samples = config.q.batch_size * length
-    return columns * unroll * config.q.intensity / samples, samples
-
-
-#: By algorithm: (config, columns of a batch, unroll length) -> optimizer steps for the batch, samples in each.
-UPDATES: dict[str, Callable[[Config, int, int], tuple[float, float]]] = {
-    "a2c": lambda config, columns, unroll: (1, columns * unroll),
-    "ppo": _ppo,
-    "vtrace": _vtrace,
-    "dqn": _replay,
-    "r2d2": lambda config, columns, unroll: _replay(config, columns, unroll, config.r2d2.length),
-}

@@ -26,7 +26,7 @@ from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, gather
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.microbench import PATIENCE_S, Turn, measure_process, merge
-from coterie.tools.plan.services import Costs, Line, Services, fit
+from coterie.tools.plan.services import Costs, LinearCost, Services, fit
 from coterie.types import ConfigError, Spec
 
 _MOST = 8  # processes: as many fill a machine's memory bandwidth as well as more do
@@ -82,7 +82,7 @@ def measure(config: Config, seconds: float) -> Services:
     own = {kind: float(np.median(t.min(0) if EXCHANGES[kind].in_lockstep else t)) for kind, t in times.items()}
     beside = {kind: max(0.0, x - own["solo"]) for kind, x in own.items()}
     obs_bytes = float(sum(np.prod(s.shape) * np.dtype(s.dtype).itemsize for s in spec.obs.values()))
-    wire = Line(_MESSAGE, _BYTE * obs_bytes)
+    wire = LinearCost(_MESSAGE, _BYTE * obs_bytes)
     costs = _costs(turns, configs, spec, beside, wire)
     return Services(
         costs=costs,
@@ -122,7 +122,7 @@ def _run(configs: list[ResolvedConfig], spec: Spec, seconds: float) -> list[dict
 
 
 def _costs(
-    turns: Sequence[Turn], configs: list[ResolvedConfig], spec: Spec, beside: dict[str, float], wire: Line
+    turns: Sequence[Turn], configs: list[ResolvedConfig], spec: Spec, beside: dict[str, float], wire: LinearCost
 ) -> Costs:
     """Lines through the measurements with fewer and with more simulators. `beside`: seconds of each exchange, beside
     those of solo.

@@ -17,7 +17,7 @@ from coterie.types import ConfigError, reason_of
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearCost:
     """Seconds, by the number of envs or samples that are handled at once."""
 
     fixed: float = 0.0
@@ -31,12 +31,12 @@ class Line:
 class Costs:
     """Seconds of one core while the others are as busy."""
 
-    env: Line  # a step of n envs: `fixed` is the acting thread's, `each` the env thread's
-    act: Line  # a forward of n envs, sampled and recorded
-    unroll: Line  # what else an unroll of n envs takes: new weights, the value of its last observations
-    train: Line  # a part of n samples: forward and backward
+    env: LinearCost  # a step of n envs: `fixed` is the acting thread's, `each` the env thread's
+    act: LinearCost  # a forward of n envs, sampled and recorded
+    unroll: LinearCost  # what else an unroll of n envs takes: new weights, the value of its last observations
+    train: LinearCost  # a part of n samples: forward and backward
     exchange: dict[str, float]  # a learner step's clipping, update and agreement; between `Services.learners` learners
-    wire: Line = Line()  # a message of n envs and its answer, both ends together
+    wire: LinearCost = LinearCost()  # a message of n envs and its answer, both ends together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,12 @@ def from_json(data: dict[str, Any]) -> Services:
 
 
 def _costs(data: dict[str, Any]) -> Costs:
-    lines = {name: Line(**line) for name, line in data.items() if name != "exchange"}
+    lines = {name: LinearCost(**line) for name, line in data.items() if name != "exchange"}
     exchange = {name: float(data["exchange"][name]) for name in EXCHANGES if name in data["exchange"]}
     return Costs(exchange=exchange, **lines)
 
 
-def fit(points: Sequence[tuple[float, float, float]]) -> Line:
+def fit(points: Sequence[tuple[float, float, float]]) -> LinearCost:
     """The line through two measurements (times that `fixed` is paid, n, seconds). `each` has everything if the two
     cannot be separated or one would be negative.
     """
@@ -99,7 +99,7 @@ def fit(points: Sequence[tuple[float, float, float]]) -> Line:
     if abs(det) > 1e-3 * p2 * n2:
         fixed, each = (y1 * n2 - y2 * n1) / det, (p1 * y2 - p2 * y1) / det
         if fixed >= 0 and each >= 0:
-            return Line(fixed, each)
+            return LinearCost(fixed, each)
         if each < 0:  # it does not depend on n, as far as this can tell
-            return Line((y1 + y2) / (p1 + p2), 0.0)
-    return Line(0.0, (y1 + y2) / (n1 + n2))
+            return LinearCost((y1 + y2) / (p1 + p2), 0.0)
+    return LinearCost(0.0, (y1 + y2) / (n1 + n2))

@@ -6,15 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.tools.plan.layout import Hardware, RunLayout
-from coterie.tools.plan.services import Costs, Line, Services
+from coterie.tools.plan.services import Costs, LinearCost, Services
 
 EXCHANGE = {"solo": 0.01, "allreduce": 0.03, "hogwild": 0.02, "store": 0.03, "gossip": 0.02}
 COSTS = Costs(
-    env=Line(0.0, 0.01), act=Line(0.002, 0.001), unroll=Line(0.005, 0.001), train=Line(0.003, 0.002),
+    env=LinearCost(0.0, 0.01), act=LinearCost(0.002, 0.001), unroll=LinearCost(0.005, 0.001),
+    train=LinearCost(0.003, 0.002),
     exchange=EXCHANGE,
 )  # fmt: skip
 #: Only envs and forwards cost anything.
-BARE = Costs(Line(0.0, 0.01), Line(0.002, 0.0), Line(), Line(), dict.fromkeys(EXCHANGE, 0.0))
+BARE = Costs(LinearCost(0.0, 0.01), LinearCost(0.002, 0.0), LinearCost(), LinearCost(), dict.fromkeys(EXCHANGE, 0.0))
 
 
 def services(costs: Costs = COSTS, **changes: Any) -> Services:

@@ -11,6 +11,7 @@ from coterie import presets
 from coterie.acting.actor import ActorMemory
 from coterie.acting.apart import envs_per_child
 from coterie.acting.table import ACTING
+from coterie.algorithms.table import algorithm_class
 from coterie.build.factory import make_model, memory_setup
 from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
@@ -18,7 +19,7 @@ from coterie.exchange.table import EXCHANGES
 from coterie.parallel.params import FlatParams
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs.config_io import replace as changed
-from coterie.tools.plan.layout import UPDATES, Hardware, RunLayout, layout
+from coterie.tools.plan.layout import Hardware, RunLayout, layout
 from coterie.tools.plan.search import candidates, cheapest
 from coterie.tools.plan.simulate import simulate
 from coterie.types import ConfigError
@@ -106,7 +107,7 @@ def test_learners_on_several_machines_are_laid_out_like_those_on_one():
 
 
 def updates(config, columns: int, unroll: int):
-    return UPDATES[config.algorithm](config, columns, unroll)
+    return algorithm_class(config).updates(config, columns, unroll)
 
 
 def test_each_algorithm_has_its_number_of_updates():

@@ -6,22 +6,22 @@ import json
 
 import pytest
 
-from coterie.tools.plan.services import Line, fit, load, save
+from coterie.tools.plan.services import LinearCost, fit, load, save
 from coterie.types import ConfigError
 from tests.tools.plan.harness import COSTS, services
 
 
 def test_a_fit_recovers_its_line():
-    line = Line(0.003, 0.0005)
-    assert fit([(1, n, line(n)) for n in (4, 16)]) == Line(pytest.approx(0.003), pytest.approx(0.0005))
+    line = LinearCost(0.003, 0.0005)
+    assert fit([(1, n, line(n)) for n in (4, 16)]) == LinearCost(pytest.approx(0.003), pytest.approx(0.0005))
     parts = [(1, 160, line(160)), (4, 1280, 4 * line.fixed + 1280 * line.each)]  # `fixed` for each of four parts
-    assert fit(parts) == Line(pytest.approx(0.003), pytest.approx(0.0005))
+    assert fit(parts) == LinearCost(pytest.approx(0.003), pytest.approx(0.0005))
 
 
 def test_a_fit_never_gives_negative_seconds():
-    assert fit([(1, 4, 1.0), (1, 16, 5.0)]) == Line(0.0, pytest.approx(0.3))  # would begin below 0
-    assert fit([(1, 4, 1.2), (1, 16, 0.8)]) == Line(pytest.approx(1.0), 0.0)  # would fall
-    assert fit([(1, 320, 1.0), (4, 1280, 4.0)]) == Line(0.0, pytest.approx(1 / 320))  # cannot be told apart
+    assert fit([(1, 4, 1.0), (1, 16, 5.0)]) == LinearCost(0.0, pytest.approx(0.3))  # would begin below 0
+    assert fit([(1, 4, 1.2), (1, 16, 0.8)]) == LinearCost(pytest.approx(1.0), 0.0)  # would fall
+    assert fit([(1, 320, 1.0), (4, 1280, 4.0)]) == LinearCost(0.0, pytest.approx(1 / 320))  # cannot be told apart
 
 
 def test_services_are_saved_and_loaded(tmp_path):

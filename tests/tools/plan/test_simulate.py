@@ -8,7 +8,7 @@ import pytest
 
 from coterie.tools.plan.layout import Hardware
 from coterie.tools.plan.search import ceiling
-from coterie.tools.plan.services import Line
+from coterie.tools.plan.services import LinearCost
 from coterie.tools.plan.simulate import World, simulate
 from tests.tools.plan.harness import BARE, COSTS, EXCHANGE, layout, services
 
@@ -47,7 +47,7 @@ def test_two_hogwild_learners_are_one_update_stale():
 @pytest.mark.parametrize("batches", [2, 3, 5])
 def test_the_lag_of_local_actors_is_bounded_by_the_batches(batches):
     """A slow learner: all open batches are full, and each was acted with weights as old as its opening."""
-    slow = replace(COSTS, train=Line(1.0, 0.0))
+    slow = replace(COSTS, train=LinearCost(1.0, 0.0))
     own = layout("decoupled", hardware=Hardware(cores=4), producers=2, batch=2, batches=batches)
     result = simulate(own, services(slow))
     assert result.lag_max <= batches
@@ -103,7 +103,7 @@ def test_actors_on_hosts_pay_for_weights_and_rollouts():
 
 
 def test_a_stores_lock_is_held_by_one_learner_at_a_time():
-    costs = replace(BARE, env=Line(), act=Line(), exchange=EXCHANGE)
+    costs = replace(BARE, env=LinearCost(), act=LinearCost(), exchange=EXCHANGE)
     for chunks in (1, 3):
         own = layout("inline", "store", Hardware(cores=4), learners=4, chunks=chunks)
         rate = simulate(own, services(costs)).env_steps_per_s / 4
@@ -172,7 +172,7 @@ def test_value_learning_trains_as_often_as_its_intensity_says():
 
 def test_an_accelerator_takes_acting_and_training_off_the_cores():
     hardware = Hardware(cores=2, gpus=1)
-    some = services(accelerator=replace(COSTS, act=Line(0.001, 0.0), train=Line(0.001, 0.0)))
+    some = services(accelerator=replace(COSTS, act=LinearCost(0.001, 0.0), train=LinearCost(0.001, 0.0)))
     result = simulate(layout(hardware=hardware), some)
     seconds = 4 * (COSTS.env(1) + 0.001) + COSTS.unroll(1) + 0.001 + EXCHANGE["solo"]
     assert result.env_steps_per_s == pytest.approx(4 / seconds)

@@ -1,0 +1,70 @@
+"""The size of the replay of value methods, and what all of them refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coterie.config import Config, Refusal, ResolvedConfig
+from coterie.envs.pool import is_atari
+from coterie.replay.storage import Capacity
+from coterie.types import Spec
+
+
+def stacked_frames(config: Config) -> int:
+    """Frames of a stack, of which the replay stores the newest only; 0: observations are stored whole."""
+    return config.atari.stack if is_atari(config.env.id) and config.atari.stack > 1 else 0
+
+
+def replay_size(config: ResolvedConfig) -> tuple[int, int]:
+    """Envs and rows of one learner's replay."""
+    return config.replay.envs or config.env.num_envs, config.replay.capacity // config.learners
+
+
+def replay_capacity(config: ResolvedConfig, spec: Spec) -> Capacity:
+    """Room in one learner's replay."""
+    return Capacity(spec, *replay_size(config), stacked_frames(config), config.replay.disk)
+
+
+def value_refusals(
+    rows: Callable[[ResolvedConfig], int], needed: Callable[[Config], int], first_rows: Callable[[Config], int]
+) -> tuple[Refusal, ...]:
+    """Refusals of all value methods. `rows`: rows that the replay stores per env, which must be more than `needed`.
+    `first_rows`: env steps after which the replay can be sampled.
+    """
+    return (
+        Refusal(
+            lambda c, s: s.action.kind != "categorical",
+            "algorithm",
+            "must be a2c, ppo or vtrace: dqn and r2d2 need a Discrete action space, which this env does not have",
+        ),
+        Refusal(
+            lambda c, s: c.reward.normalize,
+            "reward.normalize",
+            "must be False with dqn and r2d2, whose replay stores old rewards; use reward.clip or reward.scale",
+        ),
+        Refusal(
+            lambda c, s: c.q.learn_start < first_rows(c),
+            "q.learn_start",
+            "must be at least 2 x env.num_envs x (algo.unroll_length + q.n_step), for r2d2 env.num_envs x "
+            "(r2d2.burn_in + length + stride + algo.unroll_length): before that the replay cannot be sampled",
+        ),
+        Refusal(
+            lambda c, s: rows(c) <= needed(c),
+            "replay.capacity",
+            "must be larger: each env of a learner needs more than algo.unroll_length + q.n_step + atari.stack rows, "
+            "for r2d2 more than r2d2.burn_in + r2d2.length, rounded down to whole rollouts",
+        ),
+        Refusal(lambda c, s: 0 < c.replay.envs < c.env.num_envs, "replay.envs", "must not be below env.num_envs"),
+        Refusal(lambda c, s: c.q.atoms > 0 and c.q.v_min >= c.q.v_max, "q.v_min", "must be below q.v_max"),
+        Refusal(
+            lambda c, s: c.q.atoms > 0 and c.replay.initial == "acting",
+            "replay.initial",
+            "must be highest with q.atoms, whose priorities are divergences of distributions",
+        ),
+        Refusal(
+            lambda c, s: bool(c.allreduce.address),
+            "algorithm",
+            "must not be dqn or r2d2 with allreduce between machines: the replay of a machine that joins is empty; "
+            "use exchange gossip",
+        ),
+    )
