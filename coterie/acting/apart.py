@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coterie.config import Central, Config, Decoupled, Refusal, ResolvedConfig
+from coterie.acting.base import Section
+from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.tasks import tasks
 
 
@@ -24,7 +25,7 @@ def envs_per_child(config: ResolvedConfig) -> int:
     return config.env.num_envs * config.learners // max(1, config.actors)
 
 
-def apart_refusals(section: Callable[[Config], Decoupled | Central], optional: bool = False) -> tuple[Refusal, ...]:
+def apart_refusals(section: Callable[[Config], Section], optional: bool = False) -> tuple[Refusal, ...]:
     """Refusals of every acting with child processes."""
     return (
         Refusal(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.recorder import Envs
-from coterie.config import Central, Config, Decoupled, Refusal, ResolvedConfig
+from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
@@ -173,6 +173,23 @@ def _no_worker(setup: WorkerSetup, memory: Any) -> Worker:
     raise CoterieError("acting: a kind with child processes needs a `worker`")
 
 
+class Section(Protocol):
+    """The settings that an acting with child processes has, whatever else is in its section of the config."""
+
+    @property
+    def batch_size(self) -> int: ...  # single-env rollouts in a learner's batch; 0: one per env
+    @property
+    def queue(self) -> int: ...  # finished batches that may wait for the learner
+    @property
+    def lockstep(self) -> bool: ...  # every action is chosen with the newest weights
+    @property
+    def restarts(self) -> int: ...  # of children that died, before the run fails
+
+
+def _no_section(config: Config) -> None:
+    """It has no settings."""
+
+
 @dataclass(frozen=True)
 class ActingKind(Generic[M]):
     """One choice of acting, as the rest of the program knows it. Each module of this folder has its `KIND`.
@@ -186,10 +203,11 @@ class ActingKind(Generic[M]):
     worker: Callable[[WorkerSetup, M], Worker] = _no_worker  # in a child process
     child: str = ""  # what its child processes are called; empty: the learner steps the envs itself
     own_policy: bool = False  # the children choose actions, one core each; else the learner does for them
-    section: Callable[[Config], Decoupled | Central | None] = lambda config: None  # its settings
+    section: Callable[[Config], Section | None] = _no_section  # its settings
     max_envs: Callable[[Config], int] = lambda config: sys.maxsize  # of one learner
     one_group: Callable[[Config], bool] = lambda config: False  # all envs of a process are acted on at once
     refusals: tuple[Refusal, ...] = ()
+    simulation: str = ""  # package.module:class, a `SimActing` of `coterie plan`; empty: plan leaves it out
 
     @property
     def apart(self) -> bool:

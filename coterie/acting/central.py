@@ -336,4 +336,5 @@ KIND = ActingKind(
             "must not be below central.batch_min",
         ),
     ),
+    simulation="coterie.tools.plan.acting:SimCentral",
 )

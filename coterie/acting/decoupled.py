@@ -150,4 +150,5 @@ KIND = ActingKind(
             "must be a multiple of the envs of an actor (env.num_envs x learners / actors)",
         ),
     ),
+    simulation="coterie.tools.plan.acting:SimDecoupled",
 )

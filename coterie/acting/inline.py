@@ -136,4 +136,5 @@ KIND = ActingKind(
             "must be a single task with inline acting; set acting to decoupled or central",
         ),
     ),
+    simulation="coterie.tools.plan.acting:SimInline",
 )

@@ -254,4 +254,5 @@ KIND = ExchangeKind(
             "network must be private",
         ),
     ),
+    simulation="coterie.tools.plan.learners:SimAllReduce",
 )

@@ -290,4 +290,5 @@ KIND = ExchangeKind(
             "cannot be combined with gossip.bind: a run either listens or connects",
         ),
     ),
+    simulation="coterie.tools.plan.learners:SimGossip",
 )

@@ -89,4 +89,5 @@ KIND = ExchangeKind(
             "must be cpu or auto: hogwild writes into shared memory of the host",
         ),
     ),
+    simulation="coterie.tools.plan.learners:SimHogwild",
 )

@@ -68,4 +68,5 @@ KIND = ExchangeKind(
             "must be 1 with exchange solo; for several use allreduce, hogwild, store or gossip",
         ),
     ),
+    simulation="coterie.tools.plan.learners:SimExchange",
 )

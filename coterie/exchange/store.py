@@ -165,4 +165,5 @@ KIND = ExchangeKind(
             "must be 1, unless optim.rule is adam or adam_eps_hat",
         ),
     ),
+    simulation="coterie.tools.plan.learners:SimStore",
 )

@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from coterie.exchange.table import EXCHANGES
 from coterie.tools.plan.services import save
 from tests.plugins.page import coterie, train
 from tests.test_conformance import check_cartpole, check_counting_env
-from tests.tools.plan.harness import services
+from tests.tools.plan.harness import COSTS, services
 
 PARTS = Path(__file__).parent / "parts"
 MODULES = [f"tests.plugins.parts.{name}" for name in ("memory_acting", "elastic")]
@@ -45,16 +46,20 @@ def test_registered_parts_pass_the_conformance_test(algorithm, acting, exchange)
 
 
 @pytest.mark.usefixtures("_registered")
-def test_plan_leaves_registered_parts_out(tmp_path, monkeypatch, capsys):
+def test_plan_simulates_a_registered_part_that_gives_its_simulation(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    save(services(), Path("made-up.json"))
-    args = ["plan", "a2c", "--env", "CartPole-v1", "--services", "made-up.json", "--cores", "2"]
-    assert main(args) == 0
-    assert "memory elastic: plan has no simulation of a registered acting or exchange" in capsys.readouterr().out
-    assert (
-        main(["plan", "a2c", "--env", "CartPole-v1", "--services", "made-up.json", "--cores", "2", "--target", "9"])
-        == 0
+    costs = replace(COSTS, exchange={**COSTS.exchange, "elastic": 1.01})
+    save(services(costs), Path("made-up.json"))
+    args = ["plan", "a2c", "--env", "CartPole-v1", "--services", "made-up.json", "--cores", "2", "--learners", "2"]
+    assert main([*args, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rates = {(x["layout"]["acting"], x["layout"]["exchange"]): x["env_steps_per_s"] for x in found["layouts"]}
+    assert rates["inline", "elastic"] < 0.9 * rates["inline", "solo"] * 2  # it costs a second in every fourth step
+    reason = "this acting or exchange was registered without a simulation"
+    assert {k: v for k, v in found["refused"].items() if "memory" in k} == dict.fromkeys(
+        (f"memory {exchange}" for exchange in EXCHANGES), reason
     )
+    assert main([*args[:-2], "--target", "9"]) == 0
 
 
 def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):

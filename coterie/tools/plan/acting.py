@@ -222,6 +222,3 @@ class SimCentral(SimActing):
             for request in picked:
                 request.answer.succeed(version)
             self.answering += self.sim.now - begin
-
-
-ACTINGS: dict[str, type[SimActing]] = {"inline": SimInline, "decoupled": SimDecoupled, "central": SimCentral}

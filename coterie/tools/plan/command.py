@@ -71,7 +71,7 @@ def _predict(config: Config, spec: Spec, services: Services, hardware: Hardware,
     for acting, exchange in product(ACTING, EXCHANGES):
         try:
             if not is_simulated(acting, exchange):
-                raise ConfigError("plan has no simulation of a registered acting or exchange")
+                raise ConfigError("this acting or exchange was registered without a simulation")
             one = layout(config, spec, hardware, acting, exchange, learners)
             found.append(simulate(one, services, config.seed))
         except CoterieError as error:

@@ -139,7 +139,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     gpu = h.gpus > 0 and exchange_kind.on_gpu
     place_cores = len(place(learners, range(h.cores), h.gpus if gpu else 0)[0].cores)
     mine = resolve_resources(replace(own, device="cpu"), spec, cores=place_cores)
-    if kind.apart:  # an actor has one core; a host has all
+    if kind.apart:
         acts_on = 1 if kind.own_policy else h.host_cores if apart else place_cores
         narrow = replace(own, env=replace(own.env, num_envs=width), device="cpu")
         groups = resolve_resources(narrow, spec, cores=acts_on).groups

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import simpy
 
 from coterie.algorithms.base import slices
+from coterie.exchange.table import EXCHANGES
+from coterie.plugins import named
 from coterie.tools.plan.des import Barrier, Bell, Cores, Link, Process
 from coterie.tools.plan.layout import RunLayout
 from coterie.tools.plan.services import Costs, Services
@@ -56,7 +58,7 @@ class SimLearner:
         self.due = 0.0  # optimizer steps
         self.news = Bell(self.sim)  # requests, new weights, or room
         self.snapshot = 0  # updates of shared weights that it has read
-        self.exchange = EXCHANGES[self.layout.exchange](self)
+        self.exchange: SimExchange = named("exchange", EXCHANGES[self.layout.exchange].simulation)(self)
         self.reset()
 
     def reset(self) -> None:
@@ -184,12 +186,3 @@ class SimGossip(SimExchange):
             if h.machines > 1:  # there and on, by way of the first machine
                 yield from learner.wait(learner.sim.timeout(2 * h.latency + self.weights / h.bandwidth))
         yield learner.chip.work(self.extra("gossip"), "exchange")
-
-
-EXCHANGES: dict[str, type[SimExchange]] = {
-    "solo": SimExchange,
-    "allreduce": SimAllReduce,
-    "hogwild": SimHogwild,
-    "store": SimStore,
-    "gossip": SimGossip,
-}

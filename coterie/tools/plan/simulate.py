@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import simpy
 
-from coterie.tools.plan.acting import ACTINGS, Place
+from coterie.acting.table import ACTING
+from coterie.exchange.table import EXCHANGES
+from coterie.plugins import named
+from coterie.tools.plan.acting import Place, SimActing
 from coterie.tools.plan.des import Cores
 from coterie.tools.plan.layout import RunLayout
-from coterie.tools.plan.learners import EXCHANGES, Shared, SimLearner
+from coterie.tools.plan.learners import Shared, SimLearner
 from coterie.tools.plan.services import Services
 from coterie.types import CoterieError
 
@@ -58,14 +61,15 @@ class World(Shared):
         gpus = [gpu for machine in self.machines for gpu in machine.gpus]
         self.pools = {"learner cores": [machine.cores for machine in self.machines], "gpu": gpus, "host cores": hosts}
         self.learners = [SimLearner(self, rank) for rank in range(layout.learners)]
-        self.acting = []
+        self.acting = list[SimActing]()
+        make = named("acting", layout.kind.simulation)
         for learner in self.learners:
             machine = learner.machine
             places = [Place(machine.cores)] * max(1, layout.producers)
             if hosts:
                 numbers = [(k * layout.learners + learner.rank) % layout.hosts for k in range(layout.producers)]
                 places = [Place(hosts[i], machine.inward, machine.outward) for i in numbers]
-            self.acting.append(ACTINGS[layout.acting](learner, places, rng))
+            self.acting.append(make(learner, places, rng))
 
     def run(self, rollouts: int) -> None:
         """Run until the learners have learned from another `rollouts` batches."""
@@ -115,8 +119,8 @@ class World(Shared):
 
 
 def is_simulated(acting: str, exchange: str) -> bool:
-    """False for one that a user registered."""
-    return acting in ACTINGS and exchange in EXCHANGES
+    """Whether both have a simulation. A registered one need not."""
+    return bool(ACTING[acting].simulation and EXCHANGES[exchange].simulation)
 
 
 def simulate(layout: RunLayout, services: Services, seed: int = 0) -> Result:

@@ -59,5 +59,5 @@ def connect(setup):
     return Elastic(setup, BoardSteps(peers.board, peers.rank), shared)
 
 
-KIND = ExchangeKind(connect, memory, restore, on_gpu=False)
+KIND = ExchangeKind(connect, memory, restore, on_gpu=False, simulation="tests.plugins.parts.elastic_plan:SimElastic")
 coterie.register_exchange("elastic", KIND)
