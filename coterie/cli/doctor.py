@@ -13,19 +13,10 @@ import torch
 from coterie import __version__
 from coterie.config import Atari, Env
 from coterie.envs.make import make_envs
+from coterie.extras import EXTRAS
 from coterie.parallel.affinity import available_cores, bf16_is_fast
 from coterie.runs.machine import required, version
 from coterie.types import CoterieError
-
-_EXTRAS = {
-    "video": "watch, and videos on pages",
-    "gym": "gymnasium's Box2D and MuJoCo envs",
-    "wandb": "--log.wandb",
-    "plots": "report, compare, dashboard, reproduce",
-    "ray": "--launch ray",
-    "gpu": "energy and use of NVIDIA GPUs",
-    "export": "export",
-}
 
 
 def report() -> tuple[list[str], bool]:
@@ -37,7 +28,7 @@ def report() -> tuple[list[str], bool]:
     for name in packages.get("", []):
         found = version(name)
         lines.append(f"ok       {name} {found}" if found else f"MISSING  {name}: pip install coterie again")
-    for extra, use in _EXTRAS.items() if packages else ():
+    for extra, use in EXTRAS.items() if packages else ():
         missing = ", ".join(name for name in packages.get(extra, []) if version(name) is None)
         install = f"optional {use}: pip install 'coterie[{extra}]' (for {missing})"
         lines.append(install if missing else f"ok       {use}")

@@ -39,14 +39,14 @@ def presets() -> Groups:
 
 
 def envs() -> Groups:
-    import envpool
     import gymnasium
-    from envpool.registration import registry
+
+    from coterie.envs.pool import modules
 
     found: Groups = {}
-    pooled = sorted(envpool.list_all_envs())
+    pooled = sorted(modules())
     for name in pooled:
-        module = registry.specs[name][0].removeprefix("envpool.")
+        module = modules()[name]
         title = SUITES.get(module) or module.replace("mujoco.", "MuJoCo ").replace("_", " ")
         found.setdefault(title[0].upper() + title[1:], []).append((name, ""))
     found["gymnasium, in worker processes"] = [(name, "") for name in sorted(set(gymnasium.registry) - set(pooled))]

@@ -16,6 +16,7 @@ from typing import Any
 
 from coterie.cli.arguments import COMMANDS, overview, tree
 from coterie.cli.options import config_of, possible
+from coterie.extras import needs
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 
@@ -122,7 +123,8 @@ def bench(options: Namespace, rest: list[str]) -> int:
 
 def plan(options: Namespace, rest: list[str]) -> int:
     config = config_of(rest)
-    from coterie.tools.plan.command import plan as run
+    with needs("plan", "plan"):
+        from coterie.tools.plan.command import plan as run
 
     return run(config, options)
 
@@ -196,9 +198,10 @@ def doctor(options: Namespace, rest: list[str]) -> int:
 
 
 def completion(options: Namespace, rest: list[str]) -> int:
-    import shtab
-
     from coterie.config import Config
+
+    with needs("completion", "completion"):
+        import shtab
 
     root, parsers = tree(Config())
     for parser in parsers.values():

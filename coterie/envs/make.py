@@ -15,10 +15,11 @@ from coterie.envs.backend import Backend, Declared, MakeBackend
 from coterie.envs.group import Envs
 from coterie.envs.gym import LAB
 from coterie.envs.local import LocalBackend
-from coterie.envs.pool import PoolBackend, all_ids, has_env, pool_declared
+from coterie.envs.pool import PoolBackend, has_env, modules, pool_declared
 from coterie.envs.repeat import Repeat
 from coterie.envs.tasks import tasks
 from coterie.envs.workers import WorkerBackend, worker_declared
+from coterie.extras import missing
 from coterie.types import Array, ConfigError, Spec
 
 
@@ -32,10 +33,15 @@ def _in_pool(env: config.Env) -> bool:
         raise ConfigError(f"env.kwargs must be a JSON object, not {env.kwargs!r}")
     pool = has_env(env.id)
     if env.backend == "pool" and not pool:
-        raise _unknown(env.id, all_ids(), "EnvPool has no such environment")
+        if not modules():
+            raise missing("env.backend: pool", "envpool")
+        raise _unknown(env.id, [*modules()], "EnvPool has no such environment")
     named = ":" in env.id or env.id.startswith(LAB)  # not imported before it is made
     if not pool and not named and env.id not in gymnasium.registry:
-        raise _unknown(env.id, [*all_ids(), *gymnasium.registry], "neither EnvPool nor gymnasium has it")
+        if not modules():
+            why = "gymnasium does not have it, and EnvPool is missing (pip install 'coterie[envpool]')"
+            raise _unknown(env.id, [*gymnasium.registry], why)
+        raise _unknown(env.id, [*modules(), *gymnasium.registry], "neither EnvPool nor gymnasium has it")
     return pool and env.backend != "workers"
 
 

@@ -14,9 +14,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import envpool
 import numpy as np
-from envpool.registration import registry
 
 from coterie import config
 from coterie.envs.backend import Declared, StepResults
@@ -40,23 +38,29 @@ _PACKAGES = {
 _RESERVED = {"num_envs", "batch_size", "num_threads", "env_seed", "seed", "max_episode_steps", "gym_reset_return_info"}
 _NO_LIMIT = 2**31 - 1
 # Observations that are text, as bytes that zeros end.
-_TEXT = {"envpool.minigrid": ("mission",)}
+_TEXT = {"minigrid": ("mission",)}
+
+
+@functools.cache
+def modules() -> dict[str, str]:
+    """EnvPool's module of each env id; empty where EnvPool is not installed."""
+    try:
+        from envpool.registration import registry
+    except ImportError:
+        return {}
+    return {env_id: spec[0].removeprefix("envpool.") for env_id, spec in registry.specs.items()}
 
 
 def has_env(env_id: str) -> bool:
-    return env_id in registry.specs
-
-
-def all_ids() -> list[str]:
-    return list(registry.specs)
+    return env_id in modules()
 
 
 def is_atari(env_id: str) -> bool:
-    return has_env(env_id) and registry.specs[env_id][0] == "envpool.atari"
+    return modules().get(env_id) == "atari"
 
 
 def _is_doom(env_id: str) -> bool:
-    return has_env(env_id) and registry.specs[env_id][0] == "envpool.vizdoom"
+    return modules().get(env_id) == "vizdoom"
 
 
 def _options(env: config.Env, atari: config.Atari, training: bool) -> dict[str, Any]:
@@ -120,12 +124,14 @@ def _guarded(env_id: str, make: Any, options: dict[str, Any]) -> Any:
 @functools.lru_cache(maxsize=64)
 def pool_declared(env: config.Env, atari: config.Atari) -> Declared:
     """What an EnvPool environment takes and gives; nothing is started."""
+    import envpool
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gymnasium on the precision of the bounds that EnvPool declares
         found = _guarded(env.id, envpool.make_spec, _options(env, atari, True))
         if found.config.max_num_players > 1 or len(found.action_array_spec) != 3:
             raise ConfigError(f"env.id {env.id!r} has several players or actions; Coterie runs envs with one of each")
-        fields = obs_fields(env.id, found.observation_space, _TEXT.get(registry.specs[env.id][0], ()))
+        fields = obs_fields(env.id, found.observation_space, _TEXT.get(modules()[env.id], ()))
         actions = action_map(env.id, found.action_space)
     frames = found.config.frame_skip if is_atari(env.id) or _is_doom(env.id) else 1
     limit = int(found.config.max_episode_steps)
@@ -146,6 +152,8 @@ class PoolBackend:
         training: bool = True,
         render: bool = False,
     ) -> None:
+        import envpool
+
         self.num_instances = n = len(seeds)
         self.spec, self._fields, self.action_map = pool_declared(env, atari)
         counts = {"num_envs": n, "batch_size": n, "num_threads": min(threads, n), "env_seed": list(seeds)}

@@ -25,6 +25,7 @@ from coterie.build.validity import check
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.exchange.table import exchange_kind
+from coterie.extras import missing
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
@@ -47,7 +48,7 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     config = validate(config)
     folder = Path(config.out) if config.out else _new_folder(config)
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("log.wandb: needs `pip install 'coterie[wandb]'`")
+        raise missing("log.wandb", "wandb")
     try:
         if (folder / "config.json").exists():
             raise ConfigError(

@@ -14,8 +14,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from coterie.extras import needs
 from coterie.parallel.processes import location
-from coterie.types import ConfigError, CoterieError, reason_of
+from coterie.types import CoterieError, reason_of
 
 # The files of a run's folder, besides checkpoints/ and TensorBoard's events.
 RUN_FILES = (
@@ -158,10 +159,8 @@ def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
 
 
 def _wandb(folder: Path, project: str) -> Any:
-    try:
+    with needs("log.wandb", "wandb"):
         import wandb
-    except ImportError:
-        raise ConfigError("log.wandb: needs `pip install 'coterie[wandb]'`") from None
     # The id depends on the folder only, so that a resumed run continues its page.
     key = f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
     try:

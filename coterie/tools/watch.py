@@ -12,7 +12,8 @@ import numpy as np
 from coterie.build.evaluate import Player, load
 from coterie.envs.make import make_rendered
 from coterie.envs.tasks import task_config, tasks
-from coterie.types import ConfigError, CoterieError
+from coterie.extras import needs
+from coterie.types import CoterieError
 
 _FPS = 30
 _MOST_FRAMES = 27_000
@@ -22,10 +23,8 @@ def watch(
     folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "0"
 ) -> tuple[Path, float, int]:
     """Record an episode; returns the file, the episode's return and the number of frames."""
-    try:
+    with needs("watch", "video"):
         import imageio
-    except ImportError:
-        raise ConfigError("watch needs: pip install 'coterie[video]'") from None
     policy = load(folder, learner)
     path = Path(out) if out else Path(folder) / "watch.mp4"
     first = tasks(policy.config.env.id)[0]

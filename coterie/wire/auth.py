@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 
+from coterie.extras import needs
 from coterie.types import ConfigError, reason_of
 
 _DAYS = 825  # that a certificate is valid
@@ -84,10 +85,11 @@ def read_pem(path: str, what: str) -> bytes:
 
 def make_keys(folder: str, hosts: list[str]) -> list[Path]:
     """Write a token, and a key with a self-signed certificate for these host names and addresses."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
+    with needs("keys", "keys"):
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import NameOID
 
     out = Path(folder)
     paths = [out / name for name in (TOKEN, CERT, KEY)]

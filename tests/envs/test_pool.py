@@ -175,7 +175,7 @@ def test_a_missing_library_names_its_debian_package(monkeypatch, cause, says):
     def broken(env_id, **options):
         raise ImportError("needs something") from ImportError(cause)
 
-    monkeypatch.setattr(pool.envpool, "make_spec", broken)
+    monkeypatch.setattr("envpool.make_spec", broken)
     pool.pool_declared.cache_clear()
     with pytest.raises(ConfigError, match=says):
         make_spec(config.Env(id="CoinrunEasy-v0"), config.Atari())

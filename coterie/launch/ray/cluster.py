@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from coterie.acting.table import acting_kind
 from coterie.config import Config, Ray
+from coterie.extras import needs
 from coterie.launch.ray.placement import Allocation, Machine, Part, Site, Worker
 from coterie.launch.supervisor import RestartBudget
 from coterie.types import ConfigError, CoterieError, first_line, reason_of
@@ -29,10 +30,8 @@ class Cluster:
     def __init__(self, options: Ray) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # a process that can connect to Ray can run anything
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        try:
+        with needs("launch: ray", "ray"):
             import ray
-        except ImportError:
-            raise ConfigError("launch: ray needs `pip install 'coterie[ray]'`") from None
         try:
             code = dict(json.loads(options.runtime_env))
         except (ValueError, TypeError):

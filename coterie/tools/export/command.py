@@ -8,12 +8,12 @@ from argparse import Namespace
 from pathlib import Path
 
 from coterie.build.evaluate import load, open_run
+from coterie.extras import missing
 from coterie.tools.export.check import TOLERANCE, check
 from coterie.tools.export.describe import describe
 from coterie.tools.export.graph import Graph, to_onnx
 from coterie.tools.export.web import page, playable
 from coterie.tools.report.command import save
-from coterie.types import ConfigError
 
 _NEEDS = ("onnx", "onnxruntime", "onnxscript")
 
@@ -21,7 +21,7 @@ _NEEDS = ("onnx", "onnxruntime", "onnxscript")
 def export(options: Namespace) -> int:
     """Write a run's policy, verified, and with `--web` a page."""
     if not all(map(importlib.util.find_spec, _NEEDS)):
-        raise ConfigError("export needs: pip install 'coterie[export]'")
+        raise missing("export", "export")
     config = open_run(Path(options.run))
     if options.web:
         playable(config)

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from coterie.types import Array, ConfigError
+from coterie.extras import needs
+from coterie.types import Array
 
 # Okabe and Ito's colours, which stay distinct for people with red-green colour blindness; without the yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
@@ -51,11 +52,9 @@ class _Drawn:
 @contextmanager
 def _canvas(title: str, x: str, y: str, width: float = 6.0, height: float = 3.4) -> Iterator[tuple[Any, _Drawn]]:
     """Axes to draw on, and an object that has their SVG afterwards. `x` and `y`: labels, with units."""
-    try:
+    with needs("a chart", "plots"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("charts need: pip install 'coterie[plots]'") from None
     drawn, out = _Drawn(), io.StringIO()
     # Text stays text (it can be searched and read aloud); the salt keeps the ids of one page's charts apart.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif", "font.size": 9}):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coterie import presets
+from coterie.extras import needs
 from coterie.runs.config_io import to_dict
 from coterie.tools.report import sections
 from coterie.tools.report.charts import Chart
@@ -33,10 +34,8 @@ class Page:
 
     def html(self, refresh: int = 0) -> str:
         """`refresh`: seconds after which a browser reloads it; 0: never."""
-        try:
+        with needs("a page", "plots"):
             from jinja2 import Environment, PackageLoader
-        except ImportError:
-            raise ConfigError("pages need: pip install 'coterie[plots]'") from None
         environment = Environment(loader=PackageLoader("coterie.tools", "report"), autoescape=True)
         parts = [part for part in self.parts if part.charts or part.tables or part.videos]
         return environment.get_template("page.html").render(

@@ -1,0 +1,37 @@
+"""Optional packages: the extras of Coterie, what each is for, and one error for a missing one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from coterie.types import ConfigError
+
+EXTRAS = {
+    "envpool": "fast C++ environments: Atari, Box2D, MuJoCo, classic control, ViZDoom and more",
+    "gym": "gymnasium's Box2D and MuJoCo environments",
+    "video": "watch, and videos on pages",
+    "plots": "report, compare, dashboard, reproduce",
+    "ray": "--launch ray",
+    "wandb": "--log.wandb",
+    "export": "export",
+    "plan": "plan",
+    "keys": "keys",
+    "completion": "completion",
+    "gpu": "energy and utilisation of NVIDIA GPUs",
+}
+
+
+def missing(what: str, extra: str) -> ConfigError:
+    return ConfigError(f"{what} needs the extra {extra!r}: pip install 'coterie[{extra}]'")
+
+
+@contextmanager
+def needs(what: str, extra: str) -> Iterator[None]:
+    """Around imports of optional packages: a missing one raises a `ConfigError` that says how to install it."""
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").startswith("coterie"):
+            raise
+        raise missing(what, extra) from error
