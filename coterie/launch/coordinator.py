@@ -47,7 +47,8 @@ class Coordinator:
         self.ledger = Ledger(config, spec, board, state, reached)
         self.next_eval = config.eval.every if state is None else state["next_eval"]
         self.writer = self._open_writer(None if state is None else state["env_steps"])
-        self.display = Display(config.steps, title(config), start_steps=self.ledger.begin_steps, quiet=quiet)
+        title = " x ".join((config.preset or config.algorithm, config.env.id, config.acting, config.exchange))
+        self.display = Display(config.steps, title, start_steps=self.ledger.begin_steps, quiet=quiet)
         self.members = set(range(self.learners))  # learners that take part in a checkpoint
         self.idle: set[int] = set()  # learners that have ended their training
         self.order: int | None = None  # number of the order that is being carried out
@@ -163,7 +164,7 @@ class Coordinator:
             self._write_line()
         if self.order is None and (what := self._due(now)):
             if what & LAST:
-                if ledger.has_news:
+                if ledger.batches or ledger.env_steps != ledger.line_steps:  # learned since the last line
                     self._write_line()
                 self.on_end()
             self._order(what)
@@ -277,8 +278,3 @@ class Coordinator:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
-
-
-def title(config: ResolvedConfig) -> str:
-    parts = (config.preset or config.algorithm, config.env.id, config.acting, config.exchange)
-    return " x ".join(parts)

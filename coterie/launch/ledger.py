@@ -101,11 +101,6 @@ class Ledger:
             mean = sum(r["stages"].get(name, 0.0) for r in reports.values()) / len(reports)
             self.stages[name] = self.begin_stages.get(name, 0.0) + mean
 
-    @property
-    def has_news(self) -> bool:
-        """Whether anything was learned since the last line."""
-        return bool(self.batches) or self.env_steps != self.line_steps
-
     def take_scores(self, scores: Scores, env_steps: int) -> dict[str, Any]:
         """Add an evaluation after `env_steps`; returns its line of metrics."""
         self.last_eval = {"eval_return": scores.mean, "eval_stderr": scores.stderr}

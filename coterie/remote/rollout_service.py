@@ -160,19 +160,18 @@ class RolloutService:
             stream = next(iter(self.waiting))
             return stream, *self.waiting.pop(stream)
 
-    def _slot(self, producer: int) -> tuple[int, int] | None:
-        with suppress(CoterieError):  # a stopped actor holds the lock: it may go on
-            return self.slots.take(producer)
-        return None
-
     def _work(self) -> None:
         while (item := self._next()) is not None:
             stream, arrays, answer = item
             producer = _REMOTE_PRODUCER + stream.welcome["number"]
-            while (at := self._slot(producer)) is None:
+            at = None
+            while at is None:
                 if self._closed:
                     return
-                time.sleep(_POLL_S)
+                with suppress(CoterieError):  # a stopped actor holds the lock: it may go on
+                    at = self.slots.take(producer)
+                if at is None:
+                    time.sleep(_POLL_S)
             if not stream.alive:
                 self.slots.abandon(producer)
                 continue
