@@ -92,8 +92,8 @@ def _go(asked: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, An
         raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
     config = resolve_config(asked)
     # A later run that starts from this config.json may use another acting: with inline acting, `actors` stays `auto`.
-    kept = replace(asked, learners=config.learners, exchange=config.exchange, env=config.env)
-    kept = replace(kept, actors=config.actors or asked.actors)
+    actors = config.actors or asked.actors
+    kept = replace(asked, learners=config.learners, actors=actors, exchange=config.exchange, env=config.env)
     spec = make_spec(config.env, config.atari)
     check(config, spec)
     resolve_resources(config, spec)

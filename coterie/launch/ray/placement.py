@@ -12,16 +12,11 @@ from coterie.config import Config, Env
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import exchange_kind, resolve_exchange
 from coterie.ops.optim import scaled_lr
+from coterie.runs.config_io import get
 from coterie.types import ConfigError
 from coterie.wire.auth import join
 
-_ADDRESSES = (
-    ("wire", "bind"),
-    ("gossip", "bind"),
-    ("gossip", "connect"),
-    ("allreduce", "bind"),
-    ("allreduce", "connect"),
-)
+_ADDRESSES = ("wire.bind", "gossip.bind", "gossip.connect", "allreduce.bind", "allreduce.connect")
 _NOT_PASSED_ON = ("id", "num_envs", "threads", "delay_learner")  # of `env`: given apart, or of no use to a worker
 
 
@@ -93,9 +88,9 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
     as have room for them if the network is trusted. All others share the memory of one machine, the first with a GPU if
     any has one. Workers take the cores that are left.
     """
-    for section, field in _ADDRESSES:
-        if getattr(getattr(config, section), field):
-            raise ConfigError(f"{section}.{field}: must be empty with launch ray, which connects the machines itself")
+    for name in _ADDRESSES:
+        if get(config, name):
+            raise ConfigError(f"{name}: must be empty with launch ray, which connects the machines itself")
     gpus = config.device != "cpu" and exchange_kind(config).on_gpu and any(m.gpus for m in machines)
     # A stable order: this machine is the first among equals.
     ordered = sorted(machines, key=lambda m: -m.gpus) if gpus else machines
