@@ -290,7 +290,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Allreduce:
-    """Exchange allreduce: learners on several machines (docs/explanation/learners.md)."""
+    """Exchange allreduce: learners on several machines (docs/guides/linked-runs.md)."""
 
     bind: str = ""  # HOST:PORT of this machine, for the others to connect to
     connect: str = ""  # HOST:PORT of the machine with allreduce.bind
@@ -311,7 +311,7 @@ class Gossip:
     peers: Positive = 1  # ring: in-peers of each learner; exponential: peers at a time
     tau: FromMinusOne = -1  # mixes that a learner may miss before it waits for its peers; 0: lockstep; -1: no limit
     mix_every: Natural = 0  # learner steps between mixes; 0: once per rollout
-    bind: str = ""  # HOST:PORT where other runs may join (docs/explanation/learners.md); uses wire.* keys
+    bind: str = ""  # HOST:PORT where other runs may join (docs/guides/linked-runs.md); uses wire.* keys
     connect: str = ""  # HOST:PORT of a run to join
 
 

@@ -2,7 +2,7 @@
 
 As SEED RL ran it: `--env football:Football` with this file's folder on PYTHONPATH; `env.kwargs` has its arguments.
 EnvPool runs the same scenarios (`gfootball/...`), but with the scoring reward and maps of 96x72 only. Needs the package
-`gfootball`, which is built from source (docs/explanation/conventions.md). Left out: several players, pixels, and the
+`gfootball`, which is built from source (docs/guides/environments.md). Left out: several players, pixels, and the
 packing of maps into bits that the paper's code does.
 """
 
@@ -27,7 +27,7 @@ def _package() -> Any:
     try:  # gym first: gfootball's own import of it would say less
         gym, module = importlib.import_module("gym"), importlib.import_module("gfootball.env")
     except ImportError as error:
-        raise ConfigError(f"env.id: needs gfootball (docs/explanation/conventions.md): {error}") from error
+        raise ConfigError(f"env.id: needs gfootball (docs/guides/environments.md): {error}") from error
     if tuple(int(part) for part in gym.__version__.split(".")[:2]) >= (0, 26):
         raise ConfigError(f"env.id: gfootball does not work with gym {gym.__version__}: pip install 'gym<0.26'")
     return module

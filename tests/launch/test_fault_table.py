@@ -1,6 +1,6 @@
 """Four architectures on three machines (network namespaces), of which one is lost, slow, or cut off.
 
-`make chaos` runs it and writes its measurements to runs/faults.json: the table of docs/explanation/faults.md.
+`make chaos` runs it and writes its measurements to runs/faults.json: the table of docs/benchmarks/faults.md.
 """
 
 from __future__ import annotations
