@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 RUN ?= runs/lunar-lander-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: train test test-all chaos reproduce-smoke lint docs dist proto clean
+.PHONY: train test test-all chaos reproduce-smoke lint docs dist peers proto clean
 
 # What training needs.
 $(VENV)/base: pyproject.toml
@@ -37,6 +37,15 @@ test: $(VENV)/installed lint
 
 test-all: $(VENV)/installed lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# The environments of the frameworks that benchmarks/peers/compare.py measures (5 GB), in .peers.
+PEERS := sb3 sample-factory rllib
+peers: $(VENV)/base $(PEERS:%=.peers/%/installed)
+
+.peers/%/installed: benchmarks/peers/requirements/%.txt
+	$(PYTHON) -m venv .peers/$*
+	.peers/$*/bin/pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 # Faults on three machines (root, half an hour), then an hour of chaos on Pong: docs/explanation/faults.md.
 chaos: $(VENV)/installed

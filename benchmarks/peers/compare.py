@@ -1,0 +1,139 @@
+"""Coterie beside other frameworks on this machine, in alternating turns, so that drift affects all alike.
+
+    make peers
+    python benchmarks/peers/compare.py [CASE ...] [--seconds 60] [--turns 3] [--out docs/benchmarks/data/peers.json]
+
+Run it on an otherwise idle machine. Each case has one net and one number of passes over each sample. All frameworks
+train in fp32; Coterie is also measured in bf16 where that is its default. The median of the turns counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+OURS, WARM_S = "Coterie", 10
+
+
+class Entry(NamedTuple):
+    name: str
+    simulator: str
+    precision: str
+    command: list[str]  # of Coterie: what follows `coterie train`; of a peer: environment, script, arguments
+
+
+def coterie(name: str, precision: str, *args: str) -> Entry:
+    return Entry(f"{OURS} {name}", "EnvPool", precision, [*args, "--precision", precision])
+
+
+def peer(name: str, simulator: str, *command: str) -> Entry:
+    return Entry(name, simulator, "fp32", list(command))
+
+
+_MLP = ("--env", "LunarLander-v3", "--model.normalize-obs", "False", "--model.hidden", "64", "64")
+_PPO = ("--algo.unroll-length", "128", "--ppo.batch-size", "0", "--ppo.minibatch-size", "256", "--ppo.epochs", "4")
+_NATURE = ("--env", "Breakout-v5", "--model.torso", "nature")
+CASES: dict[str, tuple[str, list[Entry]]] = {
+    "lunar-ppo": (
+        "PPO, LunarLander, 64-64, 4 epochs",
+        [
+            coterie("gala-ppo, 2 learners", "fp32", "gala-ppo", *_MLP, *_PPO, "--learners", "2", "--env.num-envs", "16"),
+            coterie("ppo", "fp32", "ppo", *_MLP, *_PPO, "--env.num-envs", "32"),
+            peer("one file, as in CleanRL", "EnvPool", "sb3", "single_file.py", "lunar"),
+            peer("Stable-Baselines3 PPO", "EnvPool", "sb3", "sb3.py", "lunar", "ppo", "envpool"),
+            peer("Stable-Baselines3 PPO", "gymnasium", "sb3", "sb3.py", "lunar", "ppo", "gymnasium"),
+            peer("Sample Factory APPO", "EnvPool", "sample-factory", "sample_factory.py", "lunar", "--epochs", "4"),
+        ],
+    ),
+    "breakout-one-pass": (
+        "Actor-critic, Breakout, Nature CNN, one pass",
+        [
+            coterie("impala, 2 actors", "bf16", "impala", *_NATURE, "--env.groups", "1"),
+            coterie("impala, 2 actors", "fp32", "impala", *_NATURE, "--env.groups", "1"),
+            peer("Sample Factory APPO", "EnvPool", "sample-factory", "sample_factory.py", "breakout"),
+            peer("Stable-Baselines3 A2C", "EnvPool", "sb3", "sb3.py", "breakout", "a2c", "envpool"),
+            peer("Stable-Baselines3 A2C", "gymnasium", "sb3", "sb3.py", "breakout", "a2c", "gymnasium"),
+            peer("RLlib IMPALA", "gymnasium", "rllib", "rllib.py", "breakout"),
+        ],
+    ),
+}
+
+
+def ours(args: list[str], seconds: float) -> float:
+    """Train as a user does; env steps/s after the warm-up, from the run's own metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        options = ["--steps", "1000000000000", "--out", str(out), "--log.every", "0.5", "--log.tensorboard", "False"]
+        command = [sys.executable, "-m", "coterie", "train", *args, *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            process.communicate(timeout=WARM_S + seconds + 5)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        text = process.communicate()[0]
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    marks = [(x["seconds"], x["env_steps"]) for x in lines if x["seconds"] >= WARM_S]
+    if len(marks) < 2:
+        raise SystemExit(f"coterie train {' '.join(args)} gave no rate:\n{text[-2000:]}")
+    (t0, n0), (t1, n1) = marks[0], marks[-1]
+    return float((n1 - n0) / (t1 - t0))
+
+
+def theirs(command: list[str], seconds: float) -> float:
+    env, script, *args = command
+    python = ROOT / ".peers" / env / "bin" / "python"
+    call = [str(python), str(Path(__file__).parent / script), *args, "--seconds", str(seconds)]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=seconds + 300, check=False)
+    found = re.search(r'"steps_per_s": (\d+)', done.stdout)
+    if found is None:
+        raise SystemExit(f"{' '.join(call)} gave no rate:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return float(found[1])
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=", ".join(CASES))
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "data" / "peers.json")
+    options = parser.parse_args()
+    results = {}
+    for case in options.cases or CASES:
+        title, entries = CASES[case]
+        rates: list[list[float]] = [[] for _ in entries]
+        for turn in range(options.turns):
+            order = list(range(len(entries)))
+            for i in order if turn % 2 == 0 else reversed(order):
+                entry = entries[i]
+                measure = ours if entry.name.startswith(OURS) else theirs
+                rates[i].append(round(measure(entry.command, options.seconds)))
+                print(f"{case}: {entry.name}, {entry.simulator}, {entry.precision}: {rates[i][-1]:,.0f}", flush=True)
+        rows = [
+            {**entry._asdict(), "rates": rate, "median": statistics.median(rate)}
+            for entry, rate in zip(entries, rates, strict=True)
+        ]
+        results[case] = {"title": title, "rows": rows}
+    about = {"processor": processor(), "date": time.strftime("%Y-%m-%d"), "seconds": options.seconds}
+    options.out.write_text(json.dumps({**about, "cases": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
