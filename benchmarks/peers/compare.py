@@ -43,12 +43,13 @@ def peer(name: str, simulator: str, *command: str) -> Entry:
 
 _MLP = ("--env", "LunarLander-v3", "--model.normalize-obs", "False", "--model.hidden", "64", "64")
 _PPO = ("--algo.unroll-length", "128", "--ppo.batch-size", "0", "--ppo.minibatch-size", "256", "--ppo.epochs", "4")
+_TWO = ("--learners", "2", "--env.num-envs", "16")  # 32 envs in all
 _NATURE = ("--env", "Breakout-v5", "--model.torso", "nature")
 CASES: dict[str, tuple[str, list[Entry]]] = {
     "lunar-ppo": (
         "PPO, LunarLander, 64-64, 4 epochs",
         [
-            coterie("gala-ppo, 2 learners", "fp32", "gala-ppo", *_MLP, *_PPO, "--learners", "2", "--env.num-envs", "16"),
+            coterie("gala-ppo, 2 learners", "fp32", "gala-ppo", *_MLP, *_PPO, *_TWO),
             coterie("ppo", "fp32", "ppo", *_MLP, *_PPO, "--env.num-envs", "32"),
             peer("one file, as in CleanRL", "EnvPool", "sb3", "single_file.py", "lunar"),
             peer("Stable-Baselines3 PPO", "EnvPool", "sb3", "sb3.py", "lunar", "ppo", "envpool"),

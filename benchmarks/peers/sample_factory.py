@@ -2,8 +2,8 @@
 
     python sample_factory.py {lunar,breakout} [--seconds 60] [--epochs 1] [--envs 16] [--rollout 32] [--batch 1024]
 
-Two rollout workers, each with one batched env of `--envs` instances; the learner is a third process. Nets in fp32: 64-64
-tanh for vectors, the Nature CNN for images. No recurrence, no normalization, no V-trace.
+Two rollout workers, each with one batched env of `--envs` instances; the learner is a third process. Nets in fp32:
+64-64 tanh for vectors, the Nature CNN for images. No recurrence, no normalization, no V-trace.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
         arguments += ["--obs_scale=255.0", "--env_frameskip=4", "--nonlinearity=relu"]
     else:
         arguments += ["--encoder_mlp_layers", "64", "64", "--nonlinearity=tanh"]
-    cfg, runner = make_runner(parse_full_cfg(parse_sf_args(arguments)[0], arguments))
+    _, runner = make_runner(parse_full_cfg(parse_sf_args(arguments)[0], arguments))
     about = {"peer": "Sample Factory 2.1.1", "simulator": "envpool"}
     runner.register_observer(Clock(Meter(o.seconds, 15, about)))
     runner.init()

@@ -1,11 +1,10 @@
-"""`coterie doctor`: what this machine can do and what is missing, in plain lines."""
+"""`coterie doctor`: the machine, what is installed, which precision is fast and correct here, and what to install."""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
-import sys
 import time
 
 import torch
@@ -13,39 +12,79 @@ import torch
 from coterie import __version__
 from coterie.config import Atari, Env
 from coterie.envs.make import make_envs
+from coterie.envs.pool import modules
 from coterie.extras import EXTRAS
-from coterie.parallel.affinity import available_cores, bf16_is_fast
+from coterie.parallel.affinity import available_cores, bf16_is_fast, machine_memory
 from coterie.runs.machine import required, version
 from coterie.types import CoterieError
+
+_WIDTH = 10  # of the first column
+_ROUNDING = 0.02  # bf16 has 8 bits: sums of rounded products differ by less than this share of the largest value
 
 
 def report() -> tuple[list[str], bool]:
     """Lines, and whether everything that a run needs is there."""
     packages = required()
-    lines = [f"coterie {__version__}, Python {platform.python_version()}, {platform.platform()}"]
-    if not packages:
-        lines.append("odd      coterie is not installed, so its requirements are unknown: pip install -e .")
-    for name in packages.get("", []):
-        found = version(name)
-        lines.append(f"ok       {name} {found}" if found else f"MISSING  {name}: pip install coterie again")
-    for extra, use in EXTRAS.items() if packages else ():
-        missing = ", ".join(name for name in packages.get(extra, []) if version(name) is None)
-        install = f"optional {use}: pip install 'coterie[{extra}]' (for {missing})"
-        lines.append(install if missing else f"ok       {use}")
-    lines.append(f"cores    {len(available_cores())} of {os.cpu_count()} may be used")
-    lines.append(f"bf16     {'in hardware' if bf16_is_fast('cpu') else 'not in hardware: auto means fp32 on the CPU'}")
+    absent = [name for name in packages.get("", []) if version(name) is None]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    lines += [f"gpu      {name}" for name in gpus] or ["gpu      none: runs use the CPU"]
-    free = shutil.disk_usage(".").free / 2**30
-    lines.append(f"{'ok      ' if free > 1 else 'LOW     '} disk: {free:.1f} GiB free here")
-    policy = os.environ.get("OMP_WAIT_POLICY", "")
-    if policy.lower() != "passive":
-        lines.append(f"SLOW     OMP_WAIT_POLICY is {policy!r}: idle torch threads take cores of env threads; unset it")
-    lines.append(_step_an_env())
-    return lines, sys.version_info >= (3, 11) and not any(x.startswith(("MISSING", "BROKEN")) for x in lines)
+    free, policy = shutil.disk_usage(".").free / 2**30, os.environ.get("OMP_WAIT_POLICY", "")
+    rate, broken = _env_rate()
+    rows = [
+        ("coterie", f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}"),
+        ("system", platform.platform()),
+        ("cores", f"{len(available_cores())} of {os.cpu_count()} may be used"),
+        ("memory", f"{machine_memory() / 2**30:.0f} GiB"),
+        ("disk", f"{free:.0f} GiB free here" + ("" if free > 1 else ": TOO LITTLE for checkpoints")),
+        ("gpu", ", ".join(gpus) or "none: runs use the CPU"),
+        *((f"{device} bf16", _precision(device)) for device in ["cpu"] + ["cuda"] * bool(gpus)),
+        ("envpool", rate),
+    ]
+    if not packages:
+        rows.append(("WARNING", "coterie is not installed, so its requirements are unknown: pip install -e ."))
+    if absent:
+        rows.append(("MISSING", f"{', '.join(absent)}: install coterie again"))
+    if policy.lower() not in ("", "passive"):
+        rows.append(("SLOW", f"OMP_WAIT_POLICY={policy}: idle torch threads take cores from the envs; unset it"))
+    lines = [f"{name:{_WIDTH}}{text}" for name, text in rows]
+    if packages:
+        lines += ["", f"{'extra':{_WIDTH + 2}}{'':14}what it is for"]
+    for extra, use in EXTRAS.items() if packages else ():
+        found = all(version(name) is not None for name in packages.get(extra, []))
+        lines.append(f"{extra:{_WIDTH + 2}}{'installed' if found else 'not installed':14}{use}")
+    if packages:
+        lines += ["", "Install an extra with: pip install 'coterie[NAME]', all with 'coterie[all]'"]
+    return lines, not absent and not broken
 
 
-def _step_an_env() -> str:
+def _precision(device: str) -> str:
+    """Time a convolution and its gradient in both precisions, and compare the results."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(64, 4, 84, 84, generator=generator).to(device)
+    weight = (torch.randn(32, 4, 8, 8, generator=generator) / 16).to(device)
+    seconds, results = dict[torch.dtype, float](), dict[torch.dtype, list[torch.Tensor]]()
+    for dtype in (torch.float32, torch.bfloat16):
+        taken = []
+        for _ in range(6):
+            kernel = weight.to(dtype, copy=True).requires_grad_()
+            begin = time.perf_counter()
+            out = torch.nn.functional.conv2d(x.to(dtype), kernel, stride=4)
+            (gradient,) = torch.autograd.grad(out, kernel, out)
+            results[dtype] = [y.detach().float().cpu() for y in (out, gradient)]  # waits for a GPU
+            taken.append(time.perf_counter() - begin)
+        seconds[dtype] = min(taken)
+    pairs = zip(results[torch.float32], results[torch.bfloat16], strict=True)
+    error = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+    ratio = seconds[torch.float32] / seconds[torch.bfloat16]
+    chosen = "bf16" if bf16_is_fast(device) else "fp32"
+    right = f"correct; --precision auto takes {chosen} for images"
+    verdict = right if error < _ROUNDING else "WRONG results: use --precision fp32"
+    return f"{ratio:.1f} times the speed of fp32, largest difference {error:.1%}: {verdict}"
+
+
+def _env_rate() -> tuple[str, bool]:
+    """The rate of Pong without a policy, and whether it is broken."""
+    if not modules():
+        return "not installed: environments run in worker processes (slower), and there is no Atari", False
     try:
         with make_envs(Env(id="Pong-v5", num_envs=8), Atari(), seed=0, threads=len(available_cores())) as envs:
             ts, begin, steps = envs.recv(0), time.perf_counter(), 0
@@ -54,5 +93,5 @@ def _step_an_env() -> str:
                 ts = envs.recv(0)
                 steps += len(ts.reward)
     except CoterieError as error:
-        return f"BROKEN   Pong-v5: {error}"
-    return f"ok       Pong-v5 steps: {steps / (time.perf_counter() - begin):,.0f} env steps/s with no policy"
+        return f"BROKEN: Pong-v5: {error}", True
+    return f"Pong-v5 runs at {steps / (time.perf_counter() - begin):,.0f} env steps/s without a policy", False
