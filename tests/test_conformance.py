@@ -4,19 +4,16 @@ arithmetic, and rows produced = learned (+ in flight + dropped + rolled back, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
 from coterie.acting.table import ACTING
 from coterie.algorithms.table import ALGORITHMS
-from coterie.build.resources import resolve_config
 from coterie.exchange.table import EXCHANGES
 from coterie.roles.learner_process import LearnerProcess
-from coterie.types import Inputs, Rollout
+from coterie.types import Inputs, Rollout, map_tensors
 from tests.conftest import make_config
 from tests.support.cells import ON_POLICY, fast_and_slow
 from tests.support.crew import crewed
@@ -33,32 +30,44 @@ CELLS = fast_and_slow(
 )
 
 
-# Value learning begins within the few rollouts of a test.
-VALUE = {"q.learn_start": 80, "q.batch_size": 16, "q.intensity": 2.0, "q.target_every": 30, "replay.capacity": 4000}
+def make_cell(algorithm, acting, exchange, groups, unroll, env="CartPole-v1", **changes):
+    """The config of a cell with four envs, whose value learning begins within the few rollouts of a test."""
+    lengths: dict[str, object] = {}
+    if algorithm == "r2d2":
+        lengths = dict.fromkeys(("r2d2.length", "r2d2.burn_in", "r2d2.stride"), unroll)
+        lengths |= {"model.core": "lstm", "model.core_size": 8, "q.batch_size": 3, "q.learn_start": 4 * 4 * unroll}
+    value = {"q.learn_start": 80, "q.batch_size": 16, "q.intensity": 2.0, "q.target_every": 30}
+    return make_config(
+        algorithm=algorithm,
+        acting=acting,
+        exchange=exchange,
+        env=env,
+        **{
+            "env.num_envs": 4,
+            "env.groups": groups,
+            "actors": 1 if acting == "decoupled" else "auto",
+            "decoupled.lockstep": algorithm in ON_POLICY,
+            "central.lockstep": algorithm in ON_POLICY,
+            "algo.unroll_length": unroll,
+            "ppo.minibatch_size": 2 * unroll,
+            "replay.capacity": 4000,
+            **value,
+            **lengths,
+            **changes,
+        },
+    )
 
 
-def recurrent(algorithm: str, unroll: int) -> dict[str, object]:
-    """What r2d2 needs besides."""
-    if algorithm != "r2d2":
-        return {}
-    lengths = dict.fromkeys(("r2d2.length", "r2d2.burn_in", "r2d2.stride"), unroll)
-    start = 4 * 4 * unroll
-    return {"model.core": "lstm", "model.core_size": 8, "q.batch_size": 3, "q.learn_start": start, **lengths}
-
-
-def rollouts(learner: LearnerProcess, count: int) -> Iterator[Rollout]:
+def rollouts(learner: LearnerProcess, count: int) -> list[Rollout]:
     """What the learner sees, copied, `count` times."""
     seen: list[Rollout] = []
 
     def keep(rollout: Rollout) -> bool:
-        copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in vars(rollout).items()}
-        if isinstance(rollout.obs, dict):
-            copies["obs"] = {k: v.clone() for k, v in rollout.obs.items()}
-        seen.append(Rollout(**copies))
+        seen.append(map_tensors(torch.clone, rollout))
         return len(seen) == count
 
     learner.run(keep)
-    yield from seen
+    return seen
 
 
 def by_env(seen: list[Rollout]) -> list[Rollout]:
@@ -114,32 +123,15 @@ def check_alignment(learner: LearnerProcess, seen: list[Rollout]) -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "acting", "exchange", "groups"), CELLS)
-def test_counting_env_through_worker_processes(algorithm, acting, exchange, groups):
+def test_every_cell_aligns_the_rows_of_counting_env_in_worker_processes(algorithm, acting, exchange, groups):
     check_counting_env(algorithm, acting, exchange, groups)
 
 
 def check_counting_env(algorithm, acting, exchange, groups, **changes):
-    config = make_config(
-        algorithm=algorithm,
-        acting=acting,
-        exchange=exchange,
-        env="coterie.envs.testing:CountingEnv",
-        **{
-            "env.num_envs": 4,
-            "env.groups": groups,
-            "actors": 1 if acting == "decoupled" else "auto",
-            "decoupled.lockstep": algorithm in ON_POLICY,
-            "central.lockstep": algorithm in ON_POLICY,
-            "env.threads": 2,
-            "algo.unroll_length": 7,
-            "ppo.minibatch_size": 14,
-            **VALUE,
-            **recurrent(algorithm, 7),
-            **changes,
-        },
-    )
+    counting = {"env": "coterie.envs.testing:CountingEnv", "env.threads": 2}
+    config = make_cell(algorithm, acting, exchange, groups, 7, **counting, **changes)
     with crewed(config) as learner:
-        seen = list(rollouts(learner, 5))
+        seen = rollouts(learner, 5)
         check_alignment(learner, seen)
     seen = by_env(seen)
     games = [game for r in seen for game in r.episodes]
@@ -171,32 +163,15 @@ def check_counting_env(algorithm, acting, exchange, groups, **changes):
 
 
 @pytest.mark.parametrize(("algorithm", "acting", "exchange", "groups"), CELLS)
-def test_cartpole_through_envpool(algorithm, acting, exchange, groups):
+def test_every_cell_aligns_the_rows_of_cartpole_in_envpool(algorithm, acting, exchange, groups):
     check_cartpole(algorithm, acting, exchange, groups)
 
 
 def check_cartpole(algorithm, acting, exchange, groups, **changes):
     """CartPole's own equations are the arithmetic: position and angle follow from the velocities of the row before."""
-    config = make_config(
-        algorithm=algorithm,
-        acting=acting,
-        exchange=exchange,
-        **{
-            "env.num_envs": 4,
-            "env.groups": groups,
-            "actors": 1 if acting == "decoupled" else "auto",
-            "decoupled.lockstep": algorithm in ON_POLICY,
-            "central.lockstep": algorithm in ON_POLICY,
-            "env.max_episode_steps": 12,
-            "algo.unroll_length": 9,
-            "ppo.minibatch_size": 18,
-            **VALUE,
-            **recurrent(algorithm, 9),
-            **changes,
-        },
-    )
+    config = make_cell(algorithm, acting, exchange, groups, 9, **{"env.max_episode_steps": 12, **changes})
     with crewed(config) as learner:
-        seen = list(rollouts(learner, 6))
+        seen = rollouts(learner, 6)
         check_alignment(learner, seen)
     tau = 0.02
     for r in seen:
@@ -216,25 +191,16 @@ def check_cartpole(algorithm, acting, exchange, groups, **changes):
 @pytest.mark.parametrize("acting", ACTING)
 def test_lstm_state_replayed_from_core_state_is_the_acting_state(acting):
     """The learner's pass from `core_state` gives the acting values and log-probs, over resets and rollouts."""
-    config = make_config(
-        env="coterie.envs.testing:CountingEnv",
-        algorithm="vtrace",
-        acting=acting,
+    config = make_cell(
+        "vtrace", acting, "solo", 2, 7, "coterie.envs.testing:CountingEnv",
         **{
-            "env.num_envs": 4,
-            "actors": 2 if acting == "decoupled" else "auto",
-            "env.threads": 1,
-            "env.groups": 2,
-            "algo.unroll_length": 7,
-            "model.core": "lstm",
-            "model.core_size": 8,
-            "model.last_action_reward": True,
-            "optim.lr": 1e-12,  # the weights that judge are those that acted
-            "optim.eps": 1.0,
+            "actors": 2 if acting == "decoupled" else "auto", "env.threads": 1, "model.core": "lstm",
+            "model.core_size": 8, "model.last_action_reward": True,
+            "optim.lr": 1e-12, "optim.eps": 1.0,  # the weights that evaluate are those that acted
         },
-    )
+    )  # fmt: skip
     with crewed(config) as learner:
-        seen = list(rollouts(learner, 4))
+        seen = rollouts(learner, 4)
     assert any(r.is_first[1:].any() for r in seen)
     assert all(r.core_state.abs().sum() > 0 for r in seen[1:])
     for r in seen:
@@ -243,24 +209,3 @@ def test_lstm_state_replayed_from_core_state_is_the_acting_state(acting):
         torch.testing.assert_close(value, r.behavior_value, atol=1e-5, rtol=1e-5)
         log_prob = learner.algorithm.dist.log_prob(params[:-1], r.action)
         torch.testing.assert_close(log_prob, r.behavior_log_prob, atol=1e-5, rtol=1e-5)
-
-
-def test_an_env_that_breaks_costs_one_masked_row_and_is_counted(tmp_path):
-    config = make_config(
-        env="coterie.envs.testing:FlakyEnv",
-        **{
-            "env.num_envs": 2,
-            "env.threads": 1,
-            "env.groups": 1,
-            "algo.unroll_length": 6,
-            "env.kwargs": f'{{"how": "nan_reward", "at": 3, "marker": "{tmp_path / "once"}", "length": 100}}',
-        },
-    )
-    learner = LearnerProcess(resolve_config(config))
-    seen = list(rollouts(learner, 3))
-    assert learner.acting.counts()["replaced"] == 1
-    masked = [(i, *map(int, at)) for i, r in enumerate(seen) for at in (~r.mask).nonzero()]
-    assert len(masked) == 1
-    assert masked[0][:2] == (0, 2)
-    assert learner.progress.env_steps == 2 * 6 * 3 - 1
-    assert np.isfinite(learner.params.data.numpy()).all()

@@ -1,10 +1,13 @@
-"""The structure of the package: rooms (the folders and top-level modules of `coterie/`) import downwards only."""
+"""The package's rooms (its folders and top-level modules) import downwards only, and it is written in plain English."""
 
 from __future__ import annotations
 
 import ast
+import io
+import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -70,5 +73,25 @@ def test_no_import_cycle_inside_a_room() -> None:
 
 
 def test_env_workers_load_without_torch() -> None:
-    code = "import coterie, coterie.envs.workers, coterie.types, sys; sys.exit('torch' in sys.modules)"
+    code = "import coterie, coterie.envs.worker_main, coterie.envs.make, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+ODD = re.compile(
+    r"(?<!person )(?<!readers )\b(who|whom|whoever|nobody|somebody|everybody|anybody|anew|oftener|so many"
+    r"|(is|are|was|were) told|hears|guests?|seats?|leash|films?|judges?|judged|judging)\b",
+    re.IGNORECASE,
+)
+WORDS = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_strings_and_comments_are_plain_english(path: Path) -> None:
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    found = [
+        f"line {token.start[0] + token.string[: odd.start()].count(chr(10))}: {odd[0]}"
+        for token in tokens
+        if token.type in WORDS and not token.string.startswith('"gossip.seats"')  # an old option's name
+        for odd in ODD.finditer(token.string)
+    ]
+    assert not found

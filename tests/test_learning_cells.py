@@ -145,11 +145,7 @@ def check_intensity(config: Config, out: Path, summary: dict[str, Any]) -> None:
         assert rows % rollout == 0
         due = max(0, rows - before) * config.q.intensity
         assert learner["samples_trained"] == due // batch * batch
-    samples, rows = summary["samples_trained"], summary["env_steps"] + summary["masked_steps"]
-    assert sum(learner["samples_trained"] for learner in learners) == samples
-    # However many learners there are.
-    most = config.q.intensity * rows
-    assert most - len(learners) * (config.q.intensity * before + batch) < samples <= most
+    assert sum(learner["samples_trained"] for learner in learners) == summary["samples_trained"]
 
 
 @pytest.mark.parametrize(
@@ -164,12 +160,6 @@ def test_every_cell_learns(tmp_path: Path, cell: Cell) -> None:
 def test_variants_of_value_learning_learn(tmp_path: Path, preset: str) -> None:
     cell, changes = VARIANTS[preset]
     assert train(cell_config(cell, preset, **changes), tmp_path / "run")["mean_return"] >= ENOUGH
-
-
-def test_without_memory_the_cue_is_of_no_use(tmp_path: Path) -> None:
-    """What r2d2 learns in all of its cells, DQN cannot: -0.5, and three standard errors of 100 games (0.09)."""
-    summary = train(cell_config(("dqn", "inline", "solo"), **CUE, steps=5000), tmp_path / "run")
-    assert summary["mean_return"] <= -0.24
 
 
 def test_the_fast_cells_are_no_more_than_it_takes_to_have_everything_once() -> None:

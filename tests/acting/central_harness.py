@@ -19,7 +19,7 @@ from coterie.acting.central_stream import CentralConfig, EnvStream
 from coterie.acting.recorder import local_fields
 from coterie.parallel.board import Board
 from coterie.parallel.stages import Stages
-from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec
+from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec, map_tensors
 from tests.conftest import VECTOR
 
 WAIT_S = 8.0  # for what must happen, on a machine with other work
@@ -44,10 +44,18 @@ class Rig:
         self.busy = threading.Event()  # the policy has been called
         self.batches: list[list[tuple[int, int]]] = []  # env and life of each row
         self.error: Exception | None = None
+        before = threading.enumerate()
         self.central = Central(
             self.config, [self._twin() for _ in range(2)], self._policy,
             partial(local_fields, spec, self.config.unroll_length, device=CPU, core=(1,)), Board(1), 0, Stages(), CPU,
         )  # fmt: skip
+        self.threads = [thread for thread in threading.enumerate() if thread not in before]
+
+    def close(self) -> None:
+        self.gate.set()
+        self.central.close()
+        assert len(self.threads) == 2
+        assert not any(thread.is_alive() for thread in self.threads)
 
     def _twin(self) -> Any:
         twin = SimpleNamespace(weight=self.model.weight.clone(), initial_state=lambda width: torch.zeros(width, 1))
@@ -75,8 +83,16 @@ class Rig:
             self.central.publish(at[0])
 
         for rollout in self.central.rollouts(refresh):
-            yield Rollout(**{k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(rollout).items()})
+            yield map_tensors(torch.clone, rollout)
             at[0] += 1
+
+
+def time_step(obs: Array, **changes: Array) -> dict[str, Array]:
+    """Arrays as a host sends them; flags and reward are 0 unless given."""
+    n = len(obs)
+    flags = {name: np.zeros(n, bool) for name in ("terminated", "truncated", "is_first")}
+    ends = {name: np.full(n, np.nan) for name in ("episode_return", "episode_length")}
+    return {"obs/": obs, "reward": np.zeros(n, np.float32), **flags, **ends, **changes}
 
 
 class Client:
@@ -99,21 +115,18 @@ class Client:
         return Client(self.rig, self.number, self.stream.first_env_id, self.width, self.life + 1)
 
     def arrays(self) -> dict[str, Array]:
-        n, first = self.width, self.step == 0
+        n, first, ends = self.width, self.step == 0, self.step == EPISODE - 1
         obs = np.zeros((n, 3), np.float32)
         obs[:, 0] = self.stream.ids
         obs[:, 1], obs[:, 2] = self.life * LIFE + self.episode, self.step
-        ends = self.step == EPISODE - 1
-        return {
-            "obs/": obs,
-            "reward": np.zeros(n, np.float32) if first else (16 * self.step + self.action).astype(np.float32),
-            "terminated": np.full(n, ends),
-            "truncated": np.zeros(n, bool),
-            # A new life need not say so.
-            "is_first": np.full(n, first and self.shown > 0),
-            "episode_return": np.full(n, 1.0 if ends else np.nan),
-            "episode_length": np.full(n, float(EPISODE - 1) if ends else np.nan),
-        }
+        return time_step(
+            obs,
+            reward=np.zeros(n, np.float32) if first else (16 * self.step + self.action).astype(np.float32),
+            terminated=np.full(n, ends),
+            is_first=np.full(n, first and self.shown > 0),  # a new life need not say so
+            episode_return=np.full(n, 1.0 if ends else np.nan),
+            episode_length=np.full(n, float(EPISODE - 1) if ends else np.nan),
+        )
 
     def ask(self) -> None:
         self.stream.ask(self.arrays(), self._answered)
@@ -181,13 +194,6 @@ def check(seen: list[Rollout]) -> None:
 
 def valid(seen: list[Rollout]) -> int:
     return sum(int(r.mask.sum()) for r in seen)
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.002)
 
 
 def still(count: Callable[[], int]) -> int:

@@ -11,21 +11,25 @@ import pytest
 from coterie.remote.admission import REMOTE
 from coterie.types import CoterieError
 from coterie.wire.codec import Newest, Refused, timestep_layout
-from tests.acting.central_harness import QUIET_S, UNROLL, WAIT_S, Client, still, until
+from tests.acting.central_harness import QUIET_S, UNROLL, WAIT_S, Client, still, time_step
 from tests.conftest import IMAGE
+from tests.support.waiting import wait_until
 
 # What is refused, and what goes wrong.
 
 
-@pytest.mark.parametrize("name", ["reward", "obs/"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_refused(rig, name, bad):
+@pytest.mark.parametrize(
+    ("name", "bad", "says"),
+    [(name, bad, f"{name} is not finite") for name in ("reward", "obs/") for bad in (np.nan, np.inf, -np.inf)]
+    + [("reward", 3e38, "^reward is beyond 1e")],
+)
+def test_numbers_that_no_learner_can_use_are_refused(rig, name, bad, says):
     one = rig()
     one.central.publish(0)
     client, other = Client(one, 0), Client(one, 1)
     arrays = client.arrays()
     arrays[name] = np.full_like(arrays[name], bad)
-    with pytest.raises(Refused, match=f"{name} is not finite"):
+    with pytest.raises(Refused, match=says):
         client.stream.ask(arrays, lambda *_: None)
     client.leave()
     assert other.turn()
@@ -43,21 +47,21 @@ def test_more_envs_than_max_envs_are_refused(rig):
         Client(one, 1, width=0)
 
 
-def test_hosts_that_come_by_themselves_leave_room_for_the_runs_own(rig):
+def test_remote_hosts_leave_room_for_the_runs_own(rig):
     one = rig(max_envs=6)  # 4 of them are the run's
-    guest = Client(one, REMOTE, width=2)
+    remote = Client(one, REMOTE, width=2)
     with pytest.raises(Refused, match=r"4 of them reserved"):
         Client(one, REMOTE + 1, width=1)
     own = Client(one, 0, width=4)
     own.leave()
-    until(lambda: one.central.envs == 2, "the stream was left")
-    guest.again()
+    wait_until(lambda: one.central.envs == 2, what="the stream was left")
+    remote.again()
     Client(one, 0, width=4)
     assert one.central.envs == 6
 
 
 def test_clients_that_fill_rollouts_and_leave_do_not_pile_them_up(rig):
-    """Nobody learns: the rollouts of streams that have ended wait, and at some point no other is begun."""
+    """No learner takes them: the rollouts of streams that have ended wait, and at some point no other is begun."""
     one = rig(batch_size=4)  # max_envs is larger: what counts is who is there
     one.central.publish(0)
     most = 2 * 4 + one.config.batches * 4
@@ -73,16 +77,7 @@ def test_clients_that_fill_rollouts_and_leave_do_not_pile_them_up(rig):
     assert most <= one.central.columns <= most + 4
 
 
-def test_a_reward_that_no_loss_can_bear_is_refused(rig):
-    one = rig()
-    client = Client(one, 0)
-    arrays = client.arrays()
-    arrays["reward"][0] = 3e38
-    with pytest.raises(Refused, match=r"^reward is beyond 1e"):
-        client.stream.ask(arrays, lambda *_: None)
-
-
-def test_stacks_of_frames_are_put_together_again(rig):
+def test_stacks_of_frames_are_rebuilt_from_the_newest_frames(rig):
     one = rig(spec=IMAGE, newest=True, envs=1, batch_size=1)
     layout = timestep_layout(IMAGE, 1, True)
     source, newest = one.rollouts(), Newest(layout)
@@ -97,14 +92,7 @@ def test_stacks_of_frames_are_put_together_again(rig):
         stack = np.stack([frames[t]] * 2 if first else [shown[-1][1], frames[t]])
         stack[:, 0, :3] = 0  # env, episode and step, for the policy's record
         shown.append(stack)
-        seen = {
-            "obs/": stack[None],
-            **{k: np.zeros(1, bool) for k in ("terminated", "truncated")},
-            "is_first": np.array([first]),
-            "reward": np.zeros(1, np.float32),
-            **{k: np.full(1, np.nan) for k in ("episode_return", "episode_length")},
-        }
-        sent = newest.split(seen)
+        sent = newest.split(time_step(stack[None], is_first=np.array([first])))
         if t < 20:
             stream.ask(layout.unpack(layout.pack(sent)), ask)
 
@@ -112,33 +100,23 @@ def test_stacks_of_frames_are_put_together_again(rig):
     for k in range(4):
         r = next(source)
         assert np.array_equal(r.obs[:, 0].numpy(), np.stack(shown[k * UNROLL : (k + 1) * UNROLL + 1]))
-    until(lambda: len(shown) == 21, "all are shown")
+    wait_until(lambda: len(shown) == 21, what="all are shown")
     again = one.central.open_stream(0, 0, 0, 1)  # on a new stream whole stacks are due
-    sent = {"obs/": np.stack([[shown[-1][1], frames[-1]]]), "is_first": np.array([False])}
-    small = {k: np.zeros(1, bool) for k in ("terminated", "truncated")}
-    floats = {k: np.zeros(1, np.float32) for k in ("reward", "episode_return", "episode_length")}
+    sent = newest.split(time_step(np.stack([[shown[-1][1], frames[-1]]])))
     with pytest.raises(Refused, match="must have whole stacks"):
-        again.ask(newest.split({**sent, **small, **floats}), ask)
+        again.ask(sent, ask)
 
 
-@pytest.mark.parametrize("where", ["inference", "prefetch"])
-def test_an_error_in_a_thread_is_the_learners(rig, where):
+def test_an_error_in_a_thread_is_the_learners(rig):
     one = rig()
     one.error = ValueError("odd by design")
     source = one.rollouts()
-    if where == "prefetch":
-        error, one.error = one.error, None
-        one.central.assembly.finished.put((None, None))
-        with pytest.raises((TypeError, AttributeError)):
-            next(source)
-        one.error = error
-        return
     Client(one, 0).ask()
     with pytest.raises(ValueError, match="odd by design"):
         next(source)
 
 
-def test_without_hosts_there_is_an_end_with_a_reason(rig):
+def test_central_acting_without_hosts_ends_with_a_reason(rig):
     one = rig(timeout=0.3)
     Client(one, 0)
     with pytest.raises(CoterieError, match=r"no batch of rollouts for 0\.3 s: 1 streams of 2 envs are connected"):
@@ -157,7 +135,7 @@ def test_a_run_that_is_over_does_not_wait_for_hosts_that_do_not_come(rig):
 
 
 @pytest.mark.parametrize("when", ["idle", "full", "acting"])
-def test_close_ends_both_threads(rig, when):
+def test_closing_central_acting_ends_both_threads(rig, when):
     one = rig()
     if when != "idle":
         clients = [Client(one, n).go() for n in range(2)]
@@ -165,7 +143,6 @@ def test_close_ends_both_threads(rig, when):
         if when == "full":
             still(lambda: sum(c.answered for c in clients))
     begin = time.monotonic()
-    one.central.close()
+    one.close()
     assert time.monotonic() - begin < WAIT_S / 2
-    assert not any(thread.is_alive() for thread in one.central._threads)
-    one.central.close()
+    one.central.close()  # again

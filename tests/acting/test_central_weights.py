@@ -21,8 +21,9 @@ from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
 from coterie.parallel.stages import Stages
 from coterie.types import AgentOutput, Inputs
-from tests.acting.central_harness import CPU, QUIET_S, UNROLL, WAIT_S, Client, Rig, check, still, until
+from tests.acting.central_harness import CPU, QUIET_S, UNROLL, WAIT_S, Client, Rig, check, still, time_step
 from tests.conftest import VECTOR
+from tests.support.waiting import wait_until
 
 # Weights, and rollouts.
 
@@ -41,22 +42,6 @@ def test_a_rollout_may_be_acted_with_several_versions(rig):
     source.close()
 
 
-def test_a_weight_that_changes_is_seen_in_the_next_inference_once_published_and_not_before(rig):
-    one = rig(envs=2, batch_size=2, unroll_length=100)
-    client = Client(one, 0)
-    one.central.publish(0)
-    client.turn()
-    value = lambda: float(client.stream.recorder.fields["value"][client.stream.row - 1, 0])  # noqa: E731
-    for version in range(1, 6):
-        before = value()
-        one.model.weight.fill_(10.0 * version)  # in place, as an optimizer does it
-        client.turn()
-        assert value() == before
-        one.central.publish(version)
-        assert client.turn()[1] == version
-        assert value() == 10.0 * version
-
-
 def test_weights_that_come_while_the_policy_acts_do_not_change_its_batch(rig):
     one = rig(envs=2, batch_size=2, unroll_length=100)
     client = Client(one, 0)
@@ -66,7 +51,7 @@ def test_weights_that_come_while_the_policy_acts_do_not_change_its_batch(rig):
     one.gate.clear()
     client.ask()
     assert one.busy.wait(WAIT_S)
-    for version in (1, 2, 3):  # oftener than there are copies
+    for version in (1, 2, 3):  # more often than there are copies
         one.model.weight.fill_(version)
         one.central.publish(version)
     one.gate.set()
@@ -95,17 +80,12 @@ def test_a_real_model_acts_with_copies_of_its_weights():
     )  # fmt: skip
     try:
         stream, answers = central.open_stream(0, 0, 0, 2), []
-        arrays = {
-            "obs/": np.ones((2, 3), np.float32),
-            **{k: np.zeros(2, bool) for k in ("terminated", "truncated", "is_first")},
-            "reward": np.zeros(2, np.float32),
-            **{k: np.full(2, np.nan) for k in ("episode_return", "episode_length")},
-        }
+        arrays = time_step(np.ones((2, 3), np.float32))
 
         def act() -> Tensor:
             count = len(answers)
             stream.ask(arrays, lambda *answer: answers.append(answer))
-            until(lambda: len(answers) > count, "an answer")
+            wait_until(lambda: len(answers) > count, what="an answer")
             return seen[-1]
 
         central.publish(0)
@@ -127,16 +107,7 @@ def test_a_real_model_acts_with_copies_of_its_weights():
         central.close()
 
 
-def test_the_recurrent_state_goes_on_from_rollout_to_rollout(rig):
-    one = rig()
-    for n in range(2):
-        Client(one, n).go()
-    seen = list(islice(one.rollouts(), 10))
-    check(seen)
-    assert {int(x) for r in seen for x in r.core_state} >= {0, 2, 4, 6}
-
-
-def test_batches_of_other_widths_than_the_streams(rig):
+def test_batches_may_have_other_widths_than_the_streams(rig):
     one = rig(envs=7, batch_size=5)
     Client(one, 0, first_env=0, width=3).go()
     Client(one, 1, first_env=10, width=4).go()
@@ -144,9 +115,10 @@ def test_batches_of_other_widths_than_the_streams(rig):
     check(seen)
     assert all(len(r.env_id) == 5 for r in seen)
     assert {env for r in seen for env in r.env_id.tolist()} == {0, 1, 2, 10, 11, 12, 13}
+    assert {int(x) for r in seen for x in r.core_state} >= {0, 2, 4, 6}  # it goes on from rollout to rollout
 
 
-def test_without_a_free_batch_nobody_is_answered_until_there_is_one(rig):
+def test_without_a_free_batch_no_host_is_answered_until_there_is_one(rig):
     one = rig()
     clients = [Client(one, n).go() for n in range(2)]
     source = one.rollouts()
@@ -155,7 +127,7 @@ def test_without_a_free_batch_nobody_is_answered_until_there_is_one(rig):
     # 3 batches, in each stream two rollouts that wait for one, less the one row that is due.
     assert count <= 2 * UNROLL * (3 + 2)
     seen.append(next(source))
-    until(lambda: sum(c.answered for c in clients) > count, "they go on")
+    wait_until(lambda: sum(c.answered for c in clients) > count, what="they go on")
     seen += islice(source, 10)
     check(seen)
     assert max(int(x) for r in seen for x in r.policy_version.flatten()) > 5
@@ -179,11 +151,12 @@ def test_in_lockstep_all_act_together_and_wait_for_the_weights(rig):
         assert r.env_id.tolist() == [0, 1, 2, 3]
         count = still(lambda: len(one.batches))
         assert count == (step + 1) * (UNROLL + 1), "one row more than there are actions: the last one's value"
-        check([r]) if step == 0 else None
+        if step == 0:
+            check([r])
     assert all([env for env, _ in batch] == [0, 1, 2, 3] for batch in one.batches)
 
 
-def test_in_lockstep_who_is_gone_is_waited_for(rig):
+def test_lockstep_waits_for_a_host_that_has_left(rig):
     one, clients = lockstep(rig)
     source = one.rollouts()
     next(source)
@@ -196,7 +169,7 @@ def test_in_lockstep_who_is_gone_is_waited_for(rig):
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("twice", [False, True])
-def test_in_lockstep_who_comes_back_makes_the_one_rollout_that_it_owes(rig, whole, twice):
+def test_in_lockstep_a_host_that_returns_makes_the_one_rollout_that_it_owes(rig, whole, twice):
     """`whole`: it dies when its rollout of this round was done."""
     one, clients = lockstep(rig, 3)
     source = one.rollouts()

@@ -61,7 +61,7 @@ def test_a_change_of_the_weights_is_seen_in_the_actors_policy(image):
         source.close()
 
 
-def test_what_was_acted_with_older_weights_says_so_and_the_lag_is_bounded():
+def test_the_policy_lag_of_decoupled_acting_is_recorded_and_bounded():
     with crewed(config(**{"decoupled.queue": 1})) as learner:
         version = [0]
         source = learner.acting.rollouts(lambda: learner.acting.publish(version[0]))
@@ -75,7 +75,7 @@ def test_what_was_acted_with_older_weights_says_so_and_the_lag_is_bounded():
         source.close()
 
 
-def test_weights_are_published_when_due():
+def test_weights_are_published_every_n_learner_steps():
     with crewed(config(**{"decoupled.publish_every": 5, "decoupled.lockstep": True})) as learner:
         version = [0]
         source = learner.acting.rollouts(lambda: learner.acting.publish(version[0]))
@@ -87,7 +87,7 @@ def test_weights_are_published_when_due():
         source.close()
 
 
-def test_no_rollouts_is_an_error_with_a_reason():
+def test_decoupled_acting_without_rollouts_ends_with_a_reason():
     with crewed(config()) as learner:
         learner.acting.timeout = 0.3
         learner.context.board.close()  # the actors leave

@@ -6,20 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.algorithms.r2d2 import R2D2
 from coterie.build.resources import resolve_config
 from coterie.ops.q import rescale, unscale
 from coterie.roles.learner_process import LearnerProcess
-from tests.algorithms.values import CORE, build, drawn, moved
-from tests.conftest import VECTOR, after, make_config, make_rollout
+from tests.algorithms.harness import CORE, build, drawn, moved
+from tests.conftest import after, make_config
 
 
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize(("kept", "begins"), [(300, range(10)), (5, range(7, 10))], ids=["whole", "wrapped"])
 def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stored, kept, begins):
-    """With unchanged weights the learner's values are those that acted, from the first row on, over resets, and what
-    the burn-in leaves behind is the state that acting had then; with zeros in the place of the stored state they are
-    not. `kept`: rollouts of each env that the ring has room for, of the 12 that there are.
+    """With unchanged weights the learner's values are those that acted, from the first row on, over resets; with zeros
+    in the place of the stored state they are not. `kept`: rollouts of each env that the ring has room for, of 12.
     """
     config = make_config(
         env="coterie.envs.testing:CountingEnv",
@@ -47,21 +45,17 @@ def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stor
     state = rows.core_state if stored else torch.zeros_like(rows.core_state)
     with torch.no_grad():
         params, _, _ = learner.model(rows.inputs, state)
-        _, warm = learner.algorithm._warm(learner.model, rows.inputs, state)
     value = params[:-1].gather(-1, rows.action[..., None])[..., 0]
     acted = torch.stack([torch.cat([x[:, env] for x in values[i : i + 3]]) for env, i in drawn], 1)
-    then = torch.stack([states[i + 1][env] for env, i in drawn])
     assert rows.inputs.is_first[1:-1].any()
     if stored:
         assert torch.equal(state, torch.stack([states[i][env] for env, i in drawn]))
         torch.testing.assert_close(value, acted, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(warm, then, atol=1e-5, rtol=1e-5)
     else:
         assert (value - acted).abs().max() > 1e-3
-        assert (warm - then).abs().max() > 1e-3
 
 
-def test_r2d2s_targets_and_priorities():
+def test_r2d2s_loss_and_priorities_are_the_definitions():
     algorithm, model = build(**CORE, **{"q.n_step": 2, "replay.alpha": 0.9, "q.double": True})
     batch = drawn(algorithm, model)[-1]
     target, model = algorithm.target_model, moved(model)
@@ -94,18 +88,3 @@ def test_r2d2s_targets_and_priorities():
         priority = 0.9 * np.abs(errors).max() + 0.1 * np.abs(errors).mean()
         assert float(batch.priority[i]) == pytest.approx(priority, abs=1e-4)
     assert float(loss.total.detach()) == pytest.approx(total / (12 * 4), abs=1e-4)
-
-
-def test_sequences_never_join_two_lives_of_an_env():
-    algorithm, model = build(**CORE)
-    lives = []
-    for i in range(8):
-        rollout = make_rollout(VECTOR, 6, 8, i, core_size=8)
-        if lives and i != 4:  # goes on from the one before
-            rollout.obs[0] = lives[-1].obs[-1]
-        lives.append(rollout)
-        list(algorithm.batches(model, rollout))
-    ring = algorithm.replay
-    begins = np.flatnonzero(ring.priorities.tree.leaves > 0) % ring.ring
-    assert set(begins.tolist()) == {0, 1, 4, 5}  # three blocks long: none of them holds both 3 and 4
-    assert isinstance(algorithm, R2D2)

@@ -105,6 +105,17 @@ def pattern(seen: Seen, env: int) -> str:
     return "".join("F" if f else "D" if d else "T" if t else "." for f, d, t in rows)
 
 
+def check_returns(seen: Seen) -> None:
+    """Each reported return and length are those of the rows since the last report."""
+    for env in range(seen.reward.shape[1]):
+        begin = 1
+        for t in np.flatnonzero(~np.isnan(seen.episode_return[:, env])):
+            total = seen.reward[begin : t + 1, env].astype(np.float64).sum()
+            np.testing.assert_allclose(seen.episode_return[t, env], total, rtol=1e-6)
+            assert seen.episode_length[t, env] == (~seen.is_first[begin : t + 1, env]).sum()
+            begin = t + 1
+
+
 def check_counting(seen: Seen, vector: Array, effect: Array, length: int) -> None:
     """Check by CountingEnv's arithmetic that all rows are aligned; no env may have been replaced."""
     count, episode = vector[..., 0], vector[..., 1]
@@ -125,7 +136,4 @@ def check_counting(seen: Seen, vector: Array, effect: Array, length: int) -> Non
     assert seen.truncated.any()
     np.testing.assert_array_equal(~np.isnan(seen.episode_return), seen.done)
     assert (seen.episode_length[seen.done] == length).all()
-    for env in range(seen.reward.shape[1]):
-        for t in np.flatnonzero(seen.done[:, env]):
-            total = seen.reward[t - length + 1 : t + 1, env].astype(np.float64).sum()
-            np.testing.assert_allclose(seen.episode_return[t, env], total, rtol=1e-6)
+    check_returns(seen)

@@ -1,18 +1,20 @@
-"""Envs that raise, give NaN, die or hang: one masked step, a fresh env, a counted reason; and a budget."""
+"""Envs that raise, give NaN, die or hang cost one masked step; no process or descriptor outlives its envs."""
 
+import gc
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import numpy as np
+import psutil
 import pytest
 
-from coterie import config
-from coterie.envs.backend import StepResults
-from coterie.envs.group import Envs
-from coterie.envs.spaces import action_map, spaces
-from coterie.types import CoterieError, ObsSpec, Spec
+from coterie.types import CoterieError
 from tests.envs.env_harness import COUNTING, FLAKY, Player, make, pattern, play, worker_pids
+from tests.support.process_table import gone
+from tests.support.waiting import wait_until
 
 REASONS = {
     "raise": "ValueError: flaky by design",
@@ -52,7 +54,7 @@ def test_a_failure_costs_one_masked_step(how, tmp_path):
     np.testing.assert_array_equal(seen.reward[1:][seen.real], (16 * seen.obs[:-1, :, 0] + seen.action)[seen.real])
 
 
-def test_over_the_budget_the_run_fails_with_the_last_reason():
+def test_over_the_budget_of_replaced_envs_the_run_fails_with_the_last_reason():
     envs = make(FLAKY, 2, replace_budget=3, kwargs={"how": "raise", "at": 2})
     with envs:
         workers = worker_pids(envs)
@@ -61,23 +63,7 @@ def test_over_the_budget_the_run_fails_with_the_last_reason():
         ):
             play(envs, 10)
     assert envs.replaced == 4
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
-
-
-def test_a_worker_killed_from_outside_is_replaced():
-    with make(COUNTING, 4, threads=2, kwargs={"length": 4}) as envs:
-        player = Player(envs)
-        player.rollout(6)
-        for _ in range(2):
-            os.kill(worker_pids(envs)[1], signal.SIGKILL)
-            player.rollout(6)
-        assert envs.replaced >= 4
-        seen = player.rollout(12)
-    assert not np.isnan(seen.obs).any()
-    np.testing.assert_array_equal(seen.obs[1:, :, 0][seen.real], seen.obs[:-1, :, 0][seen.real] + 1)
-    np.testing.assert_array_equal(seen.reward[1:][seen.real], (16 * seen.obs[:-1, :, 0] + seen.action)[seen.real])
-    assert seen.done[4:].any()
-    assert (seen.episode_length[4:][seen.done[4:]] == 4).all()
+    assert all(map(gone, workers))
 
 
 def test_a_replaced_env_has_another_seed_that_is_reproducible(tmp_path):
@@ -91,64 +77,48 @@ def test_a_replaced_env_has_another_seed_that_is_reproducible(tmp_path):
     assert a[3] not in (a[0], a[2] + 1)
 
 
-class Scripted:
-    """A backend whose observations count each instance's requests, with NaNs where `bad` has them."""
-
-    num_instances = 3
-    action_map = action_map("scripted", spaces.Discrete(2))
-    spec = Spec("scripted", {"": ObsSpec((1,), "float32")}, action_map.spec)
-
-    def __init__(self, bad):
-        self.bad, self.time, self.log = bad, -1, []
-        self.count = np.zeros(3)
-
-    def step(self, ids, actions):
-        self.count[ids] += 1
-        self.ids = ids.copy()
-        self.time += 1
-
-    def reset(self, ids):
-        self.count[ids] = 100
-        self.ids = ids.copy()
-        self.log.append(("reset", ids.tolist()))
-
-    def replace(self, ids, seeds):
-        self.log.append(("replace", list(ids)))
-
-    def recv(self):
-        n = len(self.ids)
-        obs, reward = self.count[self.ids, None].astype(np.float32), np.ones(n, np.float32)
-        over = np.zeros(n, bool)
-        for instance, what in self.bad.pop(self.time, {}).items():
-            if what in ("reward", "over"):
-                reward[self.ids == instance] = np.inf
-                over[self.ids == instance] = what == "over"
-            else:
-                obs[self.ids == instance] = np.nan
-        return StepResults(obs, reward, over, np.zeros(n, bool), over.copy())
-
-    def close(self):
-        pass
+def descriptors():
+    gc.collect()  # frees what an earlier test's exception still holds in a cycle
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sorted(os.readlink(link).split(":")[0] for link in links if os.path.islink(link))
 
 
-def test_numbers_that_are_not_finite_are_found_in_any_backend():
-    backend = Scripted({1: {0: "reward"}, 3: {1: "obs", 2: "over"}})
-    with Envs(lambda seeds: backend, config.Env(num_envs=3), seed=0) as envs:
-        backend.log.clear()
-        rows = [envs.recv(0)]
-        for _ in range(6):
-            envs.send(0, np.zeros(3, np.int64))
-            rows.append(envs.recv(0))
-        first = np.stack([r.is_first for r in rows[1:]])
-        reward = np.stack([r.reward for r in rows[1:]])
-        obs = np.stack([r.obs[:, 0] for r in rows[1:]])
-    np.testing.assert_array_equal(np.argwhere(first), [[1, 0], [3, 1], [3, 2]])
-    np.testing.assert_array_equal(reward, ~first)
-    np.testing.assert_array_equal(obs[first], 100)
-    assert not any(r.terminated.any() for r in rows)
-    assert backend.log == [("replace", [0]), ("reset", [0]), ("replace", [1, 2]), ("reset", [1, 2])]
-    assert envs.failures() == [
-        "env 0: reward is not finite",
-        "env 1: observation is not finite",
-        "env 2: reward is not finite",
-    ]
+def test_close_leaves_no_process_and_no_descriptor():
+    with make(COUNTING, 2) as envs:  # opens what is opened once
+        play(envs, 1)
+    before = descriptors()
+    with make(COUNTING, 4, groups=2, threads=2) as envs:
+        player = Player(envs)
+        player.rollout(7)
+        workers = worker_pids(envs)
+        assert len(workers) == 2
+        for k, pid in enumerate(workers):
+            assert f"coterie-env-{k}-0" in psutil.Process(pid).cmdline()
+        assert not any(map(gone, workers))
+        assert any("memfd" in name for name in descriptors())
+        os.kill(workers[0], signal.SIGKILL)
+        player.rollout(3)
+        workers += worker_pids(envs)
+        envs.send(0, np.zeros(2, np.int64))  # closed with a step under way
+    assert all(map(gone, workers))
+    assert descriptors() == before
+
+
+def test_workers_exit_when_their_parent_is_killed(tmp_path):
+    code = (
+        "import sys, time; from tests.envs.env_harness import *\n"
+        "e = make(FLAKY, 2, threads=2, kwargs={'how': 'hang', 'at': 1, 'marker': sys.argv[1]})\n"
+        "e.recv(0); print(*worker_pids(e), flush=True)\n"
+        "e.send(0, np.zeros(2, np.int64)); print('sent', flush=True); time.sleep(60)"
+    )
+    marker = str(tmp_path / "hangs")
+    with subprocess.Popen([sys.executable, "-c", code, marker], stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            workers = [int(x) for x in parent.stdout.readline().split()]
+            parent.stdout.readline()
+            # One worker hangs in its env, the other waits for requests.
+            wait_until(lambda: os.path.exists(marker), 30, "a worker hangs")
+            assert not any(map(gone, workers))
+        finally:
+            parent.kill()
+    wait_until(lambda: all(map(gone, workers)), 15, "the workers exit")

@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from coterie import config
-from coterie.envs.local import LocalBackend
 from coterie.envs.spaces import flatten, obs_fields
 from coterie.envs.testing import Mission
 from coterie.envs.text import WORDS, text_rows, text_spec
-from coterie.types import ActionSpec, ObsSpec, Spec
 from tests.envs.env_harness import make, play
 
 MISSION = "coterie.envs.testing:Mission"
@@ -75,14 +72,6 @@ def test_spaces_of_texts_become_rows(space):
     assert seen["a.b"][:, :3].tolist() == [[bucket("go"), bucket("left"), 0], [bucket("stay"), 0, 0]]
 
 
-def test_a_spec_tells_text_from_numbers_and_others_are_as_they_were():
-    action = ActionSpec("categorical", (2,))
-    spec = Spec("x", {"v": ObsSpec((2,), "float32"), "t": text_spec()}, action)
-    assert spec.to_json()["obs"] == {"v": [[2], "float32"], "t": [[WORDS], "int16", "text"]}
-    assert [s.is_numeric for s in spec.obs.values()] == [True, False]
-    assert not ObsSpec((2,), "uint8").is_numeric
-
-
 def test_missions_from_worker_processes_line_up_with_rewards():
     """The reward shows which action was right, and so does the word after "go" of the row before."""
     with make(MISSION, 4, threads=2) as envs:
@@ -96,12 +85,6 @@ def test_missions_from_worker_processes_line_up_with_rewards():
     assert (rows[1:] == rows[:-1]).all(-1)[real].all()
     expected = np.where(real, 0.25 * (seen.action == right[:-1]), 0)
     np.testing.assert_array_equal(seen.reward[1:], expected)
-
-
-def test_an_env_in_the_callers_process_has_the_same_rows():
-    backend = LocalBackend(config.Env(id=MISSION), [3])
-    backend.reset(np.array([0]))
-    np.testing.assert_array_equal(backend.recv().obs["mission"], text_rows([backend.env.mission]))
 
 
 def test_envpools_missions_are_those_of_their_episodes():

@@ -37,7 +37,7 @@ class Crowd:
 
     def weights(self) -> Array:
         """`[n, size]`, float64."""
-        return np.stack([x.params.data[: self.size].double().numpy() for x in self.learners])
+        return weights(self.learners, self.size)
 
     def round(self) -> None:
         """All publish, then all receive: one mix in lockstep."""
@@ -75,9 +75,9 @@ def linked(learners: int, start: Array, **how) -> tuple[SharedArrays, list[Gossi
     return memory, [one(memory, board, sequence, rank, start[rank], **settings) for rank in range(learners)]
 
 
-def weights(learners: Sequence[Gossip]) -> Array:
-    """`[n, 4]`, float64."""
-    return np.stack([x.params.data[:4].double().numpy() for x in learners])
+def weights(learners: Sequence[Gossip], size: int = 4) -> Array:
+    """`[n, size]`, float64."""
+    return np.stack([x.params.data[:size].double().numpy() for x in learners])
 
 
 def step(x: Gossip, grad: Tensor | None = None, lr: float = 1.0) -> None:
@@ -91,7 +91,9 @@ def distance(x: Array) -> float:
     return float(np.linalg.norm(x - x.mean(0)))
 
 
-def lockstep(learners: Sequence[Gossip], count: int) -> None:
+def lockstep(learners: Sequence[Gossip], count: int = 1) -> None:
+    """Steps of all at once, without gradients."""
+
     def run(x: Gossip) -> None:
         for _ in range(count):
             step(x)

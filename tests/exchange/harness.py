@@ -11,11 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.exchange.base import Guard, Peers, Setup
+from coterie.exchange.base import Exchange, Guard, Peers, Setup
+from coterie.exchange.store import Store
 from coterie.models.heads import Moments, Normalizer
+from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import Child, listen
+from coterie.parallel.shm import SharedArrays
 from tests.conftest import make_config
+
+BETAS = (0.8, 0.95)
+NOTHING = torch.zeros(0, dtype=torch.float64)  # moments of no normalizers
 
 
 class Sgd:
@@ -79,6 +85,29 @@ def make_setup(
     """What an exchange is made of; SGD by itself. `changes`: of the config, with __ for a dot."""
     config = make_config(**{name.replace("__", "."): value for name, value in changes.items()})
     return Setup(config, params, Moments(norms), peers or Peers(), timeout, rule or Sgd(), Guard(clip, skip))
+
+
+def member(
+    kind: type, shared: SharedArrays | None, params: FlatParams, rule: object, *, rank: int = 0,
+    board: Board | None = None, **how: Any,
+) -> Any:  # fmt: skip
+    """A learner's end of an exchange whose learners share this memory; its optimizer has BETAS."""
+    peers = Peers(rank, board or Board(4), shared)
+    return kind(make_setup(params, rule, peers=peers, optim__beta1=BETAS[0], optim__beta2=BETAS[1], **how))
+
+
+def store(
+    shared: SharedArrays, params: FlatParams, rule: object, chunks: int, *, local_steps: int = 1, **how: Any
+) -> Any:
+    return member(Store, shared, params, rule, store__chunks=chunks, store__local_steps=local_steps, **how)
+
+
+def apply(exchange: Exchange, params: FlatParams, grad: Tensor, lr: float = 1e-2) -> float:
+    """One step with this gradient, which is cleared; returns its norm."""
+    params.grad.copy_(grad)
+    norm = exchange.step(params, lr)
+    assert not params.grad.any()
+    return norm
 
 
 def start(target: Callable[..., None], *args: Any, name: str = "test") -> Child:

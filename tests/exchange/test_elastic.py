@@ -109,37 +109,31 @@ def rest(machines: list[Machine]) -> None:
     machines[0].pause.clear()
 
 
-def test_all_begin_with_the_first_ones_state_and_stay_equal(machine):
-    machines = [machine(1, machines=3), machine(2), machine(4)]
+def test_all_begin_together_with_the_first_ones_state_and_stay_equal(machine):
+    machines = [machine(1, machines=3), machine(2)]
+    time.sleep(1.0)
+    assert not any(m.made for m in machines), "none trains before all are there"
+    machines.append(machine(4))
     train(machines, 3)
     rest(machines)
     first = machines[0]
     assert torch.equal(first.weights, torch.full((3,), 1.0 + 7.0 * first.made))  # 1 + 2 + 4 for each sum
 
 
-def test_no_machine_trains_before_all_are_there(machine):
-    machines = [machine(1, machines=3), machine(2)]
-    time.sleep(1.0)
-    assert not any(m.made for m in machines)
-    train([*machines, machine(3)], 3)
-
-
-def test_a_machine_that_joins_later_takes_the_others_weights(machine):
+def test_machines_that_join_take_the_others_weights_and_the_others_go_on_without_those_that_leave(machine):
     machines = [machine(1, machines=2), machine(2)]
     train(machines, 2)
     machines.append(machine(3))
     train(machines, 3)
     rest(machines)
-    assert sum(m.lost for m in machines) == 0, "nothing is lost when somebody comes"
-
-
-def test_the_others_go_on_without_a_machine_that_leaves(machine):
-    machines = [machine(1, machines=3), machine(2), machine(3)]
-    train(machines, 3)
+    assert sum(m.lost for m in machines) == 0, "nothing is lost when a machine joins"
     machines.pop().end()
     train(machines, 2)
     rest(machines)
     assert any("has left" in line for line in machines[0].lines)
+    machines[0].end()  # the listening machine
+    train(machines[1:], 1)
+    assert machines[1].group.alone
 
 
 def test_a_machine_that_hangs_is_lost_and_rejoins(machine, monkeypatch):
@@ -173,28 +167,17 @@ def test_the_listening_machine_takes_the_others_weights_after_it_was_lost(machin
     rest(machines)
 
 
-def test_when_the_listening_machine_has_ended_the_others_go_on_alone(machine):
-    machines = [machine(1, machines=3), machine(2), machine(3)]
-    train(machines, 3)
-    machines[0].end()
-    train(machines[1:], 1)
-    assert all(m.group.alone for m in machines[1:])
-
-
-@pytest.mark.parametrize(
-    ("number", "kind", "reason"),
-    [
-        (3, "other", "allreduce.connect: the run there trains it, this one other"),
-        (2, "it", "a run with --seed 2 is there"),
-    ],
-)
-def test_a_machine_with_another_task_or_the_same_seed_is_refused(machine, number, kind, reason):
+def test_a_machine_with_another_task_or_the_same_seed_is_refused(machine):
     machines = [machine(1, machines=2), machine(2)]
     train(machines, 2)
-    stranger = machine(number, kind=kind, name="stranger")
-    wait_until(lambda: stranger.error is not None, what="it is refused")
-    assert isinstance(stranger.error, CoterieError)
-    assert reason in str(stranger.error)
+    for number, kind, reason in (
+        (3, "other", "allreduce.connect: the run there trains it, this one other"),
+        (2, "it", "a run with --seed 2 is there"),
+    ):
+        stranger = machine(number, kind=kind, name=f"stranger {number}")
+        wait_until(lambda stranger=stranger: stranger.error is not None, what="it is refused")
+        assert isinstance(stranger.error, CoterieError)
+        assert reason in str(stranger.error)
     train(machines, 2)
 
 
@@ -221,7 +204,7 @@ def test_a_machine_that_is_lost_while_a_group_forms_leaves_the_others_with_equal
     assert any("lost is lost" in line or "no group" in line for line in first.lines)
 
 
-def test_an_unreadable_request_is_refused(machine):
+def test_a_request_to_join_that_cannot_be_read_is_refused(machine):
     machines = [machine(1, machines=2), machine(2)]
     train(machines, 2)
     store = TCPStore(*machines[0].group.machine.address, None, False, wait_for_workers=False)

@@ -1,18 +1,23 @@
-"""The central store: one learner is plain Adam, several lose nothing, what is saved and what never comes in."""
+"""The central store: one learner is plain Adam, several lose nothing, chunks are locked and read whole."""
 
 from __future__ import annotations
 
-import math
+import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from coterie.exchange.base import NonFinite
-from coterie.exchange.shared_weights import restore, shared_memory_for, split
-from coterie.ops.optim import Adam, RMSProp, flat_norm_clip
-from tests.exchange.harness import flat, gradients
-from tests.exchange.store_harness import BETAS, NOTHING, apply, store
+from coterie.exchange.shared_weights import CoreTurns, shared_memory_for, split
+from coterie.ops.optim import Adam, flat_norm_clip
+from coterie.parallel.board import Board
+from coterie.parallel.locks import Locks
+from coterie.parallel.processes import Post
+from coterie.parallel.shm import SharedArrays
+from coterie.types import CoterieError
+from tests.exchange.harness import BETAS, NOTHING, Sgd, apply, collect, expect, flat, gradients, start, store, together
+from tests.support.waiting import wait_until
 
 # --- one learner ---
 
@@ -20,7 +25,7 @@ from tests.exchange.store_harness import BETAS, NOTHING, apply, store
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 @pytest.mark.parametrize("local_steps", [1, 2, 3, 5])
 @pytest.mark.parametrize("eps_hat", [False, True])
-def test_one_learner_is_plain_adam(local_steps, chunks, eps_hat):
+def test_a_store_with_one_learner_is_plain_adam(local_steps, chunks, eps_hat):
     """Also between two meetings, before and after a pull; large eps, so that the dialects of Adam are apart."""
     rule = Adam(*BETAS, 1e-3, eps_hat)
     params = flat(100, 33, 5)
@@ -58,22 +63,6 @@ def test_chunks_cover_every_weight_once_and_begin_on_a_cache_line(n, chunks):
 
 
 # --- several ---
-
-
-def test_two_learners_that_take_turns_are_one_serial_rmsprop():
-    rule, both = RMSProp(0.9, 1e-3), [flat(100, 33), flat(100, 33)]
-    plain, state = both[0].data.clone(), rule.state(both[0].data)
-    shared = shared_memory_for(plain, rule, 3, NOTHING)
-    exchanges = [store(shared, x, rule, 3, rank=r) for r, x in enumerate(both)]
-    for k, grad in enumerate(gradients(both[0], 30)):
-        who = [0, 1, 1][k % 3]
-        rule.update(plain, grad, state, 1e-2)
-        apply(exchanges[who], both[who], grad)
-        torch.testing.assert_close(both[who].data, plain, rtol=0, atol=1e-6)  # what it holds is the centre's
-        torch.testing.assert_close(exchanges[0].shared.data, plain, rtol=0, atol=1e-6)
-        if k % 3:
-            assert not torch.equal(both[0].data, plain)  # who has not met the centre does not know
-    torch.testing.assert_close(exchanges[0].state_dict()["square"], state["square"], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -145,62 +134,147 @@ def test_a_step_is_adams_on_the_moments_met_last():
     torch.testing.assert_close(both[0].data, expected, rtol=0, atol=1e-6)
 
 
-# --- what never reaches the centre ---
+# --- processes that write at once ---
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("local_steps", [1, 3])
-def test_a_gradient_that_is_not_finite_never_reaches_the_centre(local_steps, bad):
-    rule, params = Adam(*BETAS, 1e-3), flat(50, 20)
-    shared = shared_memory_for(params.data, rule, 3, NOTHING)
-    plain, state = params.data.clone(), rule.state(params.data)
-    with store(shared, params, rule, 3, local_steps=local_steps, skip=True) as exchange:
-        for k, grad in enumerate(gradients(params, 6)):
-            rule.update(plain, grad, state, 1e-2)
-            apply(exchange, params, grad)
-            poisoned = grad.clone()
-            poisoned[params.slices["w1"].start + k] = bad
-            before = {name: x.copy() for name, x in shared.arrays.items()}
-            weights = params.data.clone()
-            apply(exchange, params, poisoned)
-            assert torch.equal(params.data, weights)
-            assert all(np.array_equal(x, before[name]) for name, x in shared.arrays.items())
-        assert exchange.guard.skipped == 6
-        torch.testing.assert_close(exchange.shared.data, plain, rtol=0, atol=1e-6)  # and no local step was counted
-        exchange.guard.skip = False
-        params.grad[params.slices["w1"].start] = bad
-        with pytest.raises(NonFinite, match="the gradient of w1 is not finite"):
-            exchange.step(params, 1e-2)
-        torch.testing.assert_close(exchange.shared.data, plain, rtol=0, atol=1e-6)
+def add_ones(post: Post, shared: SharedArrays, chunks: int, steps: int) -> None:
+    params = flat(1000)
+    exchange = store(shared, params, Sgd(), chunks, timeout=60.0)
+    with exchange:
+        for _ in range(steps):
+            exchange.pull(params)
+            params.grad.fill_(1.0)
+            exchange.step(params, 1.0)
+
+
+def test_processes_that_write_at_once_lose_nothing():
+    """Three processes subtract one, 300 times each, from every weight: read, changed and written under the lock."""
+    params, steps, chunks = flat(1000), 300, 4
+    params.data.zero_()
+    shared = shared_memory_for(params.data, Sgd(), chunks, NOTHING)
+    said = collect([start(add_ones, shared, chunks, steps) for _ in range(3)])
+    assert [s[-1] for s in said] == [("end", "ended with exit code 0")] * 3, said
+    assert (torch.from_numpy(shared.arrays["data"]) == -3.0 * steps).all()
     shared.close()
 
 
-# --- what is saved ---
+# --- locks ---
 
 
-@pytest.mark.parametrize("chunks", [1, 3, 5])
-@pytest.mark.parametrize("local_steps", [1, 2])
-def test_a_saved_state_goes_on_as_if_nothing_had_happened(chunks, local_steps):
-    """Into a store with another number of chunks, too."""
-    rule, params = Adam(*BETAS, 1e-3), flat(100, 33)
-    grads = gradients(params, 12)
-    shared = shared_memory_for(params.data, rule, 3, NOTHING)
-    with store(shared, params, rule, 3, local_steps=local_steps) as exchange:
-        for grad in grads[:6]:
-            apply(exchange, params, grad)
-        saved = {k: x.clone() for k, x in exchange.state_dict().items()}
-        weights = params.data.clone()
-        for grad in grads[6:]:
-            apply(exchange, params, grad)
+def hold(post: Post, shared: SharedArrays, k: int) -> None:
+    locks = Locks(shared.fd, 5.0)
+    assert locks.take(k)
+    post("taken", k)
+    time.sleep(600)
+
+
+def test_a_lock_excludes_other_processes_and_is_free_when_its_holder_is_killed():
+    shared = shared_memory_for(torch.zeros(64), Sgd(), 3, NOTHING)
+    locks = Locks(shared.fd, 0.02)
+    child = start(hold, shared, 1)
+    try:
+        assert expect(child, {"taken"}) == ("taken", 1)
+        assert not locks.take(1, wait=False)
+        with pytest.raises(CoterieError, match=r"^a lock on shared memory was not free for 0\.02 s: .* hangs$"):
+            locks.take(1)
+        with pytest.raises(CoterieError, match="was not free"), locks.held(1):
+            raise AssertionError("it was not held")
+        for k in (0, 2, 3):  # the others are free
+            assert locks.take(k, wait=False)
+            locks.free(k)
+    finally:
+        child.kill()
+    assert Locks(shared.fd, 10.0).take(1)
     shared.close()
-    again = flat(100, 33, seed=5)
-    again.data.copy_(weights)
-    shared = shared_memory_for(again.data, rule, chunks, NOTHING)
-    restore(shared, saved, NOTHING)
-    with store(shared, again, rule, chunks, local_steps=local_steps) as exchange:
-        exchange.load_state_dict(saved)
-        for grad in grads[6:]:
-            apply(exchange, again, grad)
-        torch.testing.assert_close(again.data, params.data, rtol=0, atol=1e-6)
-        assert exchange.state_dict()["count"].tolist() == [12.0] * chunks
+
+
+def test_free_chunks_come_first_and_the_killed_holders_chunk_last():
+    params = flat(1000)
+    shared = shared_memory_for(params.data, Sgd(), 3, NOTHING)
+    begin = params.data.clone()
+    child = start(hold, shared, 0)
+    try:
+        assert expect(child, {"taken"}) == ("taken", 0)
+        with store(shared, params, Sgd(), 3, timeout=60.0) as exchange:
+            first, rest = exchange.shared.slices[0], slice(exchange.shared.slices[1].start, None)
+            params.grad.fill_(1.0)
+
+            def watch() -> None:
+                wait_until(lambda: bool((exchange.shared.data[rest] == begin[rest] - 1).all()))
+                assert torch.equal(exchange.shared.data[first], begin[first])
+                child.kill()
+
+            together([partial(exchange.step, params, 1.0), watch])
+            assert torch.equal(exchange.shared.data, begin - 1)
+            assert torch.equal(params.data, begin - 1)
+    finally:
+        child.kill()
+    shared.close()
+
+
+# --- whole chunks ---
+
+
+def write_slowly(post: Post, shared: SharedArrays, name: str) -> None:
+    """Fill an array of chunk 0 with ones under its lock, and stop half-way."""
+    array = shared.arrays[name]
+    with Locks(shared.fd, 5.0).held(0):
+        array[:16] = 1.0
+        post("half", None)
+        time.sleep(0.3)
+        array[16:] = 1.0
+
+
+@pytest.mark.parametrize("reads", ["weights", "local steps", "checkpoint"])
+def test_nothing_is_read_in_the_middle_of_an_update(reads):
+    params, rule = flat(32), Adam(*BETAS, 1e-5)
+    params.data.zero_()
+    shared = shared_memory_for(params.data, rule, 1, NOTHING)
+    child = start(write_slowly, shared, "data" if reads == "weights" else "state/mean")
+    expect(child, {"half"})
+    with store(shared, params, rule, 1, local_steps=2) as exchange:
+        if reads == "weights":
+            exchange.pull(params)
+            found = params.data
+        elif reads == "local steps":
+            found = exchange.local[0]["mean"]
+        else:
+            found = exchange.state_dict()["mean"]
+        assert found.tolist() == [1.0] * 32
+    child.kill()
+    shared.close()
+
+
+# --- learners that share a core ---
+
+
+def take_turns(post: Post, shared: SharedArrays, board: Board, rank: int, rollouts: int) -> None:
+    """`data[0]`: how many are inside; `data[1]`: the most that ever were; `data[2:]`: who was inside, one by one."""
+    data, turn = shared.arrays["data"], CoreTurns(Locks(shared.fd, 5.0), 7, board, rank)
+    board.active[rank] = 1
+    wait_until(lambda: board.active.all())  # who starts late has not been left out
+    for _ in range(rollouts):
+        turn.begin()
+        turn.begin()  # polled in the middle of a rollout: it goes on
+        data[0] += 1
+        data[1] = max(data[1], data[0])
+        data[2 + int(data[2:].astype(bool).sum())] = 1 + rank
+        time.sleep(1e-3)
+        data[0] -= 1
+        turn.end()
+        turn.end()
+
+
+def test_learners_on_one_core_work_one_at_a_time_and_none_is_left_out():
+    learners, rollouts = 4, 40
+    shared = shared_memory_for(torch.zeros(2 + learners * rollouts), Sgd(), 1, NOTHING)
+    board = Board(learners)
+    said = collect([start(take_turns, shared, board, rank, rollouts) for rank in range(learners)])
+    assert [s[-1] for s in said] == [("end", "ended with exit code 0")] * learners, said
+    data = shared.arrays["data"]
+    assert (data[0], data[1]) == (0, 1)
+    inside = data[2:].astype(int).tolist()
+    assert sorted(inside) == [1 + rank for rank in range(learners) for _ in range(rollouts)]
+    busy = [i for i, who in enumerate(inside) if who == inside[-1]]
+    assert busy[0] < len(inside) * 3 // 4  # the last one to end did not wait for all the others to be done
     shared.close()

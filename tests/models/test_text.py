@@ -1,21 +1,28 @@
-"""The language channel: padding, order, gradients, copies that act, and a run that needs it."""
+"""Instructions and grids of codes (MiniGrid's): features, gradients, copies that act, and a run that needs them."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import envpool
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 import coterie
 from coterie import config, presets
 from coterie.build.validity import check
 from coterie.config import Model
 from coterie.envs.make import make_spec
-from coterie.envs.text import text_rows, text_spec
+from coterie.envs.spaces import obs_fields
+from coterie.envs.text import WORDS, text_rows, text_spec
 from coterie.models.build import Network, acting_copy
 from coterie.models.text import TextTorso
+from coterie.models.torsos import GridTorso
 from coterie.parallel.params import FlatParams
 from coterie.types import ActionSpec, ConfigError, Inputs, ObsSpec, Spec
+from coterie.wire.codec import Refused, check_values
 from tests.envs.env_harness import make, play
 
 SPEC = Spec(
@@ -110,25 +117,13 @@ def test_a_policy_reads_its_mission_in_every_precision(core):
 
 def test_text_alone_is_an_observation_and_has_nothing_to_normalize():
     spec = Spec("made-up", {"": text_spec()}, ActionSpec("categorical", (3,)))
+    assert spec.to_json()["obs"] == {"": [[WORDS], "int16", "text"]}
     model = Network(spec, Model())
     x = rows(BALL, LONG)
     seen = Inputs(x, torch.zeros(2, dtype=torch.bool), torch.zeros(2).long(), torch.zeros(2))
     assert model(seen)[0].shape == (2, 3)
     with pytest.raises(ConfigError, match=r"^model\.normalize_obs: needs numeric observations"):
         check(config.ResolvedConfig(model=Model(normalize_obs=True)), spec)
-
-
-def test_a_policys_output_depends_on_babyais_instruction():
-    spec = make_spec(config.Env(id="BabyAI-GoToObj-v0"), config.Atari())
-    torch.manual_seed(0)
-    model = Network(spec, Model())
-    with make("BabyAI-GoToObj-v0", 6) as envs:
-        seen = play(envs, 1)
-    obs = {k: torch.from_numpy(x[0]) for k, x in seen.obs.items()}
-    same = {k: x[:1].expand_as(x) for k, x in obs.items() if k != "mission"}
-    params, _, _ = model(Inputs({**same, "mission": obs["mission"]}, *inputs(obs["mission"])[1:]))
-    told = {tuple(row): p for row, p in zip(obs["mission"].tolist(), params, strict=True)}
-    assert 1 < len(told) == len(torch.unique(params.detach().round(decimals=6), dim=0))
 
 
 def test_ppo_trains_on_babyai_and_its_checkpoint_takes_envpools_observations(tmp_path):
@@ -160,3 +155,98 @@ def test_ppo_does_as_it_is_told_and_cannot_where_nothing_is_said(tmp_path):
 
     assert score("false", 6000) > 0.9
     assert score("true", 3000) < 0.55  # a third, and more than four standard errors of 100 games that repeat an action
+
+
+# --- grids ---
+
+CODES = (11, 6, 4)
+GRID = Spec(
+    "made-up",
+    {"image": ObsSpec((7, 7, 3), "uint8", codes=CODES), "mission": text_spec()},
+    ActionSpec("categorical", (4,)),
+)
+
+
+def params_of(model: Network, image: torch.Tensor, *missions: str) -> torch.Tensor:
+    n = len(missions)
+    obs = {"image": image.expand(n, -1, -1, -1), "mission": torch.from_numpy(text_rows(missions))}
+    state = model.initial_state(n)
+    return model(Inputs(obs, torch.zeros(n, dtype=torch.bool), torch.zeros(n).long(), torch.zeros(n)), state)[0]
+
+
+def test_minigrids_image_is_a_grid_of_codes_within_their_ranges():
+    for env_id in ("MiniGrid-Fetch-5x5-N2-v0", "BabyAI-GoToObj-v0"):
+        spec = make_spec(config.Env(env_id), config.Atari())
+        image = spec.obs["image"]
+        assert (image.codes, image.is_image, image.is_numeric) == (CODES, False, False)
+        assert spec.to_json()["obs"]["image"] == [[7, 7, 3], "uint8", "codes", *CODES]
+        with make(env_id, 4, max_episode_steps=20) as envs:
+            seen = play(envs, 40)
+        x = np.stack(seen.obs["image"])
+        assert (x < np.array(CODES)).all()
+        assert x[..., 0].max() > 2  # something beside walls
+    space = make_spec(config.Env("Pong-v5"), config.Atari()).obs[""]
+    assert (space.codes, space.is_image) == ((), True)
+
+
+def test_only_minigrids_image_of_three_channels_is_a_grid_of_codes():
+    grid, stack = (spaces.Box(0, 255, shape, np.uint8) for shape in ((7, 7, 3), (7, 7, 4)))
+    codes = {f.name: f.spec.codes for f in obs_fields("MiniGrid-X-v0", spaces.Dict({"image": grid, "other": grid}))}
+    assert codes == {"image": CODES, "other": ()}
+    assert obs_fields("MiniGrid-X-v0", spaces.Dict({"image": stack}))[0].spec.codes == ()
+    assert obs_fields("Other-v0", spaces.Dict({"image": grid}))[0].spec.codes == ()
+
+
+@pytest.mark.parametrize("size", [3, 25])
+def test_every_code_of_every_cell_is_told_apart(size):
+    """By the first layer, to which each code of each channel is a channel of its own."""
+    torch.manual_seed(0)
+    torso = GridTorso((size, size, 3), CODES)
+    seen: list[torch.Tensor] = []
+    torso.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    x = torch.zeros(sum(CODES), size, size, 3, dtype=torch.uint8)
+    places = [(channel, code) for channel, count in enumerate(CODES) for code in range(count)]
+    for i, (channel, code) in enumerate(places):
+        x[i, 1, 2, channel] = code
+    y = torso(x)
+    assert y.shape == (len(x), torso.size)
+    for i, (channel, code) in enumerate(places):
+        hot = seen[0][i, :, 1, 2].reshape(-1)
+        assert hot.sum() == len(CODES)
+        assert hot[sum(CODES[:channel]) + code] == 1
+    # Code 0 of one channel beside the zeros of the others is the same cell three times: all others differ.
+    apart = torch.cdist(y.detach(), y.detach()) > 1e-4
+    same = torch.tensor([code == 0 for _, code in places])
+    assert (apart == ~(torch.eye(len(places), dtype=torch.bool) | (same[:, None] & same))).all()
+
+
+def test_an_instruction_says_what_a_thing_in_the_image_means():
+    """Without a layer over both, what the mission adds to each action would be the same whatever is seen."""
+    torch.manual_seed(0)
+    image = torch.stack([torch.randint(0, n, (2, 7, 7)) for n in CODES], -1).to(torch.uint8)
+    for core in ("none", "lstm"):
+        model = Network(GRID, Model(core=core))
+        assert (model.torso.joint is None) == (core == "lstm")
+        told = [params_of(model, x, "get the red ball", "get the blue key") for x in image]
+        first, second = (x[0] - x[1] for x in told)
+        assert not torch.allclose(first, second, rtol=0.05)
+    alone = dataclasses.replace(GRID, obs={"mission": text_spec()})
+    assert Network(alone, Model()).torso.joint is None  # one entry needs no layer over it
+    additive = Network(GRID, Model())
+    additive.torso.joint.bias.data.fill_(100.0)  # nothing is cut off
+    told = [params_of(additive, x, "get the red ball", "get the blue key") for x in image]
+    assert not torch.allclose(told[0][0], told[0][1])
+    torch.testing.assert_close(told[0][0] - told[0][1], told[1][0] - told[1][1], atol=1e-4, rtol=1e-3)
+
+
+def test_a_code_out_of_range_is_refused_on_the_wire():
+    zeros = {"reward": np.zeros(1), "episode_return": np.full(1, np.nan), "episode_length": np.full(1, np.nan)}
+    arrays = {"obs/image": np.zeros((1, 7, 7, 3), np.uint8), "obs/mission": text_rows(["go"]), **zeros}
+    check_values(GRID, arrays)
+    for channel, count in enumerate(CODES):
+        arrays["obs/image"][:] = 0
+        arrays["obs/image"][0, 3, 3, channel] = count - 1
+        check_values(GRID, arrays)
+        arrays["obs/image"][0, 3, 3, channel] = count
+        with pytest.raises(Refused, match="'image' has a code out of its range"):
+            check_values(GRID, arrays)

@@ -16,6 +16,7 @@ from coterie.ops.optim import RMSProp, flat_norm_clip, make_rule, scaled_lr, sch
 RULES = ("rmsprop", "rmsprop_tf", "adam", "adam_eps_hat")
 STEPS, N = 50, 103
 every = pytest.mark.parametrize("name", RULES)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def start() -> Tensor:
@@ -40,7 +41,9 @@ def run(config: Optim, lr: float | Tensor = 1e-2, initial: float | None = None) 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-5, 1e-2])
 @pytest.mark.parametrize(("name", "fused"), [("rmsprop", False), ("adam", True), ("adam", False)])
-def test_pytorch_dialects_are_torch_optim(name: str, fused: bool, eps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_dialects_of_update_rules_are_torch_optim(
+    name: str, fused: bool, eps: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not fused:  # a torch without the private kernel
         monkeypatch.setattr("coterie.ops.optim.fused_adam", None)
     param = start().requires_grad_()
@@ -76,7 +79,7 @@ def numpy_eps_hat(g: np.ndarray, s: dict[str, np.ndarray], t: int, eps: float) -
     ],
     ids=["rmsprop, TF", "rmsprop, Lasagne", "adam"],
 )
-def test_tensorflow_dialects_are_their_formulas(
+def test_tensorflow_dialects_of_update_rules_are_their_formulas(
     name: str, formula: Callable[..., np.ndarray], initial: float | None, begin: float, eps: float
 ) -> None:
     param = start().double().numpy()
@@ -102,7 +105,7 @@ def test_slices_with_their_own_state_are_the_whole(name: str) -> None:
 
 
 @every
-def test_a_saved_state_goes_on_exactly(name: str) -> None:
+def test_a_saved_state_of_an_update_rule_goes_on_exactly(name: str) -> None:
     """The dict is all there is: another rule object with a copy of it continues to the bit."""
     config = Optim(rule=name)  # type: ignore[arg-type]
     rule, param = make_rule(config), start()
@@ -168,7 +171,7 @@ def test_a_norm_that_is_not_finite_is_reported_and_nothing_is_scaled(bad: float)
     assert torch.equal(grad.nan_to_num(), kept.nan_to_num())
 
 
-def test_schedules_at_their_corners() -> None:
+def test_schedules_have_their_values_at_the_corners() -> None:
     constant, linear = Schedule(), Schedule("linear", end=0.1)
     assert [schedule_value(constant, s, 100) for s in (0, 50, 1000)] == [1, 1, 1]
     assert [schedule_value(linear, s, 100) for s in (0, 50, 100, 101, 10_000)] == pytest.approx(
@@ -193,3 +196,30 @@ def test_learning_rate_scales_with_the_root_of_all_simulators() -> None:
     assert scaled_lr(config, 64) == pytest.approx(1.4e-3)  # GALA: 4 learners of 16
     assert scaled_lr(config, 512) == pytest.approx(3.96e-3, rel=1e-3)  # Accelerated Methods' formula at 512
     assert scaled_lr(Optim(lr=7e-4), 512) == 7e-4
+
+
+@needs_gpu
+@every
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_update_rules_on_a_gpu_are_the_cpu_s(name: str, as_tensor: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    here, config = torch.randn(1000, generator=g), Optim(rule=name)  # type: ignore[arg-type]
+    there, rules = here.to("cuda", copy=True), (make_rule(config), make_rule(config))
+    states = rules[0].state(here), rules[1].state(there)
+    for _ in range(30):
+        grad = torch.randn(1000, generator=g)
+        rules[0].update(here, grad, states[0], 1e-2)
+        rules[1].update(there, grad.to("cuda"), states[1], torch.tensor(1e-2, device="cuda") if as_tensor else 1e-2)
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-5, atol=1e-5)
+
+
+@needs_gpu
+@pytest.mark.parametrize("bad", [1.0, math.nan, math.inf])
+@pytest.mark.parametrize("bound", [0.0, 0.5, 1e9])
+def test_clipping_on_a_gpu_is_the_cpu_s(bad: float, bound: float) -> None:
+    here = torch.ones(1000)
+    here[7] = bad
+    there = here.to("cuda", copy=True)
+    norms = flat_norm_clip(here, bound), flat_norm_clip(there, bound)
+    torch.testing.assert_close(norms[1].cpu(), norms[0], equal_nan=True)
+    torch.testing.assert_close(there.cpu(), here, equal_nan=True)

@@ -11,7 +11,7 @@ from coterie.ops.returns import n_step_return
 from tests.conftest import VECTOR, make_rollout
 
 
-def test_rescaling_is_undone():
+def test_the_rescaling_of_values_is_undone_by_its_inverse():
     x = torch.cat((torch.linspace(-1e6, 1e6, 10_001), torch.linspace(-2, 2, 1001))).double()
     torch.testing.assert_close(unscale(rescale(x)), x, atol=1e-6, rtol=1e-9)
     torch.testing.assert_close(rescale(unscale(x)), x, atol=1e-11, rtol=1e-12)
@@ -50,7 +50,7 @@ def test_projection_is_the_papers_algorithm(seed):
     assert found[6].argmax() == 0
 
 
-def test_cross_entropy_and_divergence():
+def test_cross_entropy_and_divergence_are_torchs():
     target, logits = torch.rand(20, 7).softmax(-1), torch.randn(20, 7, requires_grad=True)
     target[0] = 0
     target[0, 3] = 1  # 0 log 0 is 0

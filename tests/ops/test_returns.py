@@ -44,13 +44,6 @@ def test_n_step_return_is_the_papers_sum(seed: int, t: int, b: int, n: int) -> N
     close(n_step_return(*d.rows, GAMMA, n), slow_n_step(d, n))
 
 
-def test_lambda_one_is_the_n_step_return_minus_the_value() -> None:
-    d = make(1, 20, 8)
-    advantage, _ = gae(*d.rows, GAMMA, 1.0)
-    for n in (20, 21, 1000):
-        close(advantage, torch.where(d.mask, n_step_return(*d.rows, GAMMA, n) - d.value[:-1], 0.0))
-
-
 @every
 @pytest.mark.parametrize("poison", [1e6, float("nan"), float("inf"), -float("inf")])
 def test_a_masked_row_does_not_change_a_valid_one(target: Callable[[Data], Iterable[Tensor]], poison: float) -> None:
@@ -105,7 +98,7 @@ def test_inputs_are_not_changed_and_no_graph_is_built(target: Callable[[Data], I
         lambda d: Data(*(x[:, 0] for x in (d.log_ratio, *d.rows))),
     ],
 )
-def test_misaligned_shapes_are_refused(
+def test_returns_of_misaligned_shapes_are_refused(
     target: Callable[[Data], Iterable[Tensor]], wrong: Callable[[Data], Data]
 ) -> None:
     with pytest.raises(AssertionError):
@@ -137,13 +130,6 @@ def test_running_return_over_rollouts_is_the_per_episode_sum() -> None:
         parts.append(out)
     close(torch.cat(parts), expected)
     close(running_return(reward, is_first, torch.zeros(6), GAMMA)[0], expected)
-
-
-def test_running_return_drops_the_carry_where_an_episode_begins() -> None:
-    is_first = torch.tensor([[True, False], [False, False]])
-    out, carry = running_return(torch.ones(1, 2), is_first, torch.tensor([8.0, 8.0]), 0.5)
-    assert out.tolist() == [[1.0, 5.0]]
-    assert carry.tolist() == [1.0, 5.0]
 
 
 def test_running_returns_follow_each_env_through_whatever_columns_its_rollouts_are_in() -> None:

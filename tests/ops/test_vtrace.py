@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from coterie.ops.returns import gae, n_step_return
 from tests.ops.trajectories import GAMMA, INF, Data, close, make, slow_vtrace
@@ -41,7 +40,7 @@ def test_vtrace_is_the_papers_sum(
     close(out.advantage, advantage, 3e-6 * largest)
 
 
-def test_the_defaults_are_the_papers() -> None:
+def test_the_defaults_of_vtrace_are_the_papers() -> None:
     d = make(1)
     explicit = d.vtrace(rho_bar=1.0, c_bar=1.0, pg_rho_bar=1.0, lam=1.0, q_from="target")
     assert all(torch.equal(a, b) for a, b in zip(d.vtrace(), explicit, strict=True))
@@ -60,22 +59,6 @@ def test_on_policy_targets_are_the_n_step_returns(bars: tuple[float, float]) -> 
             close(out.advantage, advantage)
         if lam == 0:
             close(d.vtrace(q_from="value").advantage, advantage)
-
-
-def weights(rho_bar: float, c_bar: float) -> Tensor:
-    """d v_s / d r_t, `[s, t]`, of five steps: column t has a reward of 1 at step t and all else 0."""
-    log_ratio = torch.tensor([3.0, 0.5, 1.5, 2.0, 4.0]).log()[:, None].expand(5, 5)
-    no, yes = torch.zeros(5, 5, dtype=torch.bool), torch.ones(5, 5, dtype=torch.bool)
-    d = Data(log_ratio, torch.eye(5), torch.zeros(6, 5), no, yes)
-    return d.vtrace(0.5, rho_bar=rho_bar, c_bar=c_bar).value_target
-
-
-def test_rho_weighs_the_deltas_and_c_the_way_to_them() -> None:
-    some = weights(2.5, 1.25)
-    assert some.tril(-1).eq(0).all()
-    close(some.diag(), torch.tensor([2.5, 0.5, 1.5, 2.0, 2.5]))
-    trace = some / some.diag()  # of v_s, column t: product of gamma c from s to before t
-    close(trace[0], torch.tensor([1.0, 0.625, 0.625 * 0.25, 0.625**2 * 0.25, 0.625**3 * 0.25]))
 
 
 @pytest.mark.parametrize("q_from", ["target", "value"])

@@ -1,4 +1,4 @@
-"""An acting and an exchange from outside the package, each in one file: they pass the conformance test, and train."""
+"""Parts from outside the package: how they are named, and that registered ones pass the conformance test and train."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from coterie import presets
 from coterie.acting.table import ACTING
 from coterie.cli.main import main
+from coterie.config import Config
 from coterie.exchange.table import EXCHANGES
+from coterie.plugins import named
+from coterie.runs.config_io import parse_cli
+from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.services import save
-from tests.plugins.page import coterie, train
+from tests.plugins.page import coterie, train, write_files
 from tests.test_conformance import check_cartpole, check_counting_env
 from tests.tools.plan.harness import COSTS, services
 
@@ -79,15 +84,51 @@ def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
+        (("--algorithm", "nowhere:Mine"), "plugins.algorithm: cannot import 'nowhere:Mine': No module named 'nowhere'"),
+        (("--acting", "late:Nope"), "plugins.acting: cannot import 'late:Nope': module 'late' has no attribute 'Nope'"),
+        (("--exchange", ":"), "plugins.exchange: cannot import ':': it is not package.module:callable"),
+        (("--exchange", ".mine:X"), "plugins.exchange: cannot import '.mine:X': it is not package.module:callable"),
+        (("--acting", "late:Late.every"), "plugins.acting: 'late:Late.every' is int, which cannot be called"),
+        (
+            ("--exchange", "local_sgd:LocalSGD"),
+            "plugins.exchange: local_sgd:LocalSGD is a kind of AllReduce, and this run has Solo in that place",
+        ),
+        (("--exchange", "late:short"), "plugins.exchange: late:short must take what Solo takes: too many positional"),
+        (("--algorithm", "mine"), "algorithm: 'mine' is not one of a2c, ppo"),
         (("--acting", "other"), "acting: 'other' is not one of inline, decoupled, central"),
         (("--exchange", "other"), "exchange: 'other' is not one of solo, allreduce, hogwild, store, gossip"),
         (("--plugins.modules", "nowhere"), "plugins.modules: cannot import 'nowhere': No module named 'nowhere'"),
     ],
 )
-def test_a_name_that_no_module_registered_is_one_line(tmp_path, monkeypatch, capsys, args, says):
+def test_a_part_that_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, args, says):
+    write_files(tmp_path)
+    with (tmp_path / "late.py").open("a") as file:
+        file.write("\ndef short():\n    return None\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "a2c", "--env", "CartPole-v1", *args, "--steps", "100", "--out", "run"]) == 2
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["train", "a2c", "--env", "CartPole-v1", "--learners", "1", *args, "--out", "run"]) == 2
     err = capsys.readouterr().err
     assert says in err
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_an_error_in_a_users_module_is_shown_whole(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ZeroDivisionError):
+        named("plugins.acting", "broken:Any")
+
+
+@pytest.mark.parametrize("part", ["algorithm", "acting", "exchange"])
+def test_a_name_with_a_colon_is_a_users_part(part):
+    for args in ([f"--{part}", "m:c"], [f"--{part}=m:c"], [f"--plugins.{part}", "m:c"]):
+        config = parse_cli(Config(), args)
+        assert (getattr(config.plugins, part), getattr(config, part)) == ("m:c", getattr(Config(), part))
+    assert changed(Config(), {part: "m:c"}).plugins == config.plugins
+    assert getattr(presets.a2c(env="CartPole-v1", **{part: "m:c"}).plugins, part) == "m:c"
+
+
+def test_a_users_part_takes_the_place_of_the_one_that_is_named_beside_it():
+    config = parse_cli(Config(), ["--exchange", "gossip", "--exchange", "m:c", "--learners", "2"])
+    assert (config.exchange, config.plugins.exchange) == ("gossip", "m:c")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from coterie.replay.priority import Priorities, SumTree
+from coterie.types import CoterieError
 
 
 @pytest.mark.parametrize("size", [1, 5, 64, 65, 5000, 300_000])
@@ -36,7 +37,7 @@ def test_no_empty_leaf_is_found_at_the_very_ends():
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_how_often_each_is_drawn(alpha):
+def test_draws_are_in_proportion_to_priorities_and_weights_make_up_for_it(alpha):
     priorities = Priorities(100, alpha, seed=0)
     value = np.linspace(1, 10, 50)
     priorities.set(np.arange(50) * 2, value)
@@ -62,3 +63,12 @@ def test_what_is_hidden_is_not_drawn_and_the_highest_stays():
     again.load_state_dict(priorities.state_dict())
     assert again.tree.total == priorities.tree.total
     assert again.highest == 10
+
+
+def test_a_priority_that_is_not_finite_changes_nothing_or_is_refused():
+    priorities = Priorities(4, 1.0, seed=0)
+    priorities.set(np.arange(4), np.ones(4))
+    priorities.update(priorities.draw(8), np.full(8, np.nan))
+    assert priorities.tree.leaves[:4].tolist() == [1.0] * 4
+    with pytest.raises(CoterieError, match="a priority is negative, infinite or NaN"):
+        priorities.set(np.array([0]), np.array([np.nan]))

@@ -83,24 +83,3 @@ def test_what_may_be_drawn_is_rows_that_followed_each_other(tmp_path, spec, stri
     again = SequenceReplay(room, blocks, 0.6)
     again.load_state_dict({k: x.clone() for k, x in ring.state_dict().items()})
     assert check(again, lives, told)
-
-
-def test_a_late_priority_does_not_reach_a_sequence_that_was_overwritten():
-    rng = np.random.default_rng(0)
-    life = Life(rng, DICT)
-    ring = SequenceReplay(Capacity(DICT, 1, KEPT * UNROLL), Blocks(UNROLL, BLOCKS, 1, (2,)), 1.0)
-
-    def go_on(rollouts: int) -> None:
-        for _ in range(rollouts):
-            whole = life.live(UNROLL, False)
-            ring.add(whole, whole.reward.numpy())
-
-    go_on(6)
-    picks = ring.draw(64)
-    assert set(picks.index.tolist()) == {0, 1, 2, 3}
-    go_on(4)
-    # Another sequence begins at place 0, rollouts that begin none yet stand at 1 and 2.
-    assert ring.priorities.tree.leaves.tolist() == [1, 0, 0, 1, 1, 1, 1]
-    ring.update(picks, np.full(64, 7.0))
-    assert ring.priorities.tree.leaves.tolist() == [1, 0, 0, 7, 1, 1, 1]
-    assert ring.priorities.highest == 7

@@ -11,7 +11,7 @@ import torch
 from coterie.replay.priority import Picks
 from coterie.replay.storage import Capacity
 from coterie.replay.transitions import TransitionReplay
-from coterie.types import ConfigError, CoterieError, Rollout
+from coterie.types import ConfigError
 from tests.replay.lives import DICT, GAMMA, IMAGE, STACK, Life, join, tell
 
 
@@ -126,36 +126,10 @@ def test_first_priorities_are_the_errors_of_the_values_that_acted():
         assert ring.priorities.tree.leaves[row] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_late_priority_does_not_reach_a_row_that_was_overwritten():
-    rng = np.random.default_rng(0)
-    life, ring = Life(rng, DICT), TransitionReplay(Capacity(DICT, 1, 30), GAMMA, 1, alpha=1.0)
-    ring.add(*_of(life, 12))
-    picks = ring.draw(64)
-    ring.add(*_of(life, 12))
-    ring.add(*_of(life, 12))  # rows 30 to 35 have taken the places of rows 0 to 5
-    before = ring.priorities.tree.leaves.copy()
-    ring.update(picks, np.full(64, 7.0))
-    now = ring.priorities.tree.leaves
-    changed = np.flatnonzero(before != now)
-    assert set(changed) == {i for i in picks.index if 6 < i < 12 and before[i] > 0}
-    assert (now[changed] == 7).all()
-    fresh = ring.draw(8)
-    ring.update(fresh, np.full(8, np.nan))
-    assert np.isfinite(ring.priorities.tree.leaves).all()
-    assert np.array_equal(now, ring.priorities.tree.leaves)
-    with pytest.raises(CoterieError, match="a priority is negative, infinite or NaN"):
-        ring.priorities.set(np.array([0]), np.array([np.nan]))
-
-
-def _of(life: Life, steps: int) -> tuple[Rollout, np.ndarray]:
-    whole = join([life.live(steps, False)], [0])
-    return whole, whole.reward.numpy()
-
-
 def test_a_ring_shorter_than_a_rollout_is_refused():
-    life = Life(np.random.default_rng(0), DICT)
+    whole = Life(np.random.default_rng(0), DICT).live(9, False)
     with pytest.raises(ConfigError, match=r"^replay\.capacity: 10 rows for each env are too few for rollouts of 9"):
-        TransitionReplay(Capacity(DICT, 1, 10), GAMMA, 2).add(*_of(life, 9))
+        TransitionReplay(Capacity(DICT, 1, 10), GAMMA, 2).add(whole, whole.reward.numpy())
 
 
 def test_the_bytes_of_a_replay_are_known_before_it_is_made():

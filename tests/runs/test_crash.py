@@ -69,30 +69,19 @@ print(json.dumps({what: list(every_moment(Path(sys.argv[1]), what)) for what in 
 """
 
 
-@pytest.fixture(scope="module")
-def crashes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str, list[str]]]]:
-    """For each act the newest checkpoint's seed, the best one's name and all names, by the moment of the kill."""
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", CRASH, str(tmp_path_factory.mktemp("crashes"))]
+    command = [sys.executable, "-c", CRASH, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[tuple[int, str, list[str]]]] = json.loads(done.stdout)
-    return found
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(
-    ("what", "before", "after", "steps"),
-    [("new", 20, 30, {1, 2, 3}), ("again", 20, 21, {1, 2}), ("prune", 20, 20, {1, 2})],
-)
-def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(
-    crashes: dict[str, list[tuple[int, str, list[str]]]], what: str, before: int, after: int, steps: set[int]
-) -> None:
-    rows = crashes[what]
-    assert len(rows) > 5, "the child was hardly ever killed"
-    newest = [row[0] for row in rows]
-    assert set(newest) == {before, after}
-    assert newest == sorted(newest), "once the new one is there it stays"
-    for _, best, names in rows:
-        assert best in ("step_000000000001", "step_000000000002")
-        assert {"step_000000000002", "step_000000000004"} <= set(names) <= {f"step_{n:012d}" for n in {*steps, 4}}
+    # Of each act and moment the newest checkpoint's seed, the best one's name and all names.
+    crashes: dict[str, list[tuple[int, str, list[str]]]] = json.loads(done.stdout)
+    for act, before, after, steps in (("new", 20, 30, [1, 2, 3]), ("again", 20, 21, [1, 2]), ("prune", 20, 20, [1, 2])):
+        assert len(crashes[act]) > 5, "the child was hardly ever killed"
+        newest = [row[0] for row in crashes[act]]
+        assert set(newest) == {before, after}
+        assert newest == sorted(newest), "once the new one is there it stays"
+        for _, best, names in crashes[act]:
+            assert best in ("step_000000000001", "step_000000000002")
+            assert {"step_000000000002", "step_000000000004"} <= set(names) <= {f"step_{n:012d}" for n in (*steps, 4)}

@@ -14,14 +14,8 @@ from coterie.runs import display
 from coterie.runs.display import Display
 
 STATUS: dict[str, Any] = {
-    "env_steps": 250_000,
-    "env_steps_per_s": 956.3,
-    "frames_per_s": 3825.2,
-    "mean_return": 23.41,
-    "episodes": 1170,
-    "stages": {"env": 0.42, "train": 0.45},
-    "eval_return": 25.03,
-    "eval_stderr": 1.2,
+    **{"env_steps": 250_000, "env_steps_per_s": 956.3, "frames_per_s": 3825.2, "mean_return": 23.41, "episodes": 1170},
+    **{"stages": {"env": 0.42, "train": 0.45}, "eval_return": 25.03, "eval_stderr": 1.2},
     "losses": {"policy_loss": -0.0123, "value_loss": math.nan, "lr": 1e-3},
 }
 SAYS = [
@@ -76,7 +70,7 @@ def test_a_log_gets_a_line_every_ten_seconds(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("width", [10, 20, 40, 80, 120, 200])
-def test_the_live_block_fits_any_terminal(width: int) -> None:
+def test_the_live_display_fits_any_terminal(width: int) -> None:
     plain = Console(file=io.StringIO(), width=width, height=50, force_terminal=True, color_system=None)
     shown = Display(1_000_000, "ppo x Breakout-v5 x inline x solo", console=plain)
     shown.update(STATUS)
@@ -100,12 +94,12 @@ def test_the_live_display_redraws_at_most_five_times_a_second(clock: Clock) -> N
     assert "999 of 1,000,000" in text_of(shown), "the last state at the end"
 
 
-def test_quiet_is_silent(clock: Clock) -> None:
-    for terminal in (True, False):
-        with Display(10, "t", quiet=True, console=console(terminal=terminal)) as shown:
-            shown.note("x")
-            shown.update(STATUS, force=True)
-        assert text_of(shown) == ""
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_quiet_display_prints_nothing(terminal: bool) -> None:
+    with Display(10, "t", quiet=True, console=console(terminal=terminal)) as shown:
+        shown.note("x")
+        shown.update(STATUS, force=True)
+    assert text_of(shown) == ""
 
 
 def test_the_best_evaluation_and_the_last_losses_stay() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.runs.machine import required, version
 from coterie.runs.metrics import Episodes, RunWriter, read_metrics
 from coterie.types import ConfigError, CoterieError
 
@@ -36,32 +38,16 @@ def write(folder: Path, steps: range, resume: int | None = None, tensorboard: bo
 
 def test_lines_are_standard_json_and_there_at_once(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, tensorboard=False)
-    line = {
-        "env_steps": np.int64(8),
-        "seconds": 0.5,
-        "nan": math.nan,
-        "inf": -math.inf,
-        "tensor": torch.tensor(0.25),
-        "half": torch.tensor(math.nan, dtype=torch.bfloat16),
-        "numpy": np.float32(2.0),
-        "list": [1.0, math.nan],
-    }
-    writer.write(line)
-    text = (tmp_path / "metrics.jsonl").read_text()  # before it is closed
-    assert strict(text) == {
-        "env_steps": 8,
-        "seconds": 0.5,
-        "nan": None,
-        "inf": None,
-        "tensor": 0.25,
-        "half": None,
-        "numpy": 2.0,
-        "list": [1.0, None],
-    }
+    given = {"nan": math.nan, "inf": -math.inf, "tensor": torch.tensor(0.25), "list": [1.0, math.nan]}
+    given |= {"half": torch.tensor(math.nan, dtype=torch.bfloat16), "numpy": np.float32(2.0)}
+    writer.write({"env_steps": np.int64(8), "seconds": 0.5, **given})
+    found = strict((tmp_path / "metrics.jsonl").read_text())  # before it is closed
+    expected = {"nan": None, "inf": None, "tensor": 0.25, "list": [1.0, None], "half": None, "numpy": 2.0}
+    assert found == {"env_steps": 8, "seconds": 0.5, **expected}
     writer.close()
 
 
-def test_resume_drops_what_the_checkpoint_does_not_know(tmp_path: Path) -> None:
+def test_resume_drops_the_lines_after_the_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, range(0, 100, 10), a=1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"env_steps": 100, "sec')  # the crash
@@ -85,7 +71,7 @@ def test_tensorboard_has_the_same_curve(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {"loss", "seconds"}
 
 
-def test_reading_forgives_only_a_torn_last_line(tmp_path: Path) -> None:
+def test_reading_metrics_forgives_only_a_torn_last_line(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
     path = tmp_path / "metrics.jsonl"
     rows = [b'{"env_steps": 1}', b'{"env_steps": 2}']
@@ -118,7 +104,7 @@ def test_summary_replaces_the_one_before_in_one_go(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "log.txt"):
         (tmp_path / name).symlink_to("/dev/full")
     writer = RunWriter(tmp_path, tensorboard=False)
@@ -126,9 +112,6 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(CoterieError) as caught:
             call()
         assert str(caught.value) == f"cannot write to {tmp_path}: No space left on device"
-
-
-def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(CoterieError, match="gone: No such file or directory"):
         RunWriter(tmp_path / "gone", tensorboard=False)
 
@@ -143,13 +126,6 @@ def test_the_log_is_kept_over_a_resume_with_times(tmp_path: Path) -> None:
     assert second.endswith(" resumed")
     assert first[:4].isdigit()
     assert first[:19] <= second[:19]
-
-
-def test_wandb_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"^log\.wandb: needs `pip install 'coterie\[wandb\]'`$"):
-        RunWriter(tmp_path, tensorboard=False, wandb_project="p")
-    assert list(tmp_path.iterdir()) == []
 
 
 class FakeWandb(types.ModuleType):
@@ -194,9 +170,14 @@ def test_wandb_gets_every_line_and_a_resumed_run_its_page(tmp_path: Path, monkey
     assert fake.finished == 3
 
 
-def test_wandb_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(RuntimeError("no\nAPI key")))
-    with pytest.raises(CoterieError, match=r"^log\.wandb: no API key$"):
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [(None, "needs `pip install 'coterie[wandb]'`"), (FakeWandb(RuntimeError("no\nAPI key")), "no API key")],
+    ids=["missing", "fails"],
+)
+def test_wandb_that_is_missing_or_fails_is_one_line(tmp_path: Path, monkeypatch, module: Any, says: str) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(ConfigError if module is None else CoterieError, match=rf"^log\.wandb: {re.escape(says)}$"):
         RunWriter(tmp_path, tensorboard=False, wandb_project="p")
 
 
@@ -214,3 +195,14 @@ def test_episodes_are_the_last_100_and_survive_json() -> None:
     assert (
         (again.count, again.mean_return) == (episodes.count, episodes.mean_return) == (251, (199.5 * 100 + 850) / 100)
     )
+
+
+def test_required_packages_are_listed_by_extra_and_an_extra_of_a_required_package_counts() -> None:
+    packages = required()
+    assert packages[""][:2] == ["torch", "numpy"]
+    assert packages["ray"] == ["ray"]
+    assert {"imageio-ffmpeg"} <= set(packages["video"])
+    assert "mujoco" in packages["gym"]  # which shows whether gymnasium's extra is installed
+    assert "gymnasium" not in packages["gym"]
+    assert version("torch")
+    assert version("no-such-package") is None

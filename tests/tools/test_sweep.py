@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ from coterie.cli.main import main
 from coterie.config import Config
 from coterie.tools.sweep import Job, parse_grid, plan_runs, progress, run_jobs
 from coterie.types import ConfigError
-from tests.support.waiting import wait_until
+from tests.conftest import made_by
+from tests.support.commands import Command
 
 TRAIN = ("train", "ppo", "--env", "CartPole-v1", "--log.tensorboard", "False")
 
@@ -61,43 +60,41 @@ def test_a_grid_has_every_combination(tmp_path):
         parse_grid(["optim.lr=1", "optim.lr=2"])
 
 
+@pytest.fixture
+def sweep(tmp_path):
+    """Starts sweeps of runs tmp_path/run-seed0, ...; those that still run are killed after the test."""
+    yield from made_by(
+        lambda name, *args: Command([*TRAIN, *args, "--out", str(tmp_path / "run")], tmp_path / name), Command.close
+    )
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
 @pytest.mark.slow
-def test_a_stopped_sweep_continues(tmp_path):
-    words = [sys.executable, "-m", "coterie", *TRAIN, "--steps", "30000", "--log.every", "0.2"]
-    words += ["--out", str(tmp_path / "run"), "--seeds", "0..1"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        metrics = tmp_path / "run-seed0/metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 120, "seed 0 trains")
-        process.send_signal(signal.SIGINT)
-        out = process.communicate(timeout=120)[0]
-    assert process.returncode == 75, out
-    reached = json.loads((tmp_path / "run-seed0/summary.json").read_text())["env_steps"]
-    assert 0 < reached < 30_000
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_stopped_sweep_continues(tmp_path, sweep):
+    options = ("--steps", "30000", "--log.every", "0.2", "--seeds", "0..1")
+    first = sweep("first", *options)
+    first.until(lambda: len(first.lines(tmp_path / "run-seed0")) > 2, "seed 0 trains")
+    first.end(signal.SIGINT, 75)
+    assert 0 < summary_of(tmp_path / "run-seed0")["env_steps"] < 30_000
+    sweep("second", *options).end()
     text = (tmp_path / "run-seed0.txt").read_text()
     assert re.search(r"interrupted.*finished", text, re.S), "the resumed run appends to its output"
-    assert [json.loads((tmp_path / f"run-seed{k}/summary.json").read_text())["status"] for k in (0, 1)] == [
-        "finished"
-    ] * 2
+    assert [summary_of(tmp_path / f"run-seed{k}")["status"] for k in (0, 1)] == ["finished"] * 2
 
 
 @pytest.mark.slow
-def test_a_second_sweep_of_running_runs_is_refused(tmp_path):
-    words = [sys.executable, "-m", "coterie", *TRAIN, "--steps", "100000000", "--out", str(tmp_path / "run")]
-    words += ["--seeds", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            wait_until((tmp_path / "run-seed0/config.json").exists, 120, "seed 0 begins")
-            busy = subprocess.run(words, capture_output=True, text=True, timeout=120)
-            assert busy.returncode == 2
-            assert "is being trained by another process" in busy.stderr
-            assert process.poll() is None
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=120)
-    assert process.returncode == 75
-    assert json.loads((tmp_path / "run-seed0/summary.json").read_text())["status"] == "interrupted"
+def test_a_second_sweep_of_running_runs_is_refused(tmp_path, sweep):
+    options = ("--steps", "100000000", "--seeds", "0")
+    first = sweep("first", *options)
+    first.until((tmp_path / "run-seed0/config.json").exists, "seed 0 begins")
+    second = sweep("second", *options)
+    second.end(code=2)
+    assert "is being trained by another process" in second.text()
+    first.end(signal.SIGINT, 75)
+    assert summary_of(tmp_path / "run-seed0")["status"] == "interrupted"
 
 
 @pytest.mark.slow
@@ -142,35 +139,6 @@ def test_progress_adds_the_env_steps_and_rates_of_all_runs(tmp_path):
         Job("not begun", (), tmp_path / "not-begun"),
     ]
     assert progress(jobs, 0, 6) == "0 of 6 done, 6 running: 13,200 env steps so far, 320 env steps/s in all"
-
-
-class Polled:
-    """A process that ends at the n-th poll."""
-
-    def __init__(self, polls: int) -> None:
-        self.polls = polls
-
-    def poll(self) -> int | None:
-        self.polls -= 1
-        return None if self.polls > 0 else 0
-
-
-def test_progress_counts_an_ended_run_as_done(tmp_path, monkeypatch, capsys):
-    jobs = [recorded(tmp_path / "ended", line(500, 50.0)), recorded(tmp_path / "runs", line(7_000, 70.0))]
-    for job in jobs:
-        summary = {"status": "finished", "mean_return": 1.0, "env_steps": 900}
-        (job.folder / "summary.json").write_text(json.dumps(summary))
-    polls = {"ended": 2, "runs": 3}
-    monkeypatch.setattr(Job, "done", lambda job: False)
-    monkeypatch.setattr(Job, "start", lambda job, cores: Polled(polls[job.name]))
-    assert run_jobs(jobs, 2, progress_every=0.0) == 0
-    ended, runs = (f"{j.name}: finished, mean return 1.0, 900 env steps (exit 0) {j.folder}" for j in jobs)
-    assert capsys.readouterr().out.splitlines() == [
-        "0 of 2 done, 2 running: 7,500 env steps so far, 120 env steps/s in all",
-        ended,
-        "1 of 2 done, 1 running: 7,000 env steps so far, 70 env steps/s in all",
-        runs,
-    ]
 
 
 def test_a_failed_command_is_reported_and_the_json_of_another_kept(tmp_path, capsys):

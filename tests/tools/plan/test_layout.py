@@ -53,7 +53,7 @@ def test_every_acting_and_exchange_has_a_layout_or_a_refusal():
 
 
 @pytest.mark.parametrize("name", ["a2c", "ppo", "dqn"])
-def test_an_inline_layout_is_the_learners(name):
+def test_a_planned_inline_layout_is_that_of_the_learner(name):
     config = presets.make(name, "CartPole-v1", **{"env.num_envs": 32, "q.learn_start": 5000})
     learner = LearnerProcess(resolve_config(replace(config, env=replace(config.env, threads=1))))
     try:
@@ -67,7 +67,7 @@ def test_an_inline_layout_is_the_learners(name):
 
 
 @pytest.mark.parametrize("learners", [1, 2])
-def test_a_decoupled_layout_is_the_actors(learners):
+def test_a_planned_decoupled_layout_is_that_of_the_actors(learners):
     config = changed(IMPALA, {"learners": learners, "exchange": "gossip" if learners > 1 else "solo", "actors": 4})
     config = changed(config, {"env.num_envs": 16})
     own = layout(config, SPEC, Hardware(cores=2), "decoupled", config.exchange, learners)
@@ -81,7 +81,7 @@ def test_a_decoupled_layout_is_the_actors(learners):
         memory.close()
 
 
-def test_each_host_adds_its_own_simulators():
+def test_each_host_of_a_planned_layout_adds_its_own_simulators():
     config = changed(IMPALA, {"env.num_envs": 16})
     for acting, each in (("decoupled", 4), ("central", 1)):
         own = layout(config, SPEC, Hardware(cores=2, hosts=3, host_cores=4), acting, "solo", 1)
@@ -120,7 +120,7 @@ def test_each_algorithm_has_its_number_of_updates():
     assert updates(changed(IMPALA, replayed), 8, 20) == (2, 160)
 
 
-def test_cores_gpus_and_hosts_cost_money():
+def test_a_planned_layout_costs_its_cores_gpus_and_hosts():
     hardware = Hardware(cores=4, gpus=2, hosts=3, host_cores=8, core_hour=1.0, gpu_hour=10.0)
     cost = {k: x.dollars_per_hour for k, x in layouts(changed(IMPALA, {"env.num_envs": 16}), hardware, 1).items()}
     assert cost["inline solo"] == 4 + 10

@@ -1,15 +1,20 @@
-"""The simulated run against closed forms, and what must hold in every layout."""
+"""The simulated run and its parts against closed forms, what holds in every layout, and services in files."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import simpy
 
+from coterie.tools.plan.des import Barrier, Cores
 from coterie.tools.plan.layout import Hardware
 from coterie.tools.plan.search import ceiling
-from coterie.tools.plan.services import LinearCost
+from coterie.tools.plan.services import LinearCost, fit, load, save
 from coterie.tools.plan.simulate import World, simulate
+from coterie.types import ConfigError
 from tests.tools.plan.harness import BARE, COSTS, EXCHANGE, layout, services
 
 TWO = Hardware(cores=2)
@@ -111,7 +116,7 @@ def test_a_stores_lock_is_held_by_one_learner_at_a_time():
 
 
 def test_an_all_reduce_between_machines_takes_its_messages_time():
-    """A ring of 4: six messages of a quarter of the weights, one after the other (exchange/ring.py)."""
+    """A ring of 4: six messages of a quarter of the weights, one after the other (exchange/elastic.py)."""
     hardware = Hardware(machines=4, latency=0.01, bandwidth=1000.0)
     own = layout("inline", "allreduce", hardware, learners=4)
     costs = replace(BARE, exchange=dict.fromkeys(EXCHANGE, 0.0))
@@ -178,3 +183,82 @@ def test_an_accelerator_takes_acting_and_training_off_the_cores():
     assert result.env_steps_per_s == pytest.approx(4 / seconds)
     assert set(result.parts["learner cores"]) == {"env"}
     assert result.layout.dollars_per_hour == pytest.approx(2 * hardware.core_hour + hardware.gpu_hour)
+
+
+# --- the parts ---
+
+
+def test_a_job_runs_on_one_core_at_most():
+    sim = simpy.Environment()
+    cores = Cores(sim, 4)
+    sim.run(until=cores.work(2.0, "x"))
+    assert sim.now == pytest.approx(2.0)
+    assert cores.work(0.0, "x").triggered
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_sojourn_under_processor_sharing_depends_on_the_load_only(load):
+    """M/G/1 with processor sharing: E[T] = E[S] / (1 - rho), here for services that vary and for some that do not."""
+    for fixed in (True, False):
+        sim, rng = simpy.Environment(), np.random.default_rng(0)
+        cores, took = Cores(sim, 1), []
+
+        def job(cores=cores, took=took, sim=sim, rng=rng, fixed=fixed):
+            begin = sim.now
+            yield cores.work(1.0 if fixed else rng.gamma(0.5, 2.0), "x")
+            took.append(sim.now - begin)
+
+        def arrivals(sim=sim, rng=rng, job=job):
+            for _ in range(20_000):
+                yield sim.timeout(rng.exponential(1 / load))
+                sim.process(job())
+
+        sim.process(arrivals())
+        sim.run()
+        assert np.mean(took) == pytest.approx(1 / (1 - load), rel=0.1)
+
+
+def test_a_barrier_begins_when_all_members_have_joined():
+    sim, begun = simpy.Environment(), []
+    barrier = Barrier(sim, 2)
+
+    def member(pause: float):
+        for _ in range(2):
+            yield sim.timeout(pause)
+            yield barrier.join()
+            begun.append(sim.now)
+
+    sim.process(member(1.0))
+    sim.process(member(5.0))
+    sim.run()
+    assert begun == [5.0, 5.0, 10.0, 10.0]
+
+
+def test_fitted_costs_recover_the_line_that_was_measured():
+    line = LinearCost(0.003, 0.0005)
+    assert fit([(1, n, line(n)) for n in (4, 16)]) == LinearCost(pytest.approx(0.003), pytest.approx(0.0005))
+    parts = [(1, 160, line(160)), (4, 1280, 4 * line.fixed + 1280 * line.each)]  # `fixed` for each of four parts
+    assert fit(parts) == LinearCost(pytest.approx(0.003), pytest.approx(0.0005))
+
+
+def test_fitted_costs_are_never_negative_seconds():
+    assert fit([(1, 4, 1.0), (1, 16, 5.0)]) == LinearCost(0.0, pytest.approx(0.3))  # would begin below 0
+    assert fit([(1, 4, 1.2), (1, 16, 0.8)]) == LinearCost(pytest.approx(1.0), 0.0)  # would fall
+    assert fit([(1, 320, 1.0), (4, 1280, 4.0)]) == LinearCost(0.0, pytest.approx(1 / 320))  # cannot be told apart
+
+
+def test_measured_services_are_saved_and_loaded(tmp_path):
+    some = services(env_cv=0.3, action_repeat=4, accelerator=COSTS, about={"env": "made-up"})
+    save(some, tmp_path / "s.json")
+    assert load(tmp_path / "s.json") == some
+
+
+@pytest.mark.parametrize(
+    "change", [{"costs": None}, {"costs": {"act": 3}}, {"alone": {}}, {"valid": 2}, {"action_repeat": "much"}]
+)
+def test_a_file_that_is_not_of_services_is_refused(tmp_path, change):
+    save(services(), tmp_path / "s.json")
+    data = json.loads((tmp_path / "s.json").read_text())
+    (tmp_path / "s.json").write_text(json.dumps(data | change))
+    with pytest.raises(ConfigError, match="is not a services file of this version"):
+        load(tmp_path / "s.json")

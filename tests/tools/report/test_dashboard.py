@@ -6,19 +6,18 @@ import http.client
 import json
 import os
 import re
+import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from coterie.cli.main import main
 from coterie.tools.report.dashboard import make_server
 from coterie.types import ConfigError
+from tests.support.commands import Command
 from tests.support.http import serving
-from tests.support.waiting import wait_until
 from tests.tools.report.recorded import record
 
 
@@ -93,12 +92,6 @@ def test_the_dashboard_answers_only_the_page_and_only_loopback(tmp_path):
         assert "damaged" in text
 
 
-def test_a_dashboard_needs_a_run_and_a_port(tmp_path, capsys):
-    assert main(["dashboard", str(tmp_path)]) == 2
-    assert "not a run folder" in capsys.readouterr().err
-    assert main(["dashboard", str(tmp_path), "--port", "70000"]) == 2
-
-
 def acting(run: Path) -> bool:
     """Whether the run has reported that all of its actors act."""
     if not (run / "processes.json").exists():
@@ -111,19 +104,18 @@ def acting(run: Path) -> bool:
 def test_each_process_of_a_real_run_is_on_the_live_page(tmp_path):
     """Each process of a run that goes on is on its page, with its own pid."""
     out = tmp_path / "run"
-    words = [sys.executable, "-m", "coterie", "train", "impala", "--env", "CartPole-v1", "--actors", "2", "--steps",
-             "100000000", "--log.every", "0.3", "--log.tensorboard", "False", "--out", str(out)]  # fmt: skip
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            wait_until(lambda: acting(out) or process.poll() is not None, 120, "both actors act")
-            report = json.loads((out / "processes.json").read_text())["processes"]
-            assert [p["name"] for p in report] == ["learner 0", "actor 0", "actor 1"]
-            assert len({p["pid"] for p in report}) == 3
-            assert all(os.path.exists(f"/proc/{p['pid']}") and p["rss_mb"] for p in report)
-            with served(out) as port:
-                text = ask(port)[1]
-                assert "actor 1" in text
-                assert "running" in text
-        finally:
-            process.terminate()
-            assert process.wait(60) == 75
+    options = ("--actors", "2", "--steps", "100000000", "--log.every", "0.3", "--log.tensorboard", "False")
+    run = Command(["train", "impala", "--env", "CartPole-v1", *options, "--out", str(out)], out)
+    try:
+        run.until(lambda: acting(out), "both actors act")
+        report = json.loads((out / "processes.json").read_text())["processes"]
+        assert [p["name"] for p in report] == ["learner 0", "actor 0", "actor 1"]
+        assert len({p["pid"] for p in report}) == 3
+        assert all(os.path.exists(f"/proc/{p['pid']}") and p["rss_mb"] for p in report)
+        with served(out) as port:
+            text = ask(port)[1]
+            assert "actor 1" in text
+            assert "running" in text
+        run.end(signal.SIGTERM, 75)
+    finally:
+        run.close()

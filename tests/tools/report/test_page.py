@@ -9,9 +9,11 @@ import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from coterie.cli.main import main
+from coterie.tools.report.charts import Line, lines
 from coterie.tools.report.page import of_runs
 from coterie.tools.report.runs import read_run
 from tests.support.http import BROWSER, needs_browser
@@ -101,7 +103,26 @@ def test_every_axis_has_a_label_with_its_unit(page, tmp_path):
     assert {"score over all tasks", "human-normalised score (0 random, 1 human)", "return"} <= seen
 
 
-def test_a_page_has_every_part(page):
+def dash_and_marker(svg: ET.Element, line: ET.Element) -> tuple[str, str | None]:
+    """As they are drawn: lengths of strokes and gaps, and the marker's outline, which does not depend on colour."""
+    dash = re.search(r"stroke-dasharray: ([^;]+)", line.find(f"{SVG}path").get("style"))
+    marker = line.find(f".//{SVG}use").get("{http://www.w3.org/1999/xlink}href")[1:]
+    return dash[1] if dash else "solid", next(e.get("d") for e in svg.iter() if e.get("id") == marker)
+
+
+def test_no_two_lines_of_a_chart_share_dash_and_marker():
+    """Eight: more than there are colours, markers or dashes by themselves."""
+    x, names = np.arange(20.0), [f"line {k}" for k in range(8)]
+    chart = lines("eight", [Line(name, x, x + k) for k, name in enumerate(names)], "env steps", "return")
+    svg = ET.fromstring(chart.svg)
+    axes, legend = (next(g for g in svg.iter(f"{SVG}g") if g.get("id") == name) for name in ("axes_1", "legend_1"))
+    drawn, explained = ([dash_and_marker(svg, line) for line in groups(g, "line2d")] for g in (axes, legend))
+    assert len(drawn) == len(set(drawn)) == 8
+    assert explained == drawn
+    assert [text for group in groups(legend, "text") for text in texts(group)] == names
+
+
+def test_a_comparison_page_has_every_part(page):
     text = page.read_text()
     assert len(charts(text)) >= 12
     for words in (
@@ -131,7 +152,7 @@ def test_nothing_is_fetched_and_no_id_is_used_twice(page):
     assert len(used) == len(set(used))
 
 
-def test_a_running_run_can_be_reported(tmp_path, capsys):
+def test_a_run_that_still_trains_can_be_reported(tmp_path, capsys):
     run = record(tmp_path / "a", "ppo", optim__lr=0.5)
     (run / "summary.json").unlink()
     assert main(["report", str(run)]) == 0
@@ -158,7 +179,7 @@ def test_a_report_runs_no_code_that_a_run_folder_names(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def test_errors_of_report_and_compare_are_one_line(tmp_path, capsys):
+def test_errors_of_report_compare_and_dashboard_are_one_line(tmp_path, capsys):
     run = record(tmp_path / "runs/a", "ppo")
     record(tmp_path / "runs/b", "ppo", seed=1)
     for words, why in (
@@ -166,6 +187,8 @@ def test_errors_of_report_and_compare_are_one_line(tmp_path, capsys):
         (["report", str(tmp_path / "runs")], "holds 2 runs"),
         (["report", str(tmp_path / "nothing")], "not a run folder"),
         (["report", str(run), "--out", str(run / "config.json" / "x.html")], "cannot write"),
+        (["dashboard", str(tmp_path / "nothing")], "not a run folder"),
+        (["dashboard", str(run), "--port", "70000"], "port"),
     ):
         assert main(words) in (1, 2)
         err = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which runs are one method, its name, and what is refused."""
+"""Which runs are one method, its name, what is refused, and the statistics of several runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from coterie.tools.report.runs import differences, find_runs, methods, read_run
 from coterie.tools.report.sections import AXES, aggregates, final_return
+from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
 from coterie.types import ConfigError
 from tests.tools.report.recorded import record
 
@@ -24,7 +25,7 @@ def test_seeds_are_one_method_and_settings_name_the_others(tmp_path):
     assert found[2].label == "a2c"
 
 
-def test_different_envs_are_one_method(tmp_path):
+def test_runs_on_different_envs_are_one_method(tmp_path):
     for game in ("Pong-v5", "Breakout-v5"):
         record(tmp_path / game, "ppo", env=game)
     found = methods(find_runs([str(tmp_path)]))
@@ -71,3 +72,45 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     record(tmp_path / "sub/a", "ppo")
     with pytest.raises(ConfigError, match="given twice"):
         find_runs([str(tmp_path / "sub"), str(tmp_path / "sub/a")])
+
+
+def test_the_interquartile_mean_is_of_the_middle_half():
+    assert interquartile_mean(np.array([9.0, -100, 2, 4, 1e6, 3, 5, 8])) == pytest.approx((3 + 4 + 5 + 8) / 4)
+    assert interquartile_mean(np.array([1.0, 2.0, 6.0])) == pytest.approx(3.0)  # a quarter of three is none
+    assert interquartile_mean(np.arange(10.0).reshape(2, 5)) == pytest.approx(np.arange(2, 8).mean())
+
+
+def test_an_interval_covers_the_mean_at_its_level():
+    rng = np.random.default_rng(3)
+    hits = 0
+    for k in range(200):
+        low, high = interval([rng.normal(5, 2, 20), rng.normal(1, 2, 20)], np.mean, seed=k)
+        hits += low < 3 < high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_the_bootstrap_of_an_interval_is_stratified_by_game():
+    low, high = interval([np.full(5, 0.0), np.full(5, 10.0)], np.mean)
+    assert low == high == 5.0  # mixed together, a draw could be all of one game
+
+
+def test_one_run_has_no_confidence_interval():
+    assert np.isnan(interval([np.array([3.0]), np.array([4.0])])).all()
+    middle, low, high = band(np.array([[1.0, 2.0]]))
+    assert middle.tolist() == [1.0, 2.0]
+    assert np.isnan([low, high]).all()
+
+
+def test_a_band_contains_the_mean_and_shrinks_where_curves_agree():
+    middle, low, high = band(np.array([[1.0, 4.0], [3.0, 4.0], [5.0, 4.0]]))
+    assert middle.tolist() == [3.0, 4.0]
+    assert low[0] < 3 < high[0]
+    assert low[1] == high[1] == 4.0
+
+
+def test_curves_are_interpolated_on_their_common_range():
+    grid, curves = on_grid([(np.array([0.0, 10]), np.array([0.0, 10])), (np.array([4.0, 8]), np.array([1.0, 3]))], 5)
+    assert grid.tolist() == [4, 5, 6, 7, 8]
+    assert curves.tolist() == [[4, 5, 6, 7, 8], [1, 1.5, 2, 2.5, 3]]
+    assert on_grid([(np.array([0.0, 1]), np.zeros(2)), (np.array([2.0, 3]), np.zeros(2))])[0].size == 0
+    assert on_grid([(np.empty(0), np.empty(0))])[0].size == 0

@@ -31,16 +31,12 @@ paper.PPO = ["12"]
 """
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """The distance to consensus of three learners, at the smallest budget."""
-    out = tmp_path_factory.mktemp("reproduce")
-    assert main(["reproduce", "gala-2a", "--budget", "smoke", "--out", str(out)]) == 0
-    return out / "gala-2a" / "smoke"
-
-
 @pytest.mark.slow
-def test_a_page_pictures_numbers_and_tables_are_written(smoke):
+def test_a_page_pictures_numbers_and_tables_are_written_and_drawn_again_without_new_runs(tmp_path, capsys):
+    """The distance to consensus of three learners, at the smallest budget."""
+    words = ["reproduce", "gala-2a", "--budget", "smoke", "--out", str(tmp_path)]
+    assert main(words) == 0
+    smoke = tmp_path / "gala-2a" / "smoke"
     page = (smoke / "index.html").read_text()
     assert "coterie reproduce gala-2a --budget smoke: 4,000 env steps of each run, 1 seed, CartPole-v1." in page
     assert "CartPole-v1 stands for the six Atari games" in page  # how it differs from the paper
@@ -50,21 +46,19 @@ def test_a_page_pictures_numbers_and_tables_are_written(smoke):
     with (smoke / "data.csv").open() as file:
         rows = list(csv.reader(file))
     assert rows[0] == ["chart", "label", "x", "y", "low", "high"]
-    bound = {float(row[2]): float(row[3]) for row in rows if len(row) > 2 and row[1].startswith("bound")}
-    distance = {float(row[2]): float(row[3]) for row in rows if len(row) > 2 and row[1].startswith("distance")}
+    bound, distance = (
+        {float(row[2]): float(row[3]) for row in rows if len(row) > 2 and row[1].startswith(name)}
+        for name in ("bound", "distance")
+    )
     assert len(bound) > 1
     assert all(distance[x] <= bound[x] for x in bound if x in distance)
     tables = (smoke / "tables.md").read_text()
     assert tables.startswith("## Figure 2a")
     share = float(re.search(r"\| ring of 3 \| CartPole-v1 \| [\d.]+ \| ([\d.]+) \|", tables)[1])
     assert 0 < share <= 1
-
-
-@pytest.mark.slow
-def test_a_finished_figure_is_drawn_again_without_new_runs(smoke, capsys):
     (run,) = (path for path in (smoke / "runs").iterdir() if path.is_dir())
     before = (run / "metrics.jsonl").stat().st_mtime_ns
-    assert main(["reproduce", "gala-2a", "--budget", "smoke", "--out", str(smoke.parents[1])]) == 0
+    assert main(words) == 0
     assert "(already done)" in capsys.readouterr().out
     assert (run / "metrics.jsonl").stat().st_mtime_ns == before
 

@@ -1,4 +1,4 @@
-"""Value methods on made-up rollouts: small ones of each kind, and the batches that they draw."""
+"""Algorithms on made-up rollouts: gradients of all of a rollout, value methods of each kind, and their batches."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import copy
 
 import torch
 
-from coterie.algorithms.base import Compute
+from coterie.algorithms.a2c import A2C
+from coterie.algorithms.base import Compute, autocast
 from coterie.build.factory import make_algorithm, make_model
+from coterie.learner import Gradients
+from coterie.models.build import Network
+from coterie.parallel.params import FlatParams
+from coterie.parallel.threads import Team
 from tests.conftest import VECTOR, make_config, make_rollout
+
+FP32 = autocast(torch.device("cpu"), torch.float32)
+LSTM = {"model.core": "lstm", "model.core_size": 8}
 
 SMALL = {
     "q.learn_start": 0, "q.batch_size": 24, "q.intensity": 1.0, "replay.capacity": 800, "env.num_envs": 8,
@@ -60,3 +68,18 @@ def moved(model):
     other = copy.deepcopy(model)
     move(other)
     return other
+
+
+def gradient(config, rollout, *, spec=VECTOR, kind=A2C, chunk=0, ways=1, prepare=lambda model: None):
+    """The flat gradient of all batches of a rollout (weights unchanged), and the metrics of each."""
+    torch.manual_seed(0)
+    model = Network(spec, config.model)
+    prepare(model)
+    params, team = FlatParams(model), Team(ways)
+    algorithm, gradients = kind(config, spec, Compute(chunk=chunk)), Gradients(model, params, team, FP32)
+    metrics = []
+    for batch in algorithm.batches(model, rollout):
+        batch.metrics = gradients.compute(algorithm, batch)
+        metrics.append(batch.metrics)
+    team.close()
+    return params.grad.clone(), metrics
