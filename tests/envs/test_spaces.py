@@ -1,11 +1,21 @@
-"""Spaces to specs, and the conversions at the env's edge."""
+"""Spaces to specs, the conversions at the env's edge, and instructions: words hashed, cut and cached."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zlib
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 
 from coterie.envs.spaces import action_map, flatten, obs_fields, random_actions
+from coterie.envs.testing import Mission
+from coterie.envs.text import WORDS, text_rows, text_spec
 from coterie.types import ConfigError
+from tests.envs.env_harness import make, play
 
 
 def convert(space, batch):
@@ -78,3 +88,90 @@ def test_spaces_that_are_not_supported_are_refused():
             obs_fields("env", space)
     with pytest.raises(ConfigError, match="action space"):
         action_map("env", spaces.Dict({"a": spaces.Discrete(2)}))
+
+
+# --- instructions ---
+
+MISSION = "coterie.envs.testing:Mission"
+
+
+def bucket(word):
+    return zlib.crc32(word.encode()) % 999 + 1
+
+
+def padded(text, width=32):
+    return np.frombuffer(text.encode().ljust(width, b"\0"), np.uint8)
+
+
+def test_words_are_hashed_without_case_or_punctuation_and_cut():
+    (row,) = text_rows(["Open the DOOR,  then stop!"])
+    assert row.dtype == np.int16
+    assert row.tolist() == [bucket(w) for w in ("open", "the", "door", "then", "stop")] + [0] * (WORDS - 5)
+    (row,) = text_rows([" ".join(f"word{i}" for i in range(WORDS + 9))])
+    assert row.tolist() == [bucket(f"word{i}") for i in range(WORDS)]
+    every = text_rows([f"w{i}" for i in range(5000)])[:, 0]
+    assert (every.min(), every.max()) == (1, 999)
+
+
+def test_the_same_words_are_the_same_row_in_every_form_and_process():
+    texts = ["go to the ball", "", "größer"]
+    rows = text_rows(texts)
+    rows[:] += 0  # they can be written to
+    np.testing.assert_array_equal(text_rows(tuple(texts)), rows)
+    np.testing.assert_array_equal(text_rows([t.encode() for t in texts]), rows)
+    as_bytes = np.stack([padded(t) for t in texts])
+    np.testing.assert_array_equal(text_rows(as_bytes), rows)
+    np.testing.assert_array_equal(text_rows(as_bytes[::-1]), rows[::-1])
+    as_bytes = as_bytes.copy()
+    as_bytes[0, 20:25] = 65  # what is left of a longer text
+    np.testing.assert_array_equal(text_rows(as_bytes), rows)
+    code = "from coterie.envs.text import text_rows as f; print(f(['go to the ball'])[0].tolist())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(told) == rows[0].tolist()
+    rows[0] = 7  # changing a row does not change the cache
+    assert text_rows(texts)[0, 0] == bucket("go")
+
+
+class Texts(spaces.Space):
+    """A space of texts that is not gymnasium's Text, as minigrid's."""
+
+    def __init__(self):
+        super().__init__(dtype=str)
+
+
+@pytest.mark.parametrize("space", [spaces.Text(40), Texts()])
+def test_spaces_of_texts_become_rows(space):
+    (field,) = obs_fields("env", space)
+    assert (field.name, field.spec) == ("", text_spec())
+    fields = obs_fields("env", spaces.Dict({"a": spaces.Dict({"b": space}), "c": spaces.Discrete(2)}))
+    seen = flatten({"a": {"b": ("go left", "stay")}, "c": np.array([0, 1])}, fields)
+    assert seen["a.b"][:, :3].tolist() == [[bucket("go"), bucket("left"), 0], [bucket("stay"), 0, 0]]
+
+
+def test_missions_from_worker_processes_line_up_with_rewards():
+    """The reward shows which action was right, and so does the word after "go" of the row before."""
+    with make(MISSION, 4, threads=2) as envs:
+        assert envs.spec.obs["mission"] == text_spec()
+        seen = play(envs, 40)
+    rows = seen.obs["mission"]
+    after_go = np.take_along_axis(rows, (rows == bucket("go")).argmax(-1)[..., None] + 1, -1)[..., 0]
+    right = np.select([after_go == bucket(w) for w in Mission.actions], range(3), -1)
+    assert set(right.reshape(-1)) == {0, 1, 2}
+    real = ~seen.is_first[1:]
+    assert (rows[1:] == rows[:-1]).all(-1)[real].all()
+    expected = np.where(real, 0.25 * (seen.action == right[:-1]), 0)
+    np.testing.assert_array_equal(seen.reward[1:], expected)
+
+
+def test_envpools_missions_are_those_of_their_episodes():
+    with make("BabyAI-GoToObj-v0", 4, max_episode_steps=6) as envs:
+        assert envs.spec.obs["mission"] == text_spec()
+        seen = play(envs, 40)
+    rows = seen.obs["mission"]
+    assert (rows[..., :3] == [bucket(w) for w in ("go", "to", "the")]).all()
+    assert set(rows[..., 3].reshape(-1)) <= {bucket(w) for w in ("red", "green", "blue", "purple", "yellow", "grey")}
+    assert set(rows[..., 4].reshape(-1)) == {bucket(w) for w in ("ball", "box", "key")}
+    assert not rows[..., 5:].any()
+    same = (rows[1:] == rows[:-1]).all(-1)
+    assert same[~seen.is_first[1:]].all()
+    assert not same[seen.is_first[1:]].all()
