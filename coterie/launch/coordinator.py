@@ -187,7 +187,7 @@ class Coordinator:
         line = self.ledger.line()
         self.writer.write(line)
         self.writer.processes(self._health(), self.ledger.restarts)
-        self.display.update({**self.ledger.status(), "losses": line})
+        self.display.update({**self.ledger.status(), "metrics": line})
 
     def _health(self) -> list[dict[str, Any]]:
         """One entry for each process; `rss_mb` is None where it is gone."""

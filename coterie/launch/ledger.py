@@ -181,6 +181,7 @@ class Ledger:
             "mean_return": self.episodes.mean_return,
             "episodes": self.episodes.count,
             "stages": {k: (v - self.begin_stages.get(k, 0.0)) / elapsed for k, v in self.stages.items()},
+            "restarts": self.restarts,
             **self.last_eval,
         }
 
