@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from typing import Any
@@ -41,7 +42,7 @@ def curve(values: list[float], columns: int = _CURVE) -> str:
         return ""
     columns = min(columns, len(values))
     bounds = [len(values) * i // columns for i in range(columns + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
     low, high = min(means), max(means)
     return "".join(_BARS[round((x - low) / (high - low) * (len(_BARS) - 1)) if high > low else 0] for x in means)
 
