@@ -2,9 +2,8 @@
 
 Env hosts hold no weights: they send observations and wait for actions. The inference thread answers batches of waiting
 streams with the newest weights. It keeps each env's recurrent state and unfinished rollout, whose steps may come from
-different policies. The prefetch thread puts finished rollouts together into batches (batch_assembly.py); the caller's
-thread trains. In lockstep all envs are one batch in a fixed order, and a rollout waits for the weights trained on the
-one before.
+different policies. The prefetch thread makes batches of finished rollouts; the caller's thread trains. In lockstep all
+envs are one batch in a fixed order, and a rollout waits for the weights trained on the one before.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from torch import Tensor
 
 from coterie.acting.apart import apart_refusals
 from coterie.acting.base import Acting, ActingKind, LearnerSetup, core_shape
-from coterie.acting.batch_assembly import BatchAssembly
 from coterie.acting.batching import choose_batch, choose_turn, has_room
-from coterie.acting.central_stream import CentralConfig, EnvStream, InferenceRequest, join
+from coterie.acting.central_stream import BatchAssembly, CentralConfig, EnvStream, EnvStreams, InferenceRequest, join
 from coterie.acting.env_host import EnvHost, HostSocket
-from coterie.acting.recorder import Fields, Recorder, as_rollout, local_fields
+from coterie.acting.recorder import Fields, as_rollout, local_fields
 from coterie.acting.twin_models import Twin, TwinModels
 from coterie.config import Central as Settings
 from coterie.config import Config, Refusal, ResolvedConfig
@@ -35,10 +33,9 @@ from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
 from coterie.parallel.stages import Stages
 from coterie.plugins import substitute
-from coterie.remote.admission import REMOTE, EnvHostService
+from coterie.remote.admission import EnvHostService
 from coterie.types import AgentOutput, CoterieError, Inputs, Rollout
 from coterie.wire.auth import offset
-from coterie.wire.codec import Refused
 
 # (network, inputs, core state, global ids of the envs) -> output and the next core state
 CentralPolicy = Callable[[Model, Inputs, Tensor | None, Tensor], tuple[AgentOutput, Tensor | None]]
@@ -47,28 +44,24 @@ _SETTLE_S = 0.3  # `rest`: acting is idle after this long without a new row
 _CHECK_S = 0.5  # between checks for a failed thread and for the end of the run
 
 
-class Central:
+class Central(EnvStreams):
     """A source of rollouts of envs in other processes. `make_fields(width)`: a rollout's arrays for `width` envs."""
 
     def __init__(
         self, config: CentralConfig, twins: Sequence[Twin], policy: CentralPolicy, make_fields: Callable[[int], Fields],
         board: Board, rank: int, stages: Stages, device: torch.device,
     ) -> None:  # fmt: skip
-        self.unroll_length = config.unroll_length
-        self.config, self.models, self.policy, self.make_fields = config, TwinModels(twins), policy, make_fields
-        self.board, self.rank, self.stages, self.device = board, rank, stages, device
-        self.streams: dict[tuple[int, int], EnvStream] = {}  # by client and group
-        self.envs = 0  # of all streams
+        super().__init__(config, twins[0][0].initial_state, make_fields, device)
+        self.models, self.policy = TwinModels(twins), policy
+        self.board, self.rank, self.stages = board, rank, stages
         self.produced = self.dropped = 0  # valid rows received; valid rows of abandoned rollouts
         self.calls = self.rows = 0  # of the policy
-        self.inbox = queue.SimpleQueue[InferenceRequest | EnvStream | None]()  # requests, closed streams, wake-ups
+        self.columns = 0  # in finished rollouts that the learner has not taken yet
         batches = [make_fields(config.batch_size) for _ in range(config.batches)]
         self.assembly = BatchAssembly(config.batch_size, batches, device, lambda: self.inbox.put(None))
         self.on_produced: Callable[[], None] = lambda: None  # called after each change of `produced`
         self.is_over: Callable[[], bool] = lambda: False  # whether to end instead of waiting for rollouts
-        self.columns = 0  # in finished rollouts that the learner has not taken yet
         self.completed: dict[tuple[int, int], int] = {}  # in lockstep: finished rollouts by client and group
-        self._streams_lock = threading.RLock()  # the servers for local and for remote hosts have a thread each
         self._error: BaseException | None = None
         self.closed = False
         self._threads = [
@@ -215,39 +208,6 @@ class Central:
         if stream.counted:
             self.dropped += stream.valid
             stream.valid, stream.counted = 0, False
-
-    # The servers' threads.
-
-    def open_stream(self, number: int, group: int, first_env: int, width: int) -> EnvStream:
-        """Open a stream, with new rollouts and recurrent states. It replaces an older one of the same client."""
-        with self._streams_lock:
-            config, old = self.config, self.streams.get((number, group))
-            others = self.envs - (old.width if old else 0)
-            kept = 0  # for the run's own hosts, which may be restarting
-            if number >= REMOTE:
-                kept = max(0, config.envs - sum(s.width for s in self.streams.values() if s.place[0] < REMOTE))
-            if width < 1 or others + width > config.max_envs - kept:
-                local = f", {kept} of them reserved for the run's local hosts" if kept else ""
-                room = f"the limit is {config.max_envs}{local} (central.max_envs, replay.envs)"
-                raise Refused(f"cannot add {width} env(s) to {others}: {room}")
-            if old is not None:
-                self.leave(old)
-            # Two: one is written while the other waits for the prefetch thread.
-            recorders = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
-            state = self.models.twins[0][0].initial_state(width)
-            stream = EnvStream(config, (number, group), first_env, recorders, state, self.inbox.put, self.leave)
-            self.streams = {**self.streams, stream.place: stream}  # a copy: another thread may iterate
-            self.envs += width
-            return stream
-
-    def leave(self, stream: EnvStream) -> None:
-        """Close a stream: its envs are not waited for any more."""
-        with self._streams_lock:
-            if stream.alive:
-                stream.alive = False
-                self.envs -= stream.width
-                self.streams = {key: one for key, one in self.streams.items() if one is not stream}
-                self.inbox.put(stream)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:

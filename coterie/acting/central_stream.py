@@ -1,7 +1,11 @@
-"""The streams of central acting: what the learner keeps for the envs of each one."""
+"""The streams of central acting, what the learner keeps for the envs of each one, and the batches that their rollouts
+become.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,9 +16,11 @@ import torch
 from torch import Tensor
 
 from coterie.acting.batching import may_go
-from coterie.acting.recorder import Recorder
+from coterie.acting.recorder import ON_HOST, Fields, Recorder
+from coterie.parallel.slots import columns_of
+from coterie.remote.admission import REMOTE
 from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep
-from coterie.wire.codec import Newest, action_layout, check_values, timestep_layout
+from coterie.wire.codec import Newest, Refused, action_layout, check_values, timestep_layout
 from coterie.wire.server import Answer, ServiceStream
 
 
@@ -126,6 +132,52 @@ class EnvStream(ServiceStream):
         return done
 
 
+class EnvStreams:
+    """The open streams of a learner. `initial_state`: of the recurrent state of some envs."""
+
+    def __init__(
+        self, config: CentralConfig, initial_state: Callable[[int], Tensor | None],
+        make_fields: Callable[[int], Fields], device: torch.device,
+    ) -> None:  # fmt: skip
+        self.config, self.initial_state, self.make_fields, self.device = config, initial_state, make_fields, device
+        self.unroll_length = config.unroll_length
+        self.streams: dict[tuple[int, int], EnvStream] = {}  # by client and group
+        self.envs = 0  # of all streams
+        self.inbox = queue.SimpleQueue[InferenceRequest | EnvStream | None]()  # requests, closed streams, wake-ups
+        self._streams_lock = threading.RLock()  # the servers for local and for remote hosts have a thread each
+
+    def open_stream(self, number: int, group: int, first_env: int, width: int) -> EnvStream:
+        """Open a stream, with new rollouts and recurrent states. It replaces an older one of the same client."""
+        with self._streams_lock:
+            config, old = self.config, self.streams.get((number, group))
+            others = self.envs - (old.width if old else 0)
+            kept = 0  # for the run's own hosts, which may be restarting
+            if number >= REMOTE:
+                kept = max(0, config.envs - sum(s.width for s in self.streams.values() if s.place[0] < REMOTE))
+            if width < 1 or others + width > config.max_envs - kept:
+                local = f", {kept} of them reserved for the run's local hosts" if kept else ""
+                room = f"the limit is {config.max_envs}{local} (central.max_envs, replay.envs)"
+                raise Refused(f"cannot add {width} env(s) to {others}: {room}")
+            if old is not None:
+                self.leave(old)
+            # Two: one is written while the other waits for the prefetch thread.
+            recorders = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
+            state = self.initial_state(width)
+            stream = EnvStream(config, (number, group), first_env, recorders, state, self.inbox.put, self.leave)
+            self.streams = {**self.streams, stream.place: stream}  # a copy: another thread may iterate
+            self.envs += width
+            return stream
+
+    def leave(self, stream: EnvStream) -> None:
+        """Close a stream: its envs are not waited for any more."""
+        with self._streams_lock:
+            if stream.alive:
+                stream.alive = False
+                self.envs -= stream.width
+                self.streams = {key: one for key, one in self.streams.items() if one is not stream}
+                self.inbox.put(stream)
+
+
 def join(inputs: Sequence[Inputs]) -> Inputs:
     """The inputs of several streams as one batch."""
     if len(inputs) == 1:
@@ -133,3 +185,46 @@ def join(inputs: Sequence[Inputs]) -> Inputs:
     first = inputs[0].obs
     obs = {k: torch.cat([x.obs[k] for x in inputs]) for k in first} if isinstance(first, dict) else None
     return Inputs(obs or torch.cat([x.obs for x in inputs]), *(torch.cat([x[i] for x in inputs]) for i in range(1, 4)))
+
+
+class BatchAssembly:
+    """Batches of `size` columns, put together in the order in which the rollouts ended.
+
+    `batches`: their memory; `on_copied` is called when a recorder's rollout was copied and the recorder is free again.
+    """
+
+    def __init__(self, size: int, batches: list[Fields], device: torch.device, on_copied: Callable[[], None]) -> None:
+        self.size, self.device, self.on_copied = size, device, on_copied
+        self.finished = queue.SimpleQueue[tuple[EnvStream, Recorder] | None]()
+        self.free, self.ready = queue.SimpleQueue[Fields | None](), queue.SimpleQueue[Fields]()
+        for fields in batches:
+            self.free.put(fields)
+
+    def run(self) -> None:
+        """The thread's work, until `close`."""
+        filling, at = None, 0
+        while (item := self.finished.get()) is not None:
+            stream, recorder = item
+            done = 0
+            while done < stream.width:
+                if filling is None:
+                    filling, at = self.free.get(), 0
+                    if filling is None:
+                        return
+                n = min(stream.width - done, self.size - at)
+                target, source = columns_of(filling, at, n), columns_of(recorder.fields, done, n)
+                for name, x in target.items():
+                    x.copy_(source[name], non_blocking=name not in ON_HOST)
+                done, at = done + n, at + n
+                if at == self.size:
+                    if self.device.type == "cuda":
+                        torch.cuda.current_stream(self.device).synchronize()
+                    self.ready.put(filling)
+                    filling = None
+            stream.recorders.append(recorder)
+            self.on_copied()
+
+    def close(self) -> None:
+        """End the thread, whatever it waits for."""
+        self.finished.put(None)
+        self.free.put(None)

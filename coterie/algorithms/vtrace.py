@@ -21,7 +21,7 @@ from coterie.config import Config, Refusal
 from coterie.models.base import Model
 from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae
-from coterie.ops.vtrace import vtrace
+from coterie.ops.vtrace import Clips, vtrace
 from coterie.replay.trajectories import TrajectoryReplay
 from coterie.types import Inputs, Rollout, Spec, map_tensors
 
@@ -173,11 +173,9 @@ class VTrace(A2C):
         """Value targets and advantages `[T, b]`."""
         how, gamma, lam = self.vtrace, self.algo.gamma, self.algo.gae_lambda
         if how.correction == "vtrace":
-            return vtrace(
-                log_ratio, part.reward, value, part.terminated, part.mask, gamma,
-                rho_bar=how.rho_bar or math.inf, c_bar=how.c_bar or math.inf, pg_rho_bar=how.pg_rho_bar or math.inf,
-                lam=lam, q_from=how.q_from,
-            )  # fmt: skip
+            inf = math.inf
+            clips = Clips(how.rho_bar or inf, how.c_bar or inf, how.pg_rho_bar or inf, lam, how.q_from)
+            return vtrace(log_ratio, part.reward, value, part.terminated, part.mask, gamma, clips)
         # On-policy targets; `one-step` weights each policy gradient by its clipped importance ratio.
         advantage, target = gae(part.reward, value, part.terminated, part.mask, gamma, lam)
         if how.correction == "one-step":

@@ -260,11 +260,10 @@ def _check_finite(params: FlatParams) -> None:
 
 
 def mixing_matrices(config: Config, learners: int) -> list[Array]:
-    """The matrices of this run's learners. Raises `ConfigError` for a topology that cannot be read."""
+    """The matrices of this run's learners. Raises `ConfigError` where there are none."""
     if config.gossip.bind and learners >= REMOTE:
         raise ConfigError(f"gossip.bind: {learners} learners are too many: all runs together may have {REMOTE}")
-    topology = "ring" if config.gossip.topology == "auto" else config.gossip.topology
-    return matrices(topology, learners, config.gossip.peers)
+    return matrices(config.gossip.topology, learners, config.gossip.peers)
 
 
 def memory(setup: Setup) -> SharedArrays:

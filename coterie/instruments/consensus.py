@@ -1,4 +1,4 @@
-"""What GALA measured, while a run goes: distance to consensus beside its bounds, and how alike the gradients are.
+"""What GALA measured, while a run goes: distance to consensus beside its bound, and how alike the gradients are.
 
 Learners leave what is needed in shared memory; the parent reads it when it writes a line of metrics. A learner never
 waits for that, so now and then there is nothing consistent to read, and the line goes without.
@@ -16,7 +16,7 @@ import torch
 from coterie.algorithms.base import AnyAlgorithm, AnyBatch
 from coterie.exchange.gossip import RECENT
 from coterie.exchange.mailboxes import Mailboxes
-from coterie.exchange.topology import contraction, delayed
+from coterie.exchange.topology import contraction
 from coterie.learner import Observer
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
@@ -27,15 +27,14 @@ class Consensus:
     """Distance of the learners' weights to their mean, |X - Xbar| in the Frobenius norm, as of one and the same mix.
 
     At `tau` 0 beside it the bound of Proposition 1, b <- beta (b + |U|) with U what the updates since the last mix
-    changed; at a finite `tau` the radius of Proposition 2, with beta as if every message came tau mixes late. There are
-    no bounds for a run that gossips with others: its distance includes their learners.
+    changed. There is no bound for a run that gossips with others: its distance includes their learners.
     """
 
     def __init__(self, shared: SharedArrays, sequence: Sequence[Array], tau: int) -> None:
         self.arrays, self.sequence, self.tau = shared.arrays, list(sequence), tau
         self.mailboxes = Mailboxes(shared, len(self.sequence[0]))
         self.betas = [contraction([p]) for p in self.sequence]
-        self.bound, self.mixes, self.longest = 0.0, 0, 0.0
+        self.bound, self.mixes = 0.0, 0
         self.lost = False  # the ring of update lengths went around faster than it was read
 
     def read(self) -> dict[str, float]:
@@ -52,12 +51,6 @@ class Consensus:
         self._advance(number + 1)
         if self.tau == 0 and not self.lost and self.mixes == number + 1:
             found["consensus/bound"] = self.bound
-        elif self.tau > 0:
-            period = len(self.sequence)
-            beta = max(delayed(p, self.tau) for p in self.sequence)
-            if beta < 1:
-                ahead = beta ** (-(self.tau + period) / (self.tau + period + 1))
-                found["consensus/radius"] = self.longest * ahead / (1 - beta)
         return found
 
     def _of_all_runs(self) -> dict[str, float]:
@@ -73,7 +66,6 @@ class Consensus:
             self.lost, self.mixes = True, until - RECENT // 2
         while self.mixes < until:
             length = math.sqrt(float(moved[:, self.mixes % RECENT].sum()))
-            self.longest = max(self.longest, length)
             self.bound = self.betas[self.mixes % len(self.betas)] * (self.bound + length)
             self.mixes += 1
 

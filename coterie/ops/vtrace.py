@@ -22,6 +22,19 @@ class VTrace(NamedTuple):
     advantage: Tensor  # rho_pg (q_s - V(x_s)), the factor of grad log pi(a_s|x_s); 0 on a masked row
 
 
+class Clips(NamedTuple):
+    """How importance ratios are clipped, `lam` of the traces, and what q_s is made of."""
+
+    rho_bar: float = 1.0
+    c_bar: float = 1.0
+    pg_rho_bar: float = 1.0
+    lam: float = 1.0
+    q_from: Literal["target", "value"] = "target"
+
+
+CLIPS = Clips()  # the paper's
+
+
 @torch.no_grad()
 def vtrace(
     log_ratio: Tensor,
@@ -30,12 +43,7 @@ def vtrace(
     terminated: Tensor,
     mask: Tensor,
     gamma: float,
-    *,
-    rho_bar: float = 1.0,
-    c_bar: float = 1.0,
-    pg_rho_bar: float = 1.0,
-    lam: float = 1.0,
-    q_from: Literal["target", "value"] = "target",
+    clips: Clips = CLIPS,
 ) -> VTrace:
     """V-trace targets and policy gradient advantages (https://arxiv.org/abs/1802.01561, eq. 1, remarks 1 and 2).
 
@@ -57,6 +65,7 @@ def vtrace(
     Raises ValueError where a bar is not above 0, `rho_bar` is below `c_bar` (no contraction is proven then), or
     `q_from` is unknown.
     """
+    rho_bar, c_bar, pg_rho_bar, lam, q_from = clips
     if not (rho_bar > 0 and c_bar > 0 and pg_rho_bar > 0):
         raise ValueError(f"V-trace's bars are above 0, not rho {rho_bar}, c {c_bar}, pg_rho {pg_rho_bar}")
     if rho_bar < c_bar:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.ops.vtrace import VTrace, vtrace
+from coterie.ops.vtrace import Clips, VTrace, vtrace
 
 GAMMA = 0.9
 INF = math.inf
@@ -30,7 +30,7 @@ class Data:
         return self.reward, self.value, self.terminated, self.mask
 
     def vtrace(self, gamma: float = GAMMA, **options: Any) -> VTrace:
-        return vtrace(self.log_ratio, *self.rows, gamma, **options)
+        return vtrace(self.log_ratio, *self.rows, gamma, Clips(**options))
 
 
 def make(seed: int, t: int = 9, b: int = 5, ends: float = 0.15) -> Data:

@@ -154,12 +154,11 @@ def _lag_chart(run: RecordedRun, title: str) -> Chart | None:
 
 
 def consensus_chart(run: RecordedRun, title: str) -> Chart | None:
-    """The learners' distance to consensus beside GALA's bounds; None if the run did not record it."""
+    """The learners' distance to consensus beside GALA's bound; None if the run did not record it."""
     found = []
     for name, label in (
         ("consensus/distance", "distance to the mean of the learners' weights"),
         ("consensus/bound", "bound of GALA's Proposition 1"),
-        ("consensus/radius", "radius of GALA's Proposition 2"),
     ):
         x, y = run.series(name)
         if len(np.unique(x)) > 1:
