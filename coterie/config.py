@@ -308,7 +308,7 @@ class Allreduce:
 class Gossip:
     """Exchange gossip: learners average their weights with peers."""
 
-    topology: Topology = "auto"  # who averages with whom; auto: ring
+    topology: Topology = "auto"  # which learners average their weights; auto: ring
     peers: Positive = 1  # ring: in-peers of each learner; exponential: peers at a time
     tau: FromMinusOne = -1  # mixes that a learner may miss before it waits for its peers; 0: lockstep; -1: no limit
     mix_every: Natural = 0  # learner steps between mixes; 0: once per rollout

@@ -12,7 +12,7 @@ from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.table import algorithm_class, unroll_length
 from coterie.build import validity
 from coterie.build.resources import resolve_config, resolve_resources
-from coterie.config import Config
+from coterie.config import Config, ResolvedConfig
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.affinity import place
@@ -128,18 +128,11 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     env = replace(cell.env, num_envs=width * max(1, producers))
     own = replace(whole, learners=learners, exchange=exchange, actors=producers * learners, env=env)
     batch = kind.batch_size(own)
-    # Hosts and learners on other machines connect to this one, which not every run allows.
-    seen = replace(own, wire=replace(own.wire, bind=_HERE)) if apart else own
-    if h.machines > 1:
-        if exchange_kind.links_runs:
-            seen = replace(seen, gossip=replace(seen.gossip, bind=_HERE))
-        else:
-            seen = replace(seen, allreduce=replace(seen.allreduce, bind=_HERE))
-    validity.check(seen, spec)
+    _check(own, spec, h.machines > 1, apart > 0)
     gpu = h.gpus > 0 and exchange_kind.on_gpu
     place_cores = len(place(learners, range(h.cores), h.gpus if gpu else 0)[0].cores)
     mine = resolve_resources(replace(own, device="cpu"), spec, cores=place_cores)
-    if kind.apart:
+    if kind.apart:  # an actor has one core; a host has all
         acts_on = 1 if kind.own_policy else h.host_cores if apart else place_cores
         narrow = replace(own, env=replace(own.env, num_envs=width), device="cpu")
         groups = resolve_resources(narrow, spec, cores=acts_on).groups
@@ -160,6 +153,17 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
         batch_max=own.central.batch_max, wait=own.central.wait, chunks=own.store.chunks,
         local_steps=own.store.local_steps, mix_every=own.gossip.mix_every, tau=own.gossip.tau,
     )  # fmt: skip
+
+
+def _check(config: ResolvedConfig, spec: Spec, linked: bool, hosted: bool) -> None:
+    """Refuse what a run would. Hosts and learners elsewhere connect to this machine, which not every run allows."""
+    if hosted:
+        config = replace(config, wire=replace(config.wire, bind=_HERE))
+    if linked and EXCHANGES[config.exchange].links_runs:
+        config = replace(config, gossip=replace(config.gossip, bind=_HERE))
+    elif linked:
+        config = replace(config, allreduce=replace(config.allreduce, bind=_HERE))
+    validity.check(config, spec)
 
 
 def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
