@@ -37,7 +37,6 @@ Atoms = Annotated[int, Range(lambda x: x == 0 or x >= 2, "must be 0 or at least 
 FromMinusOne = Annotated[int, Range(lambda x: x >= -1, "must not be below -1")]
 Learners = Annotated[int | Literal["auto"], Range(lambda x: x == "auto" or x >= 1, "must be at least 1, or auto")]
 Actors = Annotated[int | Literal["auto"], Range(lambda x: x == "auto" or x >= 0, "must not be negative, or auto")]
-Topology = Literal["auto", "ring", "exponential", "static-exponential", "bipartite", "complete"]
 RewardClip = Literal["none", "sign", "clamp", "tanh", "asymmetric"]
 UpdateRule = Literal["rmsprop", "rmsprop_tf", "adam", "adam_eps_hat"]
 Correction = Literal["vtrace", "one-step", "epsilon", "none"]
@@ -308,7 +307,9 @@ class Allreduce:
 class Gossip:
     """Exchange gossip: learners average their weights with peers."""
 
-    topology: Topology = "auto"  # which learners average their weights; auto: ring
+    topology: Literal["auto", "ring", "exponential", "static-exponential", "bipartite", "complete"] = (
+        "auto"  # auto: ring
+    )
     peers: Positive = 1  # ring: in-peers of each learner; exponential: peers at a time
     tau: FromMinusOne = -1  # mixes that a learner may miss before it waits for its peers; 0: lockstep; -1: no limit
     mix_every: Natural = 0  # learner steps between mixes; 0: once per rollout

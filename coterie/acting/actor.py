@@ -11,11 +11,10 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from coterie.acting.apart import envs_per_child
+from coterie.acting.apart import WorkerReport, envs_per_child
 from coterie.acting.base import Agent, EnvShare, MemorySetup, Post, Stopped, WorkerSetup, group_policy
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, rollout_layout
-from coterie.acting.reporting import WorkerReport
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.affinity import keep_freed_memory
 from coterie.parallel.board import COUNTS

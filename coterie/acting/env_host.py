@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from coterie.acting.apart import WorkerReport
 from coterie.acting.base import EnvShare, MemorySetup, Post, Stopped, WorkerSetup
 from coterie.acting.recorder import Envs, env_loop
-from coterie.acting.reporting import WorkerReport
 from coterie.parallel.affinity import available_cores, keep_freed_memory
 from coterie.parallel.board import COUNTS
 from coterie.parallel.processes import scratch_folder

@@ -285,9 +285,8 @@ def _best(call: Callable[[], object], seconds: float = 1.0, clock: Callable[[], 
     return best
 
 
-def show(result: dict[str, Any]) -> str:
-    """The result as a few lines of text."""
-    r = result
+def show(r: dict[str, Any]) -> str:
+    """A result as a few lines of text."""
     parts = ", ".join(f"{name} {cost:.0f}" for name, cost in r["core_us_per_step"].items())
     return f"""\
 {r["preset"]} on {r["env"]}, {r["learners"]} learner(s), {r["exchange"]}, {r["cores"]} cores; \
