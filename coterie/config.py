@@ -307,9 +307,7 @@ class Allreduce:
 class Gossip:
     """Exchange gossip: learners average their weights with peers."""
 
-    topology: Literal["auto", "ring", "exponential", "static-exponential", "bipartite", "complete"] = (
-        "auto"  # auto: ring
-    )
+    topology: Literal["auto", "ring", "exponential", "static-exponential", "bipartite", "complete"] = "auto"  # a ring
     peers: Positive = 1  # ring: in-peers of each learner; exponential: peers at a time
     tau: FromMinusOne = -1  # mixes that a learner may miss before it waits for its peers; 0: lockstep; -1: no limit
     mix_every: Natural = 0  # learner steps between mixes; 0: once per rollout
