@@ -1,5 +1,5 @@
-"""Record the results of `coterie reproduce`: docs/results/figures.md has the tables and the first picture of each
-figure's largest budget so far, and docs/results/learning.md the list of the commands.
+"""Record the results of `coterie reproduce`: docs/results/figures.md has a table of all figures, then the
+tables and the first picture of each figure's largest budget so far.
 
 python benchmarks/figures.py [FOLDER]     (runs/reproduce)
 """
@@ -16,11 +16,15 @@ from pathlib import Path
 from coterie.tools.reproduce.figure import FIGURES
 
 DOCS = Path(__file__).parents[1] / "docs"
-HEAD = """# Results of the papers' figures
+HEAD = """# The papers' figures
 
-The tables of [`coterie reproduce`](../guides/reproduce.md), for each figure the largest budget so far. Most are small,
-on two cores and on environments that learn in minutes: they show that the figure works, and seldom what the paper
-found.
+Every figure and table of the five papers as [`coterie reproduce`](../guides/reproduce.md) made it, with the largest
+budget so far, beside the values that the paper states. Machine: 2 CPU cores, no GPU. Most budgets are small, with one
+seed and environments that learn in minutes: they show that a figure works, and seldom what the paper found.
+
+At this size some figures show the paper's effect: without V-trace a large policy lag ends learning (impala-e1), larger
+batches and more simulators cost sample efficiency (seed-batch), and the distance to consensus stays below its bound
+(gala-2a). Others do not: in gala-table1 GALA-A2C scores less than A2C on CartPole.
 
 *Written by `python benchmarks/figures.py`.*
 """
@@ -51,11 +55,44 @@ def section(name: str, budget: Path) -> str:
     return f"## {name}: {title.removeprefix('## ')}\n\n{body}\n"
 
 
+def anchor(title: str) -> str:
+    """The id that the site gives to a heading."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
+def summary(sections: dict[str, str]) -> str:
+    """A table with a row for each figure: its budget, what was trained and for how long."""
+    rows = ["| figure | shows | budget | envs | each run | seeds | env steps in all | training |", "|---" * 8 + "|"]
+    for name in FIGURES:
+        if name not in sections:
+            rows.append(f"| {name} | | none | | | | | |")
+            continue
+        title = sections[name].partition("\n")[0].removeprefix("## ")
+        facts = re.search(r"^`.* --budget (\S+)`: (.*?)\. \d{4}-\d\d-\d\d(.*)$", sections[name], re.M)
+        if facts is None:
+            raise SystemExit(f"{name}: its section has no line with its command")
+        budget, work, cost = facts.groups()
+        each = re.search(r"([\d,]+) env steps of each run|(\d+ s) of each measurement", work)
+        seeds, steps = re.search(r"(\d+) seeds?", work), re.search(r"([\d,]+) env steps in all; (.*) of training", cost)
+        envs = dict.fromkeys(env for part in work.split(", ") if " " not in part for env in part.split(","))
+        cells = [
+            f"[{name}](#{anchor(title)})",
+            title.removeprefix(f"{name}: "),
+            budget,
+            ", ".join(envs),
+            (each[1] or each[2]) if each else "",
+            seeds[1] if seeds else "",
+            *(steps.groups() if steps else ("", "")),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/reproduce"))
     root = parser.parse_args().folder
-    page, results = DOCS / "results" / "figures.md", DOCS / "results" / "learning.md"
+    page = DOCS / "results" / "figures.md"
     written = re.findall(r"^(## ([\w-]+): .*?)(?=^## |\Z)", page.read_text(), re.M | re.S) if page.exists() else []
     sections = {name: text.rstrip() + "\n" for text, name in written}
     for name in FIGURES:
@@ -65,15 +102,8 @@ def main() -> None:
             known = re.search(r"; ([\d,]+) env steps in all", sections.get(name, ""))
             if not known or int(known[1].replace(",", "")) <= cost(largest)[0]:
                 sections[name] = section(name, largest)
-    page.write_text(HEAD + "\n" + "\n".join(sections[name] for name in FIGURES if name in sections))
-    rows = ["| figure | the largest budget so far | of training |", "|---|---|---|"]
-    for name in FIGURES:
-        text = sections.get(name, "")
-        command, took = re.search(r"`(coterie reproduce .*?)`", text), re.search(r"in all; ([^;]*?) of training", text)
-        rows.append(f"| {name} | {command[0] if command else 'none'} | {took[1] if took else ''} |")
-    table = "\n".join(rows)
-    marks = r"(<!-- figures -->\n).*?(<!-- end of figures -->)"
-    results.write_text(re.sub(marks, lambda m: f"{m[1]}{table}\n{m[2]}", results.read_text(), flags=re.S))
+    tables = "\n".join(sections[name] for name in FIGURES if name in sections)
+    page.write_text(f"{HEAD}\n{summary(sections)}\n{tables}")
 
 
 if __name__ == "__main__":
