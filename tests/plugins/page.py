@@ -1,4 +1,4 @@
-"""The files that docs/guides/custom-parts.md shows, and the command line in a folder that has nothing else."""
+"""The files that the guides on custom parts show, and the command line in a folder that has nothing else."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "guides" / "custom-parts.md"
+PAGES = sorted((ROOT / "docs" / "guides").glob("custom-*.md"))
 
 
-def write_files(folder: Path, page: Path = PAGE) -> list[str]:
-    """Write a page's titled blocks of Python as files; returns their names."""
-    blocks = re.findall(r'```python title="([\w.]+)"\n(.*?)```', page.read_text(), re.S)
+def write_files(folder: Path, *pages: Path) -> list[str]:
+    """Write the titled blocks of Python of these pages (default: `PAGES`) as files; returns their names."""
+    texts = [page.read_text() for page in pages or PAGES]
+    blocks = [block for text in texts for block in re.findall(r'```python title="([\w.]+)"\n(.*?)```', text, re.S)]
     for name, text in blocks:
         (folder / name).write_text(text)
     return [name for name, _ in blocks]

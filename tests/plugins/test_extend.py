@@ -1,4 +1,4 @@
-"""Each file of docs/guides/custom-parts.md is written to a folder outside the package and used in training."""
+"""Each file of the guides on custom parts (docs/guides/custom-*.md) is written to a folder outside the package and used in training."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import json
 import pytest
 import torch
 
+from coterie.config import Model
+from coterie.plugins import named
 from coterie.runs import checkpoint
+from coterie.types import ObsSpec
 from tests.plugins.page import coterie, evaluate, train, write_files
 
 
 @pytest.fixture
 def folder(tmp_path):
-    assert write_files(tmp_path) == ["corridor.py", "spo.py", "late.py", "local_sgd.py"]
+    names = ["late", "local_sgd", "spo", "corridor", "signpost", "residual", "patches"]
+    assert write_files(tmp_path) == [f"{name}.py" for name in names]
     return tmp_path
 
 
@@ -21,6 +25,30 @@ def test_the_environment_of_the_page_is_solved(folder):
     longer = ["--env.kwargs", '{"length": 12}']
     train(folder, "run", "ppo", "--env", "corridor:Corridor", *longer, "--steps", "20000")
     assert evaluate(folder, "run") == pytest.approx(1 - 0.01 * 11, abs=1e-5)  # the shortest way, every time
+
+
+def test_the_environment_with_text_of_the_page_is_solved(folder):
+    train(folder, "run", "ppo", "--env", "signpost:Signpost", "--seed", "0", "--steps", "10000")
+    assert evaluate(folder, "run") == 1.0  # without reading: 0.5
+
+
+def test_the_torso_for_vectors_of_the_page_learns(folder):
+    residual = ["--env", "CartPole-v1", "--seed", "0", "--model.torso", "residual:Torso"]
+    assert train(folder, "run", "ppo", *residual, "--steps", "30000")["mean_return"] > 100  # a random policy: 20
+
+
+@pytest.mark.slow
+def test_the_torso_for_images_of_the_page_learns(folder):
+    catch = ["--env", "coterie.envs.testing:Catch", "--env.kwargs", '{"image": true, "scale": 8}', "--seed", "0"]
+    images = ["--model.torso", "patches:Torso", "--precision", "bf16"]
+    assert train(folder, "run", "ppo", *catch, *images, "--steps", "24000")["mean_return"] > 0.2  # random: -0.6
+
+
+@pytest.mark.parametrize("shape", [(40, 80, 3), (3, 80, 40)])
+def test_the_torso_for_images_of_the_page_takes_both_layouts(folder, monkeypatch, shape):
+    monkeypatch.syspath_prepend(str(folder))
+    torso = named("model.torso", "patches:Torso")({"": ObsSpec(shape, "uint8")}, Model())
+    assert torso(torch.zeros(2, *shape, dtype=torch.uint8)).shape == (2, torso.size)
 
 
 def test_the_algorithm_of_the_page_learns_and_is_found_again(folder):
