@@ -1,4 +1,4 @@
-"""Each file of the guides on custom parts (docs/guides/custom-*.md) is written to a folder outside the package and used in training."""
+"""Each file of the guides on custom parts is written to a folder outside the package and used in training."""
 
 from __future__ import annotations
 
