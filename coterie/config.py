@@ -191,9 +191,7 @@ class Replay:
     alpha: NaturalFloat = 0.0  # exponent of the priority; 0: uniform sampling
     beta: NaturalFloat = 0.4  # exponent of the importance weights at the start of the run
     beta_end: NaturalFloat = 1.0  # exponent of the importance weights at the end of the run
-    initial: Literal["highest", "acting"] = (
-        "highest"  # priority of new data; acting: from the values computed while acting
-    )
+    initial: Literal["highest", "acting"] = "highest"  # priority of new data; acting: from the values while acting
     disk: str = ""  # folder of a file that stores the observations; empty: in memory
     save: bool = False  # store the replay in checkpoints; otherwise a resumed run fills it again
 
@@ -356,6 +354,8 @@ class Log:
     cosines: Natural = 0  # env steps of each learner between comparisons of the learners' gradients; 0: none
     norms: Natural = 0  # env steps of each learner between measurements of its layers' norms; 0: none
     wandb: str = ""  # Weights & Biases project; needs the extra `wandb`
+    wandb_group: str = ""  # runs of one group are shown together; empty: none
+    wandb_tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Coordinator:
         return self.order is not None and bool(self.board.order[1] & LAST)
 
     def _open_writer(self, resume_env_steps: int | None) -> RunWriter:
-        return RunWriter(self.folder, self.config.log.tensorboard, self.config.log.wandb, resume_env_steps)
+        return RunWriter(self.folder, self.config, resume_env_steps)
 
     def go(self, work: Callable[[], None], close: Callable[[], None]) -> dict[str, Any]:
         """Do `work` until it ends, fails or is interrupted by a signal, then `close`, and write the summary."""

@@ -265,16 +265,21 @@ class Ledger:
         return self.board.sum("produced") - self.board.sum("learned") - self.board.sum("dropped")
 
     def summary(self, digests: dict[int, str]) -> dict[str, Any]:
-        """The final metrics. `digests`: of the learners' last weights, where they have ended."""
-        board, learned = self.board, self.env_steps
+        """The final metrics. `digests`: of the learners' last weights, where they have ended. What this run cannot have
+        is left out.
+        """
+        board, learned, totals = self.board, self.env_steps, self._totals()
+        if self.config.optim.on_nonfinite == "stop":
+            del totals["skipped_batches"]
         each = [digests.get(rank, "") for rank in range(self.learners)]
+        by_row = [round(x / self.rollouts, 3) for x in self.lag_by_row]
         whole = each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
         return {
             "env_steps": learned,
             "env_frames": learned * self.spec.action_repeat,
-            **self._totals(),
+            **totals,
             "samples_trained": board.sum("samples_trained"),
-            "env_steps_per_s": learned / self.seconds,
+            "env_steps_per_s": float(f"{learned / self.seconds:.5g}"),
             **({"tasks": self._task_returns()} if self.tasks else {}),
             "rows": {
                 "produced": board.sum("produced") + self.rolled_back + self.dropped,
@@ -284,9 +289,9 @@ class Ledger:
                 "rolled_back": self.rolled_back,
             },
             "policy_lag": {str(lag): rows for lag, rows in sorted(self.lags.items())},
-            "policy_lag_by_row": [round(x / self.rollouts, 3) for x in self.lag_by_row],
-            **{f"latency_{name}": value for name, value in self._latency().items()},
-            "stages": {k: round(v, 3) for k, v in self.stages.items()},
+            **({"policy_lag_by_row": by_row} if any(by_row) else {}),
+            **{f"latency_{name}": round(value, 3) for name, value in self._latency().items()},
+            "stages": {k: seconds for k, v in self.stages.items() if (seconds := round(v, 3))},
             "energy": self.energy.summary((learned - self.begin_steps) * self.spec.action_repeat),
             "digest": whole if digests else "",
             **({"digests": each, "restarts": self.restarts} if self.learners > 1 else {}),

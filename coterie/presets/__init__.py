@@ -1,7 +1,7 @@
 """Presets: functions named after the paper's system that return a `Config` for an environment.
 
 A preset has one setting for each kind of environment (Atari-like images, continuous control, small vectors); every
-field can be overridden: `ppo(env="Pong-v5", **{"optim.lr": 1e-3})`, or `--optim.lr 1e-3`.
+field can be overridden: `ppo(env="Pong-v5", optim={"lr": 1e-3}, **{"algo.gamma": 0.98})`, or `--optim.lr 1e-3`.
 """
 
 from __future__ import annotations

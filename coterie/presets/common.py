@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -14,10 +15,25 @@ from coterie.runs.config_io import replace as override
 from coterie.types import Spec
 
 Changes = dict[str, Any]  # by dotted name; a whole section replaces all of its fields
+_JSON = ("env.kwargs", "ray.runtime_env")  # texts that are JSON objects
 
 LINEAR = Schedule("linear")
 known_spec: ContextVar[Spec | None] = ContextVar("known_spec", default=None)  # in place of making the env
 _SMALLEST_IMAGE = 36  # pixels, what the presets' torsos need
+
+
+def flat(overrides: Changes, prefix: str = "") -> Changes:
+    """Overrides by dotted name: `{"optim": {"lr": 1e-3}}` becomes `{"optim.lr": 1e-3}`."""
+    found: Changes = {}
+    for name, value in overrides.items():
+        dotted = prefix + name
+        if not isinstance(value, dict):
+            found[dotted] = value
+        elif dotted in _JSON:
+            found[dotted] = json.dumps(value)
+        else:
+            found |= flat(value, f"{dotted}.")
+    return found
 
 
 def of_env(overrides: Changes) -> Changes:
@@ -36,6 +52,7 @@ def make(
     """A preset for `env`: `common`, then `image`, or else `vector` (and `continuous` for continuous actions), then
     `overrides`. The options of the environment itself are applied first, since they decide its kind.
     """
+    overrides = flat(overrides)
     config = override(Config(preset=preset, env=Env(id=env), atari=Atari(episodic_life=True)), of_env(overrides))
     spec = known_spec.get() or make_spec(config.env, config.atari)
     config = replace(config, model=Model(normalize_obs=any(s.is_numeric for s in spec.obs.values())))
@@ -57,6 +74,7 @@ def derive(
     vector: Changes | None = None,
 ) -> Config:
     """Another preset, changed: by `common`, then by `image` or else `vector`, then by `overrides`."""
+    overrides = flat(overrides)
     config = base(env, **of_env(overrides))
     is_image = config.model.torso != "auto"  # presets name a torso for images only
     changes = (image if is_image else vector) or {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coterie.config import Algo, Central, Config, Decoupled, Model, Optim, Reward, VTrace
-from coterie.presets.common import LINEAR, Changes, derive, envs, make
+from coterie.presets.common import LINEAR, Changes, derive, envs, flat, make
 
 
 def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
@@ -80,7 +80,7 @@ def seed_football(env: str = "gfootball/11_vs_11_hard_stochastic-v1", **override
     `env.kwargs` asks for the checkpoint reward): V-trace on unrolls of 32 in batches of 32, rewards as they are, Keras'
     Adam at a fixed rate, a ResNet of four stages. One frame on EnvPool; the paper's four by examples/envs/football.py.
     """
-    checkpoints = "checkpoints" in overrides.get("env.kwargs", "")
+    checkpoints = "checkpoints" in flat(overrides).get("env.kwargs", "")
     lr, entropy, gae_lambda = (1.2542e-4, 7.3309e-4, 1.0) if checkpoints else (5.5339e-5, 3.1948e-5, 0.9)
     image = {
         "steps": 500_000_000,

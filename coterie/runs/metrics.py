@@ -7,16 +7,22 @@ import json
 import math
 import os
 import re
+import textwrap
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from coterie.config import Config
 from coterie.extras import needs
 from coterie.parallel.processes import location
+from coterie.runs.config_io import fields, get, to_dict
 from coterie.types import CoterieError, reason_of
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # The files of a run's folder, besides checkpoints/ and TensorBoard's events.
 RUN_FILES = (
@@ -74,12 +80,10 @@ class RunWriter:
     after it are dropped, so that curves do not double back.
     """
 
-    def __init__(
-        self, folder: Path, tensorboard: bool = True, wandb_project: str = "", resume_env_steps: int | None = None
-    ) -> None:
+    def __init__(self, folder: Path, config: Config, resume_env_steps: int | None = None) -> None:
         self.folder = folder
         self._open = ExitStack()  # closes the others if closing one fails
-        self._wandb = _wandb(folder, wandb_project) if wandb_project else None
+        self._wandb = _wandb(folder, config) if config.log.wandb else None
         if self._wandb is not None:
             self._open.callback(self._wandb.finish)
         with _writing(folder):
@@ -89,13 +93,15 @@ class RunWriter:
             self._file = self._open.enter_context((folder / "metrics.jsonl").open("a"))
             self._log = self._open.enter_context((folder / "log.txt").open("a"))
             self._events = None
-            if tensorboard:
+            if config.log.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # 0.35 s to import
 
                 # TensorBoard ignores what older event files have from the purge step on.
                 purge = None if resume_env_steps is None else resume_env_steps + 1
                 self._events = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
                 self._open.callback(self._events.close)
+                if resume_env_steps is None:
+                    _describe(config, self._events)
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a line of metrics; it needs `env_steps` and `seconds`. The line of an evaluation is written after its
@@ -128,7 +134,10 @@ class RunWriter:
     def summary(self, data: dict[str, Any]) -> None:
         """Replace summary.json atomically."""
         with _writing(self.folder):
-            write_whole(self.folder / "summary.json", json.dumps(clean(data), indent=1, allow_nan=False) + "\n")
+            text = json.dumps(clean(data), indent=1, allow_nan=False) + "\n"
+            # Lists of numbers on one line. A line break inside of a JSON text is always escaped.
+            text = re.sub(r"\[\n[-+.\deE,\s]*\]", lambda found: " ".join(found[0].split()), text)
+            write_whole(self.folder / "summary.json", text)
 
     def close(self) -> None:
         with _writing(self.folder):
@@ -158,13 +167,45 @@ def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _wandb(folder: Path, project: str) -> Any:
+def hyperparameters(config: Config) -> dict[str, int | float | str | bool]:
+    """By dotted name: the run's own fields, and those of the sections that this run changes, lists as text."""
+    default, names = Config(log=config.log, out=config.out), [name for name, _ in fields()]
+    sections = {name.partition(".")[0] for name in names if get(config, name) != get(default, name)}
+    found = {name: get(config, name) for name in names if "." not in name or name.partition(".")[0] in sections}
+    del found["out"]
+    return {k: v if isinstance(v, int | float | str) else str(list(v)) for k, v in found.items()}
+
+
+def _describe(config: Config, events: SummaryWriter) -> None:
+    """Give TensorBoard the config as text, and the hyperparameters of a run for its table of runs."""
+    from torch.utils.tensorboard.summary import hparams
+
+    # Indented by four columns more, it is code in Markdown.
+    events.add_text("config", textwrap.indent(json.dumps(to_dict(config), indent=1), "    "))
+    # `SummaryWriter.add_hparams` would write a second folder, which is shown as another run.
+    for part in hparams(hyperparameters(config), {"mean_return": 0, "eval/return": 0}):
+        events.file_writer.add_summary(part)
+
+
+def _wandb(folder: Path, config: Config) -> Any:
+    """The run's page. W&B's own variables, such as `WANDB_MODE=offline`, are obeyed."""
     with needs("log.wandb", "wandb"):
         import wandb
     # The id depends on the folder only, so that a resumed run continues its page.
     key = f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
+    log = config.log
     try:
-        page = wandb.init(project=project, dir=str(folder), name=folder.name, id=key, resume="allow")
+        page = wandb.init(
+            project=log.wandb,
+            group=log.wandb_group or None,
+            tags=log.wandb_tags or None,
+            config=to_dict(config),
+            allow_val_change=True,  # a resumed run may have another total of env steps
+            dir=str(folder),
+            name=folder.name,
+            id=key,
+            resume="allow",
+        )
         # Its own step count cannot go back, as the line of an evaluation and a resumed run do.
         page.define_metric("*", step_metric="env_steps")
         return page

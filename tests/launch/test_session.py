@@ -35,6 +35,11 @@ def test_a_run_leaves_its_summary_metrics_scores_and_best_checkpoint(tmp_path):
     assert summary["status"] == "finished"
     assert summary["env_steps"] >= 3000
     check_rows(out)
+    always = "reason env_steps env_frames learner_steps seconds env_steps_per_s episodes mean_return rows digest"
+    assert set(always.split()) <= summary.keys()
+    assert not {"policy_lag_by_row", "skipped_batches"} & summary.keys()  # nothing lags, and nothing is ever skipped
+    assert 0 not in summary["stages"].values()
+    assert len(str(summary["env_steps_per_s"])) <= 8  # five digits
     assert summary["env_steps"] == summary["env_frames"]
     assert summary["samples_trained"] >= 3.9 * summary["env_steps"]  # four epochs
     lines = read_metrics(out)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coterie import presets
 from coterie.build import validity
 from coterie.build.resources import resolve_config
+from coterie.config import Schedule
 from coterie.envs import pool
 from coterie.envs.make import make_spec
+from coterie.types import ConfigError
 
 SCENARIO = "gfootball/11_vs_11_hard_stochastic-v1"
 needs_football = pytest.mark.skipif(not pool.has_env(SCENARIO), reason="this EnvPool has no football")
@@ -108,3 +112,29 @@ def test_three_tasks_are_shared_out_by_default(name):
     config = resolve_config(presets.make(name, env="Pong-v5,Breakout-v5,Seaquest-v5"))
     validity.check(config, make_spec(config.env, config.atari))
     assert config.actors % 3 == 0
+
+
+def test_overrides_from_python_are_nested_or_dotted():
+    nested = {"optim": {"lr": 1e-3, "schedule": {"kind": "constant"}}, "env.kwargs": {"sutton_barto_reward": True}}
+    nested["env.backend"] = "workers"
+    config = presets.ppo(env="CartPole-v1", **nested, **{"algo.gamma": 0.98})
+    plain = presets.ppo(env="CartPole-v1")
+    assert config.optim == replace(plain.optim, lr=1e-3, schedule=Schedule())
+    assert config.env == replace(plain.env, backend="workers", kwargs='{"sutton_barto_reward": true}')
+    assert config.algo == replace(plain.algo, gamma=0.98)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"optm": {"lr": 1}}, r"optm\.lr: no such field; the nearest are optim\.lr"),
+        ({"optim": {"lrr": 1}}, r"optim\.lrr: no such field; the nearest are optim\.lr"),
+        ({"learning_rate": 1}, "learning_rate: no such field; "),
+        ({"lr": 1}, r"lr: no such field; the nearest are optim\.lr"),
+        ({"optim": 3}, "optim: no such field; the fields of optim are optim.rule"),
+    ],
+)
+def test_an_unknown_override_is_one_line_with_the_nearest_name(overrides, says):
+    for preset in (presets.ppo, presets.appo):
+        with pytest.raises(ConfigError, match=f"^{says}"):
+            preset(env="CartPole-v1", **overrides)

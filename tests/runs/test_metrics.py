@@ -8,16 +8,24 @@ import os
 import re
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from coterie import presets
+from coterie.config import Config, Log
+from coterie.runs.config_io import from_dict
 from coterie.runs.machine import required, version
 from coterie.runs.metrics import Episodes, RunWriter, read_metrics
 from coterie.types import ConfigError, CoterieError
+
+QUIET = Config(log=Log(tensorboard=False))
 
 
 def strict(text: str) -> Any:
@@ -30,14 +38,14 @@ def strict(text: str) -> Any:
 
 
 def write(folder: Path, steps: range, resume: int | None = None, tensorboard: bool = False, **more: Any) -> None:
-    writer = RunWriter(folder, tensorboard, resume_env_steps=resume)
+    writer = RunWriter(folder, replace(QUIET, log=Log(tensorboard=tensorboard)), resume)
     for step in steps:
         writer.write({"env_steps": step, "seconds": step / 10, **more})
     writer.close()
 
 
 def test_lines_are_standard_json_and_there_at_once(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path, tensorboard=False)
+    writer = RunWriter(tmp_path, QUIET)
     given = {"nan": math.nan, "inf": -math.inf, "tensor": torch.tensor(0.25), "list": [1.0, math.nan]}
     given |= {"half": torch.tensor(math.nan, dtype=torch.bfloat16), "numpy": np.float32(2.0)}
     writer.write({"env_steps": np.int64(8), "seconds": 0.5, **given})
@@ -60,8 +68,6 @@ def test_resume_drops_the_lines_after_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_tensorboard_has_the_same_curve(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     write(tmp_path, range(0, 50, 10), tensorboard=True, loss=1.0, bad=math.nan, what="text")
     write(tmp_path, range(30, 50, 10), resume=20, tensorboard=True, loss=2.0)
     events = EventAccumulator(str(tmp_path))
@@ -69,6 +75,22 @@ def test_tensorboard_has_the_same_curve(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 1), (10, 1), (20, 1), (30, 2), (40, 2)]
     assert [e.value for e in events.Scalars("seconds")] == pytest.approx([0, 1, 2, 3, 4])
     assert set(events.Tags()["scalars"]) == {"loss", "seconds"}
+
+
+def test_tensorboard_has_the_config_and_the_hyperparameters(tmp_path: Path) -> None:
+    config = presets.ppo(env="CartPole-v1", learners=2, optim={"lr": 1e-3})
+    for resume in (None, 5):
+        RunWriter(tmp_path, config, resume).close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (text,) = events.Tensors("config/text_summary")
+    assert from_dict(json.loads(text.tensor_proto.string_val[0])) == config
+    content = HParamsPluginData.FromString(events.PluginTagToContent("hparams")["_hparams_/session_start_info"])
+    found = content.session_start_info.hparams
+    assert found["optim.lr"].number_value == 1e-3
+    assert (found["algorithm"].string_value, found["learners"].number_value) == ("ppo", 2)
+    assert found["model.hidden"].string_value == "[64, 64]"
+    assert not {"q.atoms", "log.every", "out"} & set(found)
 
 
 def test_reading_metrics_forgives_only_a_torn_last_line(tmp_path: Path) -> None:
@@ -86,10 +108,12 @@ def test_reading_metrics_forgives_only_a_torn_last_line(tmp_path: Path) -> None:
 
 
 def test_summary_replaces_the_one_before_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = RunWriter(tmp_path, tensorboard=False)
-    writer.summary({"status": "failed", "reason": "x", "mean_return": math.nan, "rows": {"learned": np.int64(3)}})
+    writer = RunWriter(tmp_path, QUIET)
+    given = {"status": "failed", "reason": "[\n 1 ]", "rows": {"learned": np.int64(3)}, "lag": [0.5, 1.0], "none": []}
+    writer.summary({**given, "mean_return": math.nan})
     text = (tmp_path / "summary.json").read_text()
-    assert strict(text) == {"status": "failed", "reason": "x", "mean_return": None, "rows": {"learned": 3}}
+    assert strict(text) == {**given, "mean_return": None}
+    assert ' "lag": [ 0.5, 1.0 ],' in text.splitlines()
     with monkeypatch.context() as patch:
 
         def full(handle: int) -> None:
@@ -107,18 +131,18 @@ def test_summary_replaces_the_one_before_in_one_go(tmp_path: Path, monkeypatch: 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "log.txt"):
         (tmp_path / name).symlink_to("/dev/full")
-    writer = RunWriter(tmp_path, tensorboard=False)
+    writer = RunWriter(tmp_path, QUIET)
     for call in (lambda: writer.write({"env_steps": 1, "seconds": 1}), lambda: writer.log("x"), writer.close):
         with pytest.raises(CoterieError) as caught:
             call()
         assert str(caught.value) == f"cannot write to {tmp_path}: No space left on device"
     with pytest.raises(CoterieError, match="gone: No such file or directory"):
-        RunWriter(tmp_path / "gone", tensorboard=False)
+        RunWriter(tmp_path / "gone", QUIET)
 
 
 def test_the_log_is_kept_over_a_resume_with_times(tmp_path: Path) -> None:
     for resume, text in ((None, "began"), (5, "resumed")):
-        writer = RunWriter(tmp_path, tensorboard=False, resume_env_steps=resume)
+        writer = RunWriter(tmp_path, QUIET, resume)
         writer.log(text)
         writer.close()
     first, second = (tmp_path / "log.txt").read_text().splitlines()
@@ -154,17 +178,23 @@ class FakeWandb(types.ModuleType):
 def test_wandb_gets_every_line_and_a_resumed_run_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    log = Log(wandb="p", wandb_group="g", wandb_tags=("a", "b"), tensorboard=False)
+    config = presets.ppo(env="CartPole-v1", log=log)
     for resume in (None, 1):
-        writer = RunWriter(tmp_path, tensorboard=False, wandb_project="p", resume_env_steps=resume)
+        writer = RunWriter(tmp_path, config, resume)
         writer.write({"env_steps": 2, "seconds": 1.0, "loss": math.nan})
         writer.close()
     first, second = fake.begun
     assert first == second
     (tmp_path / "other").mkdir()
-    RunWriter(tmp_path / "other", tensorboard=False, wandb_project="p").close()
+    RunWriter(tmp_path / "other", config).close()
     assert first["id"] != fake.begun[2]["id"]
     assert first["id"]
     assert (first["project"], first["resume"]) == ("p", "allow")
+    assert (first["group"], first["tags"]) == ("g", ("a", "b"))
+    assert first["config"]["optim"]["lr"] == config.optim.lr
+    assert from_dict(first["config"]) == config
+    assert "mode" not in first  # WANDB_MODE decides
     assert fake.logged == [{"env_steps": 2, "seconds": 1.0, "loss": None}] * 2
     assert fake.axes == [("*", "env_steps")] * 3
     assert fake.finished == 3
@@ -172,13 +202,16 @@ def test_wandb_gets_every_line_and_a_resumed_run_its_page(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     ("module", "says"),
-    [(None, "needs `pip install 'coterie[wandb]'`"), (FakeWandb(RuntimeError("no\nAPI key")), "no API key")],
+    [
+        (None, "log.wandb needs the extra 'wandb': pip install 'coterie[wandb]'"),
+        (FakeWandb(RuntimeError("no\nAPI key")), "log.wandb: no API key"),
+    ],
     ids=["missing", "fails"],
 )
 def test_wandb_that_is_missing_or_fails_is_one_line(tmp_path: Path, monkeypatch, module: Any, says: str) -> None:
     monkeypatch.setitem(sys.modules, "wandb", module)
-    with pytest.raises(ConfigError if module is None else CoterieError, match=rf"^log\.wandb: {re.escape(says)}$"):
-        RunWriter(tmp_path, tensorboard=False, wandb_project="p")
+    with pytest.raises(ConfigError if module is None else CoterieError, match=f"^{re.escape(says)}$"):
+        RunWriter(tmp_path, Config(log=Log(wandb="p", tensorboard=False)))
 
 
 def test_episodes_are_the_last_100_and_survive_json() -> None:
