@@ -61,28 +61,27 @@ def anchor(title: str) -> str:
 
 
 def summary(sections: dict[str, str]) -> str:
-    """A table with a row for each figure: its budget, what was trained and for how long."""
-    rows = ["| figure | shows | budget | envs | each run | seeds | env steps in all | training |", "|---" * 8 + "|"]
+    """A table with a row for each figure: what was trained and for how long."""
+    rows = ["| figure | shows | envs | budget, size of each run | seeds | training |", "|---" * 6 + "|"]
     for name in FIGURES:
         if name not in sections:
-            rows.append(f"| {name} | | none | | | | | |")
+            rows.append(f"| {name} | | | none | | |")
             continue
         title = sections[name].partition("\n")[0].removeprefix("## ")
         facts = re.search(r"^`.* --budget (\S+)`: (.*?)\. \d{4}-\d\d-\d\d(.*)$", sections[name], re.M)
         if facts is None:
             raise SystemExit(f"{name}: its section has no line with its command")
         budget, work, cost = facts.groups()
-        each = re.search(r"([\d,]+) env steps of each run|(\d+ s) of each measurement", work)
-        seeds, steps = re.search(r"(\d+) seeds?", work), re.search(r"([\d,]+) env steps in all; (.*) of training", cost)
+        each = re.search(r"([\d,]+ env steps|\d+ s) of each", work)
+        seeds, took = re.search(r"(\d+) seeds?", work), re.search(r"in all; (.*) of training", cost)
         envs = dict.fromkeys(env for part in work.split(", ") if " " not in part for env in part.split(","))
         cells = [
             f"[{name}](#{anchor(title)})",
             title.removeprefix(f"{name}: "),
-            budget,
             ", ".join(envs),
-            (each[1] or each[2]) if each else "",
+            f"{budget}, {each[1]}" if each else budget,
             seeds[1] if seeds else "",
-            *(steps.groups() if steps else ("", "")),
+            took[1] if took else "",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
