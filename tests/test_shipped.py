@@ -62,7 +62,6 @@ def test_a_slurm_job_is_preempted_requeued_and_resumed(tmp_path):
     for name, text in FAKES.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
-    tag = f"COTERIE_TEST={tmp_path}"
     small = "--log.every 0.2 --log.tensorboard False --log.checkpoint-every 0.5 --algo.unroll-length 8"
     env = {
         **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "RUN": str(tmp_path / "run"),
@@ -88,7 +87,7 @@ def test_a_slurm_job_is_preempted_requeued_and_resumed(tmp_path):
                 return learned() > before + 1000
 
             wait_until(goes_on, PATIENCE, "it learns")
-            for pid, command in tagged(tag).items():  # as SLURM signals the steps of a job
+            for pid, command in tagged("COTERIE_TEST", str(tmp_path)).items():  # as SLURM signals the steps of a job
                 if re.search(r"coterie (train|resume|envs) ", command):
                     os.kill(pid, signal.SIGTERM)
             assert job.wait(PATIENCE) == 75, (tmp_path / "said").read_text()

@@ -158,7 +158,7 @@ class Policy:
         self.algorithm = make_algorithm(resolve_config(config), spec)
         _, self.fields, self.actions = env_edges(config.env, config.atari)
         self._first = np.ones(0, bool)  # envs that begin an episode
-        self._player = self._new_player(0)
+        self.player = self._new_player(0)
 
     def _new_player(self, batch: int) -> Player:
         return Player(self.algorithm, self.model, self.spec, batch, self.config.seed)
@@ -171,10 +171,10 @@ class Policy:
         obs = flatten(obs, self.fields)
         batch = len(next(iter(entries(obs).values())))
         if len(self._first) != batch:
-            self._first, rng = np.ones(batch, bool), self._player.rng
-            self._player = self._new_player(batch)
-            self._player.rng = rng  # two batches in a row are sampled differently
-        action = self._player.act(obs, self._first, np.zeros(batch) if reward is None else reward, sampled)
+            self._first, rng = np.ones(batch, bool), self.player.rng
+            self.player = self._new_player(batch)
+            self.player.rng = rng  # two batches in a row are sampled differently
+        action = self.player.act(obs, self._first, np.zeros(batch) if reward is None else reward, sampled)
         self._first = np.zeros(batch, bool)
         return self.actions.to_env(action)
 

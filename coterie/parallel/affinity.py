@@ -10,22 +10,24 @@ from typing import NamedTuple
 
 import psutil
 
+CGROUP = Path("/sys/fs/cgroup")  # the limits of a container (cgroup v2)
 
-def available_cores() -> list[int]:
-    """Cores that this process may run on, limited by a container's CPU quota (cgroup v2) where one is set."""
+
+def available_cores(cgroup: Path = CGROUP) -> list[int]:
+    """Cores that this process may run on, limited by a container's CPU quota where one is set."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = (cgroup / "cpu.max").read_text().split()
         return cores if quota == "max" else cores[: max(1, round(int(quota) / int(period)))]
     except (OSError, ValueError, ZeroDivisionError):
         return cores
 
 
-def machine_memory() -> int:
-    """Bytes of the machine's memory, limited by a container's (cgroup v2) where that is set."""
+def machine_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes of the machine's memory, limited by a container's where that is set."""
     whole = int(psutil.virtual_memory().total)
     try:
-        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        return min(whole, int((cgroup / "memory.max").read_text()))
     except (OSError, ValueError):
         return whole
 

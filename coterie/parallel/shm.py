@@ -11,7 +11,8 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing import reduction
 from typing import Any
 
@@ -22,21 +23,18 @@ from coterie.types import Array
 
 Layout = Mapping[str, tuple[tuple[int, ...], DTypeLike]]  # name -> (shape, dtype)
 _ALIGN = 64  # a cache line: no two arrays share one
+LOCKS = (threading.Lock(), threading.Lock())
 
 
-_FIRST, _SECOND = threading.Lock(), threading.Lock()
-
-
-def fence() -> None:
+def fence(locks: Sequence[AbstractContextManager[object]] = LOCKS) -> None:
     """A full memory barrier, for processors that reorder memory accesses (Arm).
 
     An access before a lock's release may not move behind it, and one after an acquisition not before that. The release
     of the first lock and the acquisition of the second keep their order, so no access passes both ways.
     """
-    with _FIRST:
-        pass
-    with _SECOND:
-        pass
+    for lock in locks:
+        with lock:
+            pass
 
 
 def _place(layout: Layout) -> tuple[dict[str, int], int]:

@@ -1,17 +1,18 @@
-"""Judging and watching a policy: whole games, budgets, a recurrent policy outside of training, a film."""
+"""Evaluating and watching a policy: whole episodes, budgets, a recurrent policy outside of training, a video."""
 
 from __future__ import annotations
 
+import imageio
 import pytest
 import torch
 
 import coterie
-from coterie import presets
-from coterie.build.evaluate import evaluate_run, load
+from coterie.build.evaluate import Trial, evaluate, evaluate_run, load
+from coterie.tools.watch import watch
 from tests.launch.test_session import tiny
 
 
-def test_evaluation_counts_whole_games_a_fixed_number_for_each_env(tmp_path):
+def test_evaluation_counts_whole_episodes_and_stops_at_its_step_budget(tmp_path):
     out = tmp_path / "run"
     coterie.train(tiny(out, steps=100), quiet=True)
     greedy = [evaluate_run(out, episodes=20, seed=s) for s in (1, 1, 2)]
@@ -24,16 +25,8 @@ def test_evaluation_counts_whole_games_a_fixed_number_for_each_env(tmp_path):
     assert greedy[0]["stderr"] == pytest.approx(float(returns.std() / 20**0.5))
     sampled = evaluate_run(out, episodes=20, sampled=True)
     assert sampled["returns"] != greedy[0]["returns"]
-
-
-def test_evaluation_stops_at_its_step_budget(tmp_path):
-    out = tmp_path / "run"
-    coterie.train(tiny(out, steps=100), quiet=True)
-    from coterie.build.evaluate import Trial, evaluate
-
     policy = load(out)
-    trial = Trial(50, sampled=True, max_steps=60)
-    scores = evaluate(policy.algorithm, policy.model, policy.config, trial)
+    scores = evaluate(policy.algorithm, policy.model, policy.config, Trial(50, sampled=True, max_steps=60))
     assert scores.unfinished == 50 - len(scores.returns) > 0
 
 
@@ -43,38 +36,26 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
     policy = load(out)
     obs = torch.randn(3, 4).numpy()
     policy(obs)
-    first = policy._player.state.clone()
+    first = policy.player.state.clone()
     policy(obs)
-    assert not torch.equal(policy._player.state, first)
+    assert not torch.equal(policy.player.state, first)
     policy.reset(torch.tensor([True, False, True]).numpy())
     policy(obs)
-    assert torch.allclose(policy._player.state[[0, 2]], first[[0, 2]])
-    assert not torch.allclose(policy._player.state[1], first[1])
+    assert torch.allclose(policy.player.state[[0, 2]], first[[0, 2]])
+    assert not torch.allclose(policy.player.state[1], first[1])
 
 
 # imageio leaves its ffmpeg's pipes to the garbage collector.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_watch_writes_a_film_of_real_frames(tmp_path):
-    imageio = pytest.importorskip("imageio")
-    from coterie.tools.watch import watch
-
-    for env, size in (("Pong-v5", (210, 160)), ("CartPole-v1", None)):
-        out = tmp_path / env
-        changes = {"env.num_envs": 2, "env.decorrelate": 0, "env.max_episode_steps": 40, "ppo.minibatch_size": 16}
-        changes |= {"ppo.batch_size": 0, "algo.unroll_length": 8}
-        coterie.train(
-            tiny(out, steps=10, **{"env.id": env, **changes})
-            if size is None
-            else presets.ppo(env=env, steps=10, out=str(out), **{"log.tensorboard": False, **changes}),
-            quiet=True,
-        )
-        path, score, frames = watch(out)
-        with imageio.get_reader(path) as reader:
-            film = list(reader.iter_data())
-        assert len(film) == frames > 5
-        assert film[-1].std() > 1
-        if size:
-            assert film[0].shape[:2] == size
-            assert score == 0  # forty steps of Pong: nobody has scored
-        else:
-            assert score == frames - 1  # CartPole: a point for each step
+@pytest.mark.parametrize(("env", "size"), [("Pong-v5", (210, 160)), ("CartPole-v1", None)])
+def test_watch_writes_a_video_of_real_frames(tmp_path, env, size):
+    changes = {"env.num_envs": 2, "env.decorrelate": 0, "env.max_episode_steps": 40, "ppo.minibatch_size": 16}
+    changes |= {"ppo.batch_size": 0, "algo.unroll_length": 8}
+    coterie.train(tiny(tmp_path / "run", env=env, steps=10, **changes), quiet=True)
+    path, score, frames = watch(tmp_path / "run")
+    with imageio.get_reader(path) as reader:
+        film = list(reader.iter_data())
+    assert len(film) == frames > 5
+    assert film[-1].std() > 1
+    assert size in (None, film[0].shape[:2])
+    assert score == (0 if size else frames - 1)  # forty steps of Pong score nothing; CartPole: a point for each step

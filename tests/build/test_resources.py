@@ -33,59 +33,44 @@ def settled(preset: str, env: str, *args: str) -> Config:
     return config
 
 
-def layout(preset: str, env: str, *args: str) -> tuple[Any, ...]:
-    config = settled(preset, env, *args)
-    return config.learners, config.actors, config.env.num_envs
+SEVERAL = "Pong-v5,Breakout-v5,Freeway-v5"
+GOSSIP = ("--exchange", "gossip")
+LOCKSTEP = ("--decoupled.lockstep", "True", "--decoupled.batch-size", "12")
 
 
-def test_an_actor_for_each_core_and_as_many_simulators_as_fill_a_batch(cores):
-    words = ("--env.num-envs", "auto")
-    for count in (1, 2, 4, 8):
-        cores(count)
-        # The presets' batches have 32 and 8 rollouts: an actor's simulators divide them.
-        assert layout("impala", "Breakout-v5", *words) == (1, count, 16 * count)
-        assert layout("impala", "CartPole-v1", *words) == (1, count, 8 * count)
-        assert layout("impala", "CartPole-v1", *words, "--decoupled.batch-size", "24") == (1, count, 24 * count)
-        assert layout("impala", "CartPole-v1", *words, "--decoupled.batch-size", "0") == (1, count, 32 * count)
-        assert layout("impala", "CartPole-v1", *words, "--decoupled.batch-size", "7") == (1, count, 7 * count)
-        assert layout("impala", "CartPole-v1", *words, "--actors", "3") == (1, 3, 24)
-
-
-def test_learners_share_the_cores(cores):
-    words = ("--env.num-envs", "auto", "--exchange", "gossip")
-    cores(4)
-    assert layout("impala", "CartPole-v1", *words, "--learners", "2") == (2, 4, 16)
-    assert layout("impala", "CartPole-v1", *words, "--learners", "8") == (8, 8, 8)
-    assert layout("a2c", "CartPole-v1", *words, "--learners", "auto") == (4, 0, 32)
-    assert layout("a2c", "CartPole-v1", "--env.num-envs", "auto") == (1, 0, 128)
-    assert layout("ppo", "Breakout-v5", "--env.num-envs=auto") == (1, 0, 64)
-
-
-def test_central_acting_has_one_host_for_all_cores_of_a_learner(cores):
-    cores(4)
-    assert layout("seed-vtrace", "CartPole-v1", "--env.num-envs", "auto") == (1, 1, 128)
-    assert layout("seed-vtrace", "CartPole-v1", "--env.num-envs", "auto", "--learners", "2") == (2, 2, 64)
-
-
-def test_tasks_are_shared_out_evenly(cores):
-    cores(4)
-    several = "Pong-v5,Breakout-v5,Freeway-v5"
-    assert layout("impala", several, "--env.num-envs", "auto") == (1, 3, 16 * 3)
-    assert layout("impala", several, "--env.num-envs", "auto", "--actors", "6") == (1, 6, 16 * 6)
-    cores(2)
-    assert layout("impala", several, "--env.num-envs", "auto") == (1, 3, 16 * 3)
-
-
-def test_lockstep_has_a_simulator_for_each_rollout_of_the_batch(cores):
-    cores(2)
-    args = ("--env.num-envs", "auto", "--decoupled.lockstep", "True", "--decoupled.batch-size", "12")
-    assert layout("impala", "CartPole-v1", *args) == (1, 2, 12)
-
-
-def test_actors_fit_the_simulators_that_are_asked_for(cores):
-    cores(4)
-    assert layout("impala", "CartPole-v1", "--env.num-envs", "6", "--decoupled.batch-size", "6") == (1, 3, 6)
-    assert layout("impala", "CartPole-v1", "--env.num-envs", "7", "--decoupled.batch-size", "7") == (1, 1, 7)
+@pytest.mark.parametrize(
+    ("preset", "env", "count", "args", "expected"),
+    [
+        # An actor for each core, and as many simulators as fill a batch: the presets have 32 and 8 rollouts.
+        *(("impala", "Breakout-v5", k, (), (1, k, 16 * k)) for k in (1, 2, 4, 8)),
+        ("impala", "CartPole-v1", 4, (), (1, 4, 32)),
+        ("impala", "CartPole-v1", 2, ("--decoupled.batch-size", "0"), (1, 2, 64)),
+        ("impala", "CartPole-v1", 8, ("--decoupled.batch-size", "7"), (1, 8, 56)),
+        ("impala", "CartPole-v1", 2, ("--actors", "3"), (1, 3, 24)),
+        # Actors fit the simulators that are asked for.
+        ("impala", "CartPole-v1", 4, ("--env.num-envs", "6", "--decoupled.batch-size", "6"), (1, 3, 6)),
+        ("impala", "CartPole-v1", 4, ("--env.num-envs", "7", "--decoupled.batch-size", "7"), (1, 1, 7)),
+        # In lockstep there is a simulator for each rollout of the batch.
+        ("impala", "CartPole-v1", 2, LOCKSTEP, (1, 2, 12)),
+        # Tasks are shared out evenly.
+        ("impala", SEVERAL, 4, (), (1, 3, 16 * 3)),
+        ("impala", SEVERAL, 4, ("--actors", "6"), (1, 6, 16 * 6)),
+        ("impala", SEVERAL, 2, (), (1, 3, 16 * 3)),
+        # Learners share the cores.
+        ("impala", "CartPole-v1", 4, (*GOSSIP, "--learners", "2"), (2, 4, 16)),
+        ("impala", "CartPole-v1", 4, (*GOSSIP, "--learners", "8"), (8, 8, 8)),
+        ("a2c", "CartPole-v1", 4, (*GOSSIP, "--learners", "auto"), (4, 0, 32)),
+        ("a2c", "CartPole-v1", 4, (), (1, 0, 128)),
+        ("ppo", "Breakout-v5", 4, (), (1, 0, 64)),
+        # Central acting has one host for all cores of a learner.
+        ("seed-vtrace", "CartPole-v1", 4, (), (1, 1, 128)),
+        ("seed-vtrace", "CartPole-v1", 4, ("--learners", "2"), (2, 2, 64)),
+    ],
+)
+def test_auto_numbers_of_learners_actors_and_simulators_fit_the_cores(cores, preset, env, count, args, expected):
+    cores(count)
+    config = settled(preset, env, "--env.num-envs", "auto", *args)
+    assert (config.learners, config.actors, config.env.num_envs) == expected
 
 
 @pytest.mark.parametrize("preset", sorted(presets.PRESETS))

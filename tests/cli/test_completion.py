@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from coterie import presets
 from coterie.cli.arguments import COMMANDS
 from coterie.cli.main import main
 from coterie.runs.config_io import fields
@@ -24,14 +23,11 @@ printf '%s\\n' "${COMPREPLY[@]}"
 CASES = [
     (["re"], {"resume", "report", "reproduce"}),
     (["train", "imp"], {"impala", "impala-deep"}),
-    (["plan", "gala-"], {"gala-a2c", "gala-ppo"}),
     (["train", "ppo", "--model.co"], {"--model.core", "--model.core-size", "--model.compile"}),
     (["train", "ppo", "--exchange", "g"], {"gossip"}),
     (["bench", "ppo", "--env.num-envs", "4", "--acting", "d"], {"decoupled"}),
     (["train", "ppo", "--reward.normalize", "T"], {"True"}),
     (["list", "pr"], {"presets"}),
-    (["bench", "ppo", "--js"], {"--json"}),
-    (["eval", "--lea"], {"--learner"}),
     (["plan", "ppo", "--host"], {"--hosts", "--host-cores"}),
 ]
 
@@ -53,18 +49,17 @@ def run(*command: str, **env: str) -> str:
     return done.stdout
 
 
-def test_bash(script):
+def test_bash_completes_commands_presets_options_and_their_values(script):
     path = script("bash")
     for words, expected in CASES:
         assert set(run("bash", "-c", BASH, "bash", path, "coterie", *words).split()) == expected, words
     options = run("bash", "-c", BASH, "bash", path, "coterie", "train", "ppo", "--").split()
     assert set(options) >= {f"--{name.replace('_', '-')}" for name, _ in fields()} | {"--env", "--seeds", "--grid"}
     assert set(run("bash", "-c", BASH, "bash", path, "coterie", "").split()) == set(COMMANDS)
-    assert set(run("bash", "-c", BASH, "bash", path, "coterie", "train", "").split()) == set(presets.PRESETS)
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-def test_fish(script, tmp_path):
+def test_fish_completes_the_same_as_bash(script, tmp_path):
     path = script("fish")
     for words, expected in CASES:
         line = f"source {path}; complete -C 'coterie {' '.join(words)}'"
@@ -73,9 +68,7 @@ def test_fish(script, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_reads_it(script):
+def test_zsh_accepts_its_completion_script(script):
     path = script("zsh")
     run("zsh", "-n", path)
-    text = Path(path).read_text()
-    assert text.startswith("#compdef coterie")
-    assert "(a2c ppo a3c " in text
+    assert Path(path).read_text().startswith("#compdef coterie")

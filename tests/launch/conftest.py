@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import made_by
-from tests.support.commands import PATIENCE
-from tests.support.meddler import Meddler, Outside
+from tests.support.commands import PATIENCE, Command
+from tests.support.meddler import Meddler
 from tests.support.remote_workers import WorkerThread
 from tests.support.runs import TALLY
 
@@ -32,22 +32,16 @@ RANK = multiprocessing.current_process().name.removeprefix("coterie-learner-")
 write = checkpoint.write
 
 
-def slow_save(rank):
-    """Takes a while to write its part of a checkpoint."""
+def slow_save(obs, config):
+    """Learner 1 takes a while to write its part of a checkpoint."""
 
     def slow(draft, tensors):
         time.sleep(0.6)
         write(draft, tensors)
 
-    def torso(obs, config):
-        if RANK == rank:
-            checkpoint.write = slow
-        return Odd(obs[""].shape, config.hidden, config.activation, False)
-
-    return torso
-
-
-slow_save_0, slow_save_1 = slow_save("0"), slow_save("1")
+    if RANK == "1":
+        checkpoint.write = slow
+    return Odd(obs[""].shape, config.hidden, config.activation, False)
 
 
 class Odd(MLPTorso):
@@ -148,13 +142,10 @@ def worker_threads() -> Iterator[Callable[..., WorkerThread]]:
 
 
 @pytest.fixture
-def outside(tmp_path) -> Iterator[Callable[..., Outside]]:
-    runs: list[Outside] = []
+def command(tmp_path) -> Iterator[Callable[..., Command]]:
+    """Starts `coterie` with the arguments that a function makes for a run in the folder `run`."""
 
-    def start(make: Callable[[Path], list[str]]) -> Outside:
-        runs.append(Outside(tmp_path, make))
-        return runs[-1]
+    def start(options: Callable[..., list[str]], *args: object, **changes: object) -> Command:
+        return Command(options(tmp_path / "run", *args, **changes), tmp_path / "run")
 
-    yield start
-    for run in runs:
-        run.clear_up()
+    yield from made_by(start, Command.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,19 +20,9 @@ from coterie.runs.metrics import read_metrics
 from coterie.types import CoterieError
 from tests.conftest import VECTOR, make_config
 
-REPORT = {
-    "episodes": [],
-    "metrics": {},
-    "batches": 0,
-    "stages": {},
-    "lr": 0.1,
-    "rss_mb": 1.0,
-    "gauges": {},
-    "lags": {},
-    "lag_by_row": [],
-    "rollouts": 0,
-    "failures": [],
-}
+REPORT: dict[str, Any] = {"batches": 0, "lr": 0.1, "rss_mb": 1.0, "rollouts": 0}
+REPORT |= {name: {} for name in ("metrics", "stages", "gauges", "lags")}
+REPORT |= {name: [] for name in ("episodes", "lag_by_row", "failures")}
 
 
 @pytest.fixture

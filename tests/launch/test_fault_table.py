@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from coterie.cli.main import main
@@ -41,12 +40,6 @@ class Part(Command):
         out = folder / name
         more = ["--out", str(out), "--steps", ENDLESS, "--log.every", "0.25", "--log.tensorboard", "False"]
         super().__init__([*args, *(more if self.trains else [])], out, prefix)
-
-    def kill(self) -> None:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        for process in (self.process, *children):
-            process.kill()
-        self.process.wait()
 
 
 def commands(kind: str, here: str, keys: Path) -> tuple[list[str], list[str]]:
@@ -145,7 +138,7 @@ def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
         at = time.monotonic()
         before = hub.rate(at - 4.0, at)
         if fault == "lost":
-            parts.pop(1).kill()
+            parts.pop(1).close()
             learners = [part for part in parts if part.trains]
         elif fault == "slow":
             links[0].delay, links[0].rate = DELAY_S, RATE

@@ -1,4 +1,4 @@
-"""Runs of several learners one of which hangs, raises, makes a NaN or has envs that fail."""
+"""Runs with processes that are killed, hang, raise or make a NaN: they come back, or the run ends with a reason."""
 
 from __future__ import annotations
 
@@ -11,63 +11,161 @@ import pytest
 
 from coterie.cli.main import main
 from coterie.runs import checkpoint
-from tests.support.runs import ENDLESS, inline_options, last_line, read_summary
-
-
-@pytest.mark.parametrize(
-    ("exchange", "rank", "changes"),
-    [("allreduce", 1, {}), pytest.param("gossip", 0, {"gossip.tau": 0}, marks=pytest.mark.slow)],
+from tests.support.runs import (
+    ENDLESS,
+    check_accounts,
+    check_rows,
+    decoupled_options,
+    inline_options,
+    last_checkpoint,
+    last_line,
+    read_summary,
 )
-def test_a_learner_that_hangs_is_named_also_where_the_others_wait_for_it(capsys, meddler, exchange, rank, changes):
+
+
+def test_a_learner_that_hangs_is_named_although_the_others_wait_for_it(capsys, meddler):
     stopped: list[int] = []
 
     def stop() -> None:
         with suppress(AssertionError):
             meddler.at_work()
-            stopped.append(meddler.pid(rank))
+            stopped.append(meddler.pid(1))
             os.kill(stopped[-1], signal.SIGSTOP)
 
     for seconds in (3, 6, 12):  # on a busy machine it may take longer until they work at all
         meddler.out = out = meddler.out.with_name(f"run-{seconds}")
-        args = inline_options(out, exchange, **ENDLESS, **changes, **{"log.stall": seconds})
-        assert meddler.run(args, stop) == 1
+        assert meddler.run(inline_options(out, "allreduce", **ENDLESS, **{"log.stall": seconds}), stop) == 1
         if stopped:
             break
     line = last_line(capsys)
-    assert f"learner {rank}" in line
-    assert f"learner {1 - rank}" not in line
+    assert "learner 1" in line
+    assert "learner 0" not in line
     assert "log.stall" in line
     assert read_summary(out)["status"] == "failed"
     meddler.check_nothing_left()
 
 
-def test_a_learner_whose_envs_fail_ends_the_run_with_the_reason(capsys, meddler):
-    env = {"env.id": "coterie.envs.testing:FlakyEnv", "env.kwargs": '{"how": "raise", "at": 20}', "env.num_envs": 2}
-    args = inline_options(meddler.out, "gossip", steps=10**9, **env, **{"env.replace_budget": 0})
-    assert main(args) == 1
-    assert re.match(r"coterie: learner [01]: .*env\.replace_budget 0; the last: .*flaky by design", last_line(capsys))
-    assert "Traceback" not in meddler.log()
+FLAKY = {"env.id": "coterie.envs.testing:FlakyEnv", "env.kwargs": '{"how": "raise", "at": 20}', "env.num_envs": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "exchange", "changes", "reason", "raised"),
+    [
+        (inline_options, "gossip", {**FLAKY, "env.replace_budget": 0},
+         r"learner [01]: .*env\.replace_budget 0; the last: .*flaky by design", False),
+        (inline_options, "allreduce", {"model.torso": "odd:raises"},
+         "learner 1: ValueError: odd by design", True),
+        (decoupled_options, "solo", {"model.torso": "odd:actor_raises"},
+         "actor 1: ValueError: odd by design", True),
+        # tests/exchange has the same of the other exchanges.
+        (inline_options, "hogwild", {"model.torso": "odd:not_a_number", "log.checkpoint_every": 0.0, "log.keep": 100},
+         r"learner 1: the gradient of \S+ is not finite at learner step \d+", False),
+    ],
+    ids=["envs", "learner", "actor", "nan"],
+)  # fmt: skip
+def test_an_error_in_a_process_ends_the_run_and_is_named(
+    capsys, meddler, odd, options, exchange, changes, reason, raised
+):
+    """What is not finite stays with the learner that made it."""
+    assert main(options(meddler.out, exchange, **{"steps": 10**9, **changes})) == 1
+    assert re.match(f"coterie: {reason}", last_line(capsys))
+    assert ("Traceback" in meddler.log(), "in fail" in meddler.log()) == (raised, raised)
     summary = read_summary(meddler.out)
-    assert summary["status"] == "failed"
-    assert "flaky by design" in summary["reason"]
-    meddler.check_nothing_left()
-
-
-def test_an_exception_in_a_learner_leaves_its_traceback(capsys, meddler, odd):
-    assert main(inline_options(meddler.out, "allreduce", steps=10**9, **{"model.torso": "odd:raises"})) == 1
-    assert "learner 1: ValueError: odd by design" in last_line(capsys)
-    assert "learner 1:\nTraceback" in meddler.log()
-    assert "in fail" in meddler.log()
-    assert read_summary(meddler.out)["status"] == "failed"
-    meddler.check_nothing_left()
-
-
-@pytest.mark.parametrize("exchange", ["allreduce", "hogwild", "gossip"])
-def test_a_nan_stays_with_the_learner_that_made_it_and_is_named(capsys, meddler, odd, exchange):
-    changes = {"model.torso": "odd:not_a_number", "log.checkpoint_every": 0.0, "steps": 10**9, "log.keep": 100}
-    assert main(inline_options(meddler.out, exchange, **changes)) == 1
-    assert re.match(r"coterie: learner 1: the gradient of \S+ is not finite at learner step \d+", last_line(capsys))
+    assert (summary["status"], bool(re.search(reason, summary["reason"]))) == ("failed", True)
     for path in (meddler.out / "checkpoints").glob("step_*"):
         tensors, _ = checkpoint.load(path)
         assert all(x.isfinite().all() for name, group in tensors.items() if "rng" not in name for x in group.values())
     meddler.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("options", "exchange", "which", "name", "field"),
+    [(inline_options, "gossip", 1, "learner 1", "restarts"),
+     (decoupled_options, "solo", "actor 1", "actor 1", "decoupled.restarts")],
+)  # fmt: skip
+def test_without_restarts_a_killed_process_ends_the_run(capsys, meddler, options, exchange, which, name, field):
+    def kill() -> None:
+        meddler.at_work()
+        os.kill(meddler.pid(which), signal.SIGSEGV)
+
+    assert meddler.run(options(meddler.out, exchange, **{**ENDLESS, field: 0}), kill) == 1
+    line, reason = last_line(capsys), f"{name} was killed by SIGSEGV"
+    assert reason in line
+    assert f"{field} (0) are used up" in line
+    assert reason in read_summary(meddler.out)["reason"]
+    assert check_rows(meddler.out)["status"] == "failed"
+    last_checkpoint(meddler.out)
+    meddler.check_nothing_left()
+
+
+@pytest.mark.parametrize(("exchange", "rank", "steps"), [("allreduce", 0, 1500), ("gossip", 1, 3000)])
+def test_a_killed_learner_comes_back_and_every_row_is_accounted_for(meddler, tally, exchange, rank, steps):
+    out, known = meddler.out, []
+
+    def kill() -> None:
+        meddler.at_work()
+        known.append(last_checkpoint(out)[1]["learners"][rank]["learned"])
+        known.append(meddler.kill(rank))
+        meddler.saves_again()
+
+    changes = {"steps": steps, "log.checkpoint_every": 0.4, "env.num_envs": 4, "env.groups": 1}
+    assert meddler.run(inline_options(out, exchange, **tally.options, **changes), kill) == 0
+    summary = check_accounts(out)
+    assert summary["status"] == "finished"
+    assert summary["env_steps"] >= steps
+    assert summary["restarts"] == 1
+    assert all(summary["digests"])
+    log, rows, starts = meddler.log(), summary["rows"], [one for one, _ in meddler.started]
+    assert f"learner {rank} was killed by SIGKILL" in log
+    if exchange == "gossip":
+        assert starts == [0, 1, 1]
+        assert rows["rolled_back"] == 0
+    else:
+        assert starts == [0, 1] * 2
+        (back,) = re.findall(r"go back to step_(\d+)", log)
+        assert rows["rolled_back"] >= max(0, known[1] - int(back))
+    assert last_checkpoint(out)[1]["learners"][rank]["learned"] > known[0]  # the restarted learner has learned
+    # The envs' own count: only rows of unfinished rollouts are not in the accounts.
+    kills = 1 if exchange == "gossip" else 2  # the other is killed with the one
+    assert 0 <= tally.steps - rows["produced"] <= kills * 4 * 8
+    meddler.check_nothing_left()
+
+
+def test_what_was_learned_survives_the_death_of_all_learners_at_the_same_moment(meddler):
+    def kill_both() -> None:
+        meddler.until(lambda: meddler.saved() >= 2500, "most of the run")
+        for pid in [meddler.pid(rank) for rank in range(2)]:
+            os.kill(pid, signal.SIGKILL)
+
+    changes = {"steps": 6000, "log.checkpoint_every": 0.2, "env.delay": 0.01}
+    assert meddler.run(inline_options(meddler.out, "store", **changes), kill_both) == 0
+    assert check_accounts(meddler.out)["restarts"] == 1
+    assert len(meddler.started) == 4
+    (back,) = re.findall(r"go back to step_(\d+)", meddler.log())
+    assert int(back) >= 2500
+    meddler.check_nothing_left()
+
+
+def test_gossip_finishes_without_a_learner_that_dies_at_the_end(meddler):
+    """What is saved is enough to resume from, and to be evaluated."""
+    out = meddler.out
+
+    def kill_the_last() -> None:
+        # Learner 0 has reached the total while learner 1 is in a rollout of 3 s.
+        meddler.until(lambda: meddler.steps() >= 1200, "learner 0 has ended its training")
+        os.kill(meddler.pid(1), signal.SIGKILL)
+
+    changes = {"steps": 1200, "env.delay": 0.4, "env.delay_learner": 1}
+    assert meddler.run(inline_options(out, "gossip", **changes), kill_the_last) == 0
+    summary = check_rows(out)
+    assert summary["status"] == "finished"
+    assert summary["env_steps"] >= 1200
+    assert summary["digests"][0]
+    assert main(["eval", str(out), "--learner", "mean", "--episodes", "2"]) == 0
+    seen = float(last_checkpoint(out)[0]["learner_0/model"]["obs_norm.obs_.count"])
+    # Learner 1 continues with what the other has learned, not from the beginning.
+    assert main(["resume", str(out), "--steps", str(summary["env_steps"] + 1)]) == 0
+    check_accounts(out)
+    tensors, _ = last_checkpoint(out)
+    for rank in range(2):
+        assert float(tensors[f"learner_{rank}/model"]["obs_norm.obs_.count"]) >= 0.9 * seen

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,17 @@ import coterie
 from coterie.cli.main import main
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
-from tests.support.runs import ROLLOUT, check_accounts, inline_options, last_checkpoint, read_summary, tiny
+from tests.support.runs import (
+    ROLLOUT,
+    central_options,
+    check_accounts,
+    check_rows,
+    decoupled_options,
+    inline_options,
+    last_checkpoint,
+    read_summary,
+    tiny,
+)
 
 slow = pytest.mark.slow
 
@@ -101,26 +108,33 @@ def test_resumed_learners_continue_with_their_weights_counts_and_moments(tmp_pat
         square, was = (t[f"learner_{0 if central else rank}/exchange"]["square"] for t in (new, tensors))
         assert (square >= 0.8 * was).all()  # it decays by 0.99 at a step
         assert was.max() > 0
-    if central:
-        old, now = (t["learner_0/exchange"]["count"] for t in (tensors, new))
-        # Learners that write at once may lose a count; local steps that were not handed over are given up.
-        assert (old >= 0.7 * before["learner_steps"]).all()
-        assert (now >= old).all()
-        assert (now <= old + again["learner_steps"] - before["learner_steps"]).all()
     rows = [t["learner_0/model"]["obs_norm.obs_.count"] for t in (tensors, new)]
     assert rows[0] <= rows[1] <= rows[0] + gained + 6 * ROLLOUT
 
 
-@pytest.mark.parametrize(("exchange", "changes"), [("allreduce", {}), ("gossip", {"gossip.tau": 0})])
-def test_deterministic_modes_give_the_same_weights_twice(tmp_path, exchange, changes):
+@pytest.mark.parametrize(
+    ("options", "exchange", "changes"),
+    [
+        (inline_options, "allreduce", {}),
+        (inline_options, "gossip", {"gossip.tau": 0}),
+        (decoupled_options, "allreduce", {"decoupled.lockstep": True}),
+        (
+            central_options,
+            "solo",
+            {"central.lockstep": True, "algorithm": "a2c", "model.core": "lstm", "model.core-size": 8},
+        ),
+    ],
+)
+def test_deterministic_modes_give_the_same_weights_twice(tmp_path, options, exchange, changes):
     """Whatever the timing: a slow learner, evaluations and checkpoints in between change nothing."""
-    disturbed = {"env.delay": 0.01, "env.delay_learner": 1, "eval.every": 900, "eval.episodes": 2}
+    disturbed = {"env.delay": 0.01, "env.delay_learner": 1, "eval.every": 600, "eval.episodes": 2}
     disturbed |= {"log.checkpoint_every": 0.0}
     digests = []
     for i, more in enumerate(({}, disturbed)):
-        summary = coterie.train(tiny(tmp_path / str(i), exchange, **changes, **more), quiet=True)
-        assert summary["restarts"] == 0
-        assert all(summary["digests"])
+        assert main(options(tmp_path / str(i), exchange, **{"steps": 1500, **changes, **more})) == 0
+        summary = check_rows(tmp_path / str(i))
+        assert summary["rows"]["in_flight"] == summary.get("restarts", 0) == 0
+        assert options is inline_options or set(summary["policy_lag"]) == {"0"}
         digests.append(summary["digest"])
     assert digests[0] == digests[1]
 
@@ -128,22 +142,11 @@ def test_deterministic_modes_give_the_same_weights_twice(tmp_path, exchange, cha
 def test_the_end_of_a_learner_that_has_saved_is_no_death(tmp_path, odd):
     """The other one still writes its part. The last checkpoint holds both."""
     out = tmp_path / "run"
-    changes = {"model.torso": "odd:slow_save_1", "steps": 1000}
+    changes = {"model.torso": "odd:slow_save", "steps": 1000}
     summary = coterie.train(tiny(out, "allreduce", **changes), quiet=True)
     assert summary["restarts"] == summary["rows"]["rolled_back"] == 0
     assert all(summary["digests"])
     check_accounts(out)
-
-
-def test_a_run_in_a_thread_catches_no_signals(tmp_path):
-    """As in some notebooks."""
-    found: list[dict[str, Any]] = []
-    handler = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=lambda: found.append(coterie.train(tiny(tmp_path / "run", "gossip"), quiet=True)))
-    thread.start()
-    thread.join(120)
-    assert found[0]["status"] == "finished"
-    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 SCRIPT = """
@@ -173,20 +176,11 @@ def test_a_script_without_a_main_guard_runs_once_also_with_a_long_path_for_tempo
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("exchange", "changes", "field"),
-    [
-        ("solo", {}, "learners"),
-        ("gossip", {"gossip.topology": "bipartite", "learners": 3}, "gossip.topology"),
-        ("store", {"store.chunks": 0}, "store.chunks"),
-    ],
-)
-def test_a_run_that_cannot_work_is_refused_in_one_line_and_leaves_no_folder(tmp_path, capsys, exchange, changes, field):
-    assert main(inline_options(tmp_path / "run", exchange, **changes)) == 2
+def test_a_run_that_cannot_work_is_refused_in_one_line_and_leaves_no_folder(tmp_path, capsys):
+    assert main(inline_options(tmp_path / "run", "gossip", **{"gossip.topology": "bipartite", "learners": 3})) == 2
     stdout, stderr = capsys.readouterr()
-    assert stdout == ""
-    assert stderr.count("\n") == 1
-    assert stderr.startswith(f"coterie: {field}: ")
+    assert (stdout, stderr.count("\n")) == ("", 1)
+    assert stderr.startswith("coterie: gossip.topology: ")
     assert os.listdir(tmp_path) == []
 
 

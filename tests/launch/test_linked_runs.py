@@ -1,25 +1,24 @@
-"""Runs that gossip with each other, each with its own folder, as processes of their own."""
+"""Runs that train with each other, each with its own folder, as processes of their own."""
 
 from __future__ import annotations
 
+import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coterie.cli.main import main
 from tests.conftest import made_by
-from tests.launch.namespaces import bridged, ip
 from tests.support.commands import Command
 from tests.support.net import free_port
+from tests.support.process_table import family
 from tests.support.runs import check_rows, inline_options
 
-# Runs start processes for minutes. tests/remote/test_gossip_client.py shows the same in one process.
+# Runs start processes for minutes. tests/remote/test_gossip_client.py and tests/exchange/test_elastic.py show the same
+# in one process; in tests/launch/test_fault_table.py they are on machines of which one is lost or cut off.
 pytestmark = pytest.mark.slow
-ENDLESS = 10**9
 
 
 class Linked(Command):
@@ -37,6 +36,22 @@ class Linked(Command):
         self.until(lambda: self.line()["gossip/remote_messages"] > before + 20, "they average the others' messages")
         self.until(lambda: "consensus/distance" in self.line(), "a distance is logged")
 
+    def is_one_of(self, machines: int) -> None:
+        """So many machines make every update together, and go on."""
+        self.until(lambda: self.line().get("allreduce/machines") == machines, f"a group of {machines}: {self.line()}")
+        steps = self.line()["learner_steps"]
+        self.until(lambda: self.line()["learner_steps"] > steps + 20, "they train")
+
+    def learner(self) -> int:
+        """The process of learner 0: the first that its fork server has forked."""
+        forked = [pid for pid in family(self.process.pid) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return sorted(forked)[1]
+
+    def is_killed(self) -> None:
+        self.until(lambda: list(self.out.glob("checkpoints/step_*")), "it has a checkpoint")
+        self.process.kill()
+        self.process.wait()
+
     def finish(self, number: int = 0) -> dict[str, Any]:
         """End with 75 after a signal and 0 without; returns the summary, whose rows add up."""
         self.end(number, 75 if number else 0)
@@ -45,84 +60,62 @@ class Linked(Command):
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Callable[..., Linked]]:
-    def start(name: str, prefix: tuple[str, ...] = (), resume: bool = False, **changes: object) -> Linked:
-        own = {"learners": 1, "steps": ENDLESS, "env.delay": 0.005, "log.checkpoint_every": 0.5, **changes}
-        args = ["resume", str(tmp_path / name)] if resume else inline_options(tmp_path / name, "gossip", **own)
-        return Linked(args, tmp_path / name, prefix)
+    def start(name: str, exchange: str = "gossip", resume: bool = False, **changes: object) -> Linked:
+        own = {"learners": 1, "steps": 10**9, "env.delay": 0.005, "log.checkpoint_every": 0.5, **changes}
+        args = ["resume", str(tmp_path / name)] if resume else inline_options(tmp_path / name, exchange, **own)
+        return Linked(args, tmp_path / name)
 
     yield from made_by(start, Linked.close)
 
 
-def test_gossiping_runs_come_and_go_while_others_train(runs):
-    """One finishes, one is killed, one gets SIGTERM."""
+def test_runs_gossip_on_after_the_one_that_listens_was_killed_and_resumed_and_without_it(runs):
     at = f"127.0.0.1:{free_port()}"
-    early = runs("early", **{"gossip.connect": at, "steps": 80_000, "learners": 2})  # before there is a run
+    other = runs("other", **{"gossip.connect": at, "learners": 2})  # before there is a run
     hub = runs("hub", **{"gossip.bind": at})
-    early.gossips(1)
-    hub.gossips(2)
-    early.finish()
-    hub.until(lambda: hub.line()["gossip/peers"] == 0, "it has left")
-    killed, stopped = (runs(name, **{"gossip.connect": at}) for name in ("killed", "stopped"))
-    hub.gossips(2)
-    killed.gossips(2)
-    killed.process.kill()
-    hub.gossips(1)
-    stopped.trains()
-    stopped.finish(signal.SIGTERM)
-    hub.finish(signal.SIGINT)
-
-
-def test_the_run_that_listens_is_killed_and_resumed(runs):
-    at = f"127.0.0.1:{free_port()}"
-    hub, other = runs("hub", **{"gossip.bind": at}), runs("other", **{"gossip.connect": at})
     other.gossips(1)
-    hub.until(lambda: list(hub.out.glob("checkpoints/step_*")), "it has a checkpoint")
-    hub.process.kill()
-    hub.process.wait()
+    hub.gossips(2)
+    hub.is_killed()
     other.until(lambda: "is away" in other.log(), "it is missed")
     other.trains()
     hub = runs("hub", resume=True)
     other.until(lambda: f"back at {at}" in other.log(), "it is found")
     other.gossips(1)
-    hub.gossips(1)
+    hub.gossips(2)
     hub.finish(signal.SIGTERM)  # which is to be resumed, too: the other goes on looking for it
     other.until(lambda: other.log().count("is away") == 2, "it is missed")
     other.trains()
     other.finish(signal.SIGTERM)
-
-
-def test_a_resumed_run_without_its_hub_trains_alone(runs):
-    at = f"127.0.0.1:{free_port()}"
-    hub, other = runs("hub", **{"gossip.bind": at}), runs("other", **{"gossip.connect": at})
-    other.gossips(1)
-    for one in (other, hub):
-        one.finish(signal.SIGTERM)
     alone = runs("other", resume=True)
     alone.until(lambda: "this run goes on by itself" in alone.log(), "it looks for the other")
     alone.trains()
     alone.finish(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("away", [3.0, 60.0])
-def test_runs_gossip_over_three_networks(tmp_path, runs, away):
-    """Each run has a network namespace of its own; TLS and a token; the link of one is down for a while."""
-    with bridged(2, "g") as (here, machines):
-        keys, at = tmp_path / "keys", f"{here}:{free_port()}"
-        assert main(["keys", str(keys), "--host", here]) == 0
-        common = {"wire.token-file": keys / "token", "wire.cert": keys / "cert.pem"}
-        hub = runs("hub", **common, **{"gossip.bind": at, "wire.key": keys / "key.pem"})
-        others = [
-            runs(name, prefix=("ip", "netns", "exec", name), **common, **{"gossip.connect": at})
-            for name, _, _ in machines
-        ]
-        for one in (hub, *others):
-            one.gossips(2)
-        ip("link", "set", machines[0][2], "down")
-        time.sleep(away)
-        for one in (hub, *others):
-            one.trains()
-        ip("link", "set", machines[0][2], "up")
-        for one in (hub, *others):
-            one.gossips(2)
-        for one in (*others, hub):
-            one.finish(signal.SIGTERM)
+def test_machines_train_together_on_after_one_is_lost_its_learner_is_killed_or_it_leaves(runs):
+    """One that is lost costs the others one update, and joins them again when it is resumed."""
+    at = f"127.0.0.1:{free_port()}"
+    ends = [{"allreduce.bind": at, "allreduce.machines": 3}, *[{"allreduce.connect": at}] * 2]
+    mine = [
+        runs(str(k), "allreduce", **end, **{"seed": k, "allreduce.trusted_network": True, "learners": 1 + (k == 2)})
+        for k, end in enumerate(ends)
+    ]
+    for one in mine:
+        one.is_one_of(3)
+    mine[1].is_killed()
+    mine[0].is_one_of(2)
+    assert "is lost" in mine[0].log()
+    assert mine[0].line()["allreduce/updates_lost"] <= 1
+    mine[1] = runs("1", "allreduce", resume=True)
+    for one in mine:
+        one.is_one_of(3)
+    os.kill(mine[2].learner(), signal.SIGKILL)
+    mine[2].until(lambda: "all learners go back" in mine[2].log(), "its run restarts it")
+    for one in mine:
+        one.is_one_of(3)
+    mine[2].finish(signal.SIGTERM)
+    mine[0].is_one_of(2)
+    assert "has left" in mine[0].log()
+    mine[0].finish(signal.SIGTERM)  # and with it the meeting: the other goes on by itself
+    mine[1].until(lambda: "goes on by itself" in mine[1].log(), "it is reported")
+    mine[1].trains()
+    mine[1].finish(signal.SIGTERM)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import time
 from pathlib import Path
 
@@ -13,25 +12,25 @@ import torch
 
 import coterie
 from coterie import presets
+from coterie.algorithms import a2c
 from coterie.build.resources import resolve_config
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace, save_config
 from coterie.runs.metrics import read_metrics
 from coterie.types import ConfigError, CoterieError
-from tests.support.commands import Command
-from tests.support.runs import ENDLESS, arguments, check_rows
+from tests.support.runs import ENDLESS, arguments, check_rows, last_checkpoint, read_summary
 
 
-def tiny(out: Path, **changes: object):
+def tiny(out: Path, env: str = "CartPole-v1", **changes: object):
     changes = {"steps": 3000, "out": str(out), "log.tensorboard": False, "log.every": 0.0, **changes}
-    return presets.ppo(env="CartPole-v1", **changes)
+    return presets.ppo(env=env, **changes)
 
 
 def test_a_run_leaves_its_summary_metrics_scores_and_best_checkpoint(tmp_path):
     out = tmp_path / "run"
     summary = coterie.train(tiny(out, **{"eval.every": 1000, "eval.episodes": 3, "log.tensorboard": True}), quiet=True)
-    assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert read_summary(out) == json.loads(json.dumps(summary))
     assert summary["status"] == "finished"
     assert summary["env_steps"] >= 3000
     check_rows(out)
@@ -71,19 +70,18 @@ def test_the_same_seed_gives_the_same_weights_on_images_with_threads(tmp_path):
     assert len({coterie.train(run, quiet=True)["digest"] for run in runs}) == 1
 
 
-def start(out: Path, **changes: object) -> Command:
-    return Command(arguments("ppo", out, {**ENDLESS, "env.delay": 0, **changes}), out)
+def options(out: Path, **changes: object) -> list[str]:
+    return arguments("ppo", out, {**ENDLESS, "env.delay": 0, **changes})
 
 
-def test_a_killed_run_is_resumed_with_all_its_state(tmp_path):
-    out = tmp_path / "run"
-    run = start(out)
+def test_a_killed_run_is_resumed_with_all_its_state(command):
+    run = command(options)
+    out = run.out
     run.until(lambda: list(out.glob("checkpoints/step_*")), "a checkpoint")
     time.sleep(1.5)
     run.close()
     assert not (out / "summary.json").exists()
-    path = checkpoint.latest(out / "checkpoints")
-    tensors, state = checkpoint.load(path)
+    tensors, state = last_checkpoint(out)
     lines = read_metrics(out)
     rolled_back = max(line["env_steps"] for line in lines) - state["env_steps"]
     learner = LearnerProcess(resolve_config(load_config(out / "config.json")), life=1)
@@ -112,71 +110,28 @@ def test_a_killed_run_is_resumed_with_all_its_state(tmp_path):
     assert after["lr"] == pytest.approx(config.optim.lr * (1 - after["env_steps"] / total), rel=1e-6)
 
 
-def test_a_signal_to_a_lone_learner_checkpoints_and_exits_75(tmp_path):
-    out = tmp_path / "run"
-    run = start(out)
-    run.until(run.line, "a line of metrics")
-    time.sleep(0.5)
-    run.end(signal.SIGINT, 75)
-    assert "SIGINT: checkpoint written" in run.text()
-    assert f"coterie resume {out}" in run.text()
-    summary = json.loads((out / "summary.json").read_text())
-    assert (summary["status"], summary["reason"]) == ("interrupted", "SIGINT")
-    _, state = checkpoint.load(checkpoint.latest(out / "checkpoints"))
-    assert state["env_steps"] == summary["env_steps"]
-
-
-def break_reward(monkeypatch, at: int) -> None:
-    from coterie.algorithms import a2c
-
-    calls, real = [0], a2c.gae
-
-    def gae(*args):
-        calls[0] += 1
-        advantage, target = real(*args)
-        return (advantage * math.nan if calls[0] == at else advantage), target
-
-    monkeypatch.setattr(a2c, "gae", gae)
-
-
 def test_a_nan_stops_the_run_names_the_tensor_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    break_reward(monkeypatch, 2)
+    out, real = tmp_path / "run", a2c.gae
+    factors = iter([1.0, math.nan])
+    monkeypatch.setattr(a2c, "gae", lambda *args: (real(*args)[0] * next(factors), real(*args)[1]))
     config = tiny(out, **{"algo.normalize_advantage": False, "log.checkpoint_every": 0.0})
     with pytest.raises(CoterieError, match=r"gradient of torso\.weight_0 is not finite at learner step \d+"):
         coterie.train(config, quiet=True)
-    summary = json.loads((out / "summary.json").read_text())
+    summary = read_summary(out)
     assert summary["status"] == "failed"
     assert "policy_loss nan" in summary["reason"]
-    tensors, _ = checkpoint.load(checkpoint.latest(out / "checkpoints"))
+    tensors, _ = last_checkpoint(out)
     assert all(torch.isfinite(x).all() for x in tensors["learner_0/model"].values())
 
 
-def test_a_nan_can_be_skipped_and_is_counted(tmp_path, monkeypatch):
-    break_reward(monkeypatch, 1)
-    changes = {"algo.normalize_advantage": False, "optim.on_nonfinite": "skip"}
-    summary = coterie.train(tiny(tmp_path / "run", **changes), quiet=True)
-    assert summary["status"] == "finished"
-    assert summary["skipped_batches"] == 4 * 2048 // 128
-
-
-def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
-    config = tiny(tmp_path / "run", steps=100)
-    coterie.train(config, quiet=True)
-    with pytest.raises(ConfigError, match=r"^out: .* already holds a run; go on with `coterie resume"):
-        coterie.train(config, quiet=True)
-
-
-def test_resume_refuses_an_env_whose_spaces_changed(tmp_path):
-    out = tmp_path / "run"
+def test_a_folder_that_holds_a_run_cannot_be_written_or_had_another_env_is_refused(tmp_path):
+    out, blocked = tmp_path / "run", tmp_path / "file"
     coterie.train(tiny(out, steps=100), quiet=True)
+    with pytest.raises(ConfigError, match=r"^out: .* already holds a run; go on with `coterie resume"):
+        coterie.train(tiny(out, steps=100), quiet=True)
     save_config(out / "config.json", replace(load_config(out / "config.json"), {"env": "Acrobot-v1"}))
     with pytest.raises(ConfigError, match=r"the spaces differ.*CartPole-v1.*\[ ?4 ?\].*Acrobot-v1.*\[ ?6 ?\]"):
         coterie.resume(out, steps=9000, quiet=True)
-
-
-def test_a_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path):
-    blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(CoterieError, match=r"^out: cannot write to"):
         coterie.train(tiny(blocked / "run"), quiet=True)
@@ -185,12 +140,8 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path):
 def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):
     out = tmp_path / "run"
     flaky = {"env.num_envs": 4, "env.threads": 2, "env.kwargs": '{"how": "raise", "at": 30}', "algo.unroll_length": 16}
-    config = presets.a2c(
-        env="coterie.envs.testing:FlakyEnv",
-        steps=400,
-        out=str(out),
-        **{"log.tensorboard": False, "log.every": 0.0, **flaky},
-    )
+    flaky |= {"log.tensorboard": False, "log.every": 0.0}
+    config = presets.a2c(env="coterie.envs.testing:FlakyEnv", steps=400, out=str(out), **flaky)
     summary = coterie.train(config, quiet=True)
     log = [line for line in (out / "log.txt").read_text().splitlines() if "replaced env" in line]
     assert summary["status"] == "finished"
@@ -200,14 +151,13 @@ def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_in_which_nothing_moves_ends_with_the_reason(tmp_path):
+def test_a_run_in_which_nothing_moves_ends_with_the_reason(command):
     """The envs' own time-out is longer than log.stall."""
-    out = tmp_path / "run"
     env = {"env.id": "coterie.envs.testing:FlakyEnv", "env.kwargs": '{"how": "hang", "at": 3}', "env.timeout": 600}
-    run = start(out, **env, **{"log.stall": 2})
+    run = command(options, **env, **{"log.stall": 2})
     run.end(code=1)
     assert "log.stall" in run.text().splitlines()[-1]
-    summary = json.loads((out / "summary.json").read_text())
+    summary = read_summary(run.out)
     assert summary["status"] == "failed"
     assert "no rollout for" in summary["reason"]
-    assert checkpoint.latest(out / "checkpoints") is not None  # the one at step 0
+    assert checkpoint.latest(run.out / "checkpoints") is not None  # the one at step 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +32,6 @@ OPTIONS = {"inline": inline_options, "decoupled": decoupled_options, "central": 
 @pytest.mark.parametrize(
     ("acting", "exchange", "number"),
     [
-        ("inline", "allreduce", signal.SIGINT),
         ("inline", "gossip", signal.SIGTERM),
         ("decoupled", "hogwild", signal.SIGINT),
         ("central", "solo", signal.SIGTERM),
@@ -84,13 +83,10 @@ def test_a_second_signal_ends_a_run_at_once(capsys, meddler):
     meddler.check_nothing_left()
 
 
-@pytest.mark.parametrize(
-    ("acting", "exchange"), [("central", "solo"), pytest.param("decoupled", "allreduce", marks=pytest.mark.slow)]
-)
-def test_all_processes_end_with_a_killed_parent(outside, acting, exchange):
-    """Learners that wait for each other, actors or env hosts, and their env workers."""
-    run = outside(make=lambda out: OPTIONS[acting](out, exchange, **ENDLESS, **COUNTING))
-    run.wait_for("metrics.jsonl")
+def test_all_processes_end_with_a_killed_parent(command):
+    """A learner, its env hosts, and their env workers."""
+    run = command(central_options, **ENDLESS, **COUNTING)
+    run.until(run.line, "it trains")
     assert len(run.processes()) >= 5  # parent, fork server, learner, actor, an env worker
     run.process.kill()
     run.process.wait()
@@ -101,30 +97,27 @@ def test_all_processes_end_with_a_killed_parent(outside, acting, exchange):
 
 
 @pytest.mark.parametrize(
-    ("exchange", "number", "changes", "early"),
+    ("learners", "exchange", "number", "changes", "early"),
     [
-        ("gossip", signal.SIGTERM, {**COUNTING, "env.num_envs": 2}, False),
-        pytest.param("hogwild", signal.SIGINT, {}, True, marks=pytest.mark.slow),
+        (1, "solo", signal.SIGINT, {}, False),
+        (2, "gossip", signal.SIGTERM, {**COUNTING, "env.num_envs": 2}, False),
+        pytest.param(2, "hogwild", signal.SIGINT, {}, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_to_the_whole_process_group_checkpoints(outside, exchange, number, changes, early):
+def test_a_signal_to_the_whole_process_group_checkpoints(command, learners, exchange, number, changes, early):
     """As a terminal's Ctrl-C and `timeout` or a service manager send it: to every process of the run.
 
     `early`: while the server that the learners are forked from still loads torch.
     """
 
-    def options(out: Path) -> list[str]:
-        return inline_options(out, exchange, **ENDLESS, **changes)
-
-    run = outside(make=options)
-    if early:
-        wait_until(lambda: "forkserver" in " ".join(run.processes().values()), what="the fork server starts")
-    else:
-        run.wait_for("metrics.jsonl")
+    run = command(inline_options, exchange, learners=learners, **ENDLESS, **changes)
+    started = (lambda: "forkserver" in " ".join(run.processes().values())) if early else run.line
+    run.until(started, "it has started")
     os.killpg(run.process.pid, number)
-    code, stdout, stderr = run.end()
-    assert (code, stderr) == (75, "")
-    assert f"{number.name}: checkpoint written" in stdout
+    run.end(code=75)
+    assert f"{number.name}: checkpoint written" in run.text()
+    assert f"coterie resume {run.out}" in run.text()
+    assert not {"Traceback", "Warning", "Error"} & set(re.findall(r"\w+", run.text()))
     summary = read_summary(run.out)
     assert (summary["status"], summary["envs_replaced"]) == ("interrupted", 0)
     assert last_checkpoint(run.out)[1]["env_steps"] == summary["env_steps"]

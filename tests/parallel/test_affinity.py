@@ -1,44 +1,32 @@
-"""Where learners are placed, and the limits of a container."""
+"""Where learners are placed, the limits of a container, and what malloc does with freed memory."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+import subprocess
+import sys
 
 import psutil
 import pytest
 
-from coterie.parallel import affinity
 from coterie.parallel.affinity import Place, available_cores, machine_memory, place
-
-
-@pytest.mark.parametrize(
-    ("learners", "cores", "expected"),
-    [
-        (1, [0, 1, 2, 3], [(0, 1, 2, 3)]),
-        (2, [0, 1, 2, 3], [(0, 1), (2, 3)]),
-        (3, [4, 5, 6, 7], [(4,), (5,), (6, 7)]),
-        (2, [9], [(9,), (9,)]),
-        (5, [3, 8], [(3,), (8,), (3,), (8,), (3,)]),
-    ],
-)
-def test_without_gpus_cores_are_shared_out_in_order_or_round_robin(learners, cores, expected):
-    assert place(learners, cores, 0) == [Place(share) for share in expected]
 
 
 @pytest.mark.parametrize(
     ("learners", "cores", "gpus", "expected"),
     [
+        (1, range(4), 0, [((0, 1, 2, 3), -1)]),
+        (3, range(4, 8), 0, [((4,), -1), ((5,), -1), ((6, 7), -1)]),
+        (3, [3, 8], 0, [((3,), -1), ((8,), -1), ((3,), -1)]),  # round robin
         # Eight cores, two GPUs: cores 0 and 4 drive them, the rest step envs.
         (4, range(8), 2, [((0, 1), 0), ((4, 5), 1), ((0, 2, 3), 0), ((4, 6, 7), 1)]),
-        (1, range(4), 1, [((0, 1, 2, 3), 0)]),
-        (2, range(4), 1, [((0, 1), 0), ((0, 2, 3), 0)]),
         (2, range(4), 8, [((0, 1), 0), ((2, 3), 1)]),  # GPUs that no learner drives take no cores
-        (2, [5, 6], 2, [((5,), 0), ((6,), 1)]),  # a GPU with one core has it for everything
-        (3, [5], 3, [((5,), 0), ((5,), 1), ((5,), 2)]),
+        (3, [5], 3, [((5,), 0), ((5,), 1), ((5,), 2)]),  # a GPU with one core has it for everything
     ],
 )
-def test_one_core_of_each_gpu_is_kept_for_the_learners_that_drive_it(learners, cores, gpus, expected):
+def test_cores_are_shared_out_in_order_and_one_of_each_gpu_is_kept_for_driving_it(learners, cores, gpus, expected):
     assert place(learners, cores, gpus) == [Place(*each) for each in expected]
 
 
@@ -64,24 +52,46 @@ def test_cores_are_shared_out_evenly_on_any_machine(gpus):
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [
-        ("max 100000", 4), ("200000 100000", 2), ("50000 100000", 1), ("350000 100000", 4), ("900000 100000", 4),
-        ("", 4), ("max", 4), (None, 4),
-    ],
-)  # fmt: skip
+    [("max 100000", 4), ("200000 100000", 2), ("50000 100000", 1), ("350000 100000", 4), ("900000 100000", 4), ("", 4)],
+)
 def test_a_cpu_quota_of_the_container_limits_the_cores(monkeypatch, tmp_path, text, count):
     """350 % of a core is four, to the nearest. A quota above what the process may use changes nothing."""
-    file = tmp_path / "cpu.max"
-    if text is not None:
-        file.write_text(text + "\n")
-    monkeypatch.setattr(affinity, "Path", lambda path: file)
+    (tmp_path / "cpu.max").write_text(text)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7, 3, 5, 1}, raising=False)
-    assert available_cores() == [1, 3, 5, 7][:count]
+    assert available_cores(tmp_path) == [1, 3, 5, 7][:count]
+    assert available_cores(tmp_path / "none") == [1, 3, 5, 7]
 
 
 @pytest.mark.parametrize(("text", "limit"), [("1048576\n", 1 << 20), ("max\n", None), ("", None)])
-def test_a_memory_limit_of_the_container_is_the_machines_memory(monkeypatch, tmp_path, text, limit):
-    file = tmp_path / "memory.max"
-    file.write_text(text)
-    monkeypatch.setattr(affinity, "Path", lambda path: file)
-    assert machine_memory() == (limit or psutil.virtual_memory().total)
+def test_a_memory_limit_of_the_container_is_the_machines_memory(tmp_path, text, limit):
+    (tmp_path / "memory.max").write_text(text)
+    assert machine_memory(tmp_path) == (limit or psutil.virtual_memory().total)
+
+
+STEPS = """
+import resource
+import numpy as np
+from coterie.parallel.affinity import keep_freed_memory
+
+def faults():
+    before = 0
+    for k in range(25):
+        if k == 5:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        kept = [np.ones(8 << 20, np.uint8) for _ in range(10)]
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 20
+
+print(faults())
+keep_freed_memory()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_freed_memory_is_used_again_without_page_faults():
+    """Faults of each step, with malloc's initial threshold: if it grows, it sometimes spares them."""
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+    done = subprocess.run([sys.executable, "-c", STEPS], env=env, capture_output=True, text=True, check=True)
+    plain, kept = map(float, done.stdout.split())
+    assert plain >= 40  # 10 blocks of 2,048 pages, or of 4 huge ones
+    assert kept < plain / 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
 import pytest
 
 from coterie.exchange.base import OwnSteps
@@ -14,7 +13,7 @@ from coterie.parallel.processes import Post
 from coterie.types import CoterieError
 from tests.exchange.harness import collect, start, together
 
-PROCESSES, EACH, ADDS = 4, 16, 300
+PROCESSES, EACH, ADDS = 4, 16, 100
 
 
 def count(post: Post, board: Board, process: int) -> None:
@@ -41,19 +40,6 @@ def test_sixty_four_workers_lose_no_increment():
     assert board.sum("learned") == 0
 
 
-def test_counts_of_one_learner_and_of_all():
-    board = Board(3)
-    board.write(0, {"produced": 5, "learned": 3})
-    board.write(2, {"produced": 10, "skipped": 1})
-    board.write(0, {"learned": 4})  # other counts stay
-    assert board.read(0) == dict.fromkeys(COUNTS, 0) | {"produced": 5, "learned": 4}
-    assert board.read(1) == dict.fromkeys(COUNTS, 0)
-    assert board.sum("produced") == 15
-    assert board.sum("skipped") == 1
-    assert board.heartbeats[0] > 0
-    assert board.heartbeats[1] == 0
-
-
 def test_steps_of_the_whole_run():
     board = Board(3)
     steps = [BoardSteps(board, rank) for rank in range(3)]
@@ -69,31 +55,21 @@ def test_steps_of_the_whole_run():
     assert OwnSteps().total == 0
 
 
-def test_orders_have_numbers():
-    board = Board(2)
-    assert board.order == (0, 0)
-    assert board.give(SAVE) == 1
-    assert board.order == (1, SAVE)
-    assert board.give(SAVE | EVALUATE | LAST) == 2
-    assert board.order == (2, 7)
-    assert not board.stopping
-    board.stop()
-    assert board.stopping
-    assert board.order == (2, 7)
-
-
 def test_an_order_is_written_before_its_number_and_read_after_it(monkeypatch):
     """On every processor: a learner that sees the number must see what belongs to it."""
     board, at_fence = Board(1), list[tuple[int, int]]()
 
     def fence() -> None:
-        at_fence.append(tuple(board._order[:2].tolist()))
+        monkeypatch.setattr("coterie.parallel.board.fence", lambda: None)
+        at_fence.append(board.order)
+        board.give(LAST)
 
     monkeypatch.setattr("coterie.parallel.board.fence", fence)
     board.give(SAVE)
     assert at_fence == [(0, SAVE)]
-    assert board.order == (1, SAVE)
-    assert len(at_fence) == 2
+    monkeypatch.setattr("coterie.parallel.board.fence", fence)
+    before = board.order[0]
+    assert (before, board.order) == (2, (3, LAST))
 
 
 def meet_often(post: Post, board: Board, rank: int) -> None:
@@ -111,23 +87,28 @@ def test_learners_meet_as_often_as_each_of_them_calls():
 
 
 def write_on(post: Post, board: Board) -> None:
-    assert board.read(1)["learned"] == 11
     board.write(1, {"learned": 12})
+    post("counts", board.read(1))
     board.active[0] = 1
     post("order", board.order)
     board.stop()
 
 
-def test_a_process_has_the_same_board():
-    board = Board(2)
-    board.write(1, {"learned": 11})
-    board.give(EVALUATE)
+def test_all_processes_have_the_same_counts_and_numbered_orders():
+    board = Board(3)
+    board.write(1, {"learned": 11, "produced": 2**53 + 1})
+    assert [board.give(what) for what in (SAVE, EVALUATE)] == [1, 2]
+    assert not board.stopping
     (said,) = collect([start(write_on, board)])
-    assert said == [("order", (1, EVALUATE)), ("end", "ended with exit code 0")]
-    assert board.read(1)["learned"] == 12
-    assert board.active.tolist() == [1, 0]
+    counts = dict.fromkeys(COUNTS, 0) | {"learned": 12, "produced": 2**53 + 1}  # counts that are not written stay
+    assert said == [("counts", counts), ("order", (2, EVALUATE)), ("end", "ended with exit code 0")]
+    assert board.read(1) == counts
+    board.write(0, {"learned": 3})
+    assert board.sum("learned") == 15
+    assert board.heartbeats[1] > board.heartbeats[2] == 0
+    assert board.active.tolist() == [1, 0, 0]
     assert board.stopping
-    assert board.counts.dtype == np.int64  # a run of 2^53 steps and more
+    assert board.order == (2, EVALUATE)
 
 
 def test_a_blocked_process_is_not_the_one_that_hangs():
@@ -140,6 +121,10 @@ def test_a_blocked_process_is_not_the_one_that_hangs():
         assert board.stale([0], 50.0) == [0]  # no other is at work
     assert board.stale([0, 1, 2], 50.0) == [0, 1]
     assert board.stale([2], 50.0) == []
+    # Of those that all wait: one was stopped while it waited, the other went on until it had to wait for it.
+    board.heartbeats[:2] = 20.0, 19.0
+    with board.blocked(0), board.blocked(1):
+        assert board.stale([0, 1], 30.0) == [1, 0]
 
 
 def test_staleness_is_what_others_did_between_a_snapshot_and_its_update() -> None:
@@ -158,11 +143,3 @@ def test_staleness_is_what_others_did_between_a_snapshot_and_its_update() -> Non
     theirs.add(4)
     staleness.update()
     assert staleness.gauges() == {"staleness/mean": 8, "staleness/max": 20}
-
-
-def test_of_those_that_all_wait_the_one_silent_longest_is_named():
-    """It was stopped while it waited; the other went on until it had to wait for it."""
-    board = Board(2)
-    board.heartbeats[:] = (20.0, 19.0)
-    with board.blocked(0), board.blocked(1):
-        assert board.stale([0, 1], 30.0) == [1, 0]

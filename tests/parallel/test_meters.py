@@ -28,20 +28,16 @@ def test_cores_in_use_since_the_last_call(monkeypatch):
     assert busy.read() == {"busy/cpu": 0.0}
 
 
-def test_a_machine_without_energy_counters_gives_the_reason(tmp_path):
-    energy = Energy(tmp_path)
-    assert energy.joules() is None
-    assert "no energy counter" in energy.reason
-
-
-def test_a_busy_machine_reports_its_load():
-    busy = Busy()
+def test_a_busy_machine_reports_its_load_and_one_without_energy_counters_the_reason(tmp_path):
+    busy, energy = Busy(), Energy(tmp_path)
 
     def load() -> float:
         sum(range(100_000))
         return busy.read().get("busy/cpu", 0.0)
 
     assert 0 < wait_until(load) <= 1
+    assert energy.joules() is None
+    assert "no energy counter" in energy.reason
 
 
 def test_load_and_energy_of_gpus(tmp_path, monkeypatch):

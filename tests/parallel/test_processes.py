@@ -1,4 +1,4 @@
-"""Messages and results of child processes, and scratch folders that a killed process has left."""
+"""Messages, results and signals of child processes, and scratch folders that a killed process has left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.processes import Child, gather, listen, scratch_folder
+from coterie.parallel.processes import STOP, Child, gather, listen, on_signals, scratch_folder
 from coterie.types import CoterieError
 from tests.support.waiting import PATIENCE
 
@@ -32,22 +33,20 @@ def dead_owner(tmp_path) -> tuple[Path, str]:
     return folder, folder.name.split("-")[2]
 
 
-def test_scratch_folders_of_killed_owners_are_removed_and_no_others(tmp_path, dead_owner):
+def test_only_the_scratch_folders_of_killed_owners_of_this_host_are_removed(tmp_path, dead_owner, monkeypatch):
+    """Others may be on a shared file system, where the first pid namespace has the same number on every Linux host."""
     folder, pid = dead_owner
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(socket, "gethostname", lambda: "another-host")
+        other = scratch_folder(str(tmp_path))
+        assert folder.exists()
     prefix = folder.name.rpartition(f"-{pid}-")[0]
     names = ("coterie-abcdefgh", f"coterie-123-{pid}-elsewhere", "coterie-runs", f"{prefix}-x-y", f"{prefix}-1-z")
     for name in names:
         (tmp_path / name).mkdir()
     mine = scratch_folder(str(tmp_path))
-    assert sorted(tmp_path.iterdir()) == sorted([mine, *(tmp_path / name for name in names)])
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other, *(tmp_path / name for name in names)])
     assert f"-{os.getpid()}-" in mine.name
-
-
-def test_scratch_folders_of_other_hosts_are_left_alone(tmp_path, dead_owner, monkeypatch):
-    """On a shared file system. The first pid namespace has the same number on every Linux host."""
-    monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
-    scratch_folder(str(tmp_path))
-    assert dead_owner[0].exists()
 
 
 def send_much(post) -> None:
@@ -93,14 +92,35 @@ def results(*each: object, within: float = 60.0) -> list[object]:
 
 
 def test_results_of_children_come_in_order_and_a_child_may_end_after_its_own():
-    for _ in range(2):
-        assert results(1, 2, 3) == [1, 2, 3]
+    assert results(1, 2, 3) == [1, 2, 3]
 
 
-def test_a_child_without_a_result_is_named():
-    with pytest.raises(CoterieError, match=r"^child 1: ended with exit code 0$"):
-        results(1, None)
-    with pytest.raises(CoterieError, match=r"^child 1: .*it went wrong"):
-        results(1, "wrong")
-    with pytest.raises(CoterieError, match=r"^child 1: no result within 1 s$"):
-        results(1, "late", within=1.0)
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [(None, "ended with exit code 0$"), ("wrong", ".*it went wrong"), ("late", "no result within 1 s$")],
+)
+def test_a_child_without_a_result_is_named(what, why):
+    with pytest.raises(CoterieError, match=rf"^child 1: {why}"):
+        results(1, what, within=1.0 if what == "late" else 60.0)
+
+
+def test_signals_are_noted_and_their_handlers_restored_afterwards():
+    before, noted = [signal.getsignal(number) for number in STOP], []
+    with on_signals(noted.append):
+        for number in STOP:
+            os.kill(os.getpid(), number)
+    assert noted == [signal.SIGINT, signal.SIGTERM]
+    assert [signal.getsignal(number) for number in STOP] == before
+
+
+def test_outside_the_main_thread_signal_handlers_stay_as_they_are():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work():
+        with on_signals(seen.append):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(10)
+    assert seen == [before]

@@ -47,16 +47,6 @@ def test_the_oldest_open_slot_is_taken_and_a_batch_is_full_when_all_are():
     assert [slots.take(5), slots.take(6), slots.take(7)] == [(0, 1), (0, 2), (1, 0)]
 
 
-def test_the_successor_of_a_dead_producer_gets_its_slot():
-    slots = make()
-    slots.open(0, 0)
-    assert slots.take(3) == (0, 0)
-    assert slots.take(1) == (0, 1)
-    assert slots.take(3) == (0, 0)  # not filled: it is still this producer's
-    slots.fill((0, 0))
-    assert slots.take(3) == (0, 2)
-
-
 def test_deliveries_of_a_producer_that_was_killed_before_it_counted_them_are_known():
     slots = Slots(LAYOUT, 2, 6, 2, producers=3)
     slots.open(0, 0)
@@ -68,19 +58,19 @@ def test_deliveries_of_a_producer_that_was_killed_before_it_counted_them_are_kno
     assert [slots.delivered(p) for p in range(3)] == [0, 0, 30]
     slots.open(0, 1)  # it has been learned from, and is open again
     assert slots.delivered(2) == 30
-    at = slots.take(1)
-    slots.fill(at)
     slots.promise(2, slots.take(2), 40)
     assert slots.delivered(2) == 0
 
 
-def test_in_lockstep_each_slot_has_its_producer():
+def test_the_successor_of_a_dead_producer_gets_its_slot_and_in_lockstep_each_slot_has_its_producer():
     slots = make()
     slots.open(0, 0, [1, 0, 1])
+    assert slots.take(1) == slots.take(1) == (0, 0)  # not filled: it is still this producer's
     assert slots.take(0) == (0, 1)
     slots.fill((0, 1))
     assert slots.take(0) is None
-    assert slots.take(1) == (0, 0)
+    slots.fill((0, 0))
+    assert slots.take(1) == (0, 2)
 
 
 def produce(post: Post, slots: Slots, producer: int) -> None:

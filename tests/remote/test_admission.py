@@ -17,22 +17,12 @@ from coterie.build.validity import room_of
 from coterie.remote.admission import ClientIds, settings_of
 from coterie.remote.rollout_service import RolloutService
 from coterie.types import ActionSpec, Spec
-from coterie.wire.client import Connection, Endpoint, Stream
-from coterie.wire.codec import Layout, Newest, Tensor
+from coterie.wire.client import Connection, Endpoint
+from coterie.wire.codec import Layout, Tensor
 from tests.conftest import IMAGE, VECTOR, make_config
-from tests.support.services import (
-    INFER,
-    MOST_ENVS,
-    PULL,
-    PUSH,
-    TOKEN,
-    UNROLL,
-    WIDTH,
-    InferenceServices,
-    RolloutServices,
-)
+from tests.support.services import INFER, MOST_ENVS, PULL, PUSH, UNROLL, WIDTH, InferenceServices, RolloutServices
 from tests.support.waiting import wait_until
-from tests.support.wire import WAIT_S, channel_to, data_frame
+from tests.support.wire import TOKEN, channel_to, data_frame
 
 
 @pytest.fixture(params=[INFER, PUSH, PULL])
@@ -66,15 +56,16 @@ def test_a_good_client_is_served_and_its_welcome_has_the_settings(services: Any,
     [
         ({"env_id": "Pong-v5"}, "the run's envs are CartPole-v1, not 'Pong-v5'"),
         ({"envs": MOST_ENVS + 1}, "9 envs are more than central.max_envs, 8|actors have 2 envs each, not 9"),
-        ({"layout": Layout([Tensor("x", "int32", (1,))])}, "the run's frames hold |the client's x: int32[1]"),
+        ({"layout": Layout([Tensor("x", "int32", (1,))])}, "the client's x: int32[1]"),
         ({"layout": Layout(())}, "the client's no tensors"),
         ({"envs": 0}, "a stream of 0 envs must not send data frames"),
     ],
 )
 def test_a_hello_that_does_not_fit_the_run_is_refused(services: Any, method: str, changes: dict[str, Any], why: str):
-    question = data_frame(0, b"") if changes == {"envs": 0} else services.question(method)
-    part = why.split("|")[-1 if method != INFER else 0]
-    services.is_refused(part, services.hello(method, **changes), question, method=method)
+    questions = [data_frame(0, b"")] if changes == {"envs": 0} else services.questions(method, 1)
+    status, reason = services.ends(services.hello(method, **changes), *questions, method=method)
+    assert (status, why.split("|")[method != INFER and "|" in why] in reason) == (StatusCode.INVALID_ARGUMENT, True)
+    assert services.server.refused == {"unix": 1}
 
 
 def test_settings_are_json_where_an_action_has_no_bounds():
@@ -96,16 +87,14 @@ def test_remote_envs_have_ids_of_their_own_that_a_client_keeps():
 def test_a_host_that_reconnects_replaces_its_old_stream(tmp_path: Path):
     """The old one may still seem to be open; together they would be too many envs."""
     services = InferenceServices(f"unix:{tmp_path}/s", IMAGE, newest=True)
-    layout = services.layout(MOST_ENVS)
-    hello = {"env_id": "CartPole-v1", "envs": MOST_ENVS, "run_id": 7}
+    hello = services.hello(envs=MOST_ENVS, run_id=7)
     with channel_to(services.server.address) as channel:
-        streams = []
+        streams = [services.raw(channel, hello, *services.questions(INFER, 1, MOST_ENVS), method=INFER)]
         for _ in range(2):
-            streams.append(Stream(channel, INFER, hello, layout, token=TOKEN, silence=WAIT_S))
-            streams[-1].send(Newest(layout).split(services.seen(MOST_ENVS)))
-            assert len(streams[-1].receive()[0]["action"]) == MOST_ENVS
+            assert [streams[-1].next().WhichOneof("kind") for _ in range(2)] == ["welcome", "data"]
+            streams.append(services.raw(channel, hello, *services.questions(INFER, 1, MOST_ENVS), method=INFER))
         for stream in streams:
-            stream.close()
+            stream.end()
     wait_until(lambda: services.server.is_idle)
     assert services.works()
     services.close()
@@ -114,27 +103,24 @@ def test_a_host_that_reconnects_replaces_its_old_stream(tmp_path: Path):
 def test_remote_actors_have_room_in_a_replay_or_are_refused(tmp_path: Path):
     services = RolloutServices(f"unix:{tmp_path}/s")
     assert services.service.room > 1 << 30, "V-trace keeps nothing of them"
-    value = {
-        "algorithm": "dqn",
-        "acting": "decoupled",
-        "learners": 1,
-        "actors": 2,
-        "env.num_envs": 8,
-        "algo.unroll_length": UNROLL,
-    }
+    value = {"algorithm": "dqn", "acting": "decoupled", "learners": 1, "actors": 2, "env.num_envs": 8}
     for more, room in (({}, 0), ({"replay.envs": 12}, 4), ({"replay.envs": 12, "actors": 0}, 12)):
-        config = resolve_config(make_config(**value | more))
+        config = resolve_config(make_config(**{**value, "algo.unroll_length": UNROLL, **more}))
         service = RolloutService(config, VECTOR, 0, services.acting, room_of(config))
         assert service.room == room
         service.close()
     services.service.room = WIDTH
+
+    def ends(run_id: int) -> tuple[StatusCode, str]:
+        return services.ends(services.hello(run_id=run_id), *services.questions(PUSH, 1))
+
     with channel_to(services.server.address) as channel:
         one = services.raw(channel, services.hello(run_id=1), method=PUSH)
         assert one.next().WhichOneof("kind") == "welcome"
         why = "no room for 2 more envs of remote actors: 2 of 2 (replay.envs)"
-        services.is_refused(why, services.hello(run_id=2), services.question(PUSH))
-        again = services.ends(services.hello(run_id=1), services.question(PUSH), method=PUSH)
-        assert again[0] == StatusCode.OK, "a client that reconnects keeps its room"
+        assert ends(2) == (StatusCode.INVALID_ARGUMENT, why)
+        assert ends(1)[0] == StatusCode.OK, "a client that reconnects keeps its room"
         one.end()
-    assert services.ends(services.hello(run_id=2), services.question(PUSH), method=PUSH)[0] == StatusCode.OK
+    wait_until(lambda: services.server.is_idle)
+    assert ends(2)[0] == StatusCode.OK
     services.close()

@@ -1,4 +1,4 @@
-"""Runs that gossip with each other: admission, loss and return of a connection, refusals."""
+"""Runs that gossip with each other, over a wire or without: admission, loss and return of a connection, refusals."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import time
 
 import numpy as np
 import pytest
-from grpc import StatusCode
 
-from coterie.exchange.mailboxes import message_layout
+from coterie.exchange.mailboxes import Mailboxes, Relay
 from coterie.remote.gossip import GossipHub
 from coterie.types import ConfigError, CoterieError
-from coterie.wire.codec import Layout, Tensor
+from coterie.wire.codec import Refused
 from tests.conftest import make_config
-from tests.exchange.gossip_harness import SIZE, linked
-from tests.remote.gossip_runs import DIGEST, METHOD, agree, frame, hello, train_until
+from tests.exchange.gossip_harness import SIZE, linked, step
+from tests.remote.gossip_runs import DIGEST, LAYOUT, METHOD, agree, frame, hello, train_until
 from tests.support.net import free_port
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_until
@@ -47,14 +46,6 @@ def test_gossiping_runs_join_and_leave(address, hubs, gossip_clients):
     assert third.learner.gauges()["gossip/remote_messages"] > 0
 
 
-def test_a_client_keeps_its_weights_where_none_were_published(address, hubs, gossip_clients):
-    hub = hubs(address)
-    one = gossip_clients(address)
-    assert not one.joins
-    assert one.learner.params.data[:4].tolist() == [0, 1, 0, 0]
-    agree(hub.learner, one.learner)
-
-
 def test_two_learners_of_one_run_gossip_with_the_hub_before_and_after_it_restarts(address, hubs, gossip_clients):
     hub, two = hubs(address), gossip_clients(address, learners=2)
     two.learner.tau = two.learners[1].tau = -1
@@ -75,27 +66,25 @@ def test_the_end_of_the_run_that_listens_is_not_the_others(address, hubs, gossip
     agree(hub.learner, one.learner)
     hub.close()
     train_until(lambda: "is over (the run has ended): this one goes on without it" in one.said(), "it is reported")
-    before = int(one.learner.mixed[0])
-    train_until(lambda: one.learner.mixed[0] > before + 20, "it goes on", one.learner)
+    train_until(lambda at=int(one.learner.mixed[0]): one.learner.mixed[0] > at + 20, "it goes on", one.learner)
     assert one.client.gauges(1)["gossip/peers"] == 0
 
 
-@pytest.mark.parametrize("how", ["cut", "frozen"])
-def test_a_run_trains_on_without_its_link_and_gossips_again_after(how, hubs, gossip_clients):
-    with Proxy(0) as proxy:
-        proxy.target = free_port()
+def test_a_run_trains_on_without_its_link_and_gossips_again_after(hubs, gossip_clients):
+    with Proxy(free_port()) as proxy:
         hub = hubs(f"127.0.0.1:{proxy.target}")
         one = gossip_clients(f"127.0.0.1:{proxy.port}")
+        assert not one.joins  # no weights were published: it keeps its own
+        assert one.learner.params.data[:4].tolist() == [0, 1, 0, 0]
         agree(hub.learner, one.learner)
-        if how == "cut":
-            train_until(lambda: proxy.cut() > 0, "there is a connection", hub.learner, one.learner)
-            train_until(lambda: "back at" in one.said(), "it reconnects", hub.learner, one.learner)
-        else:
-            proxy.frozen.set()
-            for run in (hub, one):
-                before = run.learner.updates
-                train_until(lambda run=run, before=before: run.learner.updates > before + 50, "no wait", run.learner)
-            proxy.frozen.clear()
+        train_until(lambda: proxy.cut() > 0, "there is a connection", hub.learner, one.learner)
+        train_until(lambda: "back at" in one.said(), "it reconnects", hub.learner, one.learner)
+        agree(hub.learner, one.learner)
+        proxy.frozen.set()
+        for run in (hub, one):
+            before = run.learner.updates
+            train_until(lambda run=run, before=before: run.learner.updates > before + 50, "no wait", run.learner)
+        proxy.frozen.clear()
         agree(hub.learner, one.learner)
 
 
@@ -119,23 +108,12 @@ def test_a_run_that_reconnects_before_its_end_was_noticed_replaces_its_old_strea
         assert hub.present == [0, 1, 2]  # the end of the old stream is not that of the run
         for stream in (again, other):
             stream.out.put(None)
-    wait_until(lambda: not hub.hub.clients, 20.0, "both have left")
-
-
-def test_a_newcomer_never_gets_the_message_of_the_learner_before_it(address, hubs, gossip_clients):
-    hub, one = hubs(address), gossip_clients(address)
-    agree(hub.learner, one.learner)
-    one.client.close()
-    wait_until(lambda: not hub.hub.clients, 20.0, "it has left")
-    assert hub.hub.mailboxes.has_message(1)
-    with channel_to(address) as channel:
-        stream = Raw(channel, hello(run_id=9), method=METHOD)
-        stream.next()
-        assert not hub.hub.mailboxes.has_message(1)
-        stream.end()
-
-
-# --- refusals ---
+        wait_until(lambda: not hub.hub.clients, 20.0, "both have left")
+        assert hub.hub.mailboxes.has_message(1)
+        newcomer = Raw(channel, hello(run_id=9), method=METHOD)
+        newcomer.next()
+        assert not hub.hub.mailboxes.has_message(1)  # it never gets the message of the learner before it
+        newcomer.end()
 
 
 @pytest.mark.parametrize(
@@ -173,23 +151,107 @@ def test_a_message_must_fit_the_wire(address):
         GossipHub(config, memory, 1, DIGEST)
 
 
-NUMBERED = Layout([Tensor("state", "int64", (3, 4))]).message()  # of an older version
+class Pair:
+    """A run with two learners and a run with one, and a connection between them."""
+
+    def __init__(self) -> None:
+        self.memory, [self.x, self.y] = linked(2, np.eye(2, 4))
+        self.far_memory, [self.z] = linked(1, np.eye(3, 4)[2:])
+        self.near, self.far = Mailboxes(self.memory, 2), Mailboxes(self.far_memory, 1)
+        self.ends = Relay(self.near, range(2), [2]), Relay(self.far, range(1), [1, 2])
+
+    def carry(self, count: int = 1) -> list[int]:
+        """Frames in both directions; the ids of the learners whose weights went from the first run to the second."""
+        went = []
+        for _ in range(count):
+            frame = self.ends[0].send()
+            went.append(int(frame["learner"][0]))
+            self.ends[1].receive(LAYOUT.unpack(LAYOUT.pack(frame)))
+            self.ends[0].receive(LAYOUT.unpack(LAYOUT.pack(self.ends[1].send())))
+        return went
+
+
+def test_only_the_newest_weights_of_each_learner_are_sent_in_turn():
+    pair = Pair()
+    assert pair.carry() == [-1]
+    for k in range(1, 6):
+        pair.x.params.data[3] = float(k)
+        step(pair.x)
+    assert pair.carry(2) == [0, -1]
+    assert pair.far.read(1).weights[3] == 5.0
+    for one in (pair.x, pair.y):
+        step(one)
+    step(pair.x)
+    assert pair.carry(3) == [1, 0, -1]
+
+
+def test_a_message_is_averaged_once_and_no_learner_waits_for_it():
+    pair = Pair()
+    step(pair.x)
+    pair.carry()
+    step(pair.z)
+    assert pair.z.params.data[:3].tolist() == [0.5, 0, 0.5]
+    step(pair.z)  # the same message again is no news
+    assert pair.z.params.data[:3].tolist() == [0.5, 0, 0.5]
+    assert pair.z.gauges()["gossip/remote_messages"] == 1
+    for _ in range(50):
+        step(pair.z)  # nothing comes: its time-out of 0 s would be the first wait
+    assert pair.z.updates == 52
+
+
+def test_moments_and_weights_of_several_runs_are_averaged_alike():
+    pair = Pair()
+    pair.x.params.data[:4], pair.y.params.data[:4] = pair.x.params.data.new_tensor([[3.0, 0, 0, 0], [0, 3, 0, 0]])
+    pair.x.mixed[:] = pair.y.mixed[:] = 0
+    for one in (pair.x, pair.y):
+        one.mailboxes.write(one.rank, one.params.data.numpy(), np.zeros(1))
+    pair.carry(2)
+    pair.z.params.data[:4] = pair.z.params.data.new_tensor([0.0, 0, 3, 0])
+    step(pair.z)
+    np.testing.assert_allclose(pair.z.params.data[:4], [1, 1, 1, 0], rtol=1e-6)
+
+
+def test_a_message_that_is_being_written_is_not_sent_and_a_killed_writer_does_not_block_the_next():
+    pair = Pair()
+    step(pair.x)
+    pair.near.clear(0)  # it was killed half-way
+    assert pair.carry() == [-1]
+    step(pair.x)
+    assert pair.carry() == [0]
 
 
 @pytest.mark.parametrize(
-    ("frames", "reason"),
+    ("name", "at", "value", "reason"),
     [
-        ([hello(), data_frame(0, frame(1))], "it sends more than its 1 learners"),
-        ([hello(), data_frame(0, frame()[:-1])], "a frame of"),
-        ([hello(sends=NUMBERED)], "the run's frames hold present"),
-        ([hello(sends=message_layout(9, 1).message())], "the run's frames hold present"),
+        ("weights", (0, 0), np.nan, "its weights are not finite"),
+        ("weights", (0, 0), -1e20, "its weights are not finite"),
+        ("moments", (0, 0), np.inf, "its moments are not finite"),
+        ("present", 2, True, "it sends more than its 2 learners"),
+        ("learner", 0, 2, "it sends more than its 2 learners"),
+        ("learner", 0, -1, "it sends more than its 2 learners"),
     ],
-)  # fmt: skip
-def test_a_frame_that_no_run_sends_ends_its_stream_and_the_others_go_on(address, hubs, gossip_clients, frames, reason):
-    hub = hubs(address)
-    with channel_to(address) as channel:
-        status, said = Raw(channel, *frames, method=METHOD).end()
-    assert (status, reason in said) == (StatusCode.INVALID_ARGUMENT, True), (status, said)
-    wait_until(lambda: hub.present == [0], 20.0, "it is out")
-    assert [line.startswith("refused unix: ") for line in hub.hub.lines()] == [True]
-    agree(hub.learner, gossip_clients(address).learner)
+)
+def test_a_frame_that_cannot_be_is_refused_and_changes_nothing(name, at, value, reason):
+    pair = Pair()
+    step(pair.x)
+    frame = pair.ends[0].send()
+    bad = {k: v.copy() for k, v in frame.items()}
+    bad[name][at] = value
+    before = {k: v.copy() for k, v in pair.far_memory.arrays.items()}
+    with pytest.raises(Refused, match=reason):
+        pair.ends[1].receive(bad)
+    for key, array in before.items():
+        np.testing.assert_array_equal(pair.far_memory.arrays[key], array, key)
+    pair.ends[1].receive(frame)
+    assert pair.far.has_message(1)
+
+
+def test_a_restarted_learner_takes_the_newest_weights_of_a_remote_one_where_it_is_alone():
+    pair = Pair()
+    step(pair.x)
+    pair.carry()
+    pair.z.__exit__(None, None, None)
+    pair.z.rejoin = True
+    with pair.z as back:
+        assert back.params.data[:3].tolist() == [1, 0, 0]
+        assert pair.far.present[0] == 1

@@ -1,6 +1,4 @@
-"""What the services of a learner refuse of their clients' data frames. Only what a recorder could have written reaches
-the learner, and other clients go on.
-"""
+"""What the rollout service refuses, and that it accepts what real recorders write. Other clients go on meanwhile."""
 
 from __future__ import annotations
 
@@ -10,57 +8,97 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from grpc import StatusCode
 
-from coterie.remote.rollout_service import VERSION
-from coterie.wire.codec import Layout
+from coterie import presets
+from coterie.acting.actor import RolloutLoop
+from coterie.acting.base import Stopped
+from coterie.acting.recorder import Recorder, local_fields
+from coterie.build.factory import cpu_share, make_agent
+from coterie.build.resources import resolve_config
+from coterie.envs.make import make_spec
+from coterie.remote.rollout_service import VERSION, check_rollout
+from coterie.types import ActionSpec, Array, Spec
+from coterie.wire.codec import Layout, Refused, check_values
 from tests.conftest import IMAGE, VECTOR
-from tests.support.services import INFER, PULL, PUSH, SPECS, UNROLL, WIDTH, InferenceServices, RolloutServices
+from tests.support.services import PULL, PUSH, UNROLL, WIDTH, Rollout, RolloutServices, recorded, time_step
 from tests.support.waiting import wait_until
 from tests.support.wire import channel_to, data_frame
 
+SPECS = {
+    "vector": VECTOR,
+    "image": IMAGE,
+    "multi": Spec("made-up", VECTOR.obs, ActionSpec("multi", (4, 2))),
+    "continuous": Spec("made-up", VECTOR.obs, ActionSpec("continuous", low=(-1.0, -1.0), high=(1.0, 1.0))),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        *(({"reward": bad}, "reward is not finite") for bad in (np.nan, np.inf)),
+        ({"obs/": -np.inf}, "obs/ is not finite"),
+        ({"episode_return": 1e308, "episode_length": 1.0}, r"episode_return is beyond 1e\+15"),
+        ({"episode_return": 1.0, "episode_length": 1e300}, r"episode_length is beyond 1e\+15"),
+        ({"episode_return": 1.0, "episode_length": -5.0}, "a negative episode length"),
+        ({"episode_return": 1.0}, "a return without a length"),
+    ],
+)
+def test_a_time_step_that_would_harm_the_learner_is_refused(changes: dict[str, float], why: str):
+    seen = time_step(VECTOR)
+    check_values(VECTOR, seen)
+    for name, value in changes.items():
+        seen[name][-1] = value
+    with pytest.raises(Refused, match=why):
+        check_values(VECTOR, seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "at", "why"),
+    [
+        # Row 2 of env 0 leads from an episode's last observation to the first one of the next.
+        ("vector", "terminated", True, (2, 0), "the masked step"),
+        ("vector", "episode_length", 1, (2, 0), "the masked step"),
+        ("vector", "reward", 1e-3, (3, 0), "the masked step"),
+        ("vector", "episode_length", -1, (1, 0), "a negative episode length"),
+        ("vector", "episode_return", np.nan, -1, "a return without a length"),
+        ("vector", "episode_return episode_length", np.nan, -1, "episode_return is NaN"),  # as a host sends it
+        ("vector", "version", -1, ..., "a version of the weights is negative"),
+        ("vector", "log_prob", 0.01, (2, 1), "the probability of an action is above 1"),
+        # The action before row 0 is an input of the network, too.
+        *(("vector", "action", bad, at, "not in the env's range") for bad in (-1, 4, 2**62) for at in (0, -1)),
+        ("multi", "action", 2, (..., 1), "not in the env's range"),  # each component has its own range
+        ("continuous", "action", np.nan, -1, "action is not finite"),
+        # Those beyond 1e15 are finite, but not what becomes of them: a priority, a square, a sum.
+        *(("vector", name, -np.inf, -1, name) for name in ("obs/", "value", "log_prob", "core", "episode_return")),
+        *(("image", name, 3e38, -1, r"beyond 1e\+15") for name in ("reward", "value", "log_prob", "core")),
+    ],
+)
+def test_a_rollout_that_no_recorder_writes_is_refused(kind: str, name: str, value: Any, at: Any, why: str):
+    arrays = recorded(SPECS[kind], core=(2, 4))
+    check_rollout(SPECS[kind], arrays)
+    for field in name.split():
+        arrays[field][at] = value
+    with pytest.raises(Refused, match=why):
+        check_rollout(SPECS[kind], arrays)
+
+
+def test_a_density_above_1_a_certain_action_and_an_episode_that_begins_in_row_0_are_accepted():
+    for kind, log_prob in (("continuous", 0.01), ("multi", 1e-7)):
+        arrays = recorded(SPECS[kind])
+        arrays["log_prob"][2, 1] = log_prob
+        arrays["is_first"][0] = True  # after an action with a reward, which is of another rollout
+        check_rollout(SPECS[kind], arrays)
+
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., RolloutServices]]:
-    """Starts services, which must serve a good client at the end."""
-    made: list[RolloutServices] = []
-
-    def make(kind: str = "vector") -> RolloutServices:
-        core = (2, 4) if kind == "core" else ()
-        made.append(RolloutServices(f"unix:{tmp_path}/s", SPECS.get(kind, VECTOR), core))
-        return made[0]
-
-    yield make
-    assert made[0].works()
-    made[0].close()
-
-
-@pytest.fixture(params=[*SPECS, "core"])
-def services(request: pytest.FixtureRequest, start: Callable[..., RolloutServices]) -> RolloutServices:
-    return start(request.param)
-
-
-@pytest.mark.parametrize("kind", ["vector", "image", "newest"])
-def test_a_time_step_that_would_harm_the_learner_is_refused(tmp_path: Path, kind: str):
-    services = InferenceServices(f"unix:{tmp_path}/s", VECTOR if kind == "vector" else IMAGE, kind == "newest")
-    ended = {"episode_return": 1.0, "episode_length": 1.0}
-    cases: list[tuple[dict[str, Any], str]] = [
-        *(({"reward": bad}, "reward is not finite") for bad in (np.nan, np.inf)),
-        *([({"obs/": -np.inf}, "obs/ is not finite")] if kind == "vector" else []),
-        ({**ended, "episode_return": 1e308}, "episode_return is beyond 1e+15"),
-        ({**ended, "episode_length": 1e300}, "episode_length is beyond 1e+15"),
-        ({**ended, "episode_length": -5.0}, "a negative episode length"),
-        ({"episode_return": 1.0}, "a return without a length"),
-    ]
-    for changes, why in cases:
-        services.is_refused(why, services.hello(), services.changed(changes), method=INFER)
-    assert services.works()
-    services.close()
-
-
-def test_the_learner_counts_the_rows_of_a_rollout(services: RolloutServices):
-    assert services.works()
-    assert services.service.produced == 2 * (UNROLL * WIDTH - 1)  # without the masked step
+def services(tmp_path: Path) -> Iterator[RolloutServices]:
+    """They must serve a good client at the end."""
+    one = RolloutServices(f"unix:{tmp_path}/s", core=(2, 4))
+    yield one
+    assert one.works()
+    one.close()
 
 
 def test_each_tensor_of_a_rollout_must_be_the_runs(services: RolloutServices):
@@ -69,97 +107,45 @@ def test_each_tensor_of_a_rollout_must_be_the_runs(services: RolloutServices):
         fewer = t._replace(shape=(*t.shape[:-1], t.shape[-1] - 1))
         for other in ([t._replace(name="x")], [t._replace(dtype="int8")], [fewer], []):
             layout = Layout([*tensors[:k], *other, *tensors[k + 1 :]])
-            status, why = services.ends(services.hello(layout=layout), method=PUSH)
+            status, why = services.ends(services.hello(layout=layout))
             assert (status, "the run's frames hold" in why) == (StatusCode.INVALID_ARGUMENT, True), why
 
 
-def test_numbers_that_no_learner_can_use_are_refused(services: RolloutServices):
-    """Those beyond 1e15 are finite, but not what becomes of them: a priority, a square, a sum."""
-    for name in (t.name for t in services.service.reads.tensors if t.dtype.startswith("float")):
-        episode = name.startswith("episode_")
-        for bad, why in ((np.nan, "without a length" if episode else name), (-np.inf, name), (3e38, "1e+15")):
-            if bad != 3e38 or not name.startswith("obs/"):
-                services.is_refused(why, services.hello(), services.changed(name, bad, -1))
-    # A host sends NaN where no episode has ended; a recorder writes 0.
-    nan = services.changed("episode_return", np.nan, episode_length=np.nan)
-    services.is_refused("episode_return is NaN", services.hello(), nan)
-
-
-def test_actions_that_the_env_does_not_have_are_refused(services: RolloutServices):
-    sizes, why = services.service.spec.action.sizes, "an action is not in the env's range"
-    for bad in (-1, 4, 2**62) if sizes else ():
-        for at in (0, -1):  # the one before row 0 is an input of the network, too
-            services.is_refused(why, services.hello(), services.changed("action", bad, at))
-    if len(sizes) > 1:  # each component has its own range
-        services.is_refused(why, services.hello(), services.changed("action", 2, (..., 1)))
-
-
-def test_a_probability_above_1_is_refused_and_a_density_is_not(services: RolloutServices):
-    frames = [services.hello(), services.changed("log_prob", 0.01, (2, 1))]
-    if services.service.spec.action.sizes:
-        services.is_refused("the probability of an action is above 1", *frames)
-        frames[1] = services.changed("log_prob", 1e-7, (2, 1))  # of a certain action, rounded
-    assert services.ends(*frames, method=PUSH)[0] == StatusCode.OK
-    assert services.learn() == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "at", "why"),
-    [
-        ("terminated", True, (2, 0), "the masked step"),
-        ("episode_length", 1, (2, 0), "the masked step"),
-        ("reward", 1e-3, (3, 0), "the masked step"),
-        ("episode_length", -1, (1, 0), "a negative episode length"),
-        ("version", -1, ..., "a version of the weights is negative"),
-    ],
-)
-def test_what_no_recorder_writes_is_refused(start: Callable[..., RolloutServices], name, value, at, why):
-    """Row 2 of env 0 leads from an episode's last observation to the first one of the next."""
-    services = start()
-    services.is_refused(why, services.hello(), services.changed(name, value, at))
-    # Row 0 may begin an episode after an action with a reward: that is of another rollout.
-    assert services.ends(services.hello(), services.changed("is_first", True, 0), method=PUSH)[0] == StatusCode.OK
-    assert services.learn() == 1
-
-
-def versions(services: RolloutServices, *pushed: int | tuple[int, int]) -> list[bytes]:
-    """Rollouts acted with these weights, or with some and then others."""
+def pushes(services: RolloutServices, *versions: int | tuple[int, int]) -> tuple[StatusCode, str]:
+    """Push rollouts that were acted with these weights, or with some and then others."""
     frames = [services.hello()]
-    for n, version in enumerate(pushed):
-        arrays = services.rollout()
-        before, after = version if isinstance(version, tuple) else (version, version)
-        arrays["version"][:2], arrays["version"][2:] = before, after
+    for n, version in enumerate(versions):
+        arrays = recorded(VECTOR, services.core)
+        arrays["version"][:2], arrays["version"][2:] = version if isinstance(version, tuple) else (version, version)
         frames.append(services.pushed(arrays, n))
-    return frames
+    return services.ends(*frames)
 
 
-def test_weights_that_were_never_published_are_refused(start: Callable[..., RolloutServices]):
-    services = start()
+def test_weights_that_were_never_published_are_refused(services: RolloutServices):
     services.publish(10)
     # The first one of a stream may be from before the learner was restarted from a checkpoint: it is dropped.
     for newer in (11, (3, 11), 2**63 - 1):
-        assert services.ends(*versions(services, newer), method=PUSH)[0] == StatusCode.OK
+        assert pushes(services, newer)[0] == StatusCode.OK
+        status, why = pushes(services, newer, newer)
+        assert (status, "of the weights is above 10, the newest" in why) == (StatusCode.INVALID_ARGUMENT, True)
         assert services.learn() == 0
-        services.is_refused("of the weights is above 10, the newest", *versions(services, newer, newer))
-    assert services.ends(*versions(services, 11, 10), method=PUSH)[0] == StatusCode.OK
+    assert pushes(services, 11, 10)[0] == StatusCode.OK
     assert services.learn() == 1
-    assert services.service.produced == UNROLL * WIDTH - 1
-    assert services.ends(*versions(services, 7, (7, 9)), method=PUSH)[0] == StatusCode.OK
+    assert services.service.produced == UNROLL * WIDTH - 1  # without the masked step
+    assert pushes(services, 7, (7, 9))[0] == StatusCode.OK
     assert services.learn() == 3
 
 
 @pytest.mark.parametrize("falling", [(7, 6), ((7, 9), (8, 9)), (10, 0)])
-def test_weights_that_become_older_are_refused(start: Callable[..., RolloutServices], falling: tuple[Any, ...]):
-    services = start()
+def test_weights_that_become_older_are_refused(services: RolloutServices, falling: tuple[Any, ...]):
     services.publish(10)
-    status, why = services.ends(*versions(services, *falling), method=PUSH)
+    status, why = pushes(services, *falling)
     assert (status, "that of an earlier rollout" in why) == (StatusCode.INVALID_ARGUMENT, True)
     assert services.learn() == 1
-    assert services.ends(*versions(services, 3), method=PUSH)[0] == StatusCode.OK, "on another stream it may be older"
+    assert pushes(services, 3)[0] == StatusCode.OK, "on another stream it may be older"
 
 
-def test_weights_are_sent_only_to_clients_with_older_ones(start: Callable[..., RolloutServices]):
-    services = start()
+def test_weights_are_sent_only_to_clients_with_older_ones(services: RolloutServices):
     services.publish(10)
     asked = (-(2**63), -1, 0, 9, 10, 11, 2**63 - 1)
     frames = [data_frame(n, VERSION.pack({"version": np.array([v])})) for n, v in enumerate(asked)]
@@ -172,11 +158,9 @@ def test_weights_are_sent_only_to_clients_with_older_ones(start: Callable[..., R
     assert {x.version for x in answers} == {10}
 
 
-def test_a_rollout_of_an_actor_that_vanishes_is_dropped(start: Callable[..., RolloutServices]):
-    """Its rollout waits for a slot meanwhile, and is dropped."""
-    services = start()
-    frames = [services.hello(), *(services.question(PUSH, n) for n in range(2))]  # for both slots
-    assert services.ends(*frames, method=PUSH)[0] == StatusCode.OK
+def test_a_rollout_of_an_actor_that_vanishes_while_it_waits_for_a_slot_is_dropped(services: RolloutServices):
+    frames = [services.hello(), *services.questions(PUSH, 2)]  # for both slots
+    assert services.ends(*frames)[0] == StatusCode.OK
     with channel_to(services.server.address) as channel:
         for _ in range(3):
             raw = services.raw(channel, *frames[:2], method=PUSH)
@@ -186,3 +170,72 @@ def test_a_rollout_of_an_actor_that_vanishes_is_dropped(start: Callable[..., Rol
     assert services.learn() == 2
     assert services.works()
     assert services.learn() == 4
+
+
+BREAKS = '"probability": 0.05}'
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "in place": ("impala", "CountingEnv", {"env.time_limit": "terminate", "env.groups": 2}),
+    "continuous": ("impala", "CountingEnv", {"env.kwargs": '{"continuous": true}'}),
+    "lstm": ("impala", "CountingEnv", {"model.core": "lstm", "model.core_size": 8}),
+    "nan obs": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "nan_obs", ' + BREAKS}),
+    "raise": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "raise", ' + BREAKS}),
+    "certain": ("dqn", "CountingEnv", {"acting": "decoupled", "q.epsilon": 1e-6, "q.epsilon_end": 1e-6}),
+    "text": ("impala", "Mission", {}),
+    "lives": ("impala", "Breakout-v5", {"model.torso": "a3c", "env.num_envs": 8, "algo.unroll_length": 40}),
+}
+
+
+class Sink:
+    """Keeps the rollouts, and stops the actor after enough of them."""
+
+    def __init__(self, spec: Spec, unroll: int, width: int, core: tuple[int, ...], groups: list[slice]) -> None:
+        self.fields = local_fields(spec, unroll, width, torch.device("cpu"), core)
+        self.first = Recorder(self.fields, groups, torch.device("cpu"))
+        self.kept: list[Rollout] = []
+
+    def pull(self) -> int:
+        return len(self.kept)
+
+    def next(self) -> Recorder:
+        return self.first
+
+    def check(self) -> None:
+        pass
+
+    def deliver(self) -> None:
+        self.kept.append({k: x.numpy().copy() for k, x in self.fields.items()})
+        if sum(np.count_nonzero(x["episode_length"]) for x in self.kept) > 8:
+            raise Stopped
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x == "lives")) for x in CASES])
+def test_what_recorders_write_is_accepted(case: str):
+    preset, env, changes = CASES[case]
+    env_id = env if "-" in env else f"coterie.envs.testing:{env}"
+    own = {"env.num_envs": 4, "algo.unroll_length": 7, "env.threads": 1, "env.replace_budget": 10_000, "device": "cpu"}
+    config = resolve_config(getattr(presets, preset)(env=env_id, **{**own, **changes, "learners": 1, "actors": 1}))
+    spec = make_spec(config.env, config.atari)
+    core, sinks = (2, 8) if case == "lstm" else (), list[Sink]()
+
+    def make_sink(agent: Any, groups: list[slice], stages: Any) -> Sink:
+        sinks.append(Sink(spec, config.algo.unroll_length, config.env.num_envs, core, groups))
+        return sinks[0]
+
+    share = cpu_share(config, config, spec, 0, 0)
+    loop = RolloutLoop(share, make_agent(config, spec), lambda rows: None, make_sink)
+    try:
+        loop.run(lambda: None)
+    finally:
+        loop.close()
+    kept = sinks[0].kept
+    for arrays in kept:
+        check_rollout(spec, arrays)
+
+    def count(of: Callable[[Rollout], Array]) -> int:
+        return sum(int(np.count_nonzero(of(x))) for x in kept)
+
+    fake, ended = count(lambda x: x["is_first"][1:]), count(lambda x: x["terminated"] | x["truncated"])
+    episodes = count(lambda x: x["episode_length"])
+    assert fake > 5, "there are steps that are none"
+    assert (ended > episodes) == (case == "lives")
+    assert (loop.envs.replaced > 0) == (env == "FlakyEnv")

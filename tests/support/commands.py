@@ -1,29 +1,40 @@
-"""A `coterie` command in a process, whose output goes to a file."""
+"""A `coterie` command in a process group of its own, whose output goes to a file."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from coterie.runs.metrics import read_metrics
+from tests.support.process_table import tagged
 from tests.support.waiting import wait_until
 
 PATIENCE = 120.0  # seconds; a machine may be busy
 
 
 class Command:
-    """`out`: the folder of its run; the output goes to a file beside it."""
+    """`out`: the folder of its run; the output goes to a file beside it. `tmp`: the one of its temporary files."""
 
     def __init__(
         self, args: Sequence[str], out: Path, prefix: Sequence[str] = (), env: dict[str, str] | None = None
     ) -> None:
         self.out, self.path = out, out.with_suffix(".txt")
+        self.tmp = Path(tempfile.mkdtemp(prefix="ct-"))  # a socket's path must be short
         command = [*prefix, sys.executable, "-m", "coterie", *args]
+        env = {**(env or {**os.environ, "TMPDIR": str(self.tmp)}), "COTERIE_TEST": str(self.tmp)}
         with self.path.open("a") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            )
 
     def text(self) -> str:
         return self.path.read_text()
@@ -41,6 +52,10 @@ class Command:
         file = self.out / "log.txt"
         return file.read_text() if file.exists() else ""
 
+    def processes(self) -> dict[int, str]:
+        """The command lines of all its processes, by pid, also after it has ended."""
+        return tagged("COTERIE_TEST", str(self.tmp))
+
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait, while the command runs."""
 
@@ -57,7 +72,9 @@ class Command:
         assert self.process.wait(PATIENCE) == code, self.text()
 
     def close(self) -> None:
-        """Kill it if it has not ended."""
-        if self.process.poll() is None:
-            self.process.kill()
+        """Kill all of it that has not ended."""
+        for pid in self.processes():
+            with suppress(psutil.Error):
+                psutil.Process(pid).kill()
         self.process.wait(30)
+        shutil.rmtree(self.tmp, ignore_errors=True)

@@ -1,66 +1,24 @@
-"""A run in this process with a thread beside it, and a run in a process group of its own."""
+"""A run in this process, with a thread beside it."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing.process
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from coterie.cli.main import main
 from coterie.runs import checkpoint
 from tests.support.commands import PATIENCE
-from tests.support.process_table import gone, tagged
+from tests.support.process_table import gone
 from tests.support.waiting import wait_until
-
-
-class Outside:
-    """A run in a process group of its own."""
-
-    def __init__(self, tmp_path: Path, make: Callable[[Path], list[str]]) -> None:
-        self.out, self.tag = tmp_path / "run", f"COTERIE_TEST={tmp_path}"
-        self.tmp = Path(tempfile.mkdtemp(prefix="ct-"))  # a socket's path must be short
-        key, _, value = self.tag.partition("=")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "coterie", *make(self.out)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, key: value, "TMPDIR": str(self.tmp)},
-            start_new_session=True,
-        )
-
-    def wait_for(self, pattern: str) -> None:
-        def there() -> bool:
-            assert self.process.poll() is None, self.process.communicate()
-            return any(file.stat().st_size for file in self.out.glob(pattern))
-
-        wait_until(there, PATIENCE, f"{pattern} appears")
-
-    def processes(self) -> dict[int, str]:
-        return tagged(self.tag)
-
-    def end(self) -> tuple[int, str, str]:
-        stdout, stderr = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, stdout, stderr
-
-    def clear_up(self) -> None:
-        for pid in self.processes():
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.communicate()
-        shutil.rmtree(self.tmp, ignore_errors=True)
 
 
 class Meddler:
@@ -81,14 +39,6 @@ class Meddler:
             self.started.append((int(number) if kind == "learner" else f"{kind} {number}", process.pid))
 
         monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", record)
-        self.folders: list[Path] = []  # temporary ones, wherever they are
-        make = tempfile.mkdtemp
-
-        def remember(*args: Any, **kwargs: Any) -> str:
-            self.folders.append(Path(make(*args, **kwargs)))
-            return str(self.folders[-1])
-
-        monkeypatch.setattr(tempfile, "mkdtemp", remember)
 
     def run(self, args: list[str], action: Callable[[], None] = lambda: None) -> int:
         """The exit code of the command, with `action` in a thread beside it."""
@@ -171,5 +121,5 @@ class Meddler:
 
     def check_nothing_left(self) -> None:
         wait_until(lambda: all(gone(pid) for _, pid in self.started), 5, "every child is gone")
-        assert not list(Path(tempfile.gettempdir()).glob("coterie-*"))
-        assert not [x for x in self.folders if x.name.startswith("coterie-") and x.exists()]
+        for folder in (tempfile.gettempdir(), "/tmp"):  # where a path would be too long for a socket
+            assert not list(Path(folder).glob(f"coterie-*-{os.getpid()}-*"))

@@ -20,9 +20,8 @@ def family(pid: int) -> list[int]:
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
-def tagged(tag: str) -> dict[int, str]:
-    """The command lines of processes with this variable ("KEY=value") in their environment."""
-    key, _, value = tag.partition("=")
+def tagged(key: str, value: str) -> dict[int, str]:
+    """The command lines of processes with this variable in their environment."""
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -13,18 +13,16 @@ _CHUNK = 1 << 14
 
 
 class Proxy:
-    """Listens at a port of its own and passes everything on to `target`; its settings may change at any time."""
+    """Listens at `port` and passes everything on to `target`; its settings may change at any time."""
 
-    def __init__(self, target: int, seed: int = 0) -> None:
-        self.target, self.rng = target, random.Random(seed)
-        self.delayed = 0.0  # share of the chunks that come late
-        self.delay = 0.0  # seconds
+    def __init__(self, target: int) -> None:
+        self.target, self.rng = target, random.Random(0)
+        self.delayed = self.delay = 0.0  # share of the chunks that come late, and by how many seconds
         self.rate = 0.0  # bytes per second of each direction of a connection; 0: no limit
         self.deaf = False  # who connects is turned away
         self.frozen = threading.Event()  # while it is set nothing goes through, not even an end
         self.connections = self.cuts = self.late = self.bytes = 0
         self._open: list[tuple[socket.socket, socket.socket]] = []
-        self._lock = threading.Lock()
         self._closed = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(0.1)
@@ -47,44 +45,36 @@ class Proxy:
         end, start = time.monotonic() + 5.0, self.bytes
         while after and self.bytes < start + after and time.monotonic() < end:
             time.sleep(0.001)
-        with self._lock:
-            pairs, self._open = self._open, []
-        for pair in pairs:
-            for one in pair:
-                with suppress(OSError):
-                    # Reset, not closed: what is on its way is lost in the middle of a frame.
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-                    one.shutdown(socket.SHUT_RDWR)
-                with suppress(OSError):
-                    one.close()
+        pairs, self._open = self._open, []
+        for one in (one for pair in pairs for one in pair):
+            with suppress(OSError):
+                # Reset, not closed: what is on its way is lost in the middle of a frame.
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
         self.cuts += len(pairs)
         return len(pairs)
 
     def _accept(self) -> None:
         while not self._closed.is_set():
-            try:
+            with suppress(OSError):
                 client, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return
-            try:
                 if self.deaf:
-                    raise OSError("deaf")
-                server = socket.create_connection(("127.0.0.1", self.target), 2.0)
-            except OSError:
-                client.close()
-                continue
-            self.connections += 1
-            for one in (client, server):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                one.settimeout(5.0)
-            with self._lock:
-                self._open.append((client, server))
-            for pair in ((client, server), (server, client)):
-                thread = threading.Thread(target=self._pass_on, args=pair, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                    client.close()
+                    continue
+                try:
+                    server = socket.create_connection(("127.0.0.1", self.target), 2.0)
+                except OSError:
+                    client.close()
+                    continue
+                self.connections += 1
+                for one in (client, server):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    one.settimeout(5.0)
+                self._open = [*self._open, (client, server)]
+                for pair in ((client, server), (server, client)):
+                    self._threads.append(threading.Thread(target=self._pass_on, args=pair, daemon=True))
+                    self._threads[-1].start()
 
     def _pass_on(self, source: socket.socket, to: socket.socket) -> None:
         with suppress(OSError, ValueError):
@@ -108,9 +98,5 @@ class Proxy:
         for one in (source, to):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-        with self._lock:
-            mine = [pair for pair in self._open if source in pair]
-            self._open = [pair for pair in self._open if source not in pair]
-        for pair in mine:
-            for one in pair:
-                one.close()
+        source.close()
+        self._open = [pair for pair in self._open if source not in pair]

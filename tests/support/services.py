@@ -23,60 +23,63 @@ from coterie.parallel.stages import Stages
 from coterie.parallel.weights import Weights
 from coterie.remote.admission import REMOTE, EnvHostService
 from coterie.remote.rollout_service import VERSION, RolloutService
-from coterie.types import ActionSpec, AgentOutput, Array, Inputs, Spec
+from coterie.types import AgentOutput, Array, Inputs, Spec
 from coterie.wire.codec import Layout, Newest, layout_from, timestep_layout
 from coterie.wire.server import SERVICE, Limits, Server
-from tests.conftest import IMAGE, VECTOR, make_config
+from tests.conftest import VECTOR, make_config
 from tests.support.waiting import wait_until
-from tests.support.wire import Raw, channel_to, data_frame, hello_frame
+from tests.support.wire import TOKEN, Raw, channel_to, data_frame, hello_frame
 
-TOKEN = "a-token-of-enough-characters"
 GIVEN = (("authorization", f"Bearer {TOKEN}"),)
 INFER, PUSH, PULL = "Infer", "PushRollouts", "PullParameters"
 UNROLL, WIDTH, SIZE, MOMENTS = 5, 2, 7, 3
 MOST = 1 << 17  # bytes of a message; more than any frame here has
 MOST_ENVS = 8
-SPECS = {
-    "vector": VECTOR,
-    "image": IMAGE,
-    "multi": Spec("made-up", VECTOR.obs, ActionSpec("multi", (4, 2))),
-    "continuous": Spec("made-up", VECTOR.obs, ActionSpec("continuous", low=(-1.0, -1.0), high=(1.0, 1.0))),
-}
 CPU = torch.device("cpu")
 Rollout = dict[str, Array]
 
 
-def path(method: str) -> str:
-    return f"/{SERVICE}/{method}"
+def time_step(spec: Spec, envs: int = WIDTH, number: int = 0) -> Rollout:
+    """What a host sends when no episode ends."""
+    s = spec.obs[""]
+    return {
+        "obs/": np.full((envs, *s.shape), number, s.dtype),
+        "reward": np.zeros(envs, np.float32),
+        **{name: np.zeros(envs, bool) for name in ("terminated", "truncated", "is_first")},
+        "episode_return": np.full(envs, np.nan),
+        "episode_length": np.full(envs, np.nan),
+    }
+
+
+def recorded(spec: Spec, core: tuple[int, ...] = (), version: int = 0) -> Rollout:
+    """What a recorder may write: env 0 ends an episode in row 1, whose row 2 is masked; env 1 goes on."""
+    layout = rollout_layout(spec, UNROLL, WIDTH, core)
+    arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items() if name != "env_id"}
+    for name, x in arrays.items():
+        if x.dtype.kind == "f" and not name.startswith("episode_"):
+            x[...] = np.arange(x.size).reshape(x.shape) / x.size - 1
+    arrays["is_first"][3, 0] = arrays["terminated"][1, 0] = True
+    arrays["reward"][3, 0] = 0
+    arrays["episode_length"][1, 0], arrays["episode_return"][1, 0] = 2, -1.5
+    arrays["version"][...] = version
+    return arrays
 
 
 class Services:
-    """A server of some services, whose clients need a token. Subclasses have `hello`, `question` and `works`."""
+    """A server of some services, whose clients need a token. Subclasses have `hello`, `questions` and `works`."""
 
     server: Server
 
     def serve(self, address: str, services: dict[str, Any]) -> None:
-        self.lines: list[str] = []
-        limits = Limits(message_bytes=MOST)
-        self.server = Server(address, services, token=TOKEN, limits=limits, on_refused=self.lines.append)
+        self.server = Server(address, services, token=TOKEN, limits=Limits(message_bytes=MOST))
 
     def raw(self, channel: grpc.Channel, *frames: bytes, method: str) -> Raw:
-        return Raw(channel, *frames, method=path(method), metadata=GIVEN)
+        return Raw(channel, *frames, method=f"/{SERVICE}/{method}", metadata=GIVEN)
 
-    def ends(self, *frames: bytes, method: str, metadata: Any = GIVEN) -> tuple[StatusCode, str]:
+    def ends(self, *frames: bytes, method: str = PUSH) -> tuple[StatusCode, str]:
         """How a stream of these frames ends."""
         with channel_to(self.server.address) as channel:
-            return Raw(channel, *frames, method=path(method), metadata=metadata).end()
-
-    def is_refused(self, why: str, *frames: bytes, method: str) -> None:
-        """The server ends these streams with a reason, counts each, and reports the client once."""
-        for _ in range(2):
-            before = self.server.refused.total()
-            status, reason = self.ends(*frames, method=method)
-            assert (status, why in reason) == (StatusCode.INVALID_ARGUMENT, True), (status, reason)
-            assert self.server.refused == {"unix": before + 1}
-        assert len(self.lines) == 1
-        assert self.lines[0].startswith("refused unix: ")
+            return self.raw(channel, *frames, method=method).end()
 
     def close(self) -> None:
         wait_until(lambda: self.server.is_idle, what="all streams are closed")
@@ -105,39 +108,23 @@ class InferenceServices(Services):
         self.central.publish(0)
         self.serve(address, {INFER: EnvHostService(config, spec, 0, self.central, local=False)})
 
-    def layout(self, envs: int = WIDTH) -> Layout:
+    def layout(self, envs: int) -> Layout:
         return timestep_layout(self.spec, envs, self.newest)
 
     def hello(self, method: str = INFER, *, envs: int = WIDTH, layout: Layout | None = None, **changes: Any) -> bytes:
-        layout = layout or self.layout(envs if 0 < envs <= 16 else WIDTH)
-        return hello_frame(layout, **{"env_id": "CartPole-v1", "envs": envs, **changes})
+        return hello_frame(layout or self.layout(envs or WIDTH), envs=envs, **{"env_id": "CartPole-v1", **changes})
 
-    def question(self, method: str = INFER, number: int = 0) -> bytes:
-        """A frame for `hello`'s stream, correct where it is the first."""
-        return self.changed({}, number)
-
-    def changed(self, changes: dict[str, Any], number: int = 0, envs: int = WIDTH) -> bytes:
-        """A question whose last env shows something else."""
-        seen = self.seen(envs, number)
-        for name, value in changes.items():
-            seen[name][-1] = value
-        return data_frame(number, self.layout(envs).pack(Newest(self.layout(envs)).split(seen)))
-
-    def seen(self, envs: int, step: int = 0) -> dict[str, Array]:
-        s = self.spec.obs[""]
-        return {
-            "obs/": np.full((envs, *s.shape), step, s.dtype),
-            "reward": np.zeros(envs, np.float32),
-            **{name: np.zeros(envs, bool) for name in ("terminated", "truncated", "is_first")},
-            "episode_return": np.full(envs, np.nan),
-            "episode_length": np.full(envs, np.nan),
-        }
+    def questions(self, method: str, count: int, envs: int = WIDTH) -> list[bytes]:
+        """The first frames for `hello`'s stream."""
+        layout = self.layout(envs)
+        newest = Newest(layout)
+        return [data_frame(n, layout.pack(newest.split(time_step(self.spec, envs, n)))) for n in range(count)]
 
     def works(self) -> bool:
         """A good host is served. Without `Stream`, which would wait for as long as the server sends heartbeats."""
-        frames = [self.changed({}, number, 3) for number in range(2)]
         with channel_to(self.server.address) as channel:
-            raw = self.raw(channel, self.hello(envs=3, run_id=99), *frames, method=INFER)
+            frames = self.hello(envs=3, run_id=99), *self.questions(INFER, 2, 3)
+            raw = self.raw(channel, *frames, method=INFER)
             for kind in ("welcome", "data", "data"):
                 frame = raw.next()
                 assert frame.WhichOneof("kind") == kind
@@ -154,22 +141,18 @@ class InferenceServices(Services):
 class RolloutServices(Services):
     """Decoupled acting whose learner only takes rollouts."""
 
-    def __init__(self, address: str, spec: Spec = VECTOR, core: tuple[int, ...] = ()) -> None:
-        changes = {
-            "acting": "decoupled",
-            "learners": 1,
-            "actors": 1,
-            "env.num_envs": WIDTH,
-            "algo.unroll_length": UNROLL,
-        }
-        self.slots = Slots(rollout_layout(spec, UNROLL, WIDTH, core), 2, WIDTH, WIDTH)
+    def __init__(self, address: str, core: tuple[int, ...] = ()) -> None:
+        changes = {"acting": "decoupled", "learners": 1, "actors": 1, "env.num_envs": WIDTH}
+        config = resolve_config(make_config(**changes, **{"algo.unroll_length": UNROLL}))
+        self.core = core
+        self.slots = Slots(rollout_layout(VECTOR, UNROLL, WIDTH, core), 2, WIDTH, WIDTH)
         self.weights = Weights(SIZE, MOMENTS)
         self.learned: list[Rollout] = []
         self.acting: Any = SimpleNamespace(
             slots=self.slots, weights=self.weights, params=SimpleNamespace(data=torch.zeros(SIZE)),
             moments=SimpleNamespace(size=MOMENTS),
         )  # fmt: skip
-        self.service = RolloutService(resolve_config(make_config(**changes)), spec, 0, self.acting, sys.maxsize)
+        self.service = RolloutService(config, VECTOR, 0, self.acting, sys.maxsize)
         self.serve(address, {PUSH: self.service.push, PULL: self.service.pull})
         for batch in range(self.slots.batches):
             self.slots.open(batch, 0)
@@ -186,52 +169,28 @@ class RolloutServices(Services):
                 self.slots.open(batch, 0)
         return len(self.learned)
 
-    def rollout(self, version: int = 0) -> Rollout:
-        """What a recorder may write: env 0 ends an episode in row 1, whose row 2 is masked; env 1 goes on."""
-        arrays = {t.name: np.zeros(t.shape, t.dtype) for t in self.service.reads.tensors}
-        for name, x in arrays.items():
-            if x.dtype.kind == "f" and not name.startswith("episode_"):
-                x[...] = np.arange(x.size).reshape(x.shape) / x.size - 1
-        arrays["is_first"][3, 0] = arrays["terminated"][1, 0] = True
-        arrays["reward"][3, 0] = 0
-        arrays["episode_length"][1, 0], arrays["episode_return"][1, 0] = 2, -1.5
-        arrays["version"][...] = version
-        return arrays
-
     def pushed(self, arrays: Rollout, number: int = 0) -> bytes:
         return data_frame(number, self.service.reads.pack(arrays))
-
-    def changed(self, name: str, value: float, at: Any = ..., **others: Any) -> bytes:
-        """A rollout with other values in a few fields, at the same place."""
-        arrays = self.rollout()
-        for field, x in {name: value, **others}.items():
-            arrays[field][at] = x
-        return self.pushed(arrays)
 
     def hello(self, method: str = PUSH, *, layout: Layout | None = None, **changes: Any) -> bytes:
         sends = self.service.reads if method == PUSH else VERSION
         return hello_frame(layout or sends, **{"env_id": "CartPole-v1", "envs": WIDTH, **changes})
 
-    def question(self, method: str, number: int = 0) -> bytes:
+    def questions(self, method: str, count: int) -> list[bytes]:
         if method == PUSH:
-            return self.pushed(self.rollout(), number)
-        return data_frame(number, VERSION.pack({"version": np.array([-1])}))
-
-    def is_refused(self, why: str, *frames: bytes, method: str = PUSH) -> None:
-        learned = self.learn()
-        super().is_refused(why, *frames, method=method)
-        assert self.learn() == learned
+            return [self.pushed(recorded(VECTOR, self.core), n) for n in range(count)]
+        return [data_frame(n, VERSION.pack({"version": np.array([-1])})) for n in range(count)]
 
     def works(self) -> bool:
         """A good actor receives the weights, and what it records is learned from once, as it is."""
         learned, version = self.learn(), self.weights.version
         with channel_to(self.server.address) as channel:
-            pull = self.raw(channel, self.hello(PULL), self.question(PULL), method=PULL)
+            pull = self.raw(channel, self.hello(PULL), *self.questions(PULL, 1), method=PULL)
             sends = layout_from(pull.next().welcome.sends, MOST)
             data = pull.next().data
             assert data.version == version
             assert (sends.unpack(data.tensors)["params"] == version).all()
-            sent = self.rollout(version)
+            sent = recorded(VECTOR, self.core, version)
             push = self.raw(channel, self.hello(run_id=99), *(self.pushed(sent, n) for n in range(2)), method=PUSH)
             first = push.next().welcome.first_env_id
             assert first >= REMOTE

@@ -21,11 +21,9 @@ from tests.support.wire import TOKEN, EchoService
         ("unix:/tmp/x", True),
         ("127.0.0.1:5000", True),
         ("[::1]:5000", True),
-        ("localhost:5000", True),
         ("0.0.0.0:5000", False),
         ("[::]:5000", False),
         ("[fe80::1]:5000", False),
-        ("learner.example.org:5000", False),
         ("127.0.0.1.example.org:5000", False),
         ("127.1:5000", False),  # not a canonical address: the system may resolve it differently
     ],
@@ -53,12 +51,11 @@ def test_learner_k_listens_k_ports_further():
     assert offset("unix:/tmp/x", 2) == "unix:/tmp/x.2"
 
 
-def test_a_token_is_read(tmp_path: Path):
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_a_token_is_read(tmp_path: Path, mode: int):
     path = tmp_path / "token"
     path.write_text(f"  {TOKEN}\n")
-    path.chmod(0o600)
-    assert read_token(str(path)) == TOKEN
-    path.chmod(0o400)
+    path.chmod(mode)
     assert read_token(str(path)) == TOKEN
 
 
@@ -68,7 +65,6 @@ def test_a_token_is_read(tmp_path: Path):
         (TOKEN.encode(), 0o644, "others may read"),
         (TOKEN.encode(), 0o602, "others may read"),
         (b"short", 0o600, "at least 16"),
-        (b" " * 40, 0o600, "at least 16"),
         (TOKEN.encode() + "ü".encode(), 0o600, "at least 16"),
         (TOKEN.encode() + b"\n" + TOKEN.encode(), 0o600, "at least 16"),
         (TOKEN.encode() + b"\x80", 0o600, "cannot read"),
@@ -82,12 +78,6 @@ def test_a_token_file_that_is_public_or_has_no_token_is_refused(tmp_path: Path, 
         read_token(str(path))
     assert "\n" not in str(caught.value)
     assert TOKEN not in str(caught.value)
-
-
-def test_a_missing_token_file_is_refused(tmp_path: Path):
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(ConfigError, match="cannot read"):
-            read_token(str(path))
 
 
 def test_keys_hold_a_token_and_a_certificate_for_the_hosts(tmp_path: Path):
@@ -123,7 +113,10 @@ def test_keys_that_cannot_be_made_are_refused(tmp_path: Path):
         make_keys(str(tmp_path / "keys"), ["münchen"])
 
 
-def test_credentials_need_their_files(tmp_path: Path):
+def test_a_missing_token_or_certificate_is_refused(tmp_path: Path):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError, match="cannot read"):
+            read_token(str(path))
     with pytest.raises(ConfigError, match=r"wire\.key: cannot read"):
         server_credentials(str(tmp_path / "cert.pem"), str(tmp_path / "key.pem"))
 

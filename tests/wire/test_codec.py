@@ -22,10 +22,10 @@ from coterie.wire.codec import (
     Refused,
     Tensor,
     TensorMessage,
-    action_layout,
     layout_from,
     timestep_layout,
 )
+from tests.conftest import VECTOR
 
 MOST = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,6 @@ MIXED = Spec(
     {"": ObsSpec((2, 4, 4), "uint8"), "one": ObsSpec((1, 4, 4), "uint8"), "v": ObsSpec((3,), "float32")},
     ACTION,
 )
-VECTOR = Spec("vector", {"": ObsSpec((3,), "float32")}, ACTION)
 
 
 def message(name: str = "x", dtype: str = "uint8", shape: tuple[int, ...] = (2,), rows: str = "") -> Any:
@@ -196,14 +195,6 @@ def test_a_first_frame_without_whole_stacks_is_refused():
     sent["stack/"] = sent["stack/"][:1]
     with pytest.raises(Refused, match="first frame"):
         Newest(layout).join(layout.unpack(layout.pack(sent)))
-
-
-def test_frames_have_the_tensors_of_the_spec_in_order():
-    names = [t.name for t in timestep_layout(MIXED, 3, newest=True).tensors]
-    assert names[0] == WHOLE
-    assert names[-4:] == ["newest/", "stack/", "obs/one", "obs/v"]
-    assert action_layout(MIXED, 3).tensors == (Tensor("action", "int64", (3,)),)
-    assert action_layout(Spec("b", {}, ActionSpec("box", (), (-1.0,) * 2, (1.0,) * 2)), 3).tensors[0].shape == (3, 2)
 
 
 def test_the_bytes_of_a_frame_are_where_the_documentation_says():

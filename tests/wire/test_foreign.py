@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +19,12 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from coterie import presets
 from coterie.build.resources import resolve_config
-from coterie.remote import admission
-from coterie.remote.admission import REMOTE, SettingsRequest
+from coterie.remote.admission import REMOTE, EnvHostService, SettingsRequest
 from coterie.roles.learner_process import LearnerProcess
-from coterie.runs.config_io import replace
-from coterie.wire.auth import make_keys
+from coterie.wire.auth import make_keys, read_token, server_credentials
 from coterie.wire.server import Limits, Server
 from tests.support.net import free_port, free_ports
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, PROTO = ROOT / "examples", ROOT / "coterie" / "wire" / "coterie.proto"
@@ -80,14 +78,16 @@ def started(command):
 
 
 @contextlib.contextmanager
-def learning(bind, **wire):
-    """A learner of central acting without local hosts."""
-    config = presets.make("seed-vtrace", "CartPole-v1")
-    changes = {"wire.bind": bind, "log.stall": 20.0, "algo.unroll_length": UNROLL, "central.batch_size": ENVS}
-    learner = LearnerProcess(resolve_config(replace(config, changes | {f"wire.{k}": str(v) for k, v in wire.items()})))
+def learning(address, **access):
+    """A learner of central acting without local hosts, and its server, which sends heartbeats often."""
+    changes = {"log.stall": 20.0, "algo.unroll_length": UNROLL, "central.batch_size": ENVS}
+    learner = LearnerProcess(config := resolve_config(presets.make("seed-vtrace", "CartPole-v1", **changes)))
+    service = EnvHostService(config, learner.spec, 0, learner.acting, local=False)
+    server = Server(address, {"Infer": service}, limits=Limits(heartbeat_s=0.02), **access)
     try:
-        yield learner
+        yield learner, server
     finally:
+        server.close()
         learner.close()
 
 
@@ -146,76 +146,55 @@ def check_physics(rows):
     assert checked > UNROLL * ENVS
 
 
-def is_over(process, learner) -> None:
-    """The client received the end of the run, and prints its number of steps."""
-    out, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, err
-    steps, reason = re.fullmatch(r"(\d+) steps; over: (.*)\n", out).groups()
-    assert reason == "the run has ended"
-    assert 0 <= int(steps) - learner.acting.produced <= ENVS, "all but the last frame were answered"
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    """Arguments of a server and of a client: TLS and a token."""
+    token, cert, key = make_keys(str(tmp_path_factory.mktemp("keys")), [])
+    access = {"token": read_token(str(token)), "credentials": server_credentials(str(cert), str(key))}
+    return access, ["--token", str(token), "--cert", str(cert)]
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
-def test_a_foreign_client_makes_rollouts(client, tls, tmp_path, monkeypatch):
-    monkeypatch.setattr(admission, "Limits", partial(Limits, heartbeat_s=0.02))  # the client must skip heartbeats
-    wire, arguments, address = {}, [], f"unix:{tmp_path}/s"
-    if tls:
-        token, cert, key = make_keys(str(tmp_path / "keys"), [])
-        wire, address = {"token_file": token, "cert": cert, "key": key}, f"127.0.0.1:{free_port()}"
-        arguments = ["--token", str(token), "--cert", str(cert)]
-    with learning(address, **wire) as learner, started([*client, address, *arguments]) as process:
-        wait_for_envs(learner, process)
-        time.sleep(0.2)  # for heartbeats: no weights are published yet
-        rows, ended = collect(learner)
-        check_convention(rows, ended)
-        check_physics(rows)
-        learner.close()
-        is_over(process, learner)
-
-
-def wait_for_envs(learner, process) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while learner.acting.envs != ENVS:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it did not connect"
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
-def test_a_foreign_client_connects_to_its_learner(client, tcp, tmp_path):
+def test_a_foreign_client_finds_its_learner_and_makes_rollouts_until_the_end(client, tls, tmp_path, keys):
+    """Learner 0 sends it to learner 1."""
+    access, arguments = keys if tls else ({}, [])
     port = free_ports(2)
-    first, second = (f"127.0.0.1:{port + i}" if tcp else f"unix:{tmp_path}/s" + ".1" * i for i in range(2))
-    server = Server(first, {"Infer": lambda hello: SettingsRequest({"number": 5, "learners": 2, "settings": "{}"})})
+    first, second = (f"127.0.0.1:{port + i}" if tls else f"unix:{tmp_path}/s" + ".1" * i for i in range(2))
+    welcome = {"number": 5, "learners": 2, "settings": "{}"}
+    other = Server(first, {"Infer": lambda hello: SettingsRequest(welcome)}, **access)
     try:
-        with learning(second) as learner, started([*client, first]) as process:
-            wait_for_envs(learner, process)
-            learner.acting.publish(0)
-            next(learner.acting.rollouts(lambda: None))
-            learner.close()
-            is_over(process, learner)
+        with learning(second, **access) as (learner, server), started([*client, first, *arguments]) as process:
+            wait_until(lambda: learner.acting.envs == ENVS or process.poll() is not None, what="it connects")
+            time.sleep(0.2)  # for heartbeats: no weights are published yet
+            rows, ended = collect(learner)
+            check_convention(rows, ended)
+            check_physics(rows)
+            server.close()
+            out, err = process.communicate(timeout=WAIT_S)
+            assert process.returncode == 0, err
+            steps, reason = re.fullmatch(r"(\d+) steps; over: (.*)\n", out).groups()
+            assert reason == "the run has ended"
+            assert 0 <= int(steps) - learner.acting.produced <= ENVS, "all but the last frame were answered"
     finally:
-        server.close()
+        other.close()
 
 
-def test_a_refused_foreign_client_prints_the_reason(client, tmp_path):
-    token, cert, key = make_keys(str(tmp_path / "keys"), [])
+def test_a_refused_foreign_client_prints_the_reason(client, tmp_path, keys):
+    access, (_, _, *cert) = keys
     (tmp_path / "other").write_text("another token than the run's")
     address = f"127.0.0.1:{free_port()}"
-    with (
-        learning(address, token_file=token, cert=cert, key=key),
-        started([*client, address, "--token", str(tmp_path / "other"), "--cert", str(cert)]) as process,
-    ):
-        out, err = process.communicate(timeout=WAIT_S)
+    server = Server(address, {"Infer": lambda hello: SettingsRequest({})}, **access)
+    try:
+        with started([*client, address, "--token", str(tmp_path / "other"), *cert]) as process:
+            out, err = process.communicate(timeout=WAIT_S)
+    finally:
+        server.close()
     assert process.returncode == 1, out
     assert err.splitlines()[-1] == "UNAUTHENTICATED: not the run's token"
 
 
-def test_the_example_clients_are_short_and_import_nothing_of_coterie():
-    python, javascript = ((EXAMPLES / f"wire_client.{ending}").read_text() for ending in ("py", "js"))
-    assert len(python.splitlines()) < 100
-    assert len(javascript.splitlines()) < 120
-    assert not re.search(r"^\s*(import|from) coterie", python, re.M)
-    assert "import coterie" not in python
+def test_the_example_client_imports_nothing_of_coterie():
+    assert not re.search(r"^\s*(import|from) coterie", (EXAMPLES / "wire_client.py").read_text(), re.M)
 
 
 def test_the_compiled_messages_are_those_of_the_proto(tmp_path):

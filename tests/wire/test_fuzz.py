@@ -11,63 +11,28 @@ import random
 import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from grpc import StatusCode
 
 from coterie.remote.rollout_service import check_rollout
-from coterie.wire.codec import Newest
 from coterie.wire.server import Server
 from tests.conftest import IMAGE, VECTOR
 from tests.remote import gossip_runs
 from tests.support.services import INFER, PULL, PUSH, InferenceServices, RolloutServices, Services
-from tests.support.wire import EchoService, data_frame, hello_frame, mutated, works
+from tests.support.wire import Context, EchoService, Ended, data_frame, hello_frame, mutated, works
 
 AT_ONCE = 4  # streams; central.max_envs admits no more hosts
 GOOD = 3  # data frames of a good stream
 POLL_S = 1e-3
-slow = pytest.mark.slow
 
 
 def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-class Ended(Exception):
-    """What gRPC raises where a stream was aborted."""
-
-
-class Context:
-    """gRPC's side of a stream: the frames of one client, broken from `broken` on, and how the stream ended."""
-
-    def __init__(self, frames: list[bytes], broken: int, token: str) -> None:
-        self.frames, self.broken, self.token = frames, broken, token
-        self.taken = self.written = 0
-        self.status, self.reason = StatusCode.OK, ""
-
-    def peer(self) -> str:
-        return "unix:"
-
-    def invocation_metadata(self) -> Any:
-        return (("authorization", f"Bearer {self.token}"),)
-
-    async def read(self) -> Any:
-        if self.taken == len(self.frames):
-            return grpc.aio.EOF
-        self.taken += 1
-        return self.frames[self.taken - 1]
-
-    async def write(self, frame: Any) -> None:
-        self.written += 1
-
-    async def abort(self, status: StatusCode, reason: str) -> None:
-        assert self.status == StatusCode.OK, "a stream ends once"
-        self.status, self.reason = status, reason
-        raise Ended
 
 
 class Target:
@@ -81,14 +46,9 @@ class Target:
         self.handle = server.handler(server.services[method])
         self.ends, self.fed = Counter[StatusCode](), 0
 
-    def feed(self, count: int, seed: int) -> None:
-        """Send `count` broken frames, in several streams at once. A good client must be served afterwards."""
-        asyncio.run(self._clients(self.fed + count, seed))
-        assert self.works()
-        refused = self.ends.total() - self.ends[StatusCode.OK]
-        assert self.server.refused == {"unix": refused}, "each is counted"
-
-    async def _clients(self, goal: int, seed: int) -> None:
+    async def feed(self, count: int, seed: int) -> None:
+        """Send `count` broken frames, in several streams at once."""
+        goal = self.fed + count
         clients = [asyncio.create_task(self._client(goal, random.Random(AT_ONCE * seed + k))) for k in range(AT_ONCE)]
         while not all(one.done() for one in clients):
             self.poll()
@@ -97,14 +57,14 @@ class Target:
 
     async def _client(self, goal: int, rng: random.Random) -> None:
         while self.fed < goal:
-            frames, token = next(self.streams), self.server.token
-            broken = rng.randrange(len(frames))
-            frames = [mutated(f, rng) if k >= broken else f for k, f in enumerate(frames)]
+            good, token = next(self.streams), self.server.token
+            broken = rng.randrange(len(good))
+            frames = [*good[:broken], *(mutated(frame, rng) for frame in good[broken:])]
             if rng.random() < 0.5:
                 frames.append(rng.randbytes(rng.randrange(300)))  # in case that all of them were good enough
             if rng.random() < 0.01:
                 token += "x"
-            context = Context(frames, broken, token)
+            context = Context(frames, token)
             try:
                 await self.handle(None, context)
             except Ended:
@@ -115,7 +75,7 @@ class Target:
                 assert context.status == (due if context.taken else StatusCode.UNAUTHENTICATED)
             assert context.written <= context.taken
             self.ends[context.status] += 1
-            self.fed += max(0, context.taken - context.broken)
+            self.fed += max(0, context.taken - broken)
 
 
 def echo(address: str) -> Iterator[Target]:
@@ -124,37 +84,25 @@ def echo(address: str) -> Iterator[Target]:
     server.close()
 
 
-def of(services: Services, method: str, questions: list[bytes], poll: Callable[[], object]) -> Iterator[Target]:
+def of(make: Callable[[str], Services], method: str, poll: Callable[[Any], object], address: str) -> Iterator[Target]:
+    services: Any = make(address)
+    questions = services.questions(method, GOOD)
     streams = ([services.hello(method, run_id=k), *questions] for k in itertools.count())
-    yield Target(services.server, method, streams, services.works, poll)
+    yield Target(services.server, method, streams, services.works, lambda: poll(services))
     services.close()
 
 
-def infer(address: str, newest: bool) -> Iterator[Target]:
-    services = InferenceServices(address, IMAGE if newest else VECTOR, newest)
-    parts = Newest(services.layout())
-    questions = [data_frame(k, services.layout().pack(parts.split(services.seen(2, k)))) for k in range(GOOD)]
-    return of(services, INFER, questions, lambda: None)
-
-
-def rollouts(address: str, method: str) -> Iterator[Target]:
-    services = RolloutServices(address, VECTOR, (2, 4))
-
-    def learn() -> None:
-        services.learn()
-        for arrays in services.learned:
-            check_rollout(VECTOR, arrays)
-        services.learned.clear()
-
-    return of(services, method, [services.question(method, k) for k in range(GOOD)], learn)
+def learn(services: RolloutServices) -> None:
+    """What has got through is good."""
+    services.learn()
+    for arrays in services.learned:
+        check_rollout(VECTOR, arrays)
+    services.learned.clear()
 
 
 def gossip(address: str) -> Iterator[Target]:
     run = gossip_runs.HubRun(address)
-
-    def streams() -> Iterator[list[bytes]]:
-        for k in itertools.count():
-            yield [gossip_runs.hello(run_id=k), *(data_frame(n, gossip_runs.frame()) for n in range(GOOD))]
+    frames = [data_frame(n, gossip_runs.frame()) for n in range(GOOD)]
 
     def still_gossips() -> bool:
         other = gossip_runs.ClientRun(address)
@@ -164,17 +112,18 @@ def gossip(address: str) -> Iterator[Target]:
             other.close()
         return bool(np.isfinite(run.hub.mailboxes.weights).all())
 
-    yield Target(run.hub.servers.open[0], "Gossip", streams(), still_gossips)
+    streams = ([gossip_runs.hello(run_id=k), *frames] for k in itertools.count())
+    yield Target(run.hub.servers.open[0], "Gossip", streams, still_gossips)
     run.close()
     assert not run.hub.clients
 
 
 TARGETS: dict[str, Callable[[str], Iterator[Target]]] = {
     "echo": echo,
-    "infer": lambda address: infer(address, False),
-    "newest": lambda address: infer(address, True),
-    "push": lambda address: rollouts(address, PUSH),
-    "pull": lambda address: rollouts(address, PULL),
+    "infer": partial(of, InferenceServices, INFER, lambda services: None),
+    "newest": partial(of, partial(InferenceServices, spec=IMAGE, newest=True), INFER, lambda services: None),
+    "push": partial(of, partial(RolloutServices, core=(2, 4)), PUSH, learn),
+    "pull": partial(of, RolloutServices, PULL, learn),
     "gossip": gossip,
 }
 
@@ -184,11 +133,14 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
     yield from TARGETS[request.param](f"unix:{tmp_path}/s")
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_service_refuses_broken_frames_and_goes_on(target: Target, count: int):
     """No stream ends without a status and a reason, each refused one is counted, and nothing is kept."""
-    target.feed(100, 0)  # what is allocated once
+    asyncio.run(target.feed(100, 0))  # what is allocated once
+    assert target.works()
     before = peak_mb()
-    target.feed(count, 1)
+    asyncio.run(target.feed(count, 1))
+    assert target.works()
     assert peak_mb() - before < 16
+    assert target.server.refused == {"unix": target.ends.total() - target.ends[StatusCode.OK]}, "each is counted"
     assert min(target.ends[StatusCode.OK], target.ends[StatusCode.INVALID_ARGUMENT]) > count / 400, target.ends

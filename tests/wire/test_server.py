@@ -10,9 +10,20 @@ import pytest
 from grpc import StatusCode
 
 from coterie.wire.codec import Frame, Layout, Tensor
-from coterie.wire.server import Limits, client_name
+from coterie.wire.server import Limits
 from tests.support.waiting import wait_until
-from tests.support.wire import LAYOUT, METHOD, TOKEN, Raw, arrays, channel_to, data_frame, hello_frame, works
+from tests.support.wire import (
+    LAYOUT,
+    TOKEN,
+    Context,
+    Ended,
+    Raw,
+    arrays,
+    channel_to,
+    data_frame,
+    hello_frame,
+    works,
+)
 from tests.wire.conftest import Serve, Served
 
 MOST = 1 << 16
@@ -24,18 +35,6 @@ def raw_end(served: Served, *frames: bytes, metadata: Any = None) -> tuple[Statu
         end = Raw(channel, *frames, metadata=metadata).end()
     wait_until(lambda: served.server.is_idle)
     return end
-
-
-def test_a_welcome_declares_the_answers(serve: Serve):
-    served = serve()
-    with channel_to(served.address) as channel:
-        raw = Raw(channel, hello_frame(), data_frame(0))
-        welcome = raw.next().welcome
-        assert (welcome.number, welcome.credits, welcome.settings) == (5, 1, "{}")
-        assert list(welcome.sends) == LAYOUT.message()
-        assert raw.next().data.number == 0
-        assert raw.end()[0] == StatusCode.OK
-    assert min(served.server.bytes_in, served.server.bytes_out) > 0
 
 
 @pytest.mark.parametrize(
@@ -124,32 +123,16 @@ def test_too_many_streams_of_all_clients_are_refused(serve: Serve):
     assert works(served.address)
 
 
-def test_refused_clients_are_counted_up_to_a_limit(serve: Serve):
-    """They are counted by address: a client with many addresses cannot fill the memory."""
-    served = serve(limits=Limits(all_streams=3))
-
-    class Context:
-        async def abort(self, status: StatusCode, reason: str) -> None:
-            pass
-
-    for k in range(10):
-        for _ in range(2):
-            asyncio.run(served.server._refuse(Context(), f"ipv4:10.0.0.{k}", StatusCode.INVALID_ARGUMENT, "why"))
-    assert served.server.refused == {f"ipv4:10.0.0.{k}": 2 for k in range(3)}
-    assert served.lines == [f"refused ipv4:10.0.0.{k}: why" for k in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("peer", "client"),
-    [
-        ("ipv4:10.0.0.1:4711", "ipv4:10.0.0.1"),
-        ("ipv6:[::1]:4711", "ipv6:[::1]"),
-        ("unix:/tmp/x", "unix"),
-        ("", ""),
-    ],
-)
-def test_a_client_is_the_same_at_any_port(peer: str, client: str):
-    assert client_name(peer) == client
+def test_refused_clients_are_counted_by_address_up_to_a_limit(serve: Serve):
+    """A client is the same at any port. One with many addresses cannot fill the memory."""
+    served = serve(limits=Limits(all_streams=4))
+    handle, clients = served.server.handler(served.service), ["ipv6:[::1]", *(f"ipv4:10.0.0.{k}" for k in range(9))]
+    for client in clients:
+        for port in range(2):
+            with pytest.raises(Ended):
+                asyncio.run(handle(None, Context([data_frame()], peer=f"{client}:{port}")))
+    assert served.server.refused == dict.fromkeys(clients[:4], 2)
+    assert [line.split(": the first")[0] for line in served.lines] == [f"refused {client}" for client in clients[:4]]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["hello", "data"])
@@ -166,14 +149,6 @@ def test_messages_above_the_limit_are_refused(serve: Serve, first: bool):
     assert status == StatusCode.RESOURCE_EXHAUSTED
     assert "larger than max" in why
     assert served.server.bytes_in - taken < MOST
-    assert works(served.address)
-
-
-def test_an_unknown_method_is_unimplemented(serve: Serve):
-    served = serve()
-    with channel_to(served.address) as channel:
-        for method in (METHOD + "x", "/other.Service/Infer", "/x", "nonsense"):
-            assert Raw(channel, hello_frame(), method=method).end()[0] == StatusCode.UNIMPLEMENTED
     assert works(served.address)
 
 

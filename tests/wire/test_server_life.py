@@ -1,11 +1,12 @@
-"""How the server's streams wait and end: time-outs, clients that vanish, the end of the run, several servers."""
+"""How the server's streams wait and end, what is below gRPC and around it: garbage on the socket, TLS, time-outs."""
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -14,12 +15,14 @@ import pytest
 from grpc import StatusCode
 
 from coterie.types import CoterieError
+from coterie.wire.auth import make_keys, server_credentials
 from coterie.wire.client import ConnectionLost, RunEnded, Stream
 from coterie.wire.codec import Layout, Tensor
 from coterie.wire.server import Limits, Server
-from tests.support.http2 import Http2
+from tests.support.http2 import PREFACE, SETTINGS, Http2, headers, http2, message
+from tests.support.net import free_port
 from tests.support.waiting import wait_until
-from tests.support.wire import LAYOUT, WAIT_S, Raw, arrays, channel_to, data_frame, hello_frame, works
+from tests.support.wire import LAYOUT, TOKEN, WAIT_S, Raw, arrays, channel_to, data_frame, hello_frame, works
 from tests.wire.conftest import Serve
 
 
@@ -36,20 +39,12 @@ def test_a_client_that_sends_no_hello_is_refused(serve: Serve):
     assert works(served.address)
 
 
-@pytest.mark.parametrize("how", ["cancel", "socket"])
-def test_a_client_may_vanish_while_its_answer_is_pending(serve: Serve, how: str):
+def test_a_client_may_vanish_while_its_answer_is_pending(serve: Serve):
     served = serve()
     served.service.late = True
-    with channel_to(served.address) as channel:
-        if how == "socket":
-            with Http2(served.address) as peer:
-                peer.call(hello_frame(), data_frame(0))
-                asked, answer = served.service.asked.get(timeout=WAIT_S)
-        else:
-            raw = Raw(channel, hello_frame(), data_frame(0))
-            asked, answer = served.service.asked.get(timeout=WAIT_S)
-            raw.call.cancel()
-            raw.out.put(None)
+    with Http2(served.address) as peer:
+        peer.call(hello_frame(), data_frame(0))
+        asked, answer = served.service.asked.get(timeout=WAIT_S)
     wait_until(lambda: served.service.streams[0].left == 1)
     for _ in range(2):
         answer(asked, 1)  # the client is gone: no error
@@ -102,7 +97,7 @@ def test_a_server_closes_although_a_client_does_not_read(serve: Serve):
             good.close()
 
 
-def test_an_address_in_use_is_refused(serve: Serve, tmp_path: Path):
+def test_an_address_in_use_is_refused(serve: Serve):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -110,13 +105,6 @@ def test_an_address_in_use_is_refused(serve: Serve, tmp_path: Path):
         with pytest.raises(CoterieError, match=r"^wire\.bind: cannot listen at .*: is the address in use\?$"):
             Server(address, {})
     assert works(serve(address).address)
-
-
-def test_two_servers_of_one_process_are_independent(serve: Serve):
-    """A learner has one for local hosts and one for remote ones."""
-    addresses = [serve().address, serve().address]
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(works, addresses * 20))
 
 
 def test_a_client_that_says_hello_while_the_run_ends_receives_the_end(serve: Serve):
@@ -134,3 +122,64 @@ def test_a_client_that_says_hello_while_the_run_ends_receives_the_end(serve: Ser
             raw.end()
         ending.join(WAIT_S)
     assert not ending.is_alive()
+
+
+BEGIN = PREFACE + SETTINGS
+GARBAGE = {
+    "HTTP/1": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "random bytes after the preface": BEGIN + random.Random(1).randbytes(5000),
+    "a message that says 4 GiB": BEGIN + headers() + http2(0, 0, 1, b"\0\xff\xff\xff\xffhello"),
+    "compressed by nothing known": BEGIN + headers((b"grpc-encoding", b"x")) + message(hello_frame(), 1),
+    "cut off in the data": BEGIN + headers() + message(hello_frame()) + message(data_frame())[:-7],
+    "resets": BEGIN + b"".join(headers(stream=2 * k + 1) + http2(3, 0, 2 * k + 1, b"\0\0\0\x08") for k in range(200)),
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_a_server_survives_garbage_on_the_socket(serve: Serve, case: str):
+    """Of clients that hang up at once, and that wait."""
+    served = serve(limits=Limits(message_bytes=1 << 16))
+    for wait in (False, True):
+        with Http2(served.address) as peer, suppress(OSError):  # the server may hang up first
+            peer.socket.sendall(GARBAGE[case])
+            if wait:
+                peer.socket.shutdown(socket.SHUT_WR)
+                while peer.socket.recv(65536):
+                    pass
+        assert works(served.address)
+
+
+@pytest.mark.parametrize("value", [b"\xc3\xbc", b"Bearer " + b"\x80" * 40])
+def test_a_token_that_is_not_ascii_is_refused(serve: Serve, value: bytes):
+    served = serve(token=TOKEN)
+    with Http2(served.address) as peer:
+        peer.call(hello_frame(), more=((b"authorization", value),))
+        assert peer.wait(b"not the run's token")
+    wait_until(lambda: served.server.is_idle)
+    assert not served.service.streams
+    assert served.server.refused == {"unix": 1}
+    assert works(served.address, token=TOKEN)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Path]]:
+    folder = tmp_path_factory.mktemp("keys")
+    return make_keys(str(folder / "a"), []), make_keys(str(folder / "b"), [])
+
+
+def test_tls_needs_the_servers_certificate(serve: Serve, keys: tuple[list[Path], list[Path]]):
+    (token_file, cert, key), (_, other, _) = keys
+    token, address = token_file.read_text().strip(), f"127.0.0.1:{free_port()}"
+    served = serve(address, token=token, credentials=server_credentials(str(cert), str(key)))
+    assert works(address, token=token, cert=str(cert))
+    assert works(address.replace("127.0.0.1", "localhost"), token=token, cert=str(cert))
+    for wrong in ("", str(other)):
+        begin = time.monotonic()
+        with channel_to(address, wrong) as channel, pytest.raises(ConnectionLost, match="unavailable"):
+            Stream(channel, "Infer", {"envs": 1}, LAYOUT, token=token, silence=WAIT_S)
+        assert time.monotonic() - begin < WAIT_S
+    with channel_to(address, str(cert)) as channel, pytest.raises(CoterieError, match="not the run's token") as caught:
+        Stream(channel, "Infer", {"envs": 1}, LAYOUT, token="x" * 20, silence=WAIT_S)
+    assert not isinstance(caught.value, ConnectionLost)
+    assert served.server.refused == {"ipv4:127.0.0.1": 1}
+    assert works(address, token=token, cert=str(cert))

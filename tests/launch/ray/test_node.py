@@ -88,7 +88,6 @@ def test_a_site_is_stopped_and_goes_on_elsewhere_from_the_storage(rig, pool):
     assert json.loads((rig.storage / "summary.json").read_text())["env_steps"] == steps
     assert json.loads((rig.storage / "config.json").read_text())["launch"] == "ray"  # not the site's own
     rig.board = Board(rig.allocation, ["127.0.0.1"])
-    assert rig.run(pool, target=steps).result(PATIENCE) == Outcome(0, "")  # it has nothing left to do
     assert rig.run(pool, target=steps + 2000).result(PATIENCE).code == 0
     assert json.loads((rig.storage / "summary.json").read_text())["env_steps"] >= steps + 2000
     assert checkpoint.load(rig.checkpoints()[-1].parent)[1]["life"] == 1

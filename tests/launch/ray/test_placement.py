@@ -1,7 +1,8 @@
-"""Which part of a run goes to which machine of a cluster, and with which config."""
+"""Which part of a run goes to which machine of a cluster, what the nodes share, and what the sites come to together."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -11,10 +12,13 @@ from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.config import Config
 from coterie.envs.make import make_spec
-from coterie.launch.ray.placement import Allocation, Machine, allocate, site_config, targets, worker_args
+from coterie.launch.ray.cluster import Board
+from coterie.launch.ray.placement import Allocation, Machine, Site, Worker, allocate, site_config, targets, worker_args
+from coterie.launch.ray.supervisor import sum_up
 from coterie.ops.optim import scaled_lr
 from coterie.runs.config_io import parse_cli, validate
-from coterie.types import ConfigError
+from coterie.types import ConfigError, CoterieError
+from tests.launch.ray.test_storage import save
 
 HERE, THERE, FAR = (Machine(name, f"10.0.0.{k}", 4, 0) for k, name in enumerate("abc", 1))
 ONE, TWO = ("10.0.0.1", 9000), ("10.0.0.2", 9100)
@@ -35,32 +39,42 @@ def places(found: Allocation) -> list[tuple[str, int, int, int]]:
     return [(s.machine.id, s.learners, s.cpus, s.gpus) for s in found.sites]
 
 
-def test_gossiping_learners_are_spread_and_others_share_a_machine():
-    five = places(layout("gala-a2c", [HERE, THERE, FAR], learners=5))
-    assert five == [("a", 2, 2, 0), ("b", 2, 2, 0), ("c", 1, 1, 0)]
-    assert places(layout("gala-a2c", [HERE, THERE, FAR], learners=2)) == [("a", 1, 1, 0), ("b", 1, 1, 0)]
-    for exchange in ("allreduce", "hogwild", "store"):
-        assert places(layout("a2c", [HERE, THERE], learners=3, exchange=exchange)) == [("a", 3, 3, 0)]
-    trusted = {"allreduce.trusted_network": True}
-    assert places(layout("a2c", [HERE, THERE], learners=3, **trusted)) == [("a", 3, 3, 0)]
-    assert places(layout("a2c", [HERE, THERE, FAR], learners=6, **trusted)) == [("a", 3, 3, 0), ("b", 3, 3, 0)]
-    assert places(layout("a2c", [HERE, THERE], learners="auto", **trusted)) == [("a", 4, 4, 0), ("b", 4, 4, 0)]
-    assert places(layout("dqn", [HERE, THERE], learners="auto", **trusted)) == [("a", 4, 4, 0)]  # they have a replay
+TRUSTED = {"allreduce.trusted_network": True}
+G, FOUR, ONE_GPU = Machine("g", "10.0.0.9", 4, 2), Machine("m", "10.0.0.8", 8, 4), Machine("o", "10.0.0.7", 8, 1)
+BIG, SMALL = Machine("big", "10.0.0.1", 8, 0), Machine("small", "10.0.0.2", 2, 0)
 
 
-def test_auto_learners():
-    assert places(layout("ppo", [HERE, THERE])) == [("a", 1, 1, 0)]
-    assert places(layout("ppo", [HERE, THERE], learners="auto")) == [("a", 4, 4, 0)]
+@pytest.mark.parametrize(
+    ("preset", "machines", "changes", "expected"),
+    [
+        # Gossiping learners are spread, by the room that machines have; others share a machine.
+        ("gala-a2c", [HERE, THERE, FAR], {"learners": 5}, [("a", 2, 2, 0), ("b", 2, 2, 0), ("c", 1, 1, 0)]),
+        ("gala-a2c", [HERE, THERE, FAR], {"learners": 2}, [("a", 1, 1, 0), ("b", 1, 1, 0)]),
+        ("gala-a2c", [SMALL, BIG], {"learners": "auto"}, [("small", 2, 2, 0), ("big", 8, 8, 0)]),
+        ("gala-a2c", [FOUR, ONE_GPU, HERE], {"learners": "auto"}, [("m", 4, 4, 4), ("o", 1, 1, 1)]),
+        *(("a2c", [HERE, THERE], {"learners": 3, "exchange": x}, [("a", 3, 3, 0)]) for x in ("hogwild", "store")),
+        ("a2c", [HERE, THERE], {"learners": 3, **TRUSTED}, [("a", 3, 3, 0)]),
+        ("a2c", [HERE, THERE, FAR], {"learners": 6, **TRUSTED}, [("a", 3, 3, 0), ("b", 3, 3, 0)]),
+        ("a2c", [HERE, THERE], {"learners": "auto", **TRUSTED}, [("a", 4, 4, 0), ("b", 4, 4, 0)]),
+        ("dqn", [HERE, THERE], {"learners": "auto", **TRUSTED}, [("a", 4, 4, 0)]),  # they have a replay
+        ("ppo", [HERE, THERE], {}, [("a", 1, 1, 0)]),
+        ("ppo", [HERE, THERE], {"learners": "auto"}, [("a", 4, 4, 0)]),
+        ("gala-ppo", [HERE, THERE], {}, [("a", 4, 4, 0), ("b", 4, 4, 0)]),
+        # Learners go where GPUs are.
+        ("seed-vtrace", [HERE, G], {}, [("g", 1, 1, 1)]),
+        ("seed-vtrace", [HERE, G], {"learners": "auto"}, [("g", 2, 2, 2)]),
+        ("seed-vtrace", [HERE, G], {"device": "cpu"}, [("a", 1, 1, 0)]),
+    ],
+)
+def test_learners_are_placed_by_their_exchange_and_the_machines_room(preset, machines, changes, expected):
+    assert places(layout(preset, machines, **changes)) == expected
+
+
+def test_auto_is_an_exchange_and_a_number_of_learners_that_one_machine_has_room_for():
     assert layout("ppo", [HERE, THERE], learners="auto").config.exchange == "allreduce"
-    assert places(layout("gala-ppo", [HERE, THERE])) == [("a", 4, 4, 0), ("b", 4, 4, 0)]
     assert layout("impala", [HERE, THERE], learners="auto", exchange="gossip").learners == 2
-
-
-def test_learners_go_where_gpus_are():
-    machines = [HERE, Machine("g", "10.0.0.9", 4, 2)]
-    assert places(layout("seed-vtrace", machines)) == [("g", 1, 1, 1)]
-    assert places(layout("seed-vtrace", machines, learners="auto")) == [("g", 2, 2, 2)]
-    assert places(layout("seed-vtrace", machines, device="cpu")) == [("a", 1, 1, 0)]
+    with pytest.raises(ConfigError, match="ray: 5 learners would share a machine that has 4 GPUs"):
+        layout("a2c", [FOUR, ONE_GPU, HERE], learners=5, exchange="allreduce")
 
 
 def test_what_steps_envs_takes_the_cores_that_are_left():
@@ -98,16 +112,6 @@ def test_a_resumed_run_has_as_many_sites_as_before():
     assert len(layout("seed-vtrace", [Machine("x", "10.0.0.7", 2, 0)], sites=1, actors=8).workers) == 8  # most wait
 
 
-def test_learners_are_shared_out_by_the_room_that_machines_have():
-    big, small = Machine("big", "10.0.0.1", 8, 0), Machine("small", "10.0.0.2", 2, 0)
-    assert places(layout("gala-a2c", [small, big], learners="auto")) == [("small", 2, 2, 0), ("big", 8, 8, 0)]
-    machines = [Machine("four", "10.0.0.1", 8, 4), Machine("one", "10.0.0.2", 8, 1), HERE]
-    found = layout("gala-a2c", machines, learners="auto")
-    assert places(found) == [("four", 4, 4, 4), ("one", 1, 1, 1)]
-    with pytest.raises(ConfigError, match="ray: 5 learners would share a machine that has 4 GPUs"):
-        layout("a2c", machines, learners=5, exchange="allreduce")
-
-
 def test_sites_share_the_budget_and_find_each_other():
     found = layout("gala-a2c", [HERE, THERE], learners=3, steps=1000, **{"env.num_envs": 16})
     hub, other = (site(found, k) for k in (0, 1))
@@ -133,11 +137,7 @@ def test_synchronous_sites_find_each_other():
     assert (hub.gossip.bind, hub.seed != other.seed, hub.env.num_envs) == ("", True, other.env.num_envs)
     for one in (hub, other):
         check(resolve_config(one), make_spec(one.env, one.atari))
-
-
-def test_one_site_needs_no_gossip_with_others():
-    found = layout("gala-a2c", [HERE], learners=3)
-    own = site(found, keys=False)
+    own = site(layout("gala-a2c", [HERE], learners=3), keys=False)  # one site needs no other
     assert (own.gossip.bind, own.gossip.connect, own.wire.token_file, own.exchange) == ("", "", "", "gossip")
 
 
@@ -164,3 +164,62 @@ def test_a_workers_command_line_has_the_runs_env_torso_and_algorithm():
     found = layout("impala", [HERE, THERE], **{"plugins.algorithm": "a.b:c"})
     actor = next(worker for worker in found.workers if worker.kind == "actor")
     assert worker_args(found, actor, ("::1", 7), keys=False)[-2:] == ["--plugins.algorithm", "a.b:c"]
+
+
+def board(preset: str, hosts: int = 1, **changes: object) -> Board:
+    machines = [HERE, THERE, FAR]
+    return Board(layout(preset, machines, **changes), [m.address for m in machines[:hosts]])
+
+
+def test_restarts_are_counted_for_the_whole_run():
+    one = board("impala", restarts=1, **{"decoupled.restarts": 2})
+    sites = [Site(k, HERE, 1, 1, 0) for k in range(2)]
+    workers = [Worker("actor", k, 0, HERE) for k in range(3)]
+    for part in (*sites, *workers, sites[0], *workers[:2]):
+        one.begin(part)  # three of them for the second time
+    assert one.collect()[0] == [
+        f"{name}: its machine is gone or out of reach; it is restarted" for name in ("site 0", "actor 0", "actor 1")
+    ]
+    with pytest.raises(CoterieError, match=r"^its command failed; restarts \(1\) are used up$"):
+        one.restart(sites[1], "its command failed")
+    with pytest.raises(CoterieError, match=r"decoupled.restarts \(2\) are used up$"):
+        one.begin(workers[2])
+    assert one.summary() == {"machines": 1, "restarts": 5}
+
+
+def test_parts_start_again_when_the_site_that_they_connect_to_has_moved():
+    one = board("gala-ppo", hosts=3, learners=2)
+    hub, other = (Site(k, (HERE, THERE)[k], 1, 1, 0) for k in range(2))
+    worker = Worker("envs", 0, 1, FAR)
+    assert one.report(other, []).terms.peer is None  # the first site has no place yet
+    one.publish(0, ("10.0.0.1", 9000))
+    one.publish(1, ("10.0.0.2", 9100))
+    terms = {part: one.report(part, []).terms for part in (hub, other, worker)}
+    assert [x.peer for x in terms.values()] == [("10.0.0.1", 9000), ("10.0.0.1", 9000), ("10.0.0.2", 9100)]
+    one.publish(1, ("10.0.0.3", 9200))
+    assert [one.report(part, []).terms == terms[part] for part in terms] == [True, True, False]
+    one.publish(0, ("10.0.0.2", 9300))
+    assert one.report(other, []).terms != terms[other]
+    assert one.collect()[0] == ["site 0 is at 10.0.0.2 now: all go on from their checkpoints"]
+    keys = terms[hub].keys
+    one.publish(1, ("10.0.0.9", 9400))  # a machine that joined the cluster later: the certificate does not name it
+    assert one.report(hub, []).terms.keys != keys
+    one.stop(Site)
+    assert (one.report(hub, []).stop, one.report(worker, []).stop) == (True, False)
+
+
+def test_a_site_without_a_summary_counts_with_its_last_checkpoint(tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    one = dict.fromkeys(
+        ("env_steps", "env_frames", "learner_steps", "samples_trained", "episodes", "masked_steps"), 100
+    )
+    one |= {"rows": {"produced": 110, "learned": 100}, "env_steps_per_s": 5.0, "mean_return": 3.0, "seconds": 9.0}
+    for folder in folders[:2]:
+        folder.mkdir()
+        (folder / "summary.json").write_text(json.dumps(one))
+    save(folders[2], 70)
+    total = sum_up(folders)
+    assert (total["env_steps"], total["rows"]["produced"], total["without_summary"]) == (270, 220, ["site 2"])
+    assert sum_up(folders[2:])["env_steps"] == 70
+    assert "without_summary" not in sum_up(folders[:2])
+    assert sum_up(folders[:1])["env_steps"] == 100

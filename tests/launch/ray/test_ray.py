@@ -16,7 +16,7 @@ import pytest
 from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
 from tests.launch.ray.ray_cluster import Cluster, cluster
-from tests.support.commands import PATIENCE, Command
+from tests.support.commands import Command
 from tests.support.runs import read_summary
 
 # Three Ray nodes and a run take both cores for minutes: beside another worker's tests both would miss their times. That
@@ -121,22 +121,10 @@ def test_learners_that_are_lost_go_on_from_their_checkpoint(machines, start):
     assert summary["ray"]["restarts"] == 1, run.text()
 
 
-@pytest.mark.parametrize(
-    ("address", "learners", "code", "said"),
-    [
-        ("127.0.0.1:1", 1, 1, "ray.address: cannot connect to 127.0.0.1:1"),
-        ("", 9, 2, "ray: the run needs 9 CPUs (9 on one machine), the machines have 2, 2, 2"),
-    ],
-)
-def test_a_run_that_cannot_be_placed_fails_with_one_line(tmp_path, machines, address, learners, code, said):
-    args = ["--ray.address", address or machines.address, "--learners", str(learners), "--out", str(tmp_path / "x")]
-    run = OnRay(machines, tmp_path / "x", "train", "a2c", "--env", "CartPole-v1", "--launch", "ray", *args)
-    try:
-        assert run.process.wait(PATIENCE) == code
-    finally:
-        run.close()
-    assert run.text().splitlines()[-1].startswith(f"coterie: {said}")
-    assert not (tmp_path / "x").exists()
+def test_a_cluster_that_cannot_be_reached_is_named(start):
+    run = start("a2c", 1000, **{"ray.address": "127.0.0.1:1"})
+    run.end(code=1)
+    assert run.text().splitlines()[-1].startswith("coterie: ray.address: cannot connect to 127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
