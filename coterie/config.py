@@ -56,7 +56,7 @@ class Env:
     time_limit: Literal["truncate", "terminate"] = "truncate"  # terminate: do not bootstrap at a time limit
     decorrelate: Natural = 0  # random steps that each env takes before the run: up to this many, uniformly drawn
     timeout: PositiveFloat = 60.0  # seconds until a worker that does not answer is replaced
-    replace_budget: Natural = 100  # envs that may be replaced (crash, NaN, time-out) before the run fails
+    replace_budget: Natural = 100  # envs that may be replaced (death, NaN, time-out) before the run fails
     delay: NaturalFloat = 0.0  # seconds added to each step of a group of envs, to measure the effect of stragglers
     delay_learner: FromMinusOne = -1  # the only learner whose envs are delayed; -1: all
     kwargs: str = "{}"  # JSON object: arguments of the env's constructor

@@ -43,7 +43,15 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: checkpointed on a signal, go on with `resu
 
 
 class CoterieError(Exception):
-    """An error whose message is one line meant for the person who started the run."""
+    """An error whose message is one line meant for the person who started the run. `trace`: the traceback of a bug, for
+    the screen and the log; empty where the line says all.
+    """
+
+    def __init__(self, message: object = "", trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+        if trace:
+            self.add_note(trace)
 
 
 class ConfigError(CoterieError):

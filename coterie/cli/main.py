@@ -286,6 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # `coterie list envs | head`
             sys.stderr.close()
             return 0
+        if isinstance(error, CoterieError):
+            sys.stderr.write(error.trace)
         print(f"coterie: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

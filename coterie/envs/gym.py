@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from gymnasium.wrappers import TimeLimit
 from coterie.envs.backend import Declared, StepResults
 from coterie.envs.spaces import ObsField, action_map, obs_fields
 from coterie.plugins import named
-from coterie.types import Array, ConfigError, Spec, from_entries
+from coterie.types import Array, ConfigError, CoterieError, Spec, from_entries
 
 LAB = "dmlab/"  # before a level of DeepMind Lab
 _LAB_EXAMPLE = "dmlab:DMLab"  # examples/envs/dmlab.py
@@ -47,7 +48,9 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
 
 
 def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> GymEnv:
-    """`make_gym` for the user's own settings: whatever the constructor raises becomes a one-line `ConfigError`."""
+    """`make_gym` for the user's own settings. Raises a one-line `ConfigError` where gymnasium or a missing package
+    refuses them, a `CoterieError` with the traceback of any other exception.
+    """
     try:
         return make_gym(env_id, kwargs, max_episode_steps)
     except ConfigError:
@@ -55,7 +58,9 @@ def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
     except Exception as error:
         if isinstance(error, TypeError) and "unexpected keyword" in str(error):
             raise ConfigError(f"env.kwargs: {one_line(error)}") from error
-        raise ConfigError(f"env.id {env_id!r} cannot be made: {one_line(error)}") from error
+        if isinstance(error, gymnasium.error.Error | ImportError):
+            raise ConfigError(f"env.id {env_id!r} cannot be made: {one_line(error)}") from error
+        raise CoterieError(f"env.id {env_id!r} cannot be made: {raised(error)}", traceback.format_exc()) from error
 
 
 def describe(env_id: str, env: GymEnv, max_episode_steps: int) -> Declared:
@@ -117,6 +122,12 @@ def read_batch(arrays: Mapping[str, Array], spec: Spec, ids: Array, failed: Mapp
     obs = from_entries({k: arrays[f"obs/{k}"][ids] for k in spec.obs})
     terminated, truncated = arrays["terminated"][ids], arrays["truncated"][ids]
     return StepResults(obs, arrays["reward"][ids], terminated, truncated, terminated | truncated, failed)
+
+
+def raised(error: Exception) -> str:
+    """`one_line`, and where the exception was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{one_line(error)} ({last.filename}, line {last.lineno}, in {last.name})"
 
 
 def one_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 Accelerated Methods 2.1, figure 1: simulator processes step their environments in turn and share arrays with the process
 that acts. A process is a fresh interpreter (never a fork), connected by one socket, which closes when the process dies.
 A killed worker holds no lock that could block the others. A worker that dies or does not answer is started again, with
-all its environments, when they are replaced.
+all its environments, when they are replaced. An exception of an env ends the run.
 """
 
 from __future__ import annotations
@@ -155,12 +155,10 @@ class WorkerBackend:
                     continue
                 x.answers -= 1
                 if "error" in answer:
-                    failed |= self._bury(w, x, answer["error"])
-                elif "ready" in answer:
+                    raise CoterieError(f"env.id {self._env.id!r}: {answer['error']}", answer["trace"])
+                if "ready" in answer:
                     x.ready = True
                     begin = time.monotonic()
-                else:
-                    failed |= {int(i): reason for i, reason in answer.items()}
         return failed
 
     def _bury(self, w: int, worker: Process, reason: str) -> dict[int, str]:

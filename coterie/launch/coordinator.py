@@ -83,7 +83,7 @@ class Coordinator:
 
     def go(self, work: Callable[[], None], close: Callable[[], None]) -> dict[str, Any]:
         """Do `work` until it ends, fails or is interrupted by a signal, then `close`, and write the summary."""
-        status, reason = "finished", ""
+        status, reason, trace = "finished", "", ""
         failure: BaseException | None = None
         with on_signals(self._on_signal):
             try:
@@ -95,9 +95,10 @@ class Coordinator:
                 status, reason, failure = "failed", "stopped at once by a second signal, without a checkpoint", error
             except Exception as error:
                 status, reason, failure = "failed", one_line(error), error
-                if not isinstance(error, CoterieError):
+                trace = error.trace if isinstance(error, CoterieError) else traceback.format_exc()
+                if trace:
                     with suppress(CoterieError):
-                        self.writer.log(traceback.format_exc())
+                        self.writer.log(trace)
             finally:
                 close()
         summary = self.summary(status, reason)
@@ -114,7 +115,9 @@ class Coordinator:
                 checkpoint.sweep(self.root)
             kept = checkpoint.latest(self.root)
             kind = type(failure) if isinstance(failure, CoterieError) else CoterieError
-            raise kind(reason + (f"; last good checkpoint: {kept}" if kept else "")) from failure
+            failed = kind(reason + (f"; last good checkpoint: {kept}" if kept else ""))
+            failed.trace = trace  # without the constructor's note: the cause shows it
+            raise failed from failure
         return summary
 
     def summary(self, status: str, reason: str) -> dict[str, Any]:

@@ -162,9 +162,7 @@ class Supervisor:
             self.missed = self.missed or (time.monotonic(), content[0])
         elif kind == "error":
             line, trace = content
-            if trace:
-                self.run.writer.log(f"{self._name(row)}:\n{trace}")
-            raise CoterieError(f"{self._name(row)}: {line}")
+            raise CoterieError(f"{self._name(row)}: {line}", trace and f"{self._name(row)}:\n{trace}")
         else:
             self.run.receive(row, kind, content)
 

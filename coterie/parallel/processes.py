@@ -207,7 +207,8 @@ def _enter(parent: socket.socket, cores: list[int], target: Callable[..., None],
         code = 1
         kind = "config" if isinstance(error, ConfigError) else "peer" if isinstance(error, PeerLost) else "error"
         with contextlib.suppress(OSError):
-            post(kind, (one_line(error), "" if isinstance(error, CoterieError) else traceback.format_exc()))
+            trace = error.trace if isinstance(error, CoterieError) else traceback.format_exc()
+            post(kind, (one_line(error), trace))
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

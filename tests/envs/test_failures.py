@@ -1,4 +1,6 @@
-"""Envs that raise, give NaN, die or hang cost one masked step; no process or descriptor outlives its envs."""
+"""Envs that give NaN, die or hang cost one masked step, those that raise end the run with their traceback; no process or
+descriptor outlives its envs.
+"""
 
 import gc
 import os
@@ -17,7 +19,6 @@ from tests.support.process_table import gone
 from tests.support.waiting import wait_until
 
 REASONS = {
-    "raise": "ValueError: flaky by design",
     "nan_reward": "reward is not finite",
     "nan_obs": "observation is not finite",
     "exit": r"its worker process died \(exit code 3\)",
@@ -55,20 +56,67 @@ def test_a_failure_costs_one_masked_step(how, tmp_path):
 
 
 def test_over_the_budget_of_replaced_envs_the_run_fails_with_the_last_reason():
-    envs = make(FLAKY, 2, replace_budget=3, kwargs={"how": "raise", "at": 2})
+    envs = make(FLAKY, 2, replace_budget=3, kwargs={"how": "nan_reward", "at": 2})
     with envs:
         workers = worker_pids(envs)
         with pytest.raises(
-            CoterieError, match=r"^4 envs .* env\.replace_budget 3; the last: env 1: ValueError: flaky by"
+            CoterieError, match=r"^4 envs .* env\.replace_budget 3; the last: env 1: reward is not finite"
         ):
             play(envs, 10)
     assert envs.replaced == 4
     assert all(map(gone, workers))
 
 
+BUGGY = """
+from coterie.envs.testing import CountingEnv
+
+class Buggy(CountingEnv):
+    made = 0
+
+    def __init__(self, where, exits=0):
+        super().__init__()
+        self.where, self.exits = where, exits
+        Buggy.made += 1
+        if where == "replacement" and Buggy.made > 1:
+            {}["made"]
+
+    def reset(self, **options):
+        if self.where == "reset":
+            {}["reset"]
+        return super().reset(**options)
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        if self.where == "step":
+            {}["step"]
+        return obs, float("nan") if self.where == "replacement" else reward, *rest
+"""
+
+
+@pytest.mark.parametrize(("where", "line"), [("step", 22), ("reset", 16), ("replacement", 12)])
+def test_an_exception_ends_the_run_at_once_with_its_traceback(where, line, tmp_path, monkeypatch):
+    (tmp_path / "buggy.py").write_text(BUGGY)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("buggy", None)
+    with pytest.raises(CoterieError) as caught, make("buggy:Buggy", 1, kwargs={"where": where}) as envs:
+        workers = worker_pids(envs)
+        play(envs, 10)
+    key, inside = ("made", "__init__") if where == "replacement" else (where, where)
+    at = tmp_path / "buggy.py"
+    assert str(caught.value) == f"env.id 'buggy:Buggy': KeyError: '{key}' ({at}, line {line}, in {inside})"
+    assert f'File "{at}", line {line}, in {inside}\n    {{}}["{key}"]' in caught.value.trace
+    assert where == "reset" or all(map(gone, workers))
+
+
+def test_an_exception_of_the_constructor_has_its_traceback():
+    with pytest.raises(CoterieError, match=r"RuntimeError: this env cannot be made \(.*testing\.py, line") as caught:
+        make(FLAKY, 1, kwargs={"how": "construct"})
+    assert "in __init__\n" in caught.value.trace
+
+
 def test_a_replaced_env_has_another_seed_that_is_reproducible(tmp_path):
     def run(name):
-        kwargs = {"how": "raise", "at": 3, "marker": str(tmp_path / name)}
+        kwargs = {"how": "nan_reward", "at": 3, "marker": str(tmp_path / name)}
         with make(FLAKY, 1, kwargs=kwargs) as envs:
             return play(envs, 4).obs[:, 0, 0]
 
