@@ -178,7 +178,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "continuous": ("impala", "CountingEnv", {"env.kwargs": '{"continuous": true}'}),
     "lstm": ("impala", "CountingEnv", {"model.core": "lstm", "model.core_size": 8}),
     "nan obs": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "nan_obs", ' + BREAKS}),
-    "raise": ("impala", "FlakyEnv", {"env.kwargs": '{"how": "raise", ' + BREAKS}),
     "certain": ("dqn", "CountingEnv", {"acting": "decoupled", "q.epsilon": 1e-6, "q.epsilon_end": 1e-6}),
     "text": ("impala", "Mission", {}),
     "lives": ("impala", "Breakout-v5", {"model.torso": "a3c", "env.num_envs": 8, "algo.unroll_length": 40}),
