@@ -66,14 +66,14 @@ class Env:
 class Atari:
     """Atari's options. Other environments ignore them."""
 
-    frame_skip: Positive = 4
+    frame_skip: Positive = 4  # emulator frames per env step
     sticky_actions: Fraction = 0.0  # probability of repeating the last action
     noop_max: Natural = 30  # an episode begins with up to this many no-ops
     episodic_life: bool = False  # while training, a lost life ends the episode
     fire_reset: bool = True  # press FIRE at the start of an episode
     full_action_set: bool = False  # all 18 actions
-    height: Positive = 84
-    width: Positive = 84
+    height: Positive = 84  # pixels
+    width: Positive = 84  # pixels
     stack: Positive = 4  # frames in an observation
 
 
@@ -82,7 +82,7 @@ class Reward:
     """How rewards are transformed before the loss. Logged returns are always raw."""
 
     clip: RewardClip = "none"  # clamp: to [-1, 1]; asymmetric: 0.3 min(tanh r, 0) + 5 max(tanh r, 0), IMPALA on DMLab
-    scale: PositiveFloat = 1.0
+    scale: PositiveFloat = 1.0  # factor of the reward, before clip
     normalize: bool = False  # divide by the running standard deviation of the discounted return
 
 
@@ -94,7 +94,7 @@ class Model:
     hidden: Sizes = (64, 64)  # mlp: layer sizes
     activation: Literal["tanh", "relu"] = "tanh"  # mlp
     share: Literal["auto", "yes", "no"] = "auto"  # one torso for policy and value; auto: yes for images, text, LSTM
-    core: Literal["none", "lstm"] = "none"
+    core: Literal["none", "lstm"] = "none"  # recurrent layer between torso and heads
     core_size: Positive = 256  # units of the LSTM
     last_action_reward: bool = False  # the core also sees the last action (one-hot) and the clipped reward
     normalize_obs: bool = False  # by the running mean and standard deviation; vector observations only
@@ -122,7 +122,7 @@ class Algo:
     gamma: Fraction = 0.99  # discount
     gae_lambda: Fraction = 1.0  # 1: n-step returns
     value_coef: NaturalFloat = 0.5  # times (target - value)^2
-    entropy_coef: NaturalFloat = 0.01
+    entropy_coef: NaturalFloat = 0.01  # times the policy's entropy
     entropy_schedule: Schedule = Schedule()
     entropy_target: float = 0.0  # nats; entropy_coef adapts to reach it (SEED RL). 0: no adaptation
     normalize_advantage: bool = False  # a2c, ppo: within the batch; vtrace: by the running standard deviation
@@ -133,7 +133,7 @@ class Algo:
 class PPO:
     """PPO."""
 
-    epochs: Positive = 4
+    epochs: Positive = 4  # passes over a rollout
     minibatch_size: Positive = 256  # samples
     clip: PositiveFloat = 0.2  # range of the probability ratio: 1 - clip to 1 + clip
     clip_schedule: Schedule = Schedule()
@@ -167,7 +167,7 @@ class Q:
     v_min: float = -10.0  # C51: smallest return value
     v_max: float = 10.0  # C51: largest return value
     noisy: bool = False  # NoisyNets instead of epsilon
-    n_step: Positive = 1
+    n_step: Positive = 1  # rewards in a target before it bootstraps
     huber: NaturalFloat = 1.0  # the loss is linear beyond this error; 0: squared everywhere
     target_every: Positive = 10_000  # env steps of a learner between updates of the target network
     epsilon: Fraction = 1.0  # share of random actions at the start
@@ -260,10 +260,10 @@ class Optim:
 
     rule: UpdateRule = "rmsprop"  # rmsprop_tf: eps inside the root; adam_eps_hat: eps added before bias correction
     lr: PositiveFloat = 7e-4  # learning rate
-    eps: PositiveFloat = 1e-5
+    eps: PositiveFloat = 1e-5  # added to the denominator of the update
     alpha: Decay = 0.99  # rmsprop: decay of the squared gradient
-    beta1: Decay = 0.9
-    beta2: Decay = 0.999
+    beta1: Decay = 0.9  # adam: decay of the mean gradient
+    beta2: Decay = 0.999  # adam: decay of the squared gradient
     max_grad_norm: NaturalFloat = 0.5  # 0: no clipping
     schedule: Schedule = Schedule()  # of the learning rate
     sqrt_scaling_from: Natural = 0  # lr grows with the square root of all learners' envs / this number; 0: off
@@ -328,7 +328,7 @@ class Chaos:
     """Fault injection: kill, stop and slow down processes of the run, and cut links to other runs."""
 
     every: NaturalFloat = 0.0  # mean seconds between two faults; 0: none. --chaos alone: 10
-    seed: Natural = 0
+    seed: Natural = 0  # of the faults
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class Eval:
     """Evaluation during training. The checkpoint with the highest score is the best one."""
 
     every: Natural = 0  # env steps between evaluations; 0: none
-    episodes: Positive = 10
+    episodes: Positive = 10  # in one evaluation
     sampled: bool = False  # sample actions instead of taking the most likely one
     max_steps: Positive = 500_000  # env steps of one evaluation; one that reaches this marks no checkpoint as best
     max_episode_steps: Natural = 0  # truncate episodes after this many env steps; 0: the env's own limit
@@ -350,12 +350,12 @@ class Log:
     stall: PositiveFloat = 900.0  # seconds without progress until the run ends with a diagnosis
     checkpoint_every: NaturalFloat = 120.0  # seconds between checkpoints
     keep: Positive = 3  # checkpoints to keep, besides the best
-    tensorboard: bool = True
+    tensorboard: bool = True  # write TensorBoard events
     cosines: Natural = 0  # env steps of each learner between comparisons of the learners' gradients; 0: none
     norms: Natural = 0  # env steps of each learner between measurements of its layers' norms; 0: none
     wandb: str = ""  # Weights & Biases project; needs the extra `wandb`
     wandb_group: str = ""  # runs of one group are shown together; empty: none
-    wandb_tags: tuple[str, ...] = ()
+    wandb_tags: tuple[str, ...] = ()  # of the run's page
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ class Config:
     """A run: algorithm x acting x exchange x launch, and the sections."""
 
     preset: str = ""  # name of the preset that the run began with
-    algorithm: Literal["a2c", "ppo", "vtrace", "dqn", "r2d2"] = "a2c"
+    algorithm: Literal["a2c", "ppo", "vtrace", "dqn", "r2d2"] = "a2c"  # how the policy learns
     acting: str = "inline"  # inline, decoupled, central, or a registered name
     exchange: str = "auto"  # solo, allreduce, hogwild, store, gossip, a registered name; auto: solo or allreduce
     launch: Literal["local", "ray"] = "local"  # ray: on the machines of a Ray cluster
@@ -371,8 +371,8 @@ class Config:
     actors: Actors = "auto"  # actors, or env hosts, of all learners together
     restarts: Natural = 3  # restarts of learners that died before the run fails
     steps: Positive = 1_000_000  # env steps of the whole run
-    seed: Natural = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Natural = 0  # of envs, weights and sampled actions
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # of the learners; auto: GPUs if there are any
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 for image torsos if the device supports it
     torch_threads: Natural = 0  # threads that share the training of a batch; 0: one per core for images, else 1
     out: str = ""  # run folder; empty: runs/PRESET-ENV-TIME

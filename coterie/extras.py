@@ -18,6 +18,7 @@ EXTRAS = {
     "plan": "plan",
     "keys": "keys",
     "completion": "completion",
+    "yaml": "train FILE.yaml",
     "gpu": "energy and utilisation of NVIDIA GPUs",
 }
 

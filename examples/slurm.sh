@@ -27,7 +27,7 @@ fi
 srun --nodes=1 --ntasks=1 --nodelist="$HEAD" "${learn[@]}" &
 learner=$!
 srun --nodes=$((SLURM_NNODES - 1)) --exclude="$HEAD" coterie envs --connect "$HEAD:$PORT" --env "$ENV" \
-  --env.num-envs 64 --token-file "$KEYS/token" --cert "$KEYS/cert.pem" &
+  --env.num-envs 64 --wire.token-file "$KEYS/token" --wire.cert "$KEYS/cert.pem" &
 wait $learner
 code=$?
 if [ $code -eq 75 ]; then                 # checkpointed on the signal

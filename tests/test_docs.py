@@ -89,7 +89,11 @@ def lend(words: list[str], env: dict[str, str]) -> None:
         for k, name in (("token-file", "token"), ("cert", "cert.pem"), ("key", "key.pem"))
     ]
     train = ["coterie", "train", *preset, "--env", "CartPole-v1", "--wire.bind", address, *keys, "--out", "run"]
-    for option, value in (("--connect", address), ("--token-file", "keys/token"), ("--cert", "keys/cert.pem")):
+    for option, value in (
+        ("--connect", address),
+        ("--wire.token-file", "keys/token"),
+        ("--wire.cert", "keys/cert.pem"),
+    ):
         words[words.index(option) + 1] = value
     endless = [sys.executable, "-m", "coterie", *shrink(train), "--steps", "1000000000", "--log.every", "0.5"]
     with subprocess.Popen(endless, env=env) as process:

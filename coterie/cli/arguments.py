@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import inspect
-import re
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, NoReturn
 
-from coterie.config import Config
 from coterie.types import ConfigError
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -34,10 +32,9 @@ _POLICY = (
     arg("--seed", type=int, default=1),
     flag("--sampled", "sample actions instead of taking the most likely one"),
 )
+_CONNECT = "address of the run's learner 0; on another machine it needs --wire.token-file and --wire.cert"
 _CLIENT = (
-    arg("--connect", required=True, metavar="HOST:PORT", help="address of the run's learner 0"),
-    arg("--token-file", default="", help="the run's token"),
-    arg("--cert", default="", help="the run's certificate (PEM)"),
+    arg("--connect", required=True, metavar="HOST:PORT", help=_CONNECT),
     arg("--patience", type=float, default=600.0, help="seconds to wait for a learner that is away"),
     arg("--seed", type=int, help="default: random"),
 )
@@ -57,11 +54,12 @@ class Command:
 COMMANDS = {
     "train": Command(
         "PRESET [--env ID] [--SECTION.FIELD VALUE]",
-        "train a preset, or another run's FILE.json",
+        "train a preset, or a config file",
         arg("--seeds", metavar="A..B", help="one run for each seed"),
         arg("--jobs", metavar="K", help="with --seeds or --grid: runs at the same time"),
         arg("--grid", action="append", default=[], metavar="OPTION=V,V", help="one run for each value; repeatable"),
         flag("--chaos", "inject faults: --chaos.every 10"),
+        flag("--print-config", "print the whole config as a TOML file, and train nothing"),
         settings="preset",
     ),
     "resume": Command(
@@ -204,15 +202,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}")
 
 
-class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36)
-
-
-def tree(settings: Config | None = None) -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the command line, and those of its commands. `settings`: with the options of the config, whose
-    defaults it has; without, the parsers leave them over.
-    """
+def tree() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the command line, and those of its commands. They leave the config's options over."""
     root = Parser("coterie", add_help=False)
     branches = root.add_subparsers(dest="command", parser_class=Parser)
     parsers = {}
@@ -222,54 +213,11 @@ def tree(settings: Config | None = None) -> tuple[Parser, dict[str, Parser]]:
             help=command.help,
             description=f"{command.help[0].upper()}{command.help[1:]}.",
             usage=f"coterie {name} {command.usage}",
-            epilog=_SETTINGS if command.settings and settings is None else None,
-            formatter_class=_Formatter,
+            epilog=command.settings and _SETTINGS,
+            formatter_class=partial(argparse.HelpFormatter, max_help_position=36),
             add_help=not command.settings,
             allow_abbrev=not command.settings,
         )
         for names, about in command.options:
             parser.add_argument(*names, **about)
-        if settings is not None and command.settings:
-            _add_settings(parser, settings, command.settings == "preset")
     return root, parsers
-
-
-def _add_settings(parser: Parser, settings: Config, with_preset: bool) -> None:
-    from coterie.acting.table import ACTING
-    from coterie.exchange.table import EXCHANGES
-    from coterie.presets import PRESETS
-    from coterie.runs.config_io import fields, get, plain
-
-    if with_preset:
-        parser.add_argument("preset", metavar="PRESET", choices=list(PRESETS), help="see `coterie list presets`")
-    named = {"acting": tuple(ACTING), "exchange": ("auto", *EXCHANGES)}
-    groups = {"": parser.add_argument_group("the run")}
-    comments = dict[str, dict[str, str]]()  # the one beside each field in config.py, by section
-    for name, annotated in fields():
-        kind, section = plain(annotated), name.rpartition(".")[0]
-        owner = get(settings, section) if section else settings
-        if section not in groups:
-            groups[section] = parser.add_argument_group(section, owner.__doc__)
-        if section not in comments:
-            source = inspect.getsource(type(owner))
-            comments[section] = dict(re.findall(r"^    (\w+): .*?  # (.+)$", source, re.M))
-        names = ["--env", "--env.id"] if name == "env.id" else [f"--{name.replace('_', '-')}"]
-        if names[0] in parser._option_string_actions:  # the command has an option of that name
-            continue
-        values = named.get(name) or (get_args(kind) if get_origin(kind) is Literal else None)
-        values = ("True", "False") if kind is bool else values
-        default = get(settings, name)
-        shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        comment = comments[section].get(name.rpartition(".")[2], "")
-        text = f"{comment} [{shown}]" if shown else comment
-        groups[section].add_argument(
-            *names, choices=values, metavar=_metavar(kind, values), help=text.replace("%", "%%")
-        )
-
-
-def _metavar(kind: Any, values: tuple[str, ...] | None) -> str:
-    if values is not None:
-        return "|".join(values)
-    if get_origin(kind) is tuple:
-        return "N ..."
-    return {int: "N", float: "X", str: "TEXT"}.get(kind, "N|auto")

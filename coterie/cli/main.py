@@ -15,16 +15,21 @@ from functools import partial
 from typing import Any
 
 from coterie.cli.arguments import COMMANDS, overview, tree
-from coterie.cli.options import config_of, possible
+from coterie.cli.options import as_toml, config_of, possible
 from coterie.extras import needs
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 
 def train(options: Namespace, rest: list[str]) -> int:
     """`rest`: here and below, a preset and its options."""
-    if options.chaos:
-        rest = [*rest[:1], "--chaos.every=10", *rest[1:]]
+    if options.chaos and not any(word.startswith("--chaos.every") for word in rest):
+        rest = [*rest, "--chaos.every=10"]
     config = config_of(rest)
+    if options.print_config:
+        from coterie.runs.config_io import to_dict
+
+        print("\n".join(as_toml(to_dict(config))))
+        return 0
     if options.seeds is not None or options.grid:
         from coterie.tools.sweep import parse_grid, parse_jobs, parse_seeds, plan_runs, run_jobs
 
@@ -155,8 +160,8 @@ def work(options: Namespace, rest: list[str]) -> int:
         raise ConfigError(f"--patience: {options.patience:g} must be above 0")
     seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
     config = resolve_config(validate(replace(Config(), {"seed": seed, "device": "cpu", **changes})))
-    token = read_token(options.token_file) if options.token_file else ""
-    endpoint = Endpoint(options.connect, token, options.cert, options.patience)
+    token = read_token(config.wire.token_file) if config.wire.token_file else ""
+    endpoint = Endpoint(options.connect, token, config.wire.cert, options.patience)
 
     def leave() -> None:
         if signals:
@@ -177,8 +182,8 @@ def keys(options: Namespace, rest: list[str]) -> int:
     from coterie.wire.auth import make_keys
 
     token, cert, key = make_keys(options.folder, options.host or [socket.gethostname()])
-    print(f"{token}: for the run and its clients (--wire.token-file, --token-file)")
-    print(f"{cert}: for the run and its clients (--wire.cert, --cert)")
+    print(f"{token}: for the run and its clients (--wire.token-file)")
+    print(f"{cert}: for the run and its clients (--wire.cert)")
     print(f"{key}: for the run alone (--wire.key)")
     return 0
 
@@ -198,12 +203,12 @@ def doctor(options: Namespace, rest: list[str]) -> int:
 
 
 def completion(options: Namespace, rest: list[str]) -> int:
-    from coterie.config import Config
-
     with needs("completion", "completion"):
         import shtab
 
-    root, parsers = tree(Config())
+    from coterie.cli.help import full_tree
+
+    root, parsers = full_tree()
     for parser in parsers.values():
         for action in parser._actions:
             if action.dest in ("run", "runs", "folder", "out"):
@@ -233,18 +238,6 @@ RUN: dict[str, Callable[[Namespace, list[str]], int]] = {
 }
 
 
-def _help(name: str, words: list[str]) -> str:
-    """The help of a command that takes the config's options. `train` lists them, with the preset's defaults."""
-    from coterie.config import Config
-
-    if name != "train":
-        return tree()[1][name].format_help()
-    words = [word for word in words if word not in ("-h", "--help")]
-    _, rest = tree()[1][name].parse_known_args(words)
-    preset = bool(rest) and not rest[0].startswith("-")
-    return tree(config_of(rest) if preset else Config())[1][name].format_help()
-
-
 def run(args: list[str]) -> int:
     """Run a command line. Raises `CoterieError`, or `ConfigError` for bad usage."""
     name, words = args[0], args[1:]
@@ -254,7 +247,9 @@ def run(args: list[str]) -> int:
         raise ConfigError(f"command: {name!r} is unknown; {hint}commands are {', '.join(COMMANDS)}")
     settings = COMMANDS[name].settings
     if settings and not {"-h", "--help"}.isdisjoint(words):
-        print(_help(name, words), end="")
+        from coterie.cli.help import settings_help
+
+        print(settings_help(name, words), end="")
         return 0
     parser = tree()[1][name]
     options, rest = parser.parse_known_args(words)

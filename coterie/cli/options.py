@@ -1,26 +1,135 @@
-"""A preset and its options, as they are typed, as a config."""
+"""A preset, a config file and the options, as they are typed, as a config; and a config as such a file."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from coterie import config as config_module
+from coterie.cli.arguments import Parser
 from coterie.config import Config
-from coterie.types import ConfigError
+from coterie.extras import needs
+from coterie.types import ConfigError, CoterieError, Spec, reason_of
+
+_FILES = (".json", ".toml", ".yaml", ".yml")
+# A file with all of these is a whole config, such as a run's config.json. Any other is layered on a preset.
+_WHOLE = {
+    "algorithm", "acting", "exchange", "launch", "learners", "steps", "seed", "precision", "out",
+    "env", "atari", "reward", "model", "algo", "optim", "eval", "log",
+}  # fmt: skip
 
 
-def config_of(args: list[str]) -> Config:
-    """The preset for the env that was named, with every other option applied. Raises `ConfigError`."""
+def config_of(args: list[str], spec: Spec | None = None) -> Config:
+    """A preset for the env that is named, or a config file, with the options applied. `spec`: what the preset's own env
+    gives and takes, if it is known. Raises `ConfigError`.
+    """
     from coterie import presets
-    from coterie.runs.config_io import load_config, read_options, replace, validate
+    from coterie.runs.config_io import from_dict, read_options, replace, validate
 
-    if not args or args[0].startswith("-"):
-        raise ConfigError(f"PRESET: give one of {', '.join(presets.PRESETS)}; see `coterie list presets`")
-    name, options = args[0], read_options(args[1:])
-    if name.endswith(".json"):  # another run's config.json
-        return validate(replace(load_config(Path(name)), options))
-    # The env decides which of the preset's settings apply.
-    env = {field: value for field, value in options.items() if field.startswith(("env.", "atari."))}
-    return validate(replace(presets.make(name, env.pop("env.id", None), **env), options))
+    parser = Parser("coterie train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default="")
+    known, rest = parser.parse_known_args(args)
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
+    options = read_options(rest)
+    if name.endswith(_FILES) and not known.config:
+        name, known.config = "", name
+    preset, path, values = str(options.pop("preset", name)), Path(known.config), dict[str, Any]()
+    if name not in ("", preset):
+        raise ConfigError(f"--preset: {preset!r} is not {name!r}, which is named before the options")
+    if known.config:
+        data = _read(path)
+        given = str(data.pop("preset", ""))
+        if data.keys() >= _WHOLE:
+            if preset not in ("", given):
+                raise ConfigError(f"preset: {path} has the whole config of {given!r}, not of {preset!r}")
+            with _errors_in(path):
+                config = from_dict({"preset": given, **data})
+            return validate(replace(config, options))
+        values = _values(path, data)
+        preset = preset or given
+    if not preset:
+        where = f"{path} names none: " if known.config else ""
+        raise ConfigError(f"PRESET: {where}give one of {', '.join(presets.PRESETS)}; see `coterie list presets`")
+    changes = {**values, **options}
+    env = presets.common.of_env(changes)  # decides which of the preset's settings apply
+    spec = None if env else spec
+    return validate(replace(presets.make(preset, env.pop("env.id", None), spec, **env), changes))
+
+
+@contextmanager
+def _errors_in(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error} (in {path})") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.suffix not in _FILES:
+        raise ConfigError(f"--config: {path} does not end in {', '.join(_FILES)}")
+    try:
+        data = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix, _yaml)(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CoterieError(f"{path}: cannot be read: {reason_of(error)}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"config: {path} has no fields")
+    return data
+
+
+def _yaml(text: str) -> Any:
+    with needs("a YAML file", "yaml"):
+        import yaml  # type: ignore[import-untyped]
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _values(path: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """A file's values by dotted field."""
+    from coterie.presets.common import flat
+    from coterie.runs.config_io import field_name, read, replace
+
+    with _errors_in(path):
+        found = {field_name(name, value): value for name, value in flat(data).items()}
+        for name, value in found.items():
+            if isinstance(value, str | list):  # 1e-3 is a text in YAML
+                found[name] = read(name, [value] if isinstance(value, str) else [str(one) for one in value])
+        replace(Config(), found)  # refuses values of other types
+    return found
+
+
+@functools.cache
+def comments() -> dict[str, str]:
+    """The comment beside each field in config.py, by dotted name."""
+    from coterie.runs.config_io import fields, get
+
+    classes = re.findall(r"^class (\w+).*?$(.*?)(?=^\S|\Z)", inspect.getsource(config_module), re.M | re.S)
+    beside = {name: dict(re.findall(r"^    (\w+): .*?  # (.+)$", body, re.M)) for name, body in classes}
+    found = dict[str, str]()
+    for name, _ in fields():
+        section, _, field = name.rpartition(".")
+        owner = get(Config(), section) if section else Config()
+        found[name] = beside[type(owner).__name__].get(field, "")
+    return found
+
+
+def as_toml(data: dict[str, Any], section: str = "") -> Iterator[str]:
+    """The lines of a TOML file, with the help of each field; `data`: a config's `to_dict`."""
+    plain = {field: value for field, value in data.items() if not isinstance(value, dict)}
+    if section:
+        yield f"\n[{section[:-1]}]"
+    for field, value in plain.items():
+        yield f"{field} = {json.dumps(value, ensure_ascii=False)}  # {comments()[section + field]}"
+    for field in (field for field in data if field not in plain):
+        yield from as_toml(data[field], f"{section}{field}.")
 
 
 def possible(config: Config) -> None:

@@ -123,7 +123,7 @@ class GossipClient:
         self.layout = message_layout(net.weights, net.moments)
         token = read_token(config.wire.token_file) if config.wire.token_file else ""
         patience = _ALONE_S if resumed else _PATIENCE_S
-        endpoint = Endpoint(self.address, token, config.wire.cert, patience, "wire.cert")
+        endpoint = Endpoint(self.address, token, config.wire.cert, patience)
         self.connection = Connection(endpoint, {"env_id": config.env.id, "envs": learners}, report)
         self._lines = deque[str](maxlen=100)
         self.mailboxes: Mailboxes | None = None

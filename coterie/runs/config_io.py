@@ -36,6 +36,8 @@ OLD: dict[str, tuple[Any, str]] = {
     "gossip.seats": (None, "was removed; a run gossips with at most 256 learners of other runs"),
     "store.fixed_turns": (False, "was removed; exchange allreduce, or gossip with tau 0, is reproducible"),
 }
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_ALIASES = {"env": "env.id", "token_file": "wire.token_file", "cert": "wire.cert", "key": "wire.key"}  # for a text
 
 
 @functools.cache  # resolving the names of a module takes a millisecond
@@ -89,7 +91,7 @@ def _expected(kind: Any) -> str:
         return " or ".join(_expected(k) for k in get_args(kind))
     if get_origin(kind) is tuple:
         return f"a list of {'integers' if get_args(kind)[0] is int else 'numbers'}"
-    return {int: "an integer", float: "a number", bool: "True or False", str: "a text"}[kind]
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
 
 
 def _coerce(name: str, kind: Any, value: Any) -> Any:
@@ -171,11 +173,12 @@ def load_config(path: Path) -> Config:
         raise CoterieError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
-def _field(given: str, value: Any, dashes: str = "") -> str:
+def field_name(given: str, value: Any, dashes: str = "") -> str:
     """The dotted field, or section, that a name stands for, where it gets `value`. `env` with a text means `env.id`;
     `exchange`, `acting` or `algorithm` with `package.module:callable` means `plugins.exchange`, and so on.
     """
-    name = "env.id" if given == "env" and isinstance(value, str) else given.replace("-", "_")
+    name = given.replace("-", "_")
+    name = _ALIASES.get(name, name) if isinstance(value, str) else name
     name = f"plugins.{name}" if name in PARTS and isinstance(value, str) and ":" in value else name
     if name in OLD:
         raise ConfigError(f"{dashes}{_name(given)}: {OLD[name][1]}")
@@ -187,12 +190,12 @@ def _field(given: str, value: Any, dashes: str = "") -> str:
 def replace(config: Config, overrides: dict[str, Any]) -> Config:
     """`config` with fields replaced, types checked: `{"env.id": "Pong-v5", "optim": Optim(), "learners": 2}`.
 
-    `env` and user-defined parts may have their short names (`_field`). `validate` finds values that contradict each
+    `env` and user-defined parts may have their short names (`field_name`). `validate` finds values that contradict each
     other. Raises `ConfigError`.
     """
     data = to_dict(config)
     for given, value in overrides.items():
-        *sections, last = _field(given, value).split(".")
+        *sections, last = field_name(given, value).split(".")
         at = data
         for section in sections:
             at = at[section]
@@ -200,29 +203,27 @@ def replace(config: Config, overrides: dict[str, Any]) -> Config:
     return from_dict(data)
 
 
-def parse_cli(default: Config, args: list[str]) -> Config:
-    """`default` with command-line options. Raises `ConfigError`."""
-    return replace(default, read_options(args))
-
-
 def read_options(args: list[str]) -> dict[str, Any]:
     """Command-line options by dotted field: `--a.b-c V`, `--a.b_c V`, `--a.b=V`, lists as `--a.b V V V`.
 
-    Booleans take True or False; integers may be written 1e6; for short names see `_field`. Raises `ConfigError`.
+    A boolean needs no value; integers may be written 1e6; for short names see `field_name`. Raises `ConfigError`.
     """
-    changes: dict[str, Any] = {}
-    for name, texts in _options(args).items():
-        kind = _TYPES[name]
-        listed = get_origin(kind) is tuple
-        if not listed and len(texts) != 1:
-            wrong = f"takes one value, not {_shown(' '.join(texts))}" if texts else "needs a value"
-            raise ConfigError(f"--{name}: {wrong}; it takes {_expected(kind)}")
-        try:
-            values = tuple(_read(name, get_args(kind)[0] if listed else kind, text) for text in texts)
-            changes[name] = values if listed else values[0]
-        except ConfigError:
-            raise ConfigError(f"--{name}: {_shown(' '.join(texts))} is not {_expected(kind)}") from None
-    return changes
+    return {name: read(name, texts, "--") for name, texts in _options(args).items()}
+
+
+def read(name: str, texts: list[str], dashes: str = "") -> Any:
+    """The texts given for a field, as its type. Raises `ConfigError`."""
+    kind = _TYPES[name]
+    listed = get_origin(kind) is tuple
+    texts = texts or ["true"] * (kind is bool)
+    if not listed and len(texts) != 1:
+        wrong = f"takes one value, not {_shown(' '.join(texts))}" if texts else "needs a value"
+        raise ConfigError(f"{dashes}{name}: {wrong}; it takes {_expected(kind)}")
+    try:
+        values = tuple(_read(name, get_args(kind)[0] if listed else kind, text) for text in texts)
+    except ConfigError:
+        raise ConfigError(f"{dashes}{name}: {_shown(' '.join(texts))} is not {_expected(kind)}") from None
+    return values if listed else values[0]
 
 
 def _read(name: str, kind: Any, text: str) -> Any:
@@ -230,7 +231,7 @@ def _read(name: str, kind: Any, text: str) -> Any:
     number: Any = None
     with contextlib.suppress(ValueError):
         number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    for value in (text, {"True": True, "False": False}.get(text), number):
+    for value in (text, _BOOLEANS.get(text.lower()), number):
         with contextlib.suppress(ConfigError):
             return _coerce(name, kind, value)
     raise ConfigError(_shown(text))
@@ -243,7 +244,7 @@ def _options(args: list[str]) -> dict[str, list[str]]:
     for arg, after in zip(args, [*args[1:], ""], strict=False):
         if arg.startswith("--"):
             given, equals, value = arg[2:].partition("=")
-            name = _field(given, value if equals else after, "--")
+            name = field_name(given, value if equals else after, "--")
             values = options[name] = [value] if equals else []
         elif values is None or (re.match(r"-[A-Za-z]", arg) and arg not in ("-inf", "-nan")):
             raise ConfigError(f"{_shown(arg)}: is not an option; options are --SECTION.FIELD VALUE")

@@ -59,11 +59,11 @@ def read_token(path: str) -> str:
         token = Path(path).read_text().strip()
         open_to_others = os.stat(path).st_mode & 0o077
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token file: cannot read {path}: {reason_of(error)}") from None
+        raise ConfigError(f"wire.token_file: cannot read {path}: {reason_of(error)}") from None
     if len(token) < 16 or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"token file: {path} must hold a token of at least 16 printable ASCII characters")
+        raise ConfigError(f"wire.token_file: {path} must hold a token of at least 16 printable ASCII characters")
     if open_to_others:
-        raise ConfigError(f"token file: others may read {path}; use chmod 600")
+        raise ConfigError(f"wire.token_file: others may read {path}; use chmod 600")
     return token
 
 

@@ -45,15 +45,12 @@ class Endpoint:
     token: str = ""
     cert: str = ""  # path of the server's certificate (PEM)
     patience: float = 600.0  # seconds that the server may be away
-    option: str = "--cert"  # that gives the certificate, for error messages
 
 
-def open_channel(address: str, cert: str = "", option: str = "--cert") -> grpc.Channel:
-    """A connection to unix:PATH or HOST:PORT; `cert`: path of the certificate (PEM) that the server must have, given
-    with `option`.
-    """
+def open_channel(address: str, cert: str = "") -> grpc.Channel:
+    """A connection to unix:PATH or HOST:PORT; `cert`: path of the certificate (PEM) that the server must have."""
     if not cert and not is_local(address):
-        raise ConfigError(f"{option}: {address} is on another machine, so it needs TLS: give its certificate")
+        raise ConfigError(f"wire.cert: {address} is on another machine, so it needs TLS: give its certificate")
     options = [
         ("grpc.max_receive_message_length", _MOST_BYTES),
         ("grpc.max_send_message_length", -1),
@@ -67,7 +64,7 @@ def open_channel(address: str, cert: str = "", option: str = "--cert") -> grpc.C
         ("grpc.use_local_subchannel_pool", 1),  # share no connection with other clients in this process
     ]
     if cert:
-        return grpc.secure_channel(address, grpc.ssl_channel_credentials(read_pem(cert, option)), options)
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(read_pem(cert, "wire.cert")), options)
     return grpc.insecure_channel(address, options)
 
 
@@ -240,7 +237,7 @@ class Connection:
     ) -> None:
         self.endpoint, self.report = endpoint, report
         self.hello = {"client": "coterie", "number": -1, "run_id": random.SystemRandom().getrandbits(64), **hello}
-        self._channel = open_channel(endpoint.address, endpoint.cert, endpoint.option)
+        self._channel = open_channel(endpoint.address, endpoint.cert)
 
     def retry(self, act: Callable[[], T], check: Callable[[], None]) -> T:
         """What `act` returns, repeated while it ends in `ConnectionLost`. `check` is called before each attempt and may

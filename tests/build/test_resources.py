@@ -14,8 +14,9 @@ from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.config import Config, Env
 from coterie.envs.make import make_spec
-from coterie.runs.config_io import load_config, parse_cli, validate
+from coterie.runs.config_io import load_config, validate
 from coterie.types import ConfigError
+from tests.support.options import parse_cli
 
 
 @pytest.fixture

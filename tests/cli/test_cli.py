@@ -17,7 +17,6 @@ from coterie.build.resources import resolve_config
 from coterie.cli.arguments import COMMANDS
 from coterie.cli.main import main
 from coterie.envs.make import make_spec
-from coterie.runs.config_io import fields
 from coterie.types import ConfigError
 
 
@@ -180,21 +179,6 @@ def test_help_fits_one_screen_and_lists_every_command(capsys):
     assert all(f"coterie {name}" in out for name in COMMANDS)
 
 
-def test_a_presets_help_has_every_option_with_its_comment_and_the_presets_default(capsys):
-    code, out, _ = run(capsys, *TRAIN, "--learners", "41", "--help")
-    assert code == 0
-    assert [name for name, _ in fields() if f"--{name.replace('_', '-')} " not in out] == []
-    words = " ".join(out.split())
-    assert "--steps N env steps of the whole run [1000000]" in words
-    assert "--optim.rule rmsprop|rmsprop_tf|adam|adam_eps_hat" in words
-    assert "before bias correction [adam]" in words
-    assert "if there are none [41]" in words
-    for command in ("bench", "plan", "envs", "actor"):
-        code, out, _ = run(capsys, command, "--help")
-        assert code == 0
-        assert "`coterie train PRESET --help` lists all options" in out
-
-
 def test_list_names_envs_presets_and_cells_in_aligned_columns(capsys):
     assert ["Breakout-v5", "Atari"] in [line.split() for line in listed(capsys, "envs", "breakout")]
     assert all("breakout" in line.lower() for line in listed(capsys, "envs", "breakout"))
@@ -264,17 +248,3 @@ def test_doctor_finds_this_machine_fit():
     assert re.search(r"^plots +installed", done.stdout, re.M)
     assert "MISSING" not in done.stdout
     assert "SLOW" not in done.stdout
-
-
-def test_another_runs_config_is_a_preset(tmp_path, capsys):
-    """`train FILE.json`: with options of one's own on top."""
-    first = ["train", "ppo", "--env", "CartPole-v1", "--steps", "64", "--env.num-envs", "4", "--optim.lr", "0.123"]
-    small = ["--algo.unroll-length", "8", "--ppo.batch-size", "0", "--ppo.minibatch-size", "8", "--ppo.epochs", "1"]
-    assert main([*first, *small, "--out", str(tmp_path / "one")]) == 0
-    config = tmp_path / "one" / "config.json"
-    assert main(["train", str(config), "--seed", "3", "--out", str(tmp_path / "two")]) == 0
-    one, two = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two"))
-    assert (two["seed"], two["optim"]["lr"], two["env"]) == (3, 0.123, one["env"])
-    capsys.readouterr()
-    assert main(["train", str(tmp_path / "no.json")]) == 1
-    assert "no.json: cannot be read: No such file" in capsys.readouterr().err

@@ -26,7 +26,7 @@ CASES = [
     (["train", "ppo", "--model.co"], {"--model.core", "--model.core-size", "--model.compile"}),
     (["train", "ppo", "--exchange", "g"], {"gossip"}),
     (["bench", "ppo", "--env.num-envs", "4", "--acting", "d"], {"decoupled"}),
-    (["train", "ppo", "--reward.normalize", "T"], {"True"}),
+    (["train", "ppo", "--reward.normalize", "t"], {"true"}),
     (["list", "pr"], {"presets"}),
     (["plan", "ppo", "--host"], {"--hosts", "--host-cores"}),
 ]
@@ -54,7 +54,12 @@ def test_bash_completes_commands_presets_options_and_their_values(script):
     for words, expected in CASES:
         assert set(run("bash", "-c", BASH, "bash", path, "coterie", *words).split()) == expected, words
     options = run("bash", "-c", BASH, "bash", path, "coterie", "train", "ppo", "--").split()
-    assert set(options) >= {f"--{name.replace('_', '-')}" for name, _ in fields()} | {"--env", "--seeds", "--grid"}
+    assert set(options) >= {f"--{name.replace('_', '-')}" for name, _ in fields()} | {
+        "--env",
+        "--seeds",
+        "--grid",
+        "--config",
+    }
     assert set(run("bash", "-c", BASH, "bash", path, "coterie", "").split()) == set(COMMANDS)
 
 

@@ -17,10 +17,10 @@ from coterie.cli.main import main
 from coterie.config import Config
 from coterie.exchange.table import EXCHANGES
 from coterie.plugins import named
-from coterie.runs.config_io import parse_cli
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.services import save
 from tests.plugins.page import coterie, train, write_files
+from tests.support.options import parse_cli
 from tests.test_conformance import check_cartpole, check_counting_env
 from tests.tools.plan.harness import COSTS, services
 

@@ -12,20 +12,20 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-from coterie.config import Algo, Config, Env, Schedule
+from coterie.config import Algo, Config, Env, Schedule, Wire
 from coterie.runs.config_io import (
     OLD,
     fields,
     from_dict,
     get,
     load_config,
-    parse_cli,
     plain,
     replace,
     to_dict,
     validate,
 )
 from coterie.types import ConfigError, CoterieError
+from tests.support.options import parse_cli
 
 FIELDS = {name: plain(kind) for name, kind in fields()}
 
@@ -80,7 +80,7 @@ def test_every_value_of_a_config_survives_json(data: dict[str, Any]) -> None:
         ({"env": {"num_envs": True}}, ["env.num_envs", "True", "an integer"]),
         ({"optim": {"lr": "fast"}}, ["optim.lr", "'fast'", "a number"]),
         ({"optim": {"lr": 10**400}}, ["optim.lr", "a number"]),
-        ({"log": {"tensorboard": 1}}, ["log.tensorboard", "1", "True or False"]),
+        ({"log": {"tensorboard": 1}}, ["log.tensorboard", "1", "true or false"]),
         ({"env": {"id": None}}, ["env.id", "None", "a text"]),
         ({"env": {"backend": "pol"}}, ["env.backend", "'pol'", "auto, pool, workers"]),
         ({"model": {"hidden": 64}}, ["model.hidden", "64", "a list of integers"]),
@@ -149,6 +149,17 @@ def test_options_change_only_the_fields_that_they_name() -> None:
     assert parse_cli(default, ["--env=Pong-v5"]).env.id == "Pong-v5"
     assert parse_cli(default, ["--env.kwargs=--x"]).env.kwargs == "--x"
     assert parse_cli(default, ["--model.hidden"]).model.hidden == ()
+    assert parse_cli(default, ["--token-file", "t", "--cert=c", "--key", "k"]).wire == Wire("", "t", "c", "k")
+
+
+@pytest.mark.parametrize(
+    ("texts", "value"), [(["", "true", "True", "yes", "1"], True), (["false", "False", "no", "0"], False)]
+)
+def test_a_boolean_takes_true_false_yes_no_and_no_value(texts: list[str], value: bool) -> None:
+    default = replace(Config(), {"q.double": not value})
+    for text in texts:
+        config = parse_cli(default, ["--q.double", *text.split(), "--model.share", "no", "--steps", "1"])
+        assert (config.q.double, config.model.share, config.steps) == (value, "no", 1)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +177,7 @@ def test_options_change_only_the_fields_that_they_name() -> None:
         ("--env.num-envs 3 4", ["--env.num_envs", "one value", "'3 4'"]),
         ("--optim.lr 1e-3 --optim.eps fast", ["--optim.eps", "'fast'", "a number"]),
         ("--model.hidden 64,64", ["--model.hidden", "'64,64'", "a list of integers"]),
-        ("--log.tensorboard=maybe", ["--log.tensorboard", "'maybe'", "True or False"]),
+        ("--log.tensorboard=maybe", ["--log.tensorboard", "'maybe'", "true or false"]),
         ("--algo.entropy-schedule.kind bad", ["--algo.entropy_schedule.kind", "'bad'", "constant, linear, steps"]),
         ("Pong-v5", ["'Pong-v5'", "--SECTION.FIELD"]),
         ("--seed 1 -x", ["'-x'", "--SECTION.FIELD"]),
@@ -262,7 +273,7 @@ def test_values_at_the_edge_of_a_range_are_accepted(overrides: dict[str, Any]) -
 def test_the_command_line_does_not_wait_for_torch() -> None:
     code = (
         "import sys, coterie.runs.config_io as c; "
-        "c.parse_cli(c.Config(), ['--seed', '1']); print('torch' in sys.modules)"
+        "c.replace(c.Config(), c.read_options(['--seed', '1'])); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

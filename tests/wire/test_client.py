@@ -214,7 +214,7 @@ def test_waits_between_attempts_grow_and_differ():
 
 @pytest.mark.parametrize("address", ["10.0.0.1:5000", "0.0.0.0:5000", "learner.example.org:5000"])
 def test_another_machine_needs_a_certificate(address: str, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"^--cert: .* is on another machine"):
+    with pytest.raises(ConfigError, match=r"^wire\.cert: .* is on another machine"):
         open_channel(address)
-    with pytest.raises(ConfigError, match="--cert: cannot read"):
+    with pytest.raises(ConfigError, match=r"wire\.cert: cannot read"):
         open_channel(address, str(tmp_path / "none"))

@@ -247,5 +247,5 @@ def worker_args(allocation: Allocation, worker: Worker, address: tuple[str, int]
     if config.plugins.algorithm and worker.kind == "actor":
         args += ["--plugins.algorithm", config.plugins.algorithm]
     if keys:
-        args += ["--token-file", "{here}/token", "--cert", "{here}/cert.pem"]
+        args += ["--wire.token-file", "{here}/token", "--wire.cert", "{here}/cert.pem"]
     return args

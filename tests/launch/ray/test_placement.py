@@ -16,9 +16,10 @@ from coterie.launch.ray.cluster import Board
 from coterie.launch.ray.placement import Allocation, Machine, Site, Worker, allocate, site_config, targets, worker_args
 from coterie.launch.ray.supervisor import sum_up
 from coterie.ops.optim import scaled_lr
-from coterie.runs.config_io import parse_cli, validate
+from coterie.runs.config_io import validate
 from coterie.types import ConfigError, CoterieError
 from tests.launch.ray.test_storage import save
+from tests.support.options import parse_cli
 
 HERE, THERE, FAR = (Machine(name, f"10.0.0.{k}", 4, 0) for k, name in enumerate("abc", 1))
 ONE, TWO = ("10.0.0.1", 9000), ("10.0.0.2", 9100)
@@ -151,7 +152,7 @@ def test_an_actor_beside_each_learner_is_as_wide_as_those_elsewhere():
     options = dict(zip(args[5::2], args[6::2], strict=True))
     assert options["--env.num-envs"] == "4"
     assert options["--env.max-episode-steps"] == "77"
-    assert options["--cert"] == "{here}/cert.pem"
+    assert options["--wire.cert"] == "{here}/cert.pem"
 
 
 def test_a_workers_command_line_has_the_runs_env_torso_and_algorithm():

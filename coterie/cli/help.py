@@ -1,0 +1,101 @@
+"""The config's options in `coterie train PRESET --help` and in completion scripts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, get_origin
+
+from coterie.cli.arguments import COMMANDS, Parser, tree
+from coterie.cli.listing import presets as described
+from coterie.cli.options import comments, config_of
+from coterie.config import Config
+from coterie.types import ActionSpec, ObsSpec, Spec
+
+# The algorithms, actings, exchanges and launches that a section is about. Other sections are about every run.
+_NAMESAKES = ("ppo", "vtrace", "r2d2", "decoupled", "central", "ray", "hogwild", "store", "allreduce", "gossip")
+_VALUE = {"dqn", "r2d2"}
+SECTIONS = {
+    **{name: {name} for name in _NAMESAKES}, "q": _VALUE, "replay": _VALUE, "wire": {"decoupled", "central", "gossip"},
+}  # fmt: skip
+# The presets' own envs are like it. Help does not wait for EnvPool to say so.
+_IMAGE = Spec("Pong-v5", {"": ObsSpec((4, 84, 84), "uint8")}, ActionSpec("categorical", (6,)))
+_PRESETS = """
+A preset is needed, and `coterie train PRESET --help` lists its options and their defaults:
+
+{presets}
+
+In its place, FILE.toml, FILE.yaml or FILE.json: the name of a preset as `preset`, and the fields to change.
+"""
+
+
+def settings_help(name: str, words: list[str]) -> str:
+    """The help of a command that takes the config's options. `train PRESET` lists them, with the preset's defaults."""
+    parser = tree()[1][name]
+    _add_config(name, parser)
+    if name != "train":
+        return parser.format_help()
+    at = next(k for k, word in enumerate(words) if word in ("-h", "--help"))
+    everything = words[at + 1 : at + 2] == ["all"]
+    _, rest = parser.parse_known_args(words[:at] + words[at + 1 + everything :])
+    if not rest:
+        lines = [f"  {preset:12} {about}" for rows in described().values() for preset, about in rows]
+        return parser.format_help() + _PRESETS.format(presets="\n".join(lines))
+    config = config_of(rest, _IMAGE)
+    hidden = [] if everything else [section for section in SECTIONS if not _is_used(section, config)]
+    parser.epilog = f"Defaults are those of {config.preset} for {config.env.id}; --env ID shows those for another env."
+    if hidden:
+        parser.epilog += f" Not used by this run: {', '.join(hidden)}; `--help all` lists them, too."
+    _add_settings(parser, config, hidden, {})
+    return parser.format_help()
+
+
+def full_tree() -> tuple[Parser, dict[str, Parser]]:
+    """`tree` with the names of the presets and the config's options, for completion."""
+    from coterie.acting.table import ACTING
+    from coterie.exchange.table import EXCHANGES
+    from coterie.presets import PRESETS
+
+    root, parsers = tree()
+    for name, command in COMMANDS.items():
+        _add_config(name, parsers[name])
+        if command.settings == "preset":
+            parsers[name].add_argument("preset", choices=list(PRESETS), help="see `coterie list presets`")
+        if command.settings:
+            choices = {"acting": tuple(ACTING), "exchange": ("auto", *EXCHANGES)}
+            _add_settings(parsers[name], Config(), [], choices)
+    return root, parsers
+
+
+def _add_config(name: str, parser: Parser) -> None:
+    if COMMANDS[name].settings == "preset":
+        parser.add_argument("--config", metavar="FILE", help="TOML, YAML or JSON: fields in place of the preset's")
+
+
+def _is_used(section: str, config: Config) -> bool:
+    return not SECTIONS[section].isdisjoint((config.algorithm, config.acting, config.exchange, config.launch))
+
+
+def _add_settings(parser: Parser, config: Config, hidden: list[str], choices: dict[str, Any]) -> None:
+    """Add the options of a config but for `hidden` sections. `choices`: of fields that are texts."""
+    from coterie.runs.config_io import fields, get, plain
+
+    groups = {"": parser.add_argument_group("the run")}
+    for name, annotated in fields():
+        kind, section = plain(annotated), name.rpartition(".")[0]
+        if section.partition(".")[0] in hidden:
+            continue
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section, get(config, section).__doc__)
+        names = ["--env", "--env.id"] if name == "env.id" else [f"--{name.replace('_', '-')}"]
+        if names[0] in parser._option_string_actions:  # the command has an option of that name
+            continue
+        values = choices.get(name) or (get_args(kind) if get_origin(kind) is Literal else None)
+        values = ("true", "false") if kind is bool else values
+        listed = "N ..." if get_origin(kind) is tuple else "N|auto"
+        shown = "|".join(values) if values else {int: "N", float: "X", str: "TEXT"}.get(kind, listed)
+        groups[section].add_argument(*names, choices=values, metavar=shown, help=_text(name, get(config, name)))
+
+
+def _text(name: str, default: Any) -> str:
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    shown = shown.lower() if isinstance(default, bool) else shown
+    return (comments()[name] + (f" [{shown}]" if shown else "")).replace("%", "%%")

@@ -1,0 +1,164 @@
+"""Config files on presets, `--print-config`, and the help of the config's options."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from typing import get_args, get_type_hints
+
+import pytest
+
+from coterie import presets
+from coterie.cli.help import SECTIONS
+from coterie.cli.main import main
+from coterie.cli.options import comments, config_of
+from coterie.config import Config
+from coterie.runs.config_io import fields, to_dict
+from coterie.types import ConfigError, CoterieError
+
+CATCH = "coterie.envs.testing:Catch"
+FILES = {
+    "my.json": '{"env": {"id": "ENV", "kwargs": {"scale": 1}}, "optim": {"lr": 0.001}, "steps": 1e4%s}',
+    "my.toml": 'env = {id = "ENV", kwargs = {scale = 1}}\noptim.lr = 1e-3\nsteps = 1e4\n%s',
+    "my.yaml": "env:\n  id: ENV\n  kwargs: {scale: 1}\noptim.lr: 1e-3\nsteps: 1e4\n%s",
+}
+PRESET = {"my.json": ', "preset": "ppo"', "my.toml": 'preset = "ppo"', "my.yaml": "preset: ppo"}
+
+
+def printed(capsys, *args: str) -> str:
+    assert main(list(args)) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return lambda name, text: (tmp_path / name).write_text(text)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_partial_file_is_layered_on_its_preset_and_options_on_the_file(write, name):
+    changes = {"env.kwargs": '{"scale": 1}', "optim.lr": 1e-3, "steps": 10_000}
+    expected = presets.ppo(CATCH, **changes)
+    write(name, FILES[name].replace("ENV", CATCH) % PRESET[name])
+    for args in ([name], ["--config", name], ["ppo", "--config", name]):
+        assert config_of(args) == expected
+    other = config_of(["a2c", f"--config={name}", "--env", "Pendulum-v1", "--optim.lr", "0.5", "--env.kwargs", "{}"])
+    assert other == presets.a2c("Pendulum-v1", **{"optim.lr": 0.5, "steps": 10_000})
+    write(name, FILES[name].replace("ENV", CATCH) % "")
+    assert config_of(["--config", name, "--preset", "ppo"]) == expected
+    with pytest.raises(ConfigError, match=rf"^PRESET: {name} names none: give one of a2c, ppo"):
+        config_of([name])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.json", '{"optim": {"lrr": 1}}', r"optim.lrr: no such field; .* \(in a.json\)"),
+        ("a.toml", "optim.lr = 'fast'", r"optim.lr: 'fast' is not a number \(in a.toml\)"),
+        ("a.toml", "optim = 1", r"optim: no such field; the fields of optim are"),
+        ("a.yaml", "steps: []", r"steps: needs a value; it takes an integer \(in a.yaml\)"),
+        ("a.yaml", "[1, 2]", "config: a.yaml has no fields"),
+        ("a.yaml", "preset: [1]", r"preset: '\['1'\]|preset: '\[1\]'"),
+        ("a.toml", "steps = ", "a.toml: cannot be read: Invalid value"),
+        ("a.yaml", "a: b: c", "a.yaml: cannot be read: mapping values"),
+        ("a.ini", "", r"--config: a.ini does not end in .json, .toml, .yaml, .yml"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(write, name, text, says):
+    write(name, text)
+    with pytest.raises(CoterieError, match=says) as caught:
+        config_of(["ppo", "--config", name] if "preset" not in text else [name])
+    assert str(caught.value).isprintable()
+
+
+def test_the_preset_is_named_once(write):
+    assert config_of(["--preset", "ppo", "--env", "CartPole-v1"]) == presets.ppo("CartPole-v1")
+    with pytest.raises(ConfigError, match="--preset: 'a2c' is not 'ppo'"):
+        config_of(["ppo", "--preset", "a2c"])
+
+
+def test_yaml_needs_its_extra(write, monkeypatch):
+    write("a.yaml", "")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ConfigError, match=r"^a YAML file needs the extra 'yaml': pip install 'coterie\[yaml\]'$"):
+        config_of(["a.yaml"])
+
+
+def test_a_printed_config_is_whole_and_says_what_each_field_is(write, capsys):
+    args = ["ppo", "--env", "CartPole-v1", "--optim.lr", "1e-5", "--out", 'ä"b\n']
+    text = printed(capsys, "train", *args, "--print-config")
+    assert tomllib.loads(text) == json.loads(json.dumps(to_dict(config_of(args))))
+    assert "\nlr = 1e-05  # learning rate\n" in text
+    write("my.toml", text)
+    assert config_of(["my.toml"]) == config_of(args) == config_of(["ppo", "--config", "my.toml"])
+    assert printed(capsys, "train", "my.toml", "--print-config") == text
+    with pytest.raises(ConfigError, match=r"^preset: my\.toml has the whole config of 'ppo', not of 'dqn'"):
+        config_of(["dqn", "--config", "my.toml"])
+
+
+def test_another_runs_config_is_trained(write, tmp_path, capsys):
+    first = ["train", "ppo", "--env", "CartPole-v1", "--steps", "64", "--env.num-envs", "4", "--optim.lr", "0.123"]
+    small = ["--algo.unroll-length", "8", "--ppo.batch-size", "0", "--ppo.minibatch-size", "8", "--ppo.epochs", "1"]
+    assert main([*first, *small, "--out", "one"]) == 0
+    assert main(["train", "one/config.json", "--seed", "3", "--out", "two"]) == 0
+    one, two = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two"))
+    assert two == {**one, "seed": 3, "out": "two"}
+    capsys.readouterr()
+    assert main(["train", "no.json"]) == 1
+    assert "no.json: cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_every_field_has_a_help_text():
+    assert [name for name, _ in fields() if not comments()[name]] == []
+
+
+def test_help_has_the_options_of_the_presets_cell_and_help_all_every_one(capsys):
+    def absent(out: str) -> set[str]:
+        return {name.partition(".")[0] for name, _ in fields() if f"--{name.replace('_', '-')} " not in out}
+
+    out = printed(capsys, "train", "ppo", "--env", "CartPole-v1", "--learners", "41", "--help")
+    assert absent(out) == SECTIONS.keys() - {"ppo"}
+    commands = ("--env.id TEXT", "--seeds A..B", "--jobs K", "--grid ", "--chaos ", "--config FILE", "--print-config ")
+    assert all(option in out for option in commands)
+    words = " ".join(out.split())
+    assert "--steps N env steps of the whole run [1000000]" in words
+    assert "--optim.rule rmsprop|rmsprop_tf|adam|adam_eps_hat" in words
+    assert "before bias correction [adam]" in words
+    assert "if there are none [41]" in words
+    assert "--reward.normalize true|false" in words
+    assert "Defaults are those of ppo for CartPole-v1" in words
+    assert absent(printed(capsys, "train", "ppo", "--help", "all")) == set()
+    shown = {"vtrace", "decoupled", "wire"}
+    assert absent(printed(capsys, "train", "impala", "-h")) == SECTIONS.keys() - shown
+    for command in ("bench", "plan", "envs", "actor"):
+        assert "`coterie train PRESET --help` lists all options" in printed(capsys, command, "--help")
+
+
+def test_sections_are_of_choices_that_there_are():
+    algorithms = get_args(get_type_hints(Config)["algorithm"])
+    assert set(algorithms) <= set().union(*SECTIONS.values()) | {"a2c"}
+    assert set(SECTIONS) <= {name.partition(".")[0] for name, _ in fields()}
+
+
+def test_help_of_train_alone_lists_presets_and_no_defaults(capsys):
+    out = printed(capsys, "train", "--help")
+    assert "A preset is needed" in out
+    assert all(f"\n  {name} " in out for name in presets.PRESETS)
+    assert "--optim.lr" not in out
+
+
+@pytest.mark.parametrize("preset", ["ppo", "seed-r2d2"])
+def test_help_waits_for_neither_torch_nor_envpool_and_tells_the_presets_defaults(preset):
+    code = (
+        "import sys; from coterie.cli.help import _IMAGE; from coterie.cli.options import config_of\n"
+        f"from coterie.cli.main import main; main(['train', '{preset}', '--help'])\n"
+        "print(sorted({'torch', 'envpool'} & sys.modules.keys()))\n"
+        f"assert config_of(['{preset}'], _IMAGE) == config_of(['{preset}'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
