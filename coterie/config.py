@@ -46,7 +46,7 @@ Correction = Literal["vtrace", "one-step", "epsilon", "none"]
 class Env:
     """The environment: which, how many, and how episodes restart."""
 
-    id: EnvId = "CartPole-v1"  # EnvPool id, gymnasium id, or package.module:callable; A,B: several tasks
+    id: EnvId = "CartPole-v1"  # of EnvPool or gymnasium, module:Id-v0, or package.module:callable; A,B: several tasks
     backend: Literal["auto", "pool", "workers"] = "auto"  # pool: EnvPool; workers: gymnasium in worker processes
     num_envs: Natural = 16  # envs of each learner; auto (or 0): enough to keep the cores busy
     groups: Groups = 0  # 2: one group steps while the policy acts for the other; 1: all together; 0: auto

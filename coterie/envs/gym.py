@@ -18,23 +18,35 @@ from coterie.plugins import named
 from coterie.types import Array, ConfigError, CoterieError, Spec, from_entries
 
 LAB = "dmlab/"  # before a level of DeepMind Lab
+ALE = "ALE/"  # before a game of ale-py, which registers it
 _LAB_EXAMPLE = "dmlab:DMLab"  # examples/envs/dmlab.py
 GymEnv = gymnasium.Env[Any, Any]
 Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype by name
 
 
+def is_gym_id(env_id: str) -> bool:
+    """Whether gymnasium makes this env: by its id, or by `module:Id-v0`, where importing the module registers the id.
+    No Python name has a dash.
+    """
+    _, colon, name = env_id.partition(":")
+    return "-" in name if colon else not env_id.startswith(LAB)
+
+
 def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> GymEnv:
-    """The environment of a gymnasium id or of `package.module:callable`. `max_episode_steps` > 0 truncates its
-    episodes, 0 leaves them as they are.
+    """The environment of a gymnasium id, of `module:Id-v0` or of `package.module:callable`. `max_episode_steps` > 0
+    truncates its episodes, 0 leaves them as they are.
     """
     path = env_id
     if env_id.startswith(LAB):
         path, kwargs = _LAB_EXAMPLE, {"level": env_id.removeprefix(LAB), **kwargs}
-    if ":" not in path:
+    if is_gym_id(env_id):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gymnasium on older versions and on the precision of bounds
             return gymnasium.make(
-                env_id, max_episode_steps=max_episode_steps or None, disable_env_checker=True, **kwargs
+                f"ale_py:{env_id}" if env_id.startswith(ALE) else env_id,
+                max_episode_steps=max_episode_steps or None,
+                disable_env_checker=True,
+                **kwargs,
             )
     try:
         make = named("env.id", path)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-import gymnasium
 import numpy as np
 
 from coterie import config
 from coterie.envs.backend import StepResults
-from coterie.envs.gym import Instance, describe, layout, one_line, open_gym, read_batch
+from coterie.envs.gym import Instance, describe, is_gym_id, layout, one_line, open_gym, read_batch
 from coterie.types import Array, ConfigError, CoterieError
 
 
@@ -21,7 +20,7 @@ class LocalBackend:
 
     def __init__(self, env: config.Env, seeds: Sequence[int]) -> None:
         kwargs = json.loads(env.kwargs)
-        if env.id in gymnasium.registry:
+        if is_gym_id(env.id):
             kwargs["render_mode"] = "rgb_array"
         self.env = open_gym(env.id, kwargs, env.max_episode_steps)
         declared = describe(env.id, self.env, env.max_episode_steps)

@@ -7,13 +7,14 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 
 import gymnasium
 
 from coterie import config
 from coterie.envs.backend import Backend, Declared, MakeBackend
 from coterie.envs.group import Envs
-from coterie.envs.gym import LAB
+from coterie.envs.gym import ALE, LAB
 from coterie.envs.local import LocalBackend
 from coterie.envs.pool import PoolBackend, has_env, modules, pool_declared
 from coterie.envs.repeat import Repeat
@@ -36,7 +37,11 @@ def _in_pool(env: config.Env) -> bool:
         if not modules():
             raise missing("env.backend: pool", "envpool")
         raise _unknown(env.id, [*modules()], "EnvPool has no such environment")
-    named = ":" in env.id or env.id.startswith(LAB)  # not imported before it is made
+    game = env.id.removeprefix(ALE)
+    if game != env.id and find_spec("ale_py") is None:
+        other = f"; EnvPool's {game} is the same game, preprocessed" if has_env(game) else ""
+        raise ConfigError(f"env.id {env.id!r} needs ale-py (pip install ale-py){other}")
+    named = ":" in env.id or env.id.startswith((LAB, ALE))  # not imported before it is made
     if not pool and not named and env.id not in gymnasium.registry:
         if not modules():
             why = "gymnasium does not have it, and EnvPool is missing (pip install 'coterie[envpool]')"

@@ -1,5 +1,8 @@
 """EnvPool and worker processes through `Envs`: alignment by arithmetic, lives, limits, seeds, one-line errors."""
 
+import sys
+
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium import logger
@@ -144,6 +147,8 @@ def test_images_of_other_families_have_numbered_actions_and_count_their_frames(e
         ({"id": "Pong-v5", "kwargs": "{"}, "env.kwargs is not a JSON object"),
         ({"id": "coterie.envs.testing:Nope"}, "no attribute 'Nope'"),
         ({"id": "nowhere.at.all:make"}, "No module named"),
+        ({"id": "nowhere:Walker-v0"}, "No module named 'nowhere'"),
+        ({"id": "json:Walker-v0"}, "env.id 'json:Walker-v0' cannot be made: NameNotFound"),
         ({"id": COUNTING, "kwargs": '{"colour": 1}'}, "env.kwargs: .*'colour'"),
         ({"id": COUNTING, "num_envs": 3}, "env.num_envs must be even"),
     ],
@@ -269,3 +274,28 @@ def test_an_env_that_only_the_worker_cannot_make_is_an_error_at_the_start(monkey
     monkeypatch.syspath_prepend(tmp_path)  # workers import from where their parent does
     with pytest.raises(CoterieError, match=r"env\.id .*worker ended before it was ready \(exit code 9\)"):
         make(COUNTING, 1)
+
+
+REGISTERS = """
+import gymnasium
+gymnasium.register("{}", "coterie.envs.testing:CountingEnv")
+"""
+
+
+@pytest.mark.parametrize(("module", "env_id"), [("walkers", "walkers:Ours/Walker-v0"), ("ale_py", "ALE/Pong-v5")])
+def test_importing_a_module_registers_an_id(module, env_id, tmp_path, monkeypatch):
+    name = env_id.removeprefix("walkers:")
+    (tmp_path / f"{module}.py").write_text(REGISTERS.format(name))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    try:
+        with make(env_id, 2, threads=2, kwargs={"length": 5}) as envs:
+            assert pattern(play(envs, 12), 1) == "F....DF....TF"
+    finally:
+        gymnasium.registry.pop(name, None)
+
+
+def test_without_ale_py_its_ids_point_to_envpool(monkeypatch):
+    monkeypatch.setattr("coterie.envs.make.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^env.id 'ALE/Pong-v5' needs ale-py .*; EnvPool's Pong-v5 is the same game"):
+        make_spec(config.Env("ALE/Pong-v5"), config.Atari())
