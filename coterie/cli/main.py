@@ -218,23 +218,11 @@ def completion(options: Namespace, rest: list[str]) -> int:
 
 
 RUN: dict[str, Callable[[Namespace, list[str]], int]] = {
-    "train": train,
-    "resume": resume,
+    **{f.__name__: f for f in (train, resume, watch, export, bench, plan, reproduce, keys, doctor, completion)},
+    **dict.fromkeys(("report", "compare", "dashboard"), page),
+    **dict.fromkeys(("envs", "actor"), work),
     "eval": evaluate,
-    "watch": watch,
-    "report": page,
-    "compare": page,
-    "dashboard": page,
-    "export": export,
-    "bench": bench,
-    "plan": plan,
-    "reproduce": reproduce,
-    "envs": work,
-    "actor": work,
-    "keys": keys,
     "list": listing,
-    "doctor": doctor,
-    "completion": completion,
 }
 
 

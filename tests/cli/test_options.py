@@ -97,6 +97,8 @@ def test_a_printed_config_is_whole_and_says_what_each_field_is(write, capsys):
     write("my.toml", text)
     assert config_of(["my.toml"]) == config_of(args) == config_of(["ppo", "--config", "my.toml"])
     assert printed(capsys, "train", "my.toml", "--print-config") == text
+    chaos = printed(capsys, "train", "--config", "my.toml", "--chaos", "--print-config")
+    assert "\nevery = 10.0  # mean seconds" in chaos
     with pytest.raises(ConfigError, match=r"^preset: my\.toml has the whole config of 'ppo', not of 'dqn'"):
         config_of(["dqn", "--config", "my.toml"])
 
