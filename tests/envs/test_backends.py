@@ -276,16 +276,10 @@ def test_an_env_that_only_the_worker_cannot_make_is_an_error_at_the_start(monkey
         make(COUNTING, 1)
 
 
-REGISTERS = """
-import gymnasium
-gymnasium.register("{}", "coterie.envs.testing:CountingEnv")
-"""
-
-
 @pytest.mark.parametrize(("module", "env_id"), [("walkers", "walkers:Ours/Walker-v0"), ("ale_py", "ALE/Pong-v5")])
 def test_importing_a_module_registers_an_id(module, env_id, tmp_path, monkeypatch):
     name = env_id.removeprefix("walkers:")
-    (tmp_path / f"{module}.py").write_text(REGISTERS.format(name))
+    (tmp_path / f"{module}.py").write_text(f"import gymnasium; gymnasium.register('{name}', '{COUNTING}')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, module, raising=False)
     try:
