@@ -22,9 +22,9 @@ $(VENV)/installed: $(VENV)/base
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-# LunarLander, solved (a mean return of 200) in about a minute by two PPO learners that gossip.
+# LunarLander, solved (a mean return of 200) in about a minute by two PPO learners.
 train: $(VENV)/base
-	$(BIN)/coterie train gala-ppo --env LunarLander-v3 --learners 2 --out $(RUN) $(ARGS)
+	$(BIN)/coterie train ppo --env LunarLander-v3 --learners 2 --out $(RUN) $(ARGS)
 	$(BIN)/coterie eval $(RUN) --episodes 100
 	$(BIN)/coterie report $(RUN) --video
 	@echo
