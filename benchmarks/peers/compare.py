@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, list[Entry]]] = {
             peer("one file, as in CleanRL", "EnvPool", "sb3", "single_file.py", "lunar"),
             peer("Stable-Baselines3 PPO", "EnvPool", "sb3", "sb3.py", "lunar", "ppo", "envpool"),
             peer("Stable-Baselines3 PPO", "gymnasium", "sb3", "sb3.py", "lunar", "ppo", "gymnasium"),
-            peer("Sample Factory APPO", "EnvPool", "sample-factory", "sample_factory.py", "lunar", "--epochs", "4"),
+            peer("Sample Factory APPO", "EnvPool", "sample-factory", "appo.py", "lunar", "--epochs", "4"),
         ],
     ),
     "breakout-one-pass": (
@@ -62,10 +62,10 @@ CASES: dict[str, tuple[str, list[Entry]]] = {
         [
             coterie("impala, 2 actors", "bf16", "impala", *_NATURE, "--env.groups", "1"),
             coterie("impala, 2 actors", "fp32", "impala", *_NATURE, "--env.groups", "1"),
-            peer("Sample Factory APPO", "EnvPool", "sample-factory", "sample_factory.py", "breakout"),
+            peer("Sample Factory APPO", "EnvPool", "sample-factory", "appo.py", "breakout"),
             peer("Stable-Baselines3 A2C", "EnvPool", "sb3", "sb3.py", "breakout", "a2c", "envpool"),
             peer("Stable-Baselines3 A2C", "gymnasium", "sb3", "sb3.py", "breakout", "a2c", "gymnasium"),
-            peer("RLlib IMPALA", "gymnasium", "rllib", "rllib.py", "breakout"),
+            peer("RLlib IMPALA", "gymnasium", "rllib", "impala.py", "breakout"),
         ],
     ),
 }

@@ -1,6 +1,6 @@
 """Sample Factory's asynchronous APPO on EnvPool.
 
-    python sample_factory.py {lunar,breakout} [--seconds 60] [--epochs 1] [--envs 16] [--rollout 32] [--batch 1024]
+    python appo.py {lunar,breakout} [--seconds 60] [--epochs 1] [--envs 16] [--rollout 32] [--batch 1024]
 
 Two rollout workers, each with one batched env of `--envs` instances; the learner is a third process. Nets in fp32:
 64-64 tanh for vectors, the Nature CNN for images. No recurrence, no normalization, no V-trace.
@@ -9,6 +9,7 @@ Two rollout workers, each with one batched env of `--envs` instances; the learne
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import tempfile
 from typing import Any
@@ -59,6 +60,10 @@ class Clock(AlgoObserver):
         self.meter.tick(runner.env_steps.get(0, 0))
 
 
+def make(task: str, envs: int, _: str, cfg: Any, env_config: Any, render_mode: str | None = None) -> Pool:
+    return Pool(task, envs, int(env_config.env_id) if env_config else 0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
@@ -67,10 +72,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     o = parser.parse_args()
 
-    def make(_: str, cfg: Any, env_config: Any, render_mode: str | None = None) -> Pool:
-        return Pool(o.task, o.envs, int(env_config.env_id) if env_config else 0)
-
-    register_env("pool", make)
+    register_env("pool", functools.partial(make, o.task, o.envs))
     settings = {
         "env": "pool", "algo": "APPO", "train_dir": tempfile.mkdtemp(prefix="sample-factory-"), "experiment": "rate",
         "device": "cpu", "async_rl": True, "serial_mode": False, "num_workers": 2, "num_envs_per_worker": 1,

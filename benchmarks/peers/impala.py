@@ -1,6 +1,6 @@
 """RLlib's IMPALA on Breakout, Nature CNN, fp32. Its simulator is gymnasium's, since RLlib does not take EnvPool.
 
-    python rllib.py breakout [--seconds 60] [--runners 2] [--envs 8]
+    python impala.py breakout [--seconds 60] [--runners 2] [--envs 8]
 
 The rate is the smaller of sampled and trained env steps, as samples are dropped when the learner's queue is full.
 """
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--envs", type=int, default=8)
     o = parser.parse_args()
     # Ray's CPUs only limit how many processes it starts.
-    ray.init(num_cpus=16, include_dashboard=False, logging_level=logging.ERROR, object_store_memory=2 * 10**9)
+    ray.init("local", num_cpus=16, include_dashboard=False, logging_level=logging.ERROR, object_store_memory=2 * 10**9)
     register_env("breakout", breakout)
     net = DefaultModelConfig(
         conv_filters=[[32, 8, 4, "valid"], [64, 4, 2, "valid"], [64, 3, 1, "valid"]],
