@@ -14,19 +14,13 @@ TESTS = Path(__file__).parent
 
 # On the way down: 16,000 for the library, 4,500 for the tools and 18,000 for the tests.
 LIBRARY_LINES = 19_600
-TOOLS_LINES = 4_586
-TESTS_LINES = 21_300
+TOOLS_LINES = 4_550
+TESTS_LINES = 19_300
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 300
 FUNCTION_LINES = 60
 PARAMETERS = 8
-# Larger, and to be mended but for config.py, where every setting has its range and its help beside it.
-FILES = {
-    "config.py": 418, "acting/central.py": 340, "algorithms/q_base.py": 328, "cli/arguments.py": 308,
-    "runs/config_io.py": 304, "tools/bench.py": 301, "runs/test_config_io.py": 310,
-}  # fmt: skip
-FUNCTIONS = {"tools.plan.layout:layout": 62}
-SIGNATURES = {"ops.vtrace:vtrace": 11, "build.evaluate:evaluate": 9, "roles.entry:learner_process": 9}
+FILES = {"config.py": 418}  # every setting has its range and its help beside it
 CHOICE_COMPARISONS = 15
 MAIN_PATH = ("acting.inline", "acting.recorder", "types", "algorithms.a2c", "learner", "exchange.solo")
 MAIN_PATH_LINES = 1_100  # from env.step to optimizer.step: the six files together
@@ -96,10 +90,10 @@ def test_a_file_keeps_its_size(path: Path) -> None:
 def test_functions_stay_short(module: str) -> None:
     for function in functions(MODULES[module]):
         name = f"{module}:{function.name}"
-        assert (function.end_lineno or 0) - function.lineno + 1 <= FUNCTIONS.get(name, FUNCTION_LINES), name
+        assert (function.end_lineno or 0) - function.lineno + 1 <= FUNCTION_LINES, name
         args = function.args
         named = [a for a in (*args.posonlyargs, *args.args, *args.kwonlyargs) if a.arg not in ("self", "cls")]
-        assert len(named) <= SIGNATURES.get(name, PARAMETERS), f"{name} has {len(named)} parameters"
+        assert len(named) <= PARAMETERS, f"{name} has {len(named)} parameters"
 
 
 def test_few_places_compare_the_name_of_a_choice() -> None:
