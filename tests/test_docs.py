@@ -264,6 +264,19 @@ def test_python_in_the_readme_runs(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("preset", ["ppo", "gala-a2c", "rainbow", "seed-r2d2"])
+def test_the_metrics_that_a_run_writes_are_on_their_page(preset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = ["--learners", "2"] if preset == "gala-a2c" else []
+    train = ["coterie", "train", preset, "--env", "CartPole-v1", *more, "--log.every", "0.2", "--out", "run"]
+    assert run([*shrink(train), "--eval.every", "300", "--eval.episodes", "2"]) == 0
+    names = re.findall(r"`([\w/.-]+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text())
+    pattern = "|".join(re.escape(name).replace(r"\.\.\.", ".+").replace("TASK", ".+") for name in names)
+    written = {name for line in read_metrics(tmp_path / "run") for name in line}
+    assert len(written) > 20
+    assert sorted(name for name in written if not re.fullmatch(pattern, name)) == []
+
+
 def test_the_generated_pages_are_current():
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
