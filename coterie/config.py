@@ -403,7 +403,7 @@ class Config:
 
 @dataclass(frozen=True)
 class ResolvedConfig(Config):
-    """A config without `auto`, made once for a run by `coterie.build.resources.resolve_config`."""
+    """A config whose exchange, learners and actors are no longer `auto` (`coterie.build.resources.resolve_config`)."""
 
     exchange: str = "solo"
     learners: int = 1

@@ -68,7 +68,7 @@ def with_modules(config: C) -> C:
 
 
 def check_own(config: Config) -> None:
-    """Raise a one-line `ConfigError` where a part of the user's cannot be imported."""
+    """Raise a one-line `ConfigError` where a user-defined part cannot be imported."""
     for part in PARTS:
         if path := getattr(config.plugins, part):
             named(f"plugins.{part}", path)
@@ -80,7 +80,7 @@ def substitute(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, T
     if not path:
         return ours
     theirs, place = named(f"plugins.{part}", path), getattr(ours, "__name__", str(ours))
-    # A protocol is no kind of anything: it only says what there has to be.
+    # Skip protocols: they are not implementations.
     mro = [c for c in getattr(theirs, "__mro__", ()) if not getattr(c, "_is_protocol", False)]
     base = next((c for c in mro if c.__module__.startswith("coterie.")), ours)
     if base is not ours:

@@ -174,5 +174,5 @@ def test_readme_works_from_top_to_bottom_on_a_fresh_clone(tmp_path):
             ["bash", "-c", line], cwd=here, env=env, capture_output=True, text=True, check=False, timeout=1800
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
-    assert (here / "moon.mp4").stat().st_size > 1000
+    assert (here / "runs" / "moon" / "watch.mp4").stat().st_size > 1000
     assert (here / "runs" / "moon" / "report.html").is_file()

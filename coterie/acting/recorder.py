@@ -226,7 +226,7 @@ class Recorder:
         return Inputs(obs, self._up(mine.is_first[row]), mine.action[row], self._up(mine.reward[row]))
 
     def act(self, g: int, row: int, out: AgentOutput, version: int) -> None:
-        """Write what the policy said at `row`."""
+        """Write the policy's output at `row`."""
         mine = self.columns[g]
         mine.action[row + 1].copy_(out.action)
         mine.log_prob[row].copy_(out.log_prob)

@@ -11,6 +11,7 @@ from coterie.algorithms.q_base import QLearning
 from coterie.algorithms.r2d2 import R2D2
 from coterie.algorithms.vtrace import VTrace
 from coterie.config import Config, ResolvedConfig
+from coterie.plugins import named
 from coterie.types import Spec
 
 ALGORITHMS: dict[str, type[A2C] | type[QLearning[Any]]] = {
@@ -23,7 +24,10 @@ ALGORITHMS: dict[str, type[A2C] | type[QLearning[Any]]] = {
 
 
 def algorithm_class(config: Config) -> type[A2C] | type[QLearning[Any]]:
-    return ALGORITHMS[config.algorithm]
+    """The class of the run's algorithm: the user's, where `plugins.algorithm` names a subclass of the built-in one."""
+    built_in, path = ALGORITHMS[config.algorithm], config.plugins.algorithm
+    found = named("plugins.algorithm", path) if path else built_in
+    return found if isinstance(found, type) and issubclass(found, built_in) else built_in
 
 
 def is_value_based(config: Config) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.acting.base import Agent, EnvShare, MemorySetup, Policy, WorkerSetup, core_shape
 from coterie.algorithms.base import ON_CPU, AnyAlgorithm, Compute
-from coterie.algorithms.table import algorithm_class, is_value_based, unroll_length
+from coterie.algorithms.table import ALGORITHMS, algorithm_class, is_value_based, unroll_length
 from coterie.build.resources import Resources, resolve_resources
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.group import Envs
@@ -43,7 +43,7 @@ ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
 
 def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> AnyAlgorithm:
     """The run's algorithm, or the user's in its place."""
-    make: Callable[..., AnyAlgorithm] = algorithm_class(config)
+    make: Callable[..., AnyAlgorithm] = ALGORITHMS[config.algorithm]
     return substitute(config, "algorithm", make)(config, spec, compute, seed_for(config.seed, BATCH_SEED, rank))
 
 

@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"coterie: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("coterie: stopped at once; the last checkpoint stands", file=sys.stderr)
+        print("coterie: stopped at once; the last checkpoint is intact", file=sys.stderr)
         return 1
 
 

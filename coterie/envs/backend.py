@@ -30,7 +30,7 @@ class StepResults(NamedTuple):
     terminated: Array  # bool
     truncated: Array  # bool
     game_over: Array  # bool: the whole episode ended, not only a life of it (or it was truncated)
-    # Instances, asked or not, that must be replaced before they are used again, and why; their rows mean nothing.
+    # Instances, requested or not, that must be replaced before they are used again, and why; their rows mean nothing.
     failed: Mapping[int, str] = {}
 
     def rows(self) -> list[Array]:

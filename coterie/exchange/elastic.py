@@ -169,7 +169,7 @@ class MachineGroup:
         while (found := find()) is None:
             if client.over:
                 self.alone, self.broken, self.size = True, False, 1
-                self.report("allreduce: the run of the listening machine is over: this one goes on by itself")
+                self.report("allreduce: the run of the listening machine is over: this run continues alone")
             if self.alone or self.ended():
                 return None
             if client.silent:

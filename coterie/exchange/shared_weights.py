@@ -1,4 +1,4 @@
-"""Weights, rule state and normalizer sums that all learners of a machine share: `hogwild` and `store` stand on it."""
+"""Weights, rule state and normalizer sums that all learners of a machine share: `hogwild` and `store` use it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Solo:
     """Local updates only. Subclasses add how learners synchronise."""
 
     def __init__(self, setup: Setup, steps: Steps | None = None) -> None:
-        self.rule, self.guard, self.steps = setup.rule, setup.guard, steps or OwnSteps()
+        self.rule, self.guard, self.steps = setup.rule, setup.guard, steps or OwnSteps(setup.peers.learners)
         self.state = self.rule.state(setup.params.data)
 
     def __enter__(self) -> Solo:

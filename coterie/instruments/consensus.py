@@ -1,4 +1,4 @@
-"""What GALA measured, while a run goes: distance to consensus beside its bound, and how alike the gradients are.
+"""What GALA measured during a run: distance to consensus beside its bound, and how alike the gradients are.
 
 Learners leave what is needed in shared memory; the parent reads it when it writes a line of metrics. A learner never
 waits for that, so now and then there is nothing consistent to read, and the line goes without.
@@ -70,7 +70,7 @@ class Consensus:
             self.mixes += 1
 
     def _snapshot(self) -> tuple[int, Array] | None:
-        """The messages of all learners, in lockstep of the same number; None where they do not stand still."""
+        """The messages of all learners, in lockstep of the same number; None if they change meanwhile."""
         a, end = self.arrays, time.monotonic() + 0.05
         while time.monotonic() < end:
             published = a["published"].copy()

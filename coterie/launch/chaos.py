@@ -71,7 +71,7 @@ class Disturber:
         self.pending += [(begin, child, signal.SIGSTOP), (begin + seconds, child, signal.SIGCONT)]
 
     def close(self) -> None:
-        """Let every process go on."""
+        """Resume all stopped processes."""
         for _, child, _ in self.pending:
             _send(child, signal.SIGCONT)
         self.pending.clear()

@@ -103,9 +103,9 @@ class Placement:
         )
 
     def readers(self) -> list[Callable[[], dict[str, float]]]:
-        """What the lines of metrics tell of the learners' agreement."""
+        """Metrics of how far the learners agree."""
         config, found = self.config, list[Callable[[], dict[str, float]]]()
-        if self.mixing is not None and self.memory is not None:
+        if self.mixing is not None and self.memory is not None and "present" in self.memory.arrays:  # of mailboxes.py
             found.append(Consensus(self.memory, self.mixing, config.gossip.tau).read)
         if self.gradients is not None:
             peers = np.ones((self.learners, self.learners)) if self.mixing is None else np.sum(self.mixing, 0)

@@ -183,7 +183,7 @@ def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tup
     except CoterieError as error:
         if not resumed:
             raise
-        say(line := f"{error}: this run goes on by itself")
+        say(line := f"{error}: this run continues alone")
         return None, line
 
 

@@ -130,7 +130,7 @@ def gather(children: Sequence[Child], within: float, others: Sequence[Child] = (
 
 @contextlib.contextmanager
 def on_signals(note: Callable[[signal.Signals], None], numbers: Sequence[signal.Signals] = STOP) -> Iterator[None]:
-    """Pass these signals to `note` meanwhile: an exception that comes out of any line at all may be swallowed, or leave
+    """Pass these signals to `note` meanwhile: an exception that can be raised anywhere may be swallowed, or leave
     something half done. Outside the main thread (some notebooks) handlers stay as they are.
     """
     before = {}

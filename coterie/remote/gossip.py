@@ -187,12 +187,12 @@ class GossipClient:
                 except (CoterieError, Refused) as error:
                     reason = "is away" if isinstance(error, ConnectionLost) else "ended the gossip"
                     if reason not in said and not self._closed.is_set():
-                        self._note(f"{reason} ({error}): this one goes on meanwhile")
+                        self._note(f"{reason} ({error}): this run continues without it for now")
                     said.add(reason)
                 self._end_stream()
                 self._closed.wait(next(waits))
         except RunEnded as over:
-            self._note(f"is over ({over}): this one goes on without it")
+            self._note(f"is over ({over}): this run continues without it")
         except Exception as error:  # the thread must not end unnoticed
             self._lines.append(f"no more gossip with {self.address}: {error!r}")
 

@@ -117,7 +117,7 @@ class LearnerProcess:
         return self.rngs[-1]
 
     def _is_over(self) -> bool:
-        """Whether to leave where no hosts are: the run is to stop, or others have learned all that was left. Under
+        """Whether to stop waiting for env hosts: the run is stopping, or the step budget is used up. Under
         allreduce they would wait for this learner.
         """
         ended = self.context.board.stopping or self.exchange.steps.total >= self.config.steps
@@ -146,10 +146,10 @@ class LearnerProcess:
         self.before = counts
         self.exchange.guard.skipped = counts.get("skipped", 0)
         self.exchange.steps.start(self.progress.env_steps, total)
-        self.algorithm.clock.env_steps = total  # the first rollout is acted before the loop tells
+        self.algorithm.clock.env_steps = total  # the first rollout is acted before the loop sets the clock
 
     def counts(self) -> dict[str, int]:
-        """What the board tells of this learner."""
+        """This learner's counts, for the board."""
         p, acted = self.progress, self.acting.counts()
         return {
             "produced": self.before.get("learned", 0) + acted.get("produced", 0),
@@ -165,12 +165,12 @@ class LearnerProcess:
         }
 
     def tell(self) -> None:
-        """Write that on the board, in the thread that receives the rows, too: after a kill all of them are counted."""
+        """Write the counts to the board, in the thread that receives the rows, too: after a kill all of them are counted."""
         with self._telling:
             self.context.board.write(self.context.rank, self.counts())
 
     def failures(self) -> list[str]:
-        """What the log should know of: envs that were replaced, clients that were not let in."""
+        """Lines for the log: replaced envs and refused clients."""
         return [f"replaced {reason}" for reason in self.acting.failures()] + self.servers.refused()
 
     def gauges(self) -> dict[str, float]:
@@ -196,7 +196,7 @@ class LearnerProcess:
             learn(self.parts, on_rollout)
 
     def _leave_open(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Where it is this learner that ends, and not the run, clients are to come again."""
+        """If only this learner ends, and not the run, tell the clients to reconnect."""
         if kind is not None:
             self.servers.close(over=False)
 

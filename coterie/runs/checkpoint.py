@@ -3,7 +3,8 @@
     checkpoints/step_000000123456/learner_0/{model,exchange,algorithm,rng}.safetensors ..., state.json, manifest.json
     checkpoints/best.json
 
-A crash at any moment leaves complete checkpoints, and at most a draft that is never read.
+What a learner puts in is in roles/learner_process.py (`tensors`), what the run adds in launch/ledger.py (`state`). A
+crash at any moment leaves complete checkpoints, and at most a draft that is never read.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _GRACE_S = 1.0  # for streams to end by themselves
 _START_S = 30.0
 _REASON = 400  # characters of a reason: it travels in a header, of which gRPC takes 8 KiB
 
-# A client may send a header in no encoding, and is refused; it may be gone before it receives the reason. gRPC would
+# A client may send an undecodable header, and is refused; it may be gone before it receives the reason. gRPC would
 # print a traceback of each.
 _CLIENTS_FAULT = ("Invalid encoding", "ExecuteBatchError raised in core")
 logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record.msg).startswith(_CLIENTS_FAULT))
