@@ -95,3 +95,9 @@ def test_strings_and_comments_are_plain_english(path: Path) -> None:
         for odd in ODD.finditer(token.string)
     ]
     assert not found
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """A wheel leaves out the others."""
+    folders = {module.parent for module in ROOT.rglob("*.py")}
+    assert sorted(folder for folder in folders if not (folder / "__init__.py").exists()) == []

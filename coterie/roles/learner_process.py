@@ -165,7 +165,7 @@ class LearnerProcess:
         }
 
     def tell(self) -> None:
-        """Write the counts to the board, in the thread that receives the rows, too: after a kill all of them are counted."""
+        """Write the counts to the board. The thread that receives rows does so, too: after a kill all are counted."""
         with self._telling:
             self.context.board.write(self.context.rank, self.counts())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,15 @@ from coterie.algorithms.base import Algorithm
 from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import PPO
 from coterie.algorithms.r2d2 import R2D2
+from coterie.algorithms.table import unroll_length
 from coterie.algorithms.vtrace import VTrace
 from coterie.build.resources import resolve_config
+from coterie.cli.options import possible
+from coterie.config import Config, Refusal
 from coterie.exchange.base import Exchange
 from coterie.exchange.gossip import Gossip
 from coterie.roles.learner_process import LearnerProcess
+from coterie.types import ConfigError
 
 SMALL = {"q.learn_start": 160, "q.batch_size": 8, "q.target_every": 30, "replay.capacity": 4000, "env.num_envs": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,3 +95,20 @@ def test_a_subclass_that_overrides_every_method_is_obeyed(name: str) -> None:
         assert not methods(protocol) & set(vars(mine))
     finally:
         learner.close()
+
+
+class Short(PPO):
+    """PPO that answers for its class, too: rollouts of three steps, and one more refusal."""
+
+    refusals = (*PPO.refusals, Refusal(lambda c, s: c.seed == 13, "seed", "must not be 13"))
+
+    @staticmethod
+    def unroll_length(config: Config) -> int:
+        return 3
+
+
+def test_a_subclass_answers_for_its_class_instead_of_the_built_in_one() -> None:
+    config = presets.ppo(env="CartPole-v1", **{"plugins.algorithm": f"{__name__}:Short", "ppo.minibatch_size": 8})
+    assert unroll_length(config) == 3
+    with pytest.raises(ConfigError, match=r"^seed: must not be 13$"):
+        possible(replace(config, seed=13))

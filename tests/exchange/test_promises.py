@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from coterie.config import Optim
-from coterie.exchange.base import NonFinite
+from coterie.exchange.base import NonFinite, Peers
 from coterie.exchange.hogwild import Hogwild
 from coterie.exchange.shared_weights import SharedWeights, restore, shared_memory_for
 from coterie.exchange.solo import Solo
 from coterie.exchange.store import Store
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import Adam, RMSProp, make_rule
+from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from tests.exchange.harness import BETAS, NOTHING, Sgd, apply, flat, gradients, make_setup, member
 
@@ -227,3 +228,10 @@ def test_learners_share_the_rows_of_their_normalizers_through_the_centre():
     for view in views:
         view.close()
     shared.close()
+
+
+def test_an_exchange_that_names_no_steps_counts_those_of_all_learners() -> None:
+    """A custom exchange of two learners would otherwise train twice its budget."""
+    exchange = Solo(make_setup(flat(3), peers=Peers(board=Board(2))))
+    exchange.steps.add(10)
+    assert exchange.steps.total == 20

@@ -86,7 +86,7 @@ def test_runs_gossip_on_after_the_one_that_listens_was_killed_and_resumed_and_wi
     other.trains()
     other.finish(signal.SIGTERM)
     alone = runs("other", resume=True)
-    alone.until(lambda: "this run goes on by itself" in alone.log(), "it looks for the other")
+    alone.until(lambda: "this run continues alone" in alone.log(), "it looks for the other")
     alone.trains()
     alone.finish(signal.SIGTERM)
 
@@ -116,6 +116,6 @@ def test_machines_train_together_on_after_one_is_lost_its_learner_is_killed_or_i
     mine[0].is_one_of(2)
     assert "has left" in mine[0].log()
     mine[0].finish(signal.SIGTERM)  # and with it the meeting: the other goes on by itself
-    mine[1].until(lambda: "goes on by itself" in mine[1].log(), "it is reported")
+    mine[1].until(lambda: "continues alone" in mine[1].log(), "it is reported")
     mine[1].trains()
     mine[1].finish(signal.SIGTERM)

@@ -77,7 +77,7 @@ def test_a_second_signal_ends_a_run_at_once(capsys, meddler):
 
     assert meddler.run(decoupled_options(meddler.out, **{**ENDLESS, "env.delay": 60}), interrupt_twice) == 1
     assert time.monotonic() - sent[1] < 30
-    assert last_line(capsys) == "coterie: stopped at once; the last checkpoint stands"
+    assert last_line(capsys) == "coterie: stopped at once; the last checkpoint is intact"
     assert read_summary(meddler.out)["status"] == "failed"
     last_checkpoint(meddler.out)
     meddler.check_nothing_left()

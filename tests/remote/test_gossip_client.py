@@ -65,7 +65,7 @@ def test_the_end_of_the_run_that_listens_is_not_the_others(address, hubs, gossip
     hub, one = hubs(address), gossip_clients(address)
     agree(hub.learner, one.learner)
     hub.close()
-    train_until(lambda: "is over (the run has ended): this one goes on without it" in one.said(), "it is reported")
+    train_until(lambda: "is over (the run has ended): this run continues without it" in one.said(), "it is reported")
     train_until(lambda at=int(one.learner.mixed[0]): one.learner.mixed[0] > at + 20, "it goes on", one.learner)
     assert one.client.gauges(1)["gossip/peers"] == 0
 
