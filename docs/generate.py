@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from coterie import presets
 from coterie.build import validity
 from coterie.cli.listing import PAPERS
+from coterie.cli.options import comments
 from coterie.config import Config, Range
 from coterie.runs.config_io import fields, get, plain
 
@@ -65,16 +66,8 @@ def shown(value: Any) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`" if value != "" else "empty"
 
 
-def comments(cls: type) -> dict[str, str]:
-    """The comment beside or below each field of a section."""
-    source = re.sub(r"\(\n\s+(.*?)\n\s+\)  # ", r"\1  # ", inspect.getsource(cls))
-    found = dict(re.findall(r"^    (\w+): .*?  # (.+)$", source, re.M))
-    wrapped = re.findall(r"^    (\w+): [^\n]*= \(\n[^#]*?  # (.+)$", source, re.M)
-    return {**dict(wrapped), **found}
-
-
 def options() -> str:
-    config, parts, section = Config(), [OPTIONS], None
+    config, parts, section, beside = Config(), [OPTIONS], None, comments()
     for name, annotated in fields():
         owner = name.rpartition(".")[0]
         holder = get(config, owner) if owner else config
@@ -83,7 +76,7 @@ def options() -> str:
             title = f"`{owner}`" if owner else "The run"
             parts.append(f"\n## {title}\n\n{' '.join((inspect.getdoc(type(holder)) or '').split())}\n")
             parts.append("| option | accepts | default | meaning |\n|---|---|---|---|")
-        text = comments(type(holder)).get(name.rpartition(".")[2], "").replace("|", "\\|")
+        text = beside[name].replace("|", "\\|")
         option = f"--{name.replace('_', '-')}"
         parts.append(f"| `{option}` | {accepted(annotated)} | {shown(get(config, name))} | {text} |")
     return "\n".join(parts) + "\n"
