@@ -162,9 +162,10 @@ def test_a_workers_command_line_has_the_runs_env_torso_and_algorithm():
     env = parse_cli(found.config, args[3:]).env
     assert (env.num_envs, env.delay, env.threads) == (4, 0.5, 1)
     assert args[-2:] == ["--model.torso", "a.b:c"]
-    found = layout("impala", [HERE, THERE], **{"plugins.algorithm": "a.b:c"})
+    path = "coterie.algorithms.vtrace:VTrace"  # a class: the run's layout asks it for its unroll length
+    found = layout("impala", [HERE, THERE], **{"plugins.algorithm": path})
     actor = next(worker for worker in found.workers if worker.kind == "actor")
-    assert worker_args(found, actor, ("::1", 7), keys=False)[-2:] == ["--plugins.algorithm", "a.b:c"]
+    assert worker_args(found, actor, ("::1", 7), keys=False)[-2:] == ["--plugins.algorithm", path]
 
 
 def board(preset: str, hosts: int = 1, **changes: object) -> Board:
