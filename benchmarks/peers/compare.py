@@ -116,7 +116,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "data" / "peers.json")
     options = parser.parse_args()
-    results = {}
+    results = json.loads(options.out.read_text())["cases"] if options.out.exists() else {}
+    about = {"processor": processor(), "seconds": options.seconds}
     for case in options.cases or CASES:
         title, entries = CASES[case]
         rates: list[list[float]] = [[] for _ in entries]
@@ -131,9 +132,8 @@ def main() -> None:
             {**entry._asdict(), "rates": rate, "median": statistics.median(rate)}
             for entry, rate in zip(entries, rates, strict=True)
         ]
-        results[case] = {"title": title, "rows": rows}
-    about = {"processor": processor(), "date": time.strftime("%Y-%m-%d"), "seconds": options.seconds}
-    options.out.write_text(json.dumps({**about, "cases": results}, indent=1) + "\n")
+        results[case] = {"title": title, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+        options.out.write_text(json.dumps({**about, "cases": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

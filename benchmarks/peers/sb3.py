@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import envpool
 import gymnasium as gym
 import numpy as np
 import stable_baselines3
@@ -30,6 +29,8 @@ class PoolVecEnv(VecEnv):
     """EnvPool as a VecEnv: an env whose episode ended is reset within the same step, as the library expects."""
 
     def __init__(self, task: str, num_envs: int, threads: int, **options: Any) -> None:
+        import envpool  # not where gymnasium is measured
+
         self.pool = envpool.make_gymnasium(task, num_envs=num_envs, num_threads=threads, seed=0, **options)
         super().__init__(num_envs, self.pool.observation_space, self.pool.action_space)
         self.actions = np.zeros(num_envs, np.int32)
