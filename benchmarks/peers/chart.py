@@ -41,7 +41,7 @@ def main() -> None:
         axis.set_xlim(0, 1.18 * max(max(r["rates"]) for r in rows))
         axis.spines[["top", "right"]].set_visible(False)
         axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes[-1].set_xlabel(f"training, env steps/s on 2 cores ({data['processor']}); median and range of the turns")
+    axes[-1].set_xlabel(f"env steps/s while training, 2 cores of {data['processor']}; range of the turns", loc="right")
     figure.tight_layout()
     figure.savefig(DOCS / "peers.svg", metadata={"Date": None})
 

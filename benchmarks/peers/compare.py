@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "data" / "peers.json")
     options = parser.parse_args()
     results = json.loads(options.out.read_text())["cases"] if options.out.exists() else {}
-    about = {"processor": processor(), "seconds": options.seconds}
+    about = {"processor": processor()}
     for case in options.cases or CASES:
         title, entries = CASES[case]
         rates: list[list[float]] = [[] for _ in entries]
@@ -132,7 +132,8 @@ def main() -> None:
             {**entry._asdict(), "rates": rate, "median": statistics.median(rate)}
             for entry, rate in zip(entries, rates, strict=True)
         ]
-        results[case] = {"title": title, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+        how = {"date": time.strftime("%Y-%m-%d"), "seconds": options.seconds, "turns": options.turns}
+        results[case] = {"title": title, **how, "rows": rows}
         options.out.write_text(json.dumps({**about, "cases": results}, indent=1) + "\n")
 
 
