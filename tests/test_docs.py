@@ -244,7 +244,7 @@ def test_a_documented_run_is_possible(page, page_modules):
     """Also those that only `make test-all` runs."""
     write_files(page_modules, page)
     for line in commands(page):
-        words = [w for w in shlex.split(line) if w not in ("--json", "--chaos", "--help")]
+        words = [w for w in shlex.split(line) if w not in ("--json", "--chaos", "--help", "--print-config")]
         if words[:2] in (["coterie", "train"], ["coterie", "bench"]):
             possible(config_of(without(words[2:], "--seeds", "--jobs", "--grid", "--seconds")))
 
