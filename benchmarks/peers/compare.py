@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import signal
 import statistics
@@ -21,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from coterie.runs import machine
 
 ROOT = Path(__file__).parents[2]
 OURS, WARM_S = "Coterie", 10
@@ -102,13 +103,6 @@ def theirs(command: list[str], seconds: float) -> float:
     return float(found[1])
 
 
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=", ".join(CASES))
@@ -117,7 +111,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "data" / "peers.json")
     options = parser.parse_args()
     results = json.loads(options.out.read_text())["cases"] if options.out.exists() else {}
-    about = {"processor": processor()}
+    about = {"processor": machine.describe()["processor"]}
     for case in options.cases or CASES:
         title, entries = CASES[case]
         rates: list[list[float]] = [[] for _ in entries]

@@ -59,10 +59,10 @@ class PoolVecEnv(VecEnv):
         return [None] * self.num_envs
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        raise NotImplementedError("EnvPool's envs have no attributes of their own")
+        raise AttributeError(f"EnvPool's envs have no {attr_name!r}")
 
     def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
-        raise NotImplementedError("EnvPool's envs have no methods of their own")
+        raise AttributeError(f"EnvPool's envs have no {method_name!r}")
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         return [False] * self.num_envs

@@ -150,6 +150,7 @@ class ExchangeKind:
     rejoins: bool = False  # a killed learner restarts alone; else all restart from the checkpoint
     on_gpu: bool = True
     refusals: tuple[Refusal, ...] = ()
+    consensus: str = ""  # package.module:class that reads the distance between the learners from `memory` and `mixing`
     simulation: str = ""  # package.module:class, a `SimExchange` of `coterie plan`; empty: plan leaves it out
 
     def connect(self, setup: Setup) -> Exchange:

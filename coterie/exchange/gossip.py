@@ -279,6 +279,7 @@ KIND = ExchangeKind(
     Gossip,
     memory,
     mixing=mixing_matrices,
+    consensus="coterie.instruments.consensus:Consensus",
     leave=leave,
     rejoins=True,
     links_runs=True,

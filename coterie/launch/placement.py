@@ -14,11 +14,12 @@ from coterie.build.resources import gpus_of
 from coterie.config import ResolvedConfig
 from coterie.exchange.base import Peers
 from coterie.exchange.table import exchange_kind
-from coterie.instruments.consensus import Consensus, Cosines, cosine_memory
+from coterie.instruments.consensus import Cosines, cosine_memory
 from coterie.parallel.affinity import available_cores, place
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import scratch_folder
+from coterie.plugins import named
 from coterie.runs import checkpoint
 from coterie.types import Spec
 
@@ -105,8 +106,8 @@ class Placement:
     def readers(self) -> list[Callable[[], dict[str, float]]]:
         """Metrics of how far the learners agree."""
         config, found = self.config, list[Callable[[], dict[str, float]]]()
-        if self.mixing is not None and self.memory is not None and "present" in self.memory.arrays:  # of mailboxes.py
-            found.append(Consensus(self.memory, self.mixing, config.gossip.tau).read)
+        if path := exchange_kind(config).consensus:
+            found.append(named("consensus", path)(self.memory, self.mixing, config.gossip.tau).read)
         if self.gradients is not None:
             peers = np.ones((self.learners, self.learners)) if self.mixing is None else np.sum(self.mixing, 0)
             found.append(Cosines(self.gradients, peers).read)

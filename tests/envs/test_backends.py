@@ -127,8 +127,6 @@ def test_float64_boxes_are_float32_and_actions_are_clipped_and_stretched_to_thei
     ids=["ViZDoom", "football"],
 )
 def test_images_of_other_families_have_numbered_actions_and_count_their_frames(env_id, shape, actions, repeat):
-    if not pool.has_env(env_id):
-        pytest.skip("this EnvPool does not have it")
     with make(env_id, 2) as envs:
         assert envs.spec.obs[""].is_image
         assert (envs.spec.obs[""].shape, envs.spec.action.sizes, envs.spec.action_repeat) == (shape, (actions,), repeat)

@@ -10,15 +10,12 @@ from coterie import presets
 from coterie.build import validity
 from coterie.build.resources import resolve_config
 from coterie.config import Schedule
-from coterie.envs import pool
 from coterie.envs.make import make_spec
 from coterie.types import ConfigError
 
 SCENARIO = "gfootball/11_vs_11_hard_stochastic-v1"
-needs_football = pytest.mark.skipif(not pool.has_env(SCENARIO), reason="this EnvPool has no football")
 
 
-@needs_football
 def test_seed_football_is_the_papers_setting_for_scoring():
     config = presets.make("seed-football", **{"algo.entropy_coef": 0.5})
     assert (config.preset, config.env.id, config.acting, config.algorithm) == (
@@ -36,7 +33,6 @@ def test_seed_football_is_the_papers_setting_for_scoring():
     assert config.vtrace.loss == "mean"
 
 
-@needs_football
 def test_seed_football_on_what_is_no_image_is_seed_vtrace():
     football, plain = (presets.make(name, "CartPole-v1") for name in ("seed-football", "seed-vtrace"))
     assert (football.model, football.algo, football.optim) == (plain.model, plain.algo, plain.optim)

@@ -5,6 +5,7 @@ Learners step alone. Now and then each one moves towards weights in shared memor
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 import coterie
@@ -59,5 +60,17 @@ def connect(setup):
     return Elastic(setup, BoardSteps(peers.board, peers.rank), shared)
 
 
-KIND = ExchangeKind(connect, memory, restore, on_gpu=False, simulation="tests.plugins.parts.elastic_plan:SimElastic")
+def mixing(config, learners):
+    """All learners average with all. Its memory is not that of gossip, and nothing reads their distance from it."""
+    return [np.full((learners, learners), 1 / learners)]
+
+
+KIND = ExchangeKind(
+    connect,
+    memory,
+    restore,
+    mixing,
+    on_gpu=False,
+    simulation="tests.plugins.parts.elastic_plan:SimElastic",
+)
 coterie.register_exchange("elastic", KIND)
