@@ -29,7 +29,7 @@ train: $(VENV)/base
 	$(BIN)/coterie report $(RUN) --video
 	@echo
 	@echo "The run is in $(RUN): watch.mp4 is an episode, report.html has the curves."
-	@echo "Next: $(BIN)/coterie train ppo --env Pong-v5        Atari, about two hours on two cores"
+	@echo "Next: $(BIN)/coterie train ppo --env Pong-v5        Atari, about an hour and a half on two cores"
 	@echo "      $(BIN)/coterie train ppo --env my_env:MyEnv   your environment: docs/start/first-env.md"
 
 test: $(VENV)/installed lint
