@@ -49,7 +49,7 @@ def main() -> None:
         axes.set_xlabel(text)
         axes.grid(alpha=0.3)
         if options.goal is not None:
-            axes.axhline(options.goal, color="grey", linestyle="--", linewidth=1)
+            axes.axhline(options.goal, color="gray", linestyle="--", linewidth=1)
     both[0].set_ylabel("return, last 100 episodes")
     both[0].legend(fontsize=8)
     figure.suptitle(options.name, fontsize=10)

@@ -100,8 +100,8 @@ IMPALA: list[tuple[str, RunLayout, tuple[int, int]]] = [
     ),
     ("A3C, distributed, 200 cores", layout("inline", "hogwild", Hardware(cores=200), learners=200), (46_000, 50_000)),
     ("IMPALA, 150 cores, 1 GPU", far(150), (80_000, 80_000)),
-    ("IMPALA, optimised, 375 cores, 1 GPU", far(375), (200_000, 200_000)),
-    ("IMPALA, optimised, 500 cores, batch 128", far(500, 128), (250_000, 250_000)),
+    ("IMPALA, optimized, 375 cores, 1 GPU", far(375), (200_000, 200_000)),
+    ("IMPALA, optimized, 500 cores, batch 128", far(500, 128), (250_000, 250_000)),
 ]
 
 

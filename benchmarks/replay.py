@@ -1,4 +1,4 @@
-"""The cost of replay on one core: prioritised inserts, samples, frames beside a plain copy, and its memory.
+"""The cost of replay on one core: prioritized inserts, samples, frames beside a plain copy, and its memory.
 
     python benchmarks/replay.py [--seconds 3] [--out FILE.json]
 

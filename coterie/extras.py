@@ -19,7 +19,7 @@ EXTRAS = {
     "keys": "keys",
     "completion": "completion",
     "yaml": "train FILE.yaml",
-    "gpu": "energy and utilisation of NVIDIA GPUs",
+    "gpu": "energy and utilization of NVIDIA GPUs",
 }
 
 

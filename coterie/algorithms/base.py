@@ -46,7 +46,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Autocast:
 
 @dataclass
 class Loss:
-    """The tensor to minimise, and named scalars without a graph. Both are divided by the whole batch's count, so that
+    """The tensor to minimize, and named scalars without a graph. Both are divided by the whole batch's count, so that
     the losses of its parts add up.
     """
 

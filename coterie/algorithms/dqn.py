@@ -1,4 +1,4 @@
-"""DQN (Mnih et al. 2015) with double, dueling, n-step, prioritised, distributional (C51) and noisy variants, which
+"""DQN (Mnih et al. 2015) with double, dueling, n-step, prioritized, distributional (C51) and noisy variants, which
 together are Rainbow (arXiv 1710.02298). Accelerated Methods' epsilon-Rainbow leaves out the noise.
 """
 

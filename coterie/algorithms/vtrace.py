@@ -119,7 +119,7 @@ class VTrace(A2C):
         new = self._sequences(model, rollout)
         old = _replayed(self.config, size)
         for i in range(width // size):
-            # Every k-th column: neighbouring columns come from the same actor.
+            # Every k-th column: neighboring columns come from the same actor.
             whole = [new if size == width else new.columns(torch.arange(i, width, width // size))]
             if self.replay is not None and old and self.replay.size >= old:
                 whole.append(self._sequences(model, self.replay.sample(old, rollout)))

@@ -1,4 +1,4 @@
-"""Evaluation of a policy: episodes on separate envs, with a mean, a standard error and, for Atari, human-normalised."""
+"""Evaluation of a policy: episodes on separate envs, with a mean, a standard error and, for Atari, human-normalized."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
 def evaluate_run(
     folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str = "0"
 ) -> dict[str, Any]:
-    """Score a run's policy: mean over whole episodes +- standard error, human-normalised where a reference exists."""
+    """Score a run's policy: mean over whole episodes +- standard error, human-normalized where a reference exists."""
     policy = load(folder, learner)
     trial = Trial(episodes, sampled, seed, max_steps=episodes * _LONGEST_EPISODE)
     scores = evaluate(policy.algorithm, policy.model, policy.config, trial)
@@ -251,9 +251,9 @@ def show(result: dict[str, Any]) -> str:
     score = f"{result['mean_return']:.2f} +- {result['stderr']:.2f}"
     if several:
         known = are_normalized(task["env"] for task in several)
-        what = "mean human-normalised score, each capped at 1" if known else "mean of the returns"
+        what = "mean human-normalized score, each capped at 1" if known else "mean of the returns"
         score = f"{what}: {result['score']:.3g}"
     line = f"{result['env']}: {score} ({result['episodes']} episodes, {'sampled' if result['sampled'] else 'greedy'}"
     if result["human_normalized"] is not None:
-        line += f", human-normalised {100 * result['human_normalized']:.0f}%"
+        line += f", human-normalized {100 * result['human_normalized']:.0f}%"
     return "\n".join([*lines, f"{line}, checkpoint at {result['checkpoint_env_steps']:,} env steps)"])

@@ -1,4 +1,4 @@
-"""Random and human scores of the 57 Atari games (atari57.csv), for human-normalised scores.
+"""Random and human scores of the 57 Atari games (atari57.csv), for human-normalized scores.
 
 Published figures, as collected by DQN Zoo's atari_data.py: at least three episodes each, 1 to 30 no-op starts, 108,000
 frames at most. 0 is random play, 1 a professional tester. Video Pinball's random score is above the human one under

@@ -23,7 +23,7 @@ Convert = Callable[[Array], Array]
 # Kept as the env gives them, because torch has them too; anything else becomes float32.
 _KEPT = {"uint8", "int8", "int16", "int32", "int64", "float32", "bool"}
 _LARGEST_ONE_HOT = 65536
-# MiniGrid's and BabyAI's grid, which declares itself an image: what is in a cell, its colour, its state or direction.
+# MiniGrid's and BabyAI's grid, which declares itself an image: what is in a cell, its color, its state or direction.
 _GRID = re.compile(r"(MiniGrid|BabyAI)-")
 _GRID_CODES = (11, 6, 4)
 
@@ -156,11 +156,11 @@ def _box_action(space: spaces.Box) -> ActionMap:
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     spec = ActionSpec("continuous", low=tuple(low.reshape(-1).tolist()), high=tuple(high.reshape(-1).tolist()))
     bounded = np.isfinite(low) & np.isfinite(high)
-    centre = np.where(bounded, (np.where(bounded, high, 0) + np.where(bounded, low, 0)) / 2, 0).astype(np.float32)
+    center = np.where(bounded, (np.where(bounded, high, 0) + np.where(bounded, low, 0)) / 2, 0).astype(np.float32)
     half = np.where(bounded, (np.where(bounded, high, 0) - np.where(bounded, low, 0)) / 2, 1).astype(np.float32)
     limit = np.where(bounded, 1, np.inf).astype(np.float32)  # what has no bounds is passed as it is
-    unit = bool((centre == 0).all() and (half == 1).all())
-    return ActionMap(spec, tuple(space.shape), None if unit else centre, None if unit else half, limit)
+    unit = bool((center == 0).all() and (half == 1).all())
+    return ActionMap(spec, tuple(space.shape), None if unit else center, None if unit else half, limit)
 
 
 def flatten(obs: Any, fields: list[ObsField]) -> Obs:

@@ -44,7 +44,7 @@ def task_of(config: ResolvedConfig, env_id: int) -> str:
 
 
 def overall(means: Mapping[str, float]) -> float:
-    """One number for the mean returns of all tasks: the mean human-normalised score, each capped at 1, where all have a
+    """One number for the mean returns of all tasks: the mean human-normalized score, each capped at 1, where all have a
     reference; else the mean of the returns.
     """
     scores = {task: human_normalized(task, mean) for task, mean in means.items()}

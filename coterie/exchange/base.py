@@ -82,7 +82,7 @@ class Guard:
 
 
 class Exchange(Protocol):
-    """How learners synchronise. A context manager: the learner joins the others at entry and leaves them at exit."""
+    """How learners synchronize. A context manager: the learner joins the others at entry and leaves them at exit."""
 
     guard: Guard
 

@@ -13,7 +13,7 @@ from coterie.parallel.params import FlatParams
 
 
 class Solo:
-    """Local updates only. Subclasses add how learners synchronise."""
+    """Local updates only. Subclasses add how learners synchronize."""
 
     def __init__(self, setup: Setup, steps: Steps | None = None) -> None:
         self.rule, self.guard, self.steps = setup.rule, setup.guard, steps or OwnSteps(setup.peers.learners)

@@ -2,8 +2,8 @@
 
 A learner takes its gradient locally, then goes through the chunks in whatever order they are free: under a chunk's lock
 it applies the rule to the central weights and statistics, and adopts the new values. With `local_steps` n > 1 it makes
-n local Adam steps before each synchronisation (multi-step asynchronous Adam). Their sum, the pending change, goes
-to the centre along with the decayed moments. With one learner this is plain Adam, for any n.
+n local Adam steps before each synchronization (multi-step asynchronous Adam). Their sum, the pending change, goes
+to the center along with the decayed moments. With one learner this is plain Adam, for any n.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coterie.parallel.shm import SharedArrays
 
 
 class Store(Solo):
-    """One learner's exchange with the centre. `blocked`, `updating`: seconds waiting for locks and holding them."""
+    """One learner's exchange with the center. `blocked`, `updating`: seconds waiting for locks and holding them."""
 
     def __init__(self, setup: Setup) -> None:
         config, peers, steps = setup.config, setup.peers, BoardSteps(setup.peers.board, setup.peers.rank)
@@ -57,12 +57,12 @@ class Store(Solo):
 
     @torch.no_grad()
     def step(self, params: FlatParams, lr: float) -> float:
-        """Update the centre from the local gradient, at once or at every `local_steps`-th step."""
+        """Update the center from the local gradient, at once or at every `local_steps`-th step."""
         norm, fine = self.guard.clip(params)
         if not fine:
             return norm
         if self.local_steps == 1:
-            self._synchronise(params, lr)
+            self._synchronize(params, lr)
         else:
             for k, at in enumerate(self.shared.slices):
                 moved = self.pending[at]
@@ -71,12 +71,12 @@ class Store(Solo):
                 params.data[at].add_(moved)
             self.steps_since_sync += 1
             if self.steps_since_sync == self.local_steps:
-                self._synchronise(params, lr)
+                self._synchronize(params, lr)
                 self.steps_since_sync = 0
         params.grad.zero_()
         return norm
 
-    def _synchronise(self, params: FlatParams, lr: float) -> None:
+    def _synchronize(self, params: FlatParams, lr: float) -> None:
         """Update every chunk, in whatever order they are free."""
         self.staleness.update()
         begin = time.perf_counter()
@@ -90,28 +90,28 @@ class Store(Solo):
 
     def _update(self, k: int, at: slice, params: FlatParams, lr: float) -> None:
         """Chunk `k`, under its lock. On a GPU the rule runs there, on a copy of the central values."""
-        centre, state = self.shared.data[at], self.shared.states[k]
+        center, state = self.shared.data[at], self.shared.states[k]
         local = params.data[at]
         if self.local_steps == 1:
             if local.is_cuda:
                 moved = {name: x.to(local.device) for name, x in state.items()}
-                local.copy_(centre)
+                local.copy_(center)
                 self.rule.update(local, params.grad[at], moved, lr)
-                centre.copy_(local)
+                center.copy_(local)
                 for name, x in moved.items():
                     state[name].copy_(x)
             else:
-                self.rule.update(centre, params.grad[at], state, lr)
-                local.copy_(centre)
+                self.rule.update(center, params.grad[at], state, lr)
+                local.copy_(center)
             return
         b1, b2 = (beta**self.steps_since_sync for beta in self.betas)
-        centre.add_(self.pending[at].to(centre.device))
+        center.add_(self.pending[at].to(center.device))
         for name, decay in (("mean", b1), ("square", b2)):
             # The local steps' contribution: the local moment minus the decayed moment that they started from.
             added = self.local[k][name] - decay * self.before[k][name]
-            state[name].mul_(decay).add_(added.to(centre.device))
+            state[name].mul_(decay).add_(added.to(center.device))
         state["count"].add_(self.steps_since_sync)
-        local.copy_(centre)
+        local.copy_(center)
         self.pending[at].zero_()
         self._take_state(k)
 
@@ -132,7 +132,7 @@ class Store(Solo):
         return {"store/blocked_s": self.blocked, "store/updating_s": self.updating, **self.staleness.gauges()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The centre's state, chunks joined; a learner's pending steps are lost when a run is resumed."""
+        """The center's state, chunks joined; a learner's pending steps are lost when a run is resumed."""
         states = {
             k: {name: x.clone() for name, x in self.shared.states[k].items()} for k in self.shared.locked_chunks()
         }
@@ -143,7 +143,7 @@ class Store(Solo):
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The centre was restored before any learner started."""
+        """The center was restored before any learner started."""
         self.shared.rebase()
         if self.local_steps > 1:
             self._take_states()

@@ -1,6 +1,6 @@
 """The secondary learner of Accelerated Methods (arXiv 1803.02811, section 5): the primary's initial weights, and
 training from the primary's replay alone, on as many samples but in batches of another size. Where it scores as the
-primary does, a batch size is no obstacle to learning; where not, it is one to exploring or to optimising.
+primary does, a batch size is no obstacle to learning; where not, it is one to exploring or to optimizing.
 """
 
 from __future__ import annotations

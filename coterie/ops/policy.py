@@ -60,9 +60,9 @@ def normalize(advantage: Tensor, mask: Tensor) -> Tensor:
     """(A - mean) / (deviation + 1e-8) with the moments of the valid rows; masked rows are 0."""
     _same(advantage, mask)
     count = mask.sum().clamp_(min=1)
-    centred = torch.where(mask, advantage, 0.0)
-    centred = torch.where(mask, centred - centred.sum() / count, 0.0)
-    return centred / ((centred.square().sum() / count).sqrt_() + 1e-8)
+    centered = torch.where(mask, advantage, 0.0)
+    centered = torch.where(mask, centered - centered.sum() / count, 0.0)
+    return centered / ((centered.square().sum() / count).sqrt_() + 1e-8)
 
 
 def masked_mean(x: Tensor, mask: Tensor, count: int) -> Tensor:

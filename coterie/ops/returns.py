@@ -22,7 +22,7 @@ def check_shapes(reward: Tensor, longer: Tensor, *flags: Tensor) -> None:
 def gae(
     reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16) and its value target, A + V.
+    """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16) and its value target, A + V.
 
     delta_t = r_t + gamma (1 - terminated_t) V_{t+1} - V_t;  A_t = delta_t + gamma lam (1 - terminated_t) A_{t+1}.
     `value` is `[T+1, B]`, row T the bootstrap. `lam` 1 gives the n-step returns of A3C, n to the rollout's end.
@@ -60,7 +60,7 @@ def n_step_return(reward: Tensor, value: Tensor, terminated: Tensor, mask: Tenso
 
 @torch.no_grad()
 def running_return(reward: Tensor, is_first: Tensor, carry: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """Discounted return so far, R_t = r_t + gamma R_{t-1}, whose deviation return normalisation divides rewards by.
+    """Discounted return so far, R_t = r_t + gamma R_{t-1}, whose deviation return normalization divides rewards by.
 
     `is_first` `[T+1, B]` as in `Rollout`, `carry` `[B]` from the rollout before (zeros at first). Returns R `[T, B]`
     and the new carry. R restarts with an episode; rows masked by `is_first[1:]` are 0 and are not samples of
@@ -123,8 +123,8 @@ def explained_variance(value: Tensor, target: Tensor, mask: Tensor) -> Tensor:
 
     def variance(x: Tensor) -> Tensor:
         x = torch.where(mask, x, 0.0)
-        centred = torch.where(mask, x - x.sum() / count, 0.0)
-        return centred.square().sum() / count
+        centered = torch.where(mask, x - x.sum() / count, 0.0)
+        return centered.square().sum() / count
 
     spread = variance(target)
     return torch.where(spread > 0, 1 - variance(target - value) / spread.clamp(min=1e-30), 0.0)

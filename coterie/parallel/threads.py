@@ -1,7 +1,7 @@
 """A team of threads in which each member runs torch on one core.
 
-Torch's own intra-op threads synchronise after every operation. On a busy machine each of those hundreds of barriers
-costs a time slice (measured: a training step 4 to 20 times slower with two threads than with one). A team synchronises
+Torch's own intra-op threads synchronize after every operation. On a busy machine each of those hundreds of barriers
+costs a time slice (measured: a training step 4 to 20 times slower with two threads than with one). A team synchronizes
 once for each batch or rollout, which is also faster on an idle machine. Torch's calls release the interpreter lock.
 """
 

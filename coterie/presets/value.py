@@ -75,7 +75,7 @@ def c51_2048(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 
 def rainbow(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """Epsilon-Rainbow (Accelerated Methods 4.2): double, dueling, prioritised (0.5, 0.4 to 1), three-step, categorical,
+    """Epsilon-Rainbow (Accelerated Methods 4.2): double, dueling, prioritized (0.5, 0.4 to 1), three-step, categorical,
     without noisy layers; Adam at 6.25e-5 with eps 0.005 / 32, target network every 8,000 env steps.
     """
     image = {

@@ -1,4 +1,4 @@
-"""Proportional priorities (prioritised replay, https://arxiv.org/abs/1511.05952): P(i) = p_i^alpha / sum_j p_j^alpha.
+"""Proportional priorities (prioritized replay, https://arxiv.org/abs/1511.05952): P(i) = p_i^alpha / sum_j p_j^alpha.
 
 A sum tree in numpy with 64 children to a node: a million leaves are three levels deep, and each level is one gather for
 the whole batch.

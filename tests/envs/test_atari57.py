@@ -1,4 +1,4 @@
-"""Human-normalised scores: the published table, and every spelling of a game's id."""
+"""Human-normalized scores: the published table, and every spelling of a game's id."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_all_57_games_and_each_is_an_envpool_id() -> None:
         ("VideoPinball-v5", 17667.9, 1.0),
     ],
 )
-def test_scores_are_normalised_by_the_published_table(env_id: str, score: float, normalized: float) -> None:
+def test_scores_are_normalized_by_the_published_table(env_id: str, score: float, normalized: float) -> None:
     assert human_normalized(env_id, score) == pytest.approx(normalized, abs=1e-12)
 
 

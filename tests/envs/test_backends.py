@@ -139,7 +139,7 @@ def test_images_of_other_families_have_numbered_actions_and_count_their_frames(e
     [
         ({"id": "Pnog-v5"}, "env.id 'Pnog-v5': .*nearest: Pong-v5"),
         ({"id": "Ant-v9", "backend": "pool"}, "EnvPool has no such environment; nearest: Ant-v"),
-        ({"id": "Pong-v5", "kwargs": '{"colour": 1}'}, "env.kwargs: 'Pong-v5' has no option 'colour'"),
+        ({"id": "Pong-v5", "kwargs": '{"color": 1}'}, "env.kwargs: 'Pong-v5' has no option 'color'"),
         ({"id": "Pong-v5", "kwargs": '{"num_envs": 1}'}, "env.kwargs: 'num_envs' is set by Coterie"),
         ({"id": "Pong-v5", "kwargs": "[1]"}, "env.kwargs must be a JSON object"),
         ({"id": "Pong-v5", "kwargs": "{"}, "env.kwargs is not a JSON object"),
@@ -147,7 +147,7 @@ def test_images_of_other_families_have_numbered_actions_and_count_their_frames(e
         ({"id": "nowhere.at.all:make"}, "No module named"),
         ({"id": "nowhere:Walker-v0"}, "No module named 'nowhere'"),
         ({"id": "json:Walker-v0"}, "env.id 'json:Walker-v0' cannot be made: NameNotFound"),
-        ({"id": COUNTING, "kwargs": '{"colour": 1}'}, "env.kwargs: .*'colour'"),
+        ({"id": COUNTING, "kwargs": '{"color": 1}'}, "env.kwargs: .*'color'"),
         ({"id": COUNTING, "num_envs": 3}, "env.num_envs must be even"),
     ],
 )

@@ -91,7 +91,7 @@ def test_atari_tasks_share_the_full_action_set():
     assert spec.env_id == "Pong-v5, Breakout-v5"
 
 
-def test_the_score_is_normalised_and_capped_where_all_have_a_reference():
+def test_the_score_is_normalized_and_capped_where_all_have_a_reference():
     assert overall({"Pong-v5": 21.0, "Breakout-v5": 1.7}) == pytest.approx(0.5)
     assert overall({"Pong-v5": 21.0, "CartPole-v1": 100.0}) == 60.5
     each = [Scores("Pong-v5", [21.0, 19.0]), Scores("Breakout-v5", [1.7, 1.7])]

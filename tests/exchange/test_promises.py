@@ -134,7 +134,7 @@ def test_learners_that_take_turns_are_one_rule_with_statistics_of_all_or_each_th
 def test_each_step_of_hogwild_applies_the_latest_gradient_of_its_own_worker_and_no_other():
     """The trap of shared `.grad`: two models whose backward passes add to gradients that were not cleared.
 
-    All numbers have few bits, so every sum is exact: the centre is what it was minus every gradient, each once.
+    All numbers have few bits, so every sum is exact: the center is what it was minus every gradient, each once.
     """
     nets = [nn.Linear(8, 1, bias=False) for _ in range(2)]
     both = [FlatParams(net) for net in nets]
@@ -210,7 +210,7 @@ def test_two_sums_are_one_that_saw_all_rows():
     assert_same(out, both)
 
 
-def test_learners_share_the_rows_of_their_normalizers_through_the_centre():
+def test_learners_share_the_rows_of_their_normalizers_through_the_center():
     """Whatever the order, each ends with the rows of all, counted once."""
     sets = [normalizer_set() for _ in range(3)]
     shared = shared_memory_for(torch.zeros(16), RMSProp(0.9, 1e-5), 1, Moments(sets[0]).read())

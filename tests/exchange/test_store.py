@@ -67,7 +67,7 @@ def test_chunks_cover_every_weight_once_and_begin_on_a_cache_line(n, chunks):
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_local_steps_of_two_learners_add_up(chunks):
-    """Nothing is lost: the centre is where it began and every step of each learner; moments as in Appendix B."""
+    """Nothing is lost: the center is where it began and every step of each learner; moments as in Appendix B."""
     rule, n = Adam(*BETAS, 1e-3), {0: 2, 1: 3}
     both = [flat(100, 33), flat(100, 33)]
     begin = both[0].data.clone()
@@ -86,10 +86,10 @@ def test_local_steps_of_two_learners_add_up(chunks):
         torch.testing.assert_close(x.data, begin + told + before, rtol=0, atol=1e-5)
         begins = x.data.clone()
         last = mine[2] + 1 == n[who]
-        centre = exchanges[who].shared.data.clone()
+        center = exchanges[who].shared.data.clone()
         apply(exchanges[who], x, grad)
-        if last:  # the meeting: what came to the centre is what was pending and this step
-            pending[who] += exchanges[who].shared.data - centre - before
+        if last:  # the meeting: what came to the center is what was pending and this step
+            pending[who] += exchanges[who].shared.data - center - before
         else:
             pending[who] += x.data - begins
         mine[0] = BETAS[0] * mine[0] + grad
@@ -118,7 +118,7 @@ def test_a_step_is_adams_on_the_moments_met_last():
     one, two = (store(shared, x, rule, 1, local_steps=2, rank=r) for r, x in enumerate(both))
     grads = gradients(both[0], 6, seed=3)
     for grad in grads[:2]:
-        apply(two, both[1], grad)  # the centre moves on; learner 0 has not met it since
+        apply(two, both[1], grad)  # the center moves on; learner 0 has not met it since
     state = rule.state(both[0].data)
     for grad in grads[2:4]:
         one.pull(both[0])

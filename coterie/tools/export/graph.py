@@ -62,7 +62,7 @@ class Graph(nn.Module):
             self.outputs += [Port(name, action.shape, "float32", f"{name} {text}") for name in ("mean", "std")]
         else:
             logits = "of each action" if action.kind == "categorical" else "of each component's choices, side by side"
-            self.outputs.append(Port("logits", (size,), "float32", f"unnormalised log-probabilities {logits}"))
+            self.outputs.append(Port("logits", (size,), "float32", f"unnormalized log-probabilities {logits}"))
         if model.core is None:
             return
         state = (2, model.core.size)

@@ -1,4 +1,4 @@
-"""Charts as SVG text: axes with units, lines that differ by dash and marker as well as by colour."""
+"""Charts as SVG text: axes with units, lines that differ by dash and marker as well as by color."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 from coterie.extras import needs
 from coterie.types import Array
 
-# Okabe and Ito's colours, which stay distinct for people with red-green colour blindness; without the yellow.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
+# Okabe and Ito's colors, which stay distinct for people with red-green color blindness; without the yellow.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HEAD = ("label", "x", "y", "low", "high")
@@ -74,13 +74,13 @@ def lines(
 ) -> Chart:
     """Curves on common axes; `x` and `y` are the axes' labels, with units."""
     with _canvas(title, x, y) as (axes, drawn):
-        styles = zip(cycle(COLOURS), cycle(_DASHES), cycle(_MARKERS), strict=False)
-        for line, (colour, dash, marker) in zip(series, styles, strict=False):
+        styles = zip(cycle(COLORS), cycle(_DASHES), cycle(_MARKERS), strict=False)
+        for line, (color, dash, marker) in zip(series, styles, strict=False):
             each = max(1, len(line.x) // 8)
-            style = {"color": colour, "linestyle": dash, "marker": marker, "markevery": each, "markersize": 4}
+            style = {"color": color, "linestyle": dash, "marker": marker, "markevery": each, "markersize": 4}
             axes.plot(line.x, line.y, label=line.label, linewidth=1.6, **style)
             if line.low is not None and line.high is not None and np.isfinite(line.low).any():
-                axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
+                axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.18, linewidth=0)
         axes.grid(alpha=0.3)
         if log_y:
             axes.set_yscale("log")
@@ -109,7 +109,7 @@ def histogram(title: str, counts: dict[int, float], x: str, y: str, text: str = 
         bars[begin] = bars.get(begin, 0) + count
     with _canvas(title, x, y) as (axes, drawn):
         align = "edge" if width > 1 else "center"
-        axes.bar(list(bars), list(bars.values()), width=0.9 * width, align=align, color=COLOURS[0])
+        axes.bar(list(bars), list(bars.values()), width=0.9 * width, align=align, color=COLORS[0])
         axes.grid(alpha=0.3, axis="y")
     return Chart(title, drawn.svg, text, [("", value, count, "", "") for value, count in sorted(counts.items())])
 
@@ -117,7 +117,7 @@ def histogram(title: str, counts: dict[int, float], x: str, y: str, text: str = 
 def stacked(title: str, x: Array, parts: dict[str, Array], x_label: str, y_label: str, text: str = "") -> Chart:
     """Shares of one whole over `x`, one above another, hatched."""
     with _canvas(title, x_label, y_label) as (axes, drawn):
-        areas = axes.stackplot(x, list(parts.values()), labels=list(parts), colors=list(COLOURS), alpha=0.75)
+        areas = axes.stackplot(x, list(parts.values()), labels=list(parts), colors=list(COLORS), alpha=0.75)
         for area, hatch in zip(areas, cycle(_HATCHES), strict=False):
             area.set_hatch(hatch)
             area.set_edgecolor("white")
@@ -145,10 +145,10 @@ def heatmap(title: str, table: Array, rows: Sequence[str], columns: Sequence[str
 def intervals(title: str, rows: Sequence[tuple[str, float, float, float]], x: str, text: str = "") -> Chart:
     """A dot with its interval for each `(label, value, low, high)`; NaN ends draw no interval."""
     with _canvas(title, x, "method", height=0.9 + 0.35 * len(rows)) as (axes, drawn):
-        styles = zip(cycle(COLOURS), cycle(_MARKERS), strict=False)
-        for i, ((_, value, low, high), (colour, marker)) in enumerate(zip(rows, styles, strict=False)):
-            axes.plot([low, high], [i, i], color=colour, linewidth=6, alpha=0.35, solid_capstyle="butt")
-            axes.plot([value], [i], marker=marker, color=colour, linestyle="")
+        styles = zip(cycle(COLORS), cycle(_MARKERS), strict=False)
+        for i, ((_, value, low, high), (color, marker)) in enumerate(zip(rows, styles, strict=False)):
+            axes.plot([low, high], [i, i], color=color, linewidth=6, alpha=0.35, solid_capstyle="butt")
+            axes.plot([value], [i], marker=marker, color=color, linestyle="")
         axes.set_yticks(range(len(rows)), [row[0] for row in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(alpha=0.3, axis="x")

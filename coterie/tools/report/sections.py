@@ -100,12 +100,12 @@ def final_return(run: RecordedRun) -> float:
 def aggregates(methods: Sequence[Method]) -> tuple[list[Chart], Table]:
     """Interquartile mean of each method's final scores, with a bootstrap interval stratified by env.
 
-    Over several Atari games the scores are human-normalised. Other envs have no common scale, so each is an aggregate
+    Over several Atari games the scores are human-normalized. Other envs have no common scale, so each is an aggregate
     by itself.
     """
     envs = sorted(_envs(methods))
-    normalised = len(envs) > 1 and all(human_normalized(env, 0.0) is not None for env in envs)
-    apart = len(envs) > 1 and not normalised
+    normalized = len(envs) > 1 and all(human_normalized(env, 0.0) is not None for env in envs)
+    apart = len(envs) > 1 and not normalized
     rows: list[tuple[str, float, float, float]] = []
     for subset in [[env] for env in envs] if apart else [envs]:
         for method in methods:
@@ -113,14 +113,14 @@ def aggregates(methods: Sequence[Method]) -> tuple[list[Chart], Table]:
             for env in subset:
                 scores = np.array([final_return(run) for run in method.on(env) if run.finished])
                 scores = scores[np.isfinite(scores)]
-                if normalised:
+                if normalized:
                     scores = np.array([human_normalized(env, s) for s in scores], np.float64)
                 if len(scores):
                     strata.append(scores)
             if strata:
                 label = f"{subset[0]}, {method.label}" if apart else method.label
                 rows.append((label, interquartile_mean(np.concatenate(strata)), *interval(strata)))
-    unit = "human-normalised score (0 random, 1 human)" if normalised else "return"
+    unit = "human-normalized score (0 random, 1 human)" if normalized else "return"
     title = "Final scores: interquartile mean"
     text = (
         "A run's score is its mean return over the last tenth of its env steps. The middle half of the runs counts "

@@ -106,7 +106,7 @@ def table(figure: Figure, results: Sequence[Result], measure: Measure) -> Table:
 
 
 def human(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
-    """Mean and median human-normalised final score of each arm over its envs, where all of them are Atari games."""
+    """Mean and median human-normalized final score of each arm over its envs, where all of them are Atari games."""
     rows = []
     for result in results:
         scores = [human_normalized(e, average(final_return(r) for r in result.of(e))) for e in result.envs]
@@ -115,7 +115,7 @@ def human(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
         ours = " / ".join(number(float(value)) for value in both)
         rows.append([result.arm.label, figure.value_in_paper(result.arm, ""), ours, str(len(scores))])
     head = ["method", "paper, 49 games", "ours", "games"]
-    return Drawing((), [Table("Mean / median human-normalised score (0 random, 1 human)", head, rows)])
+    return Drawing((), [Table("Mean / median human-normalized score (0 random, 1 human)", head, rows)])
 
 
 def energy(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:

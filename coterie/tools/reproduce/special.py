@@ -216,7 +216,7 @@ def ranked(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
 
 
 def human_median(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
-    """SEED 7: the median over games of the human-normalised score (mean over seeds), over env steps and hours."""
+    """SEED 7: the median over games of the human-normalized score (mean over seeds), over env steps and hours."""
     charts = []
     for label, unit, series in AXES[:2]:
         drawn = []
@@ -234,7 +234,7 @@ def human_median(figure: Figure, results: Sequence[Result], size: Size) -> Drawi
                 drawn.append(Line(result.arm.label, x, np.median(medians, 0)))
         if drawn:
             x_label, per = ("hours", "hour") if unit == "second" else (label, unit)
-            charts.append(lines(f"Median over games per {per}", drawn, x_label, "median human-normalised score"))
+            charts.append(lines(f"Median over games per {per}", drawn, x_label, "median human-normalized score"))
     return Drawing(charts)
 
 

@@ -21,14 +21,14 @@ from tests.tools.report.recorded import record
 
 SVG = "{http://www.w3.org/2000/svg}"
 RETURN = "return, mean of the last 100 episodes|score over all tasks"
-# The axis labels of each kind of chart, by its title (of a heat map also the colour bar's). Labels have units where the
+# The axis labels of each kind of chart, by its title (of a heat map also the color bar's). Labels have units where the
 # quantity has one: returns, scores, norms and cosines have none.
 AXES = (
     (r".+: return per step", "env steps", RETURN),
     (r".+: return per second", "seconds", RETURN),
     (r".+: return per kilojoule", "energy of the machine, kJ", RETURN),
     (r".+: evaluations", "env steps", "return of evaluation episodes"),
-    (r"Final scores: .+", r"return|human-normalised score \(0 random, 1 human\)", "method"),
+    (r"Final scores: .+", r"return|human-normalized score \(0 random, 1 human\)", "method"),
     (r"Policy lag: .+", "age of the acting weights, learner steps", "env steps"),
     (r"Consensus: .+", "env steps", "Frobenius norm"),
     (r"Gradients: .+", "learner", "learner", "cosine of two learners' gradients"),
@@ -100,18 +100,18 @@ def test_every_axis_has_a_label_with_its_unit(page, tmp_path):
             seen.add(label)
         kinds.add(kind)
     assert kinds == {kind for kind, *_ in AXES}
-    assert {"score over all tasks", "human-normalised score (0 random, 1 human)", "return"} <= seen
+    assert {"score over all tasks", "human-normalized score (0 random, 1 human)", "return"} <= seen
 
 
 def dash_and_marker(svg: ET.Element, line: ET.Element) -> tuple[str, str | None]:
-    """As they are drawn: lengths of strokes and gaps, and the marker's outline, which does not depend on colour."""
+    """As they are drawn: lengths of strokes and gaps, and the marker's outline, which does not depend on color."""
     dash = re.search(r"stroke-dasharray: ([^;]+)", line.find(f"{SVG}path").get("style"))
     marker = line.find(f".//{SVG}use").get("{http://www.w3.org/1999/xlink}href")[1:]
     return dash[1] if dash else "solid", next(e.get("d") for e in svg.iter() if e.get("id") == marker)
 
 
 def test_no_two_lines_of_a_chart_share_dash_and_marker():
-    """Eight: more than there are colours, markers or dashes by themselves."""
+    """Eight: more than there are colors, markers or dashes by themselves."""
     x, names = np.arange(20.0), [f"line {k}" for k in range(8)]
     chart = lines("eight", [Line(name, x, x + k) for k, name in enumerate(names)], "env steps", "return")
     svg = ET.fromstring(chart.svg)

@@ -33,7 +33,7 @@ def test_runs_on_different_envs_are_one_method(tmp_path):
     assert "env.id" in differences(found[0].runs)
 
 
-def test_scores_of_atari_games_are_human_normalised(tmp_path):
+def test_scores_of_atari_games_are_human_normalized(tmp_path):
     for k in range(3):
         record(tmp_path / f"p{k}", "ppo", seed=k, env="Pong-v5", level=14.6 / 0.95)
         record(tmp_path / f"b{k}", "ppo", seed=k, env="Breakout-v5", level=30.5 / 0.95)

@@ -206,7 +206,7 @@ def test_charts_show_the_runs_own_metrics_speeds_over_simulators_and_dollars():
     assert dollars == {("IMPALA (decoupled)", 80.0), ("SEED (central)", 20.0)}
 
 
-def test_median_over_games_is_of_normalised_scores():
+def test_median_over_games_is_of_normalized_scores():
     levels = {"Pong-v5": 14.6, "Breakout-v5": 30.5}  # the published human scores
     charts = drawn("seed-7", "small", level=lambda arm, env, seed: levels[env]).charts
     median = next(chart for chart in charts if chart.title == "Median over games per step")
