@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from coterie.config import Model as ModelConfig
 from coterie.models.heads import init
 from coterie.models.mlp import MLPPair, MLPTorso, compute_dtype
-from coterie.models.text import TextTorso
+from coterie.models.text import TextTorso, uncompiled
 from coterie.plugins import named
 from coterie.types import ConfigError, ObsSpec
 
@@ -169,7 +169,7 @@ def layout(shape: tuple[int, ...]) -> tuple[Image, bool]:
 
 def _one(spec: ObsSpec, config: ModelConfig) -> nn.Module:
     if spec.text:
-        return TextTorso(spec)
+        return (TextTorso if config.compile == "none" else uncompiled())(spec)
     if spec.codes:
         return GridTorso(spec.shape, spec.codes)
     name, image = config.torso, None
