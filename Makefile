@@ -60,6 +60,8 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/python docs/grammar.py
 
 # The site, in build/site.
 docs: $(VENV)/installed

@@ -61,7 +61,7 @@ def choose(table: dict[str, T], part: str, name: str, config: Config) -> T:
 
 
 def with_modules(config: C) -> C:
-    """The config with the modules that registered its acting and exchange: other processes must import them, too."""
+    """The config with the modules that registered the acting and the exchange, for other processes to import."""
     found = [_MODULES[name] for name in (config.acting, config.exchange) if name in _MODULES]
     modules = dict.fromkeys([*config.plugins.modules, *(m for m in found if m != "__main__")])
     return replace(config, plugins=replace(config.plugins, modules=tuple(modules)))

@@ -136,7 +136,7 @@ class Spec:
 
 
 class TimeStep(NamedTuple):
-    """What acting sees of B envs: `obs[t]` and the consequence of `action[t - 1]`. Numpy, `[B]` unless noted.
+    """What acting sees of B envs: `obs[t]` and the consequence of `action[t - 1]`. NumPy arrays, `[B]` unless noted.
 
     `is_first`: obs begins an episode (after a done, or in an env that was replaced); then `reward` is 0, both flags
     are False, and the step that led here is the fake one that has no meaning. `episode_return` and `episode_length`

@@ -97,6 +97,12 @@ def test_strings_and_comments_are_plain_english(path: Path) -> None:
     assert not found
 
 
+@pytest.mark.parametrize("page", [*ROOT.parent.glob("*.md"), *ROOT.parent.glob("docs/**/*.md")], ids=str)
+def test_pages_are_plain_english(page: Path) -> None:
+    text = re.sub("`[^`]*`", "", page.read_text())
+    assert [odd[0] for odd in ODD.finditer(text)] == []
+
+
 def test_every_folder_with_modules_is_a_package() -> None:
     """A wheel leaves out the others."""
     folders = {module.parent for module in ROOT.rglob("*.py")}

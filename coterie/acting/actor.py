@@ -102,7 +102,7 @@ class RolloutLoop:
         self.acting.close()
 
     def _act(self, g: int, inputs: Inputs, state: Tensor | None) -> tuple[AgentOutput, Tensor | None]:
-        """Count the rows: every one after row 0 shows the consequence of a step, delivered later or not."""
+        """Count the rows: each row after row 0 shows the consequence of a step, delivered later or not."""
         if self.calls[g] % (self.acting.recorder.unroll_length + 1):
             self.count(int((~inputs.is_first).sum()))
         self.calls[g] += 1

@@ -1,7 +1,7 @@
 """Text at the env's edge: an instruction becomes a row of word hashes, which a model embeds (models/text.py).
 
 IMPALA's language channel (https://arxiv.org/abs/1802.01561, section 5), whose authors' code hashes words into 1000
-buckets. Here a word is lower case and free of punctuation ("door," is "door"), bucket 0 is padding, and the hash is
+buckets. Words are in lower case and without punctuation ("door," is "door"), bucket 0 is padding, and the hash is
 crc32: unlike Python's hash it is the same in every process and run.
 """
 

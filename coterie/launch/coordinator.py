@@ -238,7 +238,7 @@ class Coordinator:
         self.ledger.readers = readers
 
     def _seal(self) -> None:
-        """Complete the checkpoint: all parts of it are there."""
+        """Complete the checkpoint, once all of its parts exist."""
         what = self.board.order[1]
         counts = [  # a learner that is gone keeps what it had learned
             self.saved[rank]["counts"] if rank in self.saved else self.board.read(rank) for rank in range(self.learners)

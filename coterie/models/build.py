@@ -131,7 +131,7 @@ class Network(nn.Module):
         return {key: self.obs_norm[names[key]](x) if names[key] in self.obs_norm else x for key, x in obs.items()}
 
     def _last(self, inputs: Inputs) -> Tensor:
-        """Last action (one-hot, or as it is) and reward clipped to [-1, 1], both zero where an episode begins."""
+        """Last action (one-hot, or as it is) and reward clipped to [-1, 1]; zeros where an episode begins."""
         action = self.spec.action
         if action.kind == "continuous":
             last = inputs.prev_action

@@ -90,7 +90,7 @@ class Board:
         self._order[0] = before.order[0]
 
     def meet(self, rank: int, timeout: float) -> None:
-        """Wait until every learner has called this as often as `rank` has."""
+        """Wait until every learner has arrived here as often as `rank`."""
         self._arrivals[rank] += 1
         end = time.monotonic() + timeout
         while self._arrivals.min() < self._arrivals[rank]:

@@ -24,7 +24,7 @@ from coterie.runs import checkpoint
 from coterie.types import CoterieError, Rollout
 
 _REPORT_S = 0.25  # between two reports of a learner
-_GAUGES_S = 0.25  # least seconds between two readings of the gauges, some of which take a while
+_GAUGES_S = 0.25  # least seconds between two readings of the gauges: some are slow to read
 
 
 class Start(NamedTuple):

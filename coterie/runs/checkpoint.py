@@ -220,7 +220,7 @@ def _complete(root: Path) -> list[Path]:
 
 
 def _age(path: Path) -> tuple[str, bool]:
-    """A key that sorts checkpoints from old to new."""
+    """Sort key of checkpoints: the oldest comes first."""
     return path.name.removesuffix(_OLD), not path.name.endswith(_OLD)
 
 

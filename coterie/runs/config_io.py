@@ -204,7 +204,7 @@ def replace(config: Config, overrides: dict[str, Any]) -> Config:
 
 
 def read_options(args: list[str]) -> dict[str, Any]:
-    """Command-line options by dotted field: `--a.b-c V`, `--a.b_c V`, `--a.b=V`, lists as `--a.b V V V`.
+    """Command-line options by dotted field: `--a.b-c V`, `--a.b_c V`, `--a.b=V`, lists as `--a.b V W X`.
 
     A boolean needs no value; integers may be written 1e6; for short names see `field_name`. Raises `ConfigError`.
     """

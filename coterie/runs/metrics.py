@@ -76,8 +76,8 @@ class Episodes:
 
 
 class RunWriter:
-    """Writes a run's files. `resume_env_steps`: of the checkpoint that the run resumes from; lines of metrics.jsonl
-    after it are dropped, so that curves do not double back.
+    """Writes a run's files. `resume_env_steps`: of the checkpoint that the run resumes from. Drops the lines of
+    metrics.jsonl after it, so that env steps only ever increase.
     """
 
     def __init__(self, folder: Path, config: Config, resume_env_steps: int | None = None) -> None:

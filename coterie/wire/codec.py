@@ -127,7 +127,7 @@ def layout_from(message: Sequence[Any], most: int) -> Layout:
     return layout
 
 
-_MOST = 1e15  # except of observations: its square, summed over a batch, is still a float32
+_MOST = 1e15  # except for observations: its square, summed over a batch, is still a float32
 
 
 def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:

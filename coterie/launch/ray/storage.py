@@ -27,7 +27,7 @@ _LOCAL_S, _REMOTE_S = 1.0, 10.0  # between updates of a local path and of a URL
 
 
 def site_url(storage: str, site: int) -> str:
-    """The folder of a site of the run in `storage`. The first site's is the run's."""
+    """The folder of a site of the run in `storage`; the first site has the run's folder."""
     return f"{storage}/sites/{site}" if site else storage
 
 

@@ -24,7 +24,7 @@ _HERE = "127.0.0.1:1"  # only looked at
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rented machines. Learners share theirs evenly; hosts are other machines, without learners."""
+    """Rented machines: `machines`, which the learners share evenly, and `hosts`, which have no learners."""
 
     cores: int = 1  # of each machine of learners
     gpus: int = 0  # of each

@@ -124,7 +124,7 @@ def is_simulated(acting: str, exchange: str) -> bool:
 
 
 def simulate(layout: RunLayout, services: Services, seed: int = 0) -> Result:
-    """Rates, lag and shares over about 1200 rows of each env, or fewer in large layouts, after all of the layout's
+    """Rates, lag and shares over about 1200 rows of each env, or fewer in large layouts, after the layout's whole
     memory has been used once.
     """
     world = World(layout, services, seed)

@@ -51,7 +51,7 @@ class _Drawn:
 
 @contextmanager
 def _canvas(title: str, x: str, y: str, width: float = 6.0, height: float = 3.4) -> Iterator[tuple[Any, _Drawn]]:
-    """Axes to draw on, and an object that has their SVG afterwards. `x` and `y`: labels, with units."""
+    """Axes to draw on, and an object that has the SVG afterwards. `x` and `y`: labels, with units."""
     with needs("a chart", "plots"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
