@@ -229,6 +229,11 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 env`, `2 envs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def one_line(error: BaseException) -> str:
     """An error's message on one line, with its class unless it is one of Coterie's."""
     text = " ".join(str(error).split())

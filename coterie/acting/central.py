@@ -34,7 +34,7 @@ from coterie.parallel.board import Board
 from coterie.parallel.stages import Stages
 from coterie.plugins import substitute
 from coterie.remote.admission import EnvHostService
-from coterie.types import AgentOutput, CoterieError, Inputs, Rollout
+from coterie.types import AgentOutput, CoterieError, Inputs, Rollout, counted
 from coterie.wire.auth import offset
 
 # (network, inputs, core state, global ids of the envs) -> output and the next core state
@@ -265,8 +265,8 @@ def connect(setup: LearnerSetup, memory: HostSocket | None) -> Acting:
 
 
 def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
-    envs = config.env.num_envs if config.actors else 0
-    return f"{envs} envs in {config.actors // config.learners} host(s), batches of {KIND.batch_size(config)} rollouts"
+    envs, hosts = config.env.num_envs if config.actors else 0, counted(config.actors // config.learners, "host")
+    return f"{envs} envs in {hosts}, batches of {KIND.batch_size(config)} rollouts"
 
 
 def _section(config: Config) -> Settings:

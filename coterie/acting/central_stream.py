@@ -19,7 +19,7 @@ from coterie.acting.batching import may_go
 from coterie.acting.recorder import ON_HOST, Fields, Recorder
 from coterie.parallel.slots import columns_of
 from coterie.remote.admission import REMOTE
-from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep
+from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep, counted
 from coterie.wire.codec import Newest, Refused, action_layout, check_values, timestep_layout
 from coterie.wire.server import Answer, ServiceStream
 
@@ -157,7 +157,7 @@ class EnvStreams:
             if width < 1 or others + width > config.max_envs - kept:
                 local = f", {kept} of them reserved for the run's local hosts" if kept else ""
                 room = f"the limit is {config.max_envs}{local} (central.max_envs, replay.envs)"
-                raise Refused(f"cannot add {width} env(s) to {others}: {room}")
+                raise Refused(f"cannot add {counted(width, 'env')} to {others}: {room}")
             if old is not None:
                 self.leave(old)
             # Two: one is written while the other waits for the prefetch thread.

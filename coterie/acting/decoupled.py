@@ -26,7 +26,7 @@ from coterie.parallel.stages import Stages
 from coterie.parallel.upload import Uploads
 from coterie.plugins import substitute
 from coterie.remote.rollout_service import RolloutService
-from coterie.types import ConfigError, CoterieError, Rollout
+from coterie.types import ConfigError, CoterieError, Rollout, counted
 from coterie.wire.auth import offset
 
 _POLL_S = 2e-4  # between two looks at shared memory
@@ -125,9 +125,9 @@ def connect(setup: LearnerSetup, memory: ActorMemory) -> Acting:
 
 
 def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
-    width, actors = envs_per_child(config), config.actors // config.learners
+    width, actors = envs_per_child(config), counted(config.actors // config.learners, "actor")
     batch = f"batches of {KIND.batch_size(config) // width} x {width} rollouts"
-    return f"{config.env.num_envs} envs in {actors} actor(s), {batch}"
+    return f"{config.env.num_envs} envs in {actors}, {batch}"
 
 
 def _section(config: Config) -> DecoupledConfig:

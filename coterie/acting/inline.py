@@ -18,7 +18,7 @@ from coterie.config import Refusal, ResolvedConfig
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
 from coterie.plugins import substitute
-from coterie.types import Array, Rollout, TimeStep
+from coterie.types import Array, Rollout, TimeStep, counted
 
 
 class Inline:
@@ -118,7 +118,7 @@ def connect(setup: LearnerSetup, memory: None) -> Acting:
 
 
 def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
-    return f"{config.env.num_envs} envs in {groups} group(s) on {threads} thread(s)"
+    return f"{counted(config.env.num_envs, 'env')} in {counted(groups, 'group')} on {counted(threads, 'thread')}"
 
 
 KIND = ActingKind(

@@ -43,7 +43,7 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
 from coterie.remote.admission import Servers
-from coterie.types import Rollout
+from coterie.types import Rollout, counted
 
 
 class LearnerProcess:
@@ -136,7 +136,8 @@ class LearnerProcess:
         if need := replay_bytes(config, self.spec):
             where = " on disk" if config.replay.disk else ""
             acting += f", replay of {config.replay.capacity:,} env steps in {need / 2**30:.2f} GiB{where}"
-        return f"{acting}, {resources.torch_threads} training thread(s), {resources.device}, {kind}; {count:,} weights"
+        threads = counted(resources.torch_threads, "training thread")
+        return f"{acting}, {threads}, {resources.device}, {kind}; {count:,} weights"
 
     def start(self, counts: dict[str, int], total: int) -> None:
         """Go on from what this learner had counted before, and from the env steps of the whole run."""

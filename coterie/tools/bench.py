@@ -35,7 +35,7 @@ from coterie.parallel.processes import Child, Post, gather
 from coterie.parallel.threads import Team
 from coterie.roles.entry import worker_process
 from coterie.roles.learner_process import LearnerProcess
-from coterie.types import ConfigError, Inputs, Rollout, map_obs
+from coterie.types import ConfigError, Inputs, Rollout, counted, map_obs
 
 _ROUNDS = 3
 Sync = Callable[[], None]  # returns once all learners have come as far
@@ -289,7 +289,7 @@ def show(r: dict[str, Any]) -> str:
     """A result as a few lines of text."""
     parts = ", ".join(f"{name} {cost:.0f}" for name, cost in r["core_us_per_step"].items())
     return f"""\
-{r["preset"]} on {r["env"]}, {r["learners"]} learner(s), {r["exchange"]}, {r["cores"]} cores; \
+{r["preset"]} on {r["env"]}, {counted(r["learners"], "learner")}, {r["exchange"]}, {r["cores"]} cores; \
 env steps/s, median of {_ROUNDS} alternating turns
 env only   {r["env_only"]:>10,.0f}
 acting     {r["acting"]:>10,.0f}   {r["acting_over_env_only"]:.2f} of env only

@@ -19,7 +19,7 @@ from coterie.tools.plan.measure import measure
 from coterie.tools.plan.search import cheapest
 from coterie.tools.plan.services import Services, load, save
 from coterie.tools.plan.simulate import Result, is_simulated, simulate
-from coterie.types import ConfigError, CoterieError, Spec
+from coterie.types import ConfigError, CoterieError, Spec, counted
 
 _LEAST = {"cores": 1, "gpus": 0, "machines": 1, "hosts": 0, "host_cores": 1, "latency": 0, "core_hour": 0}
 _LEAST |= {"gpu_hour": 0, "bandwidth": 0}
@@ -92,9 +92,9 @@ def _search(
         said = f"; {fastest.layout.name} on all of it makes {fastest.frames_per_s:,.0f}" if fastest else ""
         return found, f"no layout within these bounds makes {target:,.0f} frames/s{said}"
     lay, h = best.layout, best.layout.hardware
-    machines = f"{h.machines} machine(s) of " * (h.machines > 1) + f"{h.cores} core(s)"
-    machines += f", {lay.gpus} GPU(s)" * (lay.gpus > 0)
-    machines += f", and {lay.hosts} host(s) of {h.host_cores}" * (lay.hosts > 0)
+    machines = f"{h.machines} machines of " * (h.machines > 1) + counted(h.cores, "core")
+    machines += f", {counted(lay.gpus, 'GPU')}" * (lay.gpus > 0)
+    machines += f", and {counted(lay.hosts, 'host')} of {h.host_cores}" * (lay.hosts > 0)
     first = f"cheapest for {target:,.0f} frames/s: {machines}, {lay.dollars_per_hour:.2f} dollars an hour"
     return found, f"{first}\n{table([best])}"
 
@@ -104,8 +104,8 @@ def _about(config: Config, services: Services, h: Hardware) -> str:
     beside += f"; {1e3 * h.latency:g} ms apart" if h.hosts or h.machines > 1 else ""
     c = services.costs
     return (
-        f"{config.preset} on {config.env.id}; {h.machines} machine(s) of learners: {h.cores} cores, {h.gpus} GPUs"
-        f"{beside}\n"
+        f"{config.preset} on {config.env.id}; {counted(h.machines, 'machine')} of learners: {h.cores} cores, "
+        f"{h.gpus} GPUs{beside}\n"
         f"core-us for each env step, all cores busy: env {1e6 * c.env.each:.1f}, forward {1e6 * c.act.each:.1f} "
         f"(+ {1e6 * (c.act.fixed + c.env.fixed):.0f} a call), training {1e6 * c.train.each:.1f} a sample "
         f"(+ {1e6 * c.train.fixed:.0f} a part)"

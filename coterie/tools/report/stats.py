@@ -1,4 +1,4 @@
-"""Aggregates over runs and games as Agarwal et al. (2021, arXiv 2108.13264) recommend: the interquartile mean, and
+"""Aggregates over runs and envs as Agarwal et al. (2021, arXiv 2108.13264) recommend: the interquartile mean, and
 intervals from a bootstrap that is stratified by env.
 
 Their package rliable needs arch, seaborn and absl-py for these few lines.

@@ -144,11 +144,11 @@ def tasks(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
         found = [Line(f"expert, seed {run.seed}", *run.series(run.score)) for run in expert.get(env, [])]
         found += [Line(f"one agent, seed {run.seed}", *run.series(f"return/{env}")) for run in shared]
         if found := [line for line in found if len(line.x)]:
-            x, y = "env steps, of all games together for the one agent", "return, mean of the last 100 episodes"
+            x, y = "env steps, of all envs together for the one agent", "return, mean of the last 100 episodes"
             charts.append(lines(f"{env}: the expert and the one agent", found, x, y))
         ours = [spread([final_return(run) for run in expert.get(env, [])]), spread([_of_task(r, env) for r in shared])]
         rows.append([env, *ours])
-    text = "An expert has as many env steps of its game as the one agent has of all games together."
+    text = "An expert has as many env steps in its env as the one agent has in all envs together."
     return Drawing(charts, [Table("Final return", ["env", "expert", "one agent"], rows, text)])
 
 

@@ -206,7 +206,7 @@ def test_plan_prints_the_cheapest_layout_for_a_target_or_that_there_is_none(give
 def test_plan_of_several_machines_has_their_exchanges_only(given, capsys):
     assert main([*PLAN, *given, "--cores", "2", "--machines", "2", "--latency", "0.01"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert "2 machine(s) of learners: 2 cores, 0 GPUs; 10 ms apart" in out[0]
+    assert "2 machines of learners: 2 cores, 0 GPUs; 10 ms apart" in out[0]
     counts = {tuple(line.split()[:3]) for line in out if line.split()[0] in ACTING}
     assert counts == {(a, x, n) for a in ACTING for x, n in (("solo", "1"), ("allreduce", "4"), ("gossip", "4"))}
     assert "not possible: inline hogwild, inline store, " in out[-1]
