@@ -80,8 +80,8 @@ def substitute(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, T
     if not path:
         return ours
     theirs, place = named(f"plugins.{part}", path), getattr(ours, "__name__", str(ours))
-    # Skip protocols: they are not implementations.
-    mro = [c for c in getattr(theirs, "__mro__", ()) if not getattr(c, "_is_protocol", False)]
+    # The modules that are called base have protocols, and what several parts share.
+    mro = [c for c in (theirs.__mro__ if isinstance(theirs, type) else ()) if not c.__module__.endswith("base")]
     base = next((c for c in mro if c.__module__.startswith("coterie.")), ours)
     if base is not ours:
         raise ConfigError(

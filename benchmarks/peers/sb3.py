@@ -80,7 +80,9 @@ def make(task: str, simulator: str, envs: int, threads: int) -> VecEnv:
         options = {"reward_clip": True, "episodic_life": True} if task == "breakout" else {}
         return VecMonitor(PoolVecEnv(TASKS[task], envs, threads, **options))
     if task == "lunar":
-        return make_vec_env(TASKS[task], n_envs=envs, seed=0, vec_env_cls=DummyVecEnv)
+        # The library's default, rgb_array, makes LunarLander simulate the particles that a picture would show.
+        unseen = {"render_mode": None}
+        return make_vec_env(TASKS[task], n_envs=envs, seed=0, vec_env_cls=DummyVecEnv, env_kwargs=unseen)
     return VecFrameStack(make_atari_env(breakout, n_envs=envs, seed=0, vec_env_cls=SubprocVecEnv), 4)
 
 

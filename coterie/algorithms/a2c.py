@@ -78,9 +78,8 @@ class A2C(AlgorithmBase):
     on_policy = True
 
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
-        super().__init__(config, compute)
+        super().__init__(config, spec, compute, seed)
         self.config, self.algo, self.dist = config, config.algo, make_distribution(spec.action)
-        self.sampled = 1.0
         self.entropy_adjustment = 0.0  # log of a factor of the entropy coefficient
         self.explained: tuple[Tensor, Tensor, Tensor] | None = None  # values, targets and mask of the last rollout
 
@@ -96,10 +95,6 @@ class A2C(AlgorithmBase):
             else:
                 action, log_prob = self.dist.sample_with_log_prob(params, rng)
             return AgentOutput(action, log_prob, value), core_state
-
-    def explore(self, env_id: Tensor) -> Tensor:
-        """Every env samples from the unmodified policy."""
-        return torch.ones(len(env_id), device=env_id.device)
 
     def prepare(self, model: Model, rollout: Rollout) -> RolloutBatch:
         """The whole rollout as one batch, advantages and value targets from the values of the acting weights."""
@@ -162,9 +157,9 @@ class A2C(AlgorithmBase):
 
     def state_dict(self) -> dict[str, Tensor]:
         adjustment = torch.tensor([self.entropy_adjustment], dtype=torch.float64)
-        return {"entropy_adjustment": adjustment, **self.rewards.state_dict()}
+        return {"entropy_adjustment": adjustment, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.rewards.load_state_dict(state)
+        super().load_state_dict(state)
         if "entropy_adjustment" in state:
             self.entropy_adjustment = float(state["entropy_adjustment"])

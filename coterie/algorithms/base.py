@@ -95,15 +95,18 @@ AnyBatch = Batch[Any]
 
 
 class AlgorithmBase:
-    """What the program asks of an algorithm's class, and the state and methods that all built-in ones share."""
+    """What the program asks of an algorithm's class, and the state and methods that all built-in ones share. They add
+    `act`, `batches` and `loss`.
+    """
 
     on_policy: ClassVar[bool] = False
     value_based: ClassVar[bool] = False  # the network outputs action values, and the learner has a replay
     running_advantage: ClassVar[bool] = False  # normalizes advantages by a running deviation, not within a batch
     refusals: ClassVar[tuple[Refusal, ...]] = ()
 
-    def __init__(self, config: Config, compute: Compute) -> None:
+    def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         self.chunk, self.clock, self.rewards = compute.chunk, Clock(), Rewards(config.reward, config.algo)
+        self.sampled = 1.0
 
     @staticmethod
     def unroll_length(config: Config) -> int:
@@ -138,9 +141,26 @@ class AlgorithmBase:
     def acts_at(self, version: int) -> None:
         """Acting does not depend on the progress of the run."""
 
+    def explore(self, env_id: Tensor) -> Tensor:
+        """Every env samples from the unmodified policy."""
+        return torch.ones(len(env_id), device=env_id.device)
+
+    def after_step(self, model: Model, batch: Batch[Any]) -> None:
+        """Nothing follows a step."""
+
+    def gauges(self) -> dict[str, float]:
+        """No metrics beside the loss's."""
+        return {}
+
     def after_rollout(self, model: Model, rollout: Rollout) -> None:
         """Update the running normalizers, once the last batch has used the old ones."""
         self.rewards.update(model, rollout)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.rewards.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.rewards.load_state_dict(state)
 
 
 def slices(length: int, size: int, ways: int) -> list[slice]:

@@ -97,7 +97,7 @@ class QLearning(AlgorithmBase, ABC, Generic[R]):
     batch_axis: ClassVar[int] = 0  # of the target network's output
 
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
-        super().__init__(config, compute)
+        super().__init__(config, spec, compute, seed)
         self.config, self.spec, self.q, self.compute = config, spec, config.q, compute
         self.sampled = config.q.eval_epsilon  # share of random actions
         self.batch_rows = config.q.batch_size * self.rows_per_sample(config)  # env steps that a batch trains on
@@ -264,7 +264,7 @@ class QLearning(AlgorithmBase, ABC, Generic[R]):
         replay = self.replay.state_dict() if self.replay is not None and saves else {}
         return {
             "entropy_adjustment": torch.zeros(1, dtype=torch.float64),  # part of the format of checkpoints
-            **self.rewards.state_dict(),
+            **super().state_dict(),
             **{f"target/{k}": x for k, x in target.items()},
             **replay,
             "counts": torch.tensor([self.rows, self.stored, self.copied, self.due], dtype=torch.float64),
@@ -272,7 +272,7 @@ class QLearning(AlgorithmBase, ABC, Generic[R]):
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.rewards.load_state_dict(state)
+        super().load_state_dict(state)
         *counts, self.due = state["counts"].tolist()
         self.rows, self.stored, self.copied = (int(x) for x in counts)
         self.rng.set_state(state["rng"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coterie.algorithms.a2c import A2C
+from coterie.algorithms.base import Algorithm, AlgorithmBase
 from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import PPO
 from coterie.algorithms.q_base import QLearning
@@ -12,7 +13,7 @@ from coterie.algorithms.r2d2 import R2D2
 from coterie.algorithms.vtrace import VTrace
 from coterie.config import Config, ResolvedConfig
 from coterie.plugins import named
-from coterie.types import Spec
+from coterie.types import ConfigError, Spec
 
 ALGORITHMS: dict[str, type[A2C] | type[QLearning[Any]]] = {
     "a2c": A2C,
@@ -21,13 +22,29 @@ ALGORITHMS: dict[str, type[A2C] | type[QLearning[Any]]] = {
     "dqn": DQN,
     "r2d2": R2D2,
 }
+_METHODS = {name for name, method in vars(Algorithm).items() if callable(method) and name[0] != "_"}
 
 
-def algorithm_class(config: Config) -> type[A2C] | type[QLearning[Any]]:
-    """The class of the run's algorithm: the user's, where `plugins.algorithm` names a subclass of the built-in one."""
+def algorithm_class(config: Config) -> type[AlgorithmBase]:
+    """The class of the run's algorithm: the user's, where `plugins.algorithm` names a subclass of the built-in one, or
+    of what all have in common.
+    """
     built_in, path = ALGORITHMS[config.algorithm], config.plugins.algorithm
     found = named("plugins.algorithm", path) if path else built_in
-    return found if isinstance(found, type) and issubclass(found, built_in) else built_in
+    if not isinstance(found, type):
+        return built_in
+    if missing := _METHODS - {*dir(found)}:
+        raise ConfigError(f"plugins.algorithm: {path} must define {', '.join(sorted(missing))}")
+    if not issubclass(found, AlgorithmBase):
+        return built_in
+    if issubclass(found, tuple(ALGORITHMS.values())):
+        return found if issubclass(found, built_in) else built_in
+    if (found.on_policy, found.value_based) != (built_in.on_policy, built_in.value_based):
+        raise ConfigError(
+            f"plugins.algorithm: {path} must set on_policy = {built_in.on_policy} and value_based = "
+            f"{built_in.value_based}, as {config.algorithm} does; or replace another algorithm"
+        )
+    return found
 
 
 def is_value_based(config: Config) -> bool:

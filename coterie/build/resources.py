@@ -9,7 +9,7 @@ import torch
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import Compute
-from coterie.algorithms.table import algorithm_class, first_rows, is_value_based
+from coterie.algorithms.table import algorithm_class, first_rows
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.pool import has_env
@@ -137,8 +137,8 @@ def simulators(config: Config, learners: int, cores: int = 0) -> int:
     if batch and kind.lockstep(config):
         return batch
     most = kind.max_envs(config)
-    if is_value_based(config):
-        most = min(most, int(config.q.learn_start // first_rows(one)))
+    if rows := first_rows(one):
+        most = min(most, int(config.q.learn_start // rows))
     step = 2 if config.env.groups == 2 else 1
     if config.actors != "auto":
         actors = max(1, config.actors // learners)

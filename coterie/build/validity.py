@@ -11,6 +11,7 @@ from coterie.algorithms.table import ALGORITHMS, algorithm_class, is_value_based
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
+from coterie.models.torsos import FOR_IMAGES
 from coterie.plugins import check_own
 from coterie.types import ConfigError, Spec
 
@@ -73,6 +74,11 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c, s: bool(c.gossip.bind or c.gossip.connect) and not exchange_kind(c).links_runs,
         "gossip.bind",
         "needs exchange gossip, and so does gossip.connect",
+    ),
+    Refusal(
+        lambda c, s: c.model.torso in FOR_IMAGES and not any(o.is_image for o in s.obs.values()),
+        "model.torso",
+        "must be auto, mlp or package.module:callable for an env without images",
     ),
     Refusal(
         lambda c, s: c.model.last_action_reward and c.model.core == "none",

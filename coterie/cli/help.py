@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from coterie.cli.arguments import COMMANDS, Parser, tree
 from coterie.cli.listing import presets as described
 from coterie.cli.options import comments, config_of
-from coterie.config import Config
+from coterie.config import Config, Plugins
 from coterie.types import ActionSpec, ObsSpec, Spec
 
 # The algorithms, actings, exchanges and launches that a section is about. Other sections are about every run.
@@ -72,6 +73,35 @@ def _add_config(name: str, parser: Parser) -> None:
 
 def _is_used(section: str, config: Config) -> bool:
     return not SECTIONS[section].isdisjoint((config.algorithm, config.acting, config.exchange, config.launch))
+
+
+def without_effect(options: Iterable[str], config: Config) -> Iterator[str]:
+    """A line for each of these dotted fields that this run does not use. User-defined parts may use all."""
+    from coterie.envs.make import make_spec
+    from coterie.envs.pool import is_atari
+    from coterie.envs.tasks import tasks
+    from coterie.models.torsos import torso_of
+
+    spec = make_spec(config.env, config.atari)
+    torsos = {":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values()}
+    mlp, adam = any(torsos), config.optim.rule.startswith("adam")
+    fields = {
+        "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
+        "model.hidden": (mlp, "the torso mlp"),
+        "model.activation": (mlp, "the torso mlp"),
+        "model.core_size": (config.model.core == "lstm", "model.core lstm"),
+        "model.init_log_std": (spec.action.kind == "continuous", "continuous actions"),
+        "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
+        "optim.beta1": (adam, "optim.rule adam or adam_eps_hat"),
+        "optim.beta2": (adam, "optim.rule adam or adam_eps_hat"),
+    }
+    for section, choices in SECTIONS.items():
+        used = _is_used(section, config) or (section == "allreduce" and config.exchange == "auto")
+        fields[section] = (used, " or ".join(sorted(choices)))
+    for name in options if config.plugins == Plugins() else ():
+        used, needs = fields.get(name) or fields.get(name.partition(".")[0], (True, ""))
+        if not used:
+            yield f"--{name.replace('_', '-')} has no effect in this run: it needs {needs}"
 
 
 def _add_settings(parser: Parser, config: Config, hidden: list[str], choices: dict[str, Any]) -> None:

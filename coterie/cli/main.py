@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any
 
 from coterie.cli.arguments import COMMANDS, overview, tree
-from coterie.cli.options import as_toml, config_of, possible
+from coterie.cli.options import as_toml, config_of, possible, words_of
+from coterie.config import Config
 from coterie.extras import needs
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
@@ -24,7 +25,7 @@ def train(options: Namespace, rest: list[str]) -> int:
     """`rest`: here and below, a preset and its options."""
     if options.chaos and not any(word.startswith("--chaos.every") for word in rest):
         rest = [*rest, "--chaos.every=10"]
-    config = config_of(rest)
+    config = _config(rest, warn=not options.grid)
     if options.print_config:
         from coterie.runs.config_io import to_dict
 
@@ -45,6 +46,16 @@ def train(options: Namespace, rest: list[str]) -> int:
     from coterie.launch.session import train as run
 
     return _report(run(config))
+
+
+def _config(rest: list[str], warn: bool = True) -> Config:
+    """The config of a run, with a line for each option that has no effect in it."""
+    from coterie.cli.help import without_effect
+
+    config = config_of(rest)
+    for line in without_effect(words_of(rest)[2], config) if warn else ():
+        print(f"coterie: {line}", file=sys.stderr)
+    return config
 
 
 def resume(options: Namespace, rest: list[str]) -> int:
@@ -115,7 +126,7 @@ def export(options: Namespace, rest: list[str]) -> int:
 
 
 def bench(options: Namespace, rest: list[str]) -> int:
-    config = config_of(rest)
+    config = _config(rest)
     from coterie.tools.bench import bench as run
     from coterie.tools.bench import show
 
@@ -144,7 +155,6 @@ def work(options: Namespace, rest: list[str]) -> int:
     """`envs` and `actor`: work for a run until it ends, or until SIGINT or SIGTERM. `rest`: the options of the envs."""
     from coterie.acting.base import Stopped
     from coterie.build.resources import resolve_config
-    from coterie.config import Config
     from coterie.parallel.processes import on_signals
     from coterie.roles.remote_worker import Worker, lend_actor, lend_envs
     from coterie.runs.config_io import read_options, replace, validate

@@ -26,24 +26,31 @@ _WHOLE = {
 }  # fmt: skip
 
 
-def config_of(args: list[str], spec: Spec | None = None) -> Config:
-    """A preset for the env that is named, or a config file, with the options applied. `spec`: what the preset's own env
-    gives and takes, if it is known. Raises `ConfigError`.
-    """
-    from coterie import presets
-    from coterie.runs.config_io import from_dict, read_options, replace, validate
+def words_of(args: list[str]) -> tuple[str, str, dict[str, Any]]:
+    """The preset or file that is named first, the file after --config, and the options by dotted field."""
+    from coterie.runs.config_io import read_options
 
     parser = Parser("coterie train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default="")
     known, rest = parser.parse_known_args(args)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
-    options = read_options(rest)
     if name.endswith(_FILES) and not known.config:
         name, known.config = "", name
-    preset, path, values = str(options.pop("preset", name)), Path(known.config), dict[str, Any]()
+    return name, known.config, read_options(rest)
+
+
+def config_of(args: list[str], spec: Spec | None = None) -> Config:
+    """A preset for the env that is named, or a config file, with the options applied. `spec`: what the preset's own env
+    gives and takes, if it is known. Raises `ConfigError`.
+    """
+    from coterie import presets
+    from coterie.runs.config_io import from_dict, replace, validate
+
+    name, file, options = words_of(args)
+    preset, path, values = str(options.pop("preset", name)), Path(file), dict[str, Any]()
     if name not in ("", preset):
         raise ConfigError(f"--preset: {preset!r} is not {name!r}, which is named before the options")
-    if known.config:
+    if file:
         data = _read(path)
         given = str(data.pop("preset", ""))
         if data.keys() >= _WHOLE:
@@ -55,7 +62,7 @@ def config_of(args: list[str], spec: Spec | None = None) -> Config:
         values = _values(path, data)
         preset = preset or given
     if not preset:
-        where = f"{path} names none: " if known.config else ""
+        where = f"{path} names none: " if file else ""
         raise ConfigError(f"PRESET: {where}give one of {', '.join(presets.PRESETS)}; see `coterie list presets`")
     changes = {**values, **options}
     env = presets.common.of_env(changes)  # decides which of the preset's settings apply

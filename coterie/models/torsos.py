@@ -32,7 +32,8 @@ _CONVS: dict[str, tuple[tuple[tuple[int, int, int], ...], int]] = {
 }
 # Channels of each stage of a ResNet.
 _RESNETS = {"impala": (16, 32, 32), "football": (16, 32, 32, 32)}
-NAMES = (*_CONVS, *_RESNETS, "mlp", "auto")
+FOR_IMAGES = (*_CONVS, *_RESNETS)
+NAMES = (*FOR_IMAGES, "mlp", "auto")
 Image = tuple[int, int, int]  # channels, height, width
 _SMALLEST_CONV_IMAGE = 36  # pixels; the 8-4-3 stacks need as many
 
@@ -167,21 +168,24 @@ def layout(shape: tuple[int, ...]) -> tuple[Image, bool]:
     return ((shape[2], shape[0], shape[1]) if hwc else (shape[0], shape[1], shape[2])), hwc
 
 
+def torso_of(spec: ObsSpec, config: ModelConfig) -> str:
+    """The name of the torso of one observation. Text and grids have their own."""
+    if spec.text or spec.codes:
+        return "text" if spec.text else "grid"
+    if spec.is_image and config.torso == "auto":
+        return "nature" if min(layout(spec.shape)[0][1:]) >= _SMALLEST_CONV_IMAGE else "mlp"
+    return config.torso if spec.is_image else "mlp"  # a vector may be beside an image
+
+
 def _one(spec: ObsSpec, config: ModelConfig) -> nn.Module:
-    if spec.text:
+    name = torso_of(spec, config)
+    if name == "text":
         return (TextTorso if config.compile == "none" else uncompiled())(spec)
-    if spec.codes:
+    if name == "grid":
         return GridTorso(spec.shape, spec.codes)
-    name, image = config.torso, None
-    if spec.is_image:
-        image, hwc = layout(spec.shape)
-        if name == "auto":
-            name = "nature" if min(image[1:]) >= _SMALLEST_CONV_IMAGE else "mlp"
-    elif name in (*_CONVS, *_RESNETS, "auto"):
-        name = "mlp"  # the vector beside an image, or a vector env
     if name == "mlp":
         return MLPTorso(spec.shape, config.hidden, config.activation, spec.dtype == "uint8")
-    assert image is not None
+    image, hwc = layout(spec.shape)
     if name in _RESNETS:
         return _resnet(name, image, hwc)
     if min(image[1:]) < _SMALLEST_CONV_IMAGE:

@@ -40,25 +40,6 @@ def gae(
 
 
 @torch.no_grad()
-def n_step_return(reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor, gamma: float, n: int) -> Tensor:
-    """Fixed n-step targets, G_t = sum_{i<n} gamma^i r_{t+i} + gamma^n V_{t+n} (https://arxiv.org/abs/1602.01783).
-
-    `value` is `[T+1, B]`. The sum stops early, and bootstraps from the value there, at a masked row or the rollout's
-    end; it stops without a bootstrap at a termination. Masked rows return 0.
-    """
-    check_shapes(reward, value, terminated, mask)
-    assert n >= 1, n
-    # G^0 = V; G^k_t = r_t + discount_t G^{k-1}_{t+1}, and V_t where masked. Row T stays V_T.
-    discount = torch.gt(mask, terminated) * gamma
-    gain = torch.where(mask, reward, value[:-1])
-    target, spare = value.clone(), value.clone()
-    for _ in range(min(n, len(reward))):
-        torch.addcmul(gain, discount, target[1:], out=spare[:-1])
-        target, spare = spare, target
-    return torch.where(mask, target[:-1], 0.0)
-
-
-@torch.no_grad()
 def running_return(reward: Tensor, is_first: Tensor, carry: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Discounted return so far, R_t = r_t + gamma R_{t-1}, whose deviation return normalization divides rewards by.
 

@@ -108,6 +108,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "ppo.target_kl": {"learners": 2, "exchange": "allreduce", "ppo.target_kl": 0.1},
         "store.local_steps": {"learners": 2, "exchange": "store", "store.local_steps": 2, "optim.rule": "rmsprop"},
         "device": {"learners": 2, "exchange": "hogwild", "device": "cuda"},
+        "model.torso": {"model.torso": "nature"},
         "model.last_action_reward": {"model.last_action_reward": True},
         "model.share": {"model.share": "no", "model.core": "lstm"},
         "acting": {"actors": 2},

@@ -103,6 +103,28 @@ def test_a_printed_config_is_whole_and_says_what_each_field_is(write, capsys):
         config_of(["dqn", "--config", "my.toml"])
 
 
+ATARI, MLP = "one of EnvPool's Atari games", "the torso mlp"
+
+
+@pytest.mark.parametrize(
+    ("args", "needs"),
+    [
+        (("a2c", "--gossip.tau", "3", "--q.n-step", "2"), {"gossip.tau": "gossip", "q.n-step": "dqn or r2d2"}),
+        (("a2c", "--exchange", "gossip", "--gossip.tau", "3", "--learners", "2", "--optim.lr", "1e-3"), {}),
+        (("ppo", "--atari.stack", "2", "--ppo.clip", "0.1", "--model.hidden", "32"), {"atari.stack": ATARI}),
+        (("ppo", "--env", "Pong-v5", "--atari.stack", "2", "--model.hidden", "32"), {"model.hidden": MLP}),
+        (("ppo", "--env", "Pong-v5", "--model.activation", "relu", "--model.torso", "mlp"), {}),
+        (("ppo", "--optim.alpha", "0.9", "--optim.beta1", "0.8"), {"optim.alpha": "optim.rule rmsprop or rmsprop_tf"}),
+        (("ppo", "--algorithm", "spo:SPO", "--q.n-step", "2"), {}),  # which may use it
+    ],
+)
+def test_an_option_without_effect_is_a_line_that_names_what_it_needs(capsys, args, needs):
+    env = () if "--env" in args else ("--env", "CartPole-v1")
+    assert main(["train", *args, *env, "--print-config"]) == 0
+    lines = [f"coterie: --{name} has no effect in this run: it needs {what}" for name, what in needs.items()]
+    assert capsys.readouterr().err.splitlines() == lines
+
+
 def test_another_runs_config_is_trained(write, tmp_path, capsys):
     first = ["train", "ppo", "--env", "CartPole-v1", "--steps", "64", "--env.num-envs", "4", "--optim.lr", "0.123"]
     small = ["--algo.unroll-length", "8", "--ppo.batch-size", "0", "--ppo.minibatch-size", "8", "--ppo.epochs", "1"]

@@ -14,7 +14,7 @@ from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
 from coterie.types import Array, Obs, TimeStep, entries, from_entries
 
-COUNTING, FLAKY = "coterie.envs.testing:CountingEnv", "coterie.envs.testing:FlakyEnv"
+COUNTING, FLAKY = "coterie.envs.testing:CountingEnv", "tests.support.flaky:FlakyEnv"
 
 
 def make(

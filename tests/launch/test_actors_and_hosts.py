@@ -121,7 +121,7 @@ def test_a_killed_learner_comes_back_with_its_actors_or_hosts(meddler, tally, ac
 
 @slow
 def test_an_actor_that_hangs_is_named(tmp_path, meddler, capsys):
-    env = {"env.id": "coterie.envs.testing:FlakyEnv", "log.stall": 8, "env.timeout": 60}  # more than a start takes
+    env = {"env.id": "tests.support.flaky:FlakyEnv", "log.stall": 8, "env.timeout": 60}  # more than a start takes
     env["env.kwargs"] = json.dumps({"how": "hang", "at": 30, "marker": str(tmp_path / "once")})
     assert meddler.run(decoupled_options(meddler.out, **{**ENDLESS, **env})) == 1
     line = last_line(capsys)

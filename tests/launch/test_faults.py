@@ -45,7 +45,7 @@ def test_a_learner_that_hangs_is_named_although_the_others_wait_for_it(capsys, m
     meddler.check_nothing_left()
 
 
-FLAKY = {"env.id": "coterie.envs.testing:FlakyEnv", "env.kwargs": '{"how": "raise", "at": 20}', "env.num_envs": 2}
+FLAKY = {"env.id": "tests.support.flaky:FlakyEnv", "env.kwargs": '{"how": "raise", "at": 20}', "env.num_envs": 2}
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):
         "algo.unroll_length": 16,
     }
     flaky |= {"log.tensorboard": False, "log.every": 0.0}
-    config = presets.a2c(env="coterie.envs.testing:FlakyEnv", steps=400, out=str(out), **flaky)
+    config = presets.a2c(env="tests.support.flaky:FlakyEnv", steps=400, out=str(out), **flaky)
     summary = coterie.train(config, quiet=True)
     log = [line for line in (out / "log.txt").read_text().splitlines() if "replaced env" in line]
     assert summary["status"] == "finished"
@@ -158,7 +158,7 @@ def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):
 @pytest.mark.slow
 def test_a_run_in_which_nothing_moves_ends_with_the_reason(command):
     """The envs' own time-out is longer than log.stall."""
-    env = {"env.id": "coterie.envs.testing:FlakyEnv", "env.kwargs": '{"how": "hang", "at": 3}', "env.timeout": 600}
+    env = {"env.id": "tests.support.flaky:FlakyEnv", "env.kwargs": '{"how": "hang", "at": 3}', "env.timeout": 600}
     run = command(options, **env, **{"log.stall": 2})
     run.end(code=1)
     assert "log.stall" in run.text().splitlines()[-1]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from coterie.ops.q import cross_entropy, divergence, huber, n_step_targets, project, rescale, support, unscale
-from coterie.ops.returns import n_step_return
 from tests.conftest import VECTOR, make_rollout
+from tests.ops.trajectories import GAMMA, Data, close, slow_n_step
 
 
 def test_the_rescaling_of_values_is_undone_by_its_inverse():
@@ -73,9 +73,9 @@ def test_huber_is_half_the_square_until_delta():
 def test_n_step_targets_are_n_step_returns(n, seed):
     r = make_rollout(VECTOR, 12, 8, seed)
     value = r.behavior_value
-    total, discount, row = n_step_targets(r.reward, value, r.terminated, r.mask, 0.9, n)
-    expected = n_step_return(r.reward, value, r.terminated, r.mask, 0.9, n)
+    total, discount, row = n_step_targets(r.reward, value, r.terminated, r.mask, GAMMA, n)
+    expected = slow_n_step(Data(value[:-1], r.reward, value, r.terminated, r.mask), n)
     found = torch.where(r.mask, total + discount * value.gather(0, row), 0.0)
-    torch.testing.assert_close(found, expected)
+    close(found, expected)
     assert not total[~r.mask].any()
     assert not discount[~r.mask].any()

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coterie.ops.returns import RunningReturns, explained_variance, gae, n_step_return, running_return
-from tests.ops.trajectories import GAMMA, INF, Data, close, make, slow_n_step, slow_vtrace
+from coterie.ops.returns import RunningReturns, explained_variance, gae, running_return
+from tests.ops.trajectories import GAMMA, INF, Data, close, make, slow_vtrace
 
 TARGETS: dict[str, Callable[[Data], Iterable[Tensor]]] = {
     "gae": lambda d: gae(*d.rows, GAMMA, 0.9),
-    "n_step_return": lambda d: (n_step_return(*d.rows, GAMMA, 4),),
     "vtrace": lambda d: d.vtrace(rho_bar=INF, pg_rho_bar=INF),
     "vtrace, q from values": lambda d: d.vtrace(rho_bar=INF, pg_rho_bar=INF, q_from="value"),
 }
@@ -35,13 +34,6 @@ def test_gae_is_the_papers_sum(seed: int, t: int, b: int, lam: float, ends: floa
     advantage, target = gae(*d.rows, GAMMA, lam)
     close(target, expected)
     close(advantage, expected - d.value[:-1].numpy())
-
-
-@settings(deadline=None, max_examples=60)
-@given(**shapes, n=st.integers(1, 14))
-def test_n_step_return_is_the_papers_sum(seed: int, t: int, b: int, n: int) -> None:
-    d = make(seed, t, b)
-    close(n_step_return(*d.rows, GAMMA, n), slow_n_step(d, n))
 
 
 @every

@@ -26,7 +26,7 @@ class Data:
 
     @property
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `gae` and `n_step_return` take."""
+        """What `gae` takes."""
         return self.reward, self.value, self.terminated, self.mask
 
     def vtrace(self, gamma: float = GAMMA, **options: Any) -> VTrace:

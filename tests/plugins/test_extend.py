@@ -16,7 +16,7 @@ from tests.plugins.page import coterie, evaluate, train, write_files
 
 @pytest.fixture
 def folder(tmp_path):
-    names = ["late", "local_sgd", "spo", "corridor", "signpost", "residual", "patches"]
+    names = ["late", "local_sgd", "spo", "reinforce", "corridor", "signpost", "residual", "patches"]
     assert write_files(tmp_path) == [f"{name}.py" for name in names]
     return tmp_path
 
@@ -68,6 +68,13 @@ def test_the_algorithm_of_the_page_learns_and_is_found_again(folder):
     done = coterie(folder, "eval", "run")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "plugins.algorithm: cannot import 'spo:SPO': No module named 'spo'" in done.stderr
+
+
+def test_the_algorithm_from_the_start_of_the_page_learns(folder):
+    cartpole = ["--env", "CartPole-v1", "--seed", "0", "--algo.unroll-length", "100", "--steps", "40000"]
+    summary = train(folder, "run", "a2c", "--algorithm", "reinforce:Reinforce", *cartpole)
+    assert summary["mean_return"] > 40  # a random policy: 20
+    assert evaluate(folder, "run", 10) > 60
 
 
 @pytest.mark.parametrize(

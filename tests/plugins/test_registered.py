@@ -94,6 +94,14 @@ def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
             "plugins.exchange: local_sgd:LocalSGD is a kind of AllReduce, and this run has Solo in that place",
         ),
         (("--exchange", "late:short"), "plugins.exchange: late:short must take what Solo takes: too many positional"),
+        (
+            ("--algorithm", "late:Half"),
+            "plugins.algorithm: late:Half must define batches, loss",
+        ),
+        (
+            ("--algorithm", "vtrace", "--plugins.algorithm", "late:Whole"),
+            "plugins.algorithm: late:Whole must set on_policy = False and value_based = False, as vtrace does",
+        ),
         (("--algorithm", "mine"), "algorithm: 'mine' is not one of a2c, ppo"),
         (("--acting", "other"), "acting: 'other' is not one of inline, decoupled, central"),
         (("--exchange", "other"), "exchange: 'other' is not one of solo, allreduce, hogwild, store, gossip"),
@@ -104,6 +112,9 @@ def test_a_part_that_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path, mon
     write_files(tmp_path)
     with (tmp_path / "late.py").open("a") as file:
         file.write("\ndef short():\n    return None\n")
+        file.write("\nfrom coterie.algorithms.base import AlgorithmBase\n\n")
+        file.write("\nclass Half(AlgorithmBase):\n    on_policy, act = True, short\n")
+        file.write("\nclass Whole(Half):\n    batches = loss = short\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["train", "a2c", "--env", "CartPole-v1", "--learners", "1", *args, "--out", "run"]) == 2
