@@ -75,21 +75,26 @@ class Group:
         first = self._first
         batch, fresh = self._collect()
         if fresh:
-            first = first.copy()
-            first[self._renew(batch.obs, fresh)] = True
-        if first.any():
+            renewed = self._renew(batch.obs, fresh)
             for x in batch[1:5]:
-                x[first] = 0
+                x[renewed] = 0
+            first = first.copy()
+            first[renewed] = True
         return self._time_step(batch, first)
 
     def _time_step(self, batch: StepResults, first: Array) -> TimeStep:
         """Statistics, time limits, and which envs restart at the next step."""
         terminated, truncated = batch.terminated, batch.truncated
+        again = first & (terminated | truncated)  # a time limit at the no-op after a lost life: it restarts once more
         self._return += batch.reward
         self._length += ~first
+        if first.any():
+            for x in (batch.reward, terminated, truncated):
+                x[first] = 0
         episode_return, episode_length = np.full((2, len(first)), np.nan)
-        self._first = done = terminated | truncated
-        if done.any() and batch.game_over.any():
+        done = terminated | truncated
+        self._first = done | again
+        if self._first.any() and batch.game_over.any():
             reported = batch.game_over & ~self._excluded
             episode_return[reported], episode_length[reported] = self._return[reported], self._length[reported]
             self._clear(batch.game_over)
@@ -157,10 +162,7 @@ class Group:
             for key, x in entries(batch.obs).items():
                 entries(obs)[key][run] = x
             played[run] = np.where(over[run], 0, played[run] + 1)
-            # The flags of a fake step belong to no episode.
-            real = ~done[run]
-            done[run] = real & (batch.terminated | batch.truncated)
-            over[run] = real & batch.game_over
+            done[run], over[run] = batch.terminated | batch.truncated, batch.game_over
             left[run] -= 1
             new = self._renew(obs, fresh)
             played[new], done[new], over[new] = 0, False, False

@@ -71,7 +71,6 @@ def _options(env: config.Env, atari: config.Atari, training: bool) -> dict[str, 
             "frame_skip": atari.frame_skip,
             "repeat_action_probability": atari.sticky_actions,
             "noop_max": atari.noop_max,
-            "episodic_life": atari.episodic_life and training,
             "use_fire_reset": atari.fire_reset,
             "full_action_space": atari.full_action_set,
             "img_height": atari.height,
@@ -169,6 +168,9 @@ class PoolBackend:
         # Atari's info has the raw reward, and distinguishes the end of an episode from the loss of a life.
         self._atari = is_atari(env.id)
         self._reward_at = self._at["info:reward" if self._atari else "reward"]
+        # A lost life ends an episode here and not in EnvPool, which would play no-ops and FIRE after each one.
+        self._lives = np.zeros(n, np.int32) if self._atari and atari.episodic_life and training else None
+        self._lost = np.zeros(n, bool)  # a life, at the step before: the next one is a no-op
         # Not every family enforces EnvPool's time limit (2048, Highway and football do not): it is enforced here, too.
         self._limit = env.max_episode_steps
         self._expired = np.zeros(n, bool)
@@ -179,6 +181,8 @@ class PoolBackend:
     # without those a step of 64 CartPoles takes 78 us instead of 105 (EnvPool 1.2.5, one thread).
     def step(self, ids: Array, actions: Array) -> None:
         actions = np.ascontiguousarray(actions, self._action_dtype).reshape(len(ids), *self._action_shape)
+        if self._lives is not None and self._lost[ids].any():
+            actions = np.where(self._lost[ids], self._action_dtype.type(0), actions)
         if self._limit and self._expired[ids].any():
             expired = self._expired[ids]
             self._late = ids[expired], np.argsort(np.argsort(expired, kind="stable"), kind="stable")
@@ -201,9 +205,19 @@ class PoolBackend:
         if self._limit:
             truncated = self._enforce_limit(values, done, truncated)
         terminated = done & ~truncated
+        if self._lives is not None:
+            terminated = terminated | self._lost_life(values, done | truncated)
         over = (values[self._at["info:terminated"]].astype(bool) if self._atari else done) | truncated
         obs = self._obs(values)
         return StepResults(obs, values[self._reward_at], terminated, truncated, over)
+
+    def _lost_life(self, values: list[Array], over: Array) -> Array:
+        """Which rows lost a life and have another one."""
+        assert self._lives is not None
+        ids, lives = values[self._at["info:env_id"]], values[self._at["info:lives"]]
+        lost = (lives < self._lives[ids]) & (lives > 0) & ~over & ~self._lost[ids]
+        self._lives[ids], self._lost[ids] = lives, lost
+        return lost
 
     def _reset_late(self, values: list[Array]) -> list[Array]:
         """Reset the instances at a time limit that EnvPool does not enforce, and merge their rows with the others'."""
