@@ -96,7 +96,9 @@ class Model:
     share: Literal["auto", "yes", "no"] = "auto"  # one torso for policy and value; auto: yes for images, text, LSTM
     core: Literal["none", "lstm"] = "none"  # recurrent layer between torso and heads
     core_size: Positive = 256  # units of the LSTM
-    last_action_reward: bool = False  # the core also sees the last action (one-hot) and the clipped reward
+    forget_bias: float = 1.0  # LSTM: initial bias of the forget gate; IMPALA and SEED RL have 1, A3C with GAE 0
+    last_action_reward: bool = False  # the core also sees the last action (one-hot) and reward
+    clip_last_reward: bool = True  # that reward is clipped to [-1, 1] (IMPALA); R2D2 has it as it is
     normalize_obs: bool = False  # by the running mean and standard deviation; vector observations only
     init_log_std: float = 0.0  # continuous actions: initial log standard deviation
     compile: Literal["none", "default", "reduce-overhead"] = "none"  # mode of torch.compile for the training forward
@@ -121,6 +123,7 @@ class Algo:
     unroll_length: Positive = 20  # T: env steps of each env in a rollout
     gamma: Fraction = 0.99  # discount
     gae_lambda: Fraction = 1.0  # 1: n-step returns
+    value_target: Literal["gae", "n-step"] = "gae"  # a2c, ppo: advantage + value, or the n-step return (A3C with GAE)
     value_coef: NaturalFloat = 0.5  # times (target - value)^2
     entropy_coef: NaturalFloat = 0.01  # times the policy's entropy
     entropy_schedule: Schedule = Schedule()
@@ -152,9 +155,9 @@ class VTrace:
     pg_rho_bar: NaturalFloat = 1.0  # clip of the importance weight of the policy gradient
     q_from: Literal["target", "value"] = "target"  # q_s = r + gamma v_{s+1}, or r + gamma V(x_{s+1})
     loss: Literal["mean", "sum"] = "mean"  # over batch and time; the learning rates of the papers depend on it
-    minibatch: Natural = 0  # new rollouts of one env in an optimizer step; 0: the whole batch
+    minibatch: Natural = 0  # rollouts of one env in an optimizer step, replayed ones too; 0: as many as are in a batch
     replay_capacity: Natural = 0  # rollouts of one env kept for replay, first in first out; 0: no replay
-    replay_share: float = 0.5  # share of replayed rollouts in a batch; the paper has 0.5
+    replay_share: float = 0.5  # share of replayed rollouts in an optimizer step; IMPALA has 0.5
 
 
 @dataclass(frozen=True)

@@ -120,17 +120,15 @@ class Gradients:
         """Add the batch's gradient to `params.grad`; returns the loss's metrics."""
         return self._add(algorithm, list(batch.parts(len(self.models))))
 
-    def of_half(self, algorithm: Algorithm[Part], batch: Batch[Part]) -> Tensor | None:
-        """The gradient of half of the batch, in a new tensor; None for a batch of one part."""
-        parts, grad = list(batch.parts(2 * len(self.models))), self.params.grad
-        if len(parts) < 2:
-            return None
-        whole = grad.clone()
+    def of(self, algorithm: Algorithm[Part], batch: Batch[Part]) -> Tensor:
+        """The gradient of a batch in a new tensor, besides what `params.grad` holds."""
+        grad = self.params.grad
+        kept = grad.clone()
         grad.zero_()
-        self._add(algorithm, parts[::2])
-        half = grad.clone()
-        grad.copy_(whole)
-        return half
+        self.compute(algorithm, batch)
+        found = grad.clone()
+        grad.copy_(kept)
+        return found
 
     def _add(self, algorithm: Algorithm[Part], parts: list[Part]) -> dict[str, float]:
         ways = len(self.models)

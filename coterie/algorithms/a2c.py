@@ -20,7 +20,7 @@ from coterie.models.base import Model
 from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import normalize, policy_gradient, value_loss
-from coterie.ops.returns import explained_variance, gae
+from coterie.ops.returns import explained_variance, gae, n_step_return
 from coterie.types import AgentOutput, Inputs, Rollout, Spec, map_tensors
 
 _ENTROPY_MOST = 7.0  # bound of the log of the adapted factor, for a target entropy that is out of reach
@@ -41,6 +41,7 @@ class RolloutBatch:
     core_state: Tensor | None
     count: int  # T x B of the whole batch, masked or not: the one divisor of every sum
     chunk: int  # most samples in one pass through the network; 0: all
+    envs: int = 1  # that flat rows take turns of, as a rollout's do; 1: their order means nothing
     metrics: dict[str, float] = field(default_factory=dict)  # the whole batch's, after it was trained on
 
     @property
@@ -65,8 +66,14 @@ class RolloutBatch:
         """The rows `[n]` of a flat batch, or the columns of one with time, at `index`; copied."""
         axis = self.mask.dim() - 1
         batch = map_tensors(lambda x: x.index_select(axis, index), self, core_state=self._cores(index), metrics={})
-        batch.count = batch.mask.numel()
+        batch.count, batch.envs = batch.mask.numel(), 1
         return batch
+
+    def half(self) -> RolloutBatch:
+        """That of half of the envs, whose steps depend on each other; of shuffled rows the first half."""
+        if self.mask.dim() == 2 or self.envs == 1:
+            return self.take(torch.arange(max(1, self.mask.shape[-1] // 2)))
+        return self.take(torch.arange(len(self.mask)).view(-1, self.envs)[:, : self.envs // 2].flatten())
 
     def _cores(self, columns: slice | Tensor) -> Tensor | None:
         return None if self.core_state is None else self.core_state[columns]
@@ -104,6 +111,9 @@ class A2C(AlgorithmBase):
             reward, rollout.behavior_value, rollout.terminated, mask, self.algo.gamma, self.algo.gae_lambda
         )
         t, b = mask.shape
+        if self.algo.value_target == "n-step":
+            value = rollout.behavior_value
+            target = n_step_return(reward, value, rollout.terminated, mask, self.algo.gamma, t)
         self.explained = (rollout.behavior_value[:t], target, mask)
         r = rollout
         inputs = Inputs(r.obs, r.is_first, r.prev_action, r.prev_reward).map(lambda x: x[:t])
@@ -114,7 +124,7 @@ class A2C(AlgorithmBase):
         if model.recurrent:
             return batch
         # Without a core rows are independent: flatten time, so that a part is a contiguous slice.
-        return map_tensors(lambda x: x.flatten(0, 1), batch, core_state=None)
+        return map_tensors(lambda x: x.flatten(0, 1), batch, core_state=None, envs=b)
 
     def batches(self, model: Model, rollout: Rollout) -> Iterator[RolloutBatch]:
         """The rollout, once."""

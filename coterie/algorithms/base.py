@@ -67,6 +67,7 @@ class Batch(Protocol[PartOut]):
     @property
     def valid(self) -> int: ...  # how many of the `count` rows are learned from
     def parts(self, ways: int = 1) -> Iterator[PartOut]: ...  # pieces whose losses and gradients add up to the batch's
+    def half(self) -> Batch[PartOut]: ...  # the samples of half of the envs, or half of independent samples
 
 
 class Algorithm(Protocol[Part]):

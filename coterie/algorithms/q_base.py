@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Generic, Protocol, Self, TypeVar, cast
 
@@ -82,12 +82,18 @@ class ReplayBatch(Generic[R]):
         return int(self.mask.sum())
 
     def parts(self, ways: int = 1) -> Iterator[ReplayBatch[R]]:
-        before = (slice(None),) * (self.mask.dim() - 1)
         for at in slices(len(self.priority), self.chunk, ways):
-            cut = (*before, at)
-            yield ReplayBatch(
-                self.rows.part(at), self.after[cut], self.mask[cut], self.chunk, self.count, self.priority[at]
-            )
+            yield self._part(at)
+
+    def half(self) -> ReplayBatch[R]:
+        half = self._part(slice(0, max(1, len(self.priority) // 2)))
+        return replace(half, priority=half.priority.clone())  # which its losses write
+
+    def _part(self, at: slice) -> ReplayBatch[R]:
+        cut = (*(slice(None),) * (self.mask.dim() - 1), at)
+        return ReplayBatch(
+            self.rows.part(at), self.after[cut], self.mask[cut], self.chunk, self.count, self.priority[at]
+        )
 
 
 class QLearning(AlgorithmBase, ABC, Generic[R]):

@@ -2,7 +2,7 @@
 
 Log-probabilities and values are the learner's own, from one pass over the whole rollout; what the rollout tells of the
 policy that acted is `behavior_log_prob`. Acting, rewards and normalizers are A2C's. `correction` has the variants that
-the paper compares (section 5.2.2): `none`, `epsilon`, `one-step`. With replay a part of each batch are older rollouts.
+the paper compares (section 5.2.2): `none`, `epsilon`, `one-step`. With replay a share of each batch are older rollouts.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class TrajectoryBatch:
         """How many of the `count` rows are learned from."""
         return sum(int(whole.mask.sum()) for whole in self.rollouts)
 
+    def half(self) -> TrajectoryBatch:
+        halves = [whole.columns(slice(0, max(1, whole.mask.shape[1] // 2))) for whole in self.rollouts]
+        return TrajectoryBatch(halves, self.chunk, self.count)
+
     def parts(self, ways: int = 1) -> Iterator[Sequences]:
         for whole in self.rollouts:
             rows, width = whole.inputs.is_first.shape
@@ -76,7 +80,7 @@ class VTrace(A2C):
     running_advantage = True
     refusals = (
         Refusal(
-            lambda c, s: 0 < c.vtrace.replay_capacity < max(batch_size(c), _replayed(c, batch_size(c))),
+            lambda c, s: 0 < c.vtrace.replay_capacity < max(batch_size(c), _shares(c, batch_size(c))[1]),
             "vtrace.replay_capacity",
             "must hold the new and the replayed rollouts of a batch; set it higher, or to 0",
         ),
@@ -86,9 +90,9 @@ class VTrace(A2C):
             "must be at least 0 and below 1",
         ),
         Refusal(
-            lambda c, s: c.vtrace.minibatch > 0 and batch_size(c) % c.vtrace.minibatch != 0,
+            lambda c, s: batch_size(c) % max(1, _shares(c, batch_size(c))[0]) != 0,
             "vtrace.minibatch",
-            "must divide the rollouts of a batch (env.num_envs, or the acting's batch_size)",
+            "less its replayed share must divide the rollouts of a batch (env.num_envs, or the acting's batch_size)",
         ),
         Refusal(
             lambda c, s: 0 < c.vtrace.rho_bar < (c.vtrace.c_bar or math.inf),
@@ -105,19 +109,18 @@ class VTrace(A2C):
 
     @staticmethod
     def steps_kind(config: Config) -> tuple[object, ...]:
-        return (config.vtrace, batch_size(config) if config.vtrace.minibatch else 0)
+        return (config.vtrace, batch_size(config) if config.vtrace.minibatch or config.vtrace.replay_capacity else 0)
 
     @staticmethod
     def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
-        size = config.vtrace.minibatch or columns
-        return columns // size, (size + _replayed(config, size)) * unroll
+        new, old = _shares(config, columns)
+        return columns // new, (new + old) * unroll
 
     def batches(self, model: Model, rollout: Rollout) -> Iterator[TrajectoryBatch]:  # type: ignore[override]  # its parts are of another type
-        """The rollout once, whole or in minibatches of columns, with replayed rollouts beside it."""
+        """The rollout once, whole or in minibatches of columns, with replayed rollouts beside them."""
         width = len(rollout.env_id)
-        size = self.vtrace.minibatch or width
+        size, old = _shares(self.config, width)
         new = self._sequences(model, rollout)
-        old = _replayed(self.config, size)
         for i in range(width // size):
             # Every k-th column: neighboring columns come from the same actor.
             whole = [new if size == width else new.columns(torch.arange(i, width, width // size))]
@@ -176,7 +179,8 @@ class VTrace(A2C):
             inf = math.inf
             clips = Clips(how.rho_bar or inf, how.c_bar or inf, how.pg_rho_bar or inf, lam, how.q_from)
             return vtrace(log_ratio, part.reward, value, part.terminated, part.mask, gamma, clips)
-        # On-policy targets; `one-step` weights each policy gradient by its clipped importance ratio.
+        # On-policy targets; `one-step` weights each policy gradient by its importance ratio: the paper's has no clip,
+        # which is `pg_rho_bar` 0 (then 1e3, against overflow).
         advantage, target = gae(part.reward, value, part.terminated, part.mask, gamma, lam)
         if how.correction == "one-step":
             advantage = advantage * log_ratio.clamp(max=math.log(how.pg_rho_bar or 1e3)).exp()
@@ -196,10 +200,11 @@ class VTrace(A2C):
             self.replay.rng.set_state(state["replay_rng"])
 
 
-def _replayed(config: Config, new: int) -> int:
-    """Replayed rollouts of a batch, beside `new` ones."""
-    share = min(config.vtrace.replay_share, 0.999) if config.vtrace.replay_capacity else 0.0
-    return round(new * share / (1 - share))
+def _shares(config: Config, width: int) -> tuple[int, int]:
+    """New and replayed rollouts of an optimizer step, where acting delivers `width` rollouts at a time."""
+    size = config.vtrace.minibatch or width
+    old = min(size - 1, round(size * config.vtrace.replay_share)) if config.vtrace.replay_capacity else 0
+    return size - old, old
 
 
 def _forward(model: Model, part: Sequences) -> tuple[Tensor, Tensor, Tensor]:

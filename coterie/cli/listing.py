@@ -12,8 +12,8 @@ Groups = dict[str, list[tuple[str, str]]]  # heading -> (name, description)
 
 # By the paper that has them; docs/explanation has a page for each of the first five.
 PAPERS = {
-    "Accelerated Methods: synchronous, batched sampling": ("a2c", "ppo"),
-    "A3C: shared weights, lock-free or in a store": ("a3c", "a3c-store", "appo", "dqn-async"),
+    "Accelerated Methods: synchronous, batched sampling": ("a2c", "ppo", "ppo-paper"),
+    "A3C: shared weights, lock-free or in a store": ("a3c", "a3c-paper", "a3c-store", "appo", "dqn-async"),
     "IMPALA: decoupled actors": ("impala", "impala-deep"),
     "SEED RL: central inference": ("seed-vtrace", "seed-football", "seed-r2d2"),
     "GALA: gossiping learners": ("gala-a2c", "gala-ppo"),

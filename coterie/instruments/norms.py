@@ -1,5 +1,8 @@
 """Norms of each layer's weights, gradient and step, and the cosine of half a batch's gradient with the whole one's: 1
 where a larger batch would not help, the root of a half where the gradient is noise (Accelerated Methods, section 5).
+
+A half is that of half of the envs: steps of one env depend on each other. The value loss points one way early in
+training, whatever the batch, so the cosine is also taken of the loss without it (`policy`).
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from coterie.learner import Gradients, Observer
 class Norms(Observer):
     """Measures one learner step every `every` env steps of this learner."""
 
-    def __init__(self, gradients: Gradients, every: int) -> None:
+    def __init__(self, gradients: Gradients, every: int, policy: AnyAlgorithm | None = None) -> None:
         self.gradients, self.params, self.every, self.next = gradients, gradients.params, every, 0
+        self.policy = policy  # the algorithm without its value loss
         self.found: dict[str, float] = {}
         self.before: Tensor | None = None
 
@@ -26,9 +30,11 @@ class Norms(Observer):
         whole, self.before = self.params.grad, self.params.data.clone()  # nothing is clipped yet
         self._each("gradient", whole)
         self._each("weights", self.before)
-        half = self.gradients.of_half(algorithm, batch)
-        if half is not None and float(half.norm()) > 0 and float(whole.norm()) > 0:
-            self.found["cosine/half"] = float(torch.cosine_similarity(half, whole, dim=0))
+        self._cosine("half", self.gradients.of(algorithm, batch.half()), whole)
+        if self.policy is not None:
+            self.policy.clock = algorithm.clock
+            parts = self.gradients.of(self.policy, batch.half()), self.gradients.of(self.policy, batch)
+            self._cosine("half_policy", *parts)
 
     def step(self) -> None:
         if self.before is not None:
@@ -38,6 +44,10 @@ class Norms(Observer):
     def gauges(self) -> dict[str, float]:
         found, self.found = self.found, {}
         return found
+
+    def _cosine(self, name: str, half: Tensor, whole: Tensor) -> None:
+        if float(half.norm()) > 0 and float(whole.norm()) > 0:
+            self.found[f"cosine/{name}"] = float(torch.cosine_similarity(half, whole, dim=0))
 
     def _each(self, kind: str, flat: Tensor) -> None:
         self.found |= {f"norm/{kind}/{name}": float(flat[at].norm()) for name, at in self.params.slices.items()}

@@ -47,11 +47,11 @@ class Network(nn.Module):
         self.core = None
         if self.recurrent:
             extra = self._action_width() + 1 if config.last_action_reward else 0
-            self.core = LSTMCore(size + extra, config.core_size)
+            self.core = LSTMCore(size + extra, config.core_size, config.forget_bias)
             size = config.core_size
         self.q: QHead | None = None
         if q is not None:
-            self.q = QHead(size, spec.action.sizes[0], q.atoms, q.dueling, q.noisy)
+            self.q = QHead(size, spec.action.sizes[0], q.atoms, q.dueling, q.noisy, scaled=not self.recurrent)
             if q.atoms:
                 self.register_buffer("atoms", support(q.atoms, q.v_min, q.v_max), persistent=False)
         else:
@@ -131,7 +131,7 @@ class Network(nn.Module):
         return {key: self.obs_norm[names[key]](x) if names[key] in self.obs_norm else x for key, x in obs.items()}
 
     def _last(self, inputs: Inputs) -> Tensor:
-        """Last action (one-hot, or as it is) and reward clipped to [-1, 1]; zeros where an episode begins."""
+        """Last action (one-hot, or as it is) and reward; zeros where an episode begins."""
         action = self.spec.action
         if action.kind == "continuous":
             last = inputs.prev_action
@@ -141,7 +141,8 @@ class Network(nn.Module):
             last = torch.cat(
                 [F.one_hot(a, n) for a, n in zip(inputs.prev_action.unbind(-1), action.sizes, strict=True)], -1
             )
-        both = torch.cat((last.float(), inputs.prev_reward.clamp(-1, 1)[..., None]), -1)
+        reward = inputs.prev_reward.clamp(-1, 1) if self.config.clip_last_reward else inputs.prev_reward
+        both = torch.cat((last.float(), reward[..., None]), -1)
         return both * (~inputs.is_first)[..., None]
 
     @torch.no_grad()

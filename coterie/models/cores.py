@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 
 
-def make_lstm(in_size: int, size: int) -> nn.LSTM:
-    """An LSTM with orthogonal weights and zero biases."""
+def make_lstm(in_size: int, size: int, forget_bias: float) -> nn.LSTM:
+    """An LSTM with orthogonal weights, and zero biases but for the forget gate's."""
     lstm = nn.LSTM(in_size, size)
     for name, p in lstm.named_parameters():
         if "weight" in name:
             nn.init.orthogonal_(p)
         else:
             nn.init.zeros_(p)
+    bias = cast(Tensor, lstm.bias_ih_l0)  # of the gates: input, forget, cell, output
+    nn.init.constant_(bias[size : 2 * size], forget_bias)
     return lstm
 
 
@@ -27,9 +29,9 @@ class LSTMCore(nn.Module):
     batch restarts, not one for each step. Runs in float32 also under autocast.
     """
 
-    def __init__(self, in_size: int, size: int) -> None:
+    def __init__(self, in_size: int, size: int, forget_bias: float = 1.0) -> None:
         super().__init__()
-        self.lstm = make_lstm(in_size, size)
+        self.lstm = make_lstm(in_size, size, forget_bias)
         self.size = size
 
     def initial_state(self, batch: int) -> Tensor:

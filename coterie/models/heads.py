@@ -57,12 +57,12 @@ class QHead(nn.Module):
     """Features `[N, size]` -> values `[N, actions]`, or with `atoms` the logits of their distributions, side by side.
 
     With `dueling` units: Q = V + A - mean A, from two streams of one hidden layer each (arXiv 1511.06581), whose
-    gradients into the features are scaled by the root of a half.
+    gradients into the features are scaled by the root of a half if `scaled` (SEED RL's R2D2 does not).
     """
 
-    def __init__(self, size: int, actions: int, atoms: int, dueling: int, noisy: bool) -> None:
+    def __init__(self, size: int, actions: int, atoms: int, dueling: int, noisy: bool, scaled: bool = True) -> None:
         super().__init__()
-        self.actions, self.atoms = actions, max(1, atoms)
+        self.actions, self.atoms, self.scaled = actions, max(1, atoms), scaled
 
         def layer(inputs: int, outputs: int, gain: float) -> nn.Module:
             return NoisyLinear(inputs, outputs) if noisy else init(nn.Linear(inputs, outputs), gain)
@@ -80,7 +80,7 @@ class QHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.value is None:
             return cast(Tensor, self.advantage(x))
-        if x.requires_grad:
+        if x.requires_grad and self.scaled:
             x = x * _HALF + x.detach() * (1 - _HALF)
         a = self.advantage(x).unflatten(-1, (self.actions, self.atoms))
         return cast(Tensor, (self.value(x)[..., None, :] + a - a.mean(-2, keepdim=True)).flatten(-2))

@@ -31,7 +31,7 @@ class TextTorso(nn.Module):
     def __init__(self, spec: ObsSpec) -> None:
         super().__init__()
         self.embedding = nn.Embedding(int(spec.high) + 1, _EMBEDDING, padding_idx=0)
-        self.lstm = make_lstm(_EMBEDDING, _LSTM)
+        self.lstm = make_lstm(_EMBEDDING, _LSTM, forget_bias=1.0)
         self.size = _LSTM
         # Rows are compared by one number each, their product with these: sorting whole rows takes ten times as long.
         # Two different rows have the same number with probability 2^-55.

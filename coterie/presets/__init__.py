@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coterie.config import Config
-from coterie.presets.actor_critic import a2c, a3c, a3c_store, appo, gala_a2c, gala_ppo, ppo
+from coterie.presets.actor_critic import a2c, a3c, a3c_paper, a3c_store, appo, gala_a2c, gala_ppo, ppo, ppo_paper
 from coterie.presets.common import known_spec
 from coterie.presets.value import (
     VALUE_PRESETS,
@@ -31,6 +31,7 @@ from coterie.types import ConfigError, Spec
 __all__ = [
     "a2c",
     "a3c",
+    "a3c_paper",
     "a3c_store",
     "apex_dqn",
     "appo",
@@ -45,6 +46,7 @@ __all__ = [
     "impala_deep",
     "make",
     "ppo",
+    "ppo_paper",
     "rainbow",
     "rainbow_512",
     "seed_football",
@@ -54,8 +56,11 @@ __all__ = [
 
 PRESETS: dict[str, Callable[..., Config]] = {
     f.__name__.replace("_", "-"): f
-    for f in (a2c, ppo, a3c, a3c_store, impala, impala_deep, seed_vtrace, seed_football, appo, gala_a2c, gala_ppo)
-} | VALUE_PRESETS
+    for f in (
+        a2c, ppo, ppo_paper, a3c, a3c_paper, a3c_store, impala, impala_deep, seed_vtrace, seed_football, appo,
+        gala_a2c, gala_ppo,
+    )
+} | VALUE_PRESETS  # fmt: skip
 
 
 def make(name: str, env: str | None = None, spec: Spec | None = None, **overrides: Any) -> Config:

@@ -70,6 +70,20 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
     )
 
 
+def ppo_paper(env: str = "Pong-v5", **overrides: Any) -> Config:
+    """PPO on images as Accelerated Methods has it (4.3, and its code): 8 simulators of 256 steps, 4 epochs over
+    minibatches of 512, Adam at 1e-3 with a linear schedule, value coefficient 1, no clipping of gradients.
+    """
+    image = {
+        "steps": 25_000_000,
+        "env.num_envs": 8,
+        "algo": Algo(256, gae_lambda=0.95, value_coef=1.0, normalize_advantage=True),
+        "ppo": PPO(epochs=4, minibatch_size=512, clip=0.2, clip_schedule=LINEAR, batch_size=2048),
+        "optim": Optim("adam", lr=1e-3, eps=1e-5, max_grad_norm=0.0, schedule=LINEAR),
+    }
+    return derive(ppo, "ppo-paper", env, overrides, {}, image)
+
+
 def gala_a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     """GALA-A2C: gossiping A2C learners (GALA, arguments of its public code): a directed ring, mixed after every update,
     16 simulators each, n = 5, RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation.
@@ -96,7 +110,7 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
     Adam at 1e-4). Rewards are scaled and MountainCar's actions repeated as the authors' code does, its entropy bonus
     ends after some episodes. Ours: longer unrolls and a faster, decaying learning rate for vectors.
     """
-    net = Model("mlp", (256, 256), core="lstm", core_size=256, share="yes")
+    net = Model("mlp", (256, 256), core="lstm", core_size=256, forget_bias=0.0, share="yes")
     vector = {
         "steps": 1_200_000,
         "reward.scale": 0.01,
@@ -136,6 +150,24 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
             "optim": Optim("adam", lr=5e-4, eps=1e-8, max_grad_norm=0.5, schedule=LINEAR),
         },
     )
+
+
+def a3c_paper(env: str = "LunarLander-v3", **overrides: Any) -> Config:
+    """A3C with GAE as its paper has it: 64 workers, updates every 20 steps, lambda 1, no entropy bonus, Adam at 1e-4
+    without a schedule or clipping, rewards times 1e-3, the n-step return as the value's target (Algorithm 1), time
+    limits as ends. From the authors' code: gamma 0.99, value coefficient 0.25, MountainCar's actions repeated 4 times.
+    Ours: losses are means over the 20 steps, which Adam divides out.
+    """
+    settings = {
+        "learners": 64,
+        "env.time_limit": "terminate",
+        "env.action_repeat": 4 if env.startswith("MountainCar-") else 1,
+        "reward": Reward(scale=1e-3),
+        "model.normalize_obs": False,
+        "algo": Algo(20, gamma=0.99, gae_lambda=1.0, value_target="n-step", value_coef=0.25, entropy_coef=0.0),
+        "optim": Optim("adam", lr=1e-4, eps=1e-8, max_grad_norm=0.0),
+    }
+    return derive(a3c, "a3c-paper", env, overrides, settings)
 
 
 def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:

@@ -91,10 +91,10 @@ def rainbow(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 
 def rainbow_512(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """Epsilon-Rainbow with batches of 512 (Accelerated Methods, Table 1): eps 0.005 / 512. Adam's rate, grown by the
-    root of the batch, is ours: the paper's for this batch is not known.
+    """Epsilon-Rainbow with batches of 512 (Accelerated Methods, Table 1): eps 0.005 / 512, and Adam's rate as for
+    batches of 32 (A.3: "without scaling the learning rate").
     """
-    image = {"optim.lr": 2.5e-4, "optim.eps": 0.005 / 512}
+    image = {"optim.eps": 0.005 / 512}
     return derive(rainbow, "rainbow-512", env, overrides, {"q.batch_size": 512}, image)
 
 
@@ -145,6 +145,7 @@ def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
         "steps": 10_000_000_000,
         "env.num_envs": envs(env, 64),
         "model.core_size": 512,
+        "model.clip_last_reward": False,
         "algo": Algo(unroll_length=40, gamma=0.997),
         "q.dueling": 512,
         "q.batch_size": 64,

@@ -16,7 +16,7 @@ from coterie.acting.base import Acting, LearnerSetup
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import autocast
 from coterie.algorithms.q_base import QLearning
-from coterie.algorithms.table import replay_bytes, unroll_length
+from coterie.algorithms.table import is_value_based, replay_bytes, unroll_length
 from coterie.build.factory import (
     ProcessContext,
     agent_of,
@@ -104,7 +104,9 @@ class LearnerProcess:
         if context.gradients is not None:
             self.observers.append(GradientSamples(self.params, context.gradients, context.rank, config.log.cosines))
         if config.log.norms:
-            self.observers.append(Norms(self.gradients, config.log.norms))
+            policy = replace(config, algo=replace(config.algo, value_coef=0.0))
+            twin = None if is_value_based(config) else make_algorithm(policy, self.spec, resources.compute)
+            self.observers.append(Norms(self.gradients, config.log.norms, twin))
         self.secondary: Secondary | None = None
         if config.q.secondary_batch:
             primary = cast(QLearning[Any], self.algorithm)

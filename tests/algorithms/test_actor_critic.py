@@ -36,6 +36,30 @@ def test_parts_and_threads_add_up_to_the_whole_batch(kind, core, chunk, ways):
     assert split == pytest.approx(metrics, abs=1e-5)
 
 
+@pytest.mark.parametrize("core", [{}, LSTM], ids=["mlp", "lstm"])
+@pytest.mark.parametrize("kind", [A2C, VTrace])
+def test_half_a_batch_is_that_of_half_of_the_envs(kind, core):
+    rollout = make_rollout(VECTOR, 6, 8, core_size=8 if core else 0)
+    algorithm = kind(make_config(**core), VECTOR)
+    (batch,) = algorithm.batches(Network(VECTOR, algorithm.config.model), rollout)
+    rows = torch.cat([part.action.flatten() for part in batch.half().parts()])
+    assert rows.tolist() == rollout.action[:, :4].flatten().tolist()
+
+
+def test_the_values_target_may_be_the_n_step_return_whatever_lambda_is():
+    """A3C with GAE, Algorithm 1: R for the value, GAE for the policy."""
+    rollout = make_rollout(VECTOR, 6, 8)
+
+    def targets(**changes):
+        algorithm = A2C(make_config(**changes), VECTOR)
+        (batch,) = algorithm.batches(Network(VECTOR, algorithm.config.model), rollout)
+        return batch.value_target[batch.mask], batch.advantage
+
+    n_step, advantage = targets(**{"algo.gae_lambda": 0.5, "algo.value_target": "n-step"})
+    torch.testing.assert_close(n_step, targets(**{"algo.gae_lambda": 1.0})[0])
+    torch.testing.assert_close(advantage, targets(**{"algo.gae_lambda": 0.5})[1])
+
+
 def test_threads_give_the_same_bits_every_time():
     config, rollout = make_config(), make_rollout(IMAGE, 6, 8)
     first, *others = (gradient(config, rollout, spec=IMAGE, chunk=5, ways=2)[0] for _ in range(4))

@@ -89,24 +89,24 @@ def test_a_sum_is_the_mean_times_the_rows():
     torch.testing.assert_close(total, mean * 48, rtol=1e-4, atol=1e-5)
 
 
-def test_half_a_batch_is_replayed_and_counts_as_much():
+def test_half_of_each_step_is_replayed_so_that_new_rollouts_make_twice_the_steps():
+    """IMPALA, section 5.2.2: half of each batch is drawn from the replay; a batch keeps its size."""
     config = make_config(**{"vtrace.replay_capacity": 32, "vtrace.replay_share": 0.5})
     algorithm = VTrace(config, VECTOR)
     model = Network(VECTOR, config.model)
     rollouts = [make_rollout(VECTOR, 6, 8, seed=i) for i in range(3)]
-    (first,) = algorithm.batches(model, rollouts[0])
-    assert (len(first.rollouts), first.count) == (1, 48)
-    (second,) = algorithm.batches(model, rollouts[1])
-    assert second.count == 96
-    new, old = second.rollouts
-    assert new.inputs.obs is rollouts[1].obs
-    columns = rollouts[0].obs.unbind(1)
-    assert all(any(torch.equal(x, column) for column in columns) for x in old.inputs.obs.unbind(1))
-    assert sum(part.mask.numel() for part in second.parts(3)) == 96
+    assert [(len(b.rollouts), b.count) for b in algorithm.batches(model, rollouts[0])] == [(1, 24)] * 2
+    for number, batch in enumerate(algorithm.batches(model, rollouts[1])):
+        assert batch.count == 48
+        new, old = batch.rollouts
+        assert torch.equal(new.inputs.obs, rollouts[1].obs[:, number::2])
+        columns = rollouts[0].obs.unbind(1)
+        assert all(any(torch.equal(x, column) for column in columns) for x in old.inputs.obs.unbind(1))
+        assert sum(part.mask.numel() for part in batch.parts(3)) == 48
 
 
 def test_minibatches_take_each_rollout_once_with_its_share_of_old_ones():
-    changes = {"vtrace.minibatch": 2, "vtrace.replay_capacity": 32, "vtrace.replay_share": 2 / 3}
+    changes = {"vtrace.minibatch": 6, "vtrace.replay_capacity": 32, "vtrace.replay_share": 2 / 3}
     algorithm = VTrace(make_config(**changes), VECTOR)
     model = Network(VECTOR, algorithm.config.model)
     first, second = (make_rollout(VECTOR, 6, 8, seed=i) for i in range(2))

@@ -141,6 +141,9 @@ class Noise:
     def parts(self, ways=1):
         yield from self.noise.tensor_split(max(ways, len(self.noise) // self.chunk))
 
+    def half(self):
+        return Noise(self.noise[: len(self.noise) // 2], self.same, self.chunk)
+
     def loss(self, model, part):
         wanted = part.sum(0) if not self.same else torch.ones_like(part[0]) * len(part)
         return Loss((model.weight[0] * wanted).sum(), {})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.config import Model
+from coterie.config import Model, Q
 from coterie.models.build import Network, acting_copy
 from coterie.models.cores import LSTMCore
 from coterie.models.heads import Normalizer
@@ -65,6 +65,31 @@ def test_last_action_and_reward_are_zeroed_where_an_episode_begins():
         seen = Inputs(torch.zeros(2, 3), torch.tensor([first] * 2), torch.tensor([2, 1]), torch.tensor([5.0, 0.5]))
         params, _, _ = model(seen, torch.zeros(2, 2, 8))
         assert torch.equal(params[0], params[1]) == first
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+def test_the_last_reward_is_clipped_for_impala_and_as_it_is_for_r2d2(clipped):
+    model = Network(VECTOR, Model(core="lstm", core_size=8, last_action_reward=True, clip_last_reward=clipped))
+    seen = Inputs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.bool), torch.tensor([1, 1]), torch.tensor([5.0, 1.0]))
+    params, _, _ = model(seen, torch.zeros(2, 2, 8))
+    assert torch.equal(params[0], params[1]) == clipped
+
+
+@pytest.mark.parametrize("bias", [0.0, 1.0])
+def test_the_forget_gates_bias_is_the_settings_and_the_others_are_zero(bias):
+    core = Network(VECTOR, Model(core="lstm", core_size=8, forget_bias=bias)).core
+    total = core.lstm.bias_ih_l0 + core.lstm.bias_hh_l0
+    assert total.tolist() == [0.0] * 8 + [bias] * 8 + [0.0] * 16
+
+
+@pytest.mark.parametrize(("core", "share"), [("none", 0.5**0.5), ("lstm", 1.0)])
+def test_a_dueling_head_scales_its_gradient_into_the_torso_but_not_for_r2d2(core, share):
+    model = Network(VECTOR, Model(core=core, core_size=8), Q(dueling=8))
+    whole, scaled = (torch.zeros(2, model.q.advantage[0].in_features, requires_grad=True) for _ in range(2))
+    model.q(scaled).square().sum().backward()
+    model.q.scaled = False
+    model.q(whole).square().sum().backward()
+    torch.testing.assert_close(scaled.grad, whole.grad * share)
 
 
 @pytest.mark.parametrize("torso", ["a3c", "gala", "nature", "impala", "football"])

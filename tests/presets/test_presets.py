@@ -52,6 +52,23 @@ def test_impala_is_the_papers_setting_for_atari():
     assert (deep.model.torso, deep.optim) == ("impala", config.optim)
 
 
+def test_a3c_paper_has_the_papers_defaults():
+    config = presets.make("a3c-paper", env="LunarLander-v3")
+    assert (config.exchange, config.learners, config.env.num_envs, config.algo.unroll_length) == ("hogwild", 64, 1, 20)
+    assert (config.algo.gae_lambda, config.algo.entropy_coef, config.algo.value_target) == (1.0, 0.0, "n-step")
+    assert (config.optim.rule, config.optim.lr, config.optim.schedule.kind) == ("adam", 1e-4, "constant")
+    assert (config.optim.max_grad_norm, config.reward.scale, config.hogwild.statistics) == (0.0, 1e-3, "own")
+    assert (config.model.hidden, config.model.core, config.model.forget_bias) == ((256, 256), "lstm", 0.0)
+    assert presets.make("a3c-paper", env="MountainCar-v0").env.action_repeat == 4
+
+
+def test_ppo_paper_has_the_papers_settings_for_atari():
+    config = presets.make("ppo-paper", env="Pong-v5")
+    assert (config.env.num_envs, config.algo.unroll_length, config.ppo.batch_size) == (8, 256, 2048)
+    assert (config.ppo.epochs, config.ppo.minibatch_size, config.ppo.clip, config.algo.value_coef) == (4, 512, 0.2, 1.0)
+    assert (config.optim.rule, config.optim.lr, config.optim.eps, config.optim.max_grad_norm) == ("adam", 1e-3, 1e-5, 0)
+
+
 # Accelerated Methods 4.2 and its code, SEED RL 5.2; in this order: env.num_envs, q.batch_size, optim.rule, optim.lr,
 # optim.eps times the batch, q.n_step, q.target_every, q.learn_start, q.epsilon_end, q.epsilon_steps, replay.alpha.
 VALUE_TABLE = {
@@ -61,7 +78,7 @@ VALUE_TABLE = {
     "c51": (32, 32, "adam_eps_hat", 2.5e-4, 0.01, 1, 10_000, 50_000, 0.01, 1_000_000, 0.0),
     "c51-2048": (64, 2048, "adam_eps_hat", 4.2e-4, 0.01, 1, 10_000, 50_000, 0.01, 1_000_000, 0.0),
     "rainbow": (32, 32, "adam_eps_hat", 6.25e-5, 0.005, 3, 8_000, 20_000, 0.01, 62_500, 0.5),
-    "rainbow-512": (32, 512, "adam_eps_hat", 2.5e-4, 0.005, 3, 8_000, 20_000, 0.01, 62_500, 0.5),
+    "rainbow-512": (32, 512, "adam_eps_hat", 6.25e-5, 0.005, 3, 8_000, 20_000, 0.01, 62_500, 0.5),
 }
 
 

@@ -122,7 +122,7 @@ def test_each_algorithm_has_its_number_of_updates():
     dqn = presets.dqn(env="CartPole-v1", **{"q.batch_size": 32, "q.intensity": 4.0})
     assert updates(dqn, 16, 4) == (8.0, 32)
     replayed = {"vtrace.replay_capacity": 64, "vtrace.replay_share": 0.5, "vtrace.minibatch": 4}
-    assert updates(changed(IMPALA, replayed), 8, 20) == (2, 160)
+    assert updates(changed(IMPALA, replayed), 8, 20) == (4, 80)
 
 
 def test_a_planned_layout_costs_its_cores_gpus_and_hosts():
