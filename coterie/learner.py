@@ -120,16 +120,6 @@ class Gradients:
         """Add the batch's gradient to `params.grad`; returns the loss's metrics."""
         return self._add(algorithm, list(batch.parts(len(self.models))))
 
-    def of(self, algorithm: Algorithm[Part], batch: Batch[Part]) -> Tensor:
-        """The gradient of a batch in a new tensor, besides what `params.grad` holds."""
-        grad = self.params.grad
-        kept = grad.clone()
-        grad.zero_()
-        self.compute(algorithm, batch)
-        found = grad.clone()
-        grad.copy_(kept)
-        return found
-
     def _add(self, algorithm: Algorithm[Part], parts: list[Part]) -> dict[str, float]:
         ways = len(self.models)
 

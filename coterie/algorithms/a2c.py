@@ -71,9 +71,9 @@ class RolloutBatch:
 
     def half(self) -> RolloutBatch:
         """That of half of the envs, whose steps depend on each other; of shuffled rows the first half."""
-        if self.mask.dim() == 2 or self.envs == 1:
-            return self.take(torch.arange(max(1, self.mask.shape[-1] // 2)))
-        return self.take(torch.arange(len(self.mask)).view(-1, self.envs)[:, : self.envs // 2].flatten())
+        rows = torch.arange(self.mask.shape[-1])
+        turns = rows.view(-1, self.envs if self.envs > 1 else len(rows))
+        return self.take(turns[:, : max(1, turns.shape[1] // 2)].flatten())
 
     def _cores(self, columns: slice | Tensor) -> Tensor | None:
         return None if self.core_state is None else self.core_state[columns]
@@ -112,8 +112,7 @@ class A2C(AlgorithmBase):
         )
         t, b = mask.shape
         if self.algo.value_target == "n-step":
-            value = rollout.behavior_value
-            target = n_step_return(reward, value, rollout.terminated, mask, self.algo.gamma, t)
+            target = n_step_return(reward, rollout.behavior_value, rollout.terminated, mask, self.algo.gamma, t)
         self.explained = (rollout.behavior_value[:t], target, mask)
         r = rollout
         inputs = Inputs(r.obs, r.is_first, r.prev_action, r.prev_reward).map(lambda x: x[:t])

@@ -30,11 +30,11 @@ class Norms(Observer):
         whole, self.before = self.params.grad, self.params.data.clone()  # nothing is clipped yet
         self._each("gradient", whole)
         self._each("weights", self.before)
-        self._cosine("half", self.gradients.of(algorithm, batch.half()), whole)
+        self._cosine("half", self._gradient(algorithm, batch.half()), whole)
         if self.policy is not None:
             self.policy.clock = algorithm.clock
-            parts = self.gradients.of(self.policy, batch.half()), self.gradients.of(self.policy, batch)
-            self._cosine("half_policy", *parts)
+            half = self._gradient(self.policy, batch.half())
+            self._cosine("half_policy", half, self._gradient(self.policy, batch))
 
     def step(self) -> None:
         if self.before is not None:
@@ -43,6 +43,16 @@ class Norms(Observer):
 
     def gauges(self) -> dict[str, float]:
         found, self.found = self.found, {}
+        return found
+
+    def _gradient(self, algorithm: AnyAlgorithm, batch: AnyBatch) -> Tensor:
+        """The gradient of a batch in a new tensor, besides what `params.grad` holds."""
+        grad = self.params.grad
+        kept = grad.clone()
+        grad.zero_()
+        self.gradients.compute(algorithm, batch)
+        found = grad.clone()
+        grad.copy_(kept)
         return found
 
     def _cosine(self, name: str, half: Tensor, whole: Tensor) -> None:
