@@ -92,7 +92,7 @@ class VTrace(A2C):
         Refusal(
             lambda c, s: batch_size(c) % max(1, _shares(c, batch_size(c))[0]) != 0,
             "vtrace.minibatch",
-            "less its replayed share must divide the rollouts of a batch (env.num_envs, or the acting's batch_size)",
+            "must divide, less its replayed share, the rollouts of a batch (env.num_envs, or the acting's batch_size)",
         ),
         Refusal(
             lambda c, s: 0 < c.vtrace.rho_bar < (c.vtrace.c_bar or math.inf),
