@@ -20,7 +20,7 @@ from coterie.models.base import Model
 from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import normalize, policy_gradient, value_loss
-from coterie.ops.returns import explained_variance, gae, n_step_return
+from coterie.ops.returns import explained_variance, gae
 from coterie.types import AgentOutput, Inputs, Rollout, Spec, map_tensors
 
 _ENTROPY_MOST = 7.0  # bound of the log of the adapted factor, for a target entropy that is out of reach
@@ -112,7 +112,7 @@ class A2C(AlgorithmBase):
         )
         t, b = mask.shape
         if self.algo.value_target == "n-step":
-            target = n_step_return(reward, rollout.behavior_value, rollout.terminated, mask, self.algo.gamma, t)
+            target = gae(reward, rollout.behavior_value, rollout.terminated, mask, self.algo.gamma, 1.0)[1]
         self.explained = (rollout.behavior_value[:t], target, mask)
         r = rollout
         inputs = Inputs(r.obs, r.is_first, r.prev_action, r.prev_reward).map(lambda x: x[:t])
