@@ -56,6 +56,24 @@ def test_a_module_imports_from_lower_rooms_only(module: str) -> None:
     assert not up, f"{module} imports {up}"
 
 
+# Each acting and exchange reads its own section of the config; the rest of the program asks its kind.
+SECTION = re.compile(r"(central|decoupled|allreduce|gossip|hogwild|store)(?:\.\w+)?")
+SIMULATIONS = {"tools.plan.acting", "tools.plan.learners"}  # of each acting and exchange: their kinds name them
+KINDS_ONLY = [m for m in MODULES if m.split(".")[0] in ("build", "launch", "tools") and m not in SIMULATIONS]
+
+
+@pytest.mark.parametrize("module", KINDS_ONLY)
+def test_only_the_module_of_a_choice_reads_its_section_of_the_config(module: str) -> None:
+    found = []
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        match node:
+            case ast.Attribute(attr=str(name)) | ast.keyword(arg=str(name)):
+                found += [name] if SECTION.fullmatch(name) else []
+            case ast.Constant(value=str(name)) if "." in name:
+                found += [name] if SECTION.fullmatch(name) else []
+    assert not found
+
+
 def test_no_import_cycle_inside_a_room() -> None:
     seen: dict[str, bool] = {}  # True while its imports are followed
 

@@ -204,7 +204,10 @@ class ActingKind(Generic[M]):
     child: str = ""  # what its child processes are called; empty: the learner steps the envs itself
     own_policy: bool = False  # the children choose actions, one core each; else the learner does for them
     section: Callable[[Config], Section | None] = _no_section  # its settings
+    batch_settings: Callable[[bool, int], dict[str, Any]] = lambda lockstep, batch_size: {}  # these two of them
+    publish_every: Callable[[Config], int] = lambda config: 1  # learner steps between updates of the acting weights
     max_envs: Callable[[Config], int] = lambda config: sys.maxsize  # of one learner
+    batch_max: Callable[[Config], int] = lambda config: 0  # most envs in one forward pass; 0: no limit
     one_group: Callable[[Config], bool] = lambda config: False  # all envs of a process are acted on at once
     refusals: tuple[Refusal, ...] = ()
     simulation: str = ""  # package.module:class, a `SimActing` of `coterie plan`; empty: plan leaves it out

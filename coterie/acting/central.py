@@ -26,8 +26,7 @@ from coterie.acting.central_stream import BatchAssembly, CentralConfig, EnvStrea
 from coterie.acting.env_host import EnvHost, HostSocket
 from coterie.acting.recorder import Fields, as_rollout, local_fields
 from coterie.acting.twin_models import Twin, TwinModels
-from coterie.config import Central as Settings
-from coterie.config import Config, Refusal, ResolvedConfig
+from coterie.config import Refusal, ResolvedConfig
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
@@ -269,21 +268,19 @@ def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
     return f"{envs} envs in {hosts}, batches of {KIND.batch_size(config)} rollouts"
 
 
-def _section(config: Config) -> Settings:
-    return config.central
-
-
 KIND = ActingKind(
     connect,
     describe,
     HostSocket,
     EnvHost,
     child="host",
-    section=_section,
+    section=lambda config: config.central,
+    batch_settings=lambda lockstep, size: {"central.lockstep": lockstep, "central.batch_size": size},
     max_envs=lambda config: config.central.max_envs,
+    batch_max=lambda config: config.central.batch_max,
     one_group=lambda config: config.central.lockstep,
     refusals=(
-        *apart_refusals(_section, optional=True),
+        *apart_refusals(lambda config: config.central, optional=True),
         Refusal(
             lambda c, s: c.central.lockstep and c.env.groups == 2,
             "env.groups",

@@ -19,8 +19,8 @@ from coterie.acting.actor import Actor, ActorMemory
 from coterie.acting.apart import apart_refusals, envs_per_child, shares_evenly
 from coterie.acting.base import Acting, ActingKind, Agent, LearnerSetup
 from coterie.acting.recorder import as_rollout
-from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.config import Decoupled as DecoupledConfig
+from coterie.config import Refusal, ResolvedConfig
 from coterie.parallel.board import Board
 from coterie.parallel.stages import Stages
 from coterie.parallel.upload import Uploads
@@ -130,10 +130,6 @@ def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
     return f"{config.env.num_envs} envs in {actors}, {batch}"
 
 
-def _section(config: Config) -> DecoupledConfig:
-    return config.decoupled
-
-
 KIND = ActingKind(
     connect,
     describe,
@@ -141,9 +137,11 @@ KIND = ActingKind(
     Actor,
     child="actor",
     own_policy=True,
-    section=_section,
+    section=lambda config: config.decoupled,
+    batch_settings=lambda lockstep, size: {"decoupled.lockstep": lockstep, "decoupled.batch_size": size},
+    publish_every=lambda config: config.decoupled.publish_every,
     refusals=(
-        *apart_refusals(_section),
+        *apart_refusals(lambda config: config.decoupled),
         Refusal(
             lambda c, s: shares_evenly(c) and (c.decoupled.batch_size or c.env.num_envs) % envs_per_child(c) != 0,
             "decoupled.batch_size",

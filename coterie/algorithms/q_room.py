@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.pool import is_atari
+from coterie.exchange.table import exchange_kind
 from coterie.replay.storage import Capacity
 from coterie.types import Spec
 
@@ -62,7 +63,7 @@ def value_refusals(
             "must be highest with q.atoms, whose priorities are divergences of distributions",
         ),
         Refusal(
-            lambda c, s: bool(c.allreduce.address),
+            lambda c, s: exchange_kind(c).spans_machines and bool(exchange_kind(c).address(c)),
             "algorithm",
             "must not be dqn or r2d2 with allreduce between machines: the replay of a machine that joins is empty; "
             "use exchange gossip",

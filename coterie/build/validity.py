@@ -10,6 +10,7 @@ from coterie.algorithms.q_room import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class, is_value_based
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.tasks import tasks
+from coterie.exchange.base import ExchangeKind
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.torsos import FOR_IMAGES
 from coterie.plugins import check_own
@@ -20,7 +21,17 @@ LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
 
 def _learn_alike(config: ResolvedConfig) -> bool:
     """Whether several learners learn as one."""
-    return exchange_kind(config).in_lockstep and (config.learners > 1 or bool(config.allreduce.address))
+    kind = exchange_kind(config)
+    return kind.in_lockstep and (config.learners > 1 or bool(kind.address(config)))
+
+
+def _not_the_choice(name: str, kind: ExchangeKind) -> Refusal:
+    """Refuse an address of an exchange that is not the run's."""
+    return Refusal(
+        lambda c, s: bool(kind.address(c)) and exchange_kind(c).address is not kind.address,
+        f"{name}.bind",
+        f"needs exchange {name}, and so does {name}.connect",
+    )
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -35,8 +46,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "must be True with a2c and ppo, which cannot correct for an older policy; or use vtrace",
     ),
     Refusal(
-        lambda c, s: acting_kind(c).own_policy and algorithm_class(c).on_policy and c.decoupled.publish_every > 1,
-        "decoupled.publish_every",
+        lambda c, s: algorithm_class(c).on_policy and acting_kind(c).publish_every(c) > 1,
+        "ACTING.publish_every",
         "must be 1 with a2c and ppo, which cannot correct for an older policy",
     ),
     Refusal(
@@ -65,16 +76,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "chaos.every",
         "needs child processes: several learners, actors, or env hosts",
     ),
-    Refusal(
-        lambda c, s: bool(c.allreduce.address) and not exchange_kind(c).spans_machines,
-        "allreduce.bind",
-        "needs exchange allreduce, and so does allreduce.connect",
-    ),
-    Refusal(
-        lambda c, s: bool(c.gossip.bind or c.gossip.connect) and not exchange_kind(c).links_runs,
-        "gossip.bind",
-        "needs exchange gossip, and so does gossip.connect",
-    ),
+    *(_not_the_choice(name, kind) for name, kind in EXCHANGES.items() if kind.spans_machines or kind.link),
     Refusal(
         lambda c, s: c.model.torso in FOR_IMAGES and not any(o.is_image for o in s.obs.values()),
         "model.torso",

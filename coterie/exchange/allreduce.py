@@ -234,6 +234,13 @@ KIND = ExchangeKind(
     AllReduce,
     in_lockstep=True,
     spans_machines=True,
+    trusts_network=lambda config: config.allreduce.trusted_network,
+    address=lambda config: config.allreduce.address,
+    link_settings=lambda bind, connect, machines: {
+        "allreduce.bind": bind,
+        "allreduce.connect": connect,
+        "allreduce.machines": machines,
+    },
     refusals=(
         Refusal(
             lambda c, s: bool(c.allreduce.bind) and bool(c.allreduce.connect),

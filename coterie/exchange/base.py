@@ -143,14 +143,17 @@ class ExchangeKind:
     mixing: Callable[[Config, int], list[Array] | None] = lambda config, learners: None
     leave: Callable[[SharedArrays, int], None] = lambda memory, rank: None  # the learner of this rank was killed
     one_learner: bool = False  # for a learner without others
-    spans_machines: bool = False  # learners of several machines form one group (`allreduce.bind`)
-    links_runs: bool = False  # runs exchange weights (`gossip.bind`)
+    spans_machines: bool = False  # learners of several machines form one group
+    trusts_network: Callable[[Config], bool] = lambda config: False  # that group may use any network between them
+    link: str = ""  # package.module:function that makes the `Link` of a run to other runs (exchange/links.py)
+    address: Callable[[Config], str] = lambda config: ""  # where learners meet those of other machines, if they do
+    link_settings: Callable[[str, str, int], dict[str, Any]] = lambda bind, connect, machines: {}  # for that
     in_lockstep: bool = False  # all learners make every step together, and find each other by a file
     shared_weights: bool = False  # one set of weights: the learning rate is that of one learner
     rejoins: bool = False  # a killed learner restarts alone; else all restart from the checkpoint
     on_gpu: bool = True
     refusals: tuple[Refusal, ...] = ()
-    consensus: str = ""  # package.module:class that reads the distance between the learners from `memory` and `mixing`
+    consensus: str = ""  # package.module:class that reads the learners' distance from `memory`, `mixing` and config
     simulation: str = ""  # package.module:class, a `SimExchange` of `coterie plan`; empty: plan leaves it out
 
     def connect(self, setup: Setup) -> Exchange:

@@ -267,7 +267,7 @@ def mixing_matrices(config: Config, learners: int) -> list[Array]:
 
 
 def memory(setup: Setup) -> SharedArrays:
-    linked = bool(setup.config.gossip.bind or setup.config.gossip.connect)
+    linked = bool(KIND.address(setup.config))
     return gossip_memory(setup.peers.learners, len(setup.params.data), setup.moments.size, linked)
 
 
@@ -282,7 +282,9 @@ KIND = ExchangeKind(
     consensus="coterie.instruments.consensus:Consensus",
     leave=leave,
     rejoins=True,
-    links_runs=True,
+    link="coterie.remote.gossip_link:link",
+    address=lambda config: config.gossip.bind or config.gossip.connect,
+    link_settings=lambda bind, connect, machines: {"gossip.bind": bind, "gossip.connect": connect},
     refusals=(
         Refusal(
             lambda c, s: bool(c.gossip.bind) and bool(c.gossip.connect),

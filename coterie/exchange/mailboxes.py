@@ -1,8 +1,8 @@
 """Mailboxes of gossip between machines: the newest weights of each learner, of this run and of others.
 
 A learner writes its mailbox after every mix and reads those of the learners elsewhere. A `Relay` at each end of the
-run's connection (`remote/gossip.py`) carries messages between machines. A newer message
-overwrites an older one that was not read, so no learner waits for a connection. A frame holds:
+run's connection (`remote/gossip_link.py`) carries messages between machines. A newer message overwrites an older one
+that was not read, so no learner waits for a connection. A frame holds:
 
 present  bool [REMOTE]                 the sender's learners, and at the hub those of other clients, by id
 filled   bool [1]                      whether there is a message

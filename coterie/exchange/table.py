@@ -20,7 +20,7 @@ def resolve_exchange(config: Config) -> str:
     """The exchange's name; `auto` is solo for a learner without others, and allreduce for several."""
     if config.exchange != "auto":
         return config.exchange
-    return "solo" if config.learners == 1 and not config.allreduce.address else "allreduce"
+    return "solo" if config.learners == 1 and not EXCHANGES["allreduce"].address(config) else "allreduce"
 
 
 def register_exchange(name: str, kind: ExchangeKind) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from coterie.algorithms.base import AnyAlgorithm, AnyBatch
+from coterie.config import Config
 from coterie.exchange.gossip import RECENT
 from coterie.exchange.mailboxes import Mailboxes
 from coterie.exchange.topology import contraction
@@ -26,12 +27,12 @@ from coterie.types import Array
 class Consensus:
     """Distance of the learners' weights to their mean, |X - Xbar| in the Frobenius norm, as of one and the same mix.
 
-    At `tau` 0 beside it the bound of Proposition 1, b <- beta (b + |U|) with U what the updates since the last mix
-    changed. There is no bound for a run that gossips with others: its distance includes their learners.
+    With `gossip.tau` 0, also the bound of Proposition 1: b <- beta (b + |U|), with U what the updates since the last
+    mix changed. There is no bound for a run that gossips with others: its distance includes their learners.
     """
 
-    def __init__(self, shared: SharedArrays, sequence: Sequence[Array], tau: int) -> None:
-        self.arrays, self.sequence, self.tau = shared.arrays, list(sequence), tau
+    def __init__(self, shared: SharedArrays, sequence: Sequence[Array], config: Config) -> None:
+        self.arrays, self.sequence, self.tau = shared.arrays, list(sequence), config.gossip.tau
         self.mailboxes = Mailboxes(shared, len(self.sequence[0]))
         self.betas = [contraction([p]) for p in self.sequence]
         self.bound, self.mixes = 0.0, 0

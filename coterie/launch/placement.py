@@ -9,7 +9,7 @@ import numpy as np
 
 from coterie.acting.base import Memory
 from coterie.acting.table import acting_kind
-from coterie.build.factory import ProcessContext, exchange_setup, make_model, memory_setup, net_of, normalizers
+from coterie.build.factory import ProcessContext, exchange_setup, make_model, memory_setup, normalizers
 from coterie.build.resources import gpus_of
 from coterie.config import ResolvedConfig
 from coterie.exchange.base import Peers
@@ -27,12 +27,7 @@ from coterie.types import Spec
 class Placement:
     """Where the learners and actors of a run sit and what they share; made again when all of them restart."""
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        spec: Spec,
-        tensors: checkpoint.Tensors | None = None,
-    ) -> None:
+    def __init__(self, config: ResolvedConfig, spec: Spec, tensors: checkpoint.Tensors | None = None) -> None:
         self.config, self.learners = config, config.learners
         self.places = place(self.learners, available_cores(), gpus_of(config))
         self.actors = config.actors
@@ -43,7 +38,6 @@ class Placement:
         model = make_model(config, spec)
         if tensors:
             model.load_state_dict(tensors["model"])
-        self.net = net_of(model)
         params, moments = FlatParams(model), normalizers(config, model)
         self.mixing = kind.mixing(config, self.learners)
         peers = Peers(board=self.board, mixing=self.mixing)
@@ -107,7 +101,7 @@ class Placement:
         """Metrics of how far the learners agree."""
         config, found = self.config, list[Callable[[], dict[str, float]]]()
         if path := exchange_kind(config).consensus:
-            found.append(named("consensus", path)(self.memory, self.mixing, config.gossip.tau).read)
+            found.append(named("consensus", path)(self.memory, self.mixing, config).read)
         if self.gradients is not None:
             peers = np.ones((self.learners, self.learners)) if self.mixing is None else np.sum(self.mixing, 0)
             found.append(Cosines(self.gradients, peers).read)

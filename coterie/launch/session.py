@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from coterie.build.resources import resolve_config, resolve_resources
 from coterie.build.validity import check
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
+from coterie.exchange.links import Link, Net
 from coterie.exchange.table import exchange_kind
 from coterie.extras import missing
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
-from coterie.remote.gossip import GossipClient, Net
+from coterie.plugins import named
 from coterie.replay.storage import require_room
 from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
@@ -78,7 +80,7 @@ def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[s
 def _go(asked: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, Any]:
     """Run from config to summary, in this process or in others. A run that cannot start writes no files."""
     if asked.launch == "ray":
-        from coterie.launch.ray.supervisor import run_on_ray  # which only this needs
+        from coterie.launch.ray.run import run_on_ray  # which only this needs
 
         return run_on_ray(asked, folder, resumed, quiet)
     saved = checkpoint.latest(folder / "checkpoints") if resumed else None
@@ -109,9 +111,9 @@ def _go(asked: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, An
         if learner is not None:
             opened.callback(learner.close)
         kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
-        link, link_error = _link(config, spec, saved is not None, quiet) if config.gossip.connect else (None, "")
+        link, link_error = _link(config, spec, saved is not None, quiet)
         if link is not None:
-            opened.callback(link.close)
+            opened.callback(link.close, True)
         if learner is not None and saved is not None and state is not None:
             learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
             learner.start(state["learners"][0], state["env_steps"])
@@ -156,19 +158,19 @@ def _run_here(run: Coordinator, learner: LearnerProcess) -> dict[str, Any]:
                 sys.stderr.flush()
                 os._exit(1)
 
-    def post(kind: str, content: Any) -> None:
-        run.receive(0, kind, content)
-
     run.poll()
     threading.Thread(target=watch, name="coterie-watchdog", daemon=True).start()
     try:
-        return run.go(Service(learner, run.folder, post).run, learner.close)
+        return run.go(Service(learner, run.folder, partial(run.receive, 0)).run, learner.close)
     finally:
         ended.set()
 
 
-def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tuple[GossipClient | None, str]:
-    """Connect to the run at `gossip.connect`. A resumed run may continue without it: then returns the reason."""
+def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tuple[Link | None, str]:
+    """The link to other runs, if there are any. A resumed run may continue without them: then returns the reason."""
+    kind = exchange_kind(config)
+    if not (kind.link and kind.address(config)):
+        return None, ""
 
     def say(line: str) -> None:
         if not quiet:
@@ -177,7 +179,7 @@ def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tup
     model = make_model(config, spec)
     net = Net(net_of(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
     try:
-        return GossipClient(config, config.learners, net, resumed=resumed, report=say), ""
+        return named("link", kind.link)(config, net, resumed, say), ""
     except ConfigError:
         raise
     except CoterieError as error:

@@ -12,12 +12,12 @@ from typing import Any
 
 from coterie.acting.table import acting_kind
 from coterie.config import ResolvedConfig
+from coterie.exchange.links import Link
 from coterie.exchange.table import exchange_kind
 from coterie.launch.chaos import Disturber
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
 from coterie.parallel.processes import Child, listen
-from coterie.remote.gossip import GossipClient, GossipHub
 from coterie.roles.entry import Start, learner_process, worker_process
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError
@@ -50,7 +50,7 @@ class RestartBudget:
 class Supervisor:
     """The learners and actors of a run as child processes, by their rows of the board."""
 
-    def __init__(self, run: Coordinator, config: ResolvedConfig, saved: Path | None, link: GossipClient | None) -> None:
+    def __init__(self, run: Coordinator, config: ResolvedConfig, saved: Path | None, link: Link | None) -> None:
         self.run, self.config, self.saved, self.link = run, config, saved, link
         self.kind = acting_kind(config)
         self.children: dict[int, Child] = {}
@@ -62,8 +62,7 @@ class Supervisor:
         self.restart_at: dict[int, float] = {}  # actors that are restarted then
         self.missed: tuple[float, str] | None = None  # when a learner could not reach another one, and its report
         self.waiting_since = time.monotonic()  # when all learners began to wait, after a signal
-        self.peers: GossipHub | GossipClient | None = self.link  # runs on other machines
-        self.joins = False  # whether the learners begin with such a run's weights
+        self.joins = False  # whether the learners begin with another run's weights
         self.chaos: Disturber | None = None
         run.on_end = self._dismiss_actors
         run.processes = lambda: {row: (self._name(row), x.process.pid or 0) for row, x in self.children.items()}
@@ -82,21 +81,12 @@ class Supervisor:
             group.board.write(rank, {**counts, "started": learned, "produced": learned, "dropped": 0})
         return group
 
-    def _connect(self) -> None:
-        """Begin to gossip with runs on other machines."""
-        group = self.group
-        if self.config.gossip.bind:
-            assert group.memory is not None
-            self.peers = GossipHub(self.config, group.memory, group.learners, group.net)
-        elif self.link is not None:
-            assert group.memory is not None
-            self.joins = self.link.start(group.memory, self.saved is None, lambda: self.run.signal is not None)
-            self.run.log(f"gossip with the run at {self.config.gossip.connect}")
-
     def work(self) -> None:
         """Start all processes and see the run through."""
         run = self.run
-        self._connect()
+        if self.link is not None:
+            assert self.group.memory is not None
+            self.joins = self.link.start(self.group.memory, self.saved is None, lambda: run.signal is not None)
         self._start_all()
         if self.config.chaos.every:
             cut = self.link.cut if self.link is not None else lambda: False
@@ -113,7 +103,7 @@ class Supervisor:
             if self.chaos is not None:
                 calm = bool(run.idle) or run.signal is not None
                 self.chaos.poll({self._name(row): child for row, child in self.children.items()}, calm)
-            for line in self.peers.lines() if self.peers is not None else ():
+            for line in self.link.lines() if self.link is not None else ():
                 run.log(line)
             if self.missed is not None and time.monotonic() - self.missed[0] > _GRACE_S:
                 self._restart_all(self.missed[1])
@@ -129,8 +119,8 @@ class Supervisor:
             self.run.extra_summary["chaos"] = dict(self.chaos.done)
         for child in self.children.values():
             child.kill()
-        if self.peers is not None:
-            self.peers.close(self.run.over and self.run.signal is None)
+        if self.link is not None:
+            self.link.close(self.run.over and self.run.signal is None)
         self.group.close()
 
     def _name(self, row: int) -> str:
@@ -238,8 +228,8 @@ class Supervisor:
     def _start_all(self, back: dict[str, Any] | None = None) -> None:
         """Start all learners and actors. `back`: the state that they are rolled back to, if any."""
         readers, ledger = self.group.readers(), self.run.ledger
-        if (peers := self.peers) is not None:
-            readers.append(lambda: peers.gauges(ledger.env_steps - ledger.begin_steps))
+        if (link := self.link) is not None:
+            readers.append(lambda: link.gauges(ledger.env_steps - ledger.begin_steps))
         self.run.join(self.group.board, readers, back)
         self.run.poll()
         for rank in range(self.group.learners):

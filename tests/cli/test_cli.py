@@ -130,7 +130,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "ACTING.batch_size": {**DECOUPLED, "actors": 2, "decoupled.batch_size": 20},
         "actors": {**DECOUPLED, "learners": 2, "actors": 3},
         "env.id": {"env.id": "CartPole-v1,CartPole-v1"},
-        "decoupled.publish_every": {**DECOUPLED, "decoupled.publish_every": 2},
+        "ACTING.publish_every": {**DECOUPLED, "decoupled.publish_every": 2},
         "vtrace.replay_capacity": {"algorithm": "vtrace", "vtrace.replay_capacity": 8},
         "algo.entropy_target": {"algo.entropy_target": 0.5, "algo.entropy_coef": 0.0},
         "algorithm": {"algorithm": "dqn"},

@@ -28,6 +28,8 @@ from tests.exchange.harness import flat, make_setup, together
 
 # --- distance to consensus ---
 
+LOCKSTEP = make_config(**{"gossip.tau": 0})
+
 
 def train(c: Crowd, rounds: int, seed: int) -> None:
     """Noisy gradients of one quadratic for each learner, in lockstep."""
@@ -46,7 +48,7 @@ def train(c: Crowd, rounds: int, seed: int) -> None:
 def test_the_reported_bound_on_the_distance_is_proposition_1s():
     sequence = matrices("ring", 3)
     c = crowd(np.zeros((3, 1)), sequence, tau=0)
-    reader, bound = Consensus(c.shared, sequence, 0), 0.0
+    reader, bound = Consensus(c.shared, sequence, LOCKSTEP), 0.0
     for lengths in ((3.0, 0.0, 4.0), (0.0, 0.0, 2.0), (1.0, 1.0, 1.0)):
         for x, length in zip(c.learners, lengths, strict=True):
             x.params.grad[0] = length
@@ -58,7 +60,7 @@ def test_the_reported_bound_on_the_distance_is_proposition_1s():
 def test_no_bound_where_lengths_were_overwritten_before_they_were_read():
     sequence = matrices("ring", 2)
     c = crowd(np.zeros((2, 1)), sequence, tau=0)
-    reader = Consensus(c.shared, sequence, 0)
+    reader = Consensus(c.shared, sequence, LOCKSTEP)
     for name in ("begun", "published", "mixed"):
         c.shared.arrays[name][:] = RECENT + 10
     train(c, 3, 0)
@@ -73,7 +75,7 @@ def test_only_the_distance_is_reported_without_lockstep():
         for x in c.learners:
             x.params.grad[0] = 1.0
             step(x)
-        found = Consensus(c.shared, sequence, tau).read()
+        found = Consensus(c.shared, sequence, make_config(**{"gossip.tau": tau})).read()
         said = c.shared.arrays["message"][:, :1].astype(float)
         assert found == {"consensus/distance": pytest.approx(distance(said))}
 
@@ -83,7 +85,7 @@ def test_no_distance_is_reported_while_a_message_is_being_written():
     c = crowd(np.zeros((2, 4)), sequence, tau=0)
     train(c, 2, 0)
     c.shared.arrays["begun"][1] += 1
-    assert Consensus(c.shared, sequence, 0).read() == {}
+    assert Consensus(c.shared, sequence, LOCKSTEP).read() == {}
 
 
 # --- gradients ---

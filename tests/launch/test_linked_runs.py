@@ -16,7 +16,7 @@ from tests.support.net import free_port
 from tests.support.process_table import family
 from tests.support.runs import check_rows, inline_options
 
-# Runs start processes for minutes. tests/remote/test_gossip_client.py and tests/exchange/test_elastic.py show the same
+# Runs start processes for minutes. tests/remote/test_gossip_link.py and tests/exchange/test_elastic.py show the same
 # in one process; in tests/launch/test_fault_table.py they are on machines of which one is lost or cut off.
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from coterie.exchange.gossip import Gossip
+from coterie.exchange.links import Net
 from coterie.exchange.mailboxes import REMOTE, message_layout
-from coterie.remote.gossip import GossipClient, GossipHub, Net
+from coterie.remote.gossip_link import GossipClient, GossipHub
 from tests.conftest import make_config
 from tests.exchange.gossip_harness import SIZE, distance, linked, weights
 from tests.support.waiting import wait_until
@@ -26,7 +27,8 @@ class HubRun:
     def __init__(self, address: str, **changes: Any) -> None:
         self.memory, [self.learner] = linked(1, np.eye(1, 4))
         config = make_config(**{"exchange": "gossip", "gossip.bind": address, **changes})
-        self.hub = GossipHub(config, self.memory, 1, DIGEST)
+        self.hub = GossipHub(config, 1, Net(DIGEST, SIZE, 1))
+        self.hub.start(self.memory)
 
     @property
     def present(self) -> list[int]:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from coterie import __version__
 from coterie.launch.ray import watchdog
+from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, site_config, worker_args
 from coterie.launch.ray.cluster import Address, Orders, Terms
-from coterie.launch.ray.placement import Allocation, Part, Site, Worker, site_config, worker_args
 from coterie.launch.ray.storage import OF_THE_RUN, Mirror, site_url
 from coterie.parallel.processes import scratch_folder
 from coterie.runs import checkpoint

@@ -114,7 +114,7 @@ class SimDecoupled(SimActing):
         size = lay.batch // lay.width
         self.slots = simpy.Container(self.sim, init=lay.batches * size)
         while True:
-            if learner.steps - learner.published >= lay.publish_every:
+            if learner.steps - learner.published >= lay.config.decoupled.publish_every:
                 learner.published = learner.steps
             batch = yield from self.take(size)
             yield from learner.train(batch)
@@ -207,11 +207,11 @@ class SimCentral(SimActing):
 
     def _infer(self) -> Process:
         learner, lay = self.learner, self.layout
-        envs = lay.width * lay.producers
-        least, wait = (envs, math.inf) if lay.lockstep else (min(lay.batch_min, envs), lay.wait)
+        envs, own = lay.width * lay.producers, lay.config.central
+        least, wait = (envs, math.inf) if lay.lockstep else (min(own.batch_min, envs), own.wait)
         while True:
             # A wait that is over by rounding is over.
-            picked, left = choose_batch(self.pending, self.sim.now + 1e-9, least, lay.batch_max, wait)
+            picked, left = choose_batch(self.pending, self.sim.now + 1e-9, least, own.batch_max, wait)
             if not picked:
                 news = learner.news.next
                 yield news if math.isinf(left) else news | self.sim.timeout(left)

@@ -44,6 +44,7 @@ class RunLayout:
 
     acting: str
     exchange: str
+    config: Config  # the settings of its acting and exchange, for their simulations
     hardware: Hardware
     learners: int
     producers: int  # actors or env hosts of each learner; inline: 0
@@ -59,14 +60,6 @@ class RunLayout:
     chunk: int  # samples of one part at most; 0: any
     batches: int = 1  # that there is memory for
     lockstep: bool = False
-    publish_every: int = 1
-    batch_min: int = 0
-    batch_max: int = 0
-    wait: float = 0.0
-    chunks: int = 1  # of a store
-    local_steps: int = 1
-    mix_every: int = 1  # 0: once for each rollout
-    tau: int = -1
 
     @property
     def kind(self) -> ActingKind[Any]:
@@ -107,7 +100,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     h, kind, exchange_kind = hardware, ACTING[acting], EXCHANGES[exchange]
     if exchange_kind.one_learner:
         h, learners = replace(hardware, machines=1), 1
-    if h.machines > 1 and not (exchange_kind.spans_machines or exchange_kind.links_runs):
+    if h.machines > 1 and not (exchange_kind.spans_machines or exchange_kind.link):
         raise ConfigError("machines: learners of several machines need exchange allreduce or gossip")
     if learners % h.machines:
         raise ConfigError(f"machines: {learners} learners cannot be shared out evenly among {h.machines} machines")
@@ -128,7 +121,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     env = replace(cell.env, num_envs=width * max(1, producers))
     own = replace(whole, learners=learners, exchange=exchange, actors=producers * learners, env=env)
     batch = kind.batch_size(own)
-    _check(own, spec, h.machines > 1, apart > 0)
+    _check(own, spec, h.machines, apart > 0)
     gpu = h.gpus > 0 and exchange_kind.on_gpu
     place_cores = len(place(learners, range(h.cores), h.gpus if gpu else 0)[0].cores)
     mine = resolve_resources(replace(own, device="cpu"), spec, cores=place_cores)
@@ -142,28 +135,23 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
         threads = own.env.threads or (place_cores - 1 if gpu and place_cores > 1 else place_cores)
     unroll = unroll_length(own)
     steps, samples = algorithm_class(own).updates(own, batch, unroll)
-    section, lockstep = kind.section(own) or own.decoupled, kind.apart and kind.lockstep(own)
+    section, lockstep = kind.section(own), kind.apart and kind.lockstep(own)
+    queue = 0 if section is None else section.queue
     trainers = 1 if gpu else mine.torch_threads
     return RunLayout(
-        acting=acting, exchange=exchange, hardware=h, learners=everywhere, producers=producers, width=width,
+        acting=acting, exchange=exchange, config=own, hardware=h, learners=everywhere, producers=producers, width=width,
         groups=groups, env_threads=max(1, -(-threads // groups)), act_threads=min(groups, trainers),
         train_threads=trainers, unroll=unroll, batch=batch, steps=steps, samples=samples,
-        chunk=own.optim.chunk if gpu else mine.chunk, batches=1 if lockstep else 2 + section.queue, lockstep=lockstep,
-        publish_every=own.decoupled.publish_every, batch_min=own.central.batch_min,
-        batch_max=own.central.batch_max, wait=own.central.wait, chunks=own.store.chunks,
-        local_steps=own.store.local_steps, mix_every=own.gossip.mix_every, tau=own.gossip.tau,
+        chunk=own.optim.chunk if gpu else mine.chunk, batches=1 if lockstep else 2 + queue, lockstep=lockstep,
     )  # fmt: skip
 
 
-def _check(config: ResolvedConfig, spec: Spec, linked: bool, hosted: bool) -> None:
+def _check(config: ResolvedConfig, spec: Spec, machines: int, hosted: bool) -> None:
     """Refuse what a run would. Hosts and learners elsewhere connect to this machine, which not every run allows."""
-    if hosted:
-        config = replace(config, wire=replace(config.wire, bind=_HERE))
-    if linked and EXCHANGES[config.exchange].links_runs:
-        config = replace(config, gossip=replace(config.gossip, bind=_HERE))
-    elif linked:
-        config = replace(config, allreduce=replace(config.allreduce, bind=_HERE))
-    validity.check(config, spec)
+    overrides: dict[str, Any] = {"wire.bind": _HERE} if hosted else {}
+    if machines > 1:
+        overrides |= EXCHANGES[config.exchange].link_settings(_HERE, "", machines)
+    validity.check(resolve_config(changed(config, overrides)), spec)
 
 
 def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
@@ -177,8 +165,7 @@ def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
     if EXCHANGES[exchange].one_learner and actors != "auto" and config.learners != "auto":
         actors = max(1, actors // config.learners)
     overrides = {"acting": acting, "exchange": exchange, "learners": learners, "actors": actors}
-    overrides |= {"decoupled.lockstep": lockstep, "decoupled.batch_size": batch}
-    overrides |= {"central.lockstep": lockstep, "central.batch_size": batch}
+    overrides |= ACTING[acting].batch_settings(lockstep, batch)
     if lockstep and ACTING[acting].hosted:
         overrides["env.groups"] = 0
     return changed(config, overrides)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import simpy
 
@@ -40,7 +41,7 @@ class Shared:
         self.sim, self.layout, self.services = simpy.Environment(), layout, services
         self.machines = [SimMachine(self.sim, layout) for _ in range(layout.hardware.machines)]
         self.barrier = Barrier(self.sim, layout.learners)
-        self.store = simpy.Resource(self.sim, layout.chunks)  # a lock for each chunk
+        self.store = simpy.Resource(self.sim, layout.config.store.chunks)  # a lock for each chunk
         self.updates = 0  # of shared weights, by all learners
 
 
@@ -101,6 +102,8 @@ def training(layout: RunLayout, costs: Costs) -> list[float]:
 class SimExchange:
     """A learner's clipping, update and agreement with the others: here, alone."""
 
+    measured: Mapping[str, Any] = {}  # settings with which each of its steps costs the same
+
     def __init__(self, learner: SimLearner) -> None:
         self.learner, self.shared, self.layout = learner, learner.shared, learner.layout
         self.costs, self.weights = learner.costs.exchange, learner.shared.services.weight_bytes
@@ -154,7 +157,7 @@ class SimStore(SimExchange):
 
     def step(self) -> Process:
         self.local_steps += 1
-        if self.local_steps < self.layout.local_steps:
+        if self.local_steps < self.layout.config.store.local_steps:
             yield from self.update("solo")
             return
         self.local_steps = 0
@@ -167,21 +170,23 @@ class SimStore(SimExchange):
 class SimGossip(SimExchange):
     """Without `tau` 0 it does not wait for messages, so those between machines are not simulated."""
 
+    measured: Mapping[str, Any] = {"gossip.mix_every": 1}
     steps = 0
 
     def step(self) -> Process:
         yield from self.update("solo")
         self.steps += 1
-        if self.layout.mix_every and self.steps % self.layout.mix_every == 0:
+        every = self.layout.config.gossip.mix_every
+        if every and self.steps % every == 0:
             yield from self._mix()
 
     def after_rollout(self) -> Process:
-        if not self.layout.mix_every:
+        if not self.layout.config.gossip.mix_every:
             yield from self._mix()
 
     def _mix(self) -> Process:
         learner, h = self.learner, self.layout.hardware
-        if self.layout.tau == 0:
+        if self.layout.config.gossip.tau == 0:
             yield from learner.wait(self.shared.barrier.join())
             if h.machines > 1:  # there and on, by way of the first machine
                 yield from learner.wait(learner.sim.timeout(2 * h.latency + self.weights / h.bandwidth))

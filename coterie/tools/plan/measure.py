@@ -24,6 +24,7 @@ from coterie.exchange.table import EXCHANGES
 from coterie.launch.placement import Placement
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, gather
+from coterie.plugins import named
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.microbench import PATIENCE_S, Turn, measure_process, merge
 from coterie.tools.plan.services import Costs, LinearCost, Services, fit
@@ -40,12 +41,16 @@ _MESSAGE, _BYTE = 3e-4, 7e-10
 def lone(config: Config, envs: int, of: int) -> ResolvedConfig:
     """The config of the measured learner, with `envs` of `of` simulators; its batches shrink in proportion."""
     share = envs / of
+    exchanges: dict[str, Any] = {}
+    for kind in EXCHANGES.values():
+        exchanges |= kind.link_settings("", "", 1)
+        exchanges |= named("exchange", kind.simulation).measured if kind.simulation else {}
     c = changed(config, {
         "acting": "inline", "exchange": "solo", "learners": 1, "actors": "auto", "device": "cpu", "torch_threads": 1,
         "env.num_envs": of, "env.groups": 1, "env.threads": 1, "env.delay": 0.0,
-        "env.decorrelate": min(config.env.decorrelate, _DECORRELATE), "wire.bind": "", "gossip.bind": "",
-        "gossip.connect": "", "gossip.mix_every": 1, "chaos": Chaos(), "vtrace.minibatch": 0,
-        "log.cosines": 0, "log.norms": 0, "ppo.batch_size": 0, "q.secondary_batch": 0,
+        "env.decorrelate": min(config.env.decorrelate, _DECORRELATE), "wire.bind": "", "chaos": Chaos(),
+        "vtrace.minibatch": 0, "log.cosines": 0, "log.norms": 0, "ppo.batch_size": 0, "q.secondary_batch": 0,
+        **exchanges,
     })  # fmt: skip
     c = changed(c, {
         "algo.unroll_length": unroll_length(c), "env.num_envs": envs,

@@ -22,7 +22,7 @@ _NOISE = 1.05  # a simulation's rate over a ceiling of mean times
 def ceiling(layout: RunLayout, services: Services) -> float:
     """Env steps/s that the layout cannot exceed: its cores and GPUs full all the time."""
     h, kind, costs, chip = layout.hardware, layout.kind, services.costs, services.chip(layout.gpus > 0)
-    most = layout.batch_max or layout.width * layout.producers  # envs of a forward
+    most = kind.batch_max(layout.config) or layout.width * layout.producers  # envs of a forward
     envs = max(1, most if kind.hosted else layout.width // layout.groups)
     train = layout.steps * (chip.train.each * layout.samples + chip.exchange["solo"]) / layout.batch / layout.unroll
     computes, steps = "gpus" if layout.gpus else "cores", "hosts" if layout.hosts else "cores"

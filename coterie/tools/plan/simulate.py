@@ -45,6 +45,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
+        del data["layout"]["config"]
         if math.isinf(data["layout"]["hardware"]["bandwidth"]):  # JSON has no infinity
             data["layout"]["hardware"]["bandwidth"] = None
         return data

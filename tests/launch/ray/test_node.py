@@ -15,9 +15,9 @@ import pytest
 
 from coterie import __version__
 from coterie.launch.ray import watchdog
+from coterie.launch.ray.allocation import Allocation, Machine, Site, allocate
 from coterie.launch.ray.cluster import Board
 from coterie.launch.ray.node import Node, Outcome
-from coterie.launch.ray.placement import Allocation, Machine, Site, allocate
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
 from coterie.types import CoterieError

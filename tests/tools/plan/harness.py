@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from coterie.config import Config
+from coterie.runs import config_io
 from coterie.tools.plan.layout import Hardware, RunLayout
 from coterie.tools.plan.services import Costs, LinearCost, Services
 
@@ -14,6 +16,7 @@ COSTS = Costs(
     train=LinearCost(0.003, 0.002),
     exchange=EXCHANGE,
 )  # fmt: skip
+SETTINGS = {"central.wait": 0.0, "store.chunks": 1, "gossip.mix_every": 1}
 #: Only envs and forwards cost anything.
 BARE = Costs(LinearCost(0.0, 0.01), LinearCost(0.002, 0.0), LinearCost(), LinearCost(), dict.fromkeys(EXCHANGE, 0.0))
 
@@ -25,11 +28,12 @@ def services(costs: Costs = COSTS, **changes: Any) -> Services:
 def layout(
     acting: str = "inline", exchange: str = "solo", hardware: Hardware | None = None, **changes: Any
 ) -> RunLayout:
-    """One env on one core, unrolls of 4; `changes` are of `RunLayout`."""
+    """One env on one core, unrolls of 4; `changes` are of `RunLayout`, or settings of the acting or the exchange."""
+    settings = {name: changes.pop(name) for name in list(changes) if "." in name}
     own: dict[str, Any] = {
         "learners": 1, "producers": 0 if acting == "inline" else 1, "width": 1, "groups": 1, "env_threads": 1,
         "act_threads": 1, "train_threads": 1, "unroll": 4, "batch": 1, "steps": 1.0, "samples": 4.0, "chunk": 0,
-        "batches": 1 if acting == "inline" else 3,
+        "batches": 1 if acting == "inline" else 3, "config": config_io.replace(Config(), SETTINGS | settings),
     }  # fmt: skip
     found = RunLayout(acting=acting, exchange=exchange, hardware=hardware or Hardware(), **own | changes)
     if "samples" not in changes:

@@ -74,16 +74,17 @@ def test_central_with_one_server_is_a_closed_queue():
     """N clients that think for Z seconds and one server that takes S for each: min(N / (Z + S), 1 / S)."""
     for hosts in (1, 6, 12):
         hardware = Hardware(cores=4, hosts=hosts)
-        own = layout("central", hardware=hardware, producers=hosts, batch_max=1, unroll=50, batches=50)
+        own = layout("central", hardware=hardware, producers=hosts, unroll=50, batches=50, **{"central.batch_max": 1})
         rate = simulate(own, services(BARE)).env_steps_per_s
         assert rate == pytest.approx(min(hosts / 0.012, 1 / 0.002), rel=0.02)
 
 
 def test_central_acting_waits_for_its_smallest_batch_but_not_without_end():
     hardware = Hardware(cores=4, hosts=2)
-    own = layout("central", hardware=hardware, producers=2, unroll=50, batches=50, batch_min=2, wait=1.0)
+    patient = {"central.batch_min": 2, "central.wait": 1.0}
+    own = layout("central", hardware=hardware, producers=2, unroll=50, batches=50, **patient)
     assert simulate(own, services(BARE)).env_steps_per_s == pytest.approx(2 / 0.012, rel=0.02)
-    alone = replace(own, producers=1, batch_min=2, wait=0.5, hardware=replace(hardware, hosts=1))
+    alone = replace(own, producers=1, hardware=replace(hardware, hosts=1))
     assert simulate(alone, services(BARE)).env_steps_per_s == pytest.approx(1 / 0.012, rel=0.02)  # no more are there
 
 
@@ -110,7 +111,7 @@ def test_actors_on_hosts_pay_for_weights_and_rollouts():
 def test_a_stores_lock_is_held_by_one_learner_at_a_time():
     costs = replace(BARE, env=LinearCost(), act=LinearCost(), exchange=EXCHANGE)
     for chunks in (1, 3):
-        own = layout("inline", "store", Hardware(cores=4), learners=4, chunks=chunks)
+        own = layout("inline", "store", Hardware(cores=4), learners=4, **{"store.chunks": chunks})
         rate = simulate(own, services(costs)).env_steps_per_s / 4
         assert rate == pytest.approx(min(chunks, 4) / EXCHANGE["store"], rel=0.05)
 
@@ -131,7 +132,7 @@ def test_an_all_reduce_between_machines_takes_its_messages_time():
 def test_gossip_between_machines_waits_for_messages_only_in_lockstep():
     near, far = Hardware(machines=3), Hardware(machines=3, latency=0.5)
     rates = [
-        simulate(layout("inline", "gossip", h, learners=3, mix_every=1, tau=tau), services()).env_steps_per_s
+        simulate(layout("inline", "gossip", h, learners=3, **{"gossip.tau": tau}), services()).env_steps_per_s
         for h, tau in ((near, -1), (far, -1), (far, 0))
     ]
     assert rates[1] == pytest.approx(rates[0], rel=1e-9)
@@ -139,9 +140,9 @@ def test_gossip_between_machines_waits_for_messages_only_in_lockstep():
 
 
 EVERY = [
-    layout("inline", "gossip", Hardware(2, machines=2, bandwidth=1e5), learners=4, width=4, batch=4, mix_every=1),
+    layout("inline", "gossip", Hardware(2, machines=2, bandwidth=1e5), learners=4, width=4, batch=4),
     layout("central", "allreduce", Hardware(2, machines=2, hosts=2), learners=2, producers=1, width=4, batch=4),
-    layout("inline", "store", TWO, learners=2, width=4, batch=4, groups=2, chunks=3),
+    layout("inline", "store", TWO, learners=2, width=4, batch=4, groups=2, **{"store.chunks": 3}),
     layout("decoupled", "gossip", TWO, learners=2, producers=2, width=4, batch=8),
     layout("decoupled", "solo", Hardware(2, hosts=2, host_cores=2, bandwidth=1e5), producers=4, batch=2),
     layout("central", "allreduce", TWO, learners=2, producers=2, width=4, groups=2, batch=3),

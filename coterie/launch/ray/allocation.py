@@ -10,13 +10,15 @@ from coterie.algorithms.table import is_value_based
 from coterie.build.resources import fitting_actors, largest, simulators
 from coterie.config import Config, Env
 from coterie.envs.tasks import tasks
-from coterie.exchange.table import exchange_kind, resolve_exchange
+from coterie.exchange.table import EXCHANGES, exchange_kind, resolve_exchange
 from coterie.ops.optim import scaled_lr
 from coterie.runs.config_io import get
+from coterie.runs.config_io import replace as changed
 from coterie.types import ConfigError
 from coterie.wire.auth import join
 
-_ADDRESSES = ("wire.bind", "gossip.bind", "gossip.connect", "allreduce.bind", "allreduce.connect")
+_LINKS = [setting for kind in EXCHANGES.values() for setting in kind.link_settings("", "", 0).items()]
+_ADDRESSES = ("wire.bind", *(name for name, value in _LINKS if value == ""))
 _NOT_PASSED_ON = ("id", "num_envs", "threads", "delay_learner")  # of `env`: given apart, or of no use to a worker
 
 
@@ -136,13 +138,12 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
 def _spreads(config: Config) -> bool:
     """Whether learners on several machines can take part in one run."""
     kind = exchange_kind(replace(config, learners="auto"))
-    across = kind.spans_machines and config.allreduce.trusted_network
-    return kind.links_runs or (across and not is_value_based(config))
+    return bool(kind.link) or (kind.trusts_network(config) and not is_value_based(config))
 
 
 def _sites(config: Config, learners: int, room: list[int]) -> int:
     """Over how many machines the learners are spread. `room`: learners that each machine has room for."""
-    if exchange_kind(config).links_runs:
+    if exchange_kind(config).link:
         return min(learners, len(room))
     enough = (k for k in range(1, len(room) + 1) if sum(room[:k]) >= learners)
     return next(enough, len(room)) if _spreads(config) else 1
@@ -201,12 +202,7 @@ def site_config(
     if len(allocation.sites) > 1:
         at = join(hub[0], hub[1] + allocation.sites[0].learners)
         bind, connect = ("", at) if k else (at, "")
-        if exchange_kind(config).links_runs:
-            gossip = replace(config.gossip, bind=bind, connect=connect)
-            config = replace(config, gossip=gossip)
-        else:
-            ring = replace(config.allreduce, bind=bind, connect=connect, machines=len(allocation.sites))
-            config = replace(config, allreduce=ring)
+        config = changed(config, exchange_kind(config).link_settings(bind, connect, len(allocation.sites)))
     return replace(
         config,
         launch="local",
@@ -225,9 +221,8 @@ def _with_actors_beside(config: Config, learners: int, width: int) -> Config:
     if not acting_kind(config).own_policy:
         return replace(config, actors=0)
     return replace(
-        config,
+        changed(config, acting_kind(config).batch_settings(False, batch_size(config))),
         actors=learners,
-        decoupled=replace(config.decoupled, batch_size=batch_size(config)),
         replay=replace(config.replay, envs=config.replay.envs or config.env.num_envs),
         env=replace(config.env, num_envs=width),
     )

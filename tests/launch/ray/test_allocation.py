@@ -12,9 +12,9 @@ from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.config import Config
 from coterie.envs.make import make_spec
+from coterie.launch.ray.allocation import Allocation, Machine, Site, Worker, allocate, site_config, targets, worker_args
 from coterie.launch.ray.cluster import Board
-from coterie.launch.ray.placement import Allocation, Machine, Site, Worker, allocate, site_config, targets, worker_args
-from coterie.launch.ray.supervisor import sum_up
+from coterie.launch.ray.run import sum_up
 from coterie.ops.optim import scaled_lr
 from coterie.runs.config_io import validate
 from coterie.types import ConfigError, CoterieError

@@ -16,9 +16,9 @@ from typing import Any
 
 from coterie import __version__
 from coterie.config import Config
+from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, allocate, targets
 from coterie.launch.ray.cluster import Board, Cluster, budgets
 from coterie.launch.ray.node import Node, Outcome, env_steps
-from coterie.launch.ray.placement import Allocation, Part, Site, Worker, allocate, targets
 from coterie.launch.ray.storage import OF_THE_RUN, Mirror, site_url
 from coterie.parallel.processes import on_signals
 from coterie.runs.config_io import save_config

@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
+from coterie.exchange.links import Net
 from coterie.exchange.mailboxes import Mailboxes, Relay
-from coterie.remote.gossip import GossipHub
+from coterie.remote.gossip_link import GossipHub
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.codec import Refused
 from tests.conftest import make_config
@@ -145,10 +146,8 @@ def test_a_client_needs_the_token(tmp_path, address, hubs, gossip_clients):
 
 def test_a_message_must_fit_the_wire(address):
     config = make_config(**{"exchange": "gossip", "gossip.bind": address, "wire.max_message_mb": 1})
-    memory, _ = linked(1, np.eye(1, 4))
-    memory.arrays["mailbox/weights"] = np.zeros((257, 1 << 19), np.float32)
     with pytest.raises(ConfigError, match=r"wire\.max_message_mb: a message has 2 MB, not 1"):
-        GossipHub(config, memory, 1, DIGEST)
+        GossipHub(config, 1, Net(DIGEST, 1 << 19, 1))
 
 
 class Pair:

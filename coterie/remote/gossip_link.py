@@ -9,9 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from coterie.config import Config, ResolvedConfig
+from coterie.exchange.links import Link, Net
 from coterie.exchange.mailboxes import NAP_S, REMOTE, Mailboxes, Relay, message_layout
 from coterie.parallel.shm import SharedArrays
 from coterie.remote.admission import Servers, check_hello
@@ -27,25 +28,43 @@ _WEIGHTS_S = 30.0  # that a new run waits for the weights of others
 _LEAVE_S = 2.0
 
 
-class GossipHub:
-    """Admits clients and keeps a mailbox for each of their learners. `net`: a digest of the network."""
+def link(config: ResolvedConfig, net: Net, resumed: bool, report: Callable[[str], None]) -> Link:
+    """The link of a run that listens for others or connects to one."""
+    if config.gossip.bind:
+        return GossipHub(config, config.learners, net)
+    return GossipClient(config, config.learners, net, resumed=resumed, report=report)
 
-    def __init__(self, config: ResolvedConfig, memory: SharedArrays, learners: int, net: str) -> None:
-        self.mailboxes, self.env_id, self.net = Mailboxes(memory, learners), config.env.id, net
-        self.layout = message_layout(self.mailboxes.weights.shape[1], self.mailboxes.moments.shape[1])
+
+class GossipHub:
+    """Admits clients and keeps a mailbox for each of their learners."""
+
+    mailboxes: Mailboxes
+
+    def __init__(self, config: Config, learners: int, net: Net) -> None:
+        self.address, self.env_id, self.learners, self.net = config.gossip.bind, config.env.id, learners, net
+        self.layout = message_layout(net.weights, net.moments)
         if self.layout.most > (most := config.wire.max_message_mb) << 20:
             raise ConfigError(f"wire.max_message_mb: a message has {self.layout.most / 2**20:.0f} MB, not {most}")
         self.clients: dict[int, GossipStream] = {}  # by run_id
         self._lock = threading.Lock()
         self.servers = Servers(config.wire)
-        self.servers.serve(config.gossip.bind, {"Gossip": self.admit}, "gossip.bind")
+
+    def start(self, memory: SharedArrays, join: bool = False, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Listen. The learners start with their own weights."""
+        self.mailboxes = Mailboxes(memory, self.learners)
+        self.servers.serve(self.address, {"Gossip": self.admit}, "gossip.bind")
+        return False
+
+    def cut(self) -> bool:
+        """It is for the clients to break their streams."""
+        return False
 
     def admit(self, hello: Any) -> GossipStream:
         check_hello(hello, [self.env_id], self.layout)
         with self._lock:
             if (before := self.clients.get(hello.run_id)) is not None:  # it reconnects before its end was noticed
                 self._drop(before)
-            own = range(self.mailboxes.learners)
+            own = range(self.learners)
             published = any(map(self.mailboxes.has_message, (*own, *self.mailboxes.peers())))
             stream = GossipStream(self, self._relay(hello.envs), hello.run_id, published)
             self.clients[hello.run_id] = stream
@@ -54,7 +73,7 @@ class GossipHub:
     def _relay(self, learners: int) -> Relay:
         """Mailboxes in consecutive free rows, below the highest id."""
         taken = {row for client in self.clients.values() for row in client.relay.receives}
-        first = self.mailboxes.learners
+        first = self.learners
         while first + learners <= REMOTE:
             if not (busy := taken.intersection(range(first, first + learners))):
                 rows = range(first, first + learners)
@@ -88,7 +107,7 @@ class GossipStream(ServiceStream):
     """One client's stream: each of its frames is answered with one of the hub's."""
 
     def __init__(self, hub: GossipHub, relay: Relay, run_id: int, published: bool) -> None:
-        settings = {"net": hub.net, "published": published}
+        settings = {"net": hub.net.digest, "published": published}
         super().__init__({"number": 0, "learners": 1, "settings": json.dumps(settings)})
         self.hub, self.relay, self.run_id = hub, relay, run_id
         self.reads = self.writes = hub.layout
@@ -100,14 +119,6 @@ class GossipStream(ServiceStream):
 
     def leave(self) -> None:
         self.hub.leave(self)
-
-
-class Net(NamedTuple):
-    """What the learners of all runs must share."""
-
-    digest: str  # of the network's names and shapes
-    weights: int
-    moments: int
 
 
 class GossipClient:
@@ -163,6 +174,7 @@ class GossipClient:
         returns whether there are any. Does not wait for them once `stop` is true.
         """
         self.mailboxes = boxes = Mailboxes(memory, self.learners)
+        self._lines.append(f"gossip with the run at {self.address}")
         self._thread = thread = threading.Thread(target=self._work, args=(boxes,), name="coterie-gossip", daemon=True)
         thread.start()
         end = time.monotonic() + _WEIGHTS_S
