@@ -165,10 +165,6 @@ class WorkerSetup:
 M = TypeVar("M")
 
 
-def _no_memory(setup: MemorySetup) -> None:
-    """Nothing is shared."""
-
-
 def _no_worker(setup: WorkerSetup, memory: Any) -> Worker:
     raise CoterieError("acting: a kind with child processes needs a `worker`")
 
@@ -186,10 +182,6 @@ class Section(Protocol):
     def restarts(self) -> int: ...  # of children that died, before the run fails
 
 
-def _no_section(config: Config) -> None:
-    """It has no settings."""
-
-
 @dataclass(frozen=True)
 class ActingKind(Generic[M]):
     """One choice of acting, as the rest of the program knows it. Each module of this folder has its `KIND`.
@@ -199,11 +191,11 @@ class ActingKind(Generic[M]):
 
     connect: Callable[[LearnerSetup, M], Acting]  # in the learner's process
     describe: Callable[[ResolvedConfig, int, int], str]  # of a learner's envs, groups and env threads: one line
-    memory: Callable[[MemorySetup], M | None] = _no_memory  # in the parent, for each learner
+    memory: Callable[[MemorySetup], M | None] = lambda setup: None  # in the parent, for each learner
     worker: Callable[[WorkerSetup, M], Worker] = _no_worker  # in a child process
     child: str = ""  # what its child processes are called; empty: the learner steps the envs itself
     own_policy: bool = False  # the children choose actions, one core each; else the learner does for them
-    section: Callable[[Config], Section | None] = _no_section  # its settings
+    section: Callable[[Config], Section | None] = lambda config: None  # its settings
     batch_settings: Callable[[bool, int], dict[str, Any]] = lambda lockstep, batch_size: {}  # these two of them
     publish_every: Callable[[Config], int] = lambda config: 1  # learner steps between updates of the acting weights
     max_envs: Callable[[Config], int] = lambda config: sys.maxsize  # of one learner
