@@ -105,9 +105,7 @@ MEASURES = {
     "saturation": Measure(
         _over("cosine/half", np.mean), "gradient saturation", "cosine of half a batch's gradient with the whole's"
     ),
-    "policy_saturation": Measure(
-        _over("cosine/half_policy", np.mean), "gradient saturation, without the value loss", "the same cosine"
-    ),
+    "policy_saturation": Measure(_over("cosine/half_policy", np.mean), "saturation without value loss", "cosine"),
 }
 
 
