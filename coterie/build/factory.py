@@ -48,7 +48,7 @@ def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU
 
 
 def env_share(
-    config: Config, mine: ResolvedConfig, spec: Spec, resources: Resources, life: int, first_env: int
+    config: Config, mine: ResolvedConfig, spec: Spec, resources: Resources, incarnation: int, first_env: int
 ) -> EnvShare:
     """The envs of one process: those of `mine`, with global ids from `first_env` on. `config`: the run's."""
 
@@ -56,7 +56,7 @@ def env_share(
         return make_envs(
             mine.env,
             mine.atari,
-            seed=seed_for(mine.seed, ENV_SEED, life),
+            seed=seed_for(mine.seed, ENV_SEED, incarnation),
             first_env_id=first_env,
             threads=threads or resources.env_threads,
             groups=resources.groups,
@@ -64,14 +64,14 @@ def env_share(
         )
 
     def make_rng(key: int) -> torch.Generator:
-        return torch.Generator(resources.device).manual_seed(seed_for(mine.seed, POLICY_SEED, life, key))
+        return torch.Generator(resources.device).manual_seed(seed_for(mine.seed, POLICY_SEED, incarnation, key))
 
     return EnvShare(mine, spec, first_env, resources.groups, resources.device, resources.dtype, make, make_rng)
 
 
-def cpu_share(config: Config, mine: ResolvedConfig, spec: Spec, life: int, first_env: int) -> EnvShare:
+def cpu_share(config: Config, mine: ResolvedConfig, spec: Spec, incarnation: int, first_env: int) -> EnvShare:
     """The envs of an actor or an env host."""
-    return env_share(config, mine, spec, resolve_resources(replace(mine, device="cpu"), spec), life, first_env)
+    return env_share(config, mine, spec, resolve_resources(replace(mine, device="cpu"), spec), incarnation, first_env)
 
 
 def policy_of(algorithm: AnyAlgorithm) -> Policy:
@@ -117,10 +117,12 @@ class ProcessContext(Peers):
     acting: Any = None  # the `Memory` of the run's acting
 
 
-def worker_setup(config: ResolvedConfig, life: int, context: ProcessContext, number: int, row: int) -> WorkerSetup:
+def worker_setup(
+    config: ResolvedConfig, incarnation: int, context: ProcessContext, number: int, row: int
+) -> WorkerSetup:
     """The parts of child process `number` of a learner, with the board's row `row`."""
     spec, (mine, first_env) = make_spec(config.env, config.atari), child_env(config, number, context.rank)
-    share = cpu_share(config, mine, spec, life, first_env)
+    share = cpu_share(config, mine, spec, incarnation, first_env)
     make = partial(make_agent, config, spec)
     return WorkerSetup(config, share, make, context.board, context.rank, number, row, patience(config))
 

@@ -156,7 +156,7 @@ def work(options: Namespace, rest: list[str]) -> int:
     from coterie.acting.base import Stopped
     from coterie.build.resources import resolve_config
     from coterie.parallel.processes import on_signals
-    from coterie.roles.remote_worker import Worker, lend_actor, lend_envs
+    from coterie.roles.remote_worker import Worker, run_actor, run_env_host
     from coterie.runs.config_io import read_options, replace, validate
     from coterie.wire.auth import read_token, split
     from coterie.wire.client import Endpoint, RunEnded
@@ -180,7 +180,7 @@ def work(options: Namespace, rest: list[str]) -> int:
     report = partial(print, flush=True)
     try:
         with on_signals(signals.append):
-            (lend_envs if options.command == "envs" else lend_actor)(config, endpoint, Worker(report, leave))
+            (run_env_host if options.command == "envs" else run_actor)(config, endpoint, Worker(report, leave))
     except Stopped:
         report("left before the work began")
     except RunEnded as reason:

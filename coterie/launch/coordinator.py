@@ -180,7 +180,7 @@ class Coordinator:
             return SAVE | LAST
         if self.idle:  # the last order is near
             return 0
-        if self.ledger.life == 0 and checkpoint.latest(self.root) is None:
+        if self.ledger.resumes == 0 and checkpoint.latest(self.root) is None:
             return SAVE  # from here on there is something to resume from
         if self.config.eval.every and self.ledger.env_steps >= self.next_eval and self.signal is None:
             return SAVE | EVALUATE

@@ -34,7 +34,7 @@ class Ledger:
         self.episodes = Episodes()
         several = tasks(config.env.id)
         self.tasks = {task: Episodes() for task in several} if len(several) > 1 else {}
-        self.life, self.seconds_before, self.begin_steps = 0, 0.0, 0
+        self.resumes, self.seconds_before, self.begin_steps = 0, 0.0, 0
         self.rolled_back = self.dropped = self.restarts = 0
         self.last_eval: dict[str, float] = {}
         self.lags, self.line_lags = Counter[int](), Counter[int]()  # rows by policy_lag: of all, since the last line
@@ -42,7 +42,8 @@ class Ledger:
         self.latencies = deque[float](maxlen=20_000)  # seconds that envs have waited for their latest actions
         self.begin_stages: dict[str, float] = {}
         if state is not None:
-            self.life, self.seconds_before, self.begin_steps = state["life"] + 1, state["seconds"], state["env_steps"]
+            self.resumes = state["life"] + 1
+            self.seconds_before, self.begin_steps = state["seconds"], state["env_steps"]
             # What was acted and not learned before the run was resumed is lost.
             self.last_eval, self.dropped = state["last_eval"], state["dropped"] + state.get("in_flight", 0)
             self._load_history(state)
@@ -162,7 +163,7 @@ class Ledger:
             "stages": self.stages,
             "last_eval": self.last_eval,
             "seconds": self.seconds,
-            "life": self.life,
+            "life": self.resumes,
             "rolled_back": self.rolled_back,
             "dropped": self.dropped + self.board.sum("dropped"),
             "in_flight": self._in_flight() if last else 0,

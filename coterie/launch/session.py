@@ -67,7 +67,7 @@ def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[s
     """
     if "://" in str(folder):
         url, folder = str(folder), Path("runs") / str(folder).rstrip("/").rpartition("/")[2]
-        from coterie.launch.ray.storage import fetch  # fsspec loads slowly
+        from coterie.launch.ray.mirror import fetch  # fsspec loads slowly
 
         fetch(url, folder)
     folder = Path(folder)
@@ -105,9 +105,9 @@ def _go(asked: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, An
     board.release()
     kind = exchange_kind(config)
     here = kind.one_learner and not acting_kind(config).apart
-    life = 0 if state is None else state["life"] + 1
+    incarnation = 0 if state is None else state["life"] + 1
     with ExitStack() as opened:  # closed where the run cannot start
-        learner = LearnerProcess(config, life, ProcessContext(board=board)) if here else None
+        learner = LearnerProcess(config, incarnation, ProcessContext(board=board)) if here else None
         if learner is not None:
             opened.callback(learner.close)
         kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
@@ -117,7 +117,7 @@ def _go(asked: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, An
         if learner is not None and saved is not None and state is not None:
             learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
             learner.start(state["learners"][0], state["env_steps"])
-            learner.tell()
+            learner.write_counts()
         _prepare(folder, kept, spec, state is None)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet)
         if link_error:
@@ -139,7 +139,7 @@ def _prepare(folder: Path, config: Config, spec: Spec, new: bool) -> None:
         if new:
             (folder / "spec.json").write_text(json.dumps(spec.to_json(), indent=1) + "\n")
             (folder / "machine.json").write_text(json.dumps(describe(), indent=1) + "\n")
-        (folder / "summary.json").unlink(missing_ok=True)  # of the life before
+        (folder / "summary.json").unlink(missing_ok=True)  # of the run before it was resumed
     except OSError as error:
         raise CoterieError(f"out: cannot write to {folder}: {reason_of(error)}") from None
 

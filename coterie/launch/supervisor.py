@@ -238,10 +238,10 @@ class Supervisor:
     def _start_learner(self, rank: int, saved: Path | None, rejoin: bool) -> None:
         """Start a learner and its actors."""
         run = self.run
-        life = run.ledger.life + 1000 * run.ledger.restarts  # a restarted learner sees other episodes
+        incarnation = run.ledger.resumes + 1000 * run.ledger.restarts  # a restarted learner sees other episodes
         # A learner that starts while an order is pending must carry out that order, too.
         done = run.board.order[0] - (run.order is not None)
-        start = Start(life, run.board.read(rank), run.board.sum("learned"), saved, done)
+        start = Start(incarnation, run.board.read(rank), run.board.sum("learned"), saved, done)
         args = (self.config, run.folder, self.group.links(rank, rejoin), start)
         self.children[rank] = Child(f"coterie-learner-{rank}", self.group.places[rank].cores, learner_process, args)
         for row in self.group.rows(rank):
@@ -253,9 +253,9 @@ class Supervisor:
         self.restart_at.pop(row, None)
         links, number, cores = self.group.actor(row)
         ledger = self.run.ledger
-        life = ledger.life + 1000 * (ledger.restarts + self.actor_restarts.used)
+        incarnation = ledger.resumes + 1000 * (ledger.restarts + self.actor_restarts.used)
         self.run.board.heartbeat(row)
-        args = (self.config, life, links, number, row)
+        args = (self.config, incarnation, links, number, row)
         self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, worker_process, args)
 
     def _actor_ended(self, row: int, manner: str) -> None:

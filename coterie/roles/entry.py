@@ -28,9 +28,9 @@ _GAUGES_S = 0.25  # least seconds between two readings of the gauges: some are s
 
 
 class Start(NamedTuple):
-    """Where a learner begins. `life`: of the run; `total`: env steps of all learners."""
+    """Where a learner begins. `total`: env steps of all learners."""
 
-    life: int
+    incarnation: int  # another one at each start
     counts: dict[str, int]  # its own
     total: int
     saved: Path | None  # the checkpoint that it continues from
@@ -39,7 +39,7 @@ class Start(NamedTuple):
 
 def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: ProcessContext, start: Start) -> None:
     """A child process: one learner, from the beginning or from its part of a checkpoint."""
-    learner = LearnerProcess(config, start.life, context)
+    learner = LearnerProcess(config, start.incarnation, context)
     try:
         if start.saved is not None:
             tensors, state = checkpoint.load(start.saved)
@@ -54,10 +54,10 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
 
 
 def worker_process(
-    post: Post, config: ResolvedConfig, life: int, context: ProcessContext, number: int, row: int
+    post: Post, config: ResolvedConfig, incarnation: int, context: ProcessContext, number: int, row: int
 ) -> None:
     """A child process of the run's acting: one actor, or one env host."""
-    worker = acting_kind(config).worker(worker_setup(config, life, context, number, row), context.acting)
+    worker = acting_kind(config).worker(worker_setup(config, incarnation, context, number, row), context.acting)
     try:
         worker.run(post)
     finally:
@@ -84,13 +84,13 @@ class Service:
 
     def run(self) -> None:
         """Train to the end of the run, then obey orders until the last one."""
-        self.learner.tell()
+        self.learner.write_counts()
         self.post("note", self.learner.describe())
         # Given before the learners began: the checkpoint at step 0. One that rejoins has no weights worth saving yet.
         if self.has_order and not self.learner.context.rejoin:
             self.execute_order()
         self.learner.run(self.after_rollout)
-        self.learner.tell()  # env hosts go on during the training on the last rollout
+        self.learner.write_counts()  # env hosts go on during the training on the last rollout
         self.report()
         self.post("idle", None)
         while not self.over:
@@ -104,7 +104,7 @@ class Service:
         """Returns True where the training ends: the budget is used up, or the parent stops it."""
         learner = self.learner
         self.episodes += [(*episode, i) for episode, i in zip(rollout.episodes, rollout.episode_env, strict=True)]
-        learner.tell()
+        learner.write_counts()
         if time.monotonic() - self.reported >= self.every:
             self.report()
         order, stop = learner.exchange.agree(self.has_order, self.board.stopping)

@@ -49,11 +49,11 @@ from coterie.types import Rollout, counted
 class LearnerProcess:
     """A learner with its acting: builds the parts and runs the loop.
 
-    `life` counts the starts of this run (0, then one more at each resume), so that a resumed run does not see the
-    episodes of its first minutes again.
+    `incarnation`: another number at each start, so that a resumed run does not see the episodes of its first minutes
+    again.
     """
 
-    def __init__(self, config: ResolvedConfig, life: int = 0, context: ProcessContext | None = None) -> None:
+    def __init__(self, config: ResolvedConfig, incarnation: int = 0, context: ProcessContext | None = None) -> None:
         self.context = context = context or ProcessContext()
         self.config = config
         self.spec = make_spec(config.env, config.atari)
@@ -68,14 +68,14 @@ class LearnerProcess:
         self.params = FlatParams(self.model)
         self.algorithm = make_algorithm(config, self.spec, resources.compute, context.rank)
         self.progress, self.stages = Progress(), Stages()
-        self._telling = threading.Lock()
+        self._counts_lock = threading.Lock()
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         moments = normalizers(config, self.model)
         self.exchange = make_exchange(config, self.params, moments, context)
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
         self.servers = Servers(config.wire)
-        share = env_share(config, config, self.spec, resources, life, context.rank * config.env.num_envs)
+        share = env_share(config, config, self.spec, resources, incarnation, context.rank * config.env.num_envs)
         setup = LearnerSetup(
             config=config,
             unroll_length=unroll_length(config),
@@ -90,7 +90,7 @@ class LearnerProcess:
             stages=self.stages,
             servers=self.servers,
             timeout=patience(config),
-            on_produced=self.tell,
+            on_produced=self.write_counts,
             is_over=self._is_over,
         )
         self.acting: Acting = acting_kind(config).connect(setup, context.acting)
@@ -167,9 +167,9 @@ class LearnerProcess:
             "dropped": acted.get("dropped", 0),
         }
 
-    def tell(self) -> None:
+    def write_counts(self) -> None:
         """Write the counts to the board. The thread that receives rows does so, too: after a kill all are counted."""
-        with self._telling:
+        with self._counts_lock:
             self.context.board.write(self.context.rank, self.counts())
 
     def failures(self) -> list[str]:

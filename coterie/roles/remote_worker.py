@@ -138,7 +138,7 @@ class Progress:
         self._worker.report(f"{reason}: {self._env_steps():,} env steps")
 
 
-def lend_envs(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
+def run_env_host(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
     """Step `base.env` for a run of central acting until it has ended."""
     session = _join(base, endpoint, "Infer", worker)
     run, config, finish = session.run, _local_env(base, session.run), FinishRollout(worker.leave, worker.finish_s)
@@ -222,7 +222,7 @@ class RemoteSink:
         self._connection.close()
 
 
-def lend_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
+def run_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
     """Act in `base.env` for a run of decoupled acting until it has ended."""
     session = _join(base, endpoint, "PushRollouts", worker)
     run, mine = _actor_config(base, session)

@@ -8,7 +8,7 @@ import signal
 import time
 
 from coterie.config import Env
-from coterie.roles.remote_worker import lend_actor, lend_envs
+from coterie.roles.remote_worker import run_actor, run_env_host
 from tests.support.commands import PATIENCE
 from tests.support.net import free_port, free_ports
 from tests.support.proxy import Proxy
@@ -21,7 +21,7 @@ def test_a_host_that_is_ended_finishes_its_rollout(meddler, worker_threads):
     port = free_port()
 
     def meddle() -> None:
-        mine = [worker_threads(lend_envs, port) for _ in range(4)]
+        mine = [worker_threads(run_env_host, port) for _ in range(4)]
         meddler.at_work()
         meddler.until(lambda: all(one.is_connected() for one in mine), "they have begun")
         for one in mine[:3]:
@@ -45,7 +45,7 @@ def test_hosts_behind_a_proxy_that_delays_throttles_and_cuts_lose_no_other_steps
     env = Env(tally.options["env.id"], kwargs=tally.options["env.kwargs"])
 
     def meddle(proxy: Proxy) -> None:
-        mine = [worker_threads(lend_envs, at, env) for at in (proxy.port, proxy.port, port)]
+        mine = [worker_threads(run_env_host, at, env) for at in (proxy.port, proxy.port, port)]
         meddler.at_work()
         wait_until(lambda: proxy.connections >= 4, what="both have asked, and are connected")
         proxy.delayed, proxy.delay = 0.05, 0.1
@@ -82,7 +82,7 @@ def test_hosts_are_spread_over_the_learners(meddler, worker_threads):
     port = free_ports(2)
 
     def meddle() -> None:
-        mine = [worker_threads(lend_envs, port) for _ in range(4)]
+        mine = [worker_threads(run_env_host, port) for _ in range(4)]
         wait_until(lambda: all(worker.is_connected() for worker in mine), what="all are admitted")
         where = sorted(worker.address for worker in mine)
         assert where == [f"127.0.0.1:{port}"] * 2 + [f"127.0.0.1:{port + 1}"] * 2
@@ -104,7 +104,7 @@ def test_a_host_that_waits_for_a_stopped_learner_may_leave(meddler, worker_threa
     port = free_port()
 
     def meddle() -> None:
-        mine = [worker_threads(lend_envs, port, times=(0.5, 1.0)) for _ in range(2)]
+        mine = [worker_threads(run_env_host, port, times=(0.5, 1.0)) for _ in range(2)]
         meddler.at_work()
         meddler.until(lambda: all(one.is_connected() for one in mine), "they have begun")
         pid = meddler.pid(0)
@@ -130,7 +130,7 @@ def test_a_learner_without_hosts_does_not_keep_the_run_from_its_end(meddler, wor
     port = free_ports(2)
 
     def meddle() -> None:
-        worker_threads(lend_envs, port).thread.join(PATIENCE)
+        worker_threads(run_env_host, port).thread.join(PATIENCE)
 
     assert meddler.run(central(meddler.out, port, "gossip", steps=500), meddle) == 0
     assert check_rows(meddler.out)["status"] == "finished"
@@ -164,7 +164,7 @@ def test_an_actor_reconnects_after_cuts_and_a_restart_of_the_learner(meddler, wo
     port = free_port()
 
     def meddle(proxy: Proxy) -> None:
-        mine = worker_threads(lend_actor, proxy.port)
+        mine = worker_threads(run_actor, proxy.port)
         meddler.at_work()
         wait_until(lambda: proxy.bytes > 20_000, what="it is at work")
         proxy.delayed, proxy.delay = 0.05, 0.1

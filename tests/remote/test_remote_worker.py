@@ -25,7 +25,7 @@ from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.remote.admission import SettingsRequest, settings_of
 from coterie.remote.rollout_service import RolloutService
-from coterie.roles.remote_worker import Worker, lend_actor, lend_envs
+from coterie.roles.remote_worker import Worker, run_actor, run_env_host
 from coterie.runs.config_io import replace, to_dict
 from coterie.types import CoterieError
 from coterie.wire.auth import offset
@@ -55,16 +55,16 @@ def serve(tmp_path) -> Iterator[Serve]:
 @pytest.mark.parametrize(
     ("work", "changes", "why"),
     [
-        (lend_envs, {"env": {"max_episode_steps": "x"}}, "env.max_episode_steps: 'x' is not an integer"),
-        (lend_envs, {"env": {"time_limit": 3}}, "env.time_limit: 3 is not one of"),
-        (lend_envs, {"env": None}, "did not send a run's settings"),
-        (lend_envs, {"unroll_length": 0}, "algo.unroll_length: 0 must be at least 1"),
-        (lend_envs, {"env_id": "Acrobot-v1"}, "the run's envs are Acrobot-v1, not CartPole-v1"),
-        (lend_actor, {"env": {"max_episode_steps": "x"}}, "env.max_episode_steps: 'x' is not an integer"),
-        (lend_actor, {"config": 3}, "the run's config: config: 3 is not an object"),
+        (run_env_host, {"env": {"max_episode_steps": "x"}}, "env.max_episode_steps: 'x' is not an integer"),
+        (run_env_host, {"env": {"time_limit": 3}}, "env.time_limit: 3 is not one of"),
+        (run_env_host, {"env": None}, "did not send a run's settings"),
+        (run_env_host, {"unroll_length": 0}, "algo.unroll_length: 0 must be at least 1"),
+        (run_env_host, {"env_id": "Acrobot-v1"}, "the run's envs are Acrobot-v1, not CartPole-v1"),
+        (run_actor, {"env": {"max_episode_steps": "x"}}, "env.max_episode_steps: 'x' is not an integer"),
+        (run_actor, {"config": 3}, "the run's config: config: 3 is not an object"),
         # Code from the other machine.
-        (lend_actor, {"plugins": {"algorithm": "m:M"}}, "the run's algorithm is m:M: if you trust it"),
-        (lend_actor, {"model": {"torso": "m:M"}}, "the run's torso is m:M: if you trust it, name it"),
+        (run_actor, {"plugins": {"algorithm": "m:M"}}, "the run's algorithm is m:M: if you trust it"),
+        (run_actor, {"model": {"torso": "m:M"}}, "the run's torso is m:M: if you trust it, name it"),
     ],
 )
 def test_settings_that_a_worker_cannot_use_are_refused_with_one_line(serve: Serve, work: Any, changes: Any, why: str):
@@ -73,7 +73,7 @@ def test_settings_that_a_worker_cannot_use_are_refused_with_one_line(serve: Serv
     for name, value in changes.items():
         into = settings["config"] if name in ("plugins", "model") else settings
         into[name] = {**into[name], **value} if isinstance(value, dict) else value
-    method = "Infer" if work is lend_envs else "PushRollouts"
+    method = "Infer" if work is run_env_host else "PushRollouts"
     endpoint = serve({method: lambda hello: SettingsRequest({"learners": 1, "settings": json.dumps(settings)})})
     with pytest.raises(CoterieError) as caught:
         work(BASE, endpoint, Worker(print, lambda: None))
@@ -117,7 +117,7 @@ def test_remote_actors_explore_by_the_ladder_of_the_whole_run(serve: Serve):
             raise Stopped
 
     worker = Worker(lambda line: None, leave, finish_s=0.0)
-    threads = [threading.Thread(target=lend_actor, args=(BASE, endpoint, worker)) for _ in learners]
+    threads = [threading.Thread(target=run_actor, args=(BASE, endpoint, worker)) for _ in learners]
     for thread in threads:
         thread.start()
     try:

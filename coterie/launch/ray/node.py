@@ -17,7 +17,7 @@ from coterie import __version__
 from coterie.launch.ray import watchdog
 from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, site_config, worker_args
 from coterie.launch.ray.cluster import Address, Orders, Terms
-from coterie.launch.ray.storage import OF_THE_RUN, Mirror, site_url
+from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, site_url
 from coterie.parallel.processes import scratch_folder
 from coterie.runs import checkpoint
 from coterie.runs.config_io import to_dict

@@ -18,8 +18,8 @@ from coterie import __version__
 from coterie.config import Config
 from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, allocate, targets
 from coterie.launch.ray.cluster import Board, Cluster, budgets
+from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, site_url
 from coterie.launch.ray.node import Node, Outcome, env_steps
-from coterie.launch.ray.storage import OF_THE_RUN, Mirror, site_url
 from coterie.parallel.processes import on_signals
 from coterie.runs.config_io import save_config
 from coterie.runs.metrics import clean
@@ -41,7 +41,7 @@ def run_on_ray(config: Config, folder: Path, resumed: bool, quiet: bool) -> dict
     cluster = Cluster(config.ray)
     try:
         sites = 1 + len(list(folder.glob("sites/*"))) if resumed else 0
-        run = Supervisor(cluster, allocate(config, cluster.machines, sites), folder, quiet)
+        run = RayRun(cluster, allocate(config, cluster.machines, sites), folder, quiet)
         result: dict[str, Any] = {"status": "failed", "reason": ""}
         try:
             result = dict(zip(("status", "reason"), run.work(), strict=True))
@@ -88,7 +88,7 @@ def sum_up(folders: list[Path]) -> dict[str, Any]:
     return total
 
 
-class Supervisor:
+class RayRun:
     """Starts all parts of a run and waits for their outcomes."""
 
     def __init__(self, cluster: Cluster, allocation: Allocation, folder: Path, quiet: bool) -> None:

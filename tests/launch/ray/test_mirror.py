@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coterie.launch.ray.storage import OF_THE_RUN, Mirror, fetch
+from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, fetch
 from coterie.runs import checkpoint
 from coterie.types import CoterieError
 from tests.support.waiting import wait_until
