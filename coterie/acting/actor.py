@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from coterie.acting.apart import WorkerReport, envs_per_child
+from coterie.acting.apart import Reporter, envs_per_child
 from coterie.acting.base import Agent, EnvShare, MemorySetup, Post, Stopped, WorkerSetup, group_policy
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, rollout_layout
@@ -89,7 +89,7 @@ class RolloutLoop:
             share.config.algo.poll,
             self.sink.next,
         )
-        self.report = WorkerReport("actor", self.stages, self.acting.failures)
+        self.report = Reporter("actor", self.stages, self.acting.failures)
 
     def run(self, on_delivered: Callable[[], None]) -> None:
         """Act until the run has ended; `on_delivered` is called after each rollout."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 from coterie.acting.base import Section
 from coterie.config import Config, Refusal, ResolvedConfig
@@ -54,25 +54,29 @@ def apart_refusals(section: Callable[[Config], Section], optional: bool = False)
     )
 
 
-class WorkerReport:
-    """Stage times, memory, replaced envs and action latencies of one worker process."""
+class WorkerReport(NamedTuple):
+    """The message "acted" of a worker process to its parent."""
+
+    stages: dict[str, float]  # seconds in each
+    rss_mb: float | None
+    failures: list[str]  # replaced envs since the last report
+    latencies: list[float]  # seconds that envs waited for their actions, since then
+
+
+class Reporter:
+    """Makes the reports of one worker process."""
 
     def __init__(self, worker: str, stages: Stages, failures: Callable[[], list[str]]) -> None:
         self._worker, self._stages, self._failures = worker, stages, failures
         self._reported = 0.0
-        self.latencies = deque[float](maxlen=4096)  # seconds that envs waited for their actions
+        self.latencies = deque[float](maxlen=4096)
 
     def is_due(self) -> bool:
         return time.monotonic() - self._reported > _REPORT_S
 
-    def take(self) -> dict[str, Any]:
-        """The report since the last one."""
+    def take(self) -> WorkerReport:
         self._reported = time.monotonic()
         latencies = list(self.latencies)
         self.latencies.clear()
-        return {
-            "stages": {f"{self._worker}/{k}": v for k, v in self._stages.seconds.items()},
-            "rss_mb": rss_mb(),
-            "failures": [f"replaced {reason}" for reason in self._failures()],
-            "latencies": latencies,
-        }
+        stages = {f"{self._worker}/{k}": v for k, v in self._stages.seconds.items()}
+        return WorkerReport(stages, rss_mb(), [f"replaced {reason}" for reason in self._failures()], latencies)

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
-from coterie.acting.apart import WorkerReport
+from coterie.acting.apart import Reporter, WorkerReport
 from coterie.acting.base import EnvShare, MemorySetup, Post, Stopped, WorkerSetup
 from coterie.acting.recorder import Envs, env_loop
 from coterie.parallel.affinity import available_cores, keep_freed_memory
@@ -106,7 +105,7 @@ class EnvHost:
             raise Stopped
 
     def run(self, post: Post) -> None:
-        def report(content: dict[str, Any]) -> None:
+        def report(content: WorkerReport) -> None:
             replaced = self._replaced + self.loop.envs.replaced
             self.board.counts[self.row, COUNTS.index("replaced")] = replaced
             post("acted", content)
@@ -137,11 +136,11 @@ class EnvLoop:
         self.envs, self.check, self.unroll, self.rest = envs, check, unroll, rest
         self.streams = [connect(g, cols.stop - cols.start) for g, cols in enumerate(envs.groups)]
         self.stages = Stages()
-        self.report = WorkerReport("host", self.stages, self.envs.failures)
+        self.report = Reporter("host", self.stages, self.envs.failures)
         self.env_steps = 0
         self.waits: Callable[[], AbstractContextManager[None]] = nullcontext  # around each wait for the learner
 
-    def run(self, on_report: Callable[[dict[str, Any]], None]) -> None:
+    def run(self, on_report: Callable[[WorkerReport], None]) -> None:
         """Step until something ends it: `RunEnded`, `Stopped`, an error."""
 
         def act(g: int, row: int, seen: TimeStep) -> Array:

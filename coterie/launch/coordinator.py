@@ -21,6 +21,7 @@ from coterie.launch.ledger import Ledger
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.parallel.processes import on_signals
+from coterie.roles.entry import Saved
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
 from coterie.runs.metrics import RunWriter, read_metrics
@@ -33,26 +34,20 @@ class Coordinator:
     """The course of a run. `state`: of the checkpoint that it continues from."""
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        folder: Path,
-        spec: Spec,
-        board: Board,
-        *,
-        state: dict[str, Any] | None,
-        quiet: bool,
-    ) -> None:
+        self, config: ResolvedConfig, folder: Path, spec: Spec, board: Board, *,
+        state: dict[str, Any] | None, quiet: bool,
+    ) -> None:  # fmt: skip
         self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
         self.ledger = Ledger(config, spec, board, state, reached)
         self.next_eval = config.eval.every if state is None else state["next_eval"]
-        self.writer = self._open_writer(None if state is None else state["env_steps"])
+        self.writer = RunWriter(folder, config, None if state is None else state["env_steps"])
         title = " x ".join((config.preset or config.algorithm, config.env.id, config.acting, config.exchange))
         self.display = Display(config.steps, title, start_steps=self.ledger.begin_steps, quiet=quiet)
         self.members = set(range(self.learners))  # learners that take part in a checkpoint
         self.idle: set[int] = set()  # learners that have ended their training
         self.order: int | None = None  # number of the order that is being carried out
-        self.saved: dict[int, dict[str, Any]] = {}  # what its members have reported about their parts
+        self.saved: dict[int, Saved] = {}  # what its members have reported about their parts
         self.scores: Scores | None = None
         self.lost_drafts = 0
         self.last_checkpoint = time.monotonic()
@@ -71,15 +66,12 @@ class Coordinator:
 
     @property
     def learners(self) -> int:
-        return self.ledger.learners
+        return len(self.board.active)
 
     @property
     def ending(self) -> bool:
         """Whether the last order has been given."""
         return self.order is not None and bool(self.board.order[1] & LAST)
-
-    def _open_writer(self, resume_env_steps: int | None) -> RunWriter:
-        return RunWriter(self.folder, self.config, resume_env_steps)
 
     def go(self, work: Callable[[], None], close: Callable[[], None]) -> dict[str, Any]:
         """Do `work` until it ends, fails or is interrupted by a signal, then `close`, and write the summary."""
@@ -138,13 +130,14 @@ class Coordinator:
             self.log(content)
         elif kind in ("report", "acted"):
             (self.ledger.take if kind == "report" else self.ledger.take_acted)(row, content)
-            for reason in content["failures"]:
+            for reason in content.failures:
                 self.writer.log(reason)
         elif kind == "scores":
-            if content["order"] == self.order:
-                self.scores = content["scores"]
+            order, scores = content
+            if order == self.order:
+                self.scores = scores
         elif kind == "saved":
-            if content["order"] == self.order:
+            if content.order == self.order:
                 self.saved[row] = content
         elif kind == "draft_lost":
             if content == self.order:
@@ -233,7 +226,7 @@ class Coordinator:
             self.order, self.saved, self.scores = None, {}, None
             self.members, self.idle, self.next_eval = set(range(self.learners)), set(), back["next_eval"]
             self.writer.close()
-            self.writer = self._open_writer(back["env_steps"])  # drops the lines after the checkpoint
+            self.writer = RunWriter(self.folder, self.config, back["env_steps"])  # drops the lines after the checkpoint
         self.ledger.board = board
         self.ledger.readers = readers
 
@@ -241,7 +234,7 @@ class Coordinator:
         """Complete the checkpoint, once all of its parts exist."""
         what = self.board.order[1]
         counts = [  # a learner that is gone keeps what it had learned
-            self.saved[rank]["counts"] if rank in self.saved else self.board.read(rank) for rank in range(self.learners)
+            self.saved[rank].counts if rank in self.saved else self.board.read(rank) for rank in range(self.learners)
         ]
         steps = sum(row["learned"] for row in counts)
         if self.scores is not None:
@@ -259,7 +252,7 @@ class Coordinator:
                 checkpoint.mark_best(self.root, path, self.scores.mean)
         checkpoint.prune(self.root, self.config.log.keep)
         if what & LAST:
-            self.digests = {rank: part["digest"] for rank, part in self.saved.items()}
+            self.digests = {rank: part.digest for rank, part in self.saved.items()}
             self.over = True
         self.order, self.saved, self.scores, self.lost_drafts = None, {}, None, 0
         self.last_checkpoint = time.monotonic()

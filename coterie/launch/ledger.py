@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from coterie.acting.apart import WorkerReport
 from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import overall, task_of, tasks
 from coterie.parallel.board import COUNTS, Board
 from coterie.parallel.meters import Busy, Energy
+from coterie.roles.entry import LearnerReport
 from coterie.runs.metrics import Episodes
 from coterie.types import Spec
 
@@ -51,18 +54,14 @@ class Ledger:
             # What came after the checkpoint is learned again.
             self.rolled_back = state["rolled_back"] + max(0, reached - self.begin_steps)
         self.begin = self.last_line = time.monotonic()
-        self.reports: dict[int, dict[str, Any]] = {}  # the latest of each learner
-        self.acted: dict[int, dict[str, Any]] = {}  # and of each actor
+        self.reports: dict[int, LearnerReport] = {}  # the latest of each learner
+        self.acted: dict[int, WorkerReport] = {}  # and of each actor
         self.stages: dict[str, float] = {}
         self.line_stages, self.line_steps = dict(self.begin_stages), self.begin_steps
         self.metrics: dict[str, float] = {}
         self.batches = 0
         self.readers: list[Callable[[], dict[str, float]]] = []  # more values for the lines of metrics
         self.energy, self.busy = Energy(), Busy()
-
-    @property
-    def learners(self) -> int:
-        return len(self.board.active)
 
     @property
     def seconds(self) -> float:
@@ -72,34 +71,34 @@ class Ledger:
     def env_steps(self) -> int:
         return self.board.sum("learned")
 
-    def take(self, rank: int, report: dict[str, Any]) -> None:
+    def take(self, rank: int, report: LearnerReport) -> None:
         """Add a learner's report."""
-        self.episodes.extend((score, length) for score, length, _ in report["episodes"])
+        self.episodes.extend((score, length) for score, length, _ in report.episodes)
         if self.tasks:
-            for score, length, env_id in report["episodes"]:
+            for score, length, env_id in report.episodes:
                 self.tasks[task_of(self.config, env_id)].extend([(score, length)])
-        self.batches += report["batches"]
-        for name, value in report["metrics"].items():
+        self.batches += report.batches
+        for name, value in report.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
-        self.lags.update(report["lags"])
-        self.line_lags.update(report["lags"])
-        if report["rollouts"]:
-            before = self.lag_by_row or [0.0] * len(report["lag_by_row"])
-            self.lag_by_row = [a + b for a, b in zip(before, report["lag_by_row"], strict=True)]
-            self.rollouts += report["rollouts"]
+        self.lags.update(report.lags)
+        self.line_lags.update(report.lags)
+        if report.rollouts:
+            before = self.lag_by_row or [0.0] * len(report.lag_by_row)
+            self.lag_by_row = [a + b for a, b in zip(before, report.lag_by_row, strict=True)]
+            self.rollouts += report.rollouts
         self.reports[rank] = report
         self._add_stages(self.reports)
 
-    def take_acted(self, row: int, report: dict[str, Any]) -> None:
+    def take_acted(self, row: int, report: WorkerReport) -> None:
         """Add an actor's report."""
         self.acted[row] = report
-        self.latencies.extend(report.get("latencies", ()))
+        self.latencies.extend(report.latencies)
         self._add_stages(self.acted)
 
-    def _add_stages(self, reports: dict[int, dict[str, Any]]) -> None:
+    def _add_stages(self, reports: Mapping[int, LearnerReport | WorkerReport]) -> None:
         """Seconds in each stage: means over the learners, or over the actors."""
-        for name in {name for r in reports.values() for name in r["stages"]}:
-            mean = sum(r["stages"].get(name, 0.0) for r in reports.values()) / len(reports)
+        for name in {name for r in reports.values() for name in r.stages}:
+            mean = sum(r.stages.get(name, 0.0) for r in reports.values()) / len(reports)
             self.stages[name] = self.begin_stages.get(name, 0.0) + mean
 
     def take_scores(self, scores: Scores, env_steps: int) -> dict[str, Any]:
@@ -191,20 +190,21 @@ class Ledger:
         now, steps = time.monotonic(), self.env_steps
         elapsed = max(now - self.last_line, 1e-9)
         reports = list(self.reports.values())
-        rss = [r["rss_mb"] for r in [*reports, *self.acted.values()] if r["rss_mb"] is not None]
+        processes = chain[LearnerReport | WorkerReport](reports, self.acted.values())
+        rss = [r.rss_mb for r in processes if r.rss_mb is not None]
         line: dict[str, Any] = {
             **self._rates(steps - self.line_steps, elapsed),
             **self._totals(),
             "mean_length": self.episodes.mean_length,
             **self._task_returns(),
-            "lr": reports[0]["lr"] if reports else None,
+            "lr": reports[0].lr if reports else None,
             **self._line_lag(),
             **{f"latency/{name}": value for name, value in self._latency().items()},
             "rss_mb": sum(rss) if rss else None,
             **{k: v / max(1, self.batches) for k, v in self.metrics.items()},
         }
-        for name in sorted({name for r in reports for name in r["gauges"]}):
-            values = [r["gauges"][name] for r in reports if name in r["gauges"]]
+        for name in sorted({name for r in reports for name in r.gauges}):
+            values = [r.gauges[name] for r in reports if name in r.gauges]
             if name.endswith("/max"):
                 line[name] = max(values)
             else:
@@ -272,7 +272,7 @@ class Ledger:
         board, learned, totals = self.board, self.env_steps, self._totals()
         if self.config.optim.on_nonfinite == "stop":
             del totals["skipped_batches"]
-        each = [digests.get(rank, "") for rank in range(self.learners)]
+        each = [digests.get(rank, "") for rank in range(len(board.active))]
         by_row = [round(x / self.rollouts, 3) for x in self.lag_by_row]
         whole = each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
         return {
@@ -295,6 +295,6 @@ class Ledger:
             "stages": {k: seconds for k, v in self.stages.items() if (seconds := round(v, 3))},
             "energy": self.energy.summary((learned - self.begin_steps) * self.spec.action_repeat),
             "digest": whole if digests else "",
-            **({"digests": each, "restarts": self.restarts} if self.learners > 1 else {}),
+            **({"digests": each, "restarts": self.restarts} if len(each) > 1 else {}),
             **self.last_eval,
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import AnyAlgorithm
@@ -35,6 +35,30 @@ class Start(NamedTuple):
     total: int
     saved: Path | None  # the checkpoint that it continues from
     done: int  # the last order that is not for it
+
+
+class LearnerReport(NamedTuple):
+    """The message "report" of a learner to its parent: since its last one, but for `stages`, `lr` and `gauges`."""
+
+    episodes: list[tuple[float, int, int]]  # return, length, env id
+    metrics: dict[str, float]  # sums over the batches
+    batches: int
+    lags: dict[int, int]  # rows by policy lag
+    lag_by_row: list[float]  # sums over the rollouts
+    rollouts: int
+    failures: list[str]
+    stages: dict[str, float]  # seconds in each
+    lr: float
+    rss_mb: float | None
+    gauges: dict[str, float]
+
+
+class Saved(NamedTuple):
+    """The message "saved" of a learner that has written its part of a checkpoint."""
+
+    order: int
+    counts: dict[str, int]  # as of that part
+    digest: str  # of the last weights
 
 
 def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: ProcessContext, start: Start) -> None:
@@ -116,19 +140,11 @@ class Service:
         progress, self.reported = self.learner.progress, time.monotonic()
         if self.reported - self.gauged > _GAUGES_S:
             self.gauged, self.gauges = self.reported, self.learner.gauges()
-        content: dict[str, Any] = {
-            "episodes": self.episodes,
-            "metrics": progress.metrics,
-            "batches": progress.batches,
-            "stages": dict(self.learner.stages.seconds),
-            "lr": self.learner.lr(self.learner.exchange.steps.total),
-            "rss_mb": rss_mb(),
-            "gauges": self.gauges,
-            "failures": self.learner.failures(),
-            "lags": dict(progress.lags),
-            "lag_by_row": progress.lag_by_row,
-            "rollouts": progress.rollouts,
-        }
+        content = LearnerReport(
+            self.episodes, progress.metrics, progress.batches, dict(progress.lags), progress.lag_by_row,
+            progress.rollouts, self.learner.failures(), dict(self.learner.stages.seconds),
+            self.learner.lr(self.learner.exchange.steps.total), rss_mb(), self.gauges,
+        )  # fmt: skip
         self.episodes, progress.metrics, progress.batches = [], {}, 0
         progress.lags.clear()
         progress.rollouts = 0
@@ -154,7 +170,7 @@ class Service:
         digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
         self.gauged = 0.0  # read them once more, also in a run that is shorter than the time between two readings
         self.report()  # the checkpoint counts these rows, too
-        self.post("saved", {"order": number, "counts": learner.counts(), "digest": digest})
+        self.post("saved", Saved(number, learner.counts(), digest))
         self.over = bool(what & LAST)
 
     def _evaluate(self, order: int) -> None:
@@ -165,7 +181,7 @@ class Service:
         if (second := learner.secondary) is not None:
             scores.secondary = self._scores(second.algorithm, second.model)
         if not self.board.stopping:
-            self.post("scores", {"order": order, "scores": scores})
+            self.post("scores", (order, scores))
 
     def _scores(self, algorithm: AnyAlgorithm, model: Network) -> Scores:
         config = self.learner.config

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from coterie.acting.actor import RolloutLoop
+from coterie.acting.apart import WorkerReport
 from coterie.acting.base import Agent, Stopped, core_shape
 from coterie.acting.env_host import EnvLoop, GroupStream, host_envs
 from coterie.acting.recorder import Recorder, local_fields
@@ -110,11 +111,10 @@ class Progress:
         self._worker, self._env_steps, self._printed = worker, env_steps, time.monotonic()
         self._latencies = deque[float](maxlen=20_000)
 
-    def update(self, content: dict[str, Any]) -> None:
-        """`content`: from a `WorkerReport`."""
-        for reason in content["failures"]:
+    def update(self, content: WorkerReport) -> None:
+        for reason in content.failures:
             self._worker.report(reason)
-        self._latencies.extend(content["latencies"])
+        self._latencies.extend(content.latencies)
         if time.monotonic() - self._printed < self._worker.report_s:
             return
         line = f"{self._env_steps():,} env steps"

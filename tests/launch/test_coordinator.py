@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +14,13 @@ from coterie import presets
 from coterie.build.evaluate import Scores
 from coterie.launch.coordinator import Coordinator
 from coterie.parallel.board import EVALUATE, SAVE, Board
+from coterie.roles.entry import LearnerReport, Saved
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
 from coterie.types import CoterieError
 from tests.conftest import VECTOR, make_config
 
-REPORT: dict[str, Any] = {"batches": 0, "lr": 0.1, "rss_mb": 1.0, "rollouts": 0}
-REPORT |= {name: {} for name in ("metrics", "stages", "gauges", "lags")}
-REPORT |= {name: [] for name in ("episodes", "lag_by_row", "failures")}
+REPORT = LearnerReport([], {}, 0, {}, [], 0, [], {}, lr=0.1, rss_mb=1.0, gauges={})
 
 
 @pytest.fixture
@@ -43,17 +41,17 @@ def save(run: Coordinator, rank: int, learned: int) -> None:
     draft = checkpoint.draft_path(run.root, f"order_{run.order}")
     checkpoint.write(draft, {f"learner_{rank}/model": {"w": torch.zeros(2)}})
     counts = {**run.board.read(rank), "learned": learned}
-    run.receive(rank, "saved", {"order": run.order, "counts": counts, "digest": "x"})
+    run.receive(rank, "saved", Saved(run.order or 0, counts, "x"))
 
 
 def scores(run: Coordinator, mean: float, order: int) -> None:
-    run.receive(0, "scores", {"order": order, "scores": Scores("made-up", [mean, mean])})
+    run.receive(0, "scores", (order, Scores("made-up", [mean, mean])))
 
 
 def learn(run: Coordinator, learned: int) -> None:
     for rank in range(2):
         run.board.write(rank, {"learned": learned})
-        run.receive(rank, "report", dict(REPORT))
+        run.receive(rank, "report", REPORT)
 
 
 def evaluations(run: Coordinator) -> list[float]:
@@ -98,13 +96,13 @@ def test_a_group_that_goes_back_takes_its_counts_and_episodes_back(run: Coordina
     learn(run, 400)
     run.last_checkpoint = -1e9
     run.poll()
-    run.receive(0, "report", {**REPORT, "episodes": [(1.0, 10, 0)]})
+    run.receive(0, "report", REPORT._replace(episodes=[(1.0, 10, 0)]))
     for rank in range(2):
         save(run, rank, 400)
     path = checkpoint.latest(run.root)
     assert path is not None
     state = checkpoint.load(path)[1]
-    run.receive(1, "report", {**REPORT, "episodes": [(2.0, 20, 0)]})
+    run.receive(1, "report", REPORT._replace(episodes=[(2.0, 20, 0)]))
     for rank in range(2):
         run.board.write(rank, {"learned": 450, "produced": 460})
     board, orders = Board(2), run.board.order[0]

@@ -120,14 +120,8 @@ class RayRun:
         host, limits = ("" if len(hosts) > 1 else "127.0.0.1"), budgets(config)
         parts: list[Part] = [*allocation.sites, *allocation.workers]
         for part in parts:
-            node = cluster.start(
-                Node,
-                (__version__, allocation, self.storage),
-                part.machine,
-                cpus=part.cpus,
-                gpus=part.gpus,
-                restarts=limits[type(part)].limit,
-            )
+            made_of, restarts = (__version__, allocation, self.storage), limits[type(part)].limit
+            node = cluster.start(Node, made_of, part.machine, part.cpus, part.gpus, restarts)
             target = goals[part.site] if isinstance(part, Site) else 0
             self.pending[node.run.remote(self.board, part, host, target)] = part
             self.silent[part.name] = 0.0
