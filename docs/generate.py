@@ -50,7 +50,7 @@ def accepted(annotated: Any) -> str:
     kind = plain(annotated)
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
-    words = {int: "integer", float: "number", bool: "`true` or `false`", str: "text"}.get(kind, "list of integers")
+    words = {int: "integer", float: "number", bool: "`true` or `false`", str: "string"}.get(kind, "list of integers")
     if get_origin(kind) is tuple and get_args(kind)[0] is float:
         words = "list of numbers"
     if not isinstance(kind, type) and get_origin(kind) is not tuple:

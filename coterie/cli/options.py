@@ -107,7 +107,7 @@ def _values(path: Path, data: dict[str, Any]) -> dict[str, Any]:
     with _errors_in(path):
         found = {field_name(name, value): value for name, value in flat(data).items()}
         for name, value in found.items():
-            if isinstance(value, str | list):  # 1e-3 is a text in YAML
+            if isinstance(value, str | list):  # 1e-3 is a string in YAML
                 found[name] = read(name, [value] if isinstance(value, str) else [str(one) for one in value])
         replace(Config(), found)  # refuses values of other types
     return found

@@ -37,7 +37,7 @@ OLD: dict[str, tuple[Any, str]] = {
     "store.fixed_turns": (False, "was removed; exchange allreduce, or gossip with tau 0, is reproducible"),
 }
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_ALIASES = {"env": "env.id", "token_file": "wire.token_file", "cert": "wire.cert", "key": "wire.key"}  # for a text
+_ALIASES = {"env": "env.id", "token_file": "wire.token_file", "cert": "wire.cert", "key": "wire.key"}  # for a string
 
 
 @functools.cache  # resolving the names of a module takes a millisecond
@@ -91,7 +91,7 @@ def _expected(kind: Any) -> str:
         return " or ".join(_expected(k) for k in get_args(kind))
     if get_origin(kind) is tuple:
         return f"a list of {'integers' if get_args(kind)[0] is int else 'numbers'}"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[kind]
 
 
 def _coerce(name: str, kind: Any, value: Any) -> Any:
@@ -113,7 +113,8 @@ def _coerce(name: str, kind: Any, value: Any) -> Any:
         return float(value)
     if kind in (str, bool) and type(value) is kind:
         return value
-    raise ConfigError(f"{name}: {_shown(value)} is not {_expected(kind)}")
+    hint = "; put it in a module and give its name, module:callable" if kind is str and callable(value) else ""
+    raise ConfigError(f"{name}: {_shown(value)} is not {_expected(kind)}{hint}")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -174,7 +175,7 @@ def load_config(path: Path) -> Config:
 
 
 def field_name(given: str, value: Any, dashes: str = "") -> str:
-    """The dotted field, or section, that a name stands for, where it gets `value`. `env` with a text means `env.id`;
+    """The dotted field, or section, that a name stands for, where it gets `value`. `env` with a string means `env.id`;
     `exchange`, `acting` or `algorithm` with `package.module:callable` means `plugins.exchange`, and so on.
     """
     name = given.replace("-", "_")
