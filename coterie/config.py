@@ -298,11 +298,6 @@ class Allreduce:
     machines: Positive = 2  # with allreduce.bind: machines to wait for, this one included; more may join later
     trusted_network: bool = False  # required: torch.distributed has no TLS and no token. True: the network is private
 
-    @property
-    def address(self) -> str:
-        """The address of the rendezvous between machines; empty on a single machine."""
-        return self.bind or self.connect
-
 
 @dataclass(frozen=True)
 class Gossip:
@@ -406,7 +401,12 @@ class Config:
 
 @dataclass(frozen=True)
 class ResolvedConfig(Config):
-    """A config whose exchange, learners and actors are no longer `auto` (`coterie.build.resources.resolve_config`)."""
+    """A config with the layout of the run decided: exchange, learners, actors and env.num_envs are no longer `auto`.
+
+    Device, precision, threads, env.groups and optim.chunk may still be `auto` or 0. They depend on the cores and GPUs
+    of one process, so each process decides them for itself (`Resources` in build/resources.py): an actor has no GPU;
+    a remote actor, a site of a Ray cluster or a resumed run may have another machine.
+    """
 
     exchange: str = "solo"
     learners: int = 1

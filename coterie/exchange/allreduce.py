@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coterie.config import Refusal, Schedule
+from coterie.config import Config, Refusal, Schedule
 from coterie.exchange.base import ExchangeKind, Setup
 from coterie.exchange.elastic import MachineGroup
 from coterie.exchange.rendezvous import Machine
@@ -209,10 +209,15 @@ class AllReduce(Solo):
         return {"allreduce/machines": self.across.size, "allreduce/updates_lost": self.lost_updates}
 
 
+def address(config: Config) -> str:
+    """Of the rendezvous between machines; empty on a single machine."""
+    return config.allreduce.bind or config.allreduce.connect
+
+
 def _between_machines(setup: Setup) -> MachineGroup | None:
     """The group of this learner with those of other machines, which must train the same in every respect."""
     config, peers, allreduce = setup.config, setup.peers, setup.config.allreduce
-    if not allreduce.address:
+    if not (at := address(config)):
         return None
     # Learning rates may differ: the mean is applied.
     optim = replace(config.optim, lr=0.0, schedule=Schedule(), sqrt_scaling_from=0, chunk=0)
@@ -228,7 +233,7 @@ def _between_machines(setup: Setup) -> MachineGroup | None:
         return peers.board.stopping
 
     machines = allreduce.machines if allreduce.bind else 0
-    return MachineGroup(Machine(split(allreduce.address), machines, kind, config.seed, setup.timeout), ended)
+    return MachineGroup(Machine(split(at), machines, kind, config.seed, setup.timeout), ended)
 
 
 KIND = ExchangeKind(
@@ -236,7 +241,7 @@ KIND = ExchangeKind(
     in_lockstep=True,
     spans_machines=True,
     trusts_network=lambda config: config.allreduce.trusted_network,
-    address=lambda config: config.allreduce.address,
+    address=address,
     link_settings=lambda bind, connect, machines: {
         "allreduce.bind": bind,
         "allreduce.connect": connect,
@@ -254,9 +259,7 @@ KIND = ExchangeKind(
             "must be the address that the other machines connect to, not 0.0.0.0 or ::",
         ),
         Refusal(
-            lambda c, s: (
-                bool(c.allreduce.address) and not c.allreduce.trusted_network and not is_local(c.allreduce.address)
-            ),
+            lambda c, s: bool(address(c)) and not c.allreduce.trusted_network and not is_local(address(c)),
             "allreduce.trusted_network",
             "must be True at an address that is not loopback: torch.distributed has neither TLS nor a token, so the "
             "network must be private",
