@@ -18,7 +18,7 @@ from coterie.launch.ray.run import sum_up
 from coterie.ops.optim import scaled_lr
 from coterie.runs.config_io import validate
 from coterie.types import ConfigError, CoterieError
-from tests.launch.ray.test_storage import save
+from tests.launch.ray.test_mirror import save
 from tests.support.options import parse_cli
 
 HERE, THERE, FAR = (Machine(name, f"10.0.0.{k}", 4, 0) for k, name in enumerate("abc", 1))
