@@ -34,7 +34,8 @@ def named(field: str, path: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{field}: cannot import {path!r}: {reason_of(error)}") from error
+        hint = "; child processes do not run the script: move it to a file of its own" if module == "__main__" else ""
+        raise ConfigError(f"{field}: cannot import {path!r}: {reason_of(error)}{hint}") from error
     if not callable(found):
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")
     return found

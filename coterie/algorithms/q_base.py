@@ -113,7 +113,7 @@ class QLearning(AlgorithmBase, ABC, Generic[R]):
         self.replay: Replay[R] | None = None
         self.lender: QLearning[R] | None = None  # a secondary learner samples from this one's replay
         self.target_model: Network | None = None
-        self.copy_weights: Callable[[], None] = _nothing  # into the target network
+        self.copy_weights: Callable[[], None] = lambda: None  # into the target network
         self.saved: dict[str, Tensor] = {}  # a checkpoint's, until replay and target network exist
         # Env steps so far, those stored in the replay, samples to train on, env steps at the last target copy.
         self.rows, self.stored, self.copied = 0, 0, -1
@@ -283,7 +283,3 @@ class QLearning(AlgorithmBase, ABC, Generic[R]):
         self.rows, self.stored, self.copied = (int(x) for x in counts)
         self.rng.set_state(state["rng"])
         self.saved = state
-
-
-def _nothing() -> None:
-    pass

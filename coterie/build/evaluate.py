@@ -169,6 +169,9 @@ class Policy:
 
     def __call__(self, obs: Obs, *, reward: Array | None = None, sampled: bool = False) -> Array:
         obs = flatten(obs, self.fields)
+        for key, x in entries(obs).items():
+            if np.shape(x)[1:] != (row := self.spec.obs[key].shape):
+                raise ConfigError(f"obs: a batch of {row} is needed, not {np.shape(x)}; for one env give obs[None]")
         batch = len(next(iter(entries(obs).values())))
         if len(self._first) != batch:
             self._first, rng = np.ones(batch, bool), self.player.rng
@@ -195,7 +198,7 @@ def check_spec(folder: Path, config: Config) -> Spec:
     return spec
 
 
-def load(folder: str | Path, learner: str = "0") -> Policy:
+def load(folder: str | Path, learner: str | int = "0") -> Policy:
     """The policy of a run's best checkpoint, or of its last where none was marked best.
 
     `learner`: its index (learner 0 is the one that is evaluated during training), "mean" for the mean of all learners'
@@ -210,7 +213,7 @@ def load(folder: str | Path, learner: str = "0") -> Policy:
     spec = check_spec(folder, config)
     model = make_model(config, spec)
     try:
-        model.load_state_dict(_weights(tensors, learner))
+        model.load_state_dict(_weights(tensors, str(learner)))
     except RuntimeError as error:
         raise CoterieError(f"{path} does not fit the run's model: {reason_of(error)[:200]}") from None
     return Policy(folder, config, spec, int(state["env_steps"]), model.eval().requires_grad_(False))
@@ -232,9 +235,11 @@ def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
 
 
 def evaluate_run(
-    folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str = "0"
+    folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str | int = "0"
 ) -> dict[str, Any]:
     """Score a run's policy: mean over whole episodes +- standard error, human-normalized where a reference exists."""
+    if episodes < 1:
+        raise ConfigError(f"episodes: {episodes} must be at least 1")
     policy = load(folder, learner)
     trial = Trial(episodes, sampled, seed, max_steps=episodes * _LONGEST_EPISODE)
     scores = evaluate(policy.algorithm, policy.model, policy.config, trial)

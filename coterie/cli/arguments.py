@@ -199,7 +199,7 @@ class Parser(argparse.ArgumentParser):
     """argparse with errors of one line and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}")
+        raise ConfigError(f"{message}; usage: {self.usage or self.prog}")
 
 
 def tree() -> tuple[Parser, dict[str, Parser]]:

@@ -8,6 +8,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
+from coterie.types import ConfigError
+
 Groups = dict[str, list[tuple[str, str]]]  # heading -> (name, description)
 
 # By the paper that has them; docs/explanation has a page for each of the first five.
@@ -88,5 +90,8 @@ def listing(what: str | None, pattern: str) -> int:
         print(table())
     else:
         columns = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 0
-        print("\n".join(lines(presets() if what == "presets" else envs(), pattern, columns)))
+        found = list(lines(presets() if what == "presets" else envs(), pattern, columns))
+        if not found:
+            raise ConfigError(f"PATTERN: no {what} have {pattern!r} in their name or description")
+        print("\n".join(found))
     return 0

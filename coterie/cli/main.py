@@ -82,8 +82,6 @@ def _report(summary: dict[str, Any]) -> int:
 
 
 def evaluate(options: Namespace, rest: list[str]) -> int:
-    if options.episodes < 1:
-        raise ConfigError(f"--episodes: {options.episodes} must be at least 1")
     _check_seed(options.seed)
     from coterie.build.evaluate import evaluate_run, show
     from coterie.runs.metrics import clean

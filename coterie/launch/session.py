@@ -47,6 +47,8 @@ __all__ = ["resume", "train"]
 
 def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     """Train a new run and return its summary (also in `summary.json`). Raises `CoterieError` when it fails."""
+    if not isinstance(config, Config):
+        raise ConfigError(f"config: {config!r} is not a Config; coterie.presets.ppo(env=...) returns one")
     config = validate(config)
     folder = Path(config.out) if config.out else _new_folder(config)
     if config.log.wandb and importlib.util.find_spec("wandb") is None:

@@ -113,7 +113,9 @@ def _coerce(name: str, kind: Any, value: Any) -> Any:
         return float(value)
     if kind in (str, bool) and type(value) is kind:
         return value
-    hint = "; put it in a module and give its name, module:callable" if kind is str and callable(value) else ""
+    if kind is str and isinstance(value, Path):
+        return str(value)
+    hint = "; put it in a module and give its name, module:callable" if callable(value) else ""
     raise ConfigError(f"{name}: {_shown(value)} is not {_expected(kind)}{hint}")
 
 

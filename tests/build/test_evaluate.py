@@ -9,6 +9,7 @@ import torch
 import coterie
 from coterie.build.evaluate import Trial, evaluate, evaluate_run, load
 from coterie.tools.watch import watch
+from coterie.types import ConfigError
 from tests.launch.test_session import tiny
 
 
@@ -33,8 +34,14 @@ def test_evaluation_counts_whole_episodes_and_stops_at_its_step_budget(tmp_path)
 def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_path):
     out = tmp_path / "run"
     coterie.train(tiny(out, steps=100, **{"model.core": "lstm", "model.core_size": 8}), quiet=True)
-    policy = load(out)
+    policy = load(out, 0)
     obs = torch.randn(3, 4).numpy()
+    with pytest.raises(
+        ConfigError, match=r"^obs: a batch of \(4,\) is needed, not \(4,\); for one env give obs\[None\]"
+    ):
+        policy(obs[0])
+    with pytest.raises(ConfigError, match=r"^episodes: 0 must be at least 1"):
+        evaluate_run(out, episodes=0)
     policy(obs)
     first = policy.player.state.clone()
     policy(obs)

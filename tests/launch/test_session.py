@@ -135,6 +135,8 @@ def test_a_folder_that_holds_a_run_cannot_be_written_or_had_another_env_is_refus
     blocked.write_text("")
     with pytest.raises(CoterieError, match=r"^out: cannot write to"):
         coterie.train(tiny(blocked / "run"), quiet=True)
+    with pytest.raises(ConfigError, match=r"^config: 'ppo' is not a Config; coterie\.presets\.ppo"):
+        coterie.train("ppo", quiet=True)
 
 
 def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):

@@ -85,6 +85,10 @@ def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
     ("args", "says"),
     [
         (("--algorithm", "nowhere:Mine"), "plugins.algorithm: cannot import 'nowhere:Mine': No module named 'nowhere'"),
+        (
+            ("--algorithm", "__main__:X"),
+            "has no attribute 'X'; child processes do not run the script: move it to a file",
+        ),
         (("--acting", "late:Nope"), "plugins.acting: cannot import 'late:Nope': module 'late' has no attribute 'Nope'"),
         (("--exchange", ":"), "plugins.exchange: cannot import ':': it is not package.module:callable"),
         (("--exchange", ".mine:X"), "plugins.exchange: cannot import '.mine:X': it is not package.module:callable"),

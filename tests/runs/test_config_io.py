@@ -121,6 +121,10 @@ def test_replace_accepts_dotted_names_sections_and_env() -> None:
     assert replace(Config(), {}) == Config()
 
 
+def test_a_text_may_be_a_path() -> None:
+    assert replace(Config(), {"out": Path("runs/a")}).out == "runs/a"
+
+
 def test_replace_refuses_unknown_fields_and_names_the_nearest() -> None:
     near = {"num_envs": "env.num_envs", "optim.rate": "optim.rate", "optim": "optim.lr", "env.id.x": "env.id.x"}
     for name, says in near.items():
