@@ -150,7 +150,7 @@ class Policy:
 
     `obs` is a batch `[B, ...]` (or a nested dict of such), as the env gives it; actions are clipped and stretched to
     its bounds. With an LSTM the state is kept between calls for a fixed B; `reset(done)` clears it for the envs that
-    begin again, and `reward` `[B]` is wanted where the net was trained with `model.last_action_reward`.
+    begin again. A net trained with `model.last_action_reward` also needs `reward` `[B]`.
     """
 
     def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: Network) -> None:

@@ -44,7 +44,7 @@ class Board:
         arrays = self._shared.arrays
         self.counts: Array = arrays["counts"]
         self.active: Array = arrays["active"]  # 1 while a learner takes part
-        self.heartbeats: Array = arrays["heartbeat"]  # monotonic time of its last sign of life
+        self.heartbeats: Array = arrays["heartbeat"]  # monotonic time of its last heartbeat
         self._blocked: Array = arrays["blocked"]
         self._order: Array = arrays["order"]  # number, what, stop, closed
         self._arrivals: Array = arrays["arrivals"]
@@ -62,7 +62,7 @@ class Board:
         self.heartbeat(row)
 
     def heartbeat(self, row: int) -> None:
-        """Give a sign of life."""
+        """Record a heartbeat."""
         self.heartbeats[row] = time.monotonic()
 
     def read(self, row: int) -> dict[str, int]:
@@ -111,7 +111,7 @@ class Board:
         return all(self._blocked[row] for row in rows)
 
     def stale(self, rows: Iterable[int], before: float) -> list[int]:
-        """The rows without a sign of life since `before`, the longest silent first. A blocked process is among them
+        """The rows without a heartbeat since `before`, the longest silent first. A blocked process is among them
         only where no other is at work.
         """
         watched = list(rows)
