@@ -132,16 +132,12 @@ class Coordinator:
             (self.ledger.take if kind == "report" else self.ledger.take_acted)(row, content)
             for reason in content.failures:
                 self.writer.log(reason)
-        elif kind == "scores":
-            order, scores = content
-            if order == self.order:
-                self.scores = scores
-        elif kind == "saved":
-            if content.order == self.order:
-                self.saved[row] = content
-        elif kind == "draft_lost":
-            if content == self.order:
-                self._lose_draft()
+        elif kind == "scores" and content[0] == self.order:
+            self.scores = content[1]
+        elif kind == "saved" and content.order == self.order:
+            self.saved[row] = content
+        elif kind == "draft_lost" and content == self.order:
+            self._lose_draft()
         elif kind == "idle":
             self.idle.add(row)
         self.poll()

@@ -1,4 +1,4 @@
-"""Action distributions as pure functions of a parameter tensor `[.., param_size]`, made from an `ActionSpec`.
+"""Action distributions as pure functions of a parameter tensor `[.., n]`, made from an `ActionSpec`.
 
 Actions are `[..]` int64 (categorical), `[.., A]` int64 (multi) or `[.., A]` float32 (continuous, not squashed or
 clipped: the env edge does that). Log-probs, entropies and KLs are `[..]` float32, in nats, joint over components.
@@ -34,10 +34,6 @@ class _Discrete(ABC):
     @property
     @abstractmethod
     def head_size(self) -> int: ...
-
-    @property
-    def param_size(self) -> int:
-        return self.head_size
 
     @abstractmethod
     def _log_probs(self, params: Tensor) -> Tensor: ...
@@ -141,10 +137,6 @@ class DiagGaussian:
     """
 
     size: int
-
-    @property
-    def param_size(self) -> int:
-        return 2 * self.size
 
     @property
     def head_size(self) -> int:

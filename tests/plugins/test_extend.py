@@ -79,10 +79,10 @@ def test_the_algorithm_from_the_start_of_the_page_learns(folder):
 
 @pytest.mark.parametrize(
     ("processes", "layout"),
-    [  # the parent; two learners, or one with two actors, or one alone: a host has no policy
+    [  # the parent; two learners, or one with two actors, or one with a host: it asks the class
         (3, ["--learners", "2", "--exchange", "gossip"]),
         (4, ["--acting", "decoupled", "--decoupled.lockstep", "True", "--actors", "2"]),
-        pytest.param(2, ["--acting", "central", "--central.lockstep", "True"], marks=pytest.mark.slow),
+        pytest.param(3, ["--acting", "central", "--central.lockstep", "True"], marks=pytest.mark.slow),
     ],
     ids=["gossip", "decoupled", "central"],
 )
