@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from dataclasses import asdict
 from itertools import product
 from typing import Any
@@ -40,6 +41,9 @@ def plan(config: Config, asked: argparse.Namespace) -> int:
         raise ConfigError("--gpus: the services have no accelerator: measure them where there is one")
     if asked.save_services is not None:
         save(services, asked.save_services)
+    c = services.costs
+    if noisy := [k for k, line in (("env", c.env), ("act", c.act), ("train", c.train)) if line.misfit > 0.2]:
+        print("coterie: too noisy to measure:", *noisy, "(use an idle machine, or --seconds 120)", file=sys.stderr)
     spec = make_spec(config.env, config.atari)
     answer = _predict if asked.target is None else _search
     found, text = answer(config, spec, services, hardware, asked.target)

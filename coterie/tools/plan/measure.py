@@ -129,9 +129,7 @@ def _run(configs: list[ResolvedConfig], spec: Spec, seconds: float) -> list[dict
 def _costs(
     turns: Sequence[Turn], configs: list[ResolvedConfig], spec: Spec, beside: dict[str, float], wire: LinearCost
 ) -> Costs:
-    """Lines through the measurements with fewer and with more simulators. `beside`: seconds of each exchange, beside
-    those of solo.
-    """
+    """Lines through the measurements with fewer and with more envs. `beside`: seconds of an exchange, beside solo's."""
     envs, samples = [c.env.num_envs for c in configs], [t["samples"] for t in turns]
     chunks = [resolve_resources(c, spec).chunk for c in configs]
     parts = [-(-s // chunk) if chunk else 1.0 for s, chunk in zip(samples, chunks, strict=True)]

@@ -22,6 +22,7 @@ class LinearCost:
 
     fixed: float = 0.0
     each: float = 0.0
+    misfit: float = field(default=0.0, compare=False)  # how far it is from a measurement, as a share of that
 
     def __call__(self, n: float) -> float:
         return self.fixed + self.each * n
@@ -95,11 +96,11 @@ def fit(points: Sequence[tuple[float, float, float]]) -> LinearCost:
     cannot be separated or one would be negative.
     """
     (p1, n1, y1), (p2, n2, y2) = points
-    det = p1 * n2 - p2 * n1
+    det, fixed, each = p1 * n2 - p2 * n1, 0.0, (y1 + y2) / (n1 + n2)
     if abs(det) > 1e-3 * p2 * n2:
-        fixed, each = (y1 * n2 - y2 * n1) / det, (p1 * y2 - p2 * y1) / det
-        if fixed >= 0 and each >= 0:
-            return LinearCost(fixed, each)
-        if each < 0:  # it does not depend on n, as far as this can tell
-            return LinearCost((y1 + y2) / (p1 + p2), 0.0)
-    return LinearCost(0.0, (y1 + y2) / (n1 + n2))
+        line = (y1 * n2 - y2 * n1) / det, (p1 * y2 - p2 * y1) / det
+        if line[1] < 0:  # it does not depend on n, as far as this can tell
+            fixed, each = (y1 + y2) / (p1 + p2), 0.0
+        elif line[0] >= 0:
+            fixed, each = line
+    return LinearCost(fixed, each, max(abs(fixed * p + each * n - y) / y if y else 0.0 for p, n, y in points))

@@ -25,7 +25,7 @@ from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.layout import Hardware, RunLayout, layout
 from coterie.tools.plan.measure import lone, sizes
 from coterie.tools.plan.search import candidates, cheapest
-from coterie.tools.plan.services import load, save
+from coterie.tools.plan.services import fit, load, save
 from coterie.tools.plan.simulate import simulate
 from coterie.types import ConfigError
 from tests.tools.plan.harness import COSTS, services
@@ -191,6 +191,13 @@ def test_plan_with_the_same_seed_prints_the_same_json(given, capsys):
     )
     assert main([*PLAN, *given, *SHORT, "--seed", "8"]) == 0
     assert capsys.readouterr().out != outs[0]
+
+
+def test_plan_says_which_measurements_were_too_noisy(tmp_path, capsys):
+    noisy = replace(COSTS, act=fit([(1, 4, 1.2), (1, 16, 0.8)]), train=fit([(1, 4, 0.7), (1, 16, 0.72)]))
+    save(services(costs=noisy), tmp_path / "noisy.json")
+    assert main([*PLAN, "--services", str(tmp_path / "noisy.json"), *SHORT]) == 0
+    assert capsys.readouterr().err == "coterie: too noisy to measure: act (use an idle machine, or --seconds 120)\n"
 
 
 def test_plan_prints_the_cheapest_layout_for_a_target_or_that_there_is_none(given, capsys):

@@ -245,6 +245,7 @@ def test_fitted_costs_recover_the_line_that_was_measured():
 def test_fitted_costs_are_never_negative_seconds():
     assert fit([(1, 4, 1.0), (1, 16, 5.0)]) == LinearCost(0.0, pytest.approx(0.3))  # would begin below 0
     assert fit([(1, 4, 1.2), (1, 16, 0.8)]) == LinearCost(pytest.approx(1.0), 0.0)  # would fall
+    assert fit([(1, 4, 1.2), (1, 16, 0.8)]).misfit == pytest.approx(0.25)  # 1.0 where 0.8 was measured
     assert fit([(1, 320, 1.0), (4, 1280, 4.0)]) == LinearCost(0.0, pytest.approx(1 / 320))  # cannot be told apart
 
 
