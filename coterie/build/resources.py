@@ -78,14 +78,16 @@ def _groups(config: Config, threaded: bool) -> int:
 
 
 def resolve_config(config: Config, cores: int = 0) -> ResolvedConfig:
-    """Choose the learners, envs, actors and exchange that are `auto`: one learner for each GPU, or else for each core;
-    one actor for each core, as far as the envs can be shared out evenly.
+    """Choose the learners, envs, actors and exchange that are `auto`: one learner for each GPU (gossip:
+    several on a lone one), or else for each core; one actor for each core, as far as the envs can be shared out evenly.
     """
     config = with_modules(config)
     cores, kind = cores or len(available_cores()), acting_kind(config)
     learners = config.learners
     if learners == "auto":
-        learners = 1 if exchange_kind(config).one_learner else gpus_of(config) or cores
+        exchange, gpus = exchange_kind(config), gpus_of(config)
+        least = min(exchange.gpu_learners, cores) if gpus else cores
+        learners = 1 if exchange.one_learner else least if gpus < 2 else gpus
     config = replace(config, learners=learners)
     if not config.env.num_envs:
         config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from coterie.config import Config, Refusal
+from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.heads import Moments
 from coterie.ops.optim import flat_norm_clip
 from coterie.parallel.board import Board
@@ -152,9 +152,14 @@ class ExchangeKind:
     shared_weights: bool = False  # one set of weights: the learning rate is that of one learner
     rejoins: bool = False  # a killed learner restarts alone; else all restart from the checkpoint
     on_gpu: bool = True
+    gpu_learners: int = 1  # that share a machine's only GPU where learners are auto
     refusals: tuple[Refusal, ...] = ()
     consensus: str = ""  # package.module:class that reads the learners' distance from `memory`, `mixing` and config
     simulation: str = ""  # package.module:class, a `SimExchange` of `coterie plan`; empty: plan leaves it out
+
+    def is_alone(self, config: ResolvedConfig) -> bool:
+        """Whether a learner has no other one to exchange with, though the exchange is one between learners."""
+        return config.learners == 1 and not self.one_learner and not self.address(config)
 
     def connect(self, setup: Setup) -> Exchange:
         return setup.substitute(self.exchange)(setup)

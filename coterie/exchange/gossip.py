@@ -282,6 +282,7 @@ KIND = ExchangeKind(
     consensus="coterie.instruments.consensus:Consensus",
     leave=leave,
     rejoins=True,
+    gpu_learners=4,  # GALA stacks its learners on one GPU; 4 are its code's example
     link="coterie.remote.gossip_link:link",
     address=lambda config: config.gossip.bind or config.gossip.connect,
     link_settings=lambda bind, connect, machines: {"gossip.bind": bind, "gossip.connect": connect},

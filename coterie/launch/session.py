@@ -122,8 +122,10 @@ def _go(asked: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, An
             learner.write_counts()
         _prepare(folder, kept, spec, state is None)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet)
-        if link_error:
-            run.writer.log(link_error)
+        alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
+        for line in (link_error, alone if kind.is_alone(config) else ""):
+            if line:
+                run.log(line)
         del board  # its memory is freed with the last reference: the run's, until it has the children's board
         supervisor = Supervisor(run, config, saved, link) if learner is None else None
         opened.pop_all()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import coterie
 from coterie import presets
@@ -107,3 +108,19 @@ def test_a_thread_of_dqn_has_work_for_it():
     assert threads("--q.batch-size", "128") == 2
     assert threads("--q.batch-size", "512") == 4
     assert threads("--torch-threads", "3") == 3
+
+
+@pytest.mark.parametrize(
+    ("preset", "gpus", "cores", "learners"),
+    [
+        ("gala-a2c", 1, 8, 4),
+        ("gala-a2c", 1, 2, 2),
+        ("gala-a2c", 2, 8, 2),
+        ("gala-a2c", 0, 3, 3),
+        ("a3c-store", 1, 8, 1),
+    ],
+)
+def test_gossiping_learners_share_a_lone_gpu(monkeypatch, preset, gpus, cores, learners):
+    """GALA stacks its learners on one GPU: one alone would be plain A2C."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert resolve_config(presets.make(preset, env="CartPole-v1"), cores).learners == learners

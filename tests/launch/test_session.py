@@ -55,6 +55,14 @@ def test_a_run_leaves_its_summary_metrics_scores_and_best_checkpoint(tmp_path):
     assert policy(torch.zeros(5, 4).numpy()).shape == (5,)
 
 
+@pytest.mark.parametrize(("exchange", "alone"), [("gossip", True), ("store", True), ("solo", False)])
+def test_a_run_whose_exchange_is_alone_says_so(tmp_path, capfd, exchange, alone):
+    coterie.train(tiny(tmp_path / "run", exchange=exchange, learners=1), quiet=False)
+    line = f"exchange {exchange} has one learner, so it changes nothing: --learners N for more"
+    assert (line in capfd.readouterr().out) == alone
+    assert (line in (tmp_path / "run" / "log.txt").read_text()) == alone
+
+
 def test_the_same_seed_gives_the_same_weights_with_evaluations_too(tmp_path):
     digests = []
     for i, changes in enumerate(({}, {}, {"eval.every": 700, "eval.episodes": 2}, {"seed": 1})):
