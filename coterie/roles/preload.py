@@ -9,12 +9,8 @@ import signal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it prints traces of handled errors, such as a lost machine
 
-import coterie.acting.actor
-import coterie.acting.env_host
 import coterie.roles.learner_process
 
-assert coterie.acting.env_host
-assert coterie.acting.actor
 assert coterie.roles.learner_process
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
