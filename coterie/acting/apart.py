@@ -58,6 +58,7 @@ class WorkerReport(NamedTuple):
     """The message "acted" of a worker process to its parent."""
 
     stages: dict[str, float]  # seconds in each
+    first_step: float  # unix time of the first env step
     rss_mb: float | None
     failures: list[str]  # replaced envs since the last report
     latencies: list[float]  # seconds that envs waited for their actions, since then
@@ -79,4 +80,5 @@ class Reporter:
         latencies = list(self.latencies)
         self.latencies.clear()
         stages = {f"{self._worker}/{k}": v for k, v in self._stages.seconds.items()}
-        return WorkerReport(stages, rss_mb(), [f"replaced {reason}" for reason in self._failures()], latencies)
+        failures = [f"replaced {reason}" for reason in self._failures()]
+        return WorkerReport(stages, self._stages.first_step, rss_mb(), failures, latencies)

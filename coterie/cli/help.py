@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from coterie.cli.arguments import COMMANDS, Parser, tree
 from coterie.cli.listing import presets as described
-from coterie.cli.options import comments, config_of
+from coterie.cli.options import comments, config_of, words_of
 from coterie.config import Config, Plugins
 from coterie.types import ActionSpec, ObsSpec, Spec
 
@@ -75,7 +76,15 @@ def _is_used(section: str, config: Config) -> bool:
     return not SECTIONS[section].isdisjoint((config.algorithm, config.acting, config.exchange, config.launch))
 
 
-def without_effect(options: Iterable[str], config: Config) -> Iterator[str]:
+def warned(args: list[str], config: Config, before: Callable[[], None] = lambda: None) -> Config:
+    """`config`, which `args` give, after a line for each option that has no effect in it. `before`: each line."""
+    for line in _without_effect(words_of(args)[2], config):
+        before()
+        print(f"coterie: {line}", file=sys.stderr)
+    return config
+
+
+def _without_effect(options: Iterable[str], config: Config) -> Iterator[str]:
     """A line for each of these dotted fields that this run does not use. User-defined parts may use all."""
     from coterie.envs.make import make_spec
     from coterie.envs.pool import is_atari

@@ -14,10 +14,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import psutil
+
 from coterie.cli.arguments import COMMANDS, overview, tree
-from coterie.cli.options import as_toml, config_of, possible, words_of
+from coterie.cli.help import warned
+from coterie.cli.options import as_toml, config_of, possible
 from coterie.config import Config
 from coterie.extras import needs
+from coterie.parallel.processes import start_server
+from coterie.runs.starting import Starting
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 
@@ -25,16 +30,16 @@ def train(options: Namespace, rest: list[str]) -> int:
     """`rest`: here and below, a preset and its options."""
     if options.chaos and not any(word.startswith("--chaos.every") for word in rest):
         rest = [*rest, "--chaos.every=10"]
-    config = _config(rest, warn=not options.grid)
     if options.print_config:
         from coterie.runs.config_io import to_dict
 
-        print("\n".join(as_toml(to_dict(config))))
+        print("\n".join(as_toml(to_dict(warned(rest, config_of(rest))))))
         return 0
     if options.seeds is not None or options.grid:
         from coterie.tools.sweep import parse_grid, parse_jobs, parse_seeds, plan_runs, run_jobs
 
         points, at_once = parse_grid(options.grid), parse_jobs(options.jobs)
+        config = config_of(rest) if points else warned(rest, config_of(rest))
         seeds = parse_seeds(options.seeds) if options.seeds is not None else [config.seed]
         jobs = plan_runs(rest, config, seeds, points)
         if options.grid:  # refuse impossible values before anything runs
@@ -43,27 +48,23 @@ def train(options: Namespace, rest: list[str]) -> int:
         return run_jobs(jobs, at_once)
     if options.jobs is not None:
         raise ConfigError("--jobs: is for several runs; give --seeds or --grid, too")
-    from coterie.launch.session import train as run
+    with contextlib.closing(Starting("reading the config", options.begin)) as starting:
+        config, default = config_of(rest), Config()
+        if config.launch == default.launch and (config.learners, config.acting) != (1, default.acting):
+            start_server()  # there will be child processes: it imports torch at the same time
+        starting.doing("importing torch")
+        from coterie.launch.session import train as run
 
-    return _report(run(config))
-
-
-def _config(rest: list[str], warn: bool = True) -> Config:
-    """The config of a run, with a line for each option that has no effect in it."""
-    from coterie.cli.help import without_effect
-
-    config = config_of(rest)
-    for line in without_effect(words_of(rest)[2], config) if warn else ():
-        print(f"coterie: {line}", file=sys.stderr)
-    return config
+        return _report(run(warned(rest, config, starting.prints), starting=starting))
 
 
 def resume(options: Namespace, rest: list[str]) -> int:
     if options.steps != int(options.steps) or options.steps < 0:
         raise ConfigError(f"--steps: {options.steps} is not a whole number of env steps")
-    from coterie.launch.session import resume as run
+    with contextlib.closing(Starting("importing torch", options.begin)) as starting:
+        from coterie.launch.session import resume as run
 
-    return _report(run(options.run, steps=int(options.steps)))
+        return _report(run(options.run, steps=int(options.steps), starting=starting))
 
 
 def _report(summary: dict[str, Any]) -> int:
@@ -124,7 +125,7 @@ def export(options: Namespace, rest: list[str]) -> int:
 
 
 def bench(options: Namespace, rest: list[str]) -> int:
-    config = _config(rest)
+    config = warned(rest, config_of(rest))
     from coterie.tools.bench import bench as run
     from coterie.tools.bench import show
 
@@ -234,8 +235,8 @@ RUN: dict[str, Callable[[Namespace, list[str]], int]] = {
 }
 
 
-def run(args: list[str]) -> int:
-    """Run a command line. Raises `CoterieError`, or `ConfigError` for bad usage."""
+def run(args: list[str], begin: float = 0.0) -> int:
+    """Run a command line. Raises `CoterieError`, or `ConfigError` for bad usage. `begin`: when it was typed."""
     name, words = args[0], args[1:]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
@@ -251,7 +252,7 @@ def run(args: list[str]) -> int:
     options, rest = parser.parse_known_args(words)
     if rest and not settings:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    options.command = name
+    options.command, options.begin = name, begin
     return RUN[name](options, rest)
 
 
@@ -269,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     try:
-        return run(args)
+        return run(args, psutil.Process().create_time() if argv is None else 0.0)
     except ConfigError as error:
         print(f"coterie: {error}", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ supervisor (supervisor.py) starts, watches and restarts the learner processes.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -25,6 +26,7 @@ from coterie.roles.entry import Saved
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
 from coterie.runs.metrics import RunWriter, read_metrics
+from coterie.runs.starting import Starting
 from coterie.types import CoterieError, Spec, one_line
 
 _LOST_DRAFTS = 3  # drafts that may vanish in a row
@@ -35,7 +37,7 @@ class Coordinator:
 
     def __init__(
         self, config: ResolvedConfig, folder: Path, spec: Spec, board: Board, *,
-        state: dict[str, Any] | None, quiet: bool,
+        state: dict[str, Any] | None, quiet: bool, starting: Starting | None = None,
     ) -> None:  # fmt: skip
         self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
@@ -43,7 +45,7 @@ class Coordinator:
         self.next_eval = config.eval.every if state is None else state["next_eval"]
         self.writer = RunWriter(folder, config, None if state is None else state["env_steps"])
         title = " x ".join((config.preset or config.algorithm, config.env.id, config.acting, config.exchange))
-        self.display = Display(config.steps, title, start_steps=self.ledger.begin_steps, quiet=quiet)
+        self.display = Display(config.steps, title, self.ledger.begin_steps, quiet, starting=starting)
         self.members = set(range(self.learners))  # learners that take part in a checkpoint
         self.idle: set[int] = set()  # learners that have ended their training
         self.order: int | None = None  # number of the order that is being carried out
@@ -114,6 +116,8 @@ class Coordinator:
 
     def summary(self, status: str, reason: str) -> dict[str, Any]:
         counted = self.ledger.summary(self.digests)
+        if math.isfinite(waited := self.ledger.first_step - self.display.starting.begin):
+            counted["first_step_s"] = round(waited, 3)
         return {"status": status, "reason": reason, "folder": str(self.folder), **counted, **self.extra_summary}
 
     def log(self, line: str) -> None:
@@ -124,6 +128,7 @@ class Coordinator:
     def receive(self, row: int, kind: str, content: Any) -> None:
         """Take the message of a learner or an actor, by its row of the board, then do what is due."""
         if kind == "note":
+            self.display.doing("waiting for the first rollout")
             if row == 0 or self.learners == 1:
                 self.display.note(f"{self.learners} learners, each: {content}" if self.learners > 1 else content)
         elif kind == "said":

@@ -59,7 +59,7 @@ class Ledger:
         self.stages: dict[str, float] = {}
         self.line_stages, self.line_steps = dict(self.begin_stages), self.begin_steps
         self.metrics: dict[str, float] = {}
-        self.batches = 0
+        self.batches, self.first_step = 0, np.inf  # batches since the last line; unix time of the first env step
         self.readers: list[Callable[[], dict[str, float]]] = []  # more values for the lines of metrics
         self.energy, self.busy = Energy(), Busy()
 
@@ -97,6 +97,7 @@ class Ledger:
 
     def _add_stages(self, reports: Mapping[int, LearnerReport | WorkerReport]) -> None:
         """Seconds in each stage: means over the learners, or over the actors."""
+        self.first_step = min([self.first_step, *(r.first_step for r in reports.values())])
         for name in {name for r in reports.values() for name in r.stages}:
             mean = sum(r.stages.get(name, 0.0) for r in reports.values()) / len(reports)
             self.stages[name] = self.begin_stages.get(name, 0.0) + mean

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
+from coterie.parallel.processes import start_server
 from coterie.plugins import named
 from coterie.replay.storage import require_room
 from coterie.roles.entry import Service
@@ -40,13 +41,16 @@ from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
 from coterie.runs.machine import describe
 from coterie.runs.metrics import file_name
+from coterie.runs.starting import Starting
 from coterie.types import ConfigError, CoterieError, Spec, reason_of
 
 __all__ = ["resume", "train"]
 
 
-def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
-    """Train a new run and return its summary (also in `summary.json`). Raises `CoterieError` when it fails."""
+def train(config: Config, *, quiet: bool = False, starting: Starting | None = None) -> dict[str, Any]:
+    """Train a new run and return its summary (also in `summary.json`). Raises `CoterieError` when it fails.
+    `starting`: of the process, if it began earlier.
+    """
     if not isinstance(config, Config):
         raise ConfigError(f"config: {config!r} is not a Config; coterie.presets.ppo(env=...) returns one")
     config = validate(config)
@@ -60,10 +64,13 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
             )
     except OSError as error:
         raise CoterieError(f"out: cannot read {folder}: {reason_of(error)}") from None
-    return _go(config, folder, False, quiet)
+    with closing(starting or Starting(quiet=quiet)) as starting:
+        return _go(config, folder, False, quiet, starting)
 
 
-def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[str, Any]:
+def resume(
+    folder: str | Path, *, steps: int = 0, quiet: bool = False, starting: Starting | None = None
+) -> dict[str, Any]:
     """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps).
     A URL (a run stored by `ray.storage`) is first downloaded to `runs/`.
     """
@@ -76,15 +83,17 @@ def resume(folder: str | Path, *, steps: int = 0, quiet: bool = False) -> dict[s
     config = open_run(folder)
     if steps:
         config = validate(replace(config, steps=steps))
-    return _go(config, folder, True, quiet)
+    with closing(starting or Starting(quiet=quiet)) as starting:
+        return _go(config, folder, True, quiet, starting)
 
 
-def _go(asked: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, Any]:
+def _go(asked: Config, folder: Path, resumed: bool, quiet: bool, starting: Starting) -> dict[str, Any]:
     """Run from config to summary, in this process or in others. A run that cannot start writes no files."""
     if asked.launch == "ray":
         from coterie.launch.ray.run import run_on_ray  # which only this needs
 
-        return run_on_ray(asked, folder, resumed, quiet)
+        return run_on_ray(asked, folder, resumed, quiet, starting)
+    starting.doing(f"loading {asked.env.id}")
     saved = checkpoint.latest(folder / "checkpoints") if resumed else None
     state = None
     if saved is not None:
@@ -95,6 +104,10 @@ def _go(asked: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, An
     elif resumed:
         raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
     config = resolve_config(asked)
+    kind = exchange_kind(config)
+    here = kind.one_learner and not acting_kind(config).apart
+    if not here:
+        start_server()
     # A later run that starts from this config.json may use another acting: with inline acting, `actors` stays `auto`.
     actors = config.actors or asked.actors
     kept = replace(asked, learners=config.learners, actors=actors, exchange=config.exchange, env=config.env)
@@ -105,15 +118,14 @@ def _go(asked: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, An
         require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
     board = Board(config.learners)  # for start-up only: child processes get another one
     board.release()
-    kind = exchange_kind(config)
-    here = kind.one_learner and not acting_kind(config).apart
     incarnation = 0 if state is None else state["life"] + 1
+    starting.doing(f"{config.env.num_envs} envs" if here else "memory that the processes share")
     with ExitStack() as opened:  # closed where the run cannot start
         learner = LearnerProcess(config, incarnation, ProcessContext(board=board)) if here else None
         if learner is not None:
             opened.callback(learner.close)
         kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
-        link, link_error = _link(config, spec, saved is not None, quiet)
+        link, link_error = _link(config, spec, saved is not None, quiet, starting)
         if link is not None:
             opened.callback(link.close, True)
         if learner is not None and saved is not None and state is not None:
@@ -121,7 +133,7 @@ def _go(asked: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, An
             learner.start(state["learners"][0], state["env_steps"])
             learner.write_counts()
         _prepare(folder, kept, spec, state is None)
-        run = Coordinator(config, folder, spec, board, state=state, quiet=quiet)
+        run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
         for line in (link_error, alone if kind.is_alone(config) else ""):
             if line:
@@ -170,14 +182,18 @@ def _run_here(run: Coordinator, learner: LearnerProcess) -> dict[str, Any]:
         ended.set()
 
 
-def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool) -> tuple[Link | None, str]:
+def _link(
+    config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool, starting: Starting
+) -> tuple[Link | None, str]:
     """The link to other runs, if there are any. A resumed run may continue without them: then returns the reason."""
     kind = exchange_kind(config)
     if not (kind.link and kind.address(config)):
         return None, ""
+    starting.doing(f"connecting to the run at {kind.address(config)}")
 
     def say(line: str) -> None:
         if not quiet:
+            starting.prints()
             print(line, flush=True)
 
     model = make_model(config, spec)

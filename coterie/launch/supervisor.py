@@ -232,6 +232,9 @@ class Supervisor:
             readers.append(lambda: link.gauges(ledger.env_steps - ledger.begin_steps))
         self.run.join(self.group.board, readers, back)
         self.run.poll()
+        children = {"learner": self.group.learners, self.kind.child: self.group.actors}
+        some = [f"{count} {name}{'s' * (count > 1)}" for name, count in children.items() if count]
+        self.run.display.doing(" and ".join(some))
         for rank in range(self.group.learners):
             self._start_learner(rank, self.saved, self.joins)
 

@@ -21,7 +21,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing import resource_tracker, util
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, cast
@@ -40,27 +40,35 @@ class PeerLost(CoterieError):
     """A process cannot go on without another one that is gone. The end of the other is the reason to show."""
 
 
+def start_server() -> None:
+    """Start the server that children are forked from, if it is not running. It loads torch while the caller goes on."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["envpool", "coterie.roles.preload"])  # of these two, what is installed
+    # A server that is only starting must not die of a signal to its group: roles/preload.py unblocks them.
+    _short_socket_path()
+    resource_tracker.ensure_running()  # it would unblock them, if it were the server that started it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    try:
+        with _no_main():
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Child:
     """A started process that runs `target(post, *args)`; its messages and its end come from `listen`."""
 
     def __init__(self, name: str, cores: Sequence[int], target: Callable[..., None], args: tuple[Any, ...]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["coterie.roles.preload"])
+        start_server()
         self.name = name
         self.socket, far_end = socket.socketpair()
         self.socket.setblocking(False)
         self._received = bytearray()
         call = (far_end, list(cores), target, args)
+        context = multiprocessing.get_context("forkserver")
         self.process = context.Process(target=_enter, args=call, name=name, daemon=True)
-        # A server that is only starting must not die of a signal to its group: roles/preload.py unblocks them.
-        _short_socket_path()
-        resource_tracker.ensure_running()  # it would unblock them, if it were the server that started it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
-            with _no_main():
-                self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with _no_main():
+            self.process.start()
         far_end.close()
 
     def kill(self) -> None:

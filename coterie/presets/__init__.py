@@ -29,30 +29,10 @@ from coterie.presets.vtrace import impala, impala_deep, seed_football, seed_vtra
 from coterie.types import ConfigError, Spec
 
 __all__ = [
-    "a2c",
-    "a3c",
-    "a3c_paper",
-    "a3c_store",
-    "apex_dqn",
-    "appo",
-    "c51",
-    "c51_2048",
-    "dqn",
-    "dqn_512",
-    "dqn_async",
-    "gala_a2c",
-    "gala_ppo",
-    "impala",
-    "impala_deep",
-    "make",
-    "ppo",
-    "ppo_paper",
-    "rainbow",
-    "rainbow_512",
-    "seed_football",
-    "seed_r2d2",
-    "seed_vtrace",
-]
+    "a2c", "a3c", "a3c_paper", "a3c_store", "apex_dqn", "appo", "c51", "c51_2048", "dqn", "dqn_512", "dqn_async",
+    "gala_a2c", "gala_ppo", "impala", "impala_deep", "make", "ppo", "ppo_paper", "rainbow", "rainbow_512",
+    "seed_football", "seed_r2d2", "seed_vtrace",
+]  # fmt: skip
 
 PRESETS: dict[str, Callable[..., Config]] = {
     f.__name__.replace("_", "-"): f

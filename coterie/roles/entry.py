@@ -38,7 +38,7 @@ class Start(NamedTuple):
 
 
 class LearnerReport(NamedTuple):
-    """The message "report" of a learner to its parent: since its last one, but for `stages`, `lr` and `gauges`."""
+    """The message "report" of a learner to its parent: since its last one, but for `stages`, `first_step`, `lr` and `gauges`."""
 
     episodes: list[tuple[float, int, int]]  # return, length, env id
     metrics: dict[str, float]  # sums over the batches
@@ -48,6 +48,7 @@ class LearnerReport(NamedTuple):
     rollouts: int
     failures: list[str]
     stages: dict[str, float]  # seconds in each
+    first_step: float  # unix time of the first env step
     lr: float
     rss_mb: float | None
     gauges: dict[str, float]
@@ -143,7 +144,7 @@ class Service:
         content = LearnerReport(
             self.episodes, progress.metrics, progress.batches, dict(progress.lags), progress.lag_by_row,
             progress.rollouts, self.learner.failures(), dict(self.learner.stages.seconds),
-            self.learner.lr(self.learner.exchange.steps.total), rss_mb(), self.gauges,
+            self.learner.stages.first_step, self.learner.lr(self.learner.exchange.steps.total), rss_mb(), self.gauges,
         )  # fmt: skip
         self.episodes, progress.metrics, progress.batches = [], {}, 0
         progress.lags.clear()

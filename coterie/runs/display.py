@@ -14,6 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from coterie.runs.starting import Starting
+
 _PLAIN_EVERY, _LIVE_EVERY = 30.0, 0.2  # seconds
 _FIRST_PLAIN = 5.0  # a log has its first line of progress after this time
 _LOSSES = {"policy_loss": "policy", "value_loss": "value", "q_loss": "q", "entropy": "entropy", "kl": "kl"}
@@ -55,11 +57,13 @@ class Display:
     """
 
     def __init__(
-        self, total: int, title: str, start_steps: int = 0, quiet: bool = False, console: Console | None = None
-    ) -> None:
+        self, total: int, title: str, start_steps: int = 0, quiet: bool = False, console: Console | None = None,
+        starting: Starting | None = None,
+    ) -> None:  # fmt: skip
         self.console = console or Console(highlight=False)
         self.total, self.title, self.quiet = total, title, quiet
         self.live: Live | None = None
+        self.starting, self.start_steps = starting or Starting(quiet=True), start_steps
         self.status: dict[str, Any] = {"env_steps": start_steps}
         self.metrics: dict[str, Any] = {}
         self.returns: list[float] = []  # the mean return, at equal distances of env steps
@@ -71,11 +75,12 @@ class Display:
         self.begin = time.monotonic()
         if not self.quiet:
             if self.console.is_terminal and not self.console.is_dumb_terminal:
+                self.starting.close()  # the panel shows it
                 # No refresh thread: it would take the learner's core between rollouts.
                 self.live = Live(self._render(), console=self.console, auto_refresh=False)
                 self.live.start()
             else:
-                self.console.print(self.title, markup=False, soft_wrap=True)
+                self.note(self.title)
                 self.shown = self.begin + _FIRST_PLAIN - _PLAIN_EVERY
         return self
 
@@ -88,26 +93,38 @@ class Display:
     def note(self, text: str) -> None:
         """Print a line that stays."""
         if not self.quiet:
+            self.starting.prints()
             self.console.print(text, markup=False, soft_wrap=True)
+
+    def doing(self, step: str) -> None:
+        """Show what start-up does, until there is a rollout."""
+        self.starting.doing(step)
+        if self.live is not None:
+            self._show()
 
     def update(self, status: dict[str, Any], force: bool = False) -> None:
         """Show `status`, unless the last one was shown a moment ago; with `force` always."""
         self.metrics = status.get("metrics", self.metrics)
         self.best = max(self.best, status.get("eval_return", -math.inf))  # NaN compares False and changes nothing
         self.status = status
+        if self.starting.step and status["env_steps"] > self.start_steps:
+            self.starting.doing("")
+            self.starting.close()
         mean = status.get("mean_return")
         due = status["env_steps"] * _POINTS // max(self.total, 1)
         if mean is not None and math.isfinite(mean) and len(self.returns) <= due:
             self.returns.append(mean)
         now = time.monotonic()
-        if force or now - self.shown >= (_LIVE_EVERY if self.live else _PLAIN_EVERY):
+        waits = self.live is None and bool(self.starting.step)  # a log needs no line without rates
+        if force or (not waits and now - self.shown >= (_LIVE_EVERY if self.live else _PLAIN_EVERY)):
             self.shown = now
             self._show()
 
     def rows(self) -> list[tuple[str, str]]:
         """What the panel shows below the progress bar: a name and a text in each row."""
         s, m = self.status, self.metrics
-        found = [
+        found = [("starting", self.starting.step)] if self.starting.step else []
+        found += [
             ("env steps", f"{s['env_steps']:,} of {self.total:,}"),
             ("return", f"{_number(s.get('mean_return'))}  (last 100 of {s.get('episodes', 0):,} episodes)"),
         ]
@@ -153,8 +170,8 @@ class Display:
     def _show(self) -> None:
         if self.live is not None:
             self.live.update(self._render(), refresh=True)
-        elif not self.quiet:
-            self.console.print(self.line(), markup=False, soft_wrap=True)
+        else:
+            self.note(self.line())
 
     def _render(self) -> RenderableType:
         done = min(self.status["env_steps"] / max(self.total, 1), 1.0)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ class RunWriter:
     """
 
     def __init__(self, folder: Path, config: Config, resume_env_steps: int | None = None) -> None:
-        self.folder = folder
+        self.folder, self._config, self._resumed_at = folder, config, resume_env_steps
         self._open = ExitStack()  # closes the others if closing one fails
         self._wandb = _wandb(folder, config) if config.log.wandb else None
         if self._wandb is not None:
@@ -92,16 +93,21 @@ class RunWriter:
                 write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
             self._file = self._open.enter_context((folder / "metrics.jsonl").open("a"))
             self._log = self._open.enter_context((folder / "log.txt").open("a"))
-            self._events = None
-            if config.log.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter  # 0.35 s to import
 
-                # TensorBoard ignores what older event files have from the purge step on.
-                purge = None if resume_env_steps is None else resume_env_steps + 1
-                self._events = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
-                self._open.callback(self._events.close)
-                if resume_env_steps is None:
-                    _describe(config, self._events)
+    @cached_property
+    def _events(self) -> SummaryWriter | None:
+        """TensorBoard's file, opened with the first line: start-up does not wait for the import, 0.35 s."""
+        if not self._config.log.tensorboard:
+            return None
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard ignores what older event files have from the purge step on.
+        purge = None if self._resumed_at is None else self._resumed_at + 1
+        events = SummaryWriter(str(self.folder), purge_step=purge, flush_secs=10)
+        self._open.callback(events.close)
+        if purge is None:
+            _describe(self._config, events)
+        return events
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a line of metrics; it needs `env_steps` and `seconds`. The line of an evaluation is written after its

@@ -20,7 +20,7 @@ from coterie.runs.metrics import read_metrics
 from coterie.types import CoterieError
 from tests.conftest import VECTOR, make_config
 
-REPORT = LearnerReport([], {}, 0, {}, [], 0, [], {}, lr=0.1, rss_mb=1.0, gauges={})
+REPORT = LearnerReport([], {}, 0, {}, [], 0, [], {}, first_step=1e9, lr=0.1, rss_mb=1.0, gauges={})
 
 
 @pytest.fixture

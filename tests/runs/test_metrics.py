@@ -80,7 +80,9 @@ def test_tensorboard_has_the_same_curve(tmp_path: Path) -> None:
 def test_tensorboard_has_the_config_and_the_hyperparameters(tmp_path: Path) -> None:
     config = presets.ppo(env="CartPole-v1", learners=2, optim={"lr": 1e-3})
     for resume in (None, 5):
-        RunWriter(tmp_path, config, resume).close()
+        writer = RunWriter(tmp_path, config, resume)
+        writer.write({"env_steps": 1, "seconds": 1.0})
+        writer.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     (text,) = events.Tensors("config/text_summary")

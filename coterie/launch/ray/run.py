@@ -23,6 +23,7 @@ from coterie.launch.ray.node import Node, Outcome, env_steps
 from coterie.parallel.processes import on_signals
 from coterie.runs.config_io import save_config
 from coterie.runs.metrics import clean
+from coterie.runs.starting import Starting
 from coterie.types import ConfigError, CoterieError, first_line, reason_of
 
 _POLL_S = 0.5
@@ -35,14 +36,16 @@ _STORE_S = 300.0  # for the last files to arrive from the storage
 _SUMMED = ("env_steps", "env_frames", "learner_steps", "samples_trained", "episodes", "masked_steps")
 
 
-def run_on_ray(config: Config, folder: Path, resumed: bool, quiet: bool) -> dict[str, Any]:
+def run_on_ray(config: Config, folder: Path, resumed: bool, quiet: bool, starting: Starting) -> dict[str, Any]:
     """Train on a cluster; returns the summary of all sites together, which is also in `summary.json`."""
     begin = time.monotonic()
+    starting.doing("connecting to Ray")
     cluster = Cluster(config.ray)
     try:
         sites = 1 + len(list(folder.glob("sites/*"))) if resumed else 0
         run = RayRun(cluster, allocate(config, cluster.machines, sites), folder, quiet)
         result: dict[str, Any] = {"status": "failed", "reason": ""}
+        starting.close()
         try:
             result = dict(zip(("status", "reason"), run.work(), strict=True))
         except KeyboardInterrupt:
