@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -73,7 +74,8 @@ class Reporter:
         self.latencies = deque[float](maxlen=4096)
 
     def is_due(self) -> bool:
-        return time.monotonic() - self._reported > _REPORT_S
+        """Never before the first env step, and then at once."""
+        return self._stages.first_step < math.inf and time.monotonic() - self._reported > _REPORT_S
 
     def take(self) -> WorkerReport:
         self._reported = time.monotonic()

@@ -51,6 +51,7 @@ def test_a_signal_checkpoints_and_no_process_or_named_memory_is_left(capsys, med
     summary = (check_accounts if acting == "inline" else check_rows)(out)
     assert (summary["status"], summary["reason"]) == ("interrupted", number.name)
     assert summary.get("restarts", 0) == 0
+    assert summary["first_step_s"] > 0
     meddler.check_nothing_left()
     if exchange == "gossip":
         total = summary["env_steps"] + 1000

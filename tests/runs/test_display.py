@@ -81,6 +81,18 @@ def test_a_log_gets_a_short_line_every_thirty_seconds(clock: Clock) -> None:
     assert "\x1b" not in text_of(shown)
 
 
+def test_a_log_has_no_progress_and_the_panel_names_the_step_before_the_first_rollout(clock: Clock) -> None:
+    for terminal in (False, True):
+        with Display(1_000_000, "title", start_steps=500, console=console(terminal=terminal)) as shown:
+            shown.doing("2 learners")
+            clock.now += 10
+            shown.update({**STATUS, "env_steps": 500})
+            assert ("500 of" in text_of(shown), "2 learners" in text_of(shown)) == (terminal, terminal)
+            shown.update({**STATUS, "env_steps": 501}, force=True)
+            assert not shown.starting.step
+        assert "501 of 1,000,000" in text_of(shown)
+
+
 @pytest.mark.parametrize("width", [10, 20, 40, 80, 120, 200])
 def test_the_live_panel_fits_any_terminal(width: int) -> None:
     plain = Console(file=io.StringIO(), width=width, height=50, force_terminal=True, color_system=None)
