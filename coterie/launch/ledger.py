@@ -56,9 +56,8 @@ class Ledger:
         self.begin = self.last_line = time.monotonic()
         self.reports: dict[int, LearnerReport] = {}  # the latest of each learner
         self.acted: dict[int, WorkerReport] = {}  # and of each actor
-        self.stages: dict[str, float] = {}
+        self.stages, self.metrics = dict[str, float](), dict[str, float]()
         self.line_stages, self.line_steps = dict(self.begin_stages), self.begin_steps
-        self.metrics: dict[str, float] = {}
         self.batches, self.first_step = 0, np.inf  # batches since the last line; unix time of the first env step
         self.readers: list[Callable[[], dict[str, float]]] = []  # more values for the lines of metrics
         self.energy, self.busy = Energy(), Busy()

@@ -38,7 +38,7 @@ class Start(NamedTuple):
 
 
 class LearnerReport(NamedTuple):
-    """The message "report" of a learner to its parent: since its last one, but for `stages`, `first_step`, `lr` and `gauges`."""
+    """The message "report" of a learner to its parent: up to `failures`, since its last one."""
 
     episodes: list[tuple[float, int, int]]  # return, length, env id
     metrics: dict[str, float]  # sums over the batches
