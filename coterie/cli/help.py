@@ -92,21 +92,19 @@ def _without_effect(options: Iterable[str], config: Config) -> Iterator[str]:
     from coterie.models.torsos import torso_of
 
     spec = make_spec(config.env, config.atari)
-    torsos = {":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values()}
-    mlp, adam = any(torsos), config.optim.rule.startswith("adam")
+    mlp = any(":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values())
+    adam = config.optim.rule.startswith("adam")
     fields = {
         "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
-        "model.hidden": (mlp, "the torso mlp"),
-        "model.activation": (mlp, "the torso mlp"),
+        **dict.fromkeys(("model.hidden", "model.activation"), (mlp, "the torso mlp")),
         "model.core_size": (config.model.core == "lstm", "model.core lstm"),
         "model.init_log_std": (spec.action.kind == "continuous", "continuous actions"),
         "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
-        "optim.beta1": (adam, "optim.rule adam or adam_eps_hat"),
-        "optim.beta2": (adam, "optim.rule adam or adam_eps_hat"),
+        **dict.fromkeys(("optim.beta1", "optim.beta2"), (adam, "optim.rule adam or adam_eps_hat")),
+        **{name: (_is_used(name, config), " or ".join(sorted(uses))) for name, uses in SECTIONS.items()},
     }
-    for section, choices in SECTIONS.items():
-        used = _is_used(section, config) or (section == "allreduce" and config.exchange == "auto")
-        fields[section] = (used, " or ".join(sorted(choices)))
+    if config.exchange == "auto":
+        del fields["allreduce"]  # which it may become
     for name in options if config.plugins == Plugins() else ():
         used, needs = fields.get(name) or fields.get(name.partition(".")[0], (True, ""))
         if not used:
