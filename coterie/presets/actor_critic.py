@@ -10,7 +10,8 @@ from coterie.presets.common import LINEAR, derive, make
 
 def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     """Synchronous A2C. Images: Accelerated Methods 4.3 (n = 5, RMSProp 7e-4 at 16 simulators times the root of their
-    number, decay 0.9, eps 1e-6 inside the root, value coefficient 0.25), on 84x84 frames instead of 104x80.
+    number, decay 0.9, eps 1e-6 inside the root, value coefficient 0.25), on 84x84 frames instead of 104x80. Vectors and
+    continuous control: our own settings, with normalized rewards and advantages.
     """
     return make(
         "a2c",
@@ -27,13 +28,11 @@ def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
             "optim": Optim("rmsprop_tf", lr=7e-4, alpha=0.9, eps=1e-6, sqrt_scaling_from=16),
         },
         vector={
-            "algo": Algo(unroll_length=8, gae_lambda=0.95),
+            "reward.normalize": True,
+            "algo": Algo(16, gamma=0.995, gae_lambda=0.98, entropy_coef=0.005, normalize_advantage=True),
             "optim": Optim("rmsprop", lr=2e-3, schedule=LINEAR),
         },
-        continuous={
-            "reward.normalize": True,
-            "algo": Algo(unroll_length=8, gae_lambda=0.95, entropy_coef=0.0),
-        },
+        continuous={"algo": Algo(16, gae_lambda=0.95, entropy_coef=0.0, normalize_advantage=True)},
     )
 
 
