@@ -10,7 +10,11 @@ fastest of its two ways here, and its Atari in one process for each env.
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
+
+# As Coterie has it: torch's waiting threads spin by default, on cores that others need (docs/benchmarks/speed.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import gymnasium as gym
 import numpy as np

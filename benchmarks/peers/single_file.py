@@ -8,6 +8,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+
+# As Coterie has it: torch's waiting threads spin by default, on cores that others need (docs/benchmarks/speed.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import envpool
 import numpy as np
