@@ -38,7 +38,7 @@ def test_numbers_that_no_learner_can_use_are_refused(rig, name, bad, says):
 def test_more_envs_than_max_envs_are_refused(rig):
     one = rig(max_envs=5)
     client = Client(one, 0, width=4)
-    with pytest.raises(Refused, match=r"cannot add 2 env\(s\) to 4: the limit is 5 \(central\.max_envs"):
+    with pytest.raises(Refused, match=r"cannot add 2 envs to 4: the limit is 5 \(central\.max_envs"):
         Client(one, 1)
     assert one.central.envs == 4
     client.again()

@@ -107,7 +107,7 @@ def test_an_exception_ends_the_run_at_once_with_its_traceback(where, line, tmp_p
 
 
 def test_an_exception_of_the_constructor_has_its_traceback():
-    with pytest.raises(CoterieError, match=r"RuntimeError: this env cannot be made \(.*testing\.py, line") as caught:
+    with pytest.raises(CoterieError, match=r"RuntimeError: this env cannot be made \(.*flaky\.py, line") as caught:
         make(FLAKY, 1, kwargs={"how": "construct"})
     assert "in __init__\n" in caught.value.trace
 
