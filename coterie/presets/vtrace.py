@@ -54,7 +54,7 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def impala_deep(env: str = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA with its ResNet of 15 convolutions (Figure 3, right)."""
-    return derive(impala, "impala-deep", env, overrides, {"model.torso": "impala"})
+    return derive(impala, "impala-deep", env, overrides, {}, {"model.torso": "impala"})
 
 
 def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
