@@ -52,7 +52,7 @@ FLAKY = {"env.id": "tests.support.flaky:FlakyEnv", "env.kwargs": '{"how": "raise
     ("options", "exchange", "changes", "reason", "inside"),
     [
         (inline_options, "gossip", FLAKY,
-         r"learner [01]: env\.id .* ValueError: flaky by design \(.*testing\.py, line \d+, in step\)", "in step"),
+         r"learner [01]: env\.id .* ValueError: flaky by design \(.*flaky\.py, line \d+, in step\)", "in step"),
         (inline_options, "allreduce", {"model.torso": "odd:raises"},
          "learner 1: ValueError: odd by design", "in fail"),
         (decoupled_options, "solo", {"model.torso": "odd:actor_raises"},
