@@ -5,8 +5,11 @@ python docs/generate.py
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -14,11 +17,17 @@ from coterie import presets
 from coterie.build import validity
 from coterie.cli.listing import PAPERS
 from coterie.cli.options import comments
-from coterie.config import Config, Range
+from coterie.config import Atari, Config, Env, Range
+from coterie.envs.make import make_spec
 from coterie.runs.config_io import fields, get, plain
 
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = {"Atari": "Breakout-v5", "vectors": "LunarLander-v3", "MuJoCo": "Hopper-v5"}
+# Environments with settings of their own in a preset.
+MOUNTAIN_CAR, DMLAB = {"MountainCar": "MountainCar-v0"}, {"DMLab": "dmlab/rooms_watermaze"}
+MORE = {"a3c": MOUNTAIN_CAR, "a3c-paper": MOUNTAIN_CAR, "impala": DMLAB, "impala-deep": DMLAB, "seed-vtrace": DMLAB}
+# A family without a source of its own has that of the family beside it, as in the presets.
+PARENTS = {"MuJoCo": "vectors", "MountainCar": "vectors", "DMLab": "Atari"}
 NOTE = "*Written by `python docs/generate.py`.*\n"
 OPTIONS = f"""# Options
 
@@ -31,7 +40,20 @@ PRESETS = f"""# Presets
 
 A preset is a function that returns a config for an environment. It has settings for each kind of environment: images,
 small vectors, continuous control. The tables show what differs from the [defaults](options.md), for Breakout (Atari),
-LunarLander (vectors) and Hopper (MuJoCo); `-` means that the preset does not run there.
+LunarLander (vectors) and Hopper (MuJoCo), and defaults that a paper has, too; `-` means that the preset does not run
+there.
+
+The last column says where a value comes from: a paper, its public code, or "ours" with the reason. "Not tuned": no
+comparison with other values is recorded. A value without a source is the default.
+
+| name | paper | public code |
+|---|---|---|
+| Accelerated Methods | Stooke and Abbeel 2018, arXiv 1803.02811 | accel_rl |
+| GALA | Assran et al. 2019, arXiv 1906.04585 | gala |
+| A3C with GAE | Christensen and Hansen | nicklashansen/a3c |
+| IMPALA | Espeholt et al. 2018, arXiv 1802.01561 | scalable_agent |
+| SEED RL | Espeholt et al. 2020, arXiv 1910.06591 | seed_rl |
+| Ape-X | Horgan et al. 2018, arXiv 1803.00933 | none |
 
 {NOTE}"""
 
@@ -84,24 +106,106 @@ def options() -> str:
 
 def settings(name: str, env: str) -> dict[str, Any] | None:
     """What a preset sets for an env; None where it refuses it."""
+    spec = make_spec(Env(FAMILIES["Atari"]), Atari()) if env.startswith("dmlab/") else None
     try:
-        config = presets.make(name, env)
+        config = presets.make(name, env, spec)
     except Exception:
         return None
     base = Config()
     left_out = ("preset", "env.id", "out")
-    return {f: get(config, f) for f, _ in fields() if f not in left_out and get(config, f) != get(base, f)}
+    names = [f for f, _ in fields() if f not in left_out and shows(f, env)]
+    return {f: get(config, f) for f in names if get(config, f) != get(base, f)}
+
+
+def shows(option: str, env: str) -> bool:
+    return not option.startswith("atari.") or env == FAMILIES["Atari"]
+
+
+@functools.cache
+def columns(name: str) -> dict[str, dict[str, Any]]:
+    """What a preset sets, by family; without families that it refuses."""
+    found = {family: settings(name, env) for family, env in (FAMILIES | MORE.get(name, {})).items()}
+    return {family: changed for family, changed in found.items() if changed is not None}
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    found = {}
+    for key, value in table.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+@functools.cache
+def sources() -> dict[str, dict[str, dict[str, str]]]:
+    """docs/reference/sources.toml: preset -> family, or "all" -> setting -> source."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for name, table in tomllib.loads((REFERENCE / "sources.toml").read_text()).items():
+        found[name] = {key: flat(table.pop(key)) for key in (*FAMILIES, *PARENTS) if key in table}
+        found[name]["all"] = flat(table)
+    return found
+
+
+def own(name: str, family: str, option: str) -> str:
+    """The source in the preset's own table; empty if it has none. Another family's holds for the same value only."""
+    table, parent = sources().get(name, {}), PARENTS.get(family, family)
+    alike = columns(name)[family].get(option) == columns(name)[parent].get(option)
+    places = (family, parent, "all") if alike else (family, "all")
+    return next((table[place][option] for place in places if option in table.get(place, {})), "")
+
+
+def source(name: str, family: str, option: str) -> str:
+    """Where a value comes from, or nothing. What a preset leaves as it is in its base has the base's source."""
+    if found := own(name, family, option):
+        return found
+    base = sources().get(name, {}).get("all", {}).get("base", "")
+    kept = base and columns(name)[family].get(option) == columns(base)[family].get(option)
+    return source(base, family, option) if kept else ""
+
+
+def unsourced() -> Iterator[str]:
+    """What a preset changes without a source."""
+    for name in presets.PRESETS:
+        for family, changed in columns(name).items():
+            for option, value in changed.items():
+                if not source(name, family, option):
+                    yield f"{name}: {option} = {value} ({family})"
+
+
+def unused() -> Iterator[str]:
+    """Sources of what is no setting, and "ours: not tuned" of what the preset does not change. A default may be stated,
+    too, where a paper has it or has another value.
+    """
+    known = {option for option, _ in fields()} | {"base"}
+    for name, table in sources().items():
+        changed = {option for family in columns(name).values() for option in family}
+        for place, entries in table.items():
+            for option, text in entries.items():
+                if option not in (changed if text == "ours: not tuned" else known):
+                    yield f"{name}: {option} ({place})"
+
+
+def source_cell(name: str, option: str) -> str:
+    """The sources of a row: one if the families agree, otherwise by family."""
+    texts: dict[str, list[str]] = {}
+    families = [f for f in columns(name) if not option.startswith("atari.") or f == "Atari"]
+    for family in families:
+        if text := source(name, family, option):
+            texts.setdefault(text, []).append(family)
+    if [*texts.values()] == [families]:
+        return next(iter(texts))
+    return "<br>".join(f"{', '.join(found)}: {text.replace('ours: ', 'ours, ')}" for text, found in texts.items())
 
 
 def preset(name: str) -> str:
     text = inspect.getdoc(presets.PRESETS[name]) or ""
-    columns = {title: settings(name, env) for title, env in FAMILIES.items()}
-    names = [f for f, _ in fields() if any(f in (c or {}) for c in columns.values())]
+    envs, found = FAMILIES | MORE.get(name, {}), columns(name)
+    names = [f for f, _ in fields() if any(f in found[family] or source(name, family, f) for family in found)]
     base = Config()
-    rows = [f"| option | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    rows = [f"| option | {' | '.join(envs)} | source |", "|---|" + "---|" * (len(envs) + 1)]
     for option in names:
-        cells = ["-" if c is None else shown(c.get(option, get(base, option))) for c in columns.values()]
-        rows.append(f"| `{option}` | {' | '.join(cells)} |")
+        cells = ["-" if f not in found else shown(found[f].get(option, get(base, option))) for f in envs]
+        cells = [cell if shows(option, envs[f]) else "" for f, cell in zip(envs, cells, strict=True)]
+        rows.append(f"| `{option}` | {' | '.join(cells)} | {source_cell(name, option)} |")
     return f"### {name}\n\n{text}\n\n" + "\n".join(rows) + "\n"
 
 

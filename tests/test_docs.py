@@ -277,12 +277,14 @@ def test_the_metrics_that_a_run_writes_are_on_their_page(preset, tmp_path, monke
     assert sorted(name for name in written if not re.fullmatch(pattern, name)) == []
 
 
-def test_the_generated_pages_are_current():
+def test_the_generated_pages_are_current_and_every_setting_of_a_preset_has_its_source():
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    assert [*module.unsourced()] == [], "name their sources in docs/reference/sources.toml"
+    assert [*module.unused()] == []
     stale = [path.name for path, text in module.pages().items() if path.read_text() != text]
     assert not stale, "run `python docs/generate.py`"
 

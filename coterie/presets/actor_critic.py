@@ -9,9 +9,9 @@ from coterie.presets.common import LINEAR, derive, make
 
 
 def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """Synchronous A2C. Images: Accelerated Methods 4.3 (n = 5, RMSProp 7e-4 at 16 simulators times the root of their
-    number, decay 0.9, eps 1e-6 inside the root, value coefficient 0.25), on 84x84 frames instead of 104x80. Vectors and
-    continuous control: our own settings, with normalized rewards and advantages.
+    """Synchronous A2C. Images: Accelerated Methods and its code (n = 5, RMSProp 7e-4 at 16 simulators times the root of
+    their number, eps inside the root). Ours: 84x84 frames, 10M env steps (25M), up to 200 random steps first (2000).
+    Vectors and continuous control: our own settings, with normalized rewards and advantages.
     """
     return make(
         "a2c",
@@ -37,9 +37,9 @@ def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 
 def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """PPO. Images: after Accelerated Methods 4.3 (batches of 2048, clip 0.2, lambda 0.95, entropy 0.01), on 84x84
-    frames, with 3 epochs over minibatches of 256 and Adam at 5e-4, which learn faster from few samples. Vectors and
-    continuous control: our own settings.
+    """PPO. Images: batches of 2048, clip 0.2, lambda 0.95 and entropy 0.01 as in Accelerated Methods. Ours, for few
+    samples: 3 epochs over minibatches of 256, Adam at 5e-4, value coefficient 0.5, gradients clipped to 0.5, normalized
+    advantages; `ppo-paper` has the paper's. Vectors and continuous control: our own settings.
     """
     return make(
         "ppo",
@@ -70,8 +70,9 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 
 def ppo_paper(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """PPO on images as Accelerated Methods has it (4.3, and its code): 8 simulators of 256 steps, 4 epochs over
-    minibatches of 512, Adam at 1e-3 with a linear schedule, value coefficient 1, no clipping of gradients.
+    """PPO on images as in Accelerated Methods and its code: 8 simulators of 256 steps, 4 epochs, minibatches of 512,
+    Adam at 1e-3, value coefficient 1, no clipping of gradients; the linear schedule and normalized advantages are
+    options of that code, off by default.
     """
     image = {
         "steps": 25_000_000,
@@ -85,7 +86,8 @@ def ppo_paper(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def gala_a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     """GALA-A2C: gossiping A2C learners (GALA, arguments of its public code): a directed ring, mixed after every update,
-    16 simulators each, n = 5, RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation.
+    16 simulators each, n = 5, RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation. Ours:
+    10M env steps (25M and 40M).
     """
     image = {
         "env.num_envs": 16,
@@ -105,9 +107,9 @@ def gala_ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with GAE: lock-free workers of one simulator each (Christensen and Hansen): Adam with each worker's own
-    moments, FC256-FC256-LSTM256 shared by policy and value, or a small convolutional net before the LSTM (unroll 20,
-    Adam at 1e-4). Rewards are scaled and MountainCar's actions repeated as the authors' code does, its entropy bonus
-    ends after some episodes. Ours: longer unrolls and a faster, decaying learning rate for vectors.
+    moments, FC256-FC256-LSTM256 shared by policy and value, or a small convolutional net before the LSTM. Vectors:
+    rewards times 0.01 as in the authors' code. Ours: longer unrolls and a faster, decaying learning rate; MountainCar's
+    actions repeated 6 times (4), observations normalized. `a3c-paper` has the paper's defaults.
     """
     net = Model("mlp", (256, 256), core="lstm", core_size=256, forget_bias=0.0, share="yes")
     vector = {
@@ -163,6 +165,7 @@ def a3c_paper(env: str = "LunarLander-v3", **overrides: Any) -> Config:
         "env.action_repeat": 4 if env.startswith("MountainCar-") else 1,
         "reward": Reward(scale=1e-3),
         "model.normalize_obs": False,
+        "model.activation": "relu",
         "algo": Algo(20, gamma=0.99, gae_lambda=1.0, value_target="n-step", value_coef=0.25, entropy_coef=0.0),
         "optim": Optim("adam", lr=1e-4, eps=1e-8, max_grad_norm=0.0),
     }
@@ -170,7 +173,7 @@ def a3c_paper(env: str = "LunarLander-v3", **overrides: Any) -> Config:
 
 
 def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """A3C with large batches and a central store (Accelerated Methods 4.3): A2C learners of 16 simulators that meet a
+    """A3C with large batches and a central store (Accelerated Methods): A2C learners of 16 simulators that meet a
     store of 3 chunks after every update; the learning rate does not grow with the learners.
     """
     common = {"exchange": "store", "learners": "auto"}
@@ -178,7 +181,7 @@ def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 
 def appo(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """APPO (Accelerated Methods 4.3, Appendix B): PPO learners of 8 simulators and horizon 256 on a central store, two
+    """APPO (Accelerated Methods, Appendix B): PPO learners of 8 simulators and horizon 256 on a central store, two
     local Adam steps between meetings, weights polled every 64 steps, a quarter of PPO's learning rate, no schedule.
     """
     common = {

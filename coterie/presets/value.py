@@ -1,4 +1,4 @@
-"""Presets of value learning: DQN and its descendants (Accelerated Methods 4.2 and its code), Ape-X, R2D2 (SEED RL).
+"""Presets of value learning: DQN and its descendants (Accelerated Methods and its code), Ape-X, R2D2 (SEED RL).
 
 Vectors: our own settings.
 """
@@ -12,9 +12,9 @@ from coterie.presets.common import LINEAR, derive, envs, make
 
 
 def dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """DQN (Accelerated Methods 4.2): 32 simulators, batches of 32, each env step trained on 8 times, RMSProp at 2.5e-4,
-    target network every 10,000 env steps, epsilon from 1 to 0.1 over a million env steps, single-step. Vectors: our
-    own, double and three-step.
+    """DQN (Accelerated Methods and its code): 32 simulators, batches of 32, each env step trained on 8 times, RMSProp,
+    target network every 10,000 env steps, epsilon from 1 to 0.1 over a million, 10M env steps (the paper 50M). Vectors:
+    our own, double and three-step.
     """
     return make(
         "dqn",
@@ -75,8 +75,8 @@ def c51_2048(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 
 def rainbow(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """Epsilon-Rainbow (Accelerated Methods 4.2): double, dueling, prioritized (0.5, 0.4 to 1), three-step, categorical,
-    without noisy layers; Adam at 6.25e-5 with eps 0.005 / 32, target network every 8,000 env steps.
+    """Epsilon-Rainbow (code of Accelerated Methods): double, dueling, prioritized (0.5, 0.4 to 1), three-step,
+    categorical, without noisy layers; Adam at 6.25e-5 with eps 0.005 / 32, target network every 8,000 env steps.
     """
     image = {
         "model": Model(torso="nature-conv"),

@@ -11,10 +11,10 @@ from coterie.presets.common import LINEAR, Changes, derive, envs, flat, make
 def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA (Table G.1): decoupled actors with as many simulators as keep the cores busy, V-trace, losses summed over
     batches of 32 rollouts of 20 steps, RMSProp with eps 0.01 inside the root, gradients clipped to 40; feed-forward on
-    four frames, with GALA's net in the place of the shallow one. For a few million env steps on two cores these rates
-    are slow: docs/results/learning.md has the options that Pong was learned with. `dmlab/...`: the shallow net with its
-    LSTM of 256, last action and reward, unrolls of 100, and the rates of the authors' code. Vectors and continuous
-    control: our settings.
+    four frames. Ours: GALA's net in the place of the shallow one, 10M env steps (50M), no population-based training, no
+    single run of all DMLab-30 tasks. For a few million env steps on two cores these rates are slow: the page of results
+    has the options that Pong was learned with. `dmlab/...`: the shallow net with its LSTM of 256, last action and
+    reward, unrolls of 100, and the rates of the authors' code. Vectors and continuous control: our settings.
     """
     image: Changes = {
         "steps": 10_000_000,
@@ -59,8 +59,9 @@ def impala_deep(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
     """SEED RL with V-trace (gcp/train_dmlab_explore_goal_locations_small.sh): env hosts without a policy, unrolls of
-    100 in batches of 32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Vectors and
-    continuous control: our settings for IMPALA.
+    100 in batches of 32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Left out: its KL
+    penalty; `algo.entropy_target` multiplies the coefficient where the code has a Lagrange step. Vectors and continuous
+    control: our settings for IMPALA.
     """
     image = {
         "env.num_envs": envs(env, 64),

@@ -69,8 +69,8 @@ def test_ppo_paper_has_the_papers_settings_for_atari():
     assert (config.optim.rule, config.optim.lr, config.optim.eps, config.optim.max_grad_norm) == ("adam", 1e-3, 1e-5, 0)
 
 
-# Accelerated Methods 4.2 and its code, SEED RL 5.2; in this order: env.num_envs, q.batch_size, optim.rule, optim.lr,
-# optim.eps times the batch, q.n_step, q.target_every, q.learn_start, q.epsilon_end, q.epsilon_steps, replay.alpha.
+# From docs/reference/sources.toml, in this order: env.num_envs, q.batch_size, optim.rule, optim.lr, optim.eps times
+# the batch, q.n_step, q.target_every, q.learn_start, q.epsilon_end, q.epsilon_steps, replay.alpha.
 VALUE_TABLE = {
     "dqn": (32, 32, "rmsprop_tf", 2.5e-4, 3.2e-5, 1, 10_000, 50_000, 0.1, 1_000_000, 0.0),
     "dqn-512": (32, 512, "rmsprop_tf", 7.5e-4, 5.12e-4, 1, 10_000, 50_000, 0.1, 1_000_000, 0.0),
