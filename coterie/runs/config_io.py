@@ -23,8 +23,7 @@ from coterie.config import Config, Range, Schedule
 from coterie.plugins import PARTS
 from coterie.types import ConfigError, CoterieError, reason_of
 
-# Options of older versions: the value that is ignored in a config file, their default (None: any), and what the error
-# says of another.
+# Options of older versions: the value that a config file may still have (None: any), and what the error says of others.
 OLD: dict[str, tuple[Any, str]] = {
     **{f"own.{part}": ("", f"is now plugins.{part}") for part in PARTS},
     "env.reset": ("in_place", "was removed; envs are always reset in place"),
