@@ -40,8 +40,8 @@ PRESETS = f"""# Presets
 
 A preset is a function that returns a config for an environment. It has settings for each kind of environment: images,
 small vectors, continuous control. The tables show what differs from the [defaults](options.md), for Breakout (Atari),
-LunarLander (vectors) and Hopper (MuJoCo), and defaults that a paper has, too; `-` means that the preset does not run
-there.
+LunarLander (vectors) and Hopper (MuJoCo), and defaults that a paper has, too; a preset "as" another has the rest from
+it, and `coterie train PRESET --help` shows all. `-` means that the preset does not run there.
 
 The last column says where a value comes from: a paper, its public code, or "ours" with the reason. "Not tuned": no
 comparison with other values is recorded. A value without a source is the default.
@@ -153,13 +153,20 @@ def own(name: str, family: str, option: str) -> str:
     return next((table[place][option] for place in places if option in table.get(place, {})), "")
 
 
+def base_of(name: str) -> str:
+    return sources().get(name, {}).get("all", {}).get("base", "")
+
+
+def kept(name: str, family: str, option: str) -> bool:
+    """Whether a derived preset leaves a setting as it is in its base."""
+    base = base_of(name)
+    return base != "" and columns(name)[family].get(option) == columns(base)[family].get(option)
+
+
 def source(name: str, family: str, option: str) -> str:
     """Where a value comes from, or nothing. What a preset leaves as it is in its base has the base's source."""
-    if found := own(name, family, option):
-        return found
-    base = sources().get(name, {}).get("all", {}).get("base", "")
-    kept = base and columns(name)[family].get(option) == columns(base)[family].get(option)
-    return source(base, family, option) if kept else ""
+    found = own(name, family, option)
+    return found or (source(base_of(name), family, option) if kept(name, family, option) else "")
 
 
 def unsourced() -> Iterator[str]:
@@ -197,16 +204,24 @@ def source_cell(name: str, option: str) -> str:
 
 
 def preset(name: str) -> str:
+    """A section of the page. A derived preset has rows for what it changes in its base."""
     text = inspect.getdoc(presets.PRESETS[name]) or ""
-    envs, found = FAMILIES | MORE.get(name, {}), columns(name)
-    names = [f for f, _ in fields() if any(f in found[family] or source(name, family, f) for family in found)]
-    base = Config()
+    envs, found, base, default = FAMILIES | MORE.get(name, {}), columns(name), base_of(name), Config()
+    names = [
+        option
+        for option, _ in fields()
+        if any(
+            own(name, f, option) or (not kept(name, f, option) if base else option in changed)
+            for f, changed in found.items()
+        )
+    ]
     rows = [f"| option | {' | '.join(envs)} | source |", "|---|" + "---|" * (len(envs) + 1)]
     for option in names:
-        cells = ["-" if f not in found else shown(found[f].get(option, get(base, option))) for f in envs]
+        cells = ["-" if f not in found else shown(found[f].get(option, get(default, option))) for f in envs]
         cells = [cell if shows(option, envs[f]) else "" for f, cell in zip(envs, cells, strict=True)]
         rows.append(f"| `{option}` | {' | '.join(cells)} | {source_cell(name, option)} |")
-    return f"### {name}\n\n{text}\n\n" + "\n".join(rows) + "\n"
+    beside = f"As [{base}](#{base}), but:\n\n" if base else ""
+    return f"### {name}\n\n{text}\n\n{beside}" + "\n".join(rows) + "\n"
 
 
 def all_presets() -> str:
