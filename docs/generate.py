@@ -170,12 +170,13 @@ def source(name: str, family: str, option: str) -> str:
 
 
 def unsourced() -> Iterator[str]:
-    """What a preset changes without a source."""
+    """What a preset changes without a source, in the defaults or back to them."""
     for name in presets.PRESETS:
+        base = columns(base_of(name)) if base_of(name) else {}
         for family, changed in columns(name).items():
-            for option, value in changed.items():
+            for option in changed | base.get(family, {}):
                 if not source(name, family, option):
-                    yield f"{name}: {option} = {value} ({family})"
+                    yield f"{name}: {option} ({family})"
 
 
 def unused() -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Synchronous learners: every gradient is the mean of all learners' gradients, so their weights stay equal.
 
-A2C and PPO on several devices (Accelerated Methods 4.3; GALA's baseline, its footnote 2): L learners of b simulators
+A2C and PPO on several devices (Accelerated Methods; GALA's baseline, its footnote 2): L learners of b simulators
 learn as one learner of L x b, where the loss is a mean over rows and nothing is normalized within a learner. The
 message with the gradient also carries everything else that they decide together: whether a gradient is unusable, rows
 begun, an order to save, the end. Left out: overlap with the backward pass, which on one machine would save a part of a

@@ -1,4 +1,4 @@
-"""A central store of weights and rule state, in chunks under locks (Accelerated Methods 4.3 and Appendix B).
+"""A central store of weights and rule state, in chunks under locks (Accelerated Methods, with Appendix B).
 
 A learner takes its gradient locally, then goes through the chunks in whatever order they are free: under a chunk's lock
 it applies the rule to the central weights and statistics, and adopts the new values. With `local_steps` n > 1 it makes

@@ -38,8 +38,8 @@ def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
     """PPO. Images: batches of 2048, clip 0.2, lambda 0.95 and entropy 0.01 as in Accelerated Methods. Ours, for few
-    samples: 3 epochs over minibatches of 256, Adam at 5e-4, value coefficient 0.5, gradients clipped to 0.5, normalized
-    advantages; `ppo-paper` has the paper's. Vectors and continuous control: our own settings.
+    samples: 5M env steps (25M), 3 epochs over minibatches of 256, Adam at 5e-4, value coefficient 0.5, gradients
+    clipped to 0.5; `ppo-paper` has the paper's values. Vectors and continuous control: our own settings.
     """
     return make(
         "ppo",

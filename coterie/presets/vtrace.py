@@ -59,9 +59,8 @@ def impala_deep(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
     """SEED RL with V-trace (gcp/train_dmlab_explore_goal_locations_small.sh): env hosts without a policy, unrolls of
-    100 in batches of 32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Left out: its KL
-    penalty; `algo.entropy_target` multiplies the coefficient where the code has a Lagrange step. Vectors and continuous
-    control: our settings for IMPALA.
+    100 in batches of 32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Left out: the KL
+    penalty. Vectors and continuous control: our settings for IMPALA.
     """
     image = {
         "env.num_envs": envs(env, 64),
