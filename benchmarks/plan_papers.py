@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from coterie.config import Central, Config, Gossip, Store
 from coterie.tools.plan.layout import Hardware, RunLayout
 from coterie.tools.plan.services import Costs, LinearCost, Services
 from coterie.tools.plan.simulate import simulate
@@ -60,7 +61,9 @@ def layout(acting: str, exchange: str, hardware: Hardware, **own: Any) -> RunLay
     }  # fmt: skip
     found = base | own
     found.setdefault("samples", float(found["batch"] * found["unroll"]))
-    return RunLayout(acting=acting, exchange=exchange, hardware=hardware, **found)
+    chunks = int(found.pop("chunks", 1))
+    config = Config(central=Central(wait=0.0), store=Store(chunks=chunks), gossip=Gossip(mix_every=1))
+    return RunLayout(acting=acting, exchange=exchange, config=config, hardware=hardware, **found)
 
 
 def bisect(call: Callable[[float], float], target: float, low: float, high: float) -> float:

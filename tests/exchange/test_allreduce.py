@@ -67,6 +67,7 @@ def train_one_of_two(post: Post, rank: int, meeting: Path, board: Board, setting
 
 def test_two_learners_of_four_envs_are_one_of_eight(tmp_path):
     changes = {"model.normalize_obs": True, "reward.normalize": True, "optim.sqrt_scaling_from": 2}
+    changes |= {"algo.normalize_advantage": False, "algo.unroll_length": 8}  # each learner would do it by its own share
     meeting, board = tmp_path / "meeting", Board(2)
     children = [
         start(train_one_of_two, rank, meeting, board, config("allreduce", 4, 1, learners=2, **changes))

@@ -111,6 +111,7 @@ def test_a_killed_learner_comes_back_and_every_row_is_accounted_for(meddler, tal
         meddler.saves_again()
 
     changes = {"steps": steps, "log.checkpoint_every": 0.4, "env.num_envs": 4, "env.groups": 1}
+    changes |= {"algo.unroll_length": 8}
     assert meddler.run(inline_options(out, exchange, **tally.options, **changes), kill) == 0
     summary = check_accounts(out)
     assert summary["status"] == "finished"
