@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from coterie.types import ConfigError
 
@@ -14,17 +15,28 @@ EXTRAS = {
     "plots": "report, compare, dashboard, reproduce",
     "ray": "--launch ray",
     "wandb": "--log.wandb",
-    "export": "export",
-    "plan": "plan",
-    "keys": "keys",
-    "completion": "completion",
+    "export": "export: policies as ONNX and web pages",
+    "plan": "plan: layouts and costs on other hardware",
+    "keys": "keys: TLS certificates and tokens",
+    "completion": "completion: of commands in the shell",
+    "optuna": "examples/optuna_search.py",
     "yaml": "train FILE.yaml",
     "gpu": "energy and utilization of NVIDIA GPUs",
 }
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra, for a clone or for an installed package."""
+    clone = Path(__file__).parents[1]
+    return (
+        f"pip install -e '{clone}[{extra}]'"
+        if (clone / "pyproject.toml").exists()
+        else f"pip install 'coterie[{extra}]'"
+    )
+
+
 def missing(what: str, extra: str) -> ConfigError:
-    return ConfigError(f"{what} needs the extra {extra!r}: pip install 'coterie[{extra}]'")
+    return ConfigError(f"{what} needs the extra {extra!r}: {install(extra)}")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from coterie import __version__
 from coterie.config import Atari, Env
 from coterie.envs.make import make_envs
 from coterie.envs.pool import modules
-from coterie.extras import EXTRAS
+from coterie.extras import EXTRAS, install
 from coterie.parallel.affinity import available_cores, bf16_is_fast, machine_memory
 from coterie.runs.machine import required, version
 from coterie.types import CoterieError
@@ -52,7 +52,7 @@ def report() -> tuple[list[str], bool]:
         found = all(version(name) is not None for name in packages.get(extra, []))
         lines.append(f"{extra:{_WIDTH + 2}}{'installed' if found else 'not installed':14}{use}")
     if packages:
-        lines += ["", "Install an extra with: pip install 'coterie[NAME]', all with 'coterie[all]'"]
+        lines += ["", f"Install an extra, or all, with: {install('NAME')}"]
     return lines, not absent and not broken
 
 

@@ -20,7 +20,7 @@ from coterie.envs.pool import PoolBackend, has_env, modules, pool_declared
 from coterie.envs.repeat import Repeat
 from coterie.envs.tasks import tasks
 from coterie.envs.workers import WorkerBackend, worker_declared
-from coterie.extras import missing
+from coterie.extras import install, missing
 from coterie.types import Array, ConfigError, Spec
 
 
@@ -44,7 +44,7 @@ def _in_pool(env: config.Env) -> bool:
     named = ":" in env.id or env.id.startswith((LAB, ALE))  # not imported before it is made
     if not pool and not named and env.id not in gymnasium.registry:
         if not modules():
-            why = "gymnasium does not have it, and EnvPool is missing (pip install 'coterie[envpool]')"
+            why = f"gymnasium does not have it, and EnvPool is missing ({install('envpool')})"
             raise _unknown(env.id, [*gymnasium.registry], why)
         raise _unknown(env.id, [*modules(), *gymnasium.registry], "neither EnvPool nor gymnasium has it")
     return pool and env.backend != "workers"

@@ -85,7 +85,7 @@ def test_the_preset_is_named_once(write):
 def test_yaml_needs_its_extra(write, monkeypatch):
     write("a.yaml", "")
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ConfigError, match=r"^a YAML file needs the extra 'yaml': pip install 'coterie\[yaml\]'$"):
+    with pytest.raises(ConfigError, match=r"^a YAML file needs the extra 'yaml': pip install -e '.*\[yaml\]'$"):
         config_of(["a.yaml"])
 
 

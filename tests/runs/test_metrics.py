@@ -20,6 +20,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from coterie import presets
 from coterie.config import Config, Log
+from coterie.extras import install
 from coterie.runs.config_io import from_dict
 from coterie.runs.machine import required, version
 from coterie.runs.metrics import Episodes, RunWriter, read_metrics
@@ -205,7 +206,7 @@ def test_wandb_gets_every_line_and_a_resumed_run_its_page(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("module", "says"),
     [
-        (None, "log.wandb needs the extra 'wandb': pip install 'coterie[wandb]'"),
+        (None, f"log.wandb needs the extra 'wandb': {install('wandb')}"),
         (FakeWandb(RuntimeError("no\nAPI key")), "log.wandb: no API key"),
     ],
     ids=["missing", "fails"],
