@@ -28,11 +28,8 @@ EXTRAS = {
 def install(extra: str) -> str:
     """The command that installs an extra, for a clone or for an installed package."""
     clone = Path(__file__).parents[1]
-    return (
-        f"pip install -e '{clone}[{extra}]'"
-        if (clone / "pyproject.toml").exists()
-        else f"pip install 'coterie[{extra}]'"
-    )
+    package = f"-e '{clone}[{extra}]'" if (clone / "pyproject.toml").exists() else f"'coterie[{extra}]'"
+    return f"pip install {package}"
 
 
 def missing(what: str, extra: str) -> ConfigError:

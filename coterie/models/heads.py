@@ -81,12 +81,9 @@ class QHead(nn.Module):
         if self.value is None:
             return cast(Tensor, self.advantage(x))
         if x.requires_grad and self.scaled:
-            x = x * _HALF + x.detach() * (1 - _HALF)
+            x = x * 0.5**0.5 + x.detach() * (1 - 0.5**0.5)
         a = self.advantage(x).unflatten(-1, (self.actions, self.atoms))
         return cast(Tensor, (self.value(x)[..., None, :] + a - a.mean(-2, keepdim=True)).flatten(-2))
-
-
-_HALF = 2**-0.5
 
 
 class Normalizer(nn.Module):
