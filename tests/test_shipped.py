@@ -158,14 +158,32 @@ def typed(line: str) -> str:
     return shlex.join(["coterie", *shrink(words)]) if words[0] == "coterie" else line
 
 
+def activated(venv: Path) -> dict[str, str]:
+    """As after `source venv/bin/activate`; neither this checkout nor the environment of the tests is to be found."""
+    env = {k: x for k, x in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {**env, "PATH": f"{venv / 'bin'}{os.pathsep}{env['PATH']}"}
+
+
+@pytest.mark.slow
+def test_a_wheel_and_a_source_distribution_train_in_empty_environments(tmp_path):
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")], check=True)
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(tmp_path), str(tmp_path / "clone")], check=True)
+    built = sorted(tmp_path.glob("coterie-*"))
+    assert [path.suffix for path in built] == [".whl", ".gz"]
+    for path in built:
+        home = tmp_path / path.suffix[1:]
+        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+        train = "coterie train ppo --env CartPole-v1 --steps 2000 --out run && coterie eval run --episodes 2"
+        line = f"pip install -q -c {ROOT / '.ci' / 'constraints.txt'} {path} && {train}"
+        subprocess.run(["bash", "-c", line], cwd=home, env=activated(home), check=True, timeout=600)
+
+
 @pytest.mark.slow
 def test_readme_works_from_top_to_bottom_on_a_fresh_clone(tmp_path):
     """Its commands are typed as they stand there, into a shell that has nothing but the installed package."""
     subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "coterie")], check=True)
     here = tmp_path / "coterie"
-    # Neither this checkout nor the environment that runs the tests is to be found.
-    env = {k: x for k, x in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    env["PATH"] = f"{here / '.venv' / 'bin'}{os.pathsep}{env['PATH']}"  # as after `source .venv/bin/activate`
+    env = activated(here / ".venv")
     lines = commands(here / "README.md")
     assert lines[0] == "make train"
     (code,) = re.findall(r"```python\n(.*?)```", (here / "README.md").read_text(), re.S)
