@@ -45,7 +45,7 @@ def apart_refusals(section: Callable[[Config], Section], optional: bool = False)
         Refusal(
             lambda c, s: c.env.groups == 2 and envs_per_child(c) % 2 == 1,
             "env.groups",
-            "must not be 2 with an odd number of envs in each actor (env.num_envs x learners / actors)",
+            "needs an even number of envs in each actor (env.num_envs x learners / actors)",
         ),
         Refusal(
             lambda c, s: section(c).lockstep and section(c).batch_size not in (0, c.env.num_envs),

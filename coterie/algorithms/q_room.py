@@ -65,7 +65,7 @@ def value_refusals(
         Refusal(
             lambda c, s: exchange_kind(c).spans_machines and bool(exchange_kind(c).address(c)),
             "algorithm",
-            "must not be dqn or r2d2 with allreduce between machines: the replay of a machine that joins is empty; "
+            "cannot be combined with allreduce between machines: the replay of a machine that joins is empty; "
             "use exchange gossip",
         ),
     )

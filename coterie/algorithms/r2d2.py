@@ -20,12 +20,17 @@ from coterie.replay.sequences import Blocks, SequenceReplay, Sequences
 from coterie.types import Inputs, Rollout, Spec
 
 
-def _lengths(config: Config) -> tuple[int, int, int]:
-    return config.r2d2.length, config.r2d2.burn_in, config.r2d2.stride
+def _whole_rollouts(name: str) -> Refusal:
+    return Refusal(
+        lambda c, s: getattr(c.r2d2, name) % c.algo.unroll_length != 0,
+        f"r2d2.{name}",
+        "must be a multiple of algo.unroll_length: recurrent states are stored once per rollout",
+    )
 
 
 def _first_rows(config: Config) -> int:
-    return config.env.num_envs * (sum(_lengths(config)) + config.algo.unroll_length)
+    r2d2 = config.r2d2
+    return config.env.num_envs * (r2d2.length + r2d2.burn_in + r2d2.stride + config.algo.unroll_length)
 
 
 def _whole_rows(config: ResolvedConfig) -> int:
@@ -50,17 +55,8 @@ class R2D2(QLearning[Sequences]):
             "model.core",
             "must be lstm with r2d2, which trains a recurrent core on sequences; or use algorithm dqn",
         ),
-        Refusal(
-            lambda c, s: any(x % c.algo.unroll_length for x in _lengths(c)),
-            "r2d2.length",
-            "must be a multiple of algo.unroll_length, and so must r2d2.burn_in and r2d2.stride: recurrent states are "
-            "stored once per rollout",
-        ),
-        Refusal(
-            lambda c, s: c.q.atoms > 0 or c.r2d2.stride < 1 or c.r2d2.length < 1,
-            "q.atoms",
-            "must be 0 with r2d2, and r2d2.length and r2d2.stride above 0: it learns values on sequences",
-        ),
+        *map(_whole_rollouts, ("length", "burn_in", "stride")),
+        Refusal(lambda c, s: c.q.atoms > 0, "q.atoms", "must be 0 with r2d2, which learns values on sequences"),
     )
 
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:

@@ -10,12 +10,13 @@ from coterie.algorithms.q_room import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class, is_value_based
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.tasks import tasks
-from coterie.exchange.base import ExchangeKind
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.torsos import FOR_IMAGES
 from coterie.plugins import check_own
+from coterie.runs.config_io import fields, get, shown
 from coterie.types import ConfigError, Spec
 
+_FIELDS = dict(fields())
 LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
 
 
@@ -25,12 +26,13 @@ def _learn_alike(config: ResolvedConfig) -> bool:
     return kind.in_lockstep and (config.learners > 1 or bool(kind.address(config)))
 
 
-def _not_the_choice(name: str, kind: ExchangeKind) -> Refusal:
+def _not_the_choice(field: str) -> Refusal:
     """Refuse an address of an exchange that is not the run's."""
+    name = field.partition(".")[0]
     return Refusal(
-        lambda c, s: bool(kind.address(c)) and exchange_kind(c).address is not kind.address,
-        f"{name}.bind",
-        f"needs exchange {name}, and so does {name}.connect",
+        lambda c, s: bool(get(c, field)) and exchange_kind(c).address is not EXCHANGES[name].address,
+        field,
+        f"needs exchange {name}",
     )
 
 
@@ -53,12 +55,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, s: c.algo.entropy_target != 0 and c.algo.entropy_coef == 0,
         "algo.entropy_target",
-        "needs an algo.entropy_coef above 0, which it adapts",
+        "needs an algo.entropy_coef above 0 to adapt",
     ),
     Refusal(
         lambda c, s: _learn_alike(c) and c.algo.entropy_target != 0,
         "algo.entropy_target",
-        "must be 0 with several learners and allreduce, which learn alike: it adapts to each learner's own batches",
+        "must be 0 with several learners and allreduce, which learn alike: it reads each learner's own batches",
     ),
     Refusal(
         lambda c, s: _learn_alike(c) and algorithm_class(c).running_advantage and c.algo.normalize_advantage,
@@ -76,7 +78,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "chaos.every",
         "needs child processes: several learners, actors, or env hosts",
     ),
-    *(_not_the_choice(name, kind) for name, kind in EXCHANGES.items() if kind.spans_machines or kind.link),
+    *(_not_the_choice(f) for n in EXCHANGES for f in (f"{n}.bind", f"{n}.connect") if f in _FIELDS),
     Refusal(
         lambda c, s: c.model.torso in FOR_IMAGES and not any(o.is_image for o in s.obs.values()),
         "model.torso",
@@ -95,7 +97,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, s: c.env.groups == 2 and c.env.num_envs % 2 == 1,
         "env.groups",
-        "must not be 2 with an odd env.num_envs",
+        "needs an even env.num_envs",
     ),
     Refusal(
         lambda c, s: c.model.normalize_obs and not any(o.is_numeric for o in s.obs.values()),
@@ -110,19 +112,14 @@ def room_of(config: ResolvedConfig) -> int:
     return replay_size(config)[0] if is_value_based(config) else sys.maxsize
 
 
-def every_refusal() -> list[Refusal]:
-    """All refusals, each once: the general ones, and those of every exchange, acting and algorithm."""
-    choices = (*EXCHANGES.values(), *ACTING.values(), *ALGORITHMS.values())
-    found = [*REFUSALS, *(refusal for choice in choices for refusal in choice.refusals)]
-    return list({(refusal.field, refusal.reason): refusal for refusal in found}.values())
-
-
 def check(config: ResolvedConfig, spec: Spec) -> None:
     """Raise a one-line `ConfigError` for a combination that cannot work."""
     choices = exchange_kind(config), acting_kind(config), algorithm_class(config)
     for refusal in (*(one for choice in choices for one in choice.refusals), *REFUSALS):
         if refusal.applies(config, spec):
-            raise ConfigError(f"{refusal.field.replace('ACTING', config.acting)}: {refusal.reason}")
+            field = refusal.field.replace("ACTING", config.acting)
+            value = f"{shown(get(config, field))} " if field in _FIELDS else ""  # a registered acting has no section
+            raise ConfigError(f"{field}: {value}{refusal.reason}")
     check_own(config)
 
 

@@ -76,7 +76,7 @@ def _name(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A bad value, fit for a message of one line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
@@ -115,7 +115,7 @@ def _coerce(name: str, kind: Any, value: Any) -> Any:
     if kind is str and isinstance(value, Path):
         return str(value)
     hint = "; put it in a module and give its name, module:callable" if callable(value) else ""
-    raise ConfigError(f"{name}: {_shown(value)} is not {_expected(kind)}{hint}")
+    raise ConfigError(f"{name}: {shown(value)} is not {_expected(kind)}{hint}")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def from_dict(data: dict[str, Any]) -> Config:
 
 def _build(cls: type, data: Any, prefix: str) -> Any:
     if not isinstance(data, dict):
-        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {_shown(data)} is not an object of fields")
+        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {shown(data)} is not an object of fields")
     hints = _hints(cls)
     values = {}
     for name, value in data.items():
@@ -219,12 +219,12 @@ def read(name: str, texts: list[str], dashes: str = "") -> Any:
     listed = get_origin(kind) is tuple
     texts = texts or ["true"] * (kind is bool)
     if not listed and len(texts) != 1:
-        wrong = f"takes one value, not {_shown(' '.join(texts))}" if texts else "needs a value"
+        wrong = f"takes one value, not {shown(' '.join(texts))}" if texts else "needs a value"
         raise ConfigError(f"{dashes}{name}: {wrong}; it takes {_expected(kind)}")
     try:
         values = tuple(_read(name, get_args(kind)[0] if listed else kind, text) for text in texts)
     except ConfigError:
-        raise ConfigError(f"{dashes}{name}: {_shown(' '.join(texts))} is not {_expected(kind)}") from None
+        raise ConfigError(f"{dashes}{name}: {shown(' '.join(texts))} is not {_expected(kind)}") from None
     return values if listed else values[0]
 
 
@@ -236,7 +236,7 @@ def _read(name: str, kind: Any, text: str) -> Any:
     for value in (text, _BOOLEANS.get(text.lower()), number):
         with contextlib.suppress(ConfigError):
             return _coerce(name, kind, value)
-    raise ConfigError(_shown(text))
+    raise ConfigError(shown(text))
 
 
 def _options(args: list[str]) -> dict[str, list[str]]:
@@ -249,7 +249,7 @@ def _options(args: list[str]) -> dict[str, list[str]]:
             name = field_name(given, value if equals else after, "--")
             values = options[name] = [value] if equals else []
         elif values is None or (re.match(r"-[A-Za-z]", arg) and arg not in ("-inf", "-nan")):
-            raise ConfigError(f"{_shown(arg)}: is not an option; options are --SECTION.FIELD VALUE")
+            raise ConfigError(f"{shown(arg)}: is not an option; options are --SECTION.FIELD VALUE")
         else:
             values.append(arg)
     return options
@@ -272,7 +272,7 @@ def validate(config: Config) -> Config:
             raise ConfigError(f"{name}: {value} is not a finite number")
         for limit in _RANGES[name]:
             if not limit.accepts(value):
-                raise ConfigError(f"{name}: {_shown(value)} {limit.text}")
+                raise ConfigError(f"{name}: {shown(value)} {limit.text}")
     if config.env.groups == 2 and config.env.num_envs % 2:
         raise ConfigError(f"env.num_envs: {config.env.num_envs} must be even where env.groups is 2")
     for name in ("algo.entropy_schedule", "ppo.clip_schedule", "optim.schedule"):
@@ -282,7 +282,7 @@ def validate(config: Config) -> Config:
     except ValueError:
         kwargs = None
     if not isinstance(kwargs, dict):
-        raise ConfigError(f"env.kwargs: {_shown(config.env.kwargs)} is not a JSON object")
+        raise ConfigError(f"env.kwargs: {shown(config.env.kwargs)} is not a JSON object")
     return config
 
 
@@ -291,10 +291,10 @@ def _check_schedule(name: str, schedule: Schedule) -> None:
     if len(at) != len(factors):
         raise ConfigError(f"{name}.at: has {len(at)} entries, {name}.factors {len(factors)}; they must be as many")
     if at != sorted(set(at)) or any(step < 0 for step in at):
-        raise ConfigError(f"{name}.at: {_shown(at)} must be increasing env steps")
+        raise ConfigError(f"{name}.at: {shown(at)} must be increasing env steps")
     if not all(math.isfinite(x) and x >= 0 for x in factors):
-        raise ConfigError(f"{name}.factors: {_shown(factors)} must be finite and not negative")
+        raise ConfigError(f"{name}.factors: {shown(factors)} must be finite and not negative")
     if schedule.by == "episodes" and name != "algo.entropy_schedule":
         raise ConfigError(f"{name}.by: only algo.entropy_schedule can go by episodes")
     if (schedule.kind == "steps") != bool(at):
-        raise ConfigError(f"{name}.at: {_shown(at)} but {name}.kind is {schedule.kind}; `steps` and only it needs them")
+        raise ConfigError(f"{name}.at: {shown(at)} but {name}.kind is {schedule.kind}; `steps` and only it needs them")

@@ -250,7 +250,7 @@ FREE = r"GiB, and there are [\d.]+"
     ("changes", "says"),
     [
         ({"replay.capacity": 10**12}, rf"^replay\.capacity: 1,000,000,000,000 env steps need [\d,.]+ {FREE}"),
-        ({"replay.capacity": 50}, r"^replay\.capacity: must be larger"),
+        ({"replay.capacity": 50}, r"^replay\.capacity: 50 must be larger"),
         ({"replay.disk": "/nowhere"}, r"^replay\.disk: cannot write to /nowhere"),
         ({"replay.disk": ".", "replay.capacity": 10**12}, rf"^replay\.capacity: .* {FREE} free in \.$"),
     ],

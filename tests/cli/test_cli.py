@@ -12,11 +12,15 @@ import gymnasium
 import pytest
 
 from coterie import __version__, presets
+from coterie.acting.table import ACTING
+from coterie.algorithms.table import ALGORITHMS
 from coterie.build import validity
 from coterie.build.resources import resolve_config
 from coterie.cli.arguments import COMMANDS
 from coterie.cli.main import main
 from coterie.envs.make import make_spec
+from coterie.exchange.table import EXCHANGES
+from coterie.runs.config_io import get
 from coterie.types import ConfigError
 
 
@@ -41,7 +45,7 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("trian",), "command: 'trian' is unknown; did you mean 'train'?"),
         (("train",), "PRESET: give one of a2c, ppo"),
         (("train", "poo"), "preset: 'poo' is unknown; did you mean 'ppo'?"),
-        ((*TRAIN, "--ppo.minibatch-size", "100000"), "ppo.minibatch_size: must not exceed the samples of a rollout"),
+        ((*TRAIN, "--ppo.minibatch-size", "9999"), "ppo.minibatch_size: 9999 must not exceed the samples of a rollout"),
         ((*TRAIN, "--seeds", "3..1"), "--seeds: '3..1'"),
         ((*TRAIN, "--seeds", "0..1", "--jobs", "0"), "--jobs: '0'"),
         ((*TRAIN, "--jobs", "2"), "--jobs: is for several runs"),
@@ -99,10 +103,14 @@ AMBIGUOUS = [
     ("algo.normalize_advantage", "each learner's own", {**ALIKE, "algo.normalize_advantage": True}),
     ("algorithm", "between machines", {**RING, "algorithm": "dqn"}),
     ("allreduce.bind", "not 0.0.0.0", {**RING, "allreduce.bind": "0.0.0.0:8791"}),
+    ("allreduce.connect", "a machine either", {**RING, "allreduce.connect": "127.0.0.1:8791"}),
+    ("gossip.connect", "a run either", {**GOSSIP, "gossip.connect": "127.0.0.1:8790"}),
 ]
+CHOICES = (*EXCHANGES.values(), *ACTING.values(), *ALGORITHMS.values())
+REFUSALS = {(r.field, r.reason): r for r in (*validity.REFUSALS, *(r for kind in CHOICES for r in kind.refusals))}
 
 
-@pytest.mark.parametrize("refusal", validity.every_refusal(), ids=lambda r: r.field)
+@pytest.mark.parametrize("refusal", REFUSALS.values(), ids=lambda r: r.field)
 def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
     meets = {
         "q.secondary_batch": {"q.secondary_batch": 64},
@@ -122,10 +130,10 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "wire.bind": {"wire.bind": "127.0.0.1:8765"},
         "chaos.every": {"exchange": "solo", "chaos.every": 1.0},
         "allreduce.bind": {"allreduce.bind": "127.0.0.1:8791", "exchange": "gossip", "learners": 2},
-        "allreduce.connect": {**RING, "allreduce.connect": "127.0.0.1:8791"},
+        "allreduce.connect": {"allreduce.connect": "127.0.0.1:8791", "exchange": "gossip", "learners": 2},
         "allreduce.trusted_network": {**RING, "allreduce.bind": "10.0.0.1:8791"},
         "gossip.bind": {"gossip.bind": "127.0.0.1:8790"},
-        "gossip.connect": {**GOSSIP, "gossip.connect": "127.0.0.1:8790"},
+        "gossip.connect": {"gossip.connect": "127.0.0.1:8790"},
         "decoupled.batch_size": {
             "algorithm": "vtrace", "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20,
         },
@@ -143,7 +151,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "q.v_min": {"algorithm": "dqn", "q.atoms": 51, "q.v_min": 1.0, "q.v_max": 1.0},
         "q.atoms": {**R2D2, "q.atoms": 51},
         "replay.initial": {"algorithm": "dqn", "q.atoms": 51, "replay.initial": "acting"},
-        "r2d2.length": {**R2D2, "r2d2.length": 81},
+        **{f"r2d2.{name}": {**R2D2, f"r2d2.{name}": 81} for name in ("length", "burn_in", "stride")},
         "vtrace.minibatch": {"algorithm": "vtrace", "vtrace.minibatch": 5},
         "vtrace.replay_share": {"algorithm": "vtrace", "vtrace.replay_share": 1.0},
         "vtrace.rho_bar": {"algorithm": "vtrace", "vtrace.rho_bar": 0.5},
@@ -153,13 +161,15 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         if field == refusal.field and words in refusal.reason:
             changes = other
     odd_env = {"model.normalize_obs": "Pong-v5", "algorithm": "Pendulum-v1"}
-    env = "CartPole-v1" if "allreduce.bind" in changes else odd_env.get(refusal.field, "CartPole-v1")
+    linked = any(field.startswith("allreduce.") for field in changes)
+    env = "CartPole-v1" if linked else odd_env.get(refusal.field, "CartPole-v1")
     good, bad = presets.ppo(env=env), presets.ppo(env=env, **changes)
     validity.check(resolve_config(good), make_spec(good.env, good.atari))
     with pytest.raises(ConfigError) as error:
         validity.check(resolve_config(bad), make_spec(bad.env, bad.atari))
     line = str(error.value)
-    assert line == f"{refusal.field.replace('ACTING', bad.acting)}: {refusal.reason}"
+    field = refusal.field.replace("ACTING", bad.acting)
+    assert line == f"{field}: {get(resolve_config(bad), field)!r} {refusal.reason}"
     assert re.match(r"(must|needs|cannot) ", refusal.reason)  # a sentence about the field
     assert "\n" not in line
 

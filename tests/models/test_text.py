@@ -122,7 +122,7 @@ def test_text_alone_is_an_observation_and_has_nothing_to_normalize():
     x = rows(BALL, LONG)
     seen = Inputs(x, torch.zeros(2, dtype=torch.bool), torch.zeros(2).long(), torch.zeros(2))
     assert model(seen)[0].shape == (2, 3)
-    with pytest.raises(ConfigError, match=r"^model\.normalize_obs: needs numeric observations"):
+    with pytest.raises(ConfigError, match=r"^model\.normalize_obs: True needs numeric observations"):
         check(config.ResolvedConfig(model=Model(normalize_obs=True)), spec)
 
 
