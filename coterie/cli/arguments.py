@@ -33,22 +33,30 @@ _POLICY = (
     flag("--sampled", "sample actions instead of taking the most likely one"),
 )
 _CONNECT = "address of the run's learner 0; on another machine it needs --wire.token-file and --wire.cert"
-_CLIENT = (
-    arg("--connect", required=True, metavar="HOST:PORT", help=_CONNECT),
-    arg("--patience", type=float, default=600.0, help="seconds to wait for a learner that is away"),
-    arg("--seed", type=int, help="default: random"),
-)
 
 
 class Command:
     """A command: what follows its name, what it does, and its own options. `settings`: it takes the config's options,
-    too, after the name of a preset or without one.
+    too, after the name of a preset or without one. `run`: the `module:function` of the package that runs it; default:
+    the function of cli/main.py with its name.
     """
 
     def __init__(
-        self, usage: str, help: str, *options: Argument, settings: Literal["", "preset", "alone"] = ""
+        self, usage: str, help: str, *options: Argument, settings: Literal["", "preset", "alone"] = "", run: str = ""
     ) -> None:
-        self.usage, self.help, self.options, self.settings = usage, help, options, settings
+        self.usage, self.help, self.options, self.settings, self.run = usage, help, options, settings, run
+
+
+def _client(help: str) -> Command:
+    return Command(
+        "--connect HOST:PORT --env ID",
+        help,
+        arg("--connect", required=True, metavar="HOST:PORT", help=_CONNECT),
+        arg("--patience", type=float, default=600.0, help="seconds to wait for a learner that is away"),
+        arg("--seed", type=int, help="default: random"),
+        settings="alone",
+        run="cli.main:work",
+    )
 
 
 COMMANDS = {
@@ -74,6 +82,7 @@ COMMANDS = {
         *_POLICY,
         arg("--episodes", type=int, default=100),
         _JSON,
+        run="cli.main:evaluate",
     ),
     "watch": Command(
         "RUN [--out FILE.mp4]",
@@ -87,18 +96,21 @@ COMMANDS = {
         _RUN,
         arg("--out", default="", help="FILE.html; default: RUN/report.html"),
         flag("--video", "record an episode first (coterie watch)"),
+        run="tools.report.command:report",
     ),
     "compare": Command(
         "RUN RUN ...",
         "one HTML page about several runs",
         arg("runs", nargs="+", help="run folders, or folders of runs"),
         arg("--out", default="compare.html", help="FILE.html"),
+        run="tools.report.command:compare",
     ),
     "dashboard": Command(
         "RUN [--port N]",
         "the report, live, with each process's health",
         _RUN,
         arg("--port", type=int, default=8420, help="on 127.0.0.1; 0: any free port"),
+        run="tools.report.command:dashboard",
     ),
     "export": Command(
         "RUN [--out DIR] [--web]",
@@ -107,6 +119,7 @@ COMMANDS = {
         arg("--out", default="", help="a folder; default: RUN/export"),
         _LEARNER,
         flag("--web", "add a page on which the policy plays"),
+        run="tools.export.command:export",
     ),
     "bench": Command(
         "PRESET [--seconds N] [--json]",
@@ -145,10 +158,8 @@ COMMANDS = {
         arg("--out", default="runs/reproduce", help="folder"),
         flag("--dry-run", "print the commands, and how long they would take"),
     ),
-    "envs": Command(
-        "--connect HOST:PORT --env ID", "step envs for a run on another machine", *_CLIENT, settings="alone"
-    ),
-    "actor": Command("--connect HOST:PORT --env ID", "act for a run on another machine", *_CLIENT, settings="alone"),
+    "envs": _client("step envs for a run on another machine"),
+    "actor": _client("act for a run on another machine"),
     "keys": Command(
         "DIR [--host NAME]",
         "make a token and TLS files for such runs",
@@ -160,8 +171,9 @@ COMMANDS = {
         "what is available",
         arg("what", nargs="?", choices=("envs", "presets", "matrix")),
         arg("pattern", nargs="?", default="", help="only lines with this text"),
+        run="cli.listing:listing",
     ),
-    "doctor": Command("", "check this machine and this installation"),
+    "doctor": Command("", "check this machine and this installation", run="cli.doctor:doctor"),
     "completion": Command(
         "bash|zsh|fish", 'completion: eval "$(coterie completion bash)"', arg("shell", choices=("bash", "zsh", "fish"))
     ),

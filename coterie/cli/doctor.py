@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import time
+from argparse import Namespace
 
 import torch
 
@@ -22,8 +23,8 @@ _WIDTH = 10  # of the first column
 _ROUNDING = 0.02  # bf16 has 8 bits: sums of rounded products differ by less than this share of the largest value
 
 
-def report() -> tuple[list[str], bool]:
-    """Lines, and whether everything that a run needs is there."""
+def doctor(_: Namespace) -> int:
+    """Print what is here; returns 0 if that is everything that a run needs."""
     packages = required()
     absent = [name for name in packages.get("", []) if version(name) is None]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -53,7 +54,8 @@ def report() -> tuple[list[str], bool]:
         lines.append(f"{extra:{_WIDTH + 2}}{'installed' if found else 'not installed':14}{use}")
     if packages:
         lines += ["", f"Install an extra, or all, with: {install('NAME')}"]
-    return lines, not absent and not broken
+    print("\n".join(lines))
+    return int(bool(absent or broken))
 
 
 def _precision(device: str) -> str:

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Iterator
 
 from coterie.types import ConfigError
@@ -80,8 +81,9 @@ def lines(groups: Groups, pattern: str, columns: int) -> Iterator[str]:
         yield ""
 
 
-def listing(what: str | None, pattern: str) -> int:
+def listing(options: Namespace) -> int:
     """Print what is available."""
+    what, pattern = options.what, options.pattern
     if what is None:
         print(HELP, end="")
     elif what == "matrix":

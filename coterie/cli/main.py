@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import json
 import os
 import random
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,9 @@ def train(options: Namespace, rest: list[str]) -> int:
     if options.print_config:
         from coterie.runs.config_io import to_dict
 
-        print("\n".join(as_toml(to_dict(warned(rest, config_of(rest))))))
+        config = warned(rest, config_of(rest))
+        print("\n".join(as_toml(to_dict(config))))
+        possible(config)
         return 0
     if options.seeds is not None or options.grid:
         from coterie.tools.sweep import parse_grid, parse_jobs, parse_seeds, plan_runs, run_jobs
@@ -58,7 +61,7 @@ def train(options: Namespace, rest: list[str]) -> int:
         return _report(run(warned(rest, config, starting.prints), starting=starting))
 
 
-def resume(options: Namespace, rest: list[str]) -> int:
+def resume(options: Namespace) -> int:
     if options.steps != int(options.steps) or options.steps < 0:
         raise ConfigError(f"--steps: {options.steps} is not a whole number of env steps")
     with contextlib.closing(Starting("importing torch", options.begin)) as starting:
@@ -82,7 +85,7 @@ def _report(summary: dict[str, Any]) -> int:
     return EXIT_INTERRUPTED if interrupted else 0
 
 
-def evaluate(options: Namespace, rest: list[str]) -> int:
+def evaluate(options: Namespace) -> int:
     _check_seed(options.seed)
     from coterie.build.evaluate import evaluate_run, show
     from coterie.runs.metrics import clean
@@ -94,7 +97,7 @@ def evaluate(options: Namespace, rest: list[str]) -> int:
     return 0
 
 
-def watch(options: Namespace, rest: list[str]) -> int:
+def watch(options: Namespace) -> int:
     _check_seed(options.seed)
     from coterie.tools.watch import watch as run
 
@@ -108,20 +111,6 @@ def watch(options: Namespace, rest: list[str]) -> int:
 def _check_seed(seed: int) -> None:
     if seed < 0:
         raise ConfigError(f"--seed: {seed} must not be negative")
-
-
-def page(options: Namespace, rest: list[str]) -> int:
-    """`report`, `compare` and `dashboard`."""
-    from coterie.tools.report import command
-
-    runs = {"report": command.report, "compare": command.compare, "dashboard": command.dashboard}
-    return runs[options.command](options)
-
-
-def export(options: Namespace, rest: list[str]) -> int:
-    from coterie.tools.export.command import export as run
-
-    return run(options)
 
 
 def bench(options: Namespace, rest: list[str]) -> int:
@@ -144,7 +133,7 @@ def plan(options: Namespace, rest: list[str]) -> int:
     return run(config, options)
 
 
-def reproduce(options: Namespace, rest: list[str]) -> int:
+def reproduce(options: Namespace) -> int:
     from coterie.tools.reproduce.command import reproduce as run
 
     return run(options, lambda args: possible(config_of(args)))
@@ -187,7 +176,7 @@ def work(options: Namespace, rest: list[str]) -> int:
     return 0
 
 
-def keys(options: Namespace, rest: list[str]) -> int:
+def keys(options: Namespace) -> int:
     from coterie.wire.auth import make_keys
 
     token, cert, key = make_keys(options.folder, options.host or [socket.gethostname()])
@@ -197,21 +186,7 @@ def keys(options: Namespace, rest: list[str]) -> int:
     return 0
 
 
-def listing(options: Namespace, rest: list[str]) -> int:
-    from coterie.cli.listing import listing as run
-
-    return run(options.what, options.pattern)
-
-
-def doctor(options: Namespace, rest: list[str]) -> int:
-    from coterie.cli.doctor import report
-
-    lines, healthy = report()
-    print("\n".join(lines))
-    return 0 if healthy else 1
-
-
-def completion(options: Namespace, rest: list[str]) -> int:
+def completion(options: Namespace) -> int:
     with needs("completion", "completion"):
         import shtab
 
@@ -224,15 +199,6 @@ def completion(options: Namespace, rest: list[str]) -> int:
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
     print(shtab.complete(root, options.shell))
     return 0
-
-
-RUN: dict[str, Callable[[Namespace, list[str]], int]] = {
-    **{f.__name__: f for f in (train, resume, watch, export, bench, plan, reproduce, keys, doctor, completion)},
-    **dict.fromkeys(("report", "compare", "dashboard"), page),
-    **dict.fromkeys(("envs", "actor"), work),
-    "eval": evaluate,
-    "list": listing,
-}
 
 
 def run(args: list[str], begin: float = 0.0) -> int:
@@ -253,7 +219,10 @@ def run(args: list[str], begin: float = 0.0) -> int:
     if rest and not settings:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.command, options.begin = name, begin
-    return RUN[name](options, rest)
+    module, _, function = (COMMANDS[name].run or f"cli.main:{name}").partition(":")
+    call = getattr(importlib.import_module(f"coterie.{module}"), function)
+    code: int = call(options, rest) if settings else call(options)
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
