@@ -12,18 +12,7 @@ from grpc import StatusCode
 from coterie.wire.codec import Frame, Layout, Tensor
 from coterie.wire.server import Limits
 from tests.support.waiting import wait_until
-from tests.support.wire import (
-    LAYOUT,
-    TOKEN,
-    Context,
-    Ended,
-    Raw,
-    arrays,
-    channel_to,
-    data_frame,
-    hello_frame,
-    works,
-)
+from tests.support.wire import LAYOUT, TOKEN, Context, Ended, Raw, arrays, channel_to, data_frame, hello_frame, works
 from tests.wire.conftest import Serve, Served
 
 MOST = 1 << 16

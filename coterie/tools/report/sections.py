@@ -129,7 +129,7 @@ def aggregates(methods: Sequence[Method]) -> tuple[list[Chart], Table]:
     if left := sum(not run.finished for method in methods for run in method.runs):
         text += f" {left} unfinished runs are left out."
     shown = [
-        [label, _number(value), f"{_number(low)} to {_number(high)}" if math.isfinite(low) else "needs several seeds"]
+        [label, number(value), f"{number(low)} to {number(high)}" if math.isfinite(low) else "needs several seeds"]
         for label, value, low, high in rows
     ]
     charts = [intervals(title, rows, unit, text)] if len(rows) > 1 else []
@@ -217,9 +217,9 @@ def outcomes(methods: Sequence[Method]) -> Table:
             last = {**(run.lines[-1] if run.lines else {}), **run.summary}
             evals = run.series("eval/return")[1]
             energy = (run.summary.get("energy") or {}).get("frames_per_kj")
-            counts = [_number(last.get(name), whole=True) for name in ("env_steps", "seconds", "env_steps_per_s")]
-            best = _number(max(evals) if len(evals) else None)
-            scores = [_number(final_return(run)), best, _number(energy, whole=True)]
+            counts = [number(last.get(name)) for name in ("env_steps", "seconds", "env_steps_per_s")]
+            best = number(max(evals) if len(evals) else None)
+            scores = [number(final_return(run)), best, number(energy)]
             status = str(last.get("status", "running"))
             rows.append([str(run.folder), method.label, run.env, str(run.seed), status, *counts, *scores])
     names = "run, method, env, seed, status, env steps, seconds, env steps/s, final return, best evaluation, frames/kJ"
@@ -278,7 +278,7 @@ def checklist(methods: Sequence[Method]) -> Table:
     return Table("Reproducibility", ["question", "answer"], rows)
 
 
-def _number(value: float | None, whole: bool = False) -> str:
+def number(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "-"
-    return f"{value:,.0f}" if whole else f"{value:,.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

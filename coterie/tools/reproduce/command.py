@@ -20,6 +20,7 @@ from coterie.tools.reproduce.drawings import Drawing, named
 from coterie.tools.reproduce.figure import FIGURES, Figure, Result, Size
 from coterie.tools.reproduce.runs import estimate, evaluate, gather, planned, sized
 from coterie.tools.reproduce.special import draw
+from coterie.tools.reproduce.verdict import decide
 from coterie.tools.sweep import parse_jobs, run_jobs
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
@@ -120,7 +121,10 @@ def _write(order: Order, results: Sequence[Result], missing: Sequence[str]) -> l
     envs = ", ".join(dict.fromkeys(env for result in results for env in result.envs)) or ", ".join(size.envs)
     seeds = f"{size.seeds} seed{'s' * (size.seeds > 1)}"
     each = f"{size.steps:,} env steps of each run, {seeds}" if size.steps else f"{size.seconds:g} s of each measurement"
+    verdict, checks = decide(figure, results)
     facts = [
+        f"Verdict: {verdict}.",
+        f"Claim: {figure.claim}",
         f"{order.command}: {each}, {envs}.",
         f"From {figure.source}.",
         f"Differences from the paper: {figure.notes(size)}",
@@ -129,9 +133,8 @@ def _write(order: Order, results: Sequence[Result], missing: Sequence[str]) -> l
         facts.append(f"Unfinished, drawn as far as they went: {', '.join(unfinished)}.")
     if missing:
         facts.append(f"Failed, not drawn: {', '.join(missing)}.")
-    if figure.stated:
-        stated = Table("What the paper states", ["", "paper"], figure.stated)
-        drawn = Drawing(drawn.charts, [*drawn.tables, stated])
+    stated = Table("What the paper states", ["", "paper"], figure.stated)
+    drawn = Drawing(drawn.charts, [table for table in (checks, *drawn.tables, stated) if table.rows])
     sections = [
         Section("The figure", drawn.charts, drawn.tables),
         Section("Runs", tables=[outcomes(runs)] if runs else []),

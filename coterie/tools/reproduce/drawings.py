@@ -11,10 +11,10 @@ import numpy as np
 from coterie.envs.atari57 import human_normalized
 from coterie.tools.report.charts import Chart, Line, intervals, lines
 from coterie.tools.report.runs import Method, RecordedRun
-from coterie.tools.report.sections import Table, final_return, returns
+from coterie.tools.report.sections import Table, final_return, number, returns
 from coterie.tools.report.stats import band
 from coterie.tools.reproduce.figure import Arm, Figure, Result, Size
-from coterie.tools.reproduce.measures import MEASURES, Measure, average, number, order, spread
+from coterie.tools.reproduce.measures import MEASURES, Measure, average, order, spread
 
 
 @dataclass(frozen=True)
@@ -121,5 +121,4 @@ def human(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
 def energy(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     """Why there is no energy, where there is none."""
     reasons = {str((run.summary.get("energy") or {}).get("reason", "")) for r in results for run in r.runs} - {""}
-    rows = [[reason] for reason in sorted(reasons)]
-    return Drawing((), [Table("Energy is not readable here", ["reason"], rows)] if rows else [])
+    return Drawing((), [Table("Energy is not readable here", ["reason"], [[reason] for reason in sorted(reasons)])])

@@ -85,15 +85,28 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Check:
+    """What the claim says of a measure. A side is a run's key, "PANEL: LABEL, X" of one run, or a number: a limit."""
+
+    measure: str  # of `measures.py`, or "convergent"
+    above: str | float
+    below: str | float
+    or_equal: bool = False
+
+
+@dataclass(frozen=True)
 class Figure:
-    """A `[figure.NAME]`. `runs`: commands by "LABEL" or "PANEL: LABEL". `paper`: its values by a run's name (one, or a
-    list along what is swept or along the full size's envs), and whatever else it states by what that is.
+    """A `[figure.NAME]`. `claim`: what the paper states; without `checks` also why that cannot be checked. `runs`:
+    commands by "LABEL" or "PANEL: LABEL". `paper`: its values by a run's name (one, or a list along what is swept or
+    along the full size's envs), and whatever else it states by what that is.
     """
 
     name: str
     source: str
     words: Mapping[str, str]
     title: str
+    claim: str
+    checks: Sequence[Check]
     runs: Mapping[str, str]
     draw: Sequence[str]  # "KIND" or "KIND MEASURE"
     sizes: dict[str, Size]  # "smoke" (does it run), "small" (minutes on two cores), "full" (towards the paper's)
@@ -177,6 +190,7 @@ def read_figures(text: str) -> dict[str, Figure]:
     found = {}
     for name, entry in data["figure"].items():
         sizes = {budget: entry.pop(budget) for budget in BUDGETS}
+        entry["checks"] = [Check(**check) for check in entry["checks"]]
         figure = found[name] = Figure(name, data["source"], data.get("words", {}), sizes={}, **entry)
         for budget, size in sizes.items():
             envs = tuple(figure.filled(size.pop("envs")).split())

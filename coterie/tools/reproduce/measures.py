@@ -11,7 +11,7 @@ import numpy as np
 
 from coterie.algorithms.table import ALGORITHMS
 from coterie.tools.report.runs import RecordedRun
-from coterie.tools.report.sections import final_return
+from coterie.tools.report.sections import cosines, final_return, number
 from coterie.types import Array
 
 _HOUR_STEPS = 50_000_000  # env steps of a run of the papers, whose hours are compared
@@ -91,7 +91,24 @@ def _over(name: str, statistic: Callable[[Array], Any]) -> Callable[[RecordedRun
     return lambda run: float(statistic(y)) if len(y := run.series(name)[1]) else math.nan
 
 
-MEASURES = {
+def _of_bound(statistic: Callable[[Array], Any]) -> Callable[[RecordedRun], float]:
+    """A statistic of the distance to consensus as a share of its bound."""
+
+    def measure(run: RecordedRun) -> float:
+        bound, distance = run.series("consensus/distance", "consensus/bound")
+        known = bound > 0
+        return float(statistic(distance[known] / bound[known])) if known.any() else math.nan
+
+    return measure
+
+
+def _cosine(run: RecordedRun) -> float:
+    """The mean over all pairs of learners."""
+    pairs = cosines(run)
+    return math.nan if pairs is None else float(np.nanmean(pairs[~np.eye(len(pairs), dtype=bool)]))
+
+
+MEASURES: dict[str, Measure] = {
     "return": Measure(final_return, "final return", "final return"),
     "rate": Measure(rate, "rate", "env steps/s"),
     "frames": Measure(_frame_rate, "frames per second", "frames/s"),
@@ -106,6 +123,14 @@ MEASURES = {
         _over("cosine/half", np.mean), "gradient saturation", "cosine of half a batch's gradient with the whole's"
     ),
     "policy_saturation": Measure(_over("cosine/half_policy", np.mean), "saturation without value loss", "cosine"),
+    "bound": Measure(_of_bound(np.max), "largest distance / bound (the proposition: at most 1)", "share"),
+    "tightness": Measure(_of_bound(np.mean), "mean of distance / bound", "share"),
+    "cosine": Measure(_cosine, "mean cosine of two learners' gradients", "cosine"),
+    "peers": Measure(_over("cosine/peers", np.mean), "mean cosine of peers", "cosine"),
+    "others": Measure(_over("cosine/others", np.mean), "mean cosine of others", "cosine"),
+    "closer_peers": Measure(
+        lambda run: MEASURES["peers"].of(run) - MEASURES["others"].of(run), "cosine of peers minus others", "cosine"
+    ),
 }
 
 
@@ -113,10 +138,6 @@ def average(values: Iterable[float]) -> float:
     """Mean of the finite values, NaN if there are none."""
     known = [v for v in values if math.isfinite(v)]
     return float(np.mean(known)) if known else math.nan
-
-
-def number(value: float) -> str:
-    return "-" if not math.isfinite(value) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def spread(values: Sequence[float]) -> str:

@@ -11,25 +11,17 @@ import numpy as np
 from coterie.envs.atari57 import human_normalized
 from coterie.tools.report.charts import Line, heatmap, lines
 from coterie.tools.report.runs import RecordedRun
-from coterie.tools.report.sections import AXES, Table, consensus_chart, cosines, final_return
+from coterie.tools.report.sections import AXES, Table, consensus_chart, cosines, final_return, number
 from coterie.tools.report.stats import on_grid
-from coterie.tools.reproduce.drawings import (
-    Drawing,
-    all_envs,
-    bars,
-    best_three,
-    curves,
-    energy,
-    human,
-    swept,
-    table,
-)
+from coterie.tools.reproduce.drawings import Drawing, all_envs, bars, best_three, curves, energy, human, swept, table
 from coterie.tools.reproduce.figure import Figure, Result, Size
-from coterie.tools.reproduce.measures import MEASURES, Measure, average, number, rate, spread
+from coterie.tools.reproduce.measures import MEASURES, Measure, average, rate, spread
 
 
-def convergent(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
-    """GALA 1a: the share of runs whose final return is over half of what A2C reaches with the fewest simulators."""
+def convergence(results: Sequence[Result]) -> tuple[Measure, dict[str, float]]:
+    """100 for a run whose final return is over half of the nominal score, else 0; and the nominal score of each env:
+    what A2C reaches with the fewest simulators.
+    """
     nominal = {}
     least = min((r for r in results if r.arm.label == "A2C"), key=lambda r: r.arm.x)
     for env in all_envs(results):
@@ -39,31 +31,27 @@ def convergent(figure: Figure, results: Sequence[Result], size: Size) -> Drawing
     def of(run: RecordedRun) -> float:
         return 100.0 * (final_return(run) > 0.5 * nominal[run.env]) if nominal[run.env] > 0 else math.nan
 
-    drawn = swept(figure, results, Measure(of, "convergent runs", "convergent runs, %"))
+    return Measure(of, "convergent runs", "convergent runs, %"), nominal
+
+
+def convergent(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+    """GALA 1a: the share of runs that converge."""
+    measure, nominal = convergence(results)
+    drawn = swept(figure, results, measure)
     rows = [[env, number(score), number(0.5 * score)] for env, score in nominal.items()]
-    title = f"Nominal score: A2C with {least.arm.x:g} simulators"
-    more = Table(title, ["env", "score", "convergent above"], rows)
+    more = Table("Nominal score: A2C with the fewest simulators", ["env", "score", "convergent above"], rows)
     return Drawing(drawn.charts, [*drawn.tables, more, table(figure, results, MEASURES["return"])])
 
 
 def consensus(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     """GALA 2a: the distance to consensus beside the bound of Proposition 1."""
-    charts, rows = [], []
-    for result in results:
-        for run in result.runs:
-            if (chart := consensus_chart(run, f"{result.arm.label} on {run.env}, seed {run.seed}")) is not None:
-                charts.append(chart)
-            both = [(p.get("consensus/distance"), p.get("consensus/bound")) for p in run.lines]
-            share = np.array([distance / bound for distance, bound in both if distance is not None and bound])
-            if len(share):
-                rows.append([result.arm.label, run.env, number(float(share.mean())), number(float(share.max()))])
-    head = ["arm", "env", "mean of distance / bound", "largest (the proposition: at most 1)"]
-    return Drawing(charts, [Table("Distance beside Proposition 1", head, rows)])
+    runs = [(f"{result.arm.label} on {run.env}, seed {run.seed}", run) for result in results for run in result.runs]
+    return Drawing([chart for title, run in runs if (chart := consensus_chart(run, title)) is not None])
 
 
 def gradient_cosines(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     """GALA 2b: the cosines of the learners' gradients."""
-    charts, rows = [], []
+    charts = []
     for result in results:
         found = [t for run in result.runs if (t := cosines(run)) is not None]
         if found:
@@ -71,9 +59,7 @@ def gradient_cosines(figure: Figure, results: Sequence[Result], size: Size) -> D
             names = [str(i) for i in range(len(mean))]
             label = "cosine of two learners' gradients"
             charts.append(heatmap(f"Gradients: {result.arm.label}", mean, names, names, label))
-        kinds = [[average(run.series(f"cosine/{kind}")[1]) for run in result.runs] for kind in ("peers", "others")]
-        rows.append([result.arm.label, *(number(average(values)) for values in kinds)])
-    return Drawing(charts, [Table("Mean cosine", ["arm", "peers", "others"], rows)])
+    return Drawing(charts)
 
 
 def evaluations(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
@@ -160,12 +146,10 @@ def _of_task(run: RecordedRun, env: str) -> float:
 
 def speedup(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     """SEED, Table 1: its speed as a multiple of IMPALA's."""
-    found: dict[float, dict[str, float]] = {}
-    for result in results:
-        found.setdefault(result.arm.x, {})[result.arm.label] = average(rate(run) for run in result.runs)
+    speeds = {(r.arm.label, r.arm.x): average(map(rate, r.runs)) for r in results}
     rows = []
-    for x, one in found.items():
-        ratio = one["SEED"] / one["IMPALA"] if one["IMPALA"] > 0 else math.nan
+    for x in dict.fromkeys(x for _, x in speeds):
+        ratio = speeds["SEED", x] / speeds["IMPALA", x] if speeds["IMPALA", x] > 0 else math.nan
         rows.append([f"this machine, {x:g} simulators, SEED to IMPALA", number(ratio)])
     drawn = swept(figure, results, MEASURES["rate"])
     return Drawing(drawn.charts, [Table("SEED's speed as a multiple of IMPALA's", ["", "ratio"], rows), *drawn.tables])

@@ -166,18 +166,12 @@ def test_convergent_runs_have_more_than_half_of_the_nominal_score():
         ("gala-table1", "smoke", {}, ["GALA-A2C", "CartPole-v1", MISSING, "21 +- 0.5"]),
         ("accel-table2", "full", {"rate": lambda arm: 50e6 / 3600}, ["A2C", "Breakout-v5", "8", "0.59", "1"]),
         ("accel-table2", "full", {"rate": lambda arm: 50e6 / 3600}, ["A3C", "Breakout-v5", "4", "1.3", "1"]),
-        (
-            *("impala-table1", "smoke", {"rate": lambda arm: 250.0}),
-            ["IMPALA, actors on the same cores", "Breakout-v5", "17K / 20.5K (48 actors)", "1,000"],
-        ),
-        (
-            *("impala-table2", "smoke", {}),
-            ["with replay", "V-trace", "LunarLander-v3", "47.1, 35.8, 34.5, 250.8, 46.9", "100"],
-        ),
+        ("impala-table1", "smoke", {"rate": lambda arm: 250.0}, [..., "17K / 20.5K (48 actors)", "1,000"]),
+        ("impala-table2", "smoke", {}, [..., "V-trace", "LunarLander-v3", "47.1, 35.8, 34.5, 250.8, 46.9", "100"]),
         ("seed-table1", "smoke", {"rate": lambda arm: 300.0 if arm.label == "SEED" else 200.0}, [..., "1.5"]),
         ("seed-cost", "small", {}, [..., "16", "0.25"]),  # of layouts with one learner
         # The runs' own metrics: distance and bound, the secondary's evaluations, one agent's return of each task.
-        ("gala-2a", "smoke", OTHER, [..., "0.25", "0.25"]),
+        ("gala-2a", "smoke", OTHER, [..., "0.25"]),
         ("accel-5", "smoke", OTHER, [..., "45"]),
         ("impala-transfer", "smoke", OTHER, [..., "8"]),
     ],
