@@ -1,5 +1,6 @@
-"""Record the results of `coterie reproduce`: docs/results/figures.md has a table of all figures, then the
-tables and the first picture of each figure's largest budget so far.
+"""Record the results of `coterie reproduce`: docs/results/figures.md counts the verdicts of all figures and has a
+table of them, those that differ from the paper first, then the tables and the first picture of each figure's largest
+budget so far.
 
 python benchmarks/figures.py [FOLDER]     (runs/reproduce)
 """
@@ -10,21 +11,27 @@ import argparse
 import json
 import re
 import shutil
+from collections import Counter
 from datetime import date, timedelta
 from pathlib import Path
 
 from coterie.tools.reproduce.figure import FIGURES
 
 DOCS = Path(__file__).parents[1] / "docs"
+WORDS = ("differs", "undecided", "agrees")  # the failures first
+EARLIER = "undecided (made before verdicts)"
 HEAD = """# The papers' figures
 
 Every figure and table of the five papers as [`coterie reproduce`](../guides/reproduce.md) made it, with the largest
-budget so far, beside the values that the paper states. Machine: 2 CPU cores, no GPU. Most budgets are small, with one
-seed and environments that learn in minutes: they show that a figure works, and seldom what the paper found.
+budget so far, beside the values that the paper states. Machine: 2 CPU cores, no GPU. Most budgets are small, on
+environments that learn in minutes.
 
-At this size some figures show the paper's effect: without V-trace a large policy lag ends learning (impala-e1), larger
-batches and more simulators cost sample efficiency (seed-batch), and the distance to consensus stays below its bound
-(gala-2a). Others do not: in gala-table1 GALA-A2C scores less than A2C on CartPole.
+Each figure has a claim of its paper, and a verdict on it: `agrees`, `differs` or `undecided` (these runs cannot tell).
+The rule was written on 25 November 2026, before the runs that it is applied to. A check of a claim compares two sides
+on one environment. It holds if each side has at least three runs and every run of the one side is better than every
+run of the other, which happens by chance once in 20 with three runs a side; it is reversed if the same is true the
+other way round. A figure agrees if all its checks hold, and differs if any is reversed.
+[The guide](../guides/reproduce.md#verdicts) has the details.
 
 *Written by `python benchmarks/figures.py`.*
 """
@@ -40,7 +47,9 @@ def cost(budget: Path) -> tuple[int, float, float]:
 
 
 def section(name: str, budget: Path) -> str:
-    title, command, *rest = (budget / "tables.md").read_text().split("\n\n")
+    title, *blocks = (budget / "tables.md").read_text().split("\n\n")
+    at = next(i for i, block in enumerate(blocks) if block.startswith("coterie reproduce"))  # below verdict and claim
+    top, command, rest = blocks[:at], blocks[at], blocks[at + 1 :]
     steps, _, seconds = cost(budget)
     took = f"{date.fromtimestamp((budget / 'tables.md').stat().st_mtime)}"
     if steps:
@@ -51,8 +60,19 @@ def section(name: str, budget: Path) -> str:
         (DOCS / "results" / "figures").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(budget / "1.svg", DOCS / "results" / "figures" / f"{name}.svg")
         pictures.append(f"![](figures/{name}.svg)")
-    body = "\n\n".join([f"`{line}`: {facts} {took}.", *rest, *pictures]).rstrip()
-    return f"## {name}: {title.removeprefix('## ')}\n\n{body}\n"
+    body = "\n\n".join([*top, f"`{line}`: {facts} {took}.", *rest, *pictures]).rstrip()
+    return marked(f"## {name}: {title.removeprefix('## ')}\n\n{body}\n")
+
+
+def verdict(text: str) -> str:
+    """The line below a section's title: one of `WORDS`, and for old records why."""
+    found = re.search(r"\n\nVerdict: (.*)\.\n", text)
+    return found[1] if found else ""
+
+
+def marked(text: str) -> str:
+    """A section that has a verdict, also if it is older."""
+    return text if verdict(text) else text.replace("\n\n", f"\n\nVerdict: {EARLIER}.\n\n", 1)
 
 
 def anchor(title: str) -> str:
@@ -61,14 +81,17 @@ def anchor(title: str) -> str:
 
 
 def summary(sections: dict[str, str]) -> str:
-    """A table with a row for each figure: what was trained and for how long."""
-    rows = ["| figure | shows | envs | budget, size of each run | seeds | training |", "|---" * 6 + "|"]
-    for name in FIGURES:
+    """The counts, and a table with a row for each figure: its verdict, what was trained and for how long."""
+    verdicts = {name: verdict(sections[name]) if name in sections else "undecided (not made)" for name in FIGURES}
+    counts = Counter(text.split()[0] for text in verdicts.values())
+    said = ", ".join(f"{word} {counts[word]}" for word in WORDS)
+    rows = ["| figure | verdict | shows | envs | budget, size of each run | seeds | training |", "|---" * 7 + "|"]
+    for name in sorted(FIGURES, key=lambda name: WORDS.index(verdicts[name].split()[0])):
         if name not in sections:
-            rows.append(f"| {name} | | | none | | |")
+            rows.append(f"| {name} | {verdicts[name]} | | | none | | |")
             continue
         title = sections[name].partition("\n")[0].removeprefix("## ")
-        facts = re.search(r"^`.* --budget (\S+)`: (.*?)\. \d{4}-\d\d-\d\d(.*)$", sections[name], re.M)
+        facts = re.search(r"^`.* --budget ([^`\s]+)[^`]*`: (.*?)\. \d{4}-\d\d-\d\d(.*)$", sections[name], re.M)
         if facts is None:
             raise SystemExit(f"{name}: its section has no line with its command")
         budget, work, cost = facts.groups()
@@ -77,6 +100,7 @@ def summary(sections: dict[str, str]) -> str:
         envs = dict.fromkeys(env for part in work.split(", ") if " " not in part for env in part.split(","))
         cells = [
             f"[{name}](#{anchor(title)})",
+            verdicts[name],
             title.removeprefix(f"{name}: "),
             ", ".join(envs),
             f"{budget}, {each[1]}" if each else budget,
@@ -84,7 +108,7 @@ def summary(sections: dict[str, str]) -> str:
             took[1] if took else "",
         ]
         rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+    return f"**{len(FIGURES)} figures: {said}.**\n\n" + "\n".join(rows) + "\n"
 
 
 def main() -> None:
@@ -93,13 +117,14 @@ def main() -> None:
     root = parser.parse_args().folder
     page = DOCS / "results" / "figures.md"
     written = re.findall(r"^(## ([\w-]+): .*?)(?=^## |\Z)", page.read_text(), re.M | re.S) if page.exists() else []
-    sections = {name: text.rstrip() + "\n" for text, name in written}
+    sections = {name: marked(text.rstrip() + "\n") for text, name in written}
     for name in FIGURES:
         budgets = [path.parent for path in root.glob(f"{name}/*/tables.md")]
         if budgets:
             largest = max(budgets, key=cost)
             known = re.search(r"; ([\d,]+) env steps in all", sections.get(name, ""))
-            if not known or int(known[1].replace(",", "")) <= cost(largest)[0]:
+            # A run ends a few env steps after its budget, so one of the same size may be a little shorter.
+            if not known or 0.99 * int(known[1].replace(",", "")) <= cost(largest)[0]:
                 sections[name] = section(name, largest)
     tables = "\n".join(sections[name] for name in FIGURES if name in sections)
     page.write_text(f"{HEAD}\n{summary(sections)}\n{tables}")
