@@ -6,7 +6,7 @@ ARG TORCH=https://download.pytorch.org/whl/cpu
 RUN pip install --no-cache-dir "torch>=2.6,<2.14" --index-url "$TORCH"
 COPY pyproject.toml README.md LICENSE /src/
 COPY coterie /src/coterie
-RUN pip install --no-cache-dir "/src[video,gym,plots]" && useradd --create-home coterie
+RUN pip install --no-cache-dir "/src[envpool,video,plots]" && useradd --create-home coterie
 USER coterie
 WORKDIR /home/coterie
 ENTRYPOINT []

@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
-RUN ?= runs/lunar-lander-$(shell date +%Y%m%d-%H%M%S)
+ifndef RUN
+RUN := runs/lunar-lander-$(shell date +%Y%m%d-%H%M%S)
+endif
 
 .PHONY: train test test-all chaos reproduce-smoke lint docs dist peers proto clean
 

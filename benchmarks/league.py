@@ -40,6 +40,10 @@ bootstrap interval where there are several seeds. Human = 1: the score between a
 Seconds: mean wall-clock of training at idle priority beside other work, so an upper bound. Curves: mean over seeds and
 its 95% interval.
 
+Machine: two cores of an AMD EPYC, from 25 November 2026 on. Coterie: EnvPool, fp32 for vectors, the preset's number of
+learners. Rows of `sb3_league.py`: Stable-Baselines3 with its library defaults and one gymnasium env, not tuned for the
+task; Coterie's presets have settings of our own for vectors, so this does not compare the two implementations.
+
 *Written by `python benchmarks/league.py page`.*
 """
 

@@ -72,9 +72,9 @@ def accepted(annotated: Any) -> str:
     kind = plain(annotated)
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
-    words = {int: "integer", float: "number", bool: "`true` or `false`", str: "string"}.get(kind, "list of integers")
-    if get_origin(kind) is tuple and get_args(kind)[0] is float:
-        words = "list of numbers"
+    words = {int: "integer", float: "number", bool: "`true` or `false`", str: "string"}.get(kind, "")
+    if get_origin(kind) is tuple:
+        words = {int: "list of integers", float: "list of numbers", str: "list of strings"}[get_args(kind)[0]]
     if not isinstance(kind, type) and get_origin(kind) is not tuple:
         words = "integer or `auto`"
     found = [one.text for one in getattr(annotated, "__metadata__", ()) if isinstance(one, Range)]

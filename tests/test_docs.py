@@ -13,11 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import coterie
 from coterie.cli.main import main
 from coterie.cli.options import config_of, possible
 from coterie.presets.value import VALUE_PRESETS
@@ -254,14 +256,32 @@ def without(args: list[str], *options: str) -> list[str]:
     return [a for a, before in zip(args, ["", *args], strict=False) if a not in options and before not in options]
 
 
-def test_python_in_the_readme_runs(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    code = code.replace("20_000", "100") + "\nassert policy.step >= 100 and summary['status'] == 'finished'\n"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+LOADED = {"first-run.md": "runs/lander/first", "runs.md": "runs/one"}  # by a page's Python code, which does not make it
+
+
+def python(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name != "README.md"))
+        for page in PAGES
+        if python(page) and page.name != "export.md"  # tests/tools/export runs it
+    ],
+)
+def test_python_on_a_page_runs(page, page_modules, monkeypatch):
+    write_files(page_modules, page)
+    if page.name in LOADED:
+        assert run(shrink(["coterie", "train", "ppo", "--env", "LunarLander-v3", "--out", LOADED[page.name]])) == 0
+    train, summaries = coterie.train, []
+    monkeypatch.setattr(coterie, "train", lambda c: summaries.append(train(replace(c, steps=2000))) or summaries[-1])
+    names: dict[str, Any] = {}
+    for code in python(page):
+        exec(code, names)  # as a user types it
+    assert all(one["status"] == "finished" for one in summaries)
+    assert len(summaries) == sum(code.count("coterie.train(") for code in python(page))
 
 
 @pytest.mark.parametrize("preset", ["ppo", "gala-a2c", "rainbow", "seed-r2d2"])

@@ -101,7 +101,7 @@ def gala_a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 
 def gala_ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
-    """Gossiping PPO learners, mixed once for each rollout: a cell that no paper built."""
+    """Gossiping PPO learners, mixed once for each rollout: a combination that no paper has."""
     return derive(ppo, "gala-ppo", env, overrides, {"exchange": "gossip", "learners": "auto"})
 
 
@@ -182,7 +182,7 @@ def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:
 
 def appo(env: str = "Pong-v5", **overrides: Any) -> Config:
     """APPO (Accelerated Methods, Appendix B): PPO learners of 8 simulators and horizon 256 on a central store, two
-    local Adam steps between meetings, weights polled every 64 steps, a quarter of PPO's learning rate, no schedule.
+    local Adam steps between updates of the store, weights polled every 64 steps, a quarter of PPO's rate, no schedule.
     """
     common = {
         "exchange": "store",
