@@ -47,8 +47,8 @@ class ActorMemory:
         return self.slots.delivered(child)
 
     def close(self) -> None:
-        self.slots.close()
-        self.weights.close()
+        self.slots.release()
+        self.weights.release()
 
 
 class RolloutSink(Protocol):

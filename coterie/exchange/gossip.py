@@ -29,7 +29,7 @@ from coterie.exchange.solo import Solo
 from coterie.exchange.steps import BoardSteps
 from coterie.exchange.topology import matrices
 from coterie.parallel.params import FlatParams
-from coterie.parallel.shm import SharedArrays, fence
+from coterie.parallel.shm import Seqlock, SharedArrays, fence
 from coterie.types import Array, ConfigError, CoterieError
 
 RECENT = 4096  # mixes for which the lengths of the updates before them are kept, for the bound of Proposition 1
@@ -44,8 +44,8 @@ def gossip_memory(learners: int, weights: int, moments: int, linked: bool = Fals
         {
             "message": ((learners, weights), "float32"),
             "moments": ((learners, moments), "float64"),
-            "begun": ((learners,), "int64"),  # messages that a learner has begun to write
-            "published": ((learners,), "int64"),  # and those that are complete: the last has number published - 1
+            "writes": ((learners,), "int64"),  # of the message, its moments and its number
+            "published": ((learners,), "int64"),  # messages: the last has number published - 1
             "mixed": ((learners,), "int64"),
             "joined": ((learners,), "int64"),  # the number of its first message
             "moved": ((learners, RECENT), "float64"),  # squared length of the updates before each mix
@@ -71,8 +71,9 @@ class Gossip(Solo):
         shared = peers.memory or memory(setup)
         self.message = torch.from_numpy(shared.arrays["message"])
         self.sums = torch.from_numpy(shared.arrays["moments"])
-        self.begun, self.published, self.mixed, self.joined, self.moved = (
-            shared.arrays[k] for k in ("begun", "published", "mixed", "joined", "moved")
+        self.lock = Seqlock(shared.arrays["writes"])
+        self.published, self.mixed, self.joined, self.moved = (
+            shared.arrays[k] for k in ("published", "mixed", "joined", "moved")
         )
         self.present = shared.arrays["present"][: peers.learners]
         self.mailboxes = Mailboxes(shared, peers.learners)
@@ -145,13 +146,12 @@ class Gossip(Solo):
         _check_finite(params)
         torch.sub(params.data, self.anchor, out=self.scratch)
         self.moved[i, number % RECENT] = float(self.scratch.dot(self.scratch))
-        self.begun[i] = number + 1
-        fence()
-        self.message[i].copy_(params.data)
-        if self.moments.size:
-            self.sums[i].copy_(self.moments.read())
-        fence()
-        self.published[i] = number + 1
+        with self.lock.writing(i):
+            self.message[i].copy_(params.data)
+            if self.moments.size:
+                self.sums[i].copy_(self.moments.read())
+            fence()
+            self.published[i] = number + 1
         return True
 
     def receive(self, params: FlatParams) -> bool:
@@ -220,20 +220,13 @@ class Gossip(Solo):
 
     def _read(self, j: int) -> Message | None:
         """Learner j's last message, unless it has none or is writing one."""
-        number = int(self.published[j])
-        if number == 0 or self.begun[j] != number:
-            return None
-        fence()
-        message = Message(number, self.message[j].numpy().copy(), self.sums[j].numpy().copy())
-        fence()
-        return message if self.begun[j] == number else None
+        message, sums = self.message[j].numpy(), self.sums[j].numpy()
+        return self.lock.read(j, lambda: Message(int(self.published[j]), message.copy(), sums.copy()))
 
     def _join(self) -> None:
         """Take part again, from a number that no learner has reached."""
         i, numbers = self.rank, np.maximum(self.published, self.mixed)
         number = _AHEAD + int(numbers[self.present == 1].max(initial=numbers[i]))
-        if self.begun[i]:  # else there is no old message, which would look complete
-            self.begun[i] = number
         self.joined[i] = number  # before `published`: the old message is no new one
         fence()
         self.published[i] = self.mixed[i] = number

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from coterie.parallel.shm import Layout as MemoryLayout
-from coterie.parallel.shm import SharedArrays, fence
+from coterie.parallel.shm import Seqlock, SharedArrays
 from coterie.types import Array
 from coterie.wire import codec
 from coterie.wire.codec import Layout, Refused
@@ -45,7 +45,7 @@ def mailbox_arrays(rows: int, weights: int, moments: int) -> MemoryLayout:
     return {
         "mailbox/weights": ((rows, weights), "float32"),
         "mailbox/moments": ((rows, moments), "float64"),
-        "mailbox/writes": ((rows,), "int64"),  # odd while a message is being written, and where there is none
+        "mailbox/writes": ((rows,), "int64"),
     }
 
 
@@ -54,9 +54,8 @@ class Mailboxes:
 
     def __init__(self, shared: SharedArrays, learners: int) -> None:
         self.learners, self.present = learners, shared.arrays["present"]
-        self.weights, self.moments, self._writes = (
-            shared.arrays[f"mailbox/{name}"] for name in ("weights", "moments", "writes")
-        )
+        self.weights, self.moments = shared.arrays["mailbox/weights"], shared.arrays["mailbox/moments"]
+        self.lock = Seqlock(shared.arrays["mailbox/writes"])
         self.remote = range(learners, len(self.present))
 
     def peers(self) -> list[int]:
@@ -65,29 +64,19 @@ class Mailboxes:
         return found
 
     def write(self, row: int, weights: Array, moments: Array) -> None:
-        self.clear(row)
-        fence()
-        self.weights[row] = weights
-        self.moments[row, : len(moments)] = moments
-        fence()
-        self._writes[row] += 1
-
-    def clear(self, row: int) -> None:
-        """Invalidate the message in this mailbox."""
-        self._writes[row] += 1 + self._writes[row] % 2  # odd, also where a writer was killed half-way
+        with self.lock.writing(row):
+            self.weights[row] = weights
+            self.moments[row, : len(moments)] = moments
 
     def has_message(self, row: int) -> bool:
-        return bool(self._writes[row] > 0 and self._writes[row] % 2 == 0)
+        return self.lock.is_whole(row)
 
     def read(self, row: int, after: int = 0) -> Message | None:
         """The newest message, unless it is being written or its version is not above `after`."""
-        version = int(self._writes[row])
-        if version % 2 or version <= after:
+        writes, weights, moments = self.lock.writes, self.weights[row], self.moments[row]
+        if writes[row] <= after:
             return None
-        fence()
-        weights, moments = self.weights[row].copy(), self.moments[row].copy()
-        fence()
-        return Message(version, weights, moments) if self._writes[row] == version else None
+        return self.lock.read(row, lambda: Message(int(writes[row]), weights.copy(), moments.copy()))
 
 
 def message_layout(weights: int, moments: int) -> Layout:
@@ -111,7 +100,7 @@ class Relay:
         self.mailboxes, self.receives = mailboxes, list(receives)
         self.sent = dict.fromkeys(sends, 0)  # version of the last message of each row, the longest unsent first
         for row in self.receives:
-            mailboxes.clear(row)  # of the last learner that had this row
+            mailboxes.lock.invalidate(row)  # of the last learner that had this row
 
     def send(self) -> dict[str, Array]:
         """The next frame."""

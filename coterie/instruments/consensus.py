@@ -20,7 +20,7 @@ from coterie.exchange.mailboxes import Mailboxes
 from coterie.exchange.topology import contraction
 from coterie.learner import Observer
 from coterie.parallel.params import FlatParams
-from coterie.parallel.shm import SharedArrays
+from coterie.parallel.shm import Seqlock, SharedArrays
 from coterie.types import Array
 
 
@@ -33,7 +33,7 @@ class Consensus:
 
     def __init__(self, shared: SharedArrays, sequence: Sequence[Array], config: Config) -> None:
         self.arrays, self.sequence, self.tau = shared.arrays, list(sequence), config.gossip.tau
-        self.mailboxes = Mailboxes(shared, len(self.sequence[0]))
+        self.mailboxes, self.lock = Mailboxes(shared, len(self.sequence[0])), Seqlock(shared.arrays["writes"])
         self.betas = [contraction([p]) for p in self.sequence]
         self.bound, self.mixes = 0.0, 0
         self.lost = False  # the ring of update lengths went around faster than it was read
@@ -76,18 +76,16 @@ class Consensus:
         while time.monotonic() < end:
             published = a["published"].copy()
             if (published > a["joined"]).all() and (self.tau != 0 or (published == published[0]).all()):
-                copy = a["message"].astype(np.float64)
-                if (a["begun"] == published).all() and (a["published"] == published).all():
-                    return int(published[0]) - 1, copy
+                found = self.lock.read(slice(None), lambda: (a["published"].copy(), a["message"].astype(np.float64)))
+                if found is not None and (found[0] == published).all():
+                    return int(published[0]) - 1, found[1]
             time.sleep(2e-4)
         return None
 
 
 def cosine_memory(learners: int, weights: int) -> SharedArrays:
-    return SharedArrays(
-        {"grad": ((learners, weights), "float32"), "stamp": ((learners,), "int64"), "begun": ((learners,), "int64")},
-        name="coterie-cosines",
-    )
+    layout = {"grad": ((learners, weights), "float32"), "writes": ((learners,), "int64")}
+    return SharedArrays(layout, name="coterie-cosines")
 
 
 class GradientSamples(Observer):
@@ -96,33 +94,29 @@ class GradientSamples(Observer):
     def __init__(self, params: FlatParams, shared: SharedArrays, rank: int, every: int) -> None:
         self.params, self.rank, self.every, self.taken = params, rank, every, -1
         self.grad = torch.from_numpy(shared.arrays["grad"])[rank]
-        self.stamp, self.begun = shared.arrays["stamp"], shared.arrays["begun"]
+        self.lock = Seqlock(shared.arrays["writes"])
 
     def gradient(self, env_steps: int, algorithm: AnyAlgorithm, batch: AnyBatch) -> None:
         number = env_steps // self.every
         if number > self.taken:
             self.taken = number
-            self.begun[self.rank] += 1
-            self.grad.copy_(self.params.grad)
-            self.stamp[self.rank] = self.begun[self.rank]
+            with self.lock.writing(self.rank):
+                self.grad.copy_(self.params.grad)
 
 
 class Cosines:
     """Pairwise cosine similarities of the learners' latest sampled gradients; peers and others apart."""
 
     def __init__(self, shared: SharedArrays, peers: Array) -> None:
-        self.arrays, self.peers = shared.arrays, (peers + peers.T) > 0
+        self.grads, self.lock = torch.from_numpy(shared.arrays["grad"]), Seqlock(shared.arrays["writes"])
+        self.peers = (peers + peers.T) > 0
         self.seen = 0
 
     def read(self) -> dict[str, float]:
-        a = self.arrays
-        stamps = a["stamp"].copy()
-        if not (stamps > 0).all() or int(stamps.sum()) == self.seen:
+        latest = self.lock.read(slice(None), lambda: (int(self.lock.writes.sum()), self.grads.double()))
+        if latest is None or latest[0] == self.seen:
             return {}
-        grads = torch.from_numpy(a["grad"].copy()).double()
-        if (a["begun"] != stamps).any():
-            return {}
-        self.seen = int(stamps.sum())
+        self.seen, grads = latest
         unit = grads / grads.norm(dim=1, keepdim=True).clamp(min=1e-30)
         cosines = (unit @ unit.T).numpy()
         pairs = np.triu(np.ones_like(self.peers), 1)  # each pair once

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from coterie.parallel.shm import SharedArrays, fence
+from coterie.parallel.shm import InSharedMemory, fence
 from coterie.types import Array, CoterieError
 
 #: What each learner, and each actor, counts. `produced`: rows acted; `delivered`: those that an actor has handed to its
@@ -22,39 +22,28 @@ COUNTS = (
 SAVE, EVALUATE, LAST = 1, 2, 4  # what an order asks for: a checkpoint, before it an evaluation, after it the end
 
 
-class Board:
+class Board(InSharedMemory):
     """One row of counts for each learner, then for each actor, and the orders of their parent."""
 
     def __init__(self, learners: int, actors: int = 0) -> None:
         rows = learners + actors
-        self._shared = SharedArrays(
-            {
-                "counts": ((rows, len(COUNTS)), "int64"),
-                "active": ((learners,), "int64"),
-                "heartbeat": ((rows,), "float64"),
-                "blocked": ((rows,), "int64"),
-                "order": ((4,), "int64"),
-                "arrivals": ((learners,), "int64"),
-            },
-            name="coterie-board",
-        )
-        self._bind()
+        layout = {
+            "counts": ((rows, len(COUNTS)), "int64"),
+            "active": ((learners,), "int64"),
+            "heartbeat": ((rows,), "float64"),
+            "blocked": ((rows,), "int64"),
+            "order": ((4,), "int64"),
+            "arrivals": ((learners,), "int64"),
+        }
+        super().__init__(layout, "coterie-board")
 
-    def _bind(self) -> None:
-        arrays = self._shared.arrays
+    def _bind(self, arrays: Mapping[str, Array]) -> None:
         self.counts: Array = arrays["counts"]
         self.active: Array = arrays["active"]  # 1 while a learner takes part
         self.heartbeats: Array = arrays["heartbeat"]  # monotonic time of its last heartbeat
         self._blocked: Array = arrays["blocked"]
         self._order: Array = arrays["order"]  # number, what, stop, closed
         self._arrivals: Array = arrays["arrivals"]
-
-    def __getstate__(self) -> dict[str, SharedArrays]:
-        return {"_shared": self._shared}
-
-    def __setstate__(self, state: dict[str, SharedArrays]) -> None:
-        self._shared = state["_shared"]
-        self._bind()
 
     def write(self, row: int, counts: Mapping[str, int]) -> None:
         for name, value in counts.items():
@@ -133,7 +122,3 @@ class Board:
     @property
     def closed(self) -> bool:
         return bool(self._order[3])
-
-    def release(self) -> None:
-        """Close the descriptor: no process will be started with it any more. Those that have the memory keep it."""
-        self._shared.close()

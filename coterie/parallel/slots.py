@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from coterie.parallel.locks import Locks
-from coterie.parallel.shm import Layout, SharedArrays, fence
+from coterie.parallel.shm import InSharedMemory, Layout, fence
+from coterie.types import Array
 
 FREE = -1  # a slot that any producer may take
 _PLAIN = ("env_id", "core")  # arrays without a time axis
@@ -27,23 +28,22 @@ def columns_of(fields: Mapping[str, Tensor], first: int, count: int) -> dict[str
     return {k: x[at] if k in _PLAIN else x[:, at] for k, x in fields.items()}
 
 
-class Slots:
+class Slots(InSharedMemory):
     """`batches` times the arrays of `layout`, whose columns are axis 1 (axis 0 of those in `_PLAIN`).
 
     `producers`: the number whose deliveries `delivered` knows.
     """
 
     def __init__(self, layout: Layout, batches: int, batch_size: int, width: int, producers: int = 1) -> None:
-        self.batches, self.width, self.per_batch = batches, width, batch_size // width
+        self.width = width
         arrays = {f"field/{k}": ((batches, *shape), dtype) for k, (shape, dtype) in layout.items()}
-        control = dict.fromkeys(("ticket", "holder", "need", "full"), ((batches, self.per_batch), "int64"))
+        control = dict.fromkeys(("ticket", "holder", "need", "full"), ((batches, batch_size // width), "int64"))
         control["promised"] = ((producers, 3), "int64")
-        self._shared = SharedArrays({**arrays, **control}, name="coterie-slots")
-        self._bind()
+        super().__init__({**arrays, **control}, "coterie-slots")
 
-    def _bind(self) -> None:
-        arrays = self._shared.arrays
+    def _bind(self, arrays: Mapping[str, Array]) -> None:
         self.ticket, self.need = arrays["ticket"], arrays["need"]  # written by the consumer
+        self.batches, self.per_batch = len(self.ticket), len(self.ticket[0])
         self.holder, self.full = arrays["holder"], arrays["full"]  # written by the producers
         self.promised = arrays["promised"]  # of each producer: its next slot, the ticket, the rows delivered with it
         self.fields = [
@@ -54,11 +54,7 @@ class Slots:
         self.locks = Locks(self._shared.fd, _LOCK_S)
 
     def __getstate__(self) -> dict[str, object]:
-        return {k: v for k, v in vars(self).items() if k in ("batches", "width", "per_batch", "_shared")}
-
-    def __setstate__(self, state: Mapping[str, object]) -> None:
-        vars(self).update(state)
-        self._bind()
+        return {**super().__getstate__(), "width": self.width}
 
     def open(self, batch: int, need: int, holders: list[int] | None = None) -> None:
         """Consumer: have a batch filled with weights of version `need` or newer; `holders`: by these producers."""
@@ -126,6 +122,3 @@ class Slots:
     def columns(self, batch: int, slot: int) -> dict[str, Tensor]:
         """A slot's arrays."""
         return columns_of(self.fields[batch], slot * self.width, self.width)
-
-    def close(self) -> None:
-        self._shared.close()

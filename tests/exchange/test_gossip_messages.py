@@ -104,12 +104,13 @@ def test_a_message_is_written_and_read_between_fences(monkeypatch):
     arrays, seen = c.shared.arrays, []
 
     def fence() -> None:
-        seen.append((*(int(arrays[name][0]) for name in ("begun", "published")), float(arrays["message"][0, 0])))
+        seen.append((*(int(arrays[name][0]) for name in ("writes", "published")), float(arrays["message"][0, 0])))
         seen.append((int(arrays["mixed"][1]), float(y.params.data[0])))
 
-    monkeypatch.setattr("coterie.exchange.gossip.fence", fence)
+    for module in ("exchange.gossip", "parallel.shm"):
+        monkeypatch.setattr(f"coterie.{module}.fence", fence)
     assert x.publish(x.params)
-    assert seen[::2] == [(1, 0, 0.0), (1, 0, 1.0)]  # after `begun`, and before `published`
+    assert seen[::2] == [(1, 0, 0.0), (1, 0, 1.0), (1, 1, 1.0)]  # before the message, before and after `published`
     seen.clear()
     assert y.receive(y.params)
     assert seen[1::2] == [(0, 0.0), (0, 0.5)]  # before the message is read, and before it is marked as read
@@ -126,7 +127,7 @@ def test_weights_that_are_not_finite_are_never_published(bad):
     c.learners[0].params.data[1] = bad
     with pytest.raises(NonFinite, match=r"^the weights of w0 are not finite$"):
         step(c.learners[0])
-    for name in ("begun", "published", "message"):
+    for name in ("writes", "published", "message"):
         assert np.array_equal(c.shared.arrays[name], before[name])
 
 
@@ -238,7 +239,7 @@ def test_a_restarted_learner_takes_a_peers_weights_trains_and_then_mixes(topolog
     assert any(
         np.array_equal(back.params.data.numpy(), messages[j]) and np.allclose(mine, sums[j], rtol=1e-9) for j in (0, 1)
     )
-    for name in ("begun", "published", "mixed", "joined"):
+    for name in ("published", "mixed", "joined"):
         assert c.shared.arrays[name][2] == 13  # a number that no other has reached
     lockstep(c.learners[:2], 3)  # numbers 10 to 12: the others neither wait for it nor receive from it
     x = c.weights()[:2]
@@ -262,10 +263,10 @@ def test_a_restarted_learner_takes_the_newest_complete_message(monkeypatch):
     c = crowd(np.diag([1.0, 2, 3, 4]), matrices("ring", 4), tau=-1)
     arrays = c.shared.arrays
     for j, told in enumerate([5, 9, 7, 0]):
-        arrays["published"][j] = arrays["begun"][j] = told
+        arrays["published"][j], arrays["writes"][j] = told, 2 * told
         arrays["message"][j, :4] = 10 * (j + 1)
     c.present[3] = 0
-    arrays["begun"][1] += 1  # the newest is half written, and the death of its writer was not noticed
+    arrays["writes"][1] += 1  # the newest is half written, and the death of its writer was not noticed
     monkeypatch.setattr("coterie.exchange.gossip.time.sleep", lambda seconds: None)
     back = one(c.shared, c.board, matrices("ring", 4), 3, np.zeros(4), tau=-1, rejoin=True)
     back.__enter__()

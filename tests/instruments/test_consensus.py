@@ -20,6 +20,7 @@ from coterie.instruments.consensus import Consensus, Cosines, GradientSamples, c
 from coterie.instruments.norms import Norms
 from coterie.learner import Gradients
 from coterie.parallel.params import FlatParams
+from coterie.parallel.shm import fence
 from coterie.parallel.threads import Team
 from coterie.roles.learner_process import LearnerProcess
 from tests.conftest import after, make_config
@@ -61,7 +62,7 @@ def test_no_bound_where_lengths_were_overwritten_before_they_were_read():
     sequence = matrices("ring", 2)
     c = crowd(np.zeros((2, 1)), sequence, tau=0)
     reader = Consensus(c.shared, sequence, LOCKSTEP)
-    for name in ("begun", "published", "mixed"):
+    for name in ("published", "mixed"):
         c.shared.arrays[name][:] = RECENT + 10
     train(c, 3, 0)
     assert set(reader.read()) == {"consensus/distance"}
@@ -84,8 +85,28 @@ def test_no_distance_is_reported_while_a_message_is_being_written():
     sequence = matrices("ring", 2)
     c = crowd(np.zeros((2, 4)), sequence, tau=0)
     train(c, 2, 0)
-    c.shared.arrays["begun"][1] += 1
-    assert Consensus(c.shared, sequence, LOCKSTEP).read() == {}
+    with c.learners[1].lock.writing(1):
+        assert Consensus(c.shared, sequence, LOCKSTEP).read() == {}
+
+
+def test_nothing_is_reported_of_samples_that_were_overwritten_while_they_were_read(monkeypatch):
+    sequence, params, shared = matrices("ring", 2), flat(4), cosine_memory(2, 16)
+    c = crowd(np.zeros((2, 4)), sequence, tau=0)
+    train(c, 2, 0)
+    a, b = (GradientSamples(params, shared, rank, every=1) for rank in (0, 1))
+    a.gradient(0, None, None), b.gradient(0, None, None)
+    x = c.learners[0]
+    for reader, overwrite in (
+        (Consensus(c.shared, sequence, LOCKSTEP), lambda: x.publish(x.params)),
+        (Cosines(shared, sequence[0]), lambda: a.gradient(1, None, None)),
+    ):
+
+        def at_the_first_fence(overwrite=overwrite) -> None:  # after the look at the counts, before the copy
+            monkeypatch.setattr("coterie.parallel.shm.fence", fence)
+            overwrite()
+
+        monkeypatch.setattr("coterie.parallel.shm.fence", at_the_first_fence)
+        assert reader.read() == {}
 
 
 # --- gradients ---
@@ -97,19 +118,18 @@ def test_cosines_of_pairs_of_peers_and_of_others():
     a = shared.arrays
     assert reader.read() == {}
     a["grad"][:] = [[2, 0], [0, -3], [-1, 0]]
-    a["begun"][:] = a["stamp"][:] = [1, 1, 0]
+    a["writes"][:] = [2, 2, 0]
     assert reader.read() == {}  # one has none yet
-    a["begun"][2] = a["stamp"][2] = 1
+    a["writes"][2] = 2
     found = reader.read()
     assert found == pytest.approx(
         {"cosine/0-1": 0, "cosine/0-2": -1, "cosine/1-2": 0, "cosine/peers": 0, "cosine/others": -0.5}
     )
     assert reader.read() == {}  # the same gradients again
-    a["begun"][0] = 2
-    a["stamp"][1] = a["begun"][1] = 2
+    a["writes"][:2] = [3, 4]
     assert reader.read() == {}  # learner 0 is writing
     a["grad"][0] = [0, -1]
-    a["stamp"][0] = 2
+    a["writes"][0] = 4
     assert reader.read()["cosine/peers"] == pytest.approx(1)
     shared.close()
 
@@ -123,11 +143,11 @@ def test_gradients_are_sampled_every_n_steps_before_the_exchange():
         params.grad[:4] = 8.0 + k
         observer.gradient(4 * k, None, None)  # 0, 4, 8, 12, ...: the first, and the first past 10 and past 20
         inner.step(params, 1.0)
-        taken.append(int(shared.arrays["stamp"][1]))
+        taken.append(int(shared.arrays["writes"][1]) // 2)
         if k in (3, 4):
             assert shared.arrays["grad"][1, :4].tolist() == [11.0] * 4  # and not clipped
     assert taken == [1, 1, 1, 2, 2, 3]
-    assert shared.arrays["stamp"][0] == 0
+    assert shared.arrays["writes"][0] == 0
     shared.close()
 
 

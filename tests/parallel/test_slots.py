@@ -102,4 +102,4 @@ def test_many_producers_fill_each_slot_once():
         for producer in producers:
             producer.kill()
     assert len(seen) > 1
-    slots.close()
+    slots.release()

@@ -46,7 +46,7 @@ def test_readers_never_see_torn_weights_also_after_their_writers_were_killed():
         read()
         assert weights.version == versions[-1]
     assert versions == sorted(versions)
-    weights.close()
+    weights.release()
 
 
 def test_nothing_published_is_an_error_with_a_reason():

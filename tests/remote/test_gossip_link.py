@@ -213,7 +213,7 @@ def test_moments_and_weights_of_several_runs_are_averaged_alike():
 def test_a_message_that_is_being_written_is_not_sent_and_a_killed_writer_does_not_block_the_next():
     pair = Pair()
     step(pair.x)
-    pair.near.clear(0)  # it was killed half-way
+    pair.near.lock.invalidate(0)  # it was killed half-way
     assert pair.carry() == [-1]
     step(pair.x)
     assert pair.carry() == [0]

@@ -209,5 +209,5 @@ class RolloutServices(Services):
         super().close()
         assert not self.service.waiting
         self.service.close()
-        self.slots.close()
-        self.weights.close()
+        self.slots.release()
+        self.weights.release()
