@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie.acting.batching import may_go
 from coterie.acting.recorder import ON_HOST, Fields, Recorder
 from coterie.parallel.slots import columns_of
-from coterie.remote.admission import REMOTE
+from coterie.remote.admission import FIRST_REMOTE_ID
 from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep, counted
 from coterie.wire.codec import Newest, Refused, action_layout, check_values, timestep_layout
 from coterie.wire.server import Answer, ServiceStream
@@ -152,8 +152,8 @@ class EnvStreams:
             config, old = self.config, self.streams.get((number, group))
             others = self.envs - (old.width if old else 0)
             kept = 0  # for the run's own hosts, which may be restarting
-            if number >= REMOTE:
-                kept = max(0, config.envs - sum(s.width for s in self.streams.values() if s.place[0] < REMOTE))
+            if number >= FIRST_REMOTE_ID:
+                kept = max(0, config.envs - sum(s.width for s in self.streams.values() if s.place[0] < FIRST_REMOTE_ID))
             if width < 1 or others + width > config.max_envs - kept:
                 local = f", {kept} of them reserved for the run's local hosts" if kept else ""
                 room = f"the limit is {config.max_envs}{local} (central.max_envs, replay.envs)"

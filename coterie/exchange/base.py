@@ -60,7 +60,7 @@ class NonFinite(CoterieError):
 
 
 class Guard:
-    """Clips a gradient, and lets none pass that is not finite: it raises, or is dropped and counted in `skipped`."""
+    """Clips gradients. A non-finite one raises, or is dropped and counted in `skipped`."""
 
     def __init__(self, max_grad_norm: float, skip: bool) -> None:
         self.max_grad_norm, self.skip, self.skipped = max_grad_norm, skip, 0
@@ -138,13 +138,13 @@ class ExchangeKind:
 
     exchange: Callable[[Setup], Exchange]  # made in the learner's process
     memory: Callable[[Setup], SharedArrays | None] = lambda setup: None  # in the parent: shared by all learners
-    # Into that memory, from a checkpoint, where the exchange's state is not each learner's.
+    # Restores that memory from a checkpoint if the learners share the state.
     restore: Callable[[SharedArrays, dict[str, Tensor], Tensor], None] = lambda memory, state, moments: None
     mixing: Callable[[Config, int], list[Array] | None] = lambda config, learners: None
     leave: Callable[[SharedArrays, int], None] = lambda memory, rank: None  # the learner of this rank was killed
-    one_learner: bool = False  # for a learner without others
+    one_learner: bool = False  # valid with one learner only
     spans_machines: bool = False  # learners of several machines form one group
-    trusts_network: Callable[[Config], bool] = lambda config: False  # that group may use any network between them
+    trusts_network: Callable[[Config], bool] = lambda config: False  # the user declared that network private
     link: str = ""  # package.module:function that makes the `Link` of a run to other runs (exchange/links.py)
     address: Callable[[Config], str] = lambda config: ""  # where learners meet those of other machines, if they do
     link_settings: Callable[[str, str, int], dict[str, Any]] = lambda bind, connect, machines: {}  # for that
@@ -158,7 +158,7 @@ class ExchangeKind:
     simulation: str = ""  # package.module:class, a `SimExchange` of `coterie plan`; empty: plan leaves it out
 
     def is_alone(self, config: ResolvedConfig) -> bool:
-        """Whether a learner has no other one to exchange with, though the exchange is one between learners."""
+        """True if the exchange needs several learners and the run has one."""
         return config.learners == 1 and not self.one_learner and not self.address(config)
 
     def connect(self, setup: Setup) -> Exchange:

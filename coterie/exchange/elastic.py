@@ -30,7 +30,7 @@ from coterie.parallel.processes import location
 from coterie.types import CoterieError, first_line
 
 T = TypeVar("T")
-# Groups with a sum that was given up: to delete one takes until that one's time-out.
+# Groups with a sum that was given up: deleting one blocks until the sum's time-out.
 _given_up: list[tuple[Any, Any, Tensor]] = []
 
 
@@ -45,7 +45,7 @@ class MachineGroup:
         self.sums = 0  # that all machines took part in
         self.broken, self.alone = True, False  # alone: the run of the listening machine has ended
         self.number, self.size = 0, 1
-        self.name = f"{location()} {os.getppid()}"  # the same for a learner that is started in another's place
+        self.name = f"{location()} {os.getppid()}"  # unchanged when a learner is restarted
         self.group: Any = None
         self.client: RendezvousClient | None = None
         self.store: TCPStore | None = None
@@ -67,7 +67,7 @@ class MachineGroup:
         return not self.broken
 
     def _carry_out(self, tensor: Tensor, begin: Callable[[Tensor], Any]) -> None:
-        """Do `begin` on a copy of `tensor`, which work that was given up may still change."""
+        """Do `begin` on a copy of `tensor`: abandoned work may still write to it."""
         work, copy = None, tensor.clone()
         try:
             work = begin(copy)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coterie.config import Config, Refusal
 from coterie.exchange.base import ExchangeKind, NonFinite, OwnSteps, Setup
-from coterie.exchange.mailboxes import REMOTE, Mailboxes, Message, mailbox_arrays
+from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, Mailboxes, Message, mailbox_arrays
 from coterie.exchange.solo import Solo
 from coterie.exchange.steps import BoardSteps
 from coterie.exchange.topology import matrices
@@ -39,7 +39,7 @@ _READS = 100  # attempts, a millisecond apart, to read a message that its writer
 
 def gossip_memory(learners: int, weights: int, moments: int, linked: bool = False) -> SharedArrays:
     """A message and the counts of every learner; mailboxes, too, where the run is `linked` with others."""
-    moments, remote = max(1, moments), REMOTE if linked else 0
+    moments, remote = max(1, moments), MAX_REMOTE_LEARNERS if linked else 0
     shared = SharedArrays(
         {
             "message": ((learners, weights), "float32"),
@@ -254,8 +254,8 @@ def _check_finite(params: FlatParams) -> None:
 
 def mixing_matrices(config: Config, learners: int) -> list[Array]:
     """The matrices of this run's learners. Raises `ConfigError` where there are none."""
-    if config.gossip.bind and learners >= REMOTE:
-        raise ConfigError(f"gossip.bind: {learners} learners are too many: all runs together may have {REMOTE}")
+    if config.gossip.bind and learners >= MAX_REMOTE_LEARNERS:
+        raise ConfigError(f"gossip.bind: {learners} learners are too many: all runs may have {MAX_REMOTE_LEARNERS}")
     return matrices(config.gossip.topology, learners, config.gossip.peers)
 
 

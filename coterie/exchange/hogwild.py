@@ -1,8 +1,8 @@
 """Lock-free shared weights (A3C: Mnih et al. 2016; A3C with GAE): every worker writes whenever it has a gradient.
 
 A worker acts and computes its gradient with a snapshot of the shared weights; the update rule is then applied to the
-shared tensors themselves, from that local gradient, handed over explicitly. Two workers that write at once may undo a
-part of each other's work: that is the algorithm. The rule's statistics are also shared, or kept per worker.
+shared tensors with the local gradient. Two workers that write at once may undo a part of each other's work: that is the
+algorithm. The rule's statistics are also shared, or kept per worker.
 """
 
 from __future__ import annotations

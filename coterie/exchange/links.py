@@ -1,4 +1,4 @@
-"""How the process that supervises a run's learners sees the link of the run to other runs."""
+"""The link between runs, as the supervisor uses it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A learner writes its mailbox after every mix and reads those of the learners els
 run's connection (`remote/gossip_link.py`) carries messages between machines. A newer message overwrites an older one
 that was not read, so no learner waits for a connection. A frame holds:
 
-present  bool [REMOTE]                 the sender's learners, and at the hub those of other clients, by id
+present  bool [MAX_REMOTE_LEARNERS]    the sender's learners, and at the hub those of other clients, by id
 filled   bool [1]                      whether there is a message
 learner  int64 [1]                     its id
 weights  float32 [0, weights]          rows = filled
@@ -26,7 +26,7 @@ from coterie.types import Array
 from coterie.wire import codec
 from coterie.wire.codec import Layout, Refused
 
-REMOTE = 256  # learners of other runs at most; only the mailboxes that are used take memory
+MAX_REMOTE_LEARNERS = 256  # learners of other runs at most; only the mailboxes that are used take memory
 NAP_S = 5e-3  # between two questions for news when there was none
 _MOST = 1e15  # of a weight: its square is still a float32
 
@@ -82,7 +82,7 @@ class Mailboxes:
 def message_layout(weights: int, moments: int) -> Layout:
     return Layout(
         [
-            codec.Tensor("present", "bool", (REMOTE,)),
+            codec.Tensor("present", "bool", (MAX_REMOTE_LEARNERS,)),
             codec.Tensor("filled", "bool", (1,)),
             codec.Tensor("learner", "int64", (1,)),
             codec.Tensor("weights", "float32", (0, weights), "filled"),
@@ -105,7 +105,7 @@ class Relay:
     def send(self) -> dict[str, Array]:
         """The next frame."""
         boxes, rows = self.mailboxes, list(self.sent)
-        present = np.zeros(REMOTE, bool)
+        present = np.zeros(MAX_REMOTE_LEARNERS, bool)
         present[rows] = boxes.present[rows] == 1
         learner, weights, moments = -1, boxes.weights[:0], boxes.moments[:0]
         for row in rows:

@@ -36,7 +36,7 @@ def shared_memory_for(data: Tensor, rule: Rule, chunks: int, moments: Tensor) ->
 class CoreTurns:
     """Learners that share a core take turns, a rollout each, from the snapshot to the update.
 
-    Without it the scheduler mixes them step by step: each finds its weights gone from the cache, and its snapshot is
+    Without it the scheduler mixes them step by step: each finds its weights evicted from the cache, and its snapshot is
     as many updates old as there are learners. The watchdog over the board finds one that hangs.
     """
 

@@ -29,7 +29,7 @@ class BoardSteps:
 
 
 class Staleness:
-    """Env steps that other learners began with between a snapshot of the weights and the update made with it."""
+    """Env steps that other learners began between a snapshot of the weights and the update made with it."""
 
     def __init__(self, steps: OwnSteps | BoardSteps) -> None:
         self.steps = steps

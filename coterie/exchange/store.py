@@ -1,8 +1,8 @@
 """A central store of weights and rule state, in chunks under locks (Accelerated Methods, with Appendix B).
 
-A learner takes its gradient locally, then goes through the chunks in whatever order they are free: under a chunk's lock
-it applies the rule to the central weights and statistics, and adopts the new values. With `local_steps` n > 1 it makes
-n local Adam steps before each synchronization (multi-step asynchronous Adam). Their sum, the pending change, goes
+A learner computes its gradient locally, then goes through the chunks in whatever order they are free: under a chunk's
+lock it applies the rule to the central weights and statistics, and adopts the new values. With `local_steps` n > 1 it
+makes n local Adam steps before each synchronization (multi-step asynchronous Adam). Their sum, the pending change, goes
 to the center along with the decayed moments. With one learner this is plain Adam, for any n.
 """
 

@@ -40,7 +40,7 @@ def matrices(topology: str, n: int, peers: int = 1) -> list[Array]:
 
 
 def _circulant(n: int, distances: list[int]) -> Array:
-    """Each learner and those `distances` before it, all weighed alike."""
+    """Each learner and those `distances` before it, weighted equally."""
     matrix = np.zeros((n, n))
     for i in range(n):
         in_peers = {i, *((i - d) % n for d in distances)}

@@ -18,7 +18,7 @@ from coterie.wire.auth import read_token, server_credentials
 from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
 from coterie.wire.server import Answer, Limits, Server, Service, ServiceStream
 
-REMOTE = 1 << 20  # numbers of remote hosts, and the env ids of remote clients, start here
+FIRST_REMOTE_ID = 1 << 20  # numbers of remote hosts, and the env ids of remote clients, start here
 K = TypeVar("K")
 _REMEMBERED = 10_000  # remote clients
 ENV_SETTINGS = ("action_repeat", "max_episode_steps", "time_limit")  # that a run sets for its remote clients' envs
@@ -96,7 +96,7 @@ class ClientIds:
     """
 
     def __init__(self, config: ResolvedConfig, rank: int) -> None:
-        envs, learners, base = config.env.num_envs, config.learners, REMOTE * (rank + 1)
+        envs, learners, base = config.env.num_envs, config.learners, FIRST_REMOTE_ID * (rank + 1)
         self._numbers = OrderedDict[int, int]()  # by run_id
         self._first_envs = OrderedDict[tuple[int, int, int], int]()  # by run_id, group and envs
         self._next_number, self._next_env = 0, base + (rank * envs - base) % (envs * learners)
@@ -166,7 +166,7 @@ class EnvHostService:
         if self.local:
             first = child_env(self.config, number, self.rank)[1] + hello.group * hello.envs
         else:
-            first, number = self.ids.first_env(hello.run_id, hello.group, hello.envs), REMOTE + number
+            first, number = self.ids.first_env(hello.run_id, hello.group, hello.envs), FIRST_REMOTE_ID + number
         stream = self.central.open_stream(number, hello.group, first, hello.envs)
         stream.welcome = {**welcome, "first_env_id": first}
         return stream

@@ -13,7 +13,7 @@ from typing import Any
 
 from coterie.config import Config, ResolvedConfig
 from coterie.exchange.links import Link, Net
-from coterie.exchange.mailboxes import NAP_S, REMOTE, Mailboxes, Relay, message_layout
+from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, NAP_S, Mailboxes, Relay, message_layout
 from coterie.parallel.shm import SharedArrays
 from coterie.remote.admission import Servers, check_hello
 from coterie.types import Array, ConfigError, CoterieError
@@ -23,7 +23,7 @@ from coterie.wire.codec import Refused
 from coterie.wire.server import Answer, ServiceStream
 
 _PATIENCE_S = 600.0  # that a new run waits for the hub
-_ALONE_S = 30.0  # that a resumed run does, before it goes on alone
+_ALONE_S = 30.0  # that a resumed run waits, before it trains alone
 _WEIGHTS_S = 30.0  # that a new run waits for the weights of others
 _LEAVE_S = 2.0
 
@@ -56,7 +56,7 @@ class GossipHub:
         return False
 
     def cut(self) -> bool:
-        """It is for the clients to break their streams."""
+        """Only clients break their streams."""
         return False
 
     def admit(self, hello: Any) -> GossipStream:
@@ -74,12 +74,12 @@ class GossipHub:
         """Mailboxes in consecutive free rows, below the highest id."""
         taken = {row for client in self.clients.values() for row in client.relay.receives}
         first = self.learners
-        while first + learners <= REMOTE:
+        while first + learners <= MAX_REMOTE_LEARNERS:
             if not (busy := taken.intersection(range(first, first + learners))):
                 rows = range(first, first + learners)
-                return Relay(self.mailboxes, (row for row in range(REMOTE) if row not in rows), rows)
+                return Relay(self.mailboxes, (row for row in range(MAX_REMOTE_LEARNERS) if row not in rows), rows)
             first = max(busy) + 1
-        raise Refused(f"no room for {learners} more learners: all runs together have at most {REMOTE}")
+        raise Refused(f"no room for {learners} more learners: all runs together have at most {MAX_REMOTE_LEARNERS}")
 
     def leave(self, stream: GossipStream) -> None:
         with self._lock:
@@ -99,7 +99,7 @@ class GossipHub:
         return {"gossip/peers": len(self.mailboxes.peers()), **self.servers.traffic(env_steps, "gossip")}
 
     def close(self, over: bool) -> None:
-        """`over`: the run has ended for good, and the others need not look for it."""
+        """`over`: the run has ended for good, and the others stop looking for it."""
         self.servers.close(over)
 
 
@@ -249,7 +249,7 @@ class GossipClient:
         }
 
     def close(self, over: bool = True) -> None:
-        """Whether this run has ended for good makes no difference to the others."""
+        """`over` is ignored: the hub does not need it."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_LEAVE_S)

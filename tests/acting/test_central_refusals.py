@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from coterie.remote.admission import REMOTE
+from coterie.remote.admission import FIRST_REMOTE_ID
 from coterie.types import CoterieError
 from coterie.wire.codec import Newest, Refused, timestep_layout
 from tests.acting.central_harness import QUIET_S, UNROLL, WAIT_S, Client, still, time_step
@@ -49,9 +49,9 @@ def test_more_envs_than_max_envs_are_refused(rig):
 
 def test_remote_hosts_leave_room_for_the_runs_own(rig):
     one = rig(max_envs=6)  # 4 of them are the run's
-    remote = Client(one, REMOTE, width=2)
+    remote = Client(one, FIRST_REMOTE_ID, width=2)
     with pytest.raises(Refused, match=r"4 of them reserved"):
-        Client(one, REMOTE + 1, width=1)
+        Client(one, FIRST_REMOTE_ID + 1, width=1)
     own = Client(one, 0, width=4)
     own.leave()
     wait_until(lambda: one.central.envs == 2, what="the stream was left")

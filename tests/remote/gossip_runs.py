@@ -9,7 +9,7 @@ import numpy as np
 
 from coterie.exchange.gossip import Gossip
 from coterie.exchange.links import Net
-from coterie.exchange.mailboxes import REMOTE, message_layout
+from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, message_layout
 from coterie.remote.gossip_link import GossipClient, GossipHub
 from tests.conftest import make_config
 from tests.exchange.gossip_harness import SIZE, distance, linked, weights
@@ -82,7 +82,7 @@ def agree(*learners: Gossip) -> None:
 
 def frame(sender: int = 0, **changes: Any) -> bytes:
     good = {
-        "present": np.arange(REMOTE) == sender,
+        "present": np.arange(MAX_REMOTE_LEARNERS) == sender,
         "filled": np.array([True]),
         "learner": np.array([sender]),
         "weights": np.full((1, SIZE), 0.5, np.float32),

@@ -21,7 +21,7 @@ from coterie.parallel.board import Board
 from coterie.parallel.slots import Slots
 from coterie.parallel.stages import Stages
 from coterie.parallel.weights import Weights
-from coterie.remote.admission import REMOTE, EnvHostService
+from coterie.remote.admission import FIRST_REMOTE_ID, EnvHostService
 from coterie.remote.rollout_service import VERSION, RolloutService
 from coterie.types import AgentOutput, Array, Inputs, Spec
 from coterie.wire.codec import Layout, Newest, layout_from, timestep_layout
@@ -193,7 +193,7 @@ class RolloutServices(Services):
             sent = recorded(VECTOR, self.core, version)
             push = self.raw(channel, self.hello(run_id=99), *(self.pushed(sent, n) for n in range(2)), method=PUSH)
             first = push.next().welcome.first_env_id
-            assert first >= REMOTE
+            assert first >= FIRST_REMOTE_ID
             for n in range(2):
                 data = push.next().data
                 assert (data.number, data.version, data.tensors) == (n, version, b"")

@@ -19,7 +19,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from coterie import presets
 from coterie.build.resources import resolve_config
-from coterie.remote.admission import REMOTE, EnvHostService, SettingsRequest
+from coterie.remote.admission import FIRST_REMOTE_ID, EnvHostService, SettingsRequest
 from coterie.roles.learner_process import LearnerProcess
 from coterie.wire.auth import make_keys, read_token, server_credentials
 from coterie.wire.server import Limits, Server
@@ -98,7 +98,7 @@ def collect(learner):
     for _ in range(ROLLOUTS):
         rollout = next(source)
         assert rollout.obs.shape == (UNROLL + 1, ENVS, 4)
-        assert rollout.env_id.tolist() == list(range(REMOTE, REMOTE + ENVS))
+        assert rollout.env_id.tolist() == list(range(FIRST_REMOTE_ID, FIRST_REMOTE_ID + ENVS))
         assert (rollout.policy_version == 0).all()
         names = ("obs", "is_first", "action", "reward", "terminated", "truncated")
         parts.append({name: getattr(rollout, name).numpy().copy() for name in names})
@@ -127,7 +127,7 @@ def check_convention(rows, ended):
         for row in np.flatnonzero(done[:, column]):
             length = row + 1 - begin
             assert first[begin, column]
-            episodes.append((REMOTE + column, rows["reward"][begin : row + 1, column].sum(), length))
+            episodes.append((FIRST_REMOTE_ID + column, rows["reward"][begin : row + 1, column].sum(), length))
             begin = row + 2  # what the fake step shows
     assert sorted(ended) == sorted(episodes)
 
