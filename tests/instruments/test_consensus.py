@@ -20,7 +20,6 @@ from coterie.instruments.consensus import Consensus, Cosines, GradientSamples, c
 from coterie.instruments.norms import Norms
 from coterie.learner import Gradients
 from coterie.parallel.params import FlatParams
-from coterie.parallel.shm import fence
 from coterie.parallel.threads import Team
 from coterie.roles.learner_process import LearnerProcess
 from tests.conftest import after, make_config
@@ -81,31 +80,18 @@ def test_only_the_distance_is_reported_without_lockstep():
         assert found == {"consensus/distance": pytest.approx(distance(said))}
 
 
-def test_no_distance_is_reported_while_a_message_is_being_written():
-    sequence = matrices("ring", 2)
-    c = crowd(np.zeros((2, 4)), sequence, tau=0)
-    train(c, 2, 0)
-    with c.learners[1].lock.writing(1):
-        assert Consensus(c.shared, sequence, LOCKSTEP).read() == {}
-
-
-def test_nothing_is_reported_of_samples_that_were_overwritten_while_they_were_read(monkeypatch):
+def test_nothing_is_reported_of_samples_that_are_written_while_they_are_read(monkeypatch):
     sequence, params, shared = matrices("ring", 2), flat(4), cosine_memory(2, 16)
-    c = crowd(np.zeros((2, 4)), sequence, tau=0)
-    train(c, 2, 0)
-    a, b = (GradientSamples(params, shared, rank, every=1) for rank in (0, 1))
-    a.gradient(0, None, None), b.gradient(0, None, None)
-    x = c.learners[0]
-    for reader, overwrite in (
-        (Consensus(c.shared, sequence, LOCKSTEP), lambda: x.publish(x.params)),
-        (Cosines(shared, sequence[0]), lambda: a.gradient(1, None, None)),
+    c, samples = crowd(np.zeros((2, 4)), sequence), [GradientSamples(params, shared, i, every=1) for i in (0, 1)]
+    for x, sample in zip(c.learners, samples, strict=True):
+        sample.gradient(0, None, None)
+        assert x.publish(x.params)
+    for reader, lock in (
+        (Consensus(c.shared, sequence, LOCKSTEP), x.lock),
+        (Cosines(shared, sequence[0]), sample.lock),
     ):
-
-        def at_the_first_fence(overwrite=overwrite) -> None:  # after the look at the counts, before the copy
-            monkeypatch.setattr("coterie.parallel.shm.fence", fence)
-            overwrite()
-
-        monkeypatch.setattr("coterie.parallel.shm.fence", at_the_first_fence)
+        # At its first fence: after a look at the counts, before the copy.
+        monkeypatch.setattr("coterie.parallel.shm.fence", partial(lock.invalidate, 1))
         assert reader.read() == {}
 
 
@@ -126,10 +112,8 @@ def test_cosines_of_pairs_of_peers_and_of_others():
         {"cosine/0-1": 0, "cosine/0-2": -1, "cosine/1-2": 0, "cosine/peers": 0, "cosine/others": -0.5}
     )
     assert reader.read() == {}  # the same gradients again
-    a["writes"][:2] = [3, 4]
-    assert reader.read() == {}  # learner 0 is writing
     a["grad"][0] = [0, -1]
-    a["writes"][0] = 4
+    a["writes"][:2] = 4
     assert reader.read()["cosine/peers"] == pytest.approx(1)
     shared.close()
 

@@ -210,15 +210,6 @@ def test_moments_and_weights_of_several_runs_are_averaged_alike():
     np.testing.assert_allclose(pair.z.params.data[:4], [1, 1, 1, 0], rtol=1e-6)
 
 
-def test_a_message_that_is_being_written_is_not_sent_and_a_killed_writer_does_not_block_the_next():
-    pair = Pair()
-    step(pair.x)
-    pair.near.lock.invalidate(0)  # it was killed half-way
-    assert pair.carry() == [-1]
-    step(pair.x)
-    assert pair.carry() == [0]
-
-
 @pytest.mark.parametrize(
     ("name", "at", "value", "reason"),
     [
