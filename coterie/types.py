@@ -7,7 +7,9 @@ This file must import without torch: the env worker processes load it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -223,6 +225,14 @@ def reason_of(error: BaseException) -> str:
     return " ".join(reason.split()) or type(error).__name__
 
 
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """The JSON object that `text` holds. Raises a `ConfigError` about the field `name` if it holds none."""
+    with suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise ConfigError(f"{name}: {text!r:.60} is not a JSON object")
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, without the trace that others' libraries put behind it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -236,5 +246,5 @@ def counted(number: int, noun: str) -> str:
 
 def one_line(error: BaseException) -> str:
     """An error's message on one line, with its class unless it is one of Coterie's."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, CoterieError) else f"{type(error).__name__}: {text}"
+    text, kind = " ".join(str(error).split()), type(error).__name__
+    return text if isinstance(error, CoterieError) else f"{kind}: {text}" if text else kind

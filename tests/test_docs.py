@@ -22,7 +22,7 @@ import pytest
 import coterie
 from coterie.cli.main import main
 from coterie.cli.options import config_of, possible
-from coterie.presets.value import VALUE_PRESETS
+from coterie.presets import value as values
 from coterie.runs.metrics import read_metrics
 from tests.plugins.page import write_files
 
@@ -46,7 +46,7 @@ def shrink(command: list[str]) -> list[str]:
         command[command.index("--seeds") + 1] = "0..1" if "--jobs" in command else "0..0"
     if "train" in command and "--help" not in command:
         value = ["--q.learn-start", "400", "--q.batch-size", "8", "--steps", "600", "--replay.capacity", "20000"]
-        more = ["--learners", "2"] if command[1] == "a3c" else value * (command[1] in VALUE_PRESETS)
+        more = ["--learners", "2"] if command[1] == "a3c" else value * hasattr(values, command[1].replace("-", "_"))
         if command[1] == "seed-r2d2":
             more += ["--r2d2.length", "16", "--r2d2.burn-in", "8", "--r2d2.stride", "8"]
         small = list(SMALL)

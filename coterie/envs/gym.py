@@ -15,7 +15,7 @@ from gymnasium.wrappers import TimeLimit
 from coterie.envs.backend import Declared, StepResults
 from coterie.envs.spaces import ObsField, action_map, obs_fields
 from coterie.plugins import named
-from coterie.types import Array, ConfigError, CoterieError, Spec, from_entries
+from coterie.types import Array, ConfigError, CoterieError, Spec, from_entries, one_line
 
 LAB = "dmlab/"  # before a level of DeepMind Lab
 ALE = "ALE/"  # before a game of ale-py, which registers it
@@ -140,9 +140,3 @@ def raised(error: Exception) -> str:
     """`one_line`, and where the exception was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{one_line(error)} ({last.filename}, line {last.lineno}, in {last.name})"
-
-
-def one_line(error: BaseException) -> str:
-    """Type and message of an exception, on one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -9,8 +9,8 @@ import numpy as np
 
 from coterie import config
 from coterie.envs.backend import StepResults
-from coterie.envs.gym import Instance, describe, is_gym_id, layout, one_line, open_gym, read_batch
-from coterie.types import Array, ConfigError, CoterieError
+from coterie.envs.gym import Instance, describe, is_gym_id, layout, open_gym, read_batch
+from coterie.types import Array, ConfigError, CoterieError, one_line
 
 
 class LocalBackend:

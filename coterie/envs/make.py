@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -21,17 +20,12 @@ from coterie.envs.repeat import Repeat
 from coterie.envs.tasks import tasks
 from coterie.envs.workers import WorkerBackend, worker_declared
 from coterie.extras import install, missing
-from coterie.types import Array, ConfigError, Spec
+from coterie.types import Array, ConfigError, Spec, json_object
 
 
 def _in_pool(env: config.Env) -> bool:
     """Whether EnvPool runs this env. Raises `ConfigError` where no package has it."""
-    try:
-        kwargs = json.loads(env.kwargs)
-    except ValueError as error:
-        raise ConfigError(f"env.kwargs is not a JSON object: {error}") from error
-    if not isinstance(kwargs, dict):
-        raise ConfigError(f"env.kwargs must be a JSON object, not {env.kwargs!r}")
+    json_object("env.kwargs", env.kwargs)
     pool = has_env(env.id)
     if env.backend == "pool" and not pool:
         if not modules():
@@ -106,10 +100,6 @@ def make_envs(
     `union`: the policy has the actions of several tasks; an action that this env does not have is taken as its first.
     `training=False` switches episodic life off: an evaluated episode has all its lives.
     """
-    if env.num_envs < 1:
-        raise ConfigError(f"env.num_envs must be at least 1, not {env.num_envs}")
-    if groups not in (1, 2):
-        raise ConfigError(f"env.groups must be 1 or 2, not {groups}")
     if env.num_envs % groups:
         raise ConfigError(f"env.num_envs must be even for env.groups 2, not {env.num_envs}")
     each = max(1, -(-threads // groups))

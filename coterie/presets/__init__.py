@@ -13,34 +13,37 @@ from typing import Any
 from coterie.config import Config
 from coterie.presets.actor_critic import a2c, a3c, a3c_paper, a3c_store, appo, gala_a2c, gala_ppo, ppo, ppo_paper
 from coterie.presets.common import known_spec
-from coterie.presets.value import (
-    VALUE_PRESETS,
-    apex_dqn,
-    c51,
-    c51_2048,
-    dqn,
-    dqn_512,
-    dqn_async,
-    rainbow,
-    rainbow_512,
-    seed_r2d2,
-)
+from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_async, rainbow, rainbow_512, seed_r2d2
 from coterie.presets.vtrace import impala, impala_deep, seed_football, seed_vtrace
 from coterie.types import ConfigError, Spec
 
 __all__ = [
-    "a2c", "a3c", "a3c_paper", "a3c_store", "apex_dqn", "appo", "c51", "c51_2048", "dqn", "dqn_512", "dqn_async",
-    "gala_a2c", "gala_ppo", "impala", "impala_deep", "make", "ppo", "ppo_paper", "rainbow", "rainbow_512",
-    "seed_football", "seed_r2d2", "seed_vtrace",
+    "a2c",
+    "a3c",
+    "a3c_paper",
+    "a3c_store",
+    "apex_dqn",
+    "appo",
+    "c51",
+    "c51_2048",
+    "dqn",
+    "dqn_512",
+    "dqn_async",
+    "gala_a2c",
+    "gala_ppo",
+    "impala",
+    "impala_deep",
+    "make",
+    "ppo",
+    "ppo_paper",
+    "rainbow",
+    "rainbow_512",
+    "seed_football",
+    "seed_r2d2",
+    "seed_vtrace",
 ]  # fmt: skip
 
-PRESETS: dict[str, Callable[..., Config]] = {
-    f.__name__.replace("_", "-"): f
-    for f in (
-        a2c, ppo, ppo_paper, a3c, a3c_paper, a3c_store, impala, impala_deep, seed_vtrace, seed_football, appo,
-        gala_a2c, gala_ppo,
-    )
-} | VALUE_PRESETS  # fmt: skip
+PRESETS: dict[str, Callable[..., Config]] = {n.replace("_", "-"): globals()[n] for n in __all__ if n != "make"}
 
 
 def make(name: str, env: str | None = None, spec: Spec | None = None, **overrides: Any) -> Config:

@@ -181,9 +181,3 @@ def _range(env: str) -> tuple[float, float, float]:
     if env.startswith(("MountainCar-", "Acrobot")):
         return -10.0, 0.0, 0.1
     return -10.0, 10.0, 1.0
-
-
-VALUE_PRESETS = {
-    f.__name__.replace("_", "-"): f
-    for f in (dqn, dqn_512, dqn_async, c51, c51_2048, rainbow, rainbow_512, apex_dqn, seed_r2d2)
-}

@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie.ops.returns import turns
 from coterie.parallel.affinity import machine_memory
 from coterie.replay.priority import Picks, Priorities
-from coterie.types import Array, ConfigError, ObsSpec, Rollout, Spec, entries
+from coterie.types import Array, ConfigError, ObsSpec, Rollout, Spec, entries, reason_of
 
 _USABLE_MEMORY = 0.8  # share of the machine's memory that replay may take
 
@@ -44,7 +44,7 @@ def allocate(shape: tuple[int, ...], dtype: str, disk: str = "") -> Array:
             os.posix_fallocate(file.fileno(), 0, max(1, int(np.prod(shape)) * np.dtype(dtype).itemsize))
             return np.memmap(file, dtype, "r+", shape=shape)
     except OSError as error:
-        raise ConfigError(f"replay.disk: cannot write to {disk}: {error.strerror or error}") from None
+        raise ConfigError(f"replay.disk: cannot write to {disk}: {reason_of(error)}") from None
 
 
 class EnvRings:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 
 from coterie.config import Config, Range, Schedule
 from coterie.plugins import PARTS
-from coterie.types import ConfigError, CoterieError, reason_of
+from coterie.types import ConfigError, CoterieError, json_object, reason_of
 
 # Options of older versions: the value that a config file may still have (None: any), and what the error says of others.
 OLD: dict[str, tuple[Any, str]] = {
@@ -277,12 +277,7 @@ def validate(config: Config) -> Config:
         raise ConfigError(f"env.num_envs: {config.env.num_envs} must be even where env.groups is 2")
     for name in ("algo.entropy_schedule", "ppo.clip_schedule", "optim.schedule"):
         _check_schedule(name, get(config, name))
-    try:
-        kwargs = json.loads(config.env.kwargs)
-    except ValueError:
-        kwargs = None
-    if not isinstance(kwargs, dict):
-        raise ConfigError(f"env.kwargs: {shown(config.env.kwargs)} is not a JSON object")
+    json_object("env.kwargs", config.env.kwargs)
     return config
 
 

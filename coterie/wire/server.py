@@ -195,11 +195,6 @@ class Server:
     def is_closed(self) -> bool:
         return not self._thread.is_alive()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no stream is open or being opened."""
-        return not self._streams
-
 
 class _Connection:
     """One client's stream, from its first frame to its end."""

@@ -114,7 +114,7 @@ def test_seed_r2d2_is_the_papers_setting_for_atari():
 
 
 @pytest.mark.parametrize("env", ["Pong-v5", "CartPole-v1"])
-@pytest.mark.parametrize("name", presets.VALUE_PRESETS)
+@pytest.mark.parametrize("name", [n for n, f in presets.PRESETS.items() if "value" in f.__module__])
 def test_a_run_of_a_value_preset_copies_its_target_network(name, env):
     config = presets.make(name, env=env)
     assert config.q.learn_start + 10 * config.q.target_every < config.steps / config.learners

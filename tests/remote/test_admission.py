@@ -95,7 +95,7 @@ def test_a_host_that_reconnects_replaces_its_old_stream(tmp_path: Path):
             streams.append(services.raw(channel, hello, *services.questions(INFER, 1, MOST_ENVS), method=INFER))
         for stream in streams:
             stream.end()
-    wait_until(lambda: services.server.is_idle)
+    wait_until(lambda: not services.server._streams)
     assert services.works()
     services.close()
 
@@ -121,6 +121,6 @@ def test_remote_actors_have_room_in_a_replay_or_are_refused(tmp_path: Path):
         assert ends(2) == (StatusCode.INVALID_ARGUMENT, why)
         assert ends(1)[0] == StatusCode.OK, "a client that reconnects keeps its room"
         one.end()
-    wait_until(lambda: services.server.is_idle)
+    wait_until(lambda: not services.server._streams)
     assert ends(2)[0] == StatusCode.OK
     services.close()

@@ -166,7 +166,7 @@ def test_a_rollout_of_an_actor_that_vanishes_while_it_waits_for_a_slot_is_droppe
             raw = services.raw(channel, *frames[:2], method=PUSH)
             assert raw.next().WhichOneof("kind") == "welcome"
             raw.call.cancel()
-    wait_until(lambda: services.server.is_idle)
+    wait_until(lambda: not services.server._streams)
     assert services.learn() == 2
     assert services.works()
     assert services.learn() == 4

@@ -82,7 +82,7 @@ class Services:
             return self.raw(channel, *frames, method=method).end()
 
     def close(self) -> None:
-        wait_until(lambda: self.server.is_idle, what="all streams are closed")
+        wait_until(lambda: not self.server._streams, what="all streams are closed")
         self.server.close()
 
 

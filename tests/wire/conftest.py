@@ -40,7 +40,7 @@ def serve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Serve]:
     yield make
     for one in made:
         if not one.server.is_closed:
-            wait_until(lambda server=one.server: server.is_idle, what="streams that have ended are closed")  # type: ignore[misc]
+            wait_until(lambda server=one.server: not server._streams, what="streams that have ended are closed")  # type: ignore[misc]
         assert all(stream.left == 1 for stream in one.service.streams), "each is left once"
         one.server.close()
         assert one.server.is_closed

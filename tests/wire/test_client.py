@@ -121,7 +121,7 @@ def test_a_connection_that_nothing_comes_through_is_given_up_at_both_ends(serve:
         begin = time.monotonic()
         with pytest.raises(ConnectionLost):
             stream.receive()
-        wait_until(lambda: served.server.is_idle, 30)
+        wait_until(lambda: not served.server._streams, 30)
         assert 5 < time.monotonic() - begin < 45
 
 

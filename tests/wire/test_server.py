@@ -22,7 +22,7 @@ def raw_end(served: Served, *frames: bytes, metadata: Any = None) -> tuple[Statu
     """How a stream of these frames ends, after which the server must be as good as new."""
     with channel_to(served.address) as channel:
         end = Raw(channel, *frames, metadata=metadata).end()
-    wait_until(lambda: served.server.is_idle)
+    wait_until(lambda: not served.server._streams)
     return end
 
 
@@ -97,7 +97,7 @@ def test_too_many_streams_of_one_client_are_refused(serve: Serve):
             status, why = Raw(channel, hello_frame()).end()
             assert (status, why) == (StatusCode.RESOURCE_EXHAUSTED, "too many streams of one client")
             assert all(one.end()[0] == StatusCode.OK for one in two)
-            wait_until(lambda: served.server.is_idle)
+            wait_until(lambda: not served.server._streams)
     assert served.server.refused == {"unix": 2}
     assert works(served.address)
 

@@ -34,7 +34,7 @@ def test_a_client_that_sends_no_hello_is_refused(serve: Serve):
             next(raw.call)
         assert time.monotonic() - begin < WAIT_S / 2
         assert raw.end() == (StatusCode.INVALID_ARGUMENT, "no hello for 0.2 s")
-    wait_until(lambda: served.server.is_idle)
+    wait_until(lambda: not served.server._streams)
     assert served.server.refused == {"unix": 1}
     assert works(served.address)
 
@@ -48,7 +48,7 @@ def test_a_client_may_vanish_while_its_answer_is_pending(serve: Serve):
     wait_until(lambda: served.service.streams[0].left == 1)
     for _ in range(2):
         answer(asked, 1)  # the client is gone: no error
-    wait_until(lambda: served.server.is_idle)
+    wait_until(lambda: not served.server._streams)
     served.service.late = False
     assert works(served.address)
     assert served.service.streams[0].left == 1
@@ -155,7 +155,7 @@ def test_a_token_that_is_not_ascii_is_refused(serve: Serve, value: bytes):
     with Http2(served.address) as peer:
         peer.call(hello_frame(), more=((b"authorization", value),))
         assert peer.wait(b"not the run's token")
-    wait_until(lambda: served.server.is_idle)
+    wait_until(lambda: not served.server._streams)
     assert not served.service.streams
     assert served.server.refused == {"unix": 1}
     assert works(served.address, token=TOKEN)

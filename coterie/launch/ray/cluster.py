@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -16,7 +15,7 @@ from coterie.config import Config, Ray
 from coterie.extras import needs
 from coterie.launch.ray.allocation import Allocation, Machine, Part, Site, Worker
 from coterie.launch.supervisor import RestartBudget
-from coterie.types import ConfigError, CoterieError, first_line, reason_of
+from coterie.types import CoterieError, first_line, json_object, reason_of
 from coterie.wire.auth import make_keys, split
 
 _CONNECT_S = 10.0
@@ -32,10 +31,7 @@ class Cluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         with needs("launch: ray", "ray"):
             import ray
-        try:
-            code = dict(json.loads(options.runtime_env))
-        except (ValueError, TypeError):
-            raise ConfigError(f"ray.runtime_env: {options.runtime_env!r} is not a JSON object") from None
+        code = json_object("ray.runtime_env", options.runtime_env)
         where: dict[str, Any] = {"address": options.address or "local"}  # by default Ray joins any cluster it finds
         if not options.address:
             where["include_dashboard"] = False

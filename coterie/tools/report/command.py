@@ -9,7 +9,7 @@ from coterie.runs.metrics import write_whole
 from coterie.tools.report.dashboard import serve
 from coterie.tools.report.page import Page, of_runs
 from coterie.tools.report.runs import find_runs
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError, reason_of
 
 
 def report(options: Namespace) -> int:
@@ -54,5 +54,5 @@ def save(path: Path, data: str | bytes) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data, durable=False)
     except OSError as error:
-        raise CoterieError(f"--out: cannot write {path}: {error.strerror or error}") from None
+        raise CoterieError(f"--out: cannot write {path}: {reason_of(error)}") from None
     return path

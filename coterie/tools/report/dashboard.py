@@ -21,7 +21,7 @@ from coterie.parallel.processes import location, on_signals
 from coterie.tools.report.page import Page, Section, of_runs
 from coterie.tools.report.runs import read_json, read_run
 from coterie.tools.report.sections import Table
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError, reason_of
 
 REFRESH_S = 10
 _LOG_LINES = 15
@@ -117,7 +117,7 @@ def make_server(folder: str, port: int) -> ThreadingHTTPServer:
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except OSError as error:
-        raise ConfigError(f"--port: cannot listen on 127.0.0.1:{port}: {error.strerror or error}") from None
+        raise ConfigError(f"--port: cannot listen on 127.0.0.1:{port}: {reason_of(error)}") from None
 
 
 def serve(folder: str, port: int) -> None:
