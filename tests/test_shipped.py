@@ -18,13 +18,14 @@ from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.cli.options import config_of
 from coterie.config import Config
+from coterie.runs.metrics import read_metrics
 from coterie.types import ActionSpec, ObsSpec, Spec
 from tests.support.meddler import PATIENCE
 from tests.support.net import free_port
 from tests.support.options import parse_cli
 from tests.support.process_table import tagged
 from tests.support.waiting import wait_until
-from tests.test_docs import commands, shrink
+from tests.test_docs import commands, run, shrink
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "examples" / name for name in ("kubernetes.yaml", "cloud.yaml")]
@@ -113,6 +114,19 @@ def test_the_notebook_runs_from_top_to_bottom_and_learns_cartpole(tmp_path):
     assert trained > 150
     assert scored > 300
     assert steps > 200
+
+
+@pytest.mark.parametrize("preset", ["ppo", "gala-a2c", "rainbow", "seed-r2d2"])
+def test_the_metrics_that_a_run_writes_are_on_their_page(preset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = ["--learners", "2"] if preset == "gala-a2c" else []
+    train = ["coterie", "train", preset, "--env", "CartPole-v1", *more, "--log.every", "0.2", "--out", "run"]
+    assert run([*shrink(train), "--eval.every", "300", "--eval.episodes", "2"]) == 0
+    names = re.findall(r"`([\w/.-]+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text())
+    pattern = "|".join(re.escape(name).replace(r"\.\.\.", ".+").replace("TASK", ".+") for name in names)
+    written = {name for line in read_metrics(tmp_path / "run") for name in line}
+    assert len(written) > 20
+    assert sorted(name for name in written if not re.fullmatch(pattern, name)) == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="needs mkdocs-material: the extra `docs`")
