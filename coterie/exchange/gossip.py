@@ -29,7 +29,8 @@ from coterie.exchange.solo import Solo
 from coterie.exchange.steps import BoardSteps
 from coterie.exchange.topology import matrices
 from coterie.parallel.params import FlatParams
-from coterie.parallel.shm import Seqlock, SharedArrays, fence
+from coterie.parallel.seqlock import Seqlock
+from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array, ConfigError, CoterieError
 
 RECENT = 4096  # mixes for which the lengths of the updates before them are kept, for the bound of Proposition 1

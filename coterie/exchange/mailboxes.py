@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import Layout as MemoryLayout
-from coterie.parallel.shm import Seqlock, SharedArrays
+from coterie.parallel.shm import SharedArrays
 from coterie.types import Array
 from coterie.wire import codec
 from coterie.wire.codec import Layout, Refused

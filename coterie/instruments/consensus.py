@@ -20,7 +20,8 @@ from coterie.exchange.mailboxes import Mailboxes
 from coterie.exchange.topology import contraction
 from coterie.learner import Observer
 from coterie.parallel.params import FlatParams
-from coterie.parallel.shm import Seqlock, SharedArrays
+from coterie.parallel.seqlock import Seqlock
+from coterie.parallel.shm import SharedArrays
 from coterie.types import Array
 
 

@@ -51,7 +51,6 @@ class Board(InSharedMemory):
         self.heartbeat(row)
 
     def heartbeat(self, row: int) -> None:
-        """Record a heartbeat."""
         self.heartbeats[row] = time.monotonic()
 
     def read(self, row: int) -> dict[str, int]:

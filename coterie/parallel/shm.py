@@ -11,17 +11,16 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing import reduction
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from coterie.types import Array
 
-T = TypeVar("T")
 Layout = Mapping[str, tuple[tuple[int, ...], DTypeLike]]  # name -> (shape, dtype)
 _ALIGN = 64  # a cache line: no two arrays share one
 LOCKS = (threading.Lock(), threading.Lock())
@@ -36,45 +35,6 @@ def fence(locks: Sequence[AbstractContextManager[object]] = LOCKS) -> None:
     for lock in locks:
         with lock:
             pass
-
-
-class Seqlock:
-    """Lets readers copy what a writer may overwrite meanwhile. Nobody waits, and a torn copy is never returned.
-
-    `writes`: for each part, which has one writer, a count in shared memory: odd while the part is being written, 0
-    before the first time.
-    """
-
-    def __init__(self, writes: Array) -> None:
-        self.writes = writes
-
-    @contextmanager
-    def writing(self, part: int) -> Iterator[None]:
-        """The context in which `part` is written."""
-        self.invalidate(part)
-        fence()
-        yield
-        fence()
-        self.writes[part] += 1
-
-    def invalidate(self, part: int) -> None:
-        """Make `part` unreadable until it is written."""
-        self.writes[part] += 1 + self.writes[part] % 2  # odd, also where an earlier writer was killed half-way
-
-    def is_whole(self, parts: int | slice) -> bool:
-        """Whether these parts have been written, and none is being written."""
-        writes = self.writes[parts]
-        return bool(((writes > 0) & (writes % 2 == 0)).all())
-
-    def read(self, parts: int | slice, copy: Callable[[], T]) -> T | None:
-        """What `copy` returns; None where one of these parts is not whole, or was written meanwhile."""
-        before = self.writes[parts].copy()
-        if not self.is_whole(parts):
-            return None
-        fence()
-        copied = copy()
-        fence()
-        return copied if (self.writes[parts] == before).all() else None
 
 
 def _place(layout: Layout) -> tuple[dict[str, int], int]:
@@ -136,9 +96,7 @@ class InSharedMemory:
         self._shared = SharedArrays(layout, name=name)
         self._bind(self._shared.arrays)
 
-    def _bind(self, arrays: Mapping[str, Array]) -> None:
-        """Set the attributes that are views of the memory."""
-        raise NotImplementedError
+    def _bind(self, arrays: Mapping[str, Array]) -> None: ...  # set the attributes that are views of these
 
     def __getstate__(self) -> dict[str, object]:
         return {"_shared": self._shared}

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from coterie.parallel.shm import InSharedMemory, Seqlock
+from coterie.parallel.seqlock import Seqlock
+from coterie.parallel.shm import InSharedMemory
 from coterie.types import Array, CoterieError
 
 

@@ -107,7 +107,7 @@ def test_a_message_is_written_and_read_between_fences(monkeypatch):
         seen.append((*(int(arrays[name][0]) for name in ("writes", "published")), float(arrays["message"][0, 0])))
         seen.append((int(arrays["mixed"][1]), float(y.params.data[0])))
 
-    for module in ("exchange.gossip", "parallel.shm"):
+    for module in ("exchange.gossip", "parallel.seqlock"):
         monkeypatch.setattr(f"coterie.{module}.fence", fence)
     assert x.publish(x.params)
     assert seen[::2] == [(1, 0, 0.0), (1, 0, 1.0), (1, 1, 1.0)]  # before the message, before and after `published`

@@ -91,7 +91,7 @@ def test_nothing_is_reported_of_samples_that_are_written_while_they_are_read(mon
         (Cosines(shared, sequence[0]), sample.lock),
     ):
         # At its first fence: after a look at the counts, before the copy.
-        monkeypatch.setattr("coterie.parallel.shm.fence", partial(lock.invalidate, 1))
+        monkeypatch.setattr("coterie.parallel.seqlock.fence", partial(lock.invalidate, 1))
         assert reader.read() == {}
 
 
