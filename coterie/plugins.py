@@ -2,16 +2,14 @@
 
 `package.module:callable` names an env, a torso, an algorithm, an acting or an exchange. The last three are substitutes
 for the part that the run would have otherwise: they are made with the same arguments, and the same is refused of them.
-A new acting or exchange is registered under a name of its own by a module in `plugins.modules`.
+A new acting or exchange has a name of its own (choices.py).
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from coterie.config import Config
@@ -20,8 +18,6 @@ from coterie.types import ConfigError, reason_of
 PARTS = ("algorithm", "acting", "exchange")
 P = ParamSpec("P")
 T = TypeVar("T")
-C = TypeVar("C", bound=Config)
-_MODULES: dict[str, str] = {}  # by the name that a part was registered under: the module that registered it
 
 
 def named(field: str, path: str) -> Any:
@@ -39,33 +35,6 @@ def named(field: str, path: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")
     return found
-
-
-def register(table: dict[str, T], name: str, kind: T) -> None:
-    """Add a choice to a table, for `register_acting` and `register_exchange`."""
-    module = sys._getframe(2).f_globals["__name__"]
-    if _MODULES.setdefault(name, module) != module or (name in table and name not in _MODULES):
-        raise ConfigError(f"{name!r} is registered already")
-    table[name] = kind
-
-
-def choose(table: dict[str, T], part: str, name: str, config: Config) -> T:
-    """The choice that a config names, after the modules were imported that may have registered it."""
-    for module in config.plugins.modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"plugins.modules: cannot import {module!r}: {reason_of(error)}") from error
-    if name not in table:
-        raise ConfigError(f"{part}: {name!r} is not one of {', '.join(table)}")
-    return table[name]
-
-
-def with_modules(config: C) -> C:
-    """The config with the modules that registered the acting and the exchange, for other processes to import."""
-    found = [_MODULES[name] for name in (config.acting, config.exchange) if name in _MODULES]
-    modules = dict.fromkeys([*config.plugins.modules, *(m for m in found if m != "__main__")])
-    return replace(config, plugins=replace(config.plugins, modules=tuple(modules)))
 
 
 def check_own(config: Config) -> None:

@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[1] / "coterie"
 # From the bottom up: a room imports from the rooms before it.
 ROOMS = [
-    "types", "config", "extras", "wire", "parallel", "ops", "plugins", "envs", "models", "replay", "runs", "exchange",
-    "presets", "remote", "acting", "algorithms", "learner", "build", "instruments", "roles", "launch", "tools", "cli",
-    "__main__",
+    "types", "config", "extras", "wire", "parallel", "ops", "plugins", "choices", "envs", "models", "replay", "runs",
+    "exchange", "presets", "remote", "acting", "algorithms", "learner", "build", "instruments", "roles", "launch",
+    "tools", "cli", "__main__",
 ]  # fmt: skip
 UPWARDS: set[tuple[str, str]] = set()
 
@@ -93,6 +93,22 @@ def test_no_import_cycle_inside_a_room() -> None:
 def test_env_workers_load_without_torch() -> None:
     code = "import coterie, coterie.envs.worker_main, coterie.envs.make, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+CELL = """
+import sys
+from coterie import presets
+from coterie.build import evaluate, resources, validity
+config = resources.resolve_config(presets.ppo(env="CartPole-v1", learners=1))
+validity.check(config, resources.make_spec(config.env, config.atari))
+print(*(name for name in sys.modules if name.startswith(("coterie.acting.", "coterie.exchange.", "grpc"))))
+"""
+
+
+def test_a_cell_loads_no_other_acting_or_exchange() -> None:
+    found = subprocess.run([sys.executable, "-c", CELL], check=True, capture_output=True, text=True).stdout.split()
+    acting = {f"coterie.acting.{name}" for name in ("base", "inline", "recorder", "table")}
+    assert set(found) == acting | {f"coterie.exchange.{name}" for name in ("base", "solo", "table")}
 
 
 ODD = re.compile(

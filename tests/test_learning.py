@@ -16,8 +16,8 @@ import pytest
 
 import coterie
 from coterie import presets
-from coterie.acting.table import ACTING, batch_size
-from coterie.algorithms.table import ALGORITHMS, is_value_based
+from coterie.acting.table import ACTING, acting_kind
+from coterie.algorithms.table import ALGORITHMS, algorithm_class
 from coterie.build import validity
 from coterie.build.evaluate import evaluate_run
 from coterie.build.resources import resolve_config
@@ -128,7 +128,7 @@ def train(config: Config, out: Path) -> dict[str, Any]:
     if config.exchange == "allreduce":
         assert len(summary["digests"]) == 2
         assert len(set(summary["digests"])) == 1
-    if is_value_based(config):
+    if algorithm_class(config).value_based:
         check_intensity(config, out, summary)
     return summary
 
@@ -137,7 +137,7 @@ def check_intensity(config: Config, out: Path, summary: dict[str, Any]) -> None:
     """Each learner trains `q.intensity` times for each row that it is given, a reset's among them: from the first
     rollout after `q.learn_start` on, in whole batches.
     """
-    rollout = batch_size(config) * config.algo.unroll_length
+    rollout = acting_kind(config).batch_size(config) * config.algo.unroll_length
     batch = config.q.batch_size * (config.r2d2.length if config.algorithm == "r2d2" else 1)
     before = math.ceil(config.q.learn_start / rollout) * rollout
     learners = last_checkpoint(out)[1]["learners"]

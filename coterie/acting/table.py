@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from coterie.acting import central, decoupled, inline
 from coterie.acting.base import ActingKind
+from coterie.choices import Choices, choose, register
 from coterie.config import Config
-from coterie.plugins import choose, register
 
-ACTING: dict[str, ActingKind[Any]] = {"inline": inline.KIND, "decoupled": decoupled.KIND, "central": central.KIND}
+ACTING: Choices[ActingKind[Any]] = Choices(
+    inline="coterie.acting.inline:KIND",
+    decoupled="coterie.acting.decoupled:KIND",
+    central="coterie.acting.central:KIND",
+)
 
 
 def register_acting(name: str, kind: ActingKind[Any]) -> None:
@@ -19,8 +22,3 @@ def register_acting(name: str, kind: ActingKind[Any]) -> None:
 
 def acting_kind(config: Config) -> ActingKind[Any]:
     return choose(ACTING, "acting", config.acting, config)
-
-
-def batch_size(config: Config) -> int:
-    """Rollouts of one env each in a learner's batch."""
-    return acting_kind(config).batch_size(config)

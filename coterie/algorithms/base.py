@@ -96,9 +96,7 @@ AnyBatch = Batch[Any]
 
 
 class AlgorithmBase:
-    """What the program asks of an algorithm's class, and the state and methods that all built-in ones share. They add
-    `act`, `batches` and `loss`.
-    """
+    """Class-level facts the program reads, and defaults for all algorithms. They add `act`, `batches` and `loss`."""
 
     on_policy: ClassVar[bool] = False
     value_based: ClassVar[bool] = False  # the network outputs action values, and the learner has a replay

@@ -12,6 +12,7 @@ from torch import Tensor
 from coterie.algorithms.base import Loss, combine
 from coterie.algorithms.q_base import QLearning, ReplayBatch
 from coterie.algorithms.q_room import replay_capacity, replay_size, value_refusals
+from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
 from coterie.ops.q import cross_entropy, divergence, huber, project
@@ -27,8 +28,7 @@ class DQN(QLearning[Transitions]):
     refusals = (
         *value_refusals(
             lambda c: replay_size(c)[1] // replay_size(c)[0],
-            lambda c: c.algo.unroll_length + c.q.n_step + c.atari.stack,
-            QLearning.first_rows,
+            lambda c: algorithm_class(c).unroll_length(c) + c.q.n_step + c.atari.stack,
         ),
         Refusal(
             lambda c, s: c.model.core != "none",

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from coterie.acting.table import batch_size
+from coterie.acting.table import acting_kind
 from coterie.algorithms.a2c import A2C, RolloutBatch
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
+from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal
 from coterie.exchange.table import exchange_kind
 from coterie.models.base import Model
@@ -32,7 +33,9 @@ class PPO(A2C):
             "must be 0 with exchange allreduce: it stops learners after different numbers of steps",
         ),
         Refusal(
-            lambda c, s: c.model.core == "none" and c.ppo.minibatch_size > PPO.unroll_length(c) * c.env.num_envs,
+            lambda c, s: (
+                c.model.core == "none" and c.ppo.minibatch_size > algorithm_class(c).unroll_length(c) * c.env.num_envs
+            ),
             "ppo.minibatch_size",
             "must not exceed the samples of a rollout (algo.unroll_length x env.num_envs, or ppo.batch_size)",
         ),
@@ -52,7 +55,7 @@ class PPO(A2C):
 
     @staticmethod
     def steps_kind(config: Config) -> tuple[object, ...]:
-        return (config.ppo, config.env.num_envs, batch_size(config))
+        return (config.ppo, config.env.num_envs, acting_kind(config).batch_size(config))
 
     @staticmethod
     def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:

@@ -131,9 +131,9 @@ class QLearning(AlgorithmBase, ABC, Generic[R]):
         """Env steps that one sample of the replay trains on."""
         return 1
 
-    @staticmethod
-    def first_rows(config: Config) -> int:
-        return 2 * config.env.num_envs * (config.algo.unroll_length + config.q.n_step)
+    @classmethod
+    def first_rows(cls, config: Config) -> int:
+        return 2 * config.env.num_envs * (cls.unroll_length(config) + config.q.n_step)
 
     @abstractmethod
     def make_replay(self, rollout: Rollout) -> Replay[R]:

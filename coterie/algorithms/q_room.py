@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.pool import is_atari
 from coterie.exchange.table import exchange_kind
@@ -26,12 +27,8 @@ def replay_capacity(config: ResolvedConfig, spec: Spec) -> Capacity:
     return Capacity(spec, *replay_size(config), stacked_frames(config), config.replay.disk)
 
 
-def value_refusals(
-    rows: Callable[[ResolvedConfig], int], needed: Callable[[Config], int], first_rows: Callable[[Config], int]
-) -> tuple[Refusal, ...]:
-    """Refusals of all value methods. `rows`: rows that the replay stores per env, which must be more than `needed`.
-    `first_rows`: env steps after which the replay can be sampled.
-    """
+def value_refusals(rows: Callable[[ResolvedConfig], int], needed: Callable[[Config], int]) -> tuple[Refusal, ...]:
+    """Refusals of all value methods. `rows`: rows that the replay stores per env, which must be more than `needed`."""
     return (
         Refusal(
             lambda c, s: s.action.kind != "categorical",
@@ -44,7 +41,7 @@ def value_refusals(
             "must be False with dqn and r2d2, whose replay stores old rewards; use reward.clip or reward.scale",
         ),
         Refusal(
-            lambda c, s: c.q.learn_start < first_rows(c),
+            lambda c, s: c.q.learn_start < algorithm_class(c).first_rows(c),
             "q.learn_start",
             "must be at least 2 x env.num_envs x (algo.unroll_length + q.n_step), for r2d2 env.num_envs x "
             "(r2d2.burn_in + length + stride + algo.unroll_length): before that the replay cannot be sampled",

@@ -13,6 +13,7 @@ from torch import Tensor
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
 from coterie.algorithms.q_base import QLearning, ReplayBatch
 from coterie.algorithms.q_room import replay_capacity, replay_size, value_refusals
+from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
@@ -20,27 +21,26 @@ from coterie.replay.sequences import Blocks, SequenceReplay, Sequences
 from coterie.types import Inputs, Rollout, Spec
 
 
+def _unroll(config: Config) -> int:
+    return algorithm_class(config).unroll_length(config)
+
+
 def _whole_rollouts(name: str) -> Refusal:
     return Refusal(
-        lambda c, s: getattr(c.r2d2, name) % c.algo.unroll_length != 0,
+        lambda c, s: getattr(c.r2d2, name) % _unroll(c) != 0,
         f"r2d2.{name}",
         "must be a multiple of algo.unroll_length: recurrent states are stored once per rollout",
     )
 
 
-def _first_rows(config: Config) -> int:
-    r2d2 = config.r2d2
-    return config.env.num_envs * (r2d2.length + r2d2.burn_in + r2d2.stride + config.algo.unroll_length)
-
-
 def _whole_rows(config: ResolvedConfig) -> int:
     """Rows that the replay stores of each env: whole rollouts."""
-    envs, capacity = replay_size(config)
-    return capacity // envs // config.algo.unroll_length * config.algo.unroll_length
+    (envs, capacity), unroll = replay_size(config), _unroll(config)
+    return capacity // envs // unroll * unroll
 
 
 def _blocks(config: Config) -> Blocks:
-    r2d2, unroll = config.r2d2, config.algo.unroll_length
+    r2d2, unroll = config.r2d2, _unroll(config)
     return Blocks(unroll, (r2d2.burn_in + r2d2.length) // unroll, r2d2.stride // unroll, (2, config.model.core_size))
 
 
@@ -49,7 +49,7 @@ class R2D2(QLearning[Sequences]):
 
     batch_axis = 1
     refusals = (
-        *value_refusals(_whole_rows, lambda c: c.r2d2.burn_in + c.r2d2.length, _first_rows),
+        *value_refusals(_whole_rows, lambda c: c.r2d2.burn_in + c.r2d2.length),
         Refusal(
             lambda c, s: c.model.core == "none",
             "model.core",
@@ -67,9 +67,10 @@ class R2D2(QLearning[Sequences]):
     def rows_per_sample(config: Config) -> int:
         return config.r2d2.length
 
-    @staticmethod
-    def first_rows(config: Config) -> int:
-        return _first_rows(config)
+    @classmethod
+    def first_rows(cls, config: Config) -> int:
+        r2d2 = config.r2d2
+        return config.env.num_envs * (r2d2.length + r2d2.burn_in + r2d2.stride + cls.unroll_length(config))
 
     def make_replay(self, rollout: Rollout) -> SequenceReplay:
         replay, room = self.config.replay, replay_capacity(self.config, self.spec)

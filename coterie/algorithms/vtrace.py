@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coterie.acting.table import batch_size
+from coterie.acting.table import acting_kind
 from coterie.algorithms.a2c import A2C
 from coterie.algorithms.base import ON_CPU, Batch, Compute, Loss, combine, slices
 from coterie.config import Config, Refusal
@@ -80,7 +80,7 @@ class VTrace(A2C):
     running_advantage = True
     refusals = (
         Refusal(
-            lambda c, s: 0 < c.vtrace.replay_capacity < max(batch_size(c), _shares(c, batch_size(c))[1]),
+            lambda c, s: 0 < c.vtrace.replay_capacity < max(_rollouts(c), _shares(c, _rollouts(c))[1]),
             "vtrace.replay_capacity",
             "must hold the new and the replayed rollouts of a batch; set it higher, or to 0",
         ),
@@ -90,7 +90,7 @@ class VTrace(A2C):
             "must be at least 0 and below 1",
         ),
         Refusal(
-            lambda c, s: batch_size(c) % max(1, _shares(c, batch_size(c))[0]) != 0,
+            lambda c, s: _rollouts(c) % max(1, _shares(c, _rollouts(c))[0]) != 0,
             "vtrace.minibatch",
             "must divide, less its replayed share, the rollouts of a batch (env.num_envs, or the acting's batch_size)",
         ),
@@ -109,7 +109,7 @@ class VTrace(A2C):
 
     @staticmethod
     def steps_kind(config: Config) -> tuple[object, ...]:
-        return (config.vtrace, batch_size(config) if config.vtrace.minibatch or config.vtrace.replay_capacity else 0)
+        return (config.vtrace, _rollouts(config) if config.vtrace.minibatch or config.vtrace.replay_capacity else 0)
 
     @staticmethod
     def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
@@ -198,6 +198,10 @@ class VTrace(A2C):
             self.spread = float(state["spread"])
         if self.replay is not None and "replay_rng" in state:
             self.replay.rng.set_state(state["replay_rng"])
+
+
+def _rollouts(config: Config) -> int:
+    return acting_kind(config).batch_size(config)
 
 
 def _shares(config: Config, width: int) -> tuple[int, int]:

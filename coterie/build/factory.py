@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.acting.base import Agent, EnvShare, MemorySetup, Policy, WorkerSetup, core_shape
 from coterie.algorithms.base import ON_CPU, AnyAlgorithm, Compute
-from coterie.algorithms.table import ALGORITHMS, algorithm_class, is_value_based, unroll_length
+from coterie.algorithms.table import ALGORITHMS, algorithm_class
 from coterie.build.resources import Resources, resolve_resources
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.group import Envs
@@ -43,7 +43,7 @@ ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
 
 def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> AnyAlgorithm:
     """The run's algorithm, or the user's in its place."""
-    make: Callable[..., AnyAlgorithm] = ALGORITHMS[config.algorithm]
+    make = cast(Callable[..., AnyAlgorithm], ALGORITHMS[config.algorithm])  # each class has the whole protocol
     return substitute(config, "algorithm", make)(config, spec, compute, seed_for(config.seed, BATCH_SEED, rank))
 
 
@@ -99,13 +99,13 @@ def make_model(config: Config, spec: Spec) -> Network:
     """The network with the run's initial weights: the same for every learner."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(config.seed))
-        return Network(spec, config.model, config.q if is_value_based(config) else None)
+        return Network(spec, config.model, config.q if algorithm_class(config).value_based else None)
 
 
 def memory_setup(config: ResolvedConfig, spec: Spec, model: Network, params: FlatParams) -> MemorySetup:
     """The sizes of what a learner shares with its child processes."""
-    moments = normalizers(config, model).size
-    return MemorySetup(config, spec, unroll_length(config), core_shape(model), len(params.data), moments)
+    unroll, moments = algorithm_class(config).unroll_length(config), normalizers(config, model).size
+    return MemorySetup(config, spec, unroll, core_shape(model), len(params.data), moments)
 
 
 @dataclass(frozen=True)

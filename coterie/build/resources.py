@@ -9,14 +9,14 @@ import torch
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import Compute
-from coterie.algorithms.table import algorithm_class, first_rows
+from coterie.algorithms.table import algorithm_class
+from coterie.choices import with_modules
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.pool import has_env
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import exchange_kind, resolve_exchange
 from coterie.parallel.affinity import available_cores, bf16_is_fast
-from coterie.plugins import with_modules
 from coterie.types import ConfigError, Spec
 
 # For each core where env.num_envs is auto.
@@ -139,7 +139,7 @@ def simulators(config: Config, learners: int, cores: int = 0) -> int:
     if batch and kind.lockstep(config):
         return batch
     most = kind.max_envs(config)
-    if rows := first_rows(one):
+    if rows := algorithm_class(one).first_rows(one):
         most = min(most, int(config.q.learn_start // rows))
     step = 2 if config.env.groups == 2 else 1
     if config.actors != "auto":

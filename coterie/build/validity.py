@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.q_room import replay_size
-from coterie.algorithms.table import ALGORITHMS, algorithm_class, is_value_based
+from coterie.algorithms.table import ALGORITHMS, algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
@@ -38,7 +38,7 @@ def _not_the_choice(field: str) -> Refusal:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        lambda c, s: c.q.secondary_batch > 0 and (not is_value_based(c) or not exchange_kind(c).one_learner),
+        lambda c, s: c.q.secondary_batch > 0 and not (algorithm_class(c).value_based and exchange_kind(c).one_learner),
         "q.secondary_batch",
         "needs one learner with a replay: dqn or r2d2 with exchange solo",
     ),
@@ -109,7 +109,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 def room_of(config: ResolvedConfig) -> int:
     """Most envs that a learner can learn from. In value learning each has its own ring in the replay."""
-    return replay_size(config)[0] if is_value_based(config) else sys.maxsize
+    return replay_size(config)[0] if algorithm_class(config).value_based else sys.maxsize
 
 
 def check(config: ResolvedConfig, spec: Spec) -> None:

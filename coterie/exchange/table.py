@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from coterie.choices import Choices, choose, register
 from coterie.config import Config
-from coterie.exchange import allreduce, gossip, hogwild, solo, store
 from coterie.exchange.base import ExchangeKind
-from coterie.plugins import choose, register
 
-EXCHANGES: dict[str, ExchangeKind] = {
-    "solo": solo.KIND,
-    "allreduce": allreduce.KIND,
-    "hogwild": hogwild.KIND,
-    "store": store.KIND,
-    "gossip": gossip.KIND,
-}
+EXCHANGES: Choices[ExchangeKind] = Choices(
+    solo="coterie.exchange.solo:KIND",
+    allreduce="coterie.exchange.allreduce:KIND",
+    hogwild="coterie.exchange.hogwild:KIND",
+    store="coterie.exchange.store:KIND",
+    gossip="coterie.exchange.gossip:KIND",
+)
 
 
 def resolve_exchange(config: Config) -> str:
     """The exchange's name; `auto` is solo for a learner without others, and allreduce for several."""
     if config.exchange != "auto":
         return config.exchange
-    return "solo" if config.learners == 1 and not EXCHANGES["allreduce"].address(config) else "allreduce"
+    alone = config.learners == 1 and not (config.allreduce.bind or config.allreduce.connect)
+    return "solo" if alone else "allreduce"
 
 
 def register_exchange(name: str, kind: ExchangeKind) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.acting.table import acting_kind
-from coterie.algorithms.table import replay_bytes
+from coterie.algorithms.table import algorithm_class
 from coterie.build.evaluate import check_spec, open_run
 from coterie.build.factory import ProcessContext, make_model, net_of, normalizers
 from coterie.build.resources import resolve_config, resolve_resources
@@ -114,7 +114,7 @@ def _go(asked: Config, folder: Path, resumed: bool, quiet: bool, starting: Start
     spec = make_spec(config.env, config.atari)
     check(config, spec)
     resolve_resources(config, spec)
-    if need := replay_bytes(config, spec):
+    if need := algorithm_class(config).replay_bytes(config, spec) * config.learners:
         require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
     board = Board(config.learners)  # for start-up only: child processes get another one
     board.release()

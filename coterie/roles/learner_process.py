@@ -16,7 +16,7 @@ from coterie.acting.base import Acting, LearnerSetup
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import autocast
 from coterie.algorithms.q_base import QLearning
-from coterie.algorithms.table import is_value_based, replay_bytes, unroll_length
+from coterie.algorithms.table import algorithm_class
 from coterie.build.factory import (
     ProcessContext,
     agent_of,
@@ -78,7 +78,7 @@ class LearnerProcess:
         share = env_share(config, config, self.spec, resources, incarnation, context.rank * config.env.num_envs)
         setup = LearnerSetup(
             config=config,
-            unroll_length=unroll_length(config),
+            unroll_length=algorithm_class(config).unroll_length(config),
             max_envs=room_of(config),
             agent=agent_of(self.algorithm, self.model, self.params, moments),
             actor=self.actor,
@@ -105,7 +105,7 @@ class LearnerProcess:
             self.observers.append(GradientSamples(self.params, context.gradients, context.rank, config.log.cosines))
         if config.log.norms:
             policy = replace(config, algo=replace(config.algo, value_coef=0.0))
-            twin = None if is_value_based(config) else make_algorithm(policy, self.spec, resources.compute)
+            twin = None if algorithm_class(config).value_based else make_algorithm(policy, self.spec, resources.compute)
             self.observers.append(Norms(self.gradients, config.log.norms, twin))
         self.secondary: Secondary | None = None
         if config.q.secondary_batch:
@@ -135,7 +135,7 @@ class LearnerProcess:
         resources, count, config = self.resources, sum(p.numel() for p in self.model.parameters()), self.config
         kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[resources.dtype]
         acting = acting_kind(config).describe(config, resources.groups, resources.env_threads)
-        if need := replay_bytes(config, self.spec):
+        if need := algorithm_class(config).replay_bytes(config, self.spec) * config.learners:
             where = " on disk" if config.replay.disk else ""
             acting += f", replay of {config.replay.capacity:,} env steps in {need / 2**30:.2f} GiB{where}"
         threads = counted(resources.torch_threads, "training thread")

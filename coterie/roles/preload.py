@@ -1,4 +1,4 @@
-"""What the server that child processes are forked from loads first: torch and this package.
+"""What the server that child processes are forked from loads first: torch and this package, with all its choices.
 
 A signal to the whole process group (a terminal, `timeout`, a batch system) is for the parent of the run to handle. The
 server must outlive it, because it reports how its children end.
@@ -10,8 +10,11 @@ import signal
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it prints traces of handled errors, such as a lost machine
 
 import coterie.roles.learner_process
+from coterie.acting.table import ACTING
+from coterie.algorithms.table import ALGORITHMS
+from coterie.exchange.table import EXCHANGES
 
-assert coterie.roles.learner_process
+LOADED = [coterie.roles.learner_process, *ALGORITHMS.values(), *ACTING.values(), *EXCHANGES.values()]
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # blocked while the server was started

@@ -18,7 +18,7 @@ import torch
 from coterie.acting.apart import envs_per_child
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import autocast
-from coterie.algorithms.table import first_rows, is_value_based
+from coterie.algorithms.table import algorithm_class
 from coterie.build.factory import ProcessContext, policy_of
 from coterie.build.resources import resolve_config
 from coterie.build.validity import check
@@ -94,8 +94,8 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
     learners are measured at once, each on its own cores, in common turns; rates are sums over them.
     """
     config = resolve_config(asked)
-    if is_value_based(config):
-        config = replace(config, q=replace(config.q, learn_start=first_rows(config)))  # train at once
+    if (kind := algorithm_class(config)).value_based:
+        config = replace(config, q=replace(config.q, learn_start=kind.first_rows(config)))  # train at once
     check(config, make_spec(config.env, config.atari))
     if len(tasks(config.env.id)) > 1:
         raise ConfigError("env.id: bench measures one task at a time")

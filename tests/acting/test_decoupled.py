@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import count, islice
 
 import pytest
 import torch
@@ -13,11 +14,8 @@ from tests.support.crew import crewed
 
 
 def config(**changes):
-    return make_config(
-        algorithm="vtrace",
-        acting="decoupled",
-        **{"env.num_envs": 4, "actors": 2, "algo.unroll_length": 6, "model.normalize_obs": True, **changes},
-    )
+    own = {"env.num_envs": 4, "actors": 2, "algo.unroll_length": 6, "model.normalize_obs": True, **changes}
+    return make_config(algorithm="vtrace", acting="decoupled", **own)
 
 
 def own_log_prob(learner, rollout):
@@ -29,6 +27,12 @@ def own_log_prob(learner, rollout):
     return learner.algorithm.dist.log_prob(params[:-1], rollout.action), value
 
 
+def steps(learner):
+    """Learner steps, each with its rollout."""
+    versions = count()
+    return enumerate(learner.acting.rollouts(lambda: learner.acting.publish(next(versions))))
+
+
 @pytest.mark.parametrize("image", [False, True])
 def test_a_change_of_the_weights_is_seen_in_the_actors_policy(image):
     changes = {"decoupled.lockstep": True}
@@ -37,11 +41,8 @@ def test_a_change_of_the_weights_is_seen_in_the_actors_policy(image):
         changes |= {**catch, "model.torso": "a3c", "precision": "bf16", "model.normalize_obs": False, "env.threads": 1}
     close = {"atol": 0.02, "rtol": 0.01} if image else {"atol": 1e-5, "rtol": 1e-4}
     with crewed(config(**changes)) as learner:
-        version = [0]
-        source = learner.acting.rollouts(lambda: learner.acting.publish(version[0]))
         before = None
-        for step in range(4):
-            rollout = next(source)
+        for step, rollout in islice(steps(learner), 4):
             assert (rollout.policy_version == step).all()
             log_prob, value = own_log_prob(learner, rollout)
             torch.testing.assert_close(rollout.behavior_log_prob, log_prob, **close)
@@ -51,46 +52,28 @@ def test_a_change_of_the_weights_is_seen_in_the_actors_policy(image):
                 assert (own_log_prob(learner, rollout)[0] - rollout.behavior_log_prob).abs().max() > 0.1
             before = learner.params.data.clone()
             with torch.no_grad():
-                learner.model.policy.weight.normal_(
-                    0, 0.1 if image else 0.5, generator=torch.Generator().manual_seed(step)
-                )
+                rng = torch.Generator().manual_seed(step)
+                learner.model.policy.weight.normal_(0, 0.1 if image else 0.5, generator=rng)
             for norm in learner.model.obs_norm.values():  # normalizers travel with the weights
                 norm.update(torch.randn(50, 4) * (step + 2))
                 before = None
-            version[0] += 1
-        source.close()
 
 
 def test_the_policy_lag_of_decoupled_acting_is_recorded_and_bounded():
     with crewed(config(**{"decoupled.queue": 1})) as learner:
-        version = [0]
-        source = learner.acting.rollouts(lambda: learner.acting.publish(version[0]))
-        lags = []
-        for _ in range(30):
-            rollout = next(source)
-            lags.append(version[0] - int(rollout.policy_version.min()))
-            version[0] += 1
-        assert max(lags) <= 3  # as many batches as there are
-        assert max(lags) > 0
-        source.close()
+        lags = [step - int(rollout.policy_version.min()) for step, rollout in islice(steps(learner), 30)]
+        assert 0 < max(lags) <= 3  # as many batches as there are
 
 
 def test_weights_are_published_every_n_learner_steps():
     with crewed(config(**{"decoupled.publish_every": 5, "decoupled.lockstep": True})) as learner:
-        version = [0]
-        source = learner.acting.rollouts(lambda: learner.acting.publish(version[0]))
-        seen = []
-        for _ in range(12):
-            seen.append(int(next(source).policy_version.max()))
-            version[0] += 1
+        seen = [int(rollout.policy_version.max()) for _, rollout in islice(steps(learner), 12)]
         assert seen == [0] * 5 + [5] * 5 + [10] * 2
-        source.close()
 
 
 def test_decoupled_acting_without_rollouts_ends_with_a_reason():
     with crewed(config()) as learner:
         learner.acting.timeout = 0.3
         learner.context.board.close()  # the actors leave
-        source = learner.acting.rollouts(lambda: learner.acting.publish(0))
         with pytest.raises(CoterieError, match=r"no batch of rollouts for 0\.3 s: the actors hang"):
-            deque(source)
+            deque(steps(learner))

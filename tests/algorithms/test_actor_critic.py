@@ -11,7 +11,6 @@ import torch
 
 from coterie.algorithms.a2c import A2C
 from coterie.algorithms.ppo import PPO
-from coterie.algorithms.table import unroll_length
 from coterie.algorithms.vtrace import VTrace
 from coterie.config import Model, Schedule
 from coterie.learner import Gradients
@@ -153,8 +152,7 @@ def test_ppo_stops_its_epochs_past_the_target_kl():
 
 def test_the_horizon_shrinks_at_a_fixed_batch_size():
     config = make_config(algorithm="ppo", **{"ppo.batch_size": 2048})
-    lengths = [unroll_length(replace(config, {"env.num_envs": n})) for n in (4, 8, 512)]
-    assert lengths == [512, 256, 4]
+    assert [PPO.unroll_length(replace(config, {"env.num_envs": n})) for n in (4, 8, 512)] == [512, 256, 4]
 
 
 # --- rewards, normalizers and entropy ---
@@ -230,9 +228,8 @@ def test_greedy_takes_the_likeliest_and_sampling_follows_the_seed():
     seen = Inputs(torch.randn(64, 3), torch.zeros(64, dtype=torch.bool), torch.zeros(64).long(), torch.zeros(64))
     greedy, _ = algorithm.act(model, seen, None, None, torch.Generator())
     assert torch.equal(greedy.action, model(seen)[0].argmax(-1))
-    draws = [
-        algorithm.act(model, seen, None, torch.ones(64), torch.Generator().manual_seed(s))[0].action for s in (1, 1, 2)
-    ]
+    rngs = [torch.Generator().manual_seed(s) for s in (1, 1, 2)]
+    draws = [algorithm.act(model, seen, None, torch.ones(64), rng)[0].action for rng in rngs]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
 

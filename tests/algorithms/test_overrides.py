@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from coterie.algorithms.base import Algorithm
 from coterie.algorithms.dqn import DQN
 from coterie.algorithms.ppo import PPO
 from coterie.algorithms.r2d2 import R2D2
-from coterie.algorithms.table import unroll_length
 from coterie.algorithms.vtrace import VTrace
 from coterie.build.resources import resolve_config
 from coterie.cli.options import possible
@@ -31,13 +29,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "MyPPO": ("ppo", {"ppo.minibatch_size": 8, "algo.unroll_length": 8}),
     "MyVTrace": ("impala", {"acting": "inline", "env.num_envs": 4, "learners": 1, "actors": "auto"}),
     "MyDQN": ("dqn", SMALL),
-    "MyR2D2": (
-        "seed-r2d2",
-        {
-            **SMALL, "acting": "inline", "algo.unroll_length": 5, "r2d2.length": 10, "r2d2.burn_in": 5,
-            "r2d2.stride": 5, "actors": "auto",
-        },
-    ),
+    "MyR2D2": ("seed-r2d2", {
+        **SMALL, "acting": "inline", "algo.unroll_length": 5, "r2d2.length": 10, "r2d2.burn_in": 5,
+        "r2d2.stride": 5, "actors": "auto",
+    }),
     "MyGossip": ("a2c", {"exchange": "gossip"}),
 }  # fmt: skip
 
@@ -107,8 +102,19 @@ class Short(PPO):
         return 3
 
 
-def test_a_subclass_answers_for_its_class_instead_of_the_built_in_one() -> None:
-    config = presets.ppo(env="CartPole-v1", **{"plugins.algorithm": f"{__name__}:Short", "ppo.minibatch_size": 8})
-    assert unroll_length(config) == 3
-    with pytest.raises(ConfigError, match=r"^seed: 13 must not be 13$"):
-        possible(replace(config, seed=13))
+LATE = {"first_rows": staticmethod(lambda config: 10**6)}
+LateDQN, LateR2D2 = type("LateDQN", (DQN,), LATE), type("LateR2D2", (R2D2,), LATE)
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "options", "says"),
+    [
+        ("ppo", "Short", {"ppo.minibatch_size": 8, "seed": 13}, "seed: 13 must not be 13"),
+        ("ppo", "Short", {"ppo.minibatch_size": 64}, "ppo.minibatch_size: 64 must not exceed"),  # 3 x 16 samples
+        ("dqn", "LateDQN", {"q.learn_start": 2000}, "q.learn_start: 2000 must be at least"),
+        ("seed-r2d2", "LateR2D2", {**CASES["MyR2D2"][1], "learners": 1}, "q.learn_start: 160 must be at least"),
+    ],
+)
+def test_a_subclass_answers_for_its_class(preset: str, name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        possible(presets.make(preset, "CartPole-v1", **{**options, "plugins.algorithm": f"{__name__}:{name}"}))

@@ -176,10 +176,8 @@ def test_an_actor_knows_how_far_the_run_is_from_the_version_of_its_weights():
 
 def test_noise_is_sampled_again_for_each_batch_shared_by_the_threads_and_not_in_greedy_acting():
     algorithm, model = build(**VARIANTS["noisy"])
-    seen = []
-    for i in range(3):
-        for _ in algorithm.batches(model, make_rollout(VECTOR, 6, 8, i)):
-            seen.append(model.q.value[0].eps_in.clone())
+    layer = model.q.value[0]
+    seen = [layer.eps_in.clone() for i in range(3) for _ in algorithm.batches(model, make_rollout(VECTOR, 6, 8, i))]
     assert len(seen) == 6
     assert all(not torch.equal(a, b) for a, b in pairwise(seen))
     first = torch.ones(5, dtype=torch.bool)
@@ -189,7 +187,7 @@ def test_noise_is_sampled_again_for_each_batch_shared_by_the_threads_and_not_in_
     assert not torch.equal(values[0], values[1])
     twin, _ = FlatParams(model).replica(model)
     model.resample(torch.Generator().manual_seed(1))
-    assert torch.equal(twin.q.value[0].eps_in, model.q.value[0].eps_in)
+    assert torch.equal(twin.q.value[0].eps_in, layer.eps_in)
 
 
 @pytest.mark.parametrize("name", ["rainbow", "r2d2"])

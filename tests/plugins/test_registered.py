@@ -34,7 +34,7 @@ def _registered():
     for name in MODULES:
         importlib.import_module(name)
     yield
-    del ACTING["memory"], EXCHANGES["elastic"]
+    del ACTING.kinds["memory"], EXCHANGES.kinds["elastic"]
     for name in MODULES:
         del sys.modules[name]
 

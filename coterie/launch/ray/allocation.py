@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 
-from coterie.acting.table import acting_kind, batch_size
-from coterie.algorithms.table import is_value_based
+from coterie.acting.table import acting_kind
+from coterie.algorithms.table import algorithm_class
 from coterie.build.resources import fitting_actors, largest, simulators
 from coterie.config import Config, Env
 from coterie.envs.tasks import tasks
@@ -138,7 +138,7 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
 def _spreads(config: Config) -> bool:
     """Whether learners on several machines can take part in one run."""
     kind = exchange_kind(replace(config, learners="auto"))
-    return bool(kind.link) or (kind.trusts_network(config) and not is_value_based(config))
+    return bool(kind.link) or (kind.trusts_network(config) and not algorithm_class(config).value_based)
 
 
 def _sites(config: Config, learners: int, room: list[int]) -> int:
@@ -218,10 +218,11 @@ def site_config(
 
 def _with_actors_beside(config: Config, learners: int, width: int) -> Config:
     """What a site has of the actors: one beside each learner, as wide as those elsewhere, or no env hosts."""
-    if not acting_kind(config).own_policy:
+    kind = acting_kind(config)
+    if not kind.own_policy:
         return replace(config, actors=0)
     return replace(
-        changed(config, acting_kind(config).batch_settings(False, batch_size(config))),
+        changed(config, kind.batch_settings(False, kind.batch_size(config))),
         actors=learners,
         replay=replace(config.replay, envs=config.replay.envs or config.env.num_envs),
         env=replace(config.env, num_envs=width),

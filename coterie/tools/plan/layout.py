@@ -9,7 +9,7 @@ from typing import Any
 from coterie.acting.apart import envs_per_child
 from coterie.acting.base import ActingKind
 from coterie.acting.table import ACTING, acting_kind
-from coterie.algorithms.table import algorithm_class, unroll_length
+from coterie.algorithms.table import algorithm_class
 from coterie.build import validity
 from coterie.build.resources import resolve_config, resolve_resources
 from coterie.config import Config, ResolvedConfig
@@ -133,7 +133,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     else:
         groups = mine.groups if not gpu else (own.env.groups or 2 - width % 2)
         threads = own.env.threads or (place_cores - 1 if gpu and place_cores > 1 else place_cores)
-    unroll = unroll_length(own)
+    unroll = algorithm_class(own).unroll_length(own)
     steps, samples = algorithm_class(own).updates(own, batch, unroll)
     section, lockstep = kind.section(own), kind.apart and kind.lockstep(own)
     queue = 0 if section is None else section.queue

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from coterie.acting.table import batch_size
-from coterie.algorithms.table import first_rows, is_value_based, unroll_length
+from coterie.acting.table import acting_kind
+from coterie.algorithms.table import algorithm_class
 from coterie.build.factory import ProcessContext
 from coterie.build.resources import resolve_config, resolve_resources
 from coterie.build.validity import check
@@ -53,20 +53,20 @@ def lone(config: Config, envs: int, of: int) -> ResolvedConfig:
         **exchanges,
     })  # fmt: skip
     c = changed(c, {
-        "algo.unroll_length": unroll_length(c), "env.num_envs": envs,
+        "algo.unroll_length": algorithm_class(c).unroll_length(c), "env.num_envs": envs,
         "ppo.minibatch_size": max(1, round(config.ppo.minibatch_size * share)),
         "q.batch_size": max(1, round(config.q.batch_size * share)),
     })  # fmt: skip
-    if is_value_based(config):  # it trains at once
-        kept = min(config.replay.capacity, max(_CAPACITY, 4 * first_rows(c)))
-        c = changed(c, {"q.learn_start": first_rows(c), "replay.capacity": kept, "replay.envs": 0})
+    if (algorithm := algorithm_class(c)).value_based:  # it trains at once
+        kept = min(config.replay.capacity, max(_CAPACITY, 4 * algorithm.first_rows(c)))
+        c = changed(c, {"q.learn_start": algorithm.first_rows(c), "replay.capacity": kept, "replay.envs": 0})
     return resolve_config(c)
 
 
 def sizes(config: Config) -> tuple[int, int]:
     """Two numbers of simulators to measure with. The larger one is about the width of a forward and of a batch."""
     settled = resolve_config(replace(config, learners=1, exchange="auto"))
-    large = max(2, settled.env.num_envs, batch_size(settled))
+    large = max(2, settled.env.num_envs, acting_kind(settled).batch_size(settled))
     return max(1, large // 4), large
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.algorithms.table import unroll_length
 from coterie.build.factory import ProcessContext, make_exchange, normalizers
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_envs
@@ -91,7 +90,7 @@ def _turn(loop: Training, seconds: float) -> Turn:
     return {
         "env": d["env"] / groups,
         "act": d["act"] / groups,
-        "unroll": max(0.0, d["wall"] - booked) / groups * unroll_length(learner.config),
+        "unroll": max(0.0, d["wall"] - booked) / groups * learner.config.algo.unroll_length,
         "train": d["train"] / steps,
         "exchange": d["exchange"] / steps,
         "samples": d["samples"] / steps,

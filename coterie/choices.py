@@ -1,0 +1,63 @@
+"""Tables of algorithms, actings and exchanges by name. Modules in `plugins.modules` register new ones."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pkgutil import resolve_name
+from typing import TypeVar
+
+from coterie.config import Config
+from coterie.types import ConfigError, reason_of
+
+T = TypeVar("T")
+C = TypeVar("C", bound=Config)
+_MODULES: dict[str, str] = {}  # by the name that a part was registered under: the module that registered it
+
+
+class Choices(Mapping[str, T]):
+    """The choices of one part by name. A `package.module:NAME` is imported when it is first asked for."""
+
+    def __init__(self, **kinds: T | str) -> None:
+        self.kinds = kinds
+
+    def __getitem__(self, name: str) -> T:
+        kind = self.kinds[name]
+        if isinstance(kind, str):
+            kind = self.kinds[name] = resolve_name(kind)
+        return kind
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
+def register(table: Choices[T], name: str, kind: T) -> None:
+    """Add a choice to a table, for `register_acting` and `register_exchange`."""
+    module = sys._getframe(2).f_globals["__name__"]
+    if _MODULES.setdefault(name, module) != module or (name in table and name not in _MODULES):
+        raise ConfigError(f"{name!r} is registered already")
+    table.kinds[name] = kind
+
+
+def choose(table: Choices[T], part: str, name: str, config: Config) -> T:
+    """The choice that a config names, after the modules were imported that may have registered it."""
+    for module in config.plugins.modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"plugins.modules: cannot import {module!r}: {reason_of(error)}") from error
+    if name not in table:
+        raise ConfigError(f"{part}: {name!r} is not one of {', '.join(table)}")
+    return table[name]
+
+
+def with_modules(config: C) -> C:
+    """The config with the modules that registered the acting and the exchange, for other processes to import."""
+    found = [_MODULES[name] for name in (config.acting, config.exchange) if name in _MODULES]
+    modules = dict.fromkeys([*config.plugins.modules, *(m for m in found if m != "__main__")])
+    return replace(config, plugins=replace(config.plugins, modules=tuple(modules)))
