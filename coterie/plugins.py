@@ -54,9 +54,7 @@ def substitute(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, T
     mro = [c for c in (theirs.__mro__ if isinstance(theirs, type) else ()) if not c.__module__.endswith("base")]
     base = next((c for c in mro if c.__module__.startswith("coterie.")), ours)
     if base is not ours:
-        raise ConfigError(
-            f"plugins.{part}: {path} is a kind of {base.__name__}, and this run has {place} in that place"
-        )
+        raise ConfigError(f"plugins.{part}: {path} is a subclass of {base.__name__}, but this run uses {place}")
 
     def make(*args: P.args, **kwargs: P.kwargs) -> T:
         try:

@@ -14,11 +14,11 @@ from coterie.config import Chaos
 from coterie.parallel.processes import Child
 
 _STOPPED_S = (0.2, 5.0)  # for how long a process is stopped
-_SLOWED_S = 5.0  # for how long one is slowed: it rests and works in turns
+_SLOWED_S = 5.0  # that a slowed process alternates between stopped and running
 _SLICE_S = 0.1  # of each turn
 
 
-class Disturber:
+class FaultInjector:
     """Disturbs one process at a time, at random moments that the seed determines.
 
     `log` takes a line about each fault. `spare(name)`: True where killing that process would end the run; it is stopped

@@ -1,4 +1,4 @@
-"""Where the processes of a run on one machine sit, and the memory that they share."""
+"""Where the processes of a run on one machine run, and the memory that they share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from coterie.types import Spec
 
 
 class Placement:
-    """Where the learners and actors of a run sit and what they share; made again when all of them restart."""
+    """Where the learners and actors of a run run, and what they share; made again when all of them restart."""
 
     def __init__(self, config: ResolvedConfig, spec: Spec, tensors: checkpoint.Tensors | None = None) -> None:
         self.config, self.learners = config, config.learners
@@ -61,7 +61,7 @@ class Placement:
         return [self.learners + i for i in range(rank, self.actors, self.learners)]
 
     def actor_ended(self, row: int) -> int:
-        """An actor is dead. Others may take over its work, but for lockstep. Returns the rows that its learner has
+        """An actor is dead. Others may take over its work, except in lockstep. Returns the rows that its learner has
         received, as far as the memory shows.
         """
         number, rank = divmod(row - self.learners, self.learners)
@@ -82,7 +82,7 @@ class Placement:
 
     def links(self, rank: int, rejoin: bool = False) -> ProcessContext:
         place = self.places[rank]
-        # A learner that sleeps on purpose leaves its core to the others.
+        # A learner with `env.delay` sleeps, so it does not hold its core.
         shared = place.gpu < 0 and self.places.count(place) > 1 and not self.config.env.delay and not self.actors
         return ProcessContext(
             rank=rank,

@@ -1,4 +1,4 @@
-"""The child processes of a run on this machine: started on cores of their own, watched, and restarted within budgets.
+"""The child processes of a run on this machine: pinned to cores, watched, and restarted within budgets.
 
 A learner that dies is restarted alone where the exchange lets it rejoin the others (gossip), else all go back to the
 last checkpoint. An actor that dies is restarted alone.
@@ -14,7 +14,7 @@ from coterie.acting.table import acting_kind
 from coterie.config import ResolvedConfig
 from coterie.exchange.links import Link
 from coterie.exchange.table import exchange_kind
-from coterie.launch.chaos import Disturber
+from coterie.launch.chaos import FaultInjector
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
 from coterie.parallel.processes import Child, listen
@@ -63,7 +63,7 @@ class Supervisor:
         self.missed: tuple[float, str] | None = None  # when a learner could not reach another one, and its report
         self.waiting_since = time.monotonic()  # when all learners began to wait, after a signal
         self.joins = False  # whether the learners begin with another run's weights
-        self.chaos: Disturber | None = None
+        self.chaos: FaultInjector | None = None
         run.on_end = self._dismiss_actors
         run.processes = lambda: {row: (self._name(row), x.process.pid or 0) for row, x in self.children.items()}
 
@@ -90,7 +90,7 @@ class Supervisor:
         self._start_all()
         if self.config.chaos.every:
             cut = self.link.cut if self.link is not None else lambda: False
-            self.chaos = Disturber(self.config.chaos, lambda line: run.writer.log(line), self._is_spared, cut)
+            self.chaos = FaultInjector(self.config.chaos, lambda line: run.writer.log(line), self._is_spared, cut)
         cores = sorted({place.cores for place in self.group.places})
         run.display.note("cores " + ", ".join("+".join(map(str, each)) for each in cores))
         while not run.over:
@@ -134,8 +134,8 @@ class Supervisor:
         return self.learner_restarts.left <= 1 or checkpoint.latest(self.run.root) is None
 
     def _is_starved(self) -> bool:
-        """Whether, after a signal, all learners have waited too long for rollouts that no process produces, such as a
-        learner without env hosts, and the learners that wait for its gradient. They cannot reach a checkpoint.
+        """After a signal: whether all learners have waited too long for rollouts that no process produces (one without
+        env hosts, and those that wait for its gradient), so no checkpoint is possible.
         """
         run, now = self.run, time.monotonic()
         if run.signal is None or run.over or run.idle or not run.board.all_blocked(run.members):

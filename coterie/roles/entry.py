@@ -30,11 +30,11 @@ _GAUGES_S = 0.25  # least seconds between two readings of the gauges: some are s
 class Start(NamedTuple):
     """Where a learner begins. `total`: env steps of all learners."""
 
-    incarnation: int  # another one at each start
+    incarnation: int  # different at each start
     counts: dict[str, int]  # its own
     total: int
     saved: Path | None  # the checkpoint that it continues from
-    done: int  # the last order that is not for it
+    done: int  # number of the last order to ignore
 
 
 class LearnerReport(NamedTuple):

@@ -131,7 +131,7 @@ class LearnerProcess:
         return scaled_lr(optim, envs) * schedule_value(optim.schedule, env_steps, self.config.steps)
 
     def describe(self) -> str:
-        """What `auto` came to, for the person who started the run."""
+        """The resolved settings, as one line for the user."""
         resources, count, config = self.resources, sum(p.numel() for p in self.model.parameters()), self.config
         kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[resources.dtype]
         acting = acting_kind(config).describe(config, resources.groups, resources.env_threads)
@@ -142,7 +142,7 @@ class LearnerProcess:
         return f"{acting}, {threads}, {resources.device}, {kind}; {count:,} weights"
 
     def start(self, counts: dict[str, int], total: int) -> None:
-        """Go on from what this learner had counted before, and from the env steps of the whole run."""
+        """Resume from this learner's earlier counts, and from the env steps of the whole run."""
         for name in ("learner_steps", "samples_trained", "masked", "policy_lag_max", "episodes"):
             setattr(self.progress, name, counts.get(name, 0))
         self.progress.env_steps = counts.get("learned", 0)
@@ -204,7 +204,7 @@ class LearnerProcess:
             self.servers.close(over=False)
 
     def _open_parts(self) -> ExitStack:
-        """What ends when training does; env hosts receive the end before their actions stop."""
+        """Everything to close after training, in order: env hosts receive the end before their actions stop."""
         parts = ExitStack()
         parts.callback(self.acting.close)
         for server in self.servers.open:

@@ -1,4 +1,4 @@
-"""What the server that child processes are forked from loads first: torch and this package, with all its choices.
+"""Modules preloaded by the fork server: torch and this package, with all its choices.
 
 A signal to the whole process group (a terminal, `timeout`, a batch system) is for the parent of the run to handle. The
 server must outlive it, because it reports how its children end.

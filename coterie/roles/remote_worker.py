@@ -38,7 +38,7 @@ class Worker:
     """What a remote worker needs of its user: what to print, whether to leave, and how fast."""
 
     report: Callable[[str], None]
-    leave: Callable[[], None]  # raises `Stopped` when the worker shall leave the run
+    leave: Callable[[], None]  # raises `Stopped` when the worker must leave the run
     report_s: float = 10.0  # between two lines of progress
     finish_s: float = 10.0  # to complete a rollout before leaving
 
@@ -90,7 +90,7 @@ def _local_env(base: ResolvedConfig, run: Config) -> ResolvedConfig:
 
 
 class FinishRollout:
-    """Passes on an order to leave once the present rollout had `seconds` to be completed."""
+    """Delays an order to leave by up to `seconds`, to complete the current rollout."""
 
     def __init__(self, leave: Callable[[], None], seconds: float) -> None:
         self._leave, self._seconds, self._ordered = leave, seconds, 0.0

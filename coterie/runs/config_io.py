@@ -23,7 +23,7 @@ from coterie.config import Config, Range, Schedule
 from coterie.plugins import PARTS
 from coterie.types import ConfigError, CoterieError, json_object, reason_of
 
-# Options of older versions: the value that a config file may still have (None: any), and what the error says of others.
+# Options of older versions: the value that a config file may still have (None: any), and the error for any other value.
 OLD: dict[str, tuple[Any, str]] = {
     **{f"own.{part}": ("", f"is now plugins.{part}") for part in PARTS},
     "env.reset": ("in_place", "was removed; envs are always reset in place"),
@@ -240,7 +240,7 @@ def _read(name: str, kind: Any, text: str) -> Any:
 
 
 def _options(args: list[str]) -> dict[str, list[str]]:
-    """The values of each option by dotted field, names checked; the last of its kind counts."""
+    """The values of each option by dotted field, names checked; a repeated option overrides earlier ones."""
     options: dict[str, list[str]] = {}
     values: list[str] | None = None
     for arg, after in zip(args, [*args[1:], ""], strict=False):
@@ -284,7 +284,9 @@ def validate(config: Config) -> Config:
 def _check_schedule(name: str, schedule: Schedule) -> None:
     at, factors = list(schedule.at), list(schedule.factors)
     if len(at) != len(factors):
-        raise ConfigError(f"{name}.at: has {len(at)} entries, {name}.factors {len(factors)}; they must be as many")
+        raise ConfigError(
+            f"{name}.at: has {len(at)} entries, {name}.factors {len(factors)}; they must have the same length"
+        )
     if at != sorted(set(at)) or any(step < 0 for step in at):
         raise ConfigError(f"{name}.at: {shown(at)} must be increasing env steps")
     if not all(math.isfinite(x) and x >= 0 for x in factors):
@@ -292,4 +294,5 @@ def _check_schedule(name: str, schedule: Schedule) -> None:
     if schedule.by == "episodes" and name != "algo.entropy_schedule":
         raise ConfigError(f"{name}.by: only algo.entropy_schedule can go by episodes")
     if (schedule.kind == "steps") != bool(at):
-        raise ConfigError(f"{name}.at: {shown(at)} but {name}.kind is {schedule.kind}; `steps` and only it needs them")
+        which = f"{shown(at)} with {name}.kind {schedule.kind}"
+        raise ConfigError(f"{name}.at: {which}; kind steps requires them, the other kinds take none")

@@ -58,7 +58,7 @@ def required() -> dict[str, list[str]]:
 
 
 def _required(package: str, extra: str) -> list[str]:
-    """What an extra of a package requires on this machine, or the package alone, with the extras of those packages."""
+    """Packages required by an extra on this machine (by the package itself for ""), including nested extras."""
     if version(package) is None:
         return []
     found = []

@@ -1,4 +1,4 @@
-"""What start-up is doing, said when nothing has been printed for a second. Imports nothing that loads slowly."""
+"""Prints a start-up status after a second of silence. Imports nothing that loads slowly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Starting:
             self._in_place = False
 
     def close(self) -> None:
-        """Say nothing any more."""
+        """Stop printing."""
         self._over.set()
         self.prints()
 

@@ -86,8 +86,6 @@ def test_bad_usage_is_one_line_and_exit_2(capsys, args, says):
 CENTRAL = {"acting": "central", "central.lockstep": True}
 DECOUPLED = {"acting": "decoupled", "decoupled.lockstep": True}
 R2D2 = {"algorithm": "r2d2", "model.core": "lstm", "algo.unroll_length": 20}
-
-
 GOSSIP = {"exchange": "gossip", "gossip.bind": "127.0.0.1:8790"}
 RING = {"learners": 2, "exchange": "allreduce", "allreduce.bind": "127.0.0.1:8791"}
 ALIKE = {"algorithm": "vtrace", "learners": 2, "exchange": "allreduce"}
@@ -132,11 +130,8 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "allreduce.bind": {"allreduce.bind": "127.0.0.1:8791", "exchange": "gossip", "learners": 2},
         "allreduce.connect": {"allreduce.connect": "127.0.0.1:8791", "exchange": "gossip", "learners": 2},
         "allreduce.trusted_network": {**RING, "allreduce.bind": "10.0.0.1:8791"},
-        "gossip.bind": {"gossip.bind": "127.0.0.1:8790"},
-        "gossip.connect": {"gossip.connect": "127.0.0.1:8790"},
-        "decoupled.batch_size": {
-            "algorithm": "vtrace", "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20,
-        },
+        **{f"gossip.{end}": {f"gossip.{end}": "127.0.0.1:8790"} for end in ("bind", "connect")},
+        "decoupled.batch_size": {"algorithm": "vtrace", "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20},
         "ACTING.batch_size": {**DECOUPLED, "actors": 2, "decoupled.batch_size": 20},
         "actors": {**DECOUPLED, "learners": 2, "actors": 3},
         "env.id": {"env.id": "CartPole-v1,CartPole-v1"},

@@ -9,7 +9,7 @@ import pytest
 
 from coterie.config import Chaos
 from coterie.launch import chaos
-from coterie.launch.chaos import Disturber
+from coterie.launch.chaos import FaultInjector
 from tests.support.runs import CROWD, ENDLESS, check_rows, decoupled_options
 
 
@@ -23,7 +23,7 @@ class World:
         self.children = {name: SimpleNamespace(process=x) for name, x in zip(names, processes, strict=True)}
         monkeypatch.setattr(chaos, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(chaos, "os", SimpleNamespace(kill=lambda pid, number: self.sent.append((pid, number))))
-        self.it = Disturber(Chaos(every=2.0, seed=seed), self.lines.append, lambda name: spare, lambda: cut)
+        self.it = FaultInjector(Chaos(every=2.0, seed=seed), self.lines.append, lambda name: spare, lambda: cut)
 
     def go(self, seconds: float, calm: bool = False) -> World:
         end = self.now + seconds

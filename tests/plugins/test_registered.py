@@ -93,10 +93,7 @@ def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
         (("--exchange", ":"), "plugins.exchange: cannot import ':': it is not package.module:callable"),
         (("--exchange", ".mine:X"), "plugins.exchange: cannot import '.mine:X': it is not package.module:callable"),
         (("--acting", "late:Late.every"), "plugins.acting: 'late:Late.every' is int, which cannot be called"),
-        (
-            ("--exchange", "local_sgd:LocalSGD"),
-            "plugins.exchange: local_sgd:LocalSGD is a kind of AllReduce, and this run has Solo in that place",
-        ),
+        (("--exchange", "local_sgd:LocalSGD"), "local_sgd:LocalSGD is a subclass of AllReduce, but this run uses Solo"),
         (("--exchange", "late:short"), "plugins.exchange: late:short must take what Solo takes: too many positional"),
         (
             ("--algorithm", "late:Half"),

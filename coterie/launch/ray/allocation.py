@@ -19,7 +19,7 @@ from coterie.wire.auth import join
 
 _LINKS = [setting for kind in EXCHANGES.values() for setting in kind.link_settings("", "", 0).items()]
 _ADDRESSES = ("wire.bind", *(name for name, value in _LINKS if value == ""))
-_NOT_PASSED_ON = ("id", "num_envs", "threads", "delay_learner")  # of `env`: given apart, or of no use to a worker
+_NOT_PASSED_ON = ("id", "num_envs", "threads", "delay_learner")  # of `env`: passed separately, or unused by a worker
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A run on the machines of a Ray cluster, as the process that started it follows it to its summary.
+"""A run on a Ray cluster, seen from the process that started it.
 
 Each part of the run is a node (node.py), which Ray places, and runs again elsewhere when its machine is lost. Ray
 carries reports and orders. Observations, rollouts, weights and gossip go over `wire/`, as if the parts' commands had
@@ -153,7 +153,8 @@ class RayRun:
                 while self._working(Site):
                     if self.signal is not None and not stopping:
                         stopping = True
-                        self.say(f"{self.signal.name}: a checkpoint of every site, then the end (again: stop at once)")
+                        does = "saving a checkpoint at every site, then stopping (send again to stop at once)"
+                        self.say(f"{self.signal.name}: {does}")
                         self.board.stop.remote(Site)
                     self._poll()
             except CoterieError:
@@ -205,7 +206,7 @@ class RayRun:
         if isinstance(part, Site) and seconds > _LOST_S:
             raise CoterieError(f"ray: no report of {part.name} for {_LOST_S:.0f} s; {self.cluster.free()}")
         if before < _WARN_S <= seconds:
-            self.say(f"{part.name}: waits for a place, no report for {_WARN_S:.0f} s; {self.cluster.free()}")
+            self.say(f"{part.name}: not scheduled yet, no report for {_WARN_S:.0f} s; {self.cluster.free()}")
 
     def close(self) -> dict[str, int]:
         """End the storage's last updates, and count machines and restarts."""

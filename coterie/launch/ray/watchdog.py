@@ -1,7 +1,7 @@
 """Runs a command until its own standard input closes: `python watchdog.py COMMAND...`.
 
-Input, or its end, such as by the death of the process that holds it, sends SIGTERM to the command. After the end the
-command has time for a checkpoint, then it is killed.
+Any input, or EOF (for example because the parent died), sends SIGTERM to the command. After EOF the command has time
+for a checkpoint, then it is killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simulated acting, as `acting/*.py` do it, in seconds."""
+"""Simulated acting, as `acting/*.py` do it: costs in time only."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SimActing(ABC):
         return self.sim.all_of([cores.work(x, "env") for x in loads])
 
     def send(self, place: Place, envs: float, size: float) -> Process:
-        """A message from a producer: both ends work for it, the learner's one after the other."""
+        """A message from a producer: both ends spend time on it; the learner handles messages one at a time."""
         half = self.costs.wire(envs) / 2
         yield place.cores.work(half, "wire")
         if place.up is not None:

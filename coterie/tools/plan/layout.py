@@ -19,7 +19,7 @@ from coterie.parallel.affinity import place
 from coterie.runs.config_io import replace as changed
 from coterie.types import ConfigError, Spec
 
-_HERE = "127.0.0.1:1"  # only looked at
+_HERE = "127.0.0.1:1"  # placeholder, never opened
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Simulated learners on their machines, and how each exchange agrees between them: `exchange/*.py`, in seconds."""
+"""Simulated learners on their machines, and each exchange between them: `exchange/*.py`, costs in time only."""
 
 from __future__ import annotations
 
@@ -188,6 +188,6 @@ class SimGossip(SimExchange):
         learner, h = self.learner, self.layout.hardware
         if self.layout.config.gossip.tau == 0:
             yield from learner.wait(self.shared.barrier.join())
-            if h.machines > 1:  # there and on, by way of the first machine
+            if h.machines > 1:  # two hops, through the first machine
                 yield from learner.wait(learner.sim.timeout(2 * h.latency + self.weights / h.bandwidth))
         yield learner.chip.work(self.extra("gossip"), "exchange")

@@ -30,7 +30,7 @@ from coterie.tools.plan.microbench import PATIENCE_S, Turn, measure_process, mer
 from coterie.tools.plan.services import Costs, LinearCost, Services, fit
 from coterie.types import ConfigError, Spec
 
-_MOST = 8  # processes: as many fill a machine's memory bandwidth as well as more do
+_MOST = 8  # processes: this many already saturate memory bandwidth
 _DECORRELATE = 20  # env steps
 _CAPACITY = 100_000  # env steps of a replay
 # Core-seconds of a message and its answer over a unix socket, and of a byte of it: 512 bytes took 0.3 ms and 900 KB 0.7

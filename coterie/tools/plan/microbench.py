@@ -1,4 +1,4 @@
-"""What the measuring processes do: short turns of the learner's own loop, exchanges, env steps."""
+"""Run by the measuring processes: short turns of the learner's own loop, exchanges, env steps."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def cheapest(
         for one in same:
             if ceiling(one, services) * services.action_repeat * _NOISE < max(target, best.frames_per_s if best else 0):
                 continue
-            with suppress(CoterieError):  # too large: a smaller one of its kind was looked at
+            with suppress(CoterieError):  # too large: a smaller layout of its kind was simulated
                 result = simulate(one, services, seed)
                 best = result if best is None else max(best, result, key=lambda x: x.frames_per_s)
         if best is not None and best.frames_per_s >= target:

@@ -22,7 +22,7 @@ class LinearCost:
 
     fixed: float = 0.0
     each: float = 0.0
-    misfit: float = field(default=0.0, compare=False)  # how far it is from a measurement, as a share of that
+    misfit: float = field(default=0.0, compare=False)  # relative error of the fit
 
     def __call__(self, n: float) -> float:
         return self.fixed + self.each * n
@@ -52,7 +52,7 @@ class Services:
     weight_bytes: float = 0.0  # of the net's weights
     learners: int = 2  # that `exchange` was measured between
     accelerator: Costs | None = None  # act, train, exchange there; env and unroll are what a core does beside it
-    about: dict[str, Any] = field(default_factory=dict)  # where it comes from; nothing reads it
+    about: dict[str, Any] = field(default_factory=dict)  # provenance; unused
 
     def __post_init__(self) -> None:
         if self.action_repeat < 1 or self.learners < 2 or not 0 < self.valid <= 1:

@@ -147,7 +147,7 @@ def test_hosts_on_three_machines_of_which_one_is_lost(machines, start):
     found = re.findall(r"^envs \d: at ([0-9.]+), for site 0$", run.text(), re.MULTILINE)
     assert set(found) == {machine.address for machine in machines.machines}
     machines.machines.pop().kill()
-    run.until(lambda: "waits for a place, no report for 20 s; free are 0 of 4 CPUs" in run.text(), "it is missed")
+    run.until(lambda: "not scheduled yet, no report for 20 s; free are 0 of 4 CPUs" in run.text(), "it is missed")
     before = run.steps()
     run.until(lambda: run.steps() > before + 1000, "the others go on")
     run.process.send_signal(signal.SIGTERM)
