@@ -17,30 +17,10 @@ from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_asy
 from coterie.presets.vtrace import impala, impala_deep, seed_football, seed_vtrace
 from coterie.types import ConfigError, Spec
 
-__all__ = [
-    "a2c",
-    "a3c",
-    "a3c_paper",
-    "a3c_store",
-    "apex_dqn",
-    "appo",
-    "c51",
-    "c51_2048",
-    "dqn",
-    "dqn_512",
-    "dqn_async",
-    "gala_a2c",
-    "gala_ppo",
-    "impala",
-    "impala_deep",
-    "make",
-    "ppo",
-    "ppo_paper",
-    "rainbow",
-    "rainbow_512",
-    "seed_football",
-    "seed_r2d2",
-    "seed_vtrace",
+__all__ = [  # noqa: RUF022 - in the order of `PRESETS`, of messages and of pages
+    "a2c", "ppo", "ppo_paper", "a3c", "a3c_paper", "a3c_store", "impala", "impala_deep", "seed_vtrace", "seed_football",
+    "appo", "gala_a2c", "gala_ppo", "dqn", "dqn_512", "dqn_async", "c51", "c51_2048", "rainbow", "rainbow_512",
+    "apex_dqn", "seed_r2d2", "make",
 ]  # fmt: skip
 
 PRESETS: dict[str, Callable[..., Config]] = {n.replace("_", "-"): globals()[n] for n in __all__ if n != "make"}
