@@ -349,6 +349,7 @@ class Log:
     checkpoint_every: NaturalFloat = 120.0  # seconds between checkpoints
     keep: Positive = 3  # checkpoints to keep, besides the best
     tensorboard: bool = True  # write TensorBoard events
+    consensus: bool = False  # gossip: measure how far the learners' weights are from their mean, and the bound on it
     cosines: Natural = 0  # env steps of each learner between comparisons of the learners' gradients; 0: none
     norms: Natural = 0  # env steps of each learner between measurements of its layers' norms; 0: none
     wandb: str = ""  # Weights & Biases project; needs the extra `wandb`

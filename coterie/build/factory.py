@@ -113,6 +113,7 @@ class ProcessContext(Peers):
     """A process's place in the run: its learner's peers, and the memory that it shares."""
 
     gradients: SharedArrays | None = None  # where learners leave gradients for comparison
+    changes: SharedArrays | None = None  # and the lengths of their updates, for the bound on their distance
     gpu: int = 0
     acting: Any = None  # the `Memory` of the run's acting
 

@@ -101,6 +101,7 @@ def _without_effect(options: Iterable[str], config: Config) -> Iterator[str]:
         "model.init_log_std": (spec.action.kind == "continuous", "continuous actions"),
         "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
         **dict.fromkeys(("optim.beta1", "optim.beta2"), (adam, "optim.rule adam or adam_eps_hat")),
+        "log.consensus": (_is_used("gossip", config), "gossip"),
         **{name: (_is_used(name, config), " or ".join(sorted(uses))) for name, uses in SECTIONS.items()},
     }
     if config.exchange == "auto":

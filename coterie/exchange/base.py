@@ -154,7 +154,6 @@ class ExchangeKind:
     on_gpu: bool = True
     gpu_learners: int = 1  # that share a machine's only GPU where learners are auto
     refusals: tuple[Refusal, ...] = ()
-    consensus: str = ""  # package.module:class that reads the learners' distance from `memory`, `mixing` and config
     simulation: str = ""  # package.module:class, a `SimExchange` of `coterie plan`; empty: plan leaves it out
 
     def is_alone(self, config: ResolvedConfig) -> bool:

@@ -33,7 +33,6 @@ from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array, ConfigError, CoterieError
 
-RECENT = 4096  # mixes for which the lengths of the updates before them are kept, for the bound of Proposition 1
 _AHEAD = 3  # mixes between a learner's return and its first message: the others go on meanwhile
 _READS = 100  # attempts, a millisecond apart, to read a message that its writer overwrites
 
@@ -49,7 +48,6 @@ def gossip_memory(learners: int, weights: int, moments: int, linked: bool = Fals
             "published": ((learners,), "int64"),  # messages: the last has number published - 1
             "mixed": ((learners,), "int64"),
             "joined": ((learners,), "int64"),  # the number of its first message
-            "moved": ((learners, RECENT), "float64"),  # squared length of the updates before each mix
             "present": ((learners + remote,), "int64"),  # 1 while a learner takes part
             **mailbox_arrays(learners + remote if linked else 0, weights, moments),
         },
@@ -73,9 +71,7 @@ class Gossip(Solo):
         self.message = torch.from_numpy(shared.arrays["message"])
         self.sums = torch.from_numpy(shared.arrays["moments"])
         self.lock = Seqlock(shared.arrays["writes"])
-        self.published, self.mixed, self.joined, self.moved = (
-            shared.arrays[k] for k in ("published", "mixed", "joined", "moved")
-        )
+        self.published, self.mixed, self.joined = (shared.arrays[k] for k in ("published", "mixed", "joined"))
         self.present = shared.arrays["present"][: peers.learners]
         self.mailboxes = Mailboxes(shared, peers.learners)
         self.in_peers = [[np.flatnonzero(m[i]) for i in range(len(m))] for m in self.sequence]
@@ -84,15 +80,12 @@ class Gossip(Solo):
         self.updates, self.skipped_messages, self.waited = 0, 0, 0.0
         self.averaged: dict[int, int] = {}  # version of the last message from each mailbox that was averaged
         self.remote_messages = 0
-        self.anchor = self.params.data.clone()  # the weights after the last mix
-        self.scratch = torch.empty_like(self.params.data)
 
     def __enter__(self) -> Gossip:
         if self.rejoin:
             self._take_weights()
         if not self.present[self.rank]:
             self._join()
-        self.anchor.copy_(self.params.data)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -145,8 +138,6 @@ class Gossip(Solo):
                 if j != i and self.present[j] and self.joined[j] < number and self.mixed[j] < number:
                     return False
         _check_finite(params)
-        torch.sub(params.data, self.anchor, out=self.scratch)
-        self.moved[i, number % RECENT] = float(self.scratch.dot(self.scratch))
         with self.lock.writing(i):
             self.message[i].copy_(params.data)
             if self.moments.size:
@@ -173,7 +164,6 @@ class Gossip(Solo):
             row = self.sequence[number % len(self.sequence)][i]
             total = float(row[i] + row[expected].sum())
             self._average(row[i] / total, [(row[j] / total, self.message[j], self.sums[j]) for j in expected])
-        self.anchor.copy_(params.data)
         fence()
         self.mixed[i] = number + 1
         self.due = 0
@@ -273,7 +263,6 @@ KIND = ExchangeKind(
     Gossip,
     memory,
     mixing=mixing_matrices,
-    consensus="coterie.instruments.consensus:Consensus",
     leave=leave,
     rejoins=True,
     gpu_learners=4,  # GALA stacks its learners on one GPU; 4 are its code's example

@@ -8,50 +8,87 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from coterie.algorithms.base import AnyAlgorithm, AnyBatch
 from coterie.config import Config
-from coterie.exchange.gossip import RECENT
 from coterie.exchange.mailboxes import Mailboxes
 from coterie.exchange.topology import contraction
 from coterie.learner import Observer
 from coterie.parallel.params import FlatParams
 from coterie.parallel.seqlock import Seqlock
-from coterie.parallel.shm import SharedArrays
-from coterie.types import Array
+from coterie.parallel.shm import SharedArrays, fence
+from coterie.types import Array, Rollout
+
+T = TypeVar("T")
+RECENT = 4096  # mixes for which the lengths of the updates before them are kept
+
+
+def change_memory(learners: int) -> SharedArrays:
+    layout = {
+        "squares": ((learners, RECENT), "float64"),  # squared length of the updates before each mix
+        "mixes": ((learners,), "int64"),  # for which these are known
+    }
+    return SharedArrays(layout, name="coterie-changes")
+
+
+class Changes(Observer):
+    """Measures how far the updates between two mixes move this learner's weights. In lockstep, which the bound needs,
+    its last message in the memory of `gossip` is its weights before the last mix.
+    """
+
+    def __init__(self, params: FlatParams, gossip: SharedArrays, shared: SharedArrays, rank: int) -> None:
+        self.params, self.rank, self.mixed = params, rank, gossip.arrays["mixed"]
+        self.message = torch.from_numpy(gossip.arrays["message"])[rank]
+        self.squares, self.mixes = shared.arrays["squares"][rank], shared.arrays["mixes"]
+        # The weights after the last mix; at first those that all learners of the run began with. A resumed learner has
+        # others: they count as an update, so that the bound holds there, too.
+        self.start = params.data.clone()
+
+    def step(self) -> None:
+        number = int(self.mixed[self.rank])
+        if number > self.mixes[self.rank]:
+            change = self.message.to(self.start.device) - self.start
+            self.squares[(number - 1) % RECENT] = float(change.dot(change))
+            self.start.copy_(self.params.data)
+            fence()
+            self.mixes[self.rank] = number
+
+    def rollout(self, rollout: Rollout, lr: float) -> None:
+        self.step()
 
 
 class Consensus:
     """Distance of the learners' weights to their mean, |X - Xbar| in the Frobenius norm, as of one and the same mix.
 
-    With `gossip.tau` 0, also the bound of Proposition 1: b <- beta (b + |U|), with U what the updates since the last
-    mix changed. There is no bound for a run that gossips with others: its distance includes their learners.
+    With `gossip.tau` 0, also the bound of Proposition 1: b <- beta (b + |U|), with U the `Changes` before the mix. None
+    is known for a run that gossips with others, whose distance includes their learners, and after a learner's restart.
     """
 
-    def __init__(self, shared: SharedArrays, sequence: Sequence[Array], config: Config) -> None:
-        self.arrays, self.sequence, self.tau = shared.arrays, list(sequence), config.gossip.tau
-        self.mailboxes, self.lock = Mailboxes(shared, len(self.sequence[0])), Seqlock(shared.arrays["writes"])
+    def __init__(self, gossip: SharedArrays, changes: SharedArrays, sequence: Sequence[Array], config: Config) -> None:
+        self.arrays, self.changes = gossip.arrays, changes.arrays
+        self.sequence, self.tau = list(sequence), config.gossip.tau
+        self.mailboxes, self.lock = Mailboxes(gossip, len(self.sequence[0])), Seqlock(gossip.arrays["writes"])
         self.betas = [contraction([p]) for p in self.sequence]
         self.bound, self.mixes = 0.0, 0
-        self.lost = False  # the ring of update lengths went around faster than it was read
+        self.lost = False  # the ring of squares went around faster than it was read
 
     def read(self) -> dict[str, float]:
-        a = self.arrays
         if self.mailboxes.remote:
             return self._of_all_runs()
-        self._advance(int(a["mixed"].min()))
-        snapshot = self._snapshot()
+        self._advance()
+        snapshot = _soon(self._snapshot)
         if snapshot is None:
             return {}
         number, before = snapshot
         mixed = self.sequence[number % len(self.sequence)] @ before if self.tau == 0 else before
         found = {"consensus/distance": float(np.linalg.norm(mixed - mixed.mean(0)))}
-        self._advance(number + 1)
-        if self.tau == 0 and not self.lost and self.mixes == number + 1:
+        known = self.tau == 0 and _soon(lambda: self._advance(number + 1) > number or None)
+        if known and not self.lost and not self.arrays["joined"].any():
             found["consensus/bound"] = self.bound
         return found
 
@@ -61,27 +98,36 @@ class Consensus:
         weights = np.array([message.weights for message in found if message is not None], np.float64)
         return {"consensus/distance": float(np.linalg.norm(weights - weights.mean(0)))} if len(weights) > 1 else {}
 
-    def _advance(self, until: int) -> None:
-        """Take in the lengths of the updates before mixes that all learners have published a message for."""
-        moved = self.arrays["moved"]
+    def _advance(self, most: float = math.inf) -> int:
+        """Take in the changes before the first `most` mixes, if all learners measured them; returns before how many."""
+        until = int(min(most, self.changes["mixes"].min()))
+        fence()
         if until - self.mixes > RECENT:
             self.lost, self.mixes = True, until - RECENT // 2
         while self.mixes < until:
-            length = math.sqrt(float(moved[:, self.mixes % RECENT].sum()))
+            length = math.sqrt(float(self.changes["squares"][:, self.mixes % RECENT].sum()))
             self.bound = self.betas[self.mixes % len(self.betas)] * (self.bound + length)
             self.mixes += 1
+        return self.mixes
 
     def _snapshot(self) -> tuple[int, Array] | None:
         """The messages of all learners, in lockstep of the same number; None if they change meanwhile."""
-        a, end = self.arrays, time.monotonic() + 0.05
-        while time.monotonic() < end:
-            published = a["published"].copy()
-            if (published > a["joined"]).all() and (self.tau != 0 or (published == published[0]).all()):
-                found = self.lock.read(slice(None), lambda: (a["published"].copy(), a["message"].astype(np.float64)))
-                if found is not None and (found[0] == published).all():
-                    return int(published[0]) - 1, found[1]
-            time.sleep(2e-4)
-        return None
+        a = self.arrays
+        published = a["published"].copy()
+        if (published <= a["joined"]).any() or (self.tau == 0 and (published != published[0]).any()):
+            return None
+        found = self.lock.read(slice(None), lambda: (a["published"].copy(), a["message"].astype(np.float64)))
+        if found is None or (found[0] != published).any():
+            return None
+        return int(published[0]) - 1, found[1]
+
+
+def _soon(attempt: Callable[[], T | None]) -> T | None:
+    """What `attempt` returns, repeated for 50 ms while that is None."""
+    end = time.monotonic() + 0.05
+    while (found := attempt()) is None and time.monotonic() < end:
+        time.sleep(2e-4)
+    return found
 
 
 def cosine_memory(learners: int, weights: int) -> SharedArrays:

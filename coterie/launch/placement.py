@@ -14,12 +14,11 @@ from coterie.build.resources import gpus_of
 from coterie.config import ResolvedConfig
 from coterie.exchange.base import Peers
 from coterie.exchange.table import exchange_kind
-from coterie.instruments.consensus import Cosines, cosine_memory
+from coterie.instruments.consensus import Consensus, Cosines, change_memory, cosine_memory
 from coterie.parallel.affinity import available_cores, place
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import scratch_folder
-from coterie.plugins import named
 from coterie.runs import checkpoint
 from coterie.types import Spec
 
@@ -45,6 +44,7 @@ class Placement:
         if tensors and self.memory is not None:
             kind.restore(self.memory, tensors["exchange"], moments.read())
         self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
+        self.changes = change_memory(self.learners) if config.log.consensus and self.mixing is not None else None
         self._memory_setup = memory_setup(config, spec, model, params)
         self.acting: dict[int, Memory | None] = {}
         for rank in range(self.learners):
@@ -90,6 +90,7 @@ class Placement:
             memory=self.memory,
             rendezvous=self.meeting / "allreduce" if self.meeting is not None else None,
             gradients=self.gradients,
+            changes=self.changes,
             mixing=self.mixing,
             rejoin=rejoin,
             gpu=max(place.gpu, 0),
@@ -100,8 +101,8 @@ class Placement:
     def readers(self) -> list[Callable[[], dict[str, float]]]:
         """Metrics of how far the learners agree."""
         config, found = self.config, list[Callable[[], dict[str, float]]]()
-        if path := exchange_kind(config).consensus:
-            found.append(named("consensus", path)(self.memory, self.mixing, config).read)
+        if self.changes is not None and self.memory is not None and self.mixing is not None:
+            found.append(Consensus(self.memory, self.changes, self.mixing, config).read)
         if self.gradients is not None:
             peers = np.ones((self.learners, self.learners)) if self.mixing is None else np.sum(self.mixing, 0)
             found.append(Cosines(self.gradients, peers).read)
@@ -111,6 +112,6 @@ class Placement:
         self.board.release()
         if self.meeting is not None:
             shutil.rmtree(self.meeting, ignore_errors=True)
-        for memory in (self.memory, self.gradients, *self.acting.values()):
+        for memory in (self.memory, self.gradients, self.changes, *self.acting.values()):
             if memory is not None:
                 memory.close()

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from coterie.config import Config, ResolvedConfig
@@ -18,7 +20,7 @@ from coterie.parallel.shm import SharedArrays
 from coterie.remote.admission import Servers, check_hello
 from coterie.types import Array, ConfigError, CoterieError
 from coterie.wire.auth import read_token
-from coterie.wire.client import Connection, ConnectionLost, Endpoint, RunEnded, Stream, back_off
+from coterie.wire.client import Connection, ConnectionLost, Endpoint, RunEnded, Stream
 from coterie.wire.codec import Refused
 from coterie.wire.server import Answer, ServiceStream
 
@@ -138,6 +140,7 @@ class GossipClient:
         self.connection = Connection(endpoint, {"env_id": config.env.id, "envs": learners}, report)
         self._lines = deque[str](maxlen=100)
         self.mailboxes: Mailboxes | None = None
+        self.relay: Relay | None = None  # of the open stream
         self.stream: Stream | None = None
         self.bytes_in = self.bytes_out = 0  # of streams that have ended
         self.published = False  # the others have weights to start with
@@ -186,43 +189,40 @@ class GossipClient:
         return join
 
     def _work(self, mailboxes: Mailboxes) -> None:
-        """Gossip, on a new stream after each loss, until this run or the other one ends."""
-        said, waits = set[str](), back_off()
+        """Gossip until this run or the other one ends."""
+        self.connection.report = lambda line: self._lines.append(f"gossip: {line}")
+        self.connection.patience = math.inf  # the learners train on without the others
         try:
-            while not self._closed.is_set():
-                try:
-                    if self.stream is None:
-                        self.stream = self._open()
-                        self._lines.append(f"back at {self.address}")
-                    said, waits = set(), back_off()
-                    self._gossip(self.stream, Relay(mailboxes, range(self.learners), mailboxes.remote))
-                except (CoterieError, Refused) as error:
-                    reason = "is away" if isinstance(error, ConnectionLost) else "ended the gossip"
-                    if reason not in said and not self._closed.is_set():
-                        self._note(f"{reason} ({error}): this run continues without it for now")
-                    said.add(reason)
-                self._end_stream()
-                self._closed.wait(next(waits))
-        except RunEnded as over:
-            self._note(f"is over ({over}): this run continues without it")
-        except Exception as error:  # the thread must not end unnoticed
-            self._lines.append(f"no more gossip with {self.address}: {error!r}")
-
-    def _note(self, text: str) -> None:
-        self._lines.append(f"the run at {self.address} {text}")
-
-    def _gossip(self, stream: Stream, relay: Relay) -> None:
-        try:
-            while not self._closed.is_set():
-                question = relay.send()
-                stream.send(question)
-                answer, _ = stream.receive()
-                if not relay.receive(answer) and not question["filled"][0]:
+            while True:
+                if not self.connection.retry(partial(self._swap, mailboxes), self._check, self._closed.wait):
                     self._closed.wait(NAP_S)
+        except RunEnded as over:
+            self._lines.append(f"the run at {self.address} is over ({over}): this run continues without it")
+        except Exception as error:  # the thread must not end unnoticed
+            if not self._closed.is_set():
+                self._lines.append(f"no more gossip with {self.address}: {error!r}")
         finally:
-            relay.close()
+            self._end_stream()
+
+    def _swap(self, mailboxes: Mailboxes) -> bool:
+        """Send a frame and take one, on a new stream after a loss; returns whether either had a message."""
+        try:
+            if self.stream is None:
+                self.stream = self._open()
+            if self.relay is None:
+                self.relay = Relay(mailboxes, range(self.learners), mailboxes.remote)
+            question = self.relay.send()
+            self.stream.send(question)
+            answer, _ = self.stream.receive()
+            return self.relay.receive(answer) or bool(question["filled"][0])
+        except (CoterieError, Refused) as error:  # also a refusal: the hub may have been restarted
+            self._end_stream()
+            raise ConnectionLost(str(error)) from None
 
     def _end_stream(self) -> None:
+        if self.relay is not None:
+            self.relay.close()
+            self.relay = None
         if (stream := self.stream) is not None:
             self.stream = None
             stream.close()

@@ -32,7 +32,7 @@ from coterie.build.validity import check, room_of
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.exchange.table import exchange_kind
-from coterie.instruments.consensus import GradientSamples
+from coterie.instruments.consensus import Changes, GradientSamples
 from coterie.instruments.norms import Norms
 from coterie.instruments.secondary import Secondary
 from coterie.learner import Gradients, Observer, Parts, Progress, learn
@@ -103,6 +103,8 @@ class LearnerProcess:
         self.observers: list[Observer] = []
         if context.gradients is not None:
             self.observers.append(GradientSamples(self.params, context.gradients, context.rank, config.log.cosines))
+        if context.changes is not None and context.memory is not None:
+            self.observers.append(Changes(self.params, context.memory, context.changes, context.rank))
         if config.log.norms:
             policy = replace(config, algo=replace(config.algo, value_coef=0.0))
             twin = None if algorithm_class(config).value_based else make_algorithm(policy, self.spec, resources.compute)

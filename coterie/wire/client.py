@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import random
 import threading
@@ -235,15 +236,16 @@ class Connection:
     def __init__(
         self, endpoint: Endpoint, hello: Mapping[str, Any], report: Callable[[str], None] = lambda line: None
     ) -> None:
-        self.endpoint, self.report = endpoint, report
+        self.endpoint, self.patience, self.report = endpoint, endpoint.patience, report
         self.hello = {"client": "coterie", "number": -1, "run_id": random.SystemRandom().getrandbits(64), **hello}
         self._channel = open_channel(endpoint.address, endpoint.cert)
 
-    def retry(self, act: Callable[[], T], check: Callable[[], None]) -> T:
+    def retry(self, act: Callable[[], T], check: Callable[[], None], wait: Callable[[float], object] = time.sleep) -> T:
         """What `act` returns, repeated while it ends in `ConnectionLost`. `check` is called before each attempt and may
         raise to end them. Raises `CoterieError` when the server has been away for longer than its patience.
         """
-        address, patience = self.endpoint.address, self.endpoint.patience
+        address, patience = self.endpoint.address, self.patience
+        limit = f" for {patience:.0f} s" if patience < math.inf else ""
         away_since: float | None = None
         waits = back_off()
         while True:
@@ -254,10 +256,10 @@ class Connection:
                 now = time.monotonic()
                 if away_since is None:
                     away_since = now
-                    self.report(f"no learner at {address} ({error}): retrying for {patience:.0f} s")
+                    self.report(f"no learner at {address} ({error}): retrying{limit}")
                 if (waited := now - away_since) > patience:
                     raise CoterieError(f"no learner at {address} for {waited:.0f} s: {error}") from None
-                time.sleep(next(waits))
+                wait(next(waits))
             else:
                 if away_since is not None:
                     self.report(f"a learner at {address} after {time.monotonic() - away_since:.1f} s")

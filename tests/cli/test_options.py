@@ -112,6 +112,7 @@ ATARI, MLP = "one of EnvPool's Atari games", "the torso mlp"
     ("args", "needs"),
     [
         (("a2c", "--gossip.tau", "3", "--q.n-step", "2"), {"gossip.tau": "gossip", "q.n-step": "dqn or r2d2"}),
+        (("a2c", "--log.consensus"), {"log.consensus": "gossip"}),
         (("a2c", "--exchange", "gossip", "--gossip.tau", "3", "--learners", "2", "--optim.lr", "1e-3"), {}),
         (("ppo", "--atari.stack", "2", "--ppo.clip", "0.1", "--model.hidden", "32"), {"atari.stack": ATARI}),
         (("ppo", "--env", "Pong-v5", "--atari.stack", "2", "--model.hidden", "32"), {"model.hidden": MLP}),

@@ -13,6 +13,7 @@ from torch import Tensor
 from coterie.exchange.base import Peers
 from coterie.exchange.gossip import Gossip, gossip_memory
 from coterie.exchange.topology import matrices
+from coterie.instruments.consensus import Changes, change_memory
 from coterie.models.heads import Moments, Normalizer
 from coterie.parallel.board import Board
 from coterie.parallel.shm import SharedArrays
@@ -65,6 +66,12 @@ def crowd(start: Array, sequence: Sequence[Array], norms: Sequence[Sequence[Norm
         one(shared, board, sequence, rank, start[rank], norms=norms[rank] if norms else (), **how) for rank in range(n)
     ]
     return Crowd(learners, shared, board, size)
+
+
+def changes_of(c: Crowd) -> tuple[SharedArrays, list[Changes]]:
+    """The observers of its learners, and their memory."""
+    shared = change_memory(len(c.learners))
+    return shared, [Changes(x.params, c.shared, shared, x.rank) for x in c.learners]
 
 
 def linked(learners: int, start: Array, **how) -> tuple[SharedArrays, list[Gossip]]:

@@ -254,7 +254,6 @@ def test_a_restarted_learner_takes_a_peers_weights_trains_and_then_mixes(topolog
     after = weights(learners, 5)
     np.testing.assert_allclose(after, p @ expected, atol=1e-5)
     assert c.shared.arrays["published"].tolist() == c.shared.arrays["mixed"].tolist() == [14, 14, 14]
-    assert c.shared.arrays["moved"][2, 13] == pytest.approx(5 * 7.0**2, rel=1e-5)  # from the peer's weights
     lockstep(learners, 40)
     assert distance(weights(learners, 5)) < 1e-4
 

@@ -13,17 +13,16 @@ from torch import nn
 
 from coterie.algorithms.base import Loss
 from coterie.build.resources import resolve_config
-from coterie.exchange.gossip import RECENT
 from coterie.exchange.solo import Solo
 from coterie.exchange.topology import contraction, matrices
-from coterie.instruments.consensus import Consensus, Cosines, GradientSamples, cosine_memory
+from coterie.instruments.consensus import RECENT, Consensus, Cosines, GradientSamples, cosine_memory
 from coterie.instruments.norms import Norms
 from coterie.learner import Gradients
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.roles.learner_process import LearnerProcess
 from tests.conftest import after, make_config
-from tests.exchange.gossip_harness import Crowd, crowd, distance, step
+from tests.exchange.gossip_harness import changes_of, crowd, distance, step
 from tests.exchange.harness import flat, make_setup, together
 
 # --- distance to consensus ---
@@ -31,40 +30,32 @@ from tests.exchange.harness import flat, make_setup, together
 LOCKSTEP = make_config(**{"gossip.tau": 0})
 
 
-def train(c: Crowd, rounds: int, seed: int) -> None:
-    """Noisy gradients of one quadratic for each learner, in lockstep."""
-    rng = np.random.default_rng(seed)
-    noise = torch.as_tensor(rng.standard_normal((rounds, len(c.learners), c.size)), dtype=torch.float32)
-
-    def run(i: int) -> None:
-        x = c.learners[i]
-        for k in range(rounds):
-            x.params.grad[: c.size] = x.params.data[: c.size] - i + noise[k, i]
-            x.step(x.params, 0.1)
-
-    together([partial(run, i) for i in range(len(c.learners))])
-
-
 def test_the_reported_bound_on_the_distance_is_proposition_1s():
     sequence = matrices("ring", 3)
     c = crowd(np.zeros((3, 1)), sequence, tau=0)
-    reader, bound = Consensus(c.shared, sequence, LOCKSTEP), 0.0
+    shared, changes = changes_of(c)
+    reader, bound = Consensus(c.shared, shared, sequence, LOCKSTEP), 0.0
     for lengths in ((3.0, 0.0, 4.0), (0.0, 0.0, 2.0), (1.0, 1.0, 1.0)):
         for x, length in zip(c.learners, lengths, strict=True):
             x.params.grad[0] = length
         together([partial(x.step, x.params, 1.0) for x in c.learners])
+        assert set(reader.read()) == {"consensus/distance"}  # the changes are not measured yet
+        for one in changes:
+            one.step()
         bound = contraction(sequence) * (bound + math.sqrt(sum(n * n for n in lengths)))
         assert reader.read()["consensus/bound"] == pytest.approx(bound, rel=1e-5)
 
 
-def test_no_bound_where_lengths_were_overwritten_before_they_were_read():
+def test_no_bound_after_a_restart_or_where_lengths_were_overwritten_before_they_were_read():
     sequence = matrices("ring", 2)
     c = crowd(np.zeros((2, 1)), sequence, tau=0)
-    reader = Consensus(c.shared, sequence, LOCKSTEP)
-    for name in ("published", "mixed"):
-        c.shared.arrays[name][:] = RECENT + 10
-    train(c, 3, 0)
-    assert set(reader.read()) == {"consensus/distance"}
+    shared, _ = changes_of(c)
+    c.round()
+    for mixes, joined, bound in ((1, 0, True), (2, 1, False), (RECENT + 10, 0, False)):
+        c.shared.arrays["published"][:] = shared.arrays["mixes"][:] = mixes
+        c.shared.arrays["joined"][1] = joined
+        found = Consensus(c.shared, shared, sequence, LOCKSTEP).read()
+        assert ("consensus/distance" in found, "consensus/bound" in found) == (True, bound)
 
 
 def test_only_the_distance_is_reported_without_lockstep():
@@ -75,7 +66,7 @@ def test_only_the_distance_is_reported_without_lockstep():
         for x in c.learners:
             x.params.grad[0] = 1.0
             step(x)
-        found = Consensus(c.shared, sequence, make_config(**{"gossip.tau": tau})).read()
+        found = Consensus(c.shared, changes_of(c)[0], sequence, make_config(**{"gossip.tau": tau})).read()
         said = c.shared.arrays["message"][:, :1].astype(float)
         assert found == {"consensus/distance": pytest.approx(distance(said))}
 
@@ -86,10 +77,8 @@ def test_nothing_is_reported_of_samples_that_are_written_while_they_are_read(mon
     for x, sample in zip(c.learners, samples, strict=True):
         sample.gradient(0, None, None)
         assert x.publish(x.params)
-    for reader, lock in (
-        (Consensus(c.shared, sequence, LOCKSTEP), x.lock),
-        (Cosines(shared, sequence[0]), sample.lock),
-    ):
+    distances, cosines = Consensus(c.shared, changes_of(c)[0], sequence, LOCKSTEP), Cosines(shared, sequence[0])
+    for reader, lock in ((distances, x.lock), (cosines, sample.lock)):
         # At its first fence: after a look at the counts, before the copy.
         monkeypatch.setattr("coterie.parallel.seqlock.fence", partial(lock.invalidate, 1))
         assert reader.read() == {}

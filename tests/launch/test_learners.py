@@ -186,8 +186,8 @@ def test_a_run_that_cannot_work_is_refused_in_one_line_and_leaves_no_folder(tmp_
 
 def test_gossip_in_lockstep_stays_within_proposition_1_and_compares_gradients(tmp_path):
     out = tmp_path / "run"
-    changes = {"learners": 3, "gossip.tau": 0, "log.cosines": 64, "log.every": 0.05, "env.delay": 0.005}
-    coterie.train(tiny(out, "gossip", **changes), quiet=True)
+    changes = {"learners": 3, "gossip.tau": 0, "log.consensus": True, "log.cosines": 64, "log.every": 0.05}
+    coterie.train(tiny(out, "gossip", **changes, **{"env.delay": 0.005}), quiet=True)
     lines = [line for line in read_metrics(out) if "consensus/bound" in line]
     assert len(lines) >= 3
     assert all(0 < line["consensus/distance"] <= line["consensus/bound"] for line in lines)

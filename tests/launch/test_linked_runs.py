@@ -61,7 +61,8 @@ class Linked(Command):
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Callable[..., Linked]]:
     def start(name: str, exchange: str = "gossip", resume: bool = False, **changes: object) -> Linked:
-        own = {"learners": 1, "steps": 10**9, "env.delay": 0.005, "log.checkpoint_every": 0.5, **changes}
+        own = {"learners": 1, "steps": 10**9, "env.delay": 0.005, "log.checkpoint_every": 0.5}
+        own |= {"log.consensus": exchange == "gossip", **changes}
         args = ["resume", str(tmp_path / name)] if resume else inline_options(tmp_path / name, exchange, **own)
         return Linked(args, tmp_path / name)
 
@@ -75,14 +76,14 @@ def test_runs_gossip_on_after_the_one_that_listens_was_killed_and_resumed_and_wi
     other.gossips(1)
     hub.gossips(2)
     hub.is_killed()
-    other.until(lambda: "is away" in other.log(), "it is missed")
+    other.until(lambda: "gossip: no learner at" in other.log(), "it is missed")
     other.trains()
     hub = runs("hub", resume=True)
-    other.until(lambda: f"back at {at}" in other.log(), "it is found")
+    other.until(lambda: f"gossip: a learner at {at} after" in other.log(), "it is found")
     other.gossips(1)
     hub.gossips(2)
     hub.finish(signal.SIGTERM)  # which is to be resumed, too: the other goes on looking for it
-    other.until(lambda: other.log().count("is away") == 2, "it is missed")
+    other.until(lambda: other.log().count("gossip: no learner at") == 2, "it is missed")
     other.trains()
     other.finish(signal.SIGTERM)
     alone = runs("other", resume=True)

@@ -54,11 +54,16 @@ def test_two_learners_of_one_run_gossip_with_the_hub_before_and_after_it_restart
         agree(hub.learner, *two.learners)
         assert hub.present == [0, 1, 2]
         hub.close(over=False)
-        train_until(lambda: "is away" in two.said(), "the hub is missed", *two.learners)
+        train_until(lambda: f"no learner at {address}" in two.said(), "the hub is missed", *two.learners)
         assert two.client.gauges(1)["gossip/peers"] == 0
         two.log.clear()
         hub = hubs(address)
-        train_until(lambda: f"back at {address}" in two.said(), "the hub is found", hub.learner, *two.learners)
+        train_until(
+            lambda: f"gossip: a learner at {address} after" in two.said(),
+            "the hub is found",
+            hub.learner,
+            *two.learners,
+        )
     agree(hub.learner, *two.learners)
 
 
@@ -79,7 +84,7 @@ def test_a_run_trains_on_without_its_link_and_gossips_again_after(hubs, gossip_c
         assert one.learner.params.data[:4].tolist() == [0, 1, 0, 0]
         agree(hub.learner, one.learner)
         train_until(lambda: proxy.cut() > 0, "there is a connection", hub.learner, one.learner)
-        train_until(lambda: "back at" in one.said(), "it reconnects", hub.learner, one.learner)
+        train_until(lambda: "gossip: a learner at" in one.said(), "it reconnects", hub.learner, one.learner)
         agree(hub.learner, one.learner)
         proxy.frozen.set()
         for run in (hub, one):
