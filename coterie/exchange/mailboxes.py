@@ -69,9 +69,6 @@ class Mailboxes:
             self.weights[row] = weights
             self.moments[row, : len(moments)] = moments
 
-    def has_message(self, row: int) -> bool:
-        return self.lock.is_whole(row)
-
     def read(self, row: int, after: int = 0) -> Message | None:
         """The newest message, unless it is being written or its version is not above `after`."""
         writes, weights, moments = self.lock.writes, self.weights[row], self.moments[row]

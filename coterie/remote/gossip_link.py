@@ -67,7 +67,7 @@ class GossipHub:
             if (before := self.clients.get(hello.run_id)) is not None:  # it reconnects before its end was noticed
                 self._drop(before)
             own = range(self.learners)
-            published = any(map(self.mailboxes.has_message, (*own, *self.mailboxes.peers())))
+            published = any(map(self.mailboxes.lock.is_whole, (*own, *self.mailboxes.peers())))
             stream = GossipStream(self, self._relay(hello.envs), hello.run_id, published)
             self.clients[hello.run_id] = stream
             return stream
@@ -182,7 +182,7 @@ class GossipClient:
         thread.start()
         end = time.monotonic() + _WEIGHTS_S
         join = join and self.published
-        while join and not any(map(boxes.has_message, boxes.peers())):
+        while join and not any(map(boxes.lock.is_whole, boxes.peers())):
             if stop() or not thread.is_alive() or time.monotonic() > end:
                 break
             time.sleep(NAP_S)
@@ -207,22 +207,19 @@ class GossipClient:
     def _swap(self, mailboxes: Mailboxes) -> bool:
         """Send a frame and take one, on a new stream after a loss; returns whether either had a message."""
         try:
-            if self.stream is None:
-                self.stream = self._open()
-            if self.relay is None:
-                self.relay = Relay(mailboxes, range(self.learners), mailboxes.remote)
-            question = self.relay.send()
-            self.stream.send(question)
-            answer, _ = self.stream.receive()
-            return self.relay.receive(answer) or bool(question["filled"][0])
+            stream = self.stream = self.stream or self._open()
+            relay = self.relay = self.relay or Relay(mailboxes, range(self.learners), mailboxes.remote)
+            question = relay.send()
+            stream.send(question)
+            return relay.receive(stream.receive()[0]) or bool(question["filled"][0])
         except (CoterieError, Refused) as error:  # also a refusal: the hub may have been restarted
             self._end_stream()
             raise ConnectionLost(str(error)) from None
 
     def _end_stream(self) -> None:
-        if self.relay is not None:
-            self.relay.close()
-            self.relay = None
+        relay, self.relay = self.relay, None
+        if relay is not None:
+            relay.close()
         if (stream := self.stream) is not None:
             self.stream = None
             stream.close()

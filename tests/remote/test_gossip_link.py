@@ -115,10 +115,10 @@ def test_a_run_that_reconnects_before_its_end_was_noticed_replaces_its_old_strea
         for stream in (again, other):
             stream.out.put(None)
         wait_until(lambda: not hub.hub.clients, 20.0, "both have left")
-        assert hub.hub.mailboxes.has_message(1)
+        assert hub.hub.mailboxes.lock.is_whole(1)
         newcomer = Raw(channel, hello(run_id=9), method=METHOD)
         newcomer.next()
-        assert not hub.hub.mailboxes.has_message(1)  # it never gets the message of the learner before it
+        assert not hub.hub.mailboxes.lock.is_whole(1)  # it never gets the message of the learner before it
         newcomer.end()
 
 
@@ -238,7 +238,7 @@ def test_a_frame_that_cannot_be_is_refused_and_changes_nothing(name, at, value, 
     for key, array in before.items():
         np.testing.assert_array_equal(pair.far_memory.arrays[key], array, key)
     pair.ends[1].receive(frame)
-    assert pair.far.has_message(1)
+    assert pair.far.lock.is_whole(1)
 
 
 def test_a_restarted_learner_takes_the_newest_weights_of_a_remote_one_where_it_is_alone():
