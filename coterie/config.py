@@ -22,7 +22,6 @@ class Range(NamedTuple):
 
 
 _NOT_NEGATIVE = Range(lambda x: x >= 0, "must not be negative")
-
 Positive = Annotated[int, Range(lambda x: x >= 1, "must be at least 1")]
 Natural = Annotated[int, _NOT_NEGATIVE]
 PositiveFloat = Annotated[float, Range(lambda x: x > 0, "must be above 0")]

@@ -255,15 +255,11 @@ def memory(setup: Setup) -> SharedArrays:
     return gossip_memory(setup.peers.learners, len(setup.params.data), setup.moments.size, linked)
 
 
-def leave(memory: SharedArrays, rank: int) -> None:
-    memory.arrays["present"][rank] = 0
-
-
 KIND = ExchangeKind(
     Gossip,
     memory,
     mixing=mixing_matrices,
-    leave=leave,
+    leave=lambda memory, rank: memory.arrays["present"].put(rank, 0),
     rejoins=True,
     gpu_learners=4,  # GALA stacks its learners on one GPU; 4 are its code's example
     link="coterie.remote.gossip_link:link",

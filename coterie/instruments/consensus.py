@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array, Rollout
 
-T = TypeVar("T")
 RECENT = 4096  # mixes for which the lengths of the updates before them are kept
 
 
@@ -45,9 +43,7 @@ class Changes(Observer):
         self.params, self.rank, self.mixed = params, rank, gossip.arrays["mixed"]
         self.message = torch.from_numpy(gossip.arrays["message"])[rank]
         self.squares, self.mixes = shared.arrays["squares"][rank], shared.arrays["mixes"]
-        # The weights after the last mix; at first those that all learners of the run began with. A resumed learner has
-        # others: they count as an update, so that the bound holds there, too.
-        self.start = params.data.clone()
+        self.start = params.data.clone()  # after the last mix; at first the run's: a resumed learner has moved
 
     def step(self) -> None:
         number = int(self.mixed[self.rank])
@@ -80,16 +76,16 @@ class Consensus:
     def read(self) -> dict[str, float]:
         if self.mailboxes.remote:
             return self._of_all_runs()
-        self._advance()
-        snapshot = _soon(self._snapshot)
+        self._advance(int(self.changes["mixes"].min()))
+        snapshot = self._snapshot()
         if snapshot is None:
             return {}
         number, before = snapshot
         mixed = self.sequence[number % len(self.sequence)] @ before if self.tau == 0 else before
         found = {"consensus/distance": float(np.linalg.norm(mixed - mixed.mean(0)))}
-        known = self.tau == 0 and _soon(lambda: self._advance(number + 1) > number or None)
-        if known and not self.lost and not self.arrays["joined"].any():
-            found["consensus/bound"] = self.bound
+        if self.tau == 0 and not self.arrays["joined"].any():
+            self._advance(number + 1)
+            found |= {} if self.lost else {"consensus/bound": self.bound}
         return found
 
     def _of_all_runs(self) -> dict[str, float]:
@@ -98,9 +94,8 @@ class Consensus:
         weights = np.array([message.weights for message in found if message is not None], np.float64)
         return {"consensus/distance": float(np.linalg.norm(weights - weights.mean(0)))} if len(weights) > 1 else {}
 
-    def _advance(self, most: float = math.inf) -> int:
-        """Take in the changes before the first `most` mixes, if all learners measured them; returns before how many."""
-        until = int(min(most, self.changes["mixes"].min()))
+    def _advance(self, until: int) -> None:
+        """Take in the changes before the first `until` mixes, which all learners have measured."""
         fence()
         if until - self.mixes > RECENT:
             self.lost, self.mixes = True, until - RECENT // 2
@@ -108,26 +103,19 @@ class Consensus:
             length = math.sqrt(float(self.changes["squares"][:, self.mixes % RECENT].sum()))
             self.bound = self.betas[self.mixes % len(self.betas)] * (self.bound + length)
             self.mixes += 1
-        return self.mixes
 
     def _snapshot(self) -> tuple[int, Array] | None:
-        """The messages of all learners, in lockstep of the same number; None if they change meanwhile."""
-        a = self.arrays
-        published = a["published"].copy()
-        if (published <= a["joined"]).any() or (self.tau == 0 and (published != published[0]).any()):
-            return None
-        found = self.lock.read(slice(None), lambda: (a["published"].copy(), a["message"].astype(np.float64)))
-        if found is None or (found[0] != published).any():
-            return None
-        return int(published[0]) - 1, found[1]
-
-
-def _soon(attempt: Callable[[], T | None]) -> T | None:
-    """What `attempt` returns, repeated for 50 ms while that is None."""
-    end = time.monotonic() + 0.05
-    while (found := attempt()) is None and time.monotonic() < end:
-        time.sleep(2e-4)
-    return found
+        """The messages of all learners, in lockstep those of one mix that all have made; None if they change."""
+        a, end = self.arrays, time.monotonic() + 0.05
+        while time.monotonic() < end:
+            published = a["published"].copy()
+            one_mix = len({*published.tolist(), *self.changes["mixes"].tolist()}) == 1
+            if (published > a["joined"]).all() and (one_mix or self.tau != 0):
+                found = self.lock.read(slice(None), lambda: (a["published"].copy(), a["message"].astype(np.float64)))
+                if found is not None and (found[0] == published).all():
+                    return int(published[0]) - 1, found[1]
+            time.sleep(2e-4)
+        return None
 
 
 def cosine_memory(learners: int, weights: int) -> SharedArrays:

@@ -99,7 +99,6 @@ class LearnerProcess:
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
             self.gradients.models[0] = cast(Network, compiled)
-
         self.observers: list[Observer] = []
         if context.gradients is not None:
             self.observers.append(GradientSamples(self.params, context.gradients, context.rank, config.log.cosines))

@@ -131,6 +131,16 @@ def test_weights_that_are_not_finite_are_never_published(bad):
         assert np.array_equal(c.shared.arrays[name], before[name])
 
 
+def test_a_gradient_that_is_not_finite_stops_where_asked_and_publishes_nothing():
+    c = crowd(np.eye(2), matrices("ring", 2), tau=0, timeout=0.0)
+    x = c.learners[0]
+    x.params.grad[0] = math.nan
+    with pytest.raises(NonFinite, match="the gradient of w0 is not finite"):
+        x.step(x.params, 0.1)
+    assert x.params.data[:2].tolist() == [1, 0]
+    assert c.shared.arrays["published"].tolist() == [0, 0]
+
+
 # --- learners that leave ---
 
 
