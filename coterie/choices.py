@@ -56,6 +56,14 @@ def choose(table: Choices[T], part: str, name: str, config: Config) -> T:
     return table[name]
 
 
+def resolve_exchange(config: Config) -> str:
+    """The exchange's name; `auto` is solo for a learner without others, and allreduce for several."""
+    if config.exchange != "auto":
+        return config.exchange
+    alone = config.learners == 1 and not (config.allreduce.bind or config.allreduce.connect)
+    return "solo" if alone else "allreduce"
+
+
 def with_modules(config: C) -> C:
     """The config with the modules that registered the acting and the exchange, for other processes to import."""
     found = [_MODULES[name] for name in (config.acting, config.exchange) if name in _MODULES]

@@ -10,12 +10,12 @@ import torch
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import Compute
 from coterie.algorithms.table import algorithm_class
-from coterie.choices import with_modules
+from coterie.choices import resolve_exchange, with_modules
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.pool import has_env
 from coterie.envs.tasks import tasks
-from coterie.exchange.table import exchange_kind, resolve_exchange
+from coterie.exchange.table import exchange_kind
 from coterie.parallel.affinity import available_cores, bf16_is_fast
 from coterie.types import ConfigError, Spec
 

@@ -15,6 +15,7 @@ from coterie.models.torsos import FOR_IMAGES
 from coterie.plugins import check_own
 from coterie.runs.config_io import fields, get, shown
 from coterie.types import ConfigError, Spec
+from coterie.wire.auth import without_keys
 
 _FIELDS = dict(fields())
 LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
@@ -73,6 +74,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "wire.bind",
         "needs decoupled or central acting, a single task, and no lockstep",
     ),
+    without_keys("wire.bind"),
     Refusal(
         lambda c, s: c.chaos.every > 0 and not acting_kind(c).apart and exchange_kind(c).one_learner,
         "chaos.every",

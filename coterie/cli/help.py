@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args, get_origin
 
+from coterie.choices import resolve_exchange
 from coterie.cli.arguments import COMMANDS, Parser, tree
 from coterie.cli.listing import presets as described
 from coterie.cli.options import comments, config_of, words_of
 from coterie.config import Config, Plugins
+from coterie.presets import ON_FEW_CORES
 from coterie.types import ActionSpec, ObsSpec, Spec
 
 # The algorithms, actings, exchanges and launches that a section is about. Other sections are about every run.
@@ -73,19 +75,19 @@ def _add_config(name: str, parser: Parser) -> None:
 
 
 def _is_used(section: str, config: Config) -> bool:
-    return not SECTIONS[section].isdisjoint((config.algorithm, config.acting, config.exchange, config.launch))
+    return not SECTIONS[section].isdisjoint((config.algorithm, config.acting, resolve_exchange(config), config.launch))
 
 
 def warned(args: list[str], config: Config, before: Callable[[], None] = lambda: None) -> Config:
-    """`config`, which `args` give, after a line for each option that has no effect in it. `before`: each line."""
-    for line in _without_effect(words_of(args)[2], config):
+    """`config`, which `args` give, after a line for what a user may not expect of it. `before`: each line."""
+    for line in _surprises(words_of(args)[2], config):
         before()
         print(f"coterie: {line}", file=sys.stderr)
     return config
 
 
-def _without_effect(options: Iterable[str], config: Config) -> Iterator[str]:
-    """A line for each of these dotted fields that this run does not use. User-defined parts may use all."""
+def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
+    """A line if the preset is not for few cores, and one for each of these fields that the run does not use."""
     from coterie.envs.make import make_spec
     from coterie.envs.pool import is_atari
     from coterie.envs.tasks import tasks
@@ -104,9 +106,9 @@ def _without_effect(options: Iterable[str], config: Config) -> Iterator[str]:
         "log.consensus": (_is_used("gossip", config), "gossip"),
         **{name: (_is_used(name, config), " or ".join(sorted(uses))) for name, uses in SECTIONS.items()},
     }
-    if config.exchange == "auto":
-        del fields["allreduce"]  # which it may become
-    for name in options if config.plugins == Plugins() else ():
+    if fields["atari"][0] and config.preset not in ON_FEW_CORES:
+        yield f"{config.preset} has the settings of its paper, for 10 million env steps of Atari or more; try ppo first"
+    for name in options if config.plugins == Plugins() else ():  # parts of the user's may use all
         used, needs = fields.get(name) or fields.get(name.partition(".")[0], (True, ""))
         if not used:
             yield f"--{name.replace('_', '-')} has no effect in this run: it needs {needs}"

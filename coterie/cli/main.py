@@ -51,7 +51,7 @@ def train(options: Namespace, rest: list[str]) -> int:
         return run_jobs(jobs, at_once)
     if options.jobs is not None:
         raise ConfigError("--jobs: is for several runs; give --seeds or --grid, too")
-    with contextlib.closing(Starting("reading the config", options.begin)) as starting:
+    with contextlib.closing(Starting("reading the config and the environment's spaces", options.begin)) as starting:
         config, default = config_of(rest), Config()
         if config.launch == default.launch and (config.learners, config.acting) != (1, default.acting):
             start_server()  # there will be child processes: it imports torch at the same time

@@ -32,6 +32,7 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array, ConfigError, CoterieError
+from coterie.wire.auth import without_keys
 
 _AHEAD = 3  # mixes between a learner's return and its first message: the others go on meanwhile
 _READS = 100  # attempts, a millisecond apart, to read a message that its writer overwrites
@@ -266,6 +267,7 @@ KIND = ExchangeKind(
     address=lambda config: config.gossip.bind or config.gossip.connect,
     link_settings=lambda bind, connect, machines: {"gossip.bind": bind, "gossip.connect": connect},
     refusals=(
+        without_keys("gossip.bind"),
         Refusal(
             lambda c, s: bool(c.gossip.bind) and bool(c.gossip.connect),
             "gossip.connect",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coterie.choices import Choices, choose, register
+from coterie.choices import Choices, choose, register, resolve_exchange
 from coterie.config import Config
 from coterie.exchange.base import ExchangeKind
 
@@ -13,14 +13,6 @@ EXCHANGES: Choices[ExchangeKind] = Choices(
     store="coterie.exchange.store:KIND",
     gossip="coterie.exchange.gossip:KIND",
 )
-
-
-def resolve_exchange(config: Config) -> str:
-    """The exchange's name; `auto` is solo for a learner without others, and allreduce for several."""
-    if config.exchange != "auto":
-        return config.exchange
-    alone = config.learners == 1 and not (config.allreduce.bind or config.allreduce.connect)
-    return "solo" if alone else "allreduce"
 
 
 def register_exchange(name: str, kind: ExchangeKind) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeVar
 from coterie.config import ResolvedConfig, Wire
 from coterie.envs.tasks import child_env, tasks
 from coterie.types import Array, Spec
-from coterie.wire.auth import read_token, server_credentials
+from coterie.wire.auth import read_token
 from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
-from coterie.wire.server import Answer, Limits, Server, Service, ServiceStream
+from coterie.wire.server import Answer, Limits, Server, Service, ServiceStream, server_credentials
 
 FIRST_REMOTE_ID = 1 << 20  # numbers of remote hosts, and the env ids of remote clients, start here
 K = TypeVar("K")

@@ -7,10 +7,10 @@ import hmac
 import ipaddress
 import os
 import secrets
+from operator import attrgetter
 from pathlib import Path
 
-import grpc
-
+from coterie.config import Config, Refusal
 from coterie.extras import needs
 from coterie.types import ConfigError, reason_of
 
@@ -29,6 +29,16 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def without_keys(field: str) -> Refusal:
+    """Refuses an address for other machines, in the config's `field`, before the run has a folder."""
+
+    def applies(config: Config, spec: object) -> bool:
+        address, wire = attrgetter(field)(config), config.wire
+        return bool(address) and not is_local(address) and not (wire.token_file and wire.cert and wire.key)
+
+    return Refusal(applies, field, "needs wire.token_file, wire.cert and wire.key: other machines can reach it")
 
 
 def split(address: str) -> tuple[str, int]:
@@ -70,10 +80,6 @@ def read_token(path: str) -> str:
 def is_token(given: str, token: str) -> bool:
     """Compare in constant time. `given` may have any characters."""
     return hmac.compare_digest(given.encode(errors="surrogatepass"), token.encode())
-
-
-def server_credentials(cert: str, key: str) -> grpc.ServerCredentials:
-    return grpc.ssl_server_credentials([(read_pem(key, "wire.key"), read_pem(cert, "wire.cert"))])
 
 
 def read_pem(path: str, what: str) -> bytes:

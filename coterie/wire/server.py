@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from coterie.types import Array, ConfigError, CoterieError
-from coterie.wire.auth import is_local, is_token
+from coterie.wire.auth import is_local, is_token, read_pem
 from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused
 
 SERVICE = "coterie.v1.Coterie"
@@ -66,6 +66,10 @@ class ServiceStream(ABC):
 
     def leave(self) -> None:  # noqa: B027 (not every service has something to end)
         """The stream has ended; called once."""
+
+
+def server_credentials(cert: str, key: str) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials([(read_pem(key, "wire.key"), read_pem(cert, "wire.cert"))])
 
 
 Service = Callable[[Any], ServiceStream]  # takes a Hello; raises Refused

@@ -128,6 +128,12 @@ def test_an_option_without_effect_is_a_line_that_names_what_it_needs(capsys, arg
     assert capsys.readouterr().err.splitlines() == lines
 
 
+def test_a_preset_with_its_papers_settings_for_atari_says_so(capsys):
+    for preset in presets.PRESETS:
+        assert main(["train", preset, "--env", "Pong-v5", "--print-config"]) == 0
+        assert ("settings of its paper" in capsys.readouterr().err) == (preset not in ("ppo", "gala-ppo"))
+
+
 def test_another_runs_config_is_trained(write, tmp_path, capsys):
     first = ["train", "ppo", "--env", "CartPole-v1", "--steps", "64", "--env.num-envs", "4", "--optim.lr", "0.123"]
     small = ["--algo.unroll-length", "8", "--ppo.batch-size", "0", "--ppo.minibatch-size", "8", "--ppo.epochs", "1"]
@@ -149,7 +155,7 @@ def test_help_has_the_options_of_the_presets_cell_and_help_all_every_one(capsys)
         return {name.partition(".")[0] for name, _ in fields() if f"--{name.replace('_', '-')} " not in out}
 
     out = printed(capsys, "train", "ppo", "--env", "CartPole-v1", "--learners", "41", "--help")
-    assert absent(out) == SECTIONS.keys() - {"ppo"}
+    assert absent(out) == SECTIONS.keys() - {"ppo", "allreduce"}
     commands = ("--env.id TEXT", "--seeds A..B", "--jobs K", "--grid ", "--chaos ", "--config FILE", "--print-config ")
     assert all(option in out for option in commands)
     words = " ".join(out.split())

@@ -10,8 +10,8 @@ import pytest
 from cryptography import x509
 
 from coterie.types import ConfigError
-from coterie.wire.auth import is_local, make_keys, offset, read_token, server_credentials, split
-from coterie.wire.server import Server
+from coterie.wire.auth import is_local, make_keys, offset, read_token, split
+from coterie.wire.server import Server, server_credentials
 from tests.support.wire import TOKEN, EchoService
 
 

@@ -21,8 +21,8 @@ from coterie import presets
 from coterie.build.resources import resolve_config
 from coterie.remote.admission import FIRST_REMOTE_ID, EnvHostService, SettingsRequest
 from coterie.roles.learner_process import LearnerProcess
-from coterie.wire.auth import make_keys, read_token, server_credentials
-from coterie.wire.server import Limits, Server
+from coterie.wire.auth import make_keys, read_token
+from coterie.wire.server import Limits, Server, server_credentials
 from tests.support.net import free_port, free_ports
 from tests.support.waiting import wait_until
 

@@ -15,10 +15,10 @@ import pytest
 from grpc import StatusCode
 
 from coterie.types import CoterieError
-from coterie.wire.auth import make_keys, server_credentials
+from coterie.wire.auth import make_keys
 from coterie.wire.client import ConnectionLost, RunEnded, Stream
 from coterie.wire.codec import Layout, Tensor
-from coterie.wire.server import Limits, Server
+from coterie.wire.server import Limits, Server, server_credentials
 from tests.support.http2 import PREFACE, SETTINGS, Http2, headers, http2, message
 from tests.support.net import free_port
 from tests.support.waiting import wait_until

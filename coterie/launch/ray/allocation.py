@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields, replace
 from coterie.acting.table import acting_kind
 from coterie.algorithms.table import algorithm_class
 from coterie.build.resources import fitting_actors, largest, simulators
+from coterie.choices import resolve_exchange
 from coterie.config import Config, Env
 from coterie.envs.tasks import tasks
-from coterie.exchange.table import EXCHANGES, exchange_kind, resolve_exchange
+from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.ops.optim import scaled_lr
 from coterie.runs.config_io import get
 from coterie.runs.config_io import replace as changed
