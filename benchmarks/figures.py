@@ -33,6 +33,9 @@ run of the other, which happens by chance once in 20 with three runs a side; it 
 other way round. A figure agrees if all its checks hold, and differs if any is reversed.
 [The guide](../guides/reproduce.md#verdicts) has the details.
 
+Figures "made before verdicts" are of 23 November 2026. Since then the defaults of a2c, IMPALA's replay and the measure
+of gradient saturation have changed (changelog).
+
 *Written by `python benchmarks/figures.py`.*
 """
 
