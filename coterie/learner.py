@@ -117,18 +117,18 @@ class Gradients:
         self.grads = [grad for _, grad in twins]
 
     def compute(self, algorithm: Algorithm[Part], batch: Batch[Part]) -> dict[str, float]:
-        """Add the batch's gradient to `params.grad`; returns the loss's metrics."""
-        return self._add(algorithm, list(batch.parts(len(self.models))))
-
-    def _add(self, algorithm: Algorithm[Part], parts: list[Part]) -> dict[str, float]:
+        """Add the batch's gradient to `params.grad`, and set the batch's priorities; returns the loss's metrics."""
         ways = len(self.models)
+        parts = list(batch.parts(ways))
+        priority: list[Tensor | None] = [None] * len(parts)
 
         def work(k: int) -> dict[str, Tensor]:
             sums: dict[str, Tensor] = {}
-            for part in parts[k::ways]:  # a fixed share in a fixed order, so that runs repeat
+            for i in range(k, len(parts), ways):  # a fixed share in a fixed order, so that runs repeat
                 with self.autocast():
-                    loss = algorithm.loss(self.models[k], part)
+                    loss = algorithm.loss(self.models[k], parts[i])
                 loss.total.backward()  # type: ignore[no-untyped-call]
+                priority[i] = loss.priority
                 for name, term in loss.metrics.items():
                     sums[name] = sums[name] + term if name in sums else term
             return sums
@@ -137,6 +137,8 @@ class Gradients:
         for grad in self.grads:
             self.params.grad.add_(grad)
             grad.zero_()
+        known = [x for x in priority if x is not None]
+        batch.priority = torch.cat(known) if known else None
         return {name: sum(float(sums[name]) for sums in done) for name in done[0]}
 
 

@@ -43,6 +43,7 @@ class RolloutBatch:
     chunk: int  # most samples in one pass through the network; 0: all
     envs: int = 1  # that flat rows take turns of, as a rollout's do; 1: their order means nothing
     metrics: dict[str, float] = field(default_factory=dict)  # the whole batch's, after it was trained on
+    priority: Tensor | None = None
 
     @property
     def valid(self) -> int:

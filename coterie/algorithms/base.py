@@ -52,6 +52,7 @@ class Loss:
 
     total: Tensor
     metrics: dict[str, Tensor]
+    priority: Tensor | None = None  # [n] of the part's samples, where a replay draws by it
 
 
 Part = TypeVar("Part")  # of a batch: the argument of `loss`, of a type that each algorithm defines
@@ -63,6 +64,7 @@ class Batch(Protocol[PartOut]):
 
     count: int  # T x B of all of it, masked or not
     metrics: dict[str, float]  # the whole batch's, after it was trained on
+    priority: Tensor | None  # of its samples, after it was trained on
 
     @property
     def valid(self) -> int: ...  # how many of the `count` rows are learned from

@@ -4,6 +4,7 @@ together are Rainbow (arXiv 1710.02298). Accelerated Methods' epsilon-Rainbow le
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import itemgetter
 
 import torch
@@ -67,7 +68,7 @@ class DQN(QLearning[Transitions]):
         return torch.ones_like(rows.action, dtype=torch.bool)
 
     def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
-        """The weighted error of the samples, whose absolute value goes to `batch.priority`."""
+        """The weighted error of the samples; their priority is its absolute value, or with C51 the divergence."""
         rows, after = batch.rows, batch.after
         params = model(_inputs(rows.obs, rows.action))[0]
         with torch.no_grad():
@@ -84,10 +85,8 @@ class DQN(QLearning[Transitions]):
             wanted = rows.n_step + rows.discount * after.gather(-1, best[:, None])[:, 0]
             found = params.gather(-1, rows.action[:, None])[:, 0]
             error, priority = huber(found - wanted, self.q.huber), (found - wanted).detach().abs()
-        batch.priority.copy_(priority)
-        return combine(
-            {"q_loss": (1.0, rows.weight * error)}, {"q": value, "q_error": priority}, batch.mask, batch.count
-        )
+        terms, watched = {"q_loss": (1.0, rows.weight * error)}, {"q": value, "q_error": priority}
+        return replace(combine(terms, watched, batch.mask, batch.count), priority=priority)
 
 
 def _inputs(obs: Obs, action: Tensor) -> Inputs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Generic, Protocol, Self, TypeVar, cast
 
@@ -73,8 +73,8 @@ class ReplayBatch(Generic[R]):
     mask: Tensor  # of the rows that are trained on
     chunk: int
     count: int  # rows of the whole batch, masked or not
-    priority: Tensor  # [n], written by the parts' losses
     metrics: dict[str, float] = field(default_factory=dict)
+    priority: Tensor | None = None  # [n], after it was trained on
 
     @property
     def valid(self) -> int:
@@ -82,18 +82,15 @@ class ReplayBatch(Generic[R]):
         return int(self.mask.sum())
 
     def parts(self, ways: int = 1) -> Iterator[ReplayBatch[R]]:
-        for at in slices(len(self.priority), self.chunk, ways):
+        for at in slices(len(self.rows.weight), self.chunk, ways):
             yield self._part(at)
 
     def half(self) -> ReplayBatch[R]:
-        half = self._part(slice(0, max(1, len(self.priority) // 2)))
-        return replace(half, priority=half.priority.clone())  # which its losses write
+        return self._part(slice(0, max(1, len(self.rows.weight) // 2)))
 
     def _part(self, at: slice) -> ReplayBatch[R]:
         cut = (*(slice(None),) * (self.mask.dim() - 1), at)
-        return ReplayBatch(
-            self.rows.part(at), self.after[cut], self.mask[cut], self.chunk, self.count, self.priority[at]
-        )
+        return ReplayBatch(self.rows.part(at), self.after[cut], self.mask[cut], self.chunk, self.count)
 
 
 class QLearning(AlgorithmBase, ABC, Generic[R]):
@@ -205,8 +202,7 @@ class QLearning(AlgorithmBase, ABC, Generic[R]):
             prefetched = self._fetch(device) if self.due >= self.batch_rows else None
             if self.q.noisy:
                 model.resample(self.rng)
-            priority = torch.zeros(self.q.batch_size, device=device)
-            yield ReplayBatch(found, after, self.trained(found), self.chunk, self.batch_rows, priority)
+            yield ReplayBatch(found, after, self.trained(found), self.chunk, self.batch_rows)
         if self.rows - self.copied >= self.q.target_every:
             self._copy()
 
@@ -255,7 +251,7 @@ class QLearning(AlgorithmBase, ABC, Generic[R]):
     def after_step(self, model: Model, batch: Batch[ReplayBatch[R]]) -> None:
         """Write the errors of the batch as the priorities of its samples."""
         assert self.replay is not None and isinstance(batch, ReplayBatch)  # noqa: PT018
-        if self.config.replay.alpha:
+        if self.config.replay.alpha and batch.priority is not None:
             self.replay.update(batch.rows.picks, batch.priority.double().cpu().numpy())
 
     def gauges(self) -> dict[str, float]:

@@ -5,6 +5,7 @@ and priorities that mix a sequence's largest and mean error.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import itemgetter
 
 import torch
@@ -120,7 +121,7 @@ class R2D2(QLearning[Sequences]):
         return self.r2d2.eta * size.amax(0) + (1 - self.r2d2.eta) * size.mean(0)
 
     def loss(self, model: Model, batch: ReplayBatch[Sequences]) -> Loss:
-        """The weighted error of the rows after the burn-in; the sequences' priorities go to `batch.priority`."""
+        """The weighted error of the rows after the burn-in, and the sequences' priorities."""
         rows, after, begin = batch.rows, batch.after, self.r2d2.burn_in
         rest, state = self._warm(model, rows.inputs, rows.core_state)
         values = model(rest, state)[0]
@@ -132,6 +133,6 @@ class R2D2(QLearning[Sequences]):
         found = values[:-1].gather(-1, action[..., None])[..., 0]
         error = found - wanted
         size = (error.detach() * mask).abs()
-        batch.priority.copy_(self._mix(size))
         terms = {"q_loss": (1.0, rows.weight * huber(error, self.q.huber))}
-        return combine(terms, {"q": found.detach(), "q_error": size}, mask, batch.count)
+        loss = combine(terms, {"q": found.detach(), "q_error": size}, mask, batch.count)
+        return replace(loss, priority=self._mix(size))

@@ -55,6 +55,7 @@ class TrajectoryBatch:
     chunk: int
     count: int
     metrics: dict[str, float] = field(default_factory=dict)
+    priority: Tensor | None = None
 
     @property
     def valid(self) -> int:

@@ -86,5 +86,5 @@ def test_r2d2s_loss_and_priorities_are_the_definitions():
         errors = np.array(errors)
         total += float(rows.weight[i]) * (errors**2).sum() / 2
         priority = 0.9 * np.abs(errors).max() + 0.1 * np.abs(errors).mean()
-        assert float(batch.priority[i]) == pytest.approx(priority, abs=1e-4)
+        assert float(loss.priority[i]) == pytest.approx(priority, abs=1e-4)
     assert float(loss.total.detach()) == pytest.approx(total / (12 * 4), abs=1e-4)

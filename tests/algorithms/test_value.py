@@ -42,7 +42,7 @@ def test_parts_and_threads_add_up_to_the_whole_batch(name, chunk, ways):
         team = Team(members)
         metrics = Gradients(model, params, team, nullcontext).compute(algorithm, batch)
         team.close()
-        found.append((params.grad.clone(), metrics, batch.priority.clone()))
+        found.append((params.grad.clone(), metrics, batch.priority))
         params.grad.zero_()
     torch.testing.assert_close(found[1][0], found[0][0], atol=1e-6, rtol=1e-5)
     assert found[1][1] == pytest.approx(found[0][1], abs=1e-5)
@@ -69,7 +69,7 @@ def test_the_target_of_dqn_is_the_definitions(double):
     (part,) = batch.parts()
     loss = algorithm.loss(model, part)
     size = np.abs(expected)
-    np.testing.assert_allclose(batch.priority, size, atol=1e-5)
+    np.testing.assert_allclose(loss.priority, size, atol=1e-5)
     each = np.where(size < 1, size**2 / 2, size - 0.5)
     assert float(loss.total.detach()) == pytest.approx(each.mean(), abs=1e-5)
 
@@ -79,8 +79,7 @@ def test_importance_weights_scale_each_rows_loss():
     batch = drawn(algorithm, model)[-1]
     assert batch.rows.weight.max() == 1
     (part,) = batch.parts()
-    algorithm.loss(model, part)
-    error = batch.priority.clone()
+    error = algorithm.loss(model, part).priority
     batch.rows.weight = torch.zeros_like(batch.rows.weight)
     batch.rows.weight[3] = 0.5
     (part,) = batch.parts()
@@ -98,8 +97,8 @@ def test_c51s_loss_has_the_projected_target_and_its_value_is_the_mean():
     values = (probs * torch.linspace(-2, 2, 11)).sum(-1)
     torch.testing.assert_close(model.expected(params[0]), values)
     torch.testing.assert_close(params[1], values.amax(-1))
-    assert (batch.priority >= 0).all()
-    entropy_of_target = float(loss.total.detach()) - float(batch.priority.mean())
+    assert (loss.priority >= 0).all()
+    entropy_of_target = float(loss.total.detach()) - float(loss.priority.mean())
     assert 0 <= entropy_of_target <= np.log(11)
 
 
