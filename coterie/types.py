@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 #: One array, or a flat dict of arrays, all with the same leading axes.
 Obs = Any
-CoreState = Any
 Array = NDArray[Any]
+Post = Callable[[str, Any], None]  # sends a message (its kind and content) to the parent process
 T = TypeVar("T")
 
 
@@ -196,7 +196,7 @@ class Rollout:
     behavior_value: Tensor  # [T+1, B] float32
     policy_version: Tensor  # [T, B] int64, learner step whose weights chose the action
     env_id: Tensor  # [B] int64
-    core_state: CoreState = None  # [B, ...] before obs[0]; None without a core
+    core_state: Tensor | None = None  # [B, ...] before obs[0]; None without a core
     episodes: list[tuple[float, int]] = field(default_factory=list)  # (return, length) of episodes that ended in it
     episode_env: list[int] = field(default_factory=list)  # and their envs' ids
 

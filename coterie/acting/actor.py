@@ -11,10 +11,11 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from coterie.acting.apart import Reporter, envs_per_child
-from coterie.acting.base import Agent, EnvShare, MemorySetup, Post, Stopped, WorkerSetup, group_policy
+from coterie.acting.base import Agent, EnvShare, MemorySetup, Stopped, WorkerSetup, group_policy
+from coterie.acting.child_processes import Reporter
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, rollout_layout
+from coterie.envs.tasks import envs_per_child
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.affinity import keep_freed_memory
 from coterie.parallel.board import COUNTS
@@ -22,7 +23,7 @@ from coterie.parallel.slots import Slots
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
 from coterie.parallel.weights import Weights
-from coterie.types import AgentOutput, CoterieError, Inputs
+from coterie.types import AgentOutput, CoterieError, Inputs, Post
 
 _POLL_S, _SLOW_POLL_S = 2e-4, 1e-3  # between two looks at shared memory: in the first moments, and later
 _SOON_S = 0.01

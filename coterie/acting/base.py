@@ -17,11 +17,10 @@ from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
-from coterie.types import AgentOutput, CoterieError, Inputs, Rollout, Spec
+from coterie.types import AgentOutput, CoterieError, Inputs, Post, Rollout, Spec
 
 # (network, inputs, core state, global ids of the envs, random numbers) -> output and the next core state
 Policy = Callable[[Model, Inputs, Tensor | None, Tensor, torch.Generator], tuple[AgentOutput, Tensor | None]]
-Post = Callable[[str, Any], None]  # sends a message to the parent process
 
 
 class Stopped(Exception):
@@ -33,7 +32,7 @@ class Acting(Protocol):
 
     def publish(self, version: int) -> None: ...  # the weights of learner step `version`
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]: ...
-    def rest(self) -> int: ...  # wait until nothing acts; returns the batches that wait. For measurements
+    def rest(self) -> int: ...  # block until acting is idle; returns the number of waiting batches (for benchmarks)
     def counts(self) -> dict[str, int]: ...  # rows produced and dropped, envs replaced, since it began
     def failures(self) -> list[str]: ...  # why envs were replaced, since the last call
     def gauges(self) -> dict[str, float]: ...  # for the metrics
@@ -102,8 +101,8 @@ class GroupPolicy:
 
 
 def group_policy(share: EnvShare, envs: Envs, agent: Agent, model: Model, refresh: Callable[[], None]) -> GroupPolicy:
-    """Act with `model`, the agent's copy for acting. Each group has random numbers of its own: its thread must not race
-    for them.
+    """Act with `model`, the agent's copy for acting. Each group has its own generator, since groups may run in
+    different threads.
     """
     first, device = share.first_env, share.device
     ids = [torch.arange(first + cols.start, first + cols.stop, device=device) for cols in envs.groups]
@@ -196,7 +195,9 @@ class ActingKind(Generic[M]):
     child: str = ""  # what its child processes are called; empty: the learner steps the envs itself
     own_policy: bool = False  # the children choose actions, one core each; else the learner does for them
     section: Callable[[Config], Section | None] = lambda config: None  # its settings
-    batch_settings: Callable[[bool, int], dict[str, Any]] = lambda lockstep, batch_size: {}  # these two of them
+    batch_settings: Callable[[bool, int], dict[str, Any]] = (
+        lambda lockstep, batch_size: {}
+    )  # overrides that set lockstep and batch_size
     publish_every: Callable[[Config], int] = lambda config: 1  # learner steps between updates of the acting weights
     max_envs: Callable[[Config], int] = lambda config: sys.maxsize  # of one learner
     batch_max: Callable[[Config], int] = lambda config: 0  # most envs in one forward pass; 0: no limit

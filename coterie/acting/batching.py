@@ -31,9 +31,7 @@ S = TypeVar("S", bound=Stream)
 
 
 def has_room(finished: int, envs: int, buffered: int) -> bool:
-    """Whether new rollouts may begin while `finished` columns wait for the learner, of `envs`, with memory for
-    batches of `buffered` columns.
-    """
+    """Whether new rollouts may begin: true while fewer than 2 x `envs` + `buffered` finished columns are waiting."""
     return finished < 2 * envs + buffered
 
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.acting.apart import apart_refusals
 from coterie.acting.base import Acting, ActingKind, LearnerSetup, core_shape
 from coterie.acting.batching import choose_batch, choose_turn, has_room
 from coterie.acting.central_stream import BatchAssembly, CentralConfig, EnvStream, EnvStreams, InferenceRequest, join
+from coterie.acting.child_processes import apart_refusals
 from coterie.acting.env_host import EnvHost, HostSocket
 from coterie.acting.recorder import Fields, as_rollout, local_fields
 from coterie.acting.twin_models import Twin, TwinModels

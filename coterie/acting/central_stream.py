@@ -1,6 +1,4 @@
-"""The streams of central acting, what the learner keeps for the envs of each one, and the batches that their rollouts
-become.
-"""
+"""Streams of central acting: per-stream state on the learner, and assembly of rollouts into batches."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class CentralConfig:
 
 @dataclass(eq=False)
 class InferenceRequest:
-    """What a stream's envs show, and the call that sends their actions."""
+    """A stream's observations, and the callback that sends its actions."""
 
     stream: EnvStream
     seen: TimeStep
@@ -133,7 +131,7 @@ class EnvStream(ServiceStream):
 
 
 class EnvStreams:
-    """The open streams of a learner. `initial_state`: of the recurrent state of some envs."""
+    """The open streams of a learner. `initial_state(n)`: recurrent state of n envs."""
 
     def __init__(
         self, config: CentralConfig, initial_state: Callable[[int], Tensor | None],

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from coterie.acting.actor import Actor, ActorMemory
-from coterie.acting.apart import apart_refusals, envs_per_child, shares_evenly
 from coterie.acting.base import Acting, ActingKind, Agent, LearnerSetup
+from coterie.acting.child_processes import apart_refusals, shares_evenly
 from coterie.acting.recorder import as_rollout
 from coterie.config import Decoupled as DecoupledConfig
 from coterie.config import Refusal, ResolvedConfig
+from coterie.envs.tasks import envs_per_child
 from coterie.parallel.board import Board
 from coterie.parallel.stages import Stages
 from coterie.parallel.upload import Uploads

@@ -1,4 +1,4 @@
-"""Env hosts of central acting: `env_loop` alone, whose actions come over the wire."""
+"""Env hosts of central acting: they run `env_loop` with actions from the wire."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from coterie.acting.apart import Reporter, WorkerReport
-from coterie.acting.base import EnvShare, MemorySetup, Post, Stopped, WorkerSetup
+from coterie.acting.base import EnvShare, MemorySetup, Stopped, WorkerSetup
+from coterie.acting.child_processes import Reporter, WorkerReport
 from coterie.acting.recorder import Envs, env_loop
 from coterie.parallel.affinity import available_cores, keep_freed_memory
 from coterie.parallel.board import COUNTS
 from coterie.parallel.processes import scratch_folder
 from coterie.parallel.stages import Stages
-from coterie.types import Array, TimeStep, entries
+from coterie.types import Array, Post, TimeStep, entries
 from coterie.wire.client import Connection, Endpoint, ReconnectingStream, RunEnded, Stream
 from coterie.wire.codec import Layout, Newest, timestep_layout
 
@@ -46,7 +46,7 @@ class GroupStream(ReconnectingStream):
         return self._connection.stream("Infer", self._layout, self._wanted, silence=_SILENCE_S, **hello)
 
     def actions(self, seen: dict[str, Array]) -> Array:
-        """The learner's actions for what the envs show."""
+        """The learner's actions for these observations."""
 
         def question() -> dict[str, Array]:
             self.rows += 1

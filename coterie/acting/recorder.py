@@ -220,7 +220,7 @@ class Recorder:
         return self.inputs(g, row)
 
     def inputs(self, g: int, row: int) -> Inputs:
-        """What the model saw, or is to see, at `row`."""
+        """The model's input at `row`."""
         mine = self.columns[g]
         obs = mine.obs[""][row] if self.plain else {k: x[row] for k, x in mine.obs.items()}
         return Inputs(obs, self._up(mine.is_first[row]), mine.action[row], self._up(mine.reward[row]))

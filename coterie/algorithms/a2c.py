@@ -41,7 +41,7 @@ class RolloutBatch:
     core_state: Tensor | None
     count: int  # T x B of the whole batch, masked or not: the one divisor of every sum
     chunk: int  # most samples in one pass through the network; 0: all
-    envs: int = 1  # that flat rows take turns of, as a rollout's do; 1: their order means nothing
+    envs: int = 1  # number of envs if rows are in [T, B] order; 1: shuffled
     metrics: dict[str, float] = field(default_factory=dict)  # the whole batch's, after it was trained on
     priority: Tensor | None = None
 
@@ -71,7 +71,7 @@ class RolloutBatch:
         return batch
 
     def half(self) -> RolloutBatch:
-        """That of half of the envs, whose steps depend on each other; of shuffled rows the first half."""
+        """The rows of half the envs (steps of one env are correlated); of shuffled rows the first half."""
         rows = torch.arange(self.mask.shape[-1])
         turns = rows.view(-1, self.envs if self.envs > 1 else len(rows))
         return self.take(turns[:, : max(1, turns.shape[1] // 2)].flatten())

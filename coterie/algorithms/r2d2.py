@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
 from coterie.algorithms.q_base import QLearning, ReplayBatch
-from coterie.algorithms.q_room import replay_capacity, replay_size, value_refusals
+from coterie.algorithms.replay_size import replay_capacity, replay_size, value_refusals
 from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model

@@ -33,7 +33,7 @@ _EPSILON = 1e-6  # what the variant `epsilon` adds to a probability before its l
 class Sequences:
     """Whole rollouts of some envs, `[T+1, b]`."""
 
-    inputs: Inputs  # row T is there for its value only
+    inputs: Inputs  # row T is used only for its value
     action: Tensor
     reward: Tensor
     terminated: Tensor
@@ -69,7 +69,7 @@ class TrajectoryBatch:
     def parts(self, ways: int = 1) -> Iterator[Sequences]:
         for whole in self.rollouts:
             rows, width = whole.inputs.is_first.shape
-            size = max(1, self.chunk // (rows - 1)) if self.chunk else 0  # row T is there for its value only
+            size = max(1, self.chunk // (rows - 1)) if self.chunk else 0  # row T is used only for its value
             for at in slices(width, size, ways):
                 yield whole.columns(at)
 

@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.acting.base import Agent, EnvShare, MemorySetup, Policy, WorkerSetup, core_shape
+from coterie.acting.base import Agent, EnvShare, Memory, MemorySetup, Policy, WorkerSetup, core_shape
 from coterie.algorithms.base import ON_CPU, AnyAlgorithm, Compute
 from coterie.algorithms.table import ALGORITHMS, algorithm_class
 from coterie.build.resources import Resources, resolve_resources
@@ -115,7 +115,7 @@ class ProcessContext(Peers):
     gradients: SharedArrays | None = None  # where learners leave gradients for comparison
     changes: SharedArrays | None = None  # and the lengths of their updates, for the bound on their distance
     gpu: int = 0
-    acting: Any = None  # the `Memory` of the run's acting
+    acting: Memory | None = None  # shared with the child processes
 
 
 def worker_setup(

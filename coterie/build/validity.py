@@ -6,7 +6,7 @@ import sys
 from typing import get_args, get_type_hints
 
 from coterie.acting.table import ACTING, acting_kind
-from coterie.algorithms.q_room import replay_size
+from coterie.algorithms.replay_size import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.tasks import tasks

@@ -26,9 +26,13 @@ def task_config(config: AnyConfig, task: str) -> AnyConfig:
     return replace(config, env=replace(config.env, id=task), atari=replace(config.atari, full_action_set=True))
 
 
+def envs_per_child(config: ResolvedConfig) -> int:
+    return config.env.num_envs * config.learners // max(1, config.actors)
+
+
 def child_env(config: ResolvedConfig, number: int, rank: int) -> tuple[ResolvedConfig, int]:
     """The config of child process `number` of learner `rank`, with its share of the envs, and its first env's id."""
-    width = config.env.num_envs * config.learners // max(1, config.actors)
+    width = envs_per_child(config)
     several = tasks(config.env.id)
     mine = task_config(config, several[(rank * (config.actors // config.learners) + number) % len(several)])
     delayed = config.env.delay_learner in (-1, rank)
@@ -39,8 +43,7 @@ def child_env(config: ResolvedConfig, number: int, rank: int) -> tuple[ResolvedC
 def task_of(config: ResolvedConfig, env_id: int) -> str:
     """The task of an env by its id."""
     rank, place = divmod(env_id, config.env.num_envs)
-    number = place * max(1, config.actors) // (config.env.num_envs * config.learners)
-    return child_env(config, number, rank)[0].env.id
+    return child_env(config, place // envs_per_child(config), rank)[0].env.id
 
 
 def overall(means: Mapping[str, float]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.acting.apart import WorkerReport
+from coterie.acting.child_processes import WorkerReport
 from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import overall, task_of, tasks

@@ -30,7 +30,6 @@ import psutil
 
 from coterie.types import ConfigError, CoterieError, one_line
 
-Post = Callable[[str, Any], None]  # (kind, content) to the parent
 STOP = (signal.SIGINT, signal.SIGTERM)
 _END_S = 5.0  # for a child whose socket has closed to end
 _HEAD = 8  # bytes before a message: its length

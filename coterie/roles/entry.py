@@ -18,10 +18,9 @@ from coterie.config import ResolvedConfig
 from coterie.models.build import Network
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST
-from coterie.parallel.processes import Post
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
-from coterie.types import CoterieError, Rollout
+from coterie.types import CoterieError, Post, Rollout
 
 _REPORT_S = 0.25  # between two reports of a learner
 _GAUGES_S = 0.25  # least seconds between two readings of the gauges: some are slow to read

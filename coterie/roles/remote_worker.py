@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from coterie.acting.actor import RolloutLoop
-from coterie.acting.apart import WorkerReport
 from coterie.acting.base import Agent, Stopped, core_shape
+from coterie.acting.child_processes import WorkerReport
 from coterie.acting.env_host import EnvLoop, GroupStream, host_envs
 from coterie.acting.recorder import Recorder, local_fields
 from coterie.build.factory import cpu_share, make_agent

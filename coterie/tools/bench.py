@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.acting.apart import envs_per_child
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import autocast
 from coterie.algorithms.table import algorithm_class
@@ -25,17 +24,17 @@ from coterie.build.validity import check
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.spaces import random_actions
-from coterie.envs.tasks import tasks
+from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import exchange_kind
 from coterie.launch.placement import Placement
 from coterie.learner import Gradients
 from coterie.learner import learn as train
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.processes import Child, Post, gather
+from coterie.parallel.processes import Child, gather
 from coterie.parallel.threads import Team
 from coterie.roles.entry import worker_process
 from coterie.roles.learner_process import LearnerProcess
-from coterie.types import ConfigError, Inputs, Rollout, counted, map_obs
+from coterie.types import ConfigError, Inputs, Post, Rollout, counted, map_obs
 
 _ROUNDS = 3
 Sync = Callable[[], None]  # returns once all learners have come as far

@@ -21,9 +21,9 @@ from coterie.exchange.allreduce import AllReduce
 from coterie.exchange.base import NonFinite, Peers
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
-from coterie.parallel.processes import PeerLost, Post
+from coterie.parallel.processes import PeerLost
 from coterie.roles.learner_process import LearnerProcess
-from coterie.types import Rollout
+from coterie.types import Post, Rollout
 from tests.exchange.harness import collect, expect, flat, gradients, make_setup, start
 
 ROLLOUTS = 8

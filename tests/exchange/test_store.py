@@ -13,9 +13,8 @@ from coterie.exchange.shared_weights import CoreTurns, shared_memory_for, split
 from coterie.ops.optim import Adam, flat_norm_clip
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
-from coterie.parallel.processes import Post
 from coterie.parallel.shm import SharedArrays
-from coterie.types import CoterieError
+from coterie.types import CoterieError, Post
 from tests.exchange.harness import BETAS, NOTHING, Sgd, apply, collect, expect, flat, gradients, start, store, together
 from tests.support.waiting import wait_until
 

@@ -9,8 +9,7 @@ import pytest
 from coterie.exchange.base import OwnSteps
 from coterie.exchange.steps import BoardSteps, Staleness
 from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board
-from coterie.parallel.processes import Post
-from coterie.types import CoterieError
+from coterie.types import CoterieError, Post
 from tests.exchange.harness import collect, start, together
 
 PROCESSES, EACH, ADDS = 4, 16, 100

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from coterie.parallel.processes import Post
 from coterie.parallel.slots import Slots
+from coterie.types import Post
 from tests.exchange.harness import start
 from tests.support.waiting import PATIENCE, wait_until
 

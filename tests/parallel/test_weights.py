@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coterie.parallel.processes import Post
 from coterie.parallel.weights import Weights
-from coterie.types import CoterieError
+from coterie.types import CoterieError, Post
 from tests.exchange.harness import start
 
 SIZE = 300_000

@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coterie.acting.apart import envs_per_child
 from coterie.acting.base import ActingKind
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.table import algorithm_class
 from coterie.build import validity
 from coterie.build.resources import resolve_config, resolve_resources
 from coterie.config import Config, ResolvedConfig
-from coterie.envs.tasks import tasks
+from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.affinity import place
 from coterie.runs.config_io import replace as changed

@@ -15,10 +15,9 @@ from coterie.build.factory import ProcessContext, make_exchange, normalizers
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
-from coterie.parallel.processes import Post
 from coterie.roles.learner_process import LearnerProcess
 from coterie.tools.bench import Training
-from coterie.types import Spec
+from coterie.types import Post, Spec
 
 _ROUNDS = 3
 _STEPS = 20  # of each exchange

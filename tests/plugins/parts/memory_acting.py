@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 
 import coterie
-from coterie.acting.apart import apart_refusals, envs_per_child
 from coterie.acting.base import ActingKind, core_shape, group_policy
+from coterie.acting.child_processes import apart_refusals
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, local_fields
 from coterie.config import Central, Refusal
+from coterie.envs.tasks import envs_per_child
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.parallel.threads import Team
 from coterie.types import CoterieError, TimeStep

@@ -10,7 +10,6 @@ import pytest
 
 from coterie import presets
 from coterie.acting.actor import ActorMemory
-from coterie.acting.apart import envs_per_child
 from coterie.acting.table import ACTING
 from coterie.algorithms.table import algorithm_class
 from coterie.build.factory import make_model, memory_setup
@@ -18,6 +17,7 @@ from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.cli.main import main
 from coterie.envs.make import make_spec
+from coterie.envs.tasks import envs_per_child
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.params import FlatParams
 from coterie.roles.learner_process import LearnerProcess

@@ -1,4 +1,4 @@
-"""What all actings with child processes share: their refusals, and what an actor or an env host reports to the log."""
+"""What all acting modes with child processes share: their refusals, and what actors and env hosts report to the log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from coterie.acting.base import Section
 from coterie.config import Config, Refusal, ResolvedConfig
-from coterie.envs.tasks import tasks
+from coterie.envs.tasks import envs_per_child, tasks
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.stages import Stages
 
@@ -18,8 +18,8 @@ _REPORT_S = 0.5  # between two reports
 
 
 def shares_evenly(config: ResolvedConfig, optional: bool = False) -> bool:
-    """Whether learners, tasks and envs are shared out evenly over the children. `optional`: none at all will do where
-    clients of other machines may join.
+    """Whether learners, tasks and envs are shared out evenly over the children. `optional`: zero children are allowed
+    where remote clients may join.
     """
     actors, learners = config.actors, config.learners
     return (
@@ -27,10 +27,6 @@ def shares_evenly(config: ResolvedConfig, optional: bool = False) -> bool:
         and actors % learners == actors % len(tasks(config.env.id)) == 0
         and config.env.num_envs * learners % max(1, actors) == 0
     )
-
-
-def envs_per_child(config: ResolvedConfig) -> int:
-    return config.env.num_envs * config.learners // max(1, config.actors)
 
 
 def apart_refusals(section: Callable[[Config], Section], optional: bool = False) -> tuple[Refusal, ...]:
@@ -74,7 +70,7 @@ class Reporter:
         self.latencies = deque[float](maxlen=4096)
 
     def is_due(self) -> bool:
-        """Never before the first env step, and then at once."""
+        """False before the first env step, then true at once."""
         return self._stages.first_step < math.inf and time.monotonic() - self._reported > _REPORT_S
 
     def take(self) -> WorkerReport:

@@ -1,4 +1,4 @@
-"""The size of the replay of value methods, and what all of them refuse."""
+"""Replay size of value methods, and their common refusals."""
 
 from __future__ import annotations
 
