@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from coterie.acting.base import Section
 from coterie.config import Config, Refusal, ResolvedConfig
-from coterie.envs.tasks import envs_per_child, tasks
+from coterie.envs.tasks import tasks
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.stages import Stages
 
@@ -37,11 +37,6 @@ def apart_refusals(section: Callable[[Config], Section], optional: bool = False)
             "actors",
             "must be a multiple of the learners and of the tasks, and divide env.num_envs x learners evenly; give "
             "other numbers, or leave both at auto",
-        ),
-        Refusal(
-            lambda c, s: c.env.groups == 2 and envs_per_child(c) % 2 == 1,
-            "env.groups",
-            "needs an even number of envs in each actor (env.num_envs x learners / actors)",
         ),
         Refusal(
             lambda c, s: section(c).lockstep and section(c).batch_size not in (0, c.env.num_envs),

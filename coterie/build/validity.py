@@ -9,7 +9,7 @@ from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.replay_size import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
-from coterie.envs.tasks import tasks
+from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.torsos import FOR_IMAGES
 from coterie.plugins import check_own
@@ -97,9 +97,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "must be yes or auto with a recurrent core, which policy and value share",
     ),
     Refusal(
-        lambda c, s: c.env.groups == 2 and c.env.num_envs % 2 == 1,
+        lambda c, s: c.env.groups == 2 and (envs_per_child(c) if c.actors else c.env.num_envs) % 2 == 1,
         "env.groups",
-        "needs an even env.num_envs",
+        "needs an even number of envs in each process: env.num_envs, or env.num_envs x learners / actors",
     ),
     Refusal(
         lambda c, s: c.model.normalize_obs and not any(o.is_numeric for o in s.obs.values()),

@@ -89,13 +89,11 @@ R2D2 = {"algorithm": "r2d2", "model.core": "lstm", "algo.unroll_length": 20}
 GOSSIP = {"exchange": "gossip", "gossip.bind": "127.0.0.1:8790"}
 RING = {"learners": 2, "exchange": "allreduce", "allreduce.bind": "127.0.0.1:8791"}
 ALIKE = {"algorithm": "vtrace", "learners": 2, "exchange": "allreduce"}
-ODD = {"env.groups": 2, "env.num_envs": 3}
 # Fields with several refusals: words of the reason, and what meets it.
 AMBIGUOUS = [
     ("model.core", "", {"algorithm": "dqn", "model.core": "lstm"}),
     ("model.core", "must be lstm", {"algorithm": "r2d2"}),
-    ("env.groups", "", ODD),
-    ("env.groups", "each actor", {**DECOUPLED, **ODD, "actors": 1}),
+    ("env.groups", "actors", {**DECOUPLED, "env.groups": 2, "env.num_envs": 6, "actors": 2}),
     ("env.groups", "lockstep", {**CENTRAL, "env.groups": 2}),
     ("algo.entropy_target", "each learner's own", {**ALIKE, "algo.entropy_target": 0.5, "algo.entropy_coef": 0.01}),
     ("algo.normalize_advantage", "each learner's own", {**ALIKE, "algo.normalize_advantage": True}),
