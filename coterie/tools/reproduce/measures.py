@@ -40,12 +40,11 @@ def begins(run: RecordedRun) -> float:
 
 def rate(run: RecordedRun) -> float:
     """Env steps/s of a run without its start: from the first line after a third of the env steps (and after value
-    learning has begun to train) to the last; over the whole run if it has only one line.
+    learning has begun to train) to the last; over the whole run if it has fewer than two lines.
     """
     x, seconds = run.series("seconds")
-    if not len(x):
-        return math.nan
-    for late in (x >= max(x[-1] / 3, begins(run)), x >= x[-1] / 3, x >= 0):
+    for least in (max(x[-1] / 3, begins(run)), x[-1] / 3, 0.0) if len(x) else ():
+        late = x >= least
         if late.sum() > 1 and seconds[late][-1] > seconds[late][0]:
             return float((x[late][-1] - x[late][0]) / (seconds[late][-1] - seconds[late][0]))
     whole = float(run.summary.get("seconds") or 0)

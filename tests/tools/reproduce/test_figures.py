@@ -219,13 +219,14 @@ def test_use_of_the_cores_and_power_are_means_over_the_whole_run():
 
 
 def test_the_rate_of_a_run_leaves_out_its_start():
-    """And the time before value learning trains; a run of one line has its summary's rate."""
+    """And the time before value learning trains; a run of one line or none has its summary's rate."""
     one = made_up(FIGURES["accel-3"].arms(FIGURES["accel-3"].sizes["smoke"])[0])
     one.lines[:] = [{"env_steps": n, "seconds": s} for n, s in [(0, 10), (300, 20), (500, 21), (500, 22), (900, 24)]]
     assert rate(one) == pytest.approx(600 / 4)
     one.config.update({"algorithm": "dqn", "q.learn_start": 1000})
     one.lines[:] = [{"env_steps": n, "seconds": s} for n, s in [(500, 1), (1000, 2), (1100, 4), (1200, 6)]]
     assert rate(one) == pytest.approx(50)
-    one.lines[:] = one.lines[-1:]
     one.summary.update({"env_steps": 1200, "seconds": 6.0})
-    assert rate(one) == pytest.approx(200)
+    for left in (one.lines[-1:], []):
+        one.lines[:] = left
+        assert rate(one) == pytest.approx(200)
