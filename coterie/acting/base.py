@@ -195,9 +195,8 @@ class ActingKind(Generic[M]):
     child: str = ""  # what its child processes are called; empty: the learner steps the envs itself
     own_policy: bool = False  # the children choose actions, one core each; else the learner does for them
     section: Callable[[Config], Section | None] = lambda config: None  # its settings
-    batch_settings: Callable[[bool, int], dict[str, Any]] = (
-        lambda lockstep, batch_size: {}
-    )  # overrides that set lockstep and batch_size
+    # Overrides that set lockstep and batch_size.
+    batch_settings: Callable[[bool, int], dict[str, Any]] = lambda lockstep, batch_size: {}
     publish_every: Callable[[Config], int] = lambda config: 1  # learner steps between updates of the acting weights
     max_envs: Callable[[Config], int] = lambda config: sys.maxsize  # of one learner
     batch_max: Callable[[Config], int] = lambda config: 0  # most envs in one forward pass; 0: no limit
