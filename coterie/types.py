@@ -41,6 +41,8 @@ def from_entries(obs: dict[str, Any]) -> Obs:
     return obs.get("", obs)
 
 
+MASK = "action_mask"  # the entry of an observation that says which choices are legal
+
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: checkpointed on a signal, go on with `resume`
 
 
@@ -73,8 +75,8 @@ class ObsSpec:
 
     @property
     def is_numeric(self) -> bool:
-        """Numbers with a mean and a deviation worth knowing: neither bytes nor words."""
-        return self.dtype != "uint8" and not self.text
+        """Numbers with a mean and a deviation worth knowing: neither bytes nor words nor a mask."""
+        return self.dtype not in ("uint8", "bool") and not self.text
 
     @property
     def is_image(self) -> bool:
@@ -86,10 +88,11 @@ class ActionSpec:
     """What an action is.
 
     categorical: `sizes == (n,)`, actions int64 `[B]`. multi: `sizes == (n_0, .., n_{A-1})`, actions int64 `[B, A]`.
-    continuous: actions float32 `[B, A]`, `low` and `high` hold A bounds each (may be infinite).
+    continuous: actions float32 `[B, A]`, `low` and `high` hold A bounds each (may be infinite). mixed: choices, then
+    continuous components, all float32.
     """
 
-    kind: Literal["categorical", "multi", "continuous"]
+    kind: Literal["categorical", "multi", "continuous", "mixed"]
     sizes: tuple[int, ...] = ()
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
@@ -99,11 +102,11 @@ class ActionSpec:
         """Shape of one action without batch axes."""
         if self.kind == "categorical":
             return ()
-        return (len(self.sizes),) if self.kind == "multi" else (len(self.low),)
+        return (len(self.sizes) + len(self.low),)
 
     @property
     def dtype(self) -> str:
-        return "float32" if self.kind == "continuous" else "int64"
+        return "float32" if self.low else "int64"
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,15 @@ class Spec:
     action: ActionSpec
     action_repeat: int = 1  # emulator frames per env step
     max_episode_steps: int = 0  # env steps; 0: no limit known
+
+    @property
+    def masked(self) -> bool:
+        """Whether observations say which choices are legal."""
+        return bool(self.action.sizes) and MASK in self.obs
+
+    def legal_rows(self, mask: Array) -> Array:
+        """Which rows of an action mask `[n, choices]` allow a choice of each component: `[n]` bool."""
+        return np.asarray(np.logical_or.reduceat(mask, np.cumsum([0, *self.action.sizes[:-1]]), axis=1).all(1))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -20,19 +20,28 @@ from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss,
 from coterie.config import Config, ResolvedConfig
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
+from coterie.ops.dist import ILLEGAL
 from coterie.parallel.threads import Team
 from coterie.replay.priority import Picks
 from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec
 
 
-def greedy(values: Tensor, explore: Tensor | None, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The argmax of `values` `[B, A]`, or with probability `explore` a random action; and its log-probability."""
+def greedy(values: Tensor, explore: Tensor | None, rng: torch.Generator, masked: bool = False) -> tuple[Tensor, Tensor]:
+    """The argmax of `values` `[B, A]`, or with probability `explore` a random legal action; and its log-probability.
+    `masked`: values may be `ILLEGAL`.
+    """
     best = values.argmax(-1)
     if explore is None:
         return best, torch.zeros(len(best), device=best.device)
-    n = values.shape[-1]
+    n: int | Tensor = values.shape[-1]
     uniform = torch.rand(2, len(best), generator=rng, device=best.device)
-    action = torch.where(uniform[0] < explore, (uniform[1] * n).long().clamp_(max=n - 1), best)
+    other = (uniform[1] * n).long().clamp_(max=values.shape[-1] - 1)
+    if masked:  # the legal action of that number among the legal ones
+        legal = values > ILLEGAL
+        n = legal.sum(-1)
+        place = (uniform[1] * n).long().minimum(n - 1)
+        other = (legal.cumsum(-1) > place[:, None]).byte().argmax(-1)
+    action = torch.where(uniform[0] < explore, other, best)
     probability = explore / n + (1 - explore) * (action == best)
     return action, probability.clamp_(min=1e-12).log_()
 
@@ -178,7 +187,7 @@ class QLearning(AlgorithmBase, ABC, Generic[R]):
                 model.resample(None if explore is None else rng)
             params, _, core_state = model(inputs, core_state)
             values = model.expected(params)
-            action, log_prob = greedy(values, explore, rng)
+            action, log_prob = greedy(values, explore, rng, self.spec.masked)
             return AgentOutput(action, log_prob, values.gather(-1, action[..., None])[..., 0]), core_state
 
     def batches(self, model: Model, rollout: Rollout) -> Iterator[ReplayBatch[R]]:

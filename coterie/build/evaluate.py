@@ -24,7 +24,7 @@ from coterie.envs.tasks import are_normalized, overall, task_config, tasks
 from coterie.models.build import Network
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
-from coterie.types import Array, ConfigError, CoterieError, Inputs, Obs, Spec, entries, from_entries, reason_of
+from coterie.types import MASK, Array, ConfigError, CoterieError, Inputs, Obs, Spec, entries, from_entries, reason_of
 
 _MOST_ENVS = 16
 _LONGEST_EPISODE = 200_000  # env steps on average, past which `coterie eval` counts episodes as unfinished
@@ -150,13 +150,16 @@ class Policy:
 
     `obs` is a batch `[B, ...]` (or a nested dict of such), as the env gives it; actions are clipped and stretched to
     its bounds. With an LSTM the state is kept between calls for a fixed B; `reset(done)` clears it for the envs that
-    begin again. A net trained with `model.last_action_reward` also needs `reward` `[B]`.
+    begin again. A net trained with `model.last_action_reward` also needs `reward` `[B]`, and where the env has its
+    action mask in info or a method, `action_mask` `[B, choices]`. Actions of a Dict or Tuple are one of arrays.
     """
 
     def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: Network) -> None:
         self.folder, self.config, self.spec, self.step, self.model = folder, config, spec, step, model
         self.algorithm = make_algorithm(resolve_config(config), spec)
-        _, self.fields, self.actions = env_edges(config.env, config.atari)
+        _, fields, self.actions, outside = env_edges(config.env, config.atari)
+        self.fields = [f for f in fields if not (outside and f.name == MASK)]
+        self._outside = bool(outside)  # the action mask is not in the observation
         self._first = np.ones(0, bool)  # envs that begin an episode
         self.player = self._new_player(0)
 
@@ -167,8 +170,14 @@ class Policy:
         """Begin new episodes: in every env, or where `done` `[B]`."""
         self._first = np.ones(0, bool) if done is None or not len(self._first) else self._first | np.asarray(done)
 
-    def __call__(self, obs: Obs, *, reward: Array | None = None, sampled: bool = False) -> Array:
+    def __call__(
+        self, obs: Obs, *, reward: Array | None = None, action_mask: Array | None = None, sampled: bool = False
+    ) -> Any:
         obs = flatten(obs, self.fields)
+        if self._outside:
+            if action_mask is None:
+                raise ConfigError("action_mask: this policy needs one, [B, choices]: the env's info or action_masks()")
+            obs |= {MASK: np.asarray(action_mask, bool)}
         for key, x in entries(obs).items():
             if np.shape(x)[1:] != (row := self.spec.obs[key].shape):
                 raise ConfigError(f"obs: a batch of {row} is needed, not {np.shape(x)}; for one env give obs[None]")
@@ -179,7 +188,7 @@ class Policy:
             self.player.rng = rng  # two batches in a row are sampled differently
         action = self.player.act(obs, self._first, np.zeros(batch) if reward is None else reward, sampled)
         self._first = np.zeros(batch, bool)
-        return self.actions.to_env(action)
+        return self.actions.nested(self.actions.to_env(action))
 
 
 def open_run(folder: Path) -> Config:

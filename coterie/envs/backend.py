@@ -20,6 +20,7 @@ class Declared(NamedTuple):
     spec: Spec
     fields: list[ObsField]
     actions: ActionMap
+    mask: str = ""  # where the action mask is if the observation does not have it: "info" or "method"
 
 
 class StepResults(NamedTuple):

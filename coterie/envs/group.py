@@ -18,7 +18,7 @@ import numpy as np
 from coterie import config
 from coterie.envs.backend import Backend, MakeBackend, StepResults
 from coterie.envs.spaces import random_actions
-from coterie.types import Array, CoterieError, Obs, TimeStep, entries, map_obs
+from coterie.types import MASK, Array, CoterieError, Obs, TimeStep, entries, map_obs
 
 _REPLACED, _DECORRELATE = 2, 3  # spawn keys below an env's own
 _REASONS_KEPT = 50
@@ -116,6 +116,7 @@ class Group:
         """The backend's answer, and the first observations of instances that had to be replaced."""
         batch, fresh = self.backend.recv(), dict[int, Obs]()
         bad = self._bad(batch)
+        self._check_legal(batch, bad)
         while bad:
             self._report([f"env {self.env_id[i]}: {reason}" for i, reason in sorted(bad.items())])
             ids = sorted(bad)
@@ -128,7 +129,20 @@ class Group:
             for row, i in enumerate(ids):
                 fresh[i] = map_obs(itemgetter(row), answer.obs)
             bad = self._bad(answer)
+            self._check_legal(answer, bad)
         return batch, fresh
+
+    def _check_legal(self, batch: StepResults, bad: Mapping[int, str]) -> None:
+        """Raise where no action is legal. Where the episode ended, all are: none is taken."""
+        if not self.backend.spec.masked:
+            return
+        mask = batch.obs[MASK]
+        mask[batch.terminated | batch.truncated] = True
+        for row in np.flatnonzero(~self.backend.spec.legal_rows(mask)):
+            if (i := int(self._asked[row])) not in bad:
+                raise CoterieError(
+                    f"env {self.env_id[i]}: its {MASK} allows no action at step {self._length[i]} of an episode"
+                )
 
     def _bad(self, batch: StepResults) -> dict[int, str]:
         """Instances that failed or gave numbers that are not finite, and why."""
@@ -157,7 +171,8 @@ class Group:
         left = np.array([rng.integers(0, most + 1) for rng in rngs])
         played, done, over = np.zeros(n, np.int64), np.zeros(n, bool), np.zeros(n, bool)
         while (run := np.flatnonzero((left > 0) | done)).size:
-            self._step(self._all[run], np.concatenate([random_actions(spec, rngs[s], 1) for s in run]))
+            of_each = [random_actions(spec, rngs[s], 1, map_obs(itemgetter(slice(s, s + 1)), obs)) for s in run]
+            self._step(self._all[run], np.concatenate(of_each))
             batch, fresh = self._collect()
             for key, x in entries(batch.obs).items():
                 entries(obs)[key][run] = x

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import gymnasium
@@ -13,13 +14,14 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 from coterie.envs.backend import Declared, StepResults
-from coterie.envs.spaces import ObsField, action_map, obs_fields
+from coterie.envs.spaces import ActionMap, action_map, mask_row, obs_fields, with_mask
 from coterie.plugins import named
-from coterie.types import Array, ConfigError, CoterieError, Spec, from_entries, one_line
+from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_entries, one_line
 
 LAB = "dmlab/"  # before a level of DeepMind Lab
 ALE = "ALE/"  # before a game of ale-py, which registers it
 _LAB_EXAMPLE = "dmlab:DMLab"  # examples/envs/dmlab.py
+_METHOD = "action_masks"  # of an env: the name that Stable-Baselines3's contributions use
 GymEnv = gymnasium.Env[Any, Any]
 Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype by name
 
@@ -76,17 +78,30 @@ def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
 
 
 def describe(env_id: str, env: GymEnv, max_episode_steps: int) -> Declared:
-    """What `env` takes and gives. Frames per env step: its `action_repeat`; 1 if it has none."""
-    fields, actions = obs_fields(env_id, env.observation_space), action_map(env_id, env.action_space)
+    """What `env` takes and gives. Frames per env step: its `action_repeat`; 1 if it has none. An env with discrete
+    actions is reset once, to see whether its info has an action mask.
+    """
+    actions, mask = action_map(env_id, env.action_space), ""
+    fields = obs_fields(env_id, env.observation_space)
+    if actions.spec.sizes and MASK not in (f.name for f in fields):
+        mask = "method" if env.has_wrapper_attr(_METHOD) else "info" if _info_has_mask(env) else ""
+    fields = with_mask(env_id, fields, actions.spec, bool(mask))
     repeat = getattr(env.unwrapped, "action_repeat", 1)
     frames = repeat if isinstance(repeat, int) and repeat > 0 else 1
     limit = max_episode_steps or getattr(env.spec, "max_episode_steps", None) or 0
-    return Declared(Spec(env_id, {f.name: f.spec for f in fields}, actions.spec, frames, limit), fields, actions)
+    spec = Spec(env_id, {f.name: f.spec for f in fields}, actions.spec, frames, limit)
+    return Declared(spec, fields, actions, mask)
+
+
+def _info_has_mask(env: GymEnv) -> bool:
+    with suppress(Exception):  # it is raised again where the env is run
+        return MASK in env.reset(seed=0)[1]
+    return False
 
 
 def layout(declared: Declared, n: int) -> Layout:
     """The arrays of `n` instances: actions as the env takes them, and the fields of `StepResults`."""
-    spec, fields, actions = declared
+    spec, fields, actions, _ = declared
     action = actions.to_env(np.zeros((1, *spec.action.shape), spec.action.dtype))
     arrays: Layout = {f"obs/{f.name}": ((n, *f.spec.shape), f.spec.dtype) for f in fields}
     arrays |= {"action": ((n, *action.shape[1:]), spec.action.dtype), "reward": ((n,), "float32")}
@@ -94,32 +109,46 @@ def layout(declared: Declared, n: int) -> Layout:
 
 
 class Instance:
-    """An environment that reads its action from row `row` of `arrays` and writes what follows there."""
+    """An environment that reads its action from row `row` of `arrays` and writes what follows there. `mask`: of its
+    `Declared`.
+    """
 
-    def __init__(self, env: GymEnv, seed: int, row: int, arrays: Mapping[str, Array], fields: list[ObsField]) -> None:
-        self.env, self.row, self.arrays, self.fields = env, row, arrays, fields
+    def __init__(self, env_id: str, env: GymEnv, seed: int, row: int, arrays: Mapping[str, Array], mask: str) -> None:
+        self.env, self.row, self.arrays, self.mask = env, row, arrays, mask
         self.seed: int | None = seed  # of the first reset
         self.restart = True
+        self.actions: ActionMap = action_map(env_id, env.action_space)
+        self.fields = with_mask(env_id, obs_fields(env_id, env.observation_space), self.actions.spec, bool(mask))
         self.discrete = isinstance(env.action_space, spaces.Discrete)
         self.action_dtype = env.action_space.dtype
 
     def reset(self) -> None:
-        obs, _ = self.env.reset(seed=self.seed)
+        obs, info = self.env.reset(seed=self.seed)
         self.seed, self.restart = None, False
-        self._write(obs, 0.0, False, False)
+        self._write(obs, info, 0.0, False, False)
 
     def step(self) -> None:
         if self.restart:
             self.reset()
             return
         action = self.arrays["action"][self.row]
-        given: Any = int(action) if self.discrete else action.astype(self.action_dtype)
-        obs, reward, terminated, truncated, _ = self.env.step(given)
+        given: Any
+        if self.actions.leaves:
+            given = _only(self.actions.nested(action[None]))
+        else:
+            given = int(action) if self.discrete else action.astype(self.action_dtype)
+        obs, reward, terminated, truncated, info = self.env.step(given)
         self.restart = bool(terminated or truncated)
-        self._write(obs, float(reward), bool(terminated), bool(truncated))
+        self._write(obs, info, float(reward), bool(terminated), bool(truncated))
 
-    def _write(self, obs: Any, reward: float, terminated: bool, truncated: bool) -> None:
+    def _write(self, obs: Any, info: Mapping[str, Any], reward: float, terminated: bool, truncated: bool) -> None:
         for f in self.fields:
+            if self.mask and f.name == MASK:
+                given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK)
+                if given is None and not self.restart:
+                    raise CoterieError(f"info has no {MASK} at this step, but at the reset")
+                self.arrays[f"obs/{MASK}"][self.row] = True if given is None else mask_row(given)
+                continue
             x = obs
             for key in f.path:
                 x = x[key]
@@ -127,6 +156,13 @@ class Instance:
         self.arrays["reward"][self.row] = reward
         self.arrays["terminated"][self.row] = terminated
         self.arrays["truncated"][self.row] = truncated
+
+
+def _only(row: Any) -> Any:
+    """A structure of arrays `[1, ...]` without their first axis."""
+    if isinstance(row, dict):
+        return {key: _only(x) for key, x in row.items()}
+    return tuple(map(_only, row)) if isinstance(row, tuple) else row[0]
 
 
 def read_batch(arrays: Mapping[str, Array], spec: Spec, ids: Array, failed: Mapping[int, str]) -> StepResults:

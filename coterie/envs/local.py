@@ -24,9 +24,9 @@ class LocalBackend:
             kwargs["render_mode"] = "rgb_array"
         self.env = open_gym(env.id, kwargs, env.max_episode_steps)
         declared = describe(env.id, self.env, env.max_episode_steps)
-        self.spec, fields, self.action_map = declared
+        self.spec, _, self.action_map, mask = declared
         self.arrays: dict[str, Array] = {k: np.zeros(*shape_dtype) for k, shape_dtype in layout(declared, 1).items()}
-        self.instance = Instance(self.env, int(seeds[0]), 0, self.arrays, fields)
+        self.instance = Instance(env.id, self.env, int(seeds[0]), 0, self.arrays, mask)
 
     def step(self, ids: Array, actions: Array) -> None:
         self.arrays["action"][ids] = actions

@@ -18,7 +18,7 @@ import numpy as np
 
 from coterie import config
 from coterie.envs.backend import Declared, StepResults
-from coterie.envs.spaces import action_map, flatten, obs_fields
+from coterie.envs.spaces import action_map, flatten, obs_fields, with_mask
 from coterie.types import Array, ConfigError, Spec
 
 # The Debian 12 package of each shared library (Debian 13 has the same names, ending in t64, and accepts these).
@@ -132,6 +132,7 @@ def pool_declared(env: config.Env, atari: config.Atari) -> Declared:
             raise ConfigError(f"env.id {env.id!r} has several players or actions; Coterie runs envs with one of each")
         fields = obs_fields(env.id, found.observation_space, _TEXT.get(modules()[env.id], ()))
         actions = action_map(env.id, found.action_space)
+        fields = with_mask(env.id, fields, actions.spec, False)
     frames = found.config.frame_skip if is_atari(env.id) or _is_doom(env.id) else 1
     limit = int(found.config.max_episode_steps)
     obs = {f.name: f.spec for f in fields}
@@ -154,7 +155,7 @@ class PoolBackend:
         import envpool
 
         self.num_instances = n = len(seeds)
-        self.spec, self._fields, self.action_map = pool_declared(env, atari)
+        self.spec, self._fields, self.action_map, _ = pool_declared(env, atari)
         counts = {"num_envs": n, "batch_size": n, "num_threads": min(threads, n), "env_seed": list(seeds)}
         options = {**_options(env, atari, training), **counts}
         if render:

@@ -1,22 +1,26 @@
 """From gymnasium spaces to our `ObsSpec` and `ActionSpec`, and the conversions at the env's edge.
 
 Observations: Box, Discrete and MultiDiscrete (one-hot float32), MultiBinary, Text (word hashes), MiniGrid's grids
-(codes), and Dict of those (flat, nested keys joined by "."). Actions: Discrete, MultiDiscrete, MultiBinary, Box of
-floats. Left out: Tuple, Graph, Sequence.
+(codes), and Dict and Tuple of those (flat, nested keys joined by "."). Actions: Discrete, MultiDiscrete, MultiBinary,
+Box, and Dict and Tuple of those. Left out: Graph, Sequence, OneOf.
+
+An observation may have the entry "action_mask": which choices of a discrete action are legal, those of several
+components side by side. It may also come in `info["action_mask"]`, or from the env's method `action_masks()`.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
 from coterie.envs.text import TEXT_FORM, text_rows, text_spec
-from coterie.types import ActionSpec, Array, ConfigError, Obs, ObsSpec, from_entries
+from coterie.types import MASK, ActionSpec, Array, ConfigError, Obs, ObsSpec, from_entries
 
 Convert = Callable[[Array], Array]
 
@@ -33,7 +37,7 @@ class ObsField:
     """One array of an observation: where it is in the env's (nested) observation, and how a batch of it converts."""
 
     name: str
-    path: tuple[str, ...]
+    path: tuple[str | int, ...]
     spec: ObsSpec
     convert: Convert | None  # None: as it is
     form: str = "as it is"  # what `convert` makes of the env's own array, for people
@@ -53,7 +57,9 @@ def _one_hot(sizes: Array, start: Array) -> Convert:
     return convert
 
 
-def _field(env_id: str, name: str, path: tuple[str, ...], space: spaces.Space[Any], text: bool = False) -> ObsField:
+def _field(
+    env_id: str, name: str, path: tuple[str | int, ...], space: spaces.Space[Any], text: bool = False
+) -> ObsField:
     if text or (space.dtype is not None and space.dtype.kind == "U"):  # gymnasium's Text, minigrid's MissionSpace
         return ObsField(name, path, text_spec(), text_rows, TEXT_FORM)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
@@ -79,7 +85,7 @@ def _field(env_id: str, name: str, path: tuple[str, ...], space: spaces.Space[An
         return ObsField(name, path, spec, _plain(space.shape, dtype), f"as {dtype}")
     raise ConfigError(
         f"env.id {env_id!r}: observation {name or 'space'!r} is {type(space).__name__}; "
-        "it may be Box, Discrete, MultiDiscrete, MultiBinary, Text or a Dict of those"
+        "it may be Box, Discrete, MultiDiscrete, MultiBinary, Text or a Dict or Tuple of those"
     )
 
 
@@ -89,33 +95,64 @@ def _plain(shape: tuple[int, ...], dtype: str) -> Convert:
 
 
 def obs_fields(env_id: str, space: spaces.Space[Any], text: Collection[str] = ()) -> list[ObsField]:
-    """The arrays of an observation space; a space that is not a Dict has one, named "".
+    """The arrays of an observation space; a space that is neither Dict nor Tuple has one, named "".
 
     `text` names the arrays of bytes that are text.
     """
-    if not isinstance(space, spaces.Dict):
-        return [_field(env_id, "", (), space)]
     fields: list[ObsField] = []
-
-    def walk(node: spaces.Dict, path: tuple[str, ...]) -> None:
-        for key, child in node.spaces.items():
-            here = (*path, key)
-            if isinstance(child, spaces.Dict):
-                walk(child, here)
-            else:
-                name = ".".join(here)
-                fields.append(_field(env_id, name, here, child, name in text))
-
-    walk(space, ())
+    for path, child in _leaves(space):
+        name = ".".join(map(str, path))
+        fields.append(_field(env_id, name, path, child, name in text))
     if not fields:
-        raise ConfigError(f"env.id {env_id!r}: the observation space is an empty Dict")
+        raise ConfigError(f"env.id {env_id!r}: the observation space is an empty {type(space).__name__}")
     return fields
+
+
+def _leaves(
+    space: spaces.Space[Any], path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], spaces.Space[Any]]]:
+    """The spaces in nested Dicts and Tuples, each with its keys."""
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        yield path, space
+        return
+    for key, child in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
+        yield from _leaves(child, (*path, key))
+
+
+def with_mask(env_id: str, fields: list[ObsField], action: ActionSpec, outside: bool) -> list[ObsField]:
+    """`fields` with an action mask, if the observation has one or it comes from `outside`: info or a method."""
+    if outside:
+        named = [replace(f, name=f.name or "observation") for f in fields]
+        form = 'bool: what the env has in info["action_mask"], or its method action_masks() returns'
+        return [*named, ObsField(MASK, (), ObsSpec((sum(action.sizes),), "bool"), None, form)]
+    if not action.sizes or MASK not in (f.name for f in fields):
+        return fields
+    found: list[ObsField] = []
+    for f in fields:
+        if f.name == MASK:
+            if f.spec.shape != (sum(action.sizes),) or len(fields) == 1:
+                raise ConfigError(
+                    f"env.id {env_id!r}: {MASK} has shape {f.spec.shape} beside {len(fields) - 1} observations; it "
+                    f"needs one value for each of {sum(action.sizes)} choices, beside an observation"
+                )
+            f = ObsField(MASK, f.path, ObsSpec(f.spec.shape, "bool"), lambda x: x.astype(bool), "as bool")
+        found.append(f)
+    return found
+
+
+def mask_row(mask: Any) -> Array:
+    """One env's mask, or its components' masks, as one vector of bools."""
+    parts = mask if isinstance(mask, tuple | list) else [mask]
+    return np.concatenate([np.asarray(part, bool).reshape(-1) for part in parts])
 
 
 @dataclass(frozen=True)
 class ActionMap:
     """What a policy may choose, and how a batch of its choices becomes what the env takes: in the env's shape, clipped
     to +-`limit`, times `scale`, plus `offset`; None: that is left out.
+
+    A Dict or Tuple has `leaves`, each with its columns of the policy's action; then the env's values are side by side
+    in a row, and `nested` makes the env's structure of it.
     """
 
     spec: ActionSpec
@@ -123,9 +160,14 @@ class ActionMap:
     offset: Array | None = None
     scale: Array | None = None
     limit: Array | None = None
+    leaves: tuple[tuple[ActionMap, Array], ...] = ()
+    space: spaces.Space[Any] | None = None  # with leaves
 
     def to_env(self, a: Array) -> Array:
         """`[n, *spec.shape]` to `[n, *shape]`."""
+        if self.leaves:
+            parts = [leaf.to_env(a[:, columns].astype(leaf.spec.dtype)) for leaf, columns in self.leaves]
+            return np.concatenate([x.reshape(len(a), -1).astype(self.spec.dtype) for x in parts], 1)
         a = a.reshape(len(a), *self.shape)
         if self.limit is not None:
             a = np.clip(a, -self.limit, self.limit)
@@ -133,9 +175,28 @@ class ActionMap:
             a = self.scale * a
         return a if self.offset is None else self.offset + a
 
+    def nested(self, a: Array) -> Any:
+        """The env's structure: of `to_env`'s rows `[n, *shape]` one of arrays `[n, ...]`, as gymnasium batches them."""
+        if self.space is None:
+            return a
+        stops = np.cumsum([math.prod(leaf.shape) for leaf, _ in self.leaves])
+        parts = np.split(a, stops[:-1], axis=1)
+        rows = iter(x.reshape(len(a), *leaf.shape) for x, (leaf, _) in zip(parts, self.leaves, strict=True))
+        return _nest(self.space, rows)
+
+
+def _nest(space: spaces.Space[Any], rows: Iterator[Array]) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: _nest(child, rows) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_nest(child, rows) for child in space.spaces)
+    return next(rows).astype(space.dtype)
+
 
 def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
     """For the env's action space: starts added, [-1, 1] stretched to finite bounds."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return _structured(env_id, space)
     if isinstance(space, spaces.Discrete):
         start = np.array(int(space.start)) if space.start else None
         return ActionMap(ActionSpec("categorical", (int(space.n),)), (), start)
@@ -144,12 +205,34 @@ def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
         sizes = np.full(shape, 2) if isinstance(space, spaces.MultiBinary) else np.asarray(space.nvec)
         first = None if isinstance(space, spaces.MultiBinary) else np.asarray(space.start)
         return ActionMap(ActionSpec("multi", tuple(int(n) for n in sizes.reshape(-1))), shape, first)
-    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        return _box_action(space)
+    if isinstance(space, spaces.Box):
+        if np.issubdtype(space.dtype, np.floating):
+            return _box_action(space)
+        sizes = space.high.astype(np.int64) - space.low + 1
+        if sizes.sum() <= _LARGEST_ONE_HOT:
+            choices = tuple(int(n) for n in sizes.reshape(-1))
+            return ActionMap(ActionSpec("multi", choices), tuple(space.shape), space.low.astype(np.int64))
     raise ConfigError(
-        f"env.id {env_id!r}: the action space is {space}; it may be Discrete, MultiDiscrete, MultiBinary "
-        "or a Box of floats"
+        f"env.id {env_id!r}: the action space has {space}; it may be Discrete, MultiDiscrete, MultiBinary, Box (of "
+        f"integers: at most {_LARGEST_ONE_HOT} values), or a Dict or Tuple of those"
     )
+
+
+def _structured(env_id: str, space: spaces.Space[Any]) -> ActionMap:
+    """The choices of all leaves come first, then their continuous components."""
+    maps = [action_map(env_id, leaf) for _, leaf in _leaves(space)]
+    if not maps:
+        raise ConfigError(f"env.id {env_id!r}: the action space is an empty {type(space).__name__}")
+    sizes = tuple(n for m in maps for n in m.spec.sizes)
+    low, high = (tuple(x for m in maps for x in getattr(m.spec, side)) for side in ("low", "high"))
+    at, leaves = {True: 0, False: len(sizes)}, []  # the next column of choices, and of numbers
+    for m in maps:
+        width, choice = len(m.spec.sizes) or len(m.spec.low), bool(m.spec.sizes)
+        leaves.append((m, np.arange(at[choice], at[choice] + width)))
+        at[choice] += width
+    width = sum(math.prod(m.shape) for m in maps)
+    spec = ActionSpec("mixed" if sizes and low else "multi" if sizes else "continuous", sizes, low, high)
+    return ActionMap(spec, (width,), leaves=tuple(leaves), space=space)
 
 
 def _box_action(space: spaces.Box) -> ActionMap:
@@ -174,8 +257,16 @@ def flatten(obs: Any, fields: list[ObsField]) -> Obs:
     return from_entries(out)
 
 
-def random_actions(spec: ActionSpec, rng: np.random.Generator, n: int) -> Array:
-    """n uniform-random policy actions (continuous: in [-1, 1])."""
-    if spec.kind == "continuous":
-        return rng.uniform(-1, 1, (n, *spec.shape)).astype(np.float32)
-    return rng.integers(0, spec.sizes if spec.kind == "multi" else spec.sizes[0], (n, *spec.shape))
+def random_actions(spec: ActionSpec, rng: np.random.Generator, n: int, obs: Obs = None) -> Array:
+    """n uniform-random policy actions (continuous: in [-1, 1]), legal ones where `obs` has an action mask."""
+    numbers = rng.uniform(-1, 1, (n, len(spec.low))).astype(np.float32)
+    if not spec.sizes:
+        return numbers
+    if isinstance(obs, dict) and MASK in obs:
+        luck = np.split(np.where(obs[MASK], rng.random((n, sum(spec.sizes))), -1), np.cumsum(spec.sizes)[:-1], axis=1)
+        choices = np.stack([x.argmax(1) for x in luck], 1)
+    else:
+        choices = rng.integers(0, spec.sizes, (n, len(spec.sizes)))
+    if spec.kind == "categorical":
+        return choices[:, 0]
+    return np.concatenate((choices, numbers), 1).astype(spec.dtype)

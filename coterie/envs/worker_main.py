@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from coterie.envs.gym import Instance, make_gym, raised
-from coterie.envs.spaces import obs_fields
 from coterie.parallel.shm import SharedArrays
 
 _EXIT_S = 3.0  # for the envs to close once the parent is gone
@@ -54,8 +53,7 @@ class Worker:
                     old.env.close()
             env = make_gym(self.setup["env"], self.setup["kwargs"], self.setup["max_episode_steps"])
             env.action_space.seed(seed)
-            fields = obs_fields(self.setup["env"], env.observation_space)
-            self.instances[i] = Instance(env, seed, i, self.shared.arrays, fields)
+            self.instances[i] = Instance(self.setup["env"], env, seed, i, self.shared.arrays, self.setup["mask"])
 
     def answer(self, message: bytes) -> bytes:
         """Do what a request asks for; returns the answer, empty if there is none."""

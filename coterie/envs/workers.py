@@ -89,7 +89,7 @@ class WorkerBackend:
     def __init__(self, env: config.Env, seeds: Sequence[int], processes: int, name: str = "env-worker") -> None:
         self.num_instances = n = len(seeds)
         declared = worker_declared(env)
-        self.spec, _, self.action_map = declared
+        self.spec, _, self.action_map, self._mask = declared
         self._env, self._name, self._count = env, name, min(processes, n)
         self._layout = layout(declared, n)
         self._shared = SharedArrays(self._layout, name=name)
@@ -110,6 +110,7 @@ class WorkerBackend:
             "kwargs": json.loads(self._env.kwargs),
             "max_episode_steps": self._env.max_episode_steps,
             "layout": self._layout,
+            "mask": self._mask,
             "ids": list(ids),
             "seeds": list(seeds),
         }

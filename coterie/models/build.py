@@ -16,15 +16,15 @@ from coterie.models.cores import LSTMCore
 from coterie.models.heads import NoisyLinear, Normalizer, QHead, init
 from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
-from coterie.ops.dist import make_distribution
+from coterie.ops.dist import ILLEGAL, make_distribution
 from coterie.ops.q import support
-from coterie.types import Inputs, Obs, Spec, entries, map_obs
+from coterie.types import MASK, Inputs, Obs, Spec, entries, map_obs
 
 
 class Network(nn.Module):
     """`forward(inputs, core_state)` -> policy parameters `[.., P]`, value `[..]` (both float32) and the new core state.
     With `q` the parameters are the actions' values, or their distributions' logits side by side, and the value is that
-    of the best.
+    of the best. Where the observation has an action mask, the parameters of illegal choices are `ILLEGAL`.
 
     Without a core the leading axes are free: `[B]`, `[T, B]`, or `[N]` rows in any order. With one they are `[T, B]`,
     and `core_state` is what it was before row 0. `[B]` inputs are taken as one time step.
@@ -36,17 +36,23 @@ class Network(nn.Module):
         super().__init__()
         self.spec, self.config = spec, config
         self.recurrent = config.core == "lstm"
-        large = any(s.is_image or s.text or s.codes for s in spec.obs.values())
+        self.masked, self.single, obs = spec.masked, "", spec.obs
+        if spec.masked:
+            obs = {k: s for k, s in obs.items() if k != MASK}
+            if len(obs) == 1:  # what is left without the mask is no dict
+                ((self.single, alone),) = obs.items()
+                obs = {"": alone}
+        large = any(s.is_image or s.text or s.codes for s in obs.values())
         share = q is not None or config.share == "yes" or (config.share == "auto" and (large or self.recurrent))
         dist = make_distribution(spec.action)
-        pair = None if share else build_pair(spec.obs, config)
+        pair = None if share else build_pair(obs, config)
         self.paired = pair is not None
-        self.torso = pair or build_torso(spec.obs, config)
-        self.value_torso = None if share or self.paired else build_torso(spec.obs, config)
+        self.torso = pair or build_torso(obs, config)
+        self.value_torso = None if share or self.paired else build_torso(obs, config)
         size = cast(int, self.torso.size)
         self.core = None
         if self.recurrent:
-            extra = self._action_width() + 1 if config.last_action_reward else 0
+            extra = sum(spec.action.sizes) + len(spec.action.low) + 1 if config.last_action_reward else 0
             self.core = LSTMCore(size + extra, config.core_size, config.forget_bias)
             size = config.core_size
         self.q: QHead | None = None
@@ -58,25 +64,24 @@ class Network(nn.Module):
             self.policy = init(nn.Linear(size, dist.head_size), 0.01)
             self.value = init(nn.Linear(size if share else cast(int, self.torso.size), 1), 1.0)
         self.log_std = None
-        if spec.action.kind == "continuous":
-            self.log_std = nn.Parameter(torch.full((dist.head_size,), config.init_log_std))
+        if spec.action.low:
+            self.log_std = nn.Parameter(torch.full((len(spec.action.low),), config.init_log_std))
         self.obs_norm = nn.ModuleDict()
         if config.normalize_obs:
-            for key, s in spec.obs.items():
+            for key, s in obs.items():
                 if s.is_numeric:
                     self.obs_norm[_module_name(key)] = Normalizer(s.shape)
         self.return_norm = Normalizer(())
-
-    def _action_width(self) -> int:
-        action = self.spec.action
-        return len(action.low) if action.kind == "continuous" else sum(action.sizes)
 
     def initial_state(self, batch: int) -> Tensor | None:
         return self.core.initial_state(batch) if self.core is not None else None
 
     def forward(self, inputs: Inputs, core_state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         axes = inputs.is_first.shape
-        obs = self._normalized(_fold(inputs.obs, len(axes)))
+        obs, legal = _fold(inputs.obs, len(axes)), None
+        if self.masked:
+            obs, legal = self._without_mask(obs)
+        obs = self._normalized(obs)
         x = self.torso(obs)
         if self.core is not None:
             assert core_state is not None
@@ -91,21 +96,33 @@ class Network(nn.Module):
             v = x if self.value_torso is None else self.value_torso(obs)
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
-                params, value = self._heads(x, v)
+                params, value = self._heads(x, v, legal)
         else:
-            params, value = self._heads(x, v)
+            params, value = self._heads(x, v, legal)
         if len(axes) != 1:
             params, value = params.reshape(*axes, -1), value.reshape(*axes, 1)
         return params, value.squeeze(-1), core_state
 
-    def _heads(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _without_mask(self, obs: Obs) -> tuple[Obs, Tensor]:
+        """The observation without its action mask, and the mask `[N, choices]`."""
+        rest = {k: x for k, x in obs.items() if k != MASK}
+        return rest[self.single] if self.single else rest, obs[MASK].bool()
+
+    def _heads(self, x: Tensor, v: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
         """In float32: a log-prob has no digits to spare."""
         if self.q is not None:
             params = self.q(x.float())
+            if legal is not None:
+                atoms = max(1, self.q.atoms)
+                params = torch.where(legal.repeat_interleave(atoms, -1), params, ILLEGAL)
             return params, self.expected(params).amax(-1, keepdim=True)
         params, value = self.policy(x.float()), self.value(v.float())
+        if legal is not None:
+            k = legal.shape[-1]
+            choices = torch.where(legal, params[..., :k], ILLEGAL)
+            params = choices if k == params.shape[-1] else torch.cat((choices, params[..., k:]), -1)
         if self.log_std is not None:
-            params = torch.cat((params, self.log_std.expand_as(params)), -1)
+            params = torch.cat((params, self.log_std.expand(*params.shape[:-1], -1)), -1)
         return params, value
 
     def expected(self, params: Tensor) -> Tensor:
@@ -113,8 +130,9 @@ class Network(nn.Module):
         assert self.q is not None
         if self.q.atoms == 1:
             return params
-        probs = params.view(*params.shape[:-1], self.q.actions, self.q.atoms).softmax(-1)
-        return (probs * self.atoms).sum(-1)  # a product of matrices would be in autocast's few digits
+        logits = params.view(*params.shape[:-1], self.q.actions, self.q.atoms)
+        values = (logits.softmax(-1) * self.atoms).sum(-1)  # a product of matrices would be in autocast's few digits
+        return torch.where(logits[..., 0] > ILLEGAL, values, ILLEGAL) if self.masked else values
 
     def resample(self, rng: torch.Generator | None) -> None:
         """Draw new noise for the noisy layers; None: no noise."""
@@ -132,15 +150,12 @@ class Network(nn.Module):
 
     def _last(self, inputs: Inputs) -> Tensor:
         """Last action (one-hot, or as it is) and reward; zeros where an episode begins."""
-        action = self.spec.action
-        if action.kind == "continuous":
-            last = inputs.prev_action
-        elif action.kind == "categorical":
-            last = F.one_hot(inputs.prev_action, action.sizes[0])
-        else:
-            last = torch.cat(
-                [F.one_hot(a, n) for a, n in zip(inputs.prev_action.unbind(-1), action.sizes, strict=True)], -1
-            )
+        sizes, last = self.spec.action.sizes, inputs.prev_action
+        if self.spec.action.kind == "categorical":
+            last = last[..., None]
+        if k := len(sizes):
+            hot = [F.one_hot(a, n) for a, n in zip(last[..., :k].long().unbind(-1), sizes, strict=True)]
+            last = torch.cat((*hot, last[..., k:]), -1)
         reward = inputs.prev_reward.clamp(-1, 1) if self.config.clip_last_reward else inputs.prev_reward
         both = torch.cat((last.float(), reward[..., None]), -1)
         return both * (~inputs.is_first)[..., None]
@@ -149,7 +164,7 @@ class Network(nn.Module):
     def observe(self, obs: Obs, valid: Tensor) -> None:
         """Update the observation normalizers with the rows where `valid` (same leading axes)."""
         for key, x in entries(obs).items():
-            if (name := _module_name(key)) in self.obs_norm:
+            if (name := _module_name("" if self.masked and key == self.single else key)) in self.obs_norm:
                 self.obs_norm[name].update(x[valid])  # type: ignore[operator]
 
 

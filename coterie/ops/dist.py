@@ -1,8 +1,9 @@
 """Action distributions as pure functions of a parameter tensor `[.., n]`, made from an `ActionSpec`.
 
-Actions are `[..]` int64 (categorical), `[.., A]` int64 (multi) or `[.., A]` float32 (continuous, not squashed or
-clipped: the env edge does that). Log-probs, entropies and KLs are `[..]` float32, in nats, joint over components.
-Logits must be finite. Left out: torch.distributions and torch.multinomial, several times slower on acting's batches.
+Actions are `[..]` int64 (categorical), `[.., A]` int64 (multi), `[.., A]` float32 (continuous, not squashed or clipped:
+the env edge does that) or choices and numbers side by side (mixed, float32). Log-probs, entropies and KLs are `[..]`
+float32, in nats, joint over components. Logits must be finite; that of an illegal choice is `ILLEGAL`. Left out:
+torch.distributions and torch.multinomial, several times slower on acting's batches.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Generator, Tensor
 
 from coterie.types import ActionSpec
 
-_PAD = -1e30  # logit of no action: probability 0, and 0 times its log-probability is still 0
+ILLEGAL = -1e30  # logit of no action: probability 0, and 0 times its log-probability is still 0
 _LOG_2PI = math.log(2 * math.pi)
 
 
@@ -103,7 +104,8 @@ def _padding(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     for n in sizes:
         index += [*range(start, start + n), *[total] * (widest - n)]
         start += n
-    return torch.tensor(index, device=device)
+    with torch.inference_mode(False):  # it is kept, and training saves it for the backward pass
+        return torch.tensor(index, device=device)
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class MultiCategorical(_Discrete):
         assert params.shape[-1] == self.head_size, (params.shape, self.sizes)
         logits = params.float()
         if len(set(self.sizes)) > 1:
-            padded = torch.nn.functional.pad(logits, (0, 1), value=_PAD)
+            padded = torch.nn.functional.pad(logits, (0, 1), value=ILLEGAL)
             logits = padded.index_select(-1, _padding(self.sizes, params.device))
         return logits.reshape(*logits.shape[:-1], len(self.sizes), -1).log_softmax(-1)
 
@@ -177,11 +179,62 @@ class DiagGaussian:
         return 0.5 * ((2 * gap).exp() + z * z - 1 - 2 * gap).sum(-1)
 
 
-Distribution = Categorical | MultiCategorical | DiagGaussian
+@dataclass(frozen=True)
+class Mixed:
+    """Independent choices and normals; parameters and actions are those of the choices, then those of the normals."""
+
+    choices: MultiCategorical
+    normals: DiagGaussian
+
+    @property
+    def head_size(self) -> int:
+        return self.choices.head_size + self.normals.head_size
+
+    def _params(self, params: Tensor) -> tuple[Tensor, Tensor]:
+        return params[..., : self.choices.head_size], params[..., self.choices.head_size :]
+
+    def _parts(self, action: Tensor) -> tuple[Tensor, Tensor]:
+        k = len(self.choices.sizes)
+        return action[..., :k].long(), action[..., k:]
+
+    def sample_with_log_prob(self, params: Tensor, rng: Generator | None = None) -> tuple[Tensor, Tensor]:
+        logits, normals = self._params(params)
+        choice, p = self.choices.sample_with_log_prob(logits, rng)
+        number, q = self.normals.sample_with_log_prob(normals, rng)
+        return torch.cat((choice, number), -1), p + q
+
+    def sample(self, params: Tensor, rng: Generator | None = None) -> Tensor:
+        return self.sample_with_log_prob(params.detach(), rng)[0]
+
+    def mode(self, params: Tensor) -> Tensor:
+        logits, normals = self._params(params)
+        return torch.cat((self.choices.mode(logits), self.normals.mode(normals)), -1)
+
+    def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        (logits, normals), (choice, number) = self._params(params), self._parts(action)
+        (p, h), (q, g) = self.choices.evaluate(logits, choice), self.normals.evaluate(normals, number)
+        return p + q, h + g
+
+    def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
+        return self.evaluate(params, action)[0]
+
+    def entropy(self, params: Tensor) -> Tensor:
+        logits, normals = self._params(params)
+        return self.choices.entropy(logits) + self.normals.entropy(normals)
+
+    def kl(self, params_p: Tensor, params_q: Tensor) -> Tensor:
+        (p, a), (q, b) = self._params(params_p), self._params(params_q)
+        return self.choices.kl(p, q) + self.normals.kl(a, b)
+
+
+Distribution = Categorical | MultiCategorical | DiagGaussian | Mixed
 
 
 def make_distribution(action: ActionSpec) -> Distribution:
     """The distribution over the actions that `action` describes."""
     if action.kind == "categorical":
         return Categorical(action.sizes[0])
-    return MultiCategorical(action.sizes) if action.kind == "multi" else DiagGaussian(len(action.low))
+    if action.kind == "multi":
+        return MultiCategorical(action.sizes)
+    normals = DiagGaussian(len(action.low))
+    return Mixed(MultiCategorical(action.sizes), normals) if action.kind == "mixed" else normals

@@ -20,7 +20,7 @@ from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.remote.admission import ClientIds, SettingsRequest, check_hello, settings_of
 from coterie.runs.config_io import to_dict
-from coterie.types import Array, CoterieError, Spec
+from coterie.types import MASK, Array, CoterieError, Spec
 from coterie.wire.codec import Layout, Refused, Tensor, check_values
 from coterie.wire.server import Answer, ServiceStream
 
@@ -47,12 +47,16 @@ def check_rollout(spec: Spec, arrays: dict[str, Array]) -> None:
     check_values(spec, arrays)
     if np.isnan(arrays["episode_return"]).any():
         raise Refused("episode_return is NaN")
-    kind, sizes, action = spec.action.kind, np.array(spec.action.sizes), arrays["action"]
-    if kind != "continuous":
-        if not ((action >= 0) & (action < (sizes if kind == "multi" else sizes[0]))).all():
-            raise Refused(f"an action is not in the env's range: {sizes.tolist()} actions")
-        if (arrays["log_prob"] > _ROUNDING).any():
-            raise Refused("the probability of an action is above 1")
+    sizes, action = np.array(spec.action.sizes, np.int64), arrays["action"]
+    choice = action[..., None] if spec.action.kind == "categorical" else action[..., : len(sizes)]
+    if not ((choice >= 0) & (choice < sizes)).all():
+        raise Refused(f"an action is not in the env's range: {sizes.tolist()} actions")
+    if spec.masked:
+        column = choice[1:].astype(np.int64) + np.cumsum([0, *sizes[:-1]])
+        if not np.take_along_axis(arrays[f"obs/{MASK}"][:-1], column, -1).all():
+            raise Refused(f"an action is not legal by {MASK}")
+    if not spec.action.low and (arrays["log_prob"] > _ROUNDING).any():
+        raise Refused("the probability of an action is above 1")
     if (arrays["version"] < 0).any():
         raise Refused("a version of the weights is negative")
     ended = arrays["terminated"] | arrays["truncated"] | (arrays["episode_length"] != 0)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -75,16 +76,16 @@ class _EnvOnly:
         env = replace(config.env, delay=0.0)
         self.envs = make_envs(env, config.atari, seed=config.seed, threads=threads, groups=1)
         rng = np.random.default_rng(config.seed)
-        self.actions = [random_actions(learner.spec.action, rng, config.env.num_envs) for _ in range(64)]
-        self.envs.recv(0)
-        self.n = 0
+        self.choose = partial(random_actions, learner.spec.action, rng, config.env.num_envs)
+        self.actions = cycle([self.choose() for _ in range(64)])
+        self.masked, self.seen = learner.spec.masked, self.envs.recv(0)
 
     def turn(self, seconds: float) -> float:
         turn = Turn(seconds)
         while not turn.over:
-            self.envs.send(0, self.actions[self.n % 64])
-            turn.count(int((~self.envs.recv(0).is_first).sum()))
-            self.n += 1
+            self.envs.send(0, self.choose(self.seen.obs) if self.masked else next(self.actions))
+            self.seen = self.envs.recv(0)
+            turn.count(int((~self.seen.is_first).sum()))
         return turn.rate
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from coterie.types import Array, Spec
+from coterie.types import MASK, Array, Spec
 
 PROTOCOL = 1
 DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float64")
@@ -148,6 +148,8 @@ def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:
             raise Refused(f"{key!r} has a token out of its range")
         if s.codes and (x >= np.array(s.codes)).any():
             raise Refused(f"{key!r} has a code out of its range")
+    if spec.masked and not spec.legal_rows(arrays[f"obs/{MASK}"].reshape(-1, sum(spec.action.sizes))).all():
+        raise Refused(f"{MASK} allows no action")
 
 
 WHOLE = "whole"  # tensor: the envs whose whole stack of frames is sent

@@ -1,4 +1,6 @@
-"""examples/envs: DeepMind Lab and gfootball's own package, each on a stand-in with the calls that it documents."""
+"""examples/envs: DeepMind Lab and gfootball's own package, each on a stand-in with the calls that it documents; and
+examples/action_masks.py.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import coterie
 from coterie import presets
 from coterie.config import Atari, Env
 from coterie.envs.make import make_spec
@@ -154,3 +157,14 @@ def test_football_is_seeded_and_its_clock_truncates(examples, monkeypatch):
     assert episodes(1)[1] == [(0.2, False, True), (0.2, True, False)]
     with pytest.raises(ConfigError, match=r"^env\.kwargs: .*no scenario '12_vs_11'"):
         Football("12_vs_11")
+
+
+@pytest.mark.parametrize(("preset", "angle"), [("ppo", True), ("dqn", False)])
+def test_the_cannon_fires_only_shells_that_are_left(preset, angle, monkeypatch, tmp_path):
+    """It raises otherwise."""
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
+    small = {"env.num_envs": 4, "q.learn_start": 200, "ppo.batch_size": 0, "ppo.minibatch_size": 32}
+    kwargs = {"env.kwargs": {"angle": angle}, "algo.unroll_length": 8, "out": tmp_path / "run", **small}
+    summary = coterie.train(getattr(presets, preset)(env="action_masks:Cannon", steps=600, **kwargs), quiet=True)
+    assert summary["status"] == "finished"
+    assert 0 < summary["mean_return"] < 6

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from coterie.envs.spaces import action_map, flatten, obs_fields, random_actions
+from coterie.envs.spaces import action_map, flatten, obs_fields, random_actions, with_mask
 from coterie.envs.testing import Mission
 from coterie.envs.text import WORDS, text_rows, text_spec
 from coterie.types import ConfigError
@@ -72,6 +72,43 @@ def test_continuous_actions_stretch_finite_bounds_and_leave_infinite_ones():
     np.testing.assert_array_equal(x, [[[0.5, -0.5], [1, 1]]])
 
 
+def test_tuples_are_flat_with_their_numbers_as_names():
+    space = spaces.Tuple((spaces.Discrete(2), spaces.Dict({"a": spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32),))})))
+    specs, x = convert(space, (np.array([1]), {"a": (np.zeros((1, 2), np.float32),)}))
+    assert list(specs) == ["0", "1.a.0"]
+    np.testing.assert_array_equal(x["0"], [[0, 1]])
+
+
+def test_boxes_of_integers_are_choices():
+    m = action_map("env", spaces.Box(-2, np.array([0, 3]), (2,), np.int32))
+    assert (m.spec.kind, m.spec.sizes) == ("multi", (3, 6))
+    np.testing.assert_array_equal(m.to_env(np.array([[0, 5]])), [[-2, 3]])
+
+
+def test_nested_actions_have_their_choices_first_and_become_what_the_env_takes():
+    box = spaces.Box(0, 10, (1, 2), np.float64)
+    space = spaces.Dict({"move": spaces.Tuple((box, spaces.Discrete(3, start=5))), "on": spaces.MultiBinary(2)})
+    m = action_map("env", space)
+    assert (m.spec.kind, m.spec.sizes, m.spec.low) == ("mixed", (3, 2, 2), (0, 0))
+    a = np.array([[2, 1, 0, -1.0, 0.5], [0, 0, 1, 3.0, 0.0]], np.float32)
+    nested = m.nested(m.to_env(a))
+    np.testing.assert_allclose(nested["move"][0], [[[0, 7.5]], [[10, 5]]])
+    np.testing.assert_array_equal(nested["move"][1], [7, 5])
+    np.testing.assert_array_equal(nested["on"], [[1, 0], [0, 1]])
+    assert [nested["move"][0].dtype, nested["move"][1].dtype, nested["on"].dtype] == [np.float64, np.int64, np.int8]
+    alone = action_map("env", spaces.Tuple((spaces.Discrete(2), spaces.Discrete(4))))
+    assert (alone.spec.kind, alone.spec.dtype) == ("multi", "int64")
+
+
+def test_random_actions_are_legal():
+    spec, rng = action_map("env", spaces.MultiDiscrete([2, 3])).spec, np.random.default_rng(0)
+    mask = np.array([[1, 0, 0, 1, 1], [0, 1, 1, 0, 0]], bool)
+    for _ in range(50):
+        (a, b), (c, d) = random_actions(spec, rng, 2, {"action_mask": mask})
+        assert (a, c, d) == (0, 1, 0)
+        assert b in (1, 2)
+
+
 def test_random_actions_fit_the_spec():
     rng = np.random.default_rng(0)
     multi = random_actions(action_map("env", spaces.MultiDiscrete([2, 5])).spec, rng, 200)
@@ -87,7 +124,12 @@ def test_spaces_that_are_not_supported_are_refused():
         with pytest.raises(ConfigError, match=r"env\.id 'env'"):
             obs_fields("env", space)
     with pytest.raises(ConfigError, match="action space"):
-        action_map("env", spaces.Dict({"a": spaces.Discrete(2)}))
+        action_map("env", spaces.Dict({"a": spaces.Sequence(spaces.Discrete(2))}))
+    with pytest.raises(ConfigError, match="at most 65536 values"):
+        action_map("env", spaces.Box(0, 10**6, (1,), np.int64))
+    fields = obs_fields("env", spaces.Dict({"x": spaces.Discrete(2), "action_mask": spaces.MultiBinary(2)}))
+    with pytest.raises(ConfigError, match="needs one value for each of 3 choices"):
+        with_mask("env", fields, action_map("env", spaces.Discrete(3)).spec, False)
 
 
 # --- instructions ---

@@ -9,7 +9,15 @@ import torch
 import torch.distributions as td
 from torch import Tensor
 
-from coterie.ops.dist import Categorical, DiagGaussian, Distribution, MultiCategorical, make_distribution
+from coterie.ops.dist import (
+    ILLEGAL,
+    Categorical,
+    DiagGaussian,
+    Distribution,
+    Mixed,
+    MultiCategorical,
+    make_distribution,
+)
 from coterie.types import ActionSpec
 
 SPECS = {
@@ -17,6 +25,7 @@ SPECS = {
     "multi": ActionSpec("multi", (3, 2, 5)),
     "multi, equal sizes": ActionSpec("multi", (4, 4)),
     "continuous": ActionSpec("continuous", low=(-1.0, -2.0, -1.0), high=(1.0, 2.0, 1.0)),
+    "mixed": ActionSpec("mixed", (3, 2), (-1.0, -2.0, -1.0), (1.0, 2.0, 1.0)),
 }
 every = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
@@ -26,8 +35,8 @@ def rng(seed: int) -> torch.Generator:
 
 
 def params_of(dist: Distribution, *axes: int, seed: int = 0) -> Tensor:
-    size = 2 * dist.size if isinstance(dist, DiagGaussian) else dist.head_size
-    return torch.randn(*axes, size, generator=rng(seed))
+    normals = 3 * isinstance(dist, DiagGaussian | Mixed)
+    return torch.randn(*axes, dist.head_size + normals, generator=rng(seed))
 
 
 def oracle(dist: Distribution, params: Tensor) -> list[td.Distribution]:
@@ -37,6 +46,9 @@ def oracle(dist: Distribution, params: Tensor) -> list[td.Distribution]:
         return [td.Categorical(logits=params)]
     if isinstance(dist, MultiCategorical):
         return [td.Categorical(logits=x) for x in params.split(dist.sizes, -1)]
+    if isinstance(dist, Mixed):
+        logits, normals = params.split([5, 6], -1)
+        return oracle(dist.choices, logits) + oracle(dist.normals, normals)
     mean, log_std = params.chunk(2, -1)
     return [td.Normal(m, s.exp()) for m, s in zip(mean.unbind(-1), log_std.unbind(-1), strict=True)]
 
@@ -48,7 +60,7 @@ def components(dist: Distribution, action: Tensor) -> list[Tensor]:
 @every
 def test_sizes_shapes_and_dtypes_follow_the_spec(spec: ActionSpec) -> None:
     dist = make_distribution(spec)
-    assert dist.head_size == (3 if spec.kind == "continuous" else sum(spec.sizes))
+    assert dist.head_size == sum(spec.sizes) + len(spec.low)
     for axes in ((7,), (4, 7), ()):
         params = params_of(dist, *axes)
         action, log_prob = dist.sample_with_log_prob(params, rng(0))
@@ -68,7 +80,7 @@ def test_log_prob_entropy_and_kl_are_torchs(spec: ActionSpec) -> None:
     pairs = zip(oracle(dist, p), oracle(dist, q), strict=True)
     expected_kl = sum(td.kl_divergence(a, b) for a, b in pairs).float()
     log_prob = sum(
-        o.log_prob(a.double() if spec.kind == "continuous" else a)
+        o.log_prob(a.double() if isinstance(o, td.Normal) else a)
         for o, a in zip(oracle(dist, p), components(dist, action), strict=True)
     ).float()
     entropy = sum(o.entropy() for o in oracle(dist, p)).float()
@@ -122,6 +134,37 @@ def test_samples_are_as_frequent_as_their_probabilities(spec: ActionSpec, joint:
     for i in range(len(parts)):
         for j in range(i):
             check(parts[i] * len(probs[j]) + parts[j], torch.outer(probs[i], probs[j]).flatten())
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.sizes], ids=[k for k, s in SPECS.items() if s.sizes])
+def test_illegal_choices_are_as_if_they_were_not_there(spec: ActionSpec) -> None:
+    """Against torch's distributions over the legal choices alone; nothing flows back into an illegal logit."""
+    dist, n = make_distribution(spec), sum(spec.sizes)
+    legal = torch.ones(n, dtype=torch.bool)
+    legal[[0, n - 1]] = False  # of the first component its first choice, of the last one its last
+    raw = params_of(dist, 500).requires_grad_()
+    p = torch.cat((torch.where(legal, raw[:, :n], ILLEGAL), raw[:, n:]), -1)
+    action = dist.sample(p, rng(3))
+    first, last = components(dist, action)[0], components(dist, action)[len(spec.sizes) - 1]
+    assert (first > 0).all()
+    assert (last < spec.sizes[-1] - 1).all()
+    assert (components(dist, dist.mode(p))[0] > 0).all()
+    log_prob, entropy = dist.evaluate(p, action)
+    wide = torch.where(legal, raw.detach()[:, :n], -torch.inf)
+    total, h = torch.zeros(500), torch.zeros(500)
+    for i, (logits, a) in enumerate(zip(wide.split(spec.sizes, -1), components(dist, action), strict=False)):
+        keep = logits[0] > -torch.inf
+        alone = td.Categorical(logits=logits[:, keep])
+        total += alone.log_prob(a.long() - int(i == 0))
+        h += alone.entropy()
+    for o, a in list(zip(oracle(dist, p.detach()), components(dist, action), strict=True))[len(spec.sizes) :]:
+        total, h = total + o.log_prob(a.double()).float(), h + o.entropy().float()
+    torch.testing.assert_close(log_prob.detach(), total, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(entropy.detach(), h, rtol=1e-4, atol=1e-5)
+    (log_prob + entropy + dist.kl(p, p.detach())).sum().backward()
+    assert raw.grad is not None
+    assert raw.grad.isfinite().all()
+    assert (raw.grad[:, :n][:, ~legal] == 0).all()
 
 
 def test_gaussian_samples_have_the_moments_of_their_distribution() -> None:

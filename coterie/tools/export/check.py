@@ -12,9 +12,9 @@ from torch import Tensor
 
 from coterie.build.evaluate import Policy
 from coterie.envs.make import make_envs
-from coterie.envs.spaces import random_actions
+from coterie.envs.spaces import ActionMap, random_actions
 from coterie.envs.tasks import task_config, tasks
-from coterie.tools.export.graph import Graph, obs_name
+from coterie.tools.export.graph import Graph, obs_name, split_params
 from coterie.types import Array, ConfigError, CoterieError, Inputs, ObsSpec, first_line, map_obs
 
 # Relative to a number's size, and at least to 1 or to the largest return that a distribution has an atom for: both
@@ -37,7 +37,7 @@ class _Expected:
 
     numbers: dict[str, Array]  # compared with a tolerance
     actions: dict[str, Array]  # compared exactly where `decided`
-    decided: Array | None  # `[B, components]`; None: continuous actions, which are numbers, too
+    decided: dict[str, Array]  # of each of `actions` `[B, components]`; empty: continuous actions, numbers as well
     scale: float  # the smallest size that a value's difference is relative to
     state: Tensor | None
 
@@ -86,19 +86,15 @@ def _expected(policy: Policy, inputs: Inputs, state: Tensor | None) -> _Expected
     out, after = policy.algorithm.act(model, inputs, state, None, torch.Generator())
     scores, scale = model(inputs, state)[0], 1.0
     numbers = {"value": out.value.numpy()}
+    names = [*(["logits"] if spec.sizes else []), *(["mean", "std"] if spec.low else [])]
     if model.q is not None:
         scores, scale = model.expected(scores), float(model.atoms.abs().max()) if model.q.atoms > 1 else 1.0
-        numbers["q_values"] = scores.numpy()
-    elif spec.kind == "continuous":
-        mean, log_std = scores.chunk(2, -1)
-        numbers |= {"mean": mean.numpy(), "std": log_std.exp().numpy()}
-    else:
-        numbers["logits"] = scores.numpy()
+        names = ["q_values"]
+    numbers |= {name: x.numpy() for name, x in zip(names, split_params(scores, spec), strict=True)}
     if after is not None:
         numbers["next_core_state"] = after.numpy()
     actions = {"action": policy.actions.to_env(out.action.numpy()), "next_prev_action": out.action.numpy()}
-    decided = None if spec.kind == "continuous" else _decided(scores, spec.sizes, scale).numpy()
-    return _Expected(numbers, actions, decided, scale, after)
+    return _Expected(numbers, actions, _decided(policy.actions, scores, scale), scale, after)
 
 
 def _difference(expected: _Expected, found: dict[str, Array]) -> float:
@@ -109,10 +105,10 @@ def _difference(expected: _Expected, found: dict[str, Array]) -> float:
             continue
         y = found[name]
         if y.shape != x.shape or y.dtype != x.dtype:
-            ours, theirs = (f"{z.dtype} {z.shape}" for z in (x, y))
-            raise CoterieError(f"onnxruntime gives {name} as {theirs} and PyTorch as {ours}; nothing is written")
-        if name in expected.actions and expected.decided is not None:
-            if not ((x == y).reshape(expected.decided.shape) | ~expected.decided).all():
+            shown = (f"{z.dtype} {z.shape}" for z in (y, x))
+            raise CoterieError(f"onnxruntime and PyTorch give {name} as {', '.join(shown)}; nothing is written")
+        if (decided := expected.decided.get(name)) is not None:
+            if not ((x == y).reshape(decided.shape) | ~decided).all():
                 raise CoterieError(f"onnxruntime's {name} is not PyTorch's; nothing is written")
             continue
         scale = expected.scale if name in ("value", "q_values") else 1.0
@@ -124,14 +120,21 @@ def _difference(expected: _Expected, found: dict[str, Array]) -> float:
     return largest
 
 
-def _decided(scores: Tensor, sizes: tuple[int, ...], scale: float) -> Tensor:
-    """Where each component's best choice is best by more than rounding, `[B, components]` bool."""
+def _decided(actions: ActionMap, scores: Tensor, scale: float) -> dict[str, Array]:
+    """Where each component's best choice is best by more than rounding, `[B, components]` bool, in the order of the
+    policy's action and of the env's. Numbers beside choices are not compared here: their means are.
+    """
+    if not (sizes := actions.spec.sizes):
+        return {}
     found = []
-    for part in torch.split(scores, list(sizes), -1):
+    for part in torch.split(scores[:, : sum(sizes)], list(sizes), -1):
         best = part.topk(min(2, part.shape[-1])).values
         gap = best[:, 0] - best[:, -1]
         found.append((gap > 2 * TOLERANCE * best[:, 0].abs().clamp(min=scale)) | (part.shape[-1] == 1))
-    return torch.stack(found, -1)
+    numbers = [torch.zeros(len(scores), dtype=torch.bool)] * len(actions.spec.low)
+    decided = torch.stack([*found, *numbers], -1).numpy()
+    order = [at for _, at in actions.leaves] or [np.arange(decided.shape[-1])]
+    return {"next_prev_action": decided, "action": decided[:, np.concatenate(order)]}
 
 
 def _made_up(policy: Policy, rng: np.random.Generator, batch: int) -> Iterator[Inputs]:
@@ -177,5 +180,5 @@ def _real(policy: Policy, rng: np.random.Generator) -> Iterator[Inputs]:
                 torch.from_numpy(action),
                 torch.from_numpy(ts.reward.copy()),
             )
-            action = random_actions(spec.action, rng, _ENVS)
+            action = random_actions(spec.action, rng, _ENVS, ts.obs)
             envs.send(0, action)

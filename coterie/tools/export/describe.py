@@ -47,8 +47,11 @@ def _port(port: Port) -> dict[str, Any]:
 
 
 def _action(actions: ActionMap) -> dict[str, Any]:
-    """Its kind and the bounds of each component, as the env takes them."""
+    """Its kind and the bounds of each component, as the env takes them; of a Dict or Tuple those of its leaves."""
     spec = actions.spec
+    if actions.leaves:
+        leaves = [_action(leaf) for leaf, _ in actions.leaves]
+        return {"kind": spec.kind, "sizes": list(spec.sizes), "space": str(actions.space), "leaves": leaves}
     if spec.kind == "continuous":
         low, high = (np.reshape(x, actions.shape) for x in (spec.low, spec.high))
     else:

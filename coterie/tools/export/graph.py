@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from coterie.envs.spaces import ActionMap
 from coterie.models.build import Network
 from coterie.ops.dist import make_distribution
-from coterie.types import ConfigError, Inputs, first_line
+from coterie.types import ActionSpec, ConfigError, Inputs, first_line
 
 OPSET = 18  # the oldest that torch's exporter writes without a conversion
 
@@ -57,12 +57,12 @@ class Graph(nn.Module):
         ]
         if model.q is not None:
             self.outputs.append(Port("q_values", (size,), "float32", "the expected return of each action"))
-        elif action.kind == "continuous":
-            text = "of a normal distribution, before clipping to the bounds"
-            self.outputs += [Port(name, action.shape, "float32", f"{name} {text}") for name in ("mean", "std")]
-        else:
+        elif action.sizes:
             logits = "of each action" if action.kind == "categorical" else "of each component's choices, side by side"
             self.outputs.append(Port("logits", (size,), "float32", f"unnormalized log-probabilities {logits}"))
+        if action.low:
+            text, shape = "of a normal distribution, before clipping to the bounds", (len(action.low),)
+            self.outputs += [Port(name, shape, "float32", f"{name} {text}") for name in ("mean", "std")]
         if model.core is None:
             return
         state = (2, model.core.size)
@@ -87,30 +87,38 @@ class Graph(nn.Module):
         params, value, state = self.model(inputs, given.get("core_state"))
         if self.model.q is not None:
             params = self.model.expected(params)
-            numbers = [params]
-        elif self.actions.spec.kind == "continuous":
-            mean, log_std = params.chunk(2, -1)
-            numbers = [mean, log_std.exp()]
-        else:
-            numbers = [params]
         choice = self.dist.mode(params)
-        found = [self._to_env(choice), value, *numbers]
+        found = [_to_env(self.actions, choice), value, *split_params(params, self.actions.spec)]
         if state is not None:
             found.append(state)
         if "prev_action" in given:
             found.append(choice)
         return tuple(found)
 
-    def _to_env(self, choice: Tensor) -> Tensor:
-        """`ActionMap.to_env` on tensors."""
-        limit, scale, offset = (
-            None if x is None else torch.from_numpy(x)
-            for x in (self.actions.limit, self.actions.scale, self.actions.offset)
-        )
-        a = choice.reshape(choice.shape[0], *self.actions.shape)  # len() would be a constant of the graph
-        a = a if limit is None else a.clamp(-limit, limit)
-        a = a if scale is None else scale * a
-        return a if offset is None else offset + a
+
+def split_params(params: Tensor, action: ActionSpec) -> list[Tensor]:
+    """The logits or values of the choices, and the means and deviations of the continuous components, if any."""
+    k = sum(action.sizes)
+    logits, normals = params[..., :k], params[..., k:]
+    mean, log_std = normals.chunk(2, -1) if action.low else (normals, normals)
+    return [*([logits] if action.sizes else []), *([mean, log_std.exp()] if action.low else [])]
+
+
+def _to_env(actions: ActionMap, a: Tensor) -> Tensor:
+    """`ActionMap.to_env` on tensors."""
+    if actions.leaves:
+        of_leaf = [
+            _to_env(leaf, a[:, int(at[0]) : int(at[-1]) + 1].to(getattr(torch, leaf.spec.dtype)))
+            for leaf, at in actions.leaves
+        ]
+        return torch.cat([x.reshape(a.shape[0], -1).to(a.dtype) for x in of_leaf], 1)
+    limit, scale, offset = (
+        None if x is None else torch.from_numpy(x) for x in (actions.limit, actions.scale, actions.offset)
+    )
+    a = a.reshape(a.shape[0], *actions.shape)  # len() would be a constant of the graph
+    a = a if limit is None else a.clamp(-limit, limit)
+    a = a if scale is None else scale * a
+    return a if offset is None else offset + a
 
 
 def to_onnx(graph: Graph) -> bytes:

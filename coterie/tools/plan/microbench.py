@@ -121,13 +121,13 @@ def _deviation(config: ResolvedConfig, spec: Spec, seconds: float) -> float:
     envs = make_envs(replace(config.env, num_envs=1, decorrelate=0), config.atari, seed=1)
     took = list[float]()
     try:
-        envs.recv(0)
+        seen = envs.recv(0)
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(took) < 20:
-            action = random_actions(spec.action, rng, 1)
+            action = random_actions(spec.action, rng, 1, seen.obs)
             begin = time.perf_counter()
             envs.send(0, action)
-            envs.recv(0)
+            seen = envs.recv(0)
             took.append(time.perf_counter() - begin)
     finally:
         envs.close()

@@ -51,6 +51,12 @@ NETS = {
     "text and codes": (
         *("impala", "BabyAI-GoToObj-v0", {}, {"obs.image", "obs.direction", "obs.mission"}, ACTOR_CRITIC),
     ),
+    "masked, mixed": (
+        *("ppo", "tests.support.masked:Masked", {"env.kwargs": '{"kind": "mixed", "where": "info"}'}),
+        {"obs.observation", "obs.action_mask"},
+        {*ACTOR_CRITIC, "mean", "std"},
+    ),
+    "masked, c51": ("c51", "tests.support.masked:Masked", {}, {"obs.count", "obs.action_mask"}, VALUES),
     "many choices": (
         *("ppo", f"{HERE}:Many", {**LSTM, **REWARD}),
         {"obs.inner.flags", "obs.inner.kind", "obs.far", "obs.is_first", "prev_action", "prev_reward", *CORE},
