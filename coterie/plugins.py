@@ -3,25 +3,68 @@
 `package.module:callable` names an env, a torso, an algorithm, an acting or an exchange. The last three are substitutes
 for the part that the run would have otherwise: they are made with the same arguments, and the same is refused of them.
 A new acting or exchange has a name of its own (choices.py).
+
+`pickle:LABEL.HASH@FOLDER` is an object from Python that cannot be imported (runs/objects.py).
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import pickle
+import re
+import stat
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from coterie.config import Config
-from coterie.types import ConfigError, reason_of
+from coterie.types import ConfigError, one_line, reason_of
 
 PARTS = ("algorithm", "acting", "exchange")
+FIELDS = ("env.id", "model.torso", *(f"plugins.{part}" for part in PARTS))
+GIVEN = ("env", *PARTS, *FIELDS)  # what they are called in Python
+Part = str | Callable[..., Any]  # a part's name, or the part itself
 P = ParamSpec("P")
 T = TypeVar("T")
+_PICKLED = re.compile(r"pickle:((\w+)\.\w+)@(\w+)")  # a file, the object's label, and the end of its folder's name
+OBJECTS: dict[str, Any] = {}  # by name: what this process was given, or has read from another
+
+
+def label(name: str) -> str:
+    """A part's name for people: of a pickled object that of its class or function, otherwise as it is."""
+    pickled = _PICKLED.fullmatch(name)
+    return pickled[2] if pickled else name
+
+
+def _unpickled(field: str, pickled: re.Match[str]) -> Any:
+    """What another process of this user has pickled. Only its folder is read, wherever the name may come from."""
+    if (name := pickled.string) in OBJECTS:
+        return OBJECTS[name]
+    file, text, token = pickled.groups()
+    folder = next(Path(tempfile.gettempdir()).glob(f"coterie-*-*-{token}"), None)
+    if folder is None:
+        again = "env=..." if field == "env.id" else f'**{{"{field}": ...}}'
+        raise ConfigError(
+            f"{field}: {text} was an object of a Python process that has ended; give it again, as in "
+            f"coterie.load(RUN, {again}); coterie.resume and coterie.evaluate_run take it, too"
+        )
+    about = folder.lstat()
+    if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o077:
+        raise ConfigError(f"{field}: {folder} is not a folder of this user only, so {text} is not read from it")
+    try:
+        OBJECTS[name] = pickle.loads((folder / file).read_bytes())
+    except Exception as error:
+        raise ConfigError(f"{field}: {text} cannot be unpickled here: {one_line(error)}") from error
+    return OBJECTS[name]
 
 
 def named(field: str, path: str) -> Any:
     """What `path` names. Raises a `ConfigError` about `field` where there is no such thing, or it cannot be called."""
+    if pickled := _PICKLED.fullmatch(path):
+        return _unpickled(field, pickled)
     module, _, name = path.partition(":")
     try:
         if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
@@ -30,7 +73,7 @@ def named(field: str, path: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        hint = "; child processes do not run the script: move it to a file of its own" if module == "__main__" else ""
+        hint = "; give the object itself, or move it to a file of its own" if module == "__main__" else ""
         raise ConfigError(f"{field}: cannot import {path!r}: {reason_of(error)}{hint}") from error
     if not callable(found):
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from coterie.envs.make import env_edges, make_envs, make_spec
 from coterie.envs.spaces import flatten
 from coterie.envs.tasks import are_normalized, overall, task_config, tasks
 from coterie.models.build import Network
+from coterie.plugins import GIVEN, Part, label
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
+from coterie.runs.config_io import replace as override
 from coterie.types import MASK, Array, ConfigError, CoterieError, Inputs, Obs, Spec, entries, from_entries, reason_of
 
 _MOST_ENVS = 16
@@ -87,7 +89,7 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
 
     Every env plays a fixed number of episodes, so that short episodes are not counted more often than long ones.
     """
-    scores = Scores(config.env.id)
+    scores = Scores(label(config.env.id))
     if len(several := tasks(config.env.id)) > 1:
         for task in several:
             one = evaluate(algorithm, model, task_config(config, task), trial, union=True)
@@ -191,30 +193,33 @@ class Policy:
         return self.actions.nested(self.actions.to_env(action))
 
 
-def open_run(folder: Path) -> Config:
-    """The config of a run's folder, or one clear line."""
+def open_run(folder: Path, new: Mapping[str, Part] = {}) -> Config:
+    """The config of a run's folder, or one clear line. `new`: as for `load`."""
+    for name in new.keys() - {*GIVEN}:
+        raise ConfigError(f"{name}: is not one of {', '.join(GIVEN)}, which can be given again")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")
-    return load_config(folder / "config.json")
+    return override(load_config(folder / "config.json"), dict(new))
 
 
 def check_spec(folder: Path, config: Config) -> Spec:
-    """The env's spec; refuses a run whose env gives or takes something else than it did."""
+    """The env's spec; refuses a run whose env, whatever its name, gives or takes something else than it did."""
     spec, path = make_spec(config.env, config.atari), folder / "spec.json"
     saved, now = json.loads(path.read_text()), json.loads(json.dumps(spec.to_json()))
-    if saved != now:
+    if saved | {"env_id": spec.env_id} != now:
         raise ConfigError(f"env.id: the spaces differ from the run's; saved {json.dumps(saved)}; now {json.dumps(now)}")
     return spec
 
 
-def load(folder: str | Path, learner: str | int = "0") -> Policy:
+def load(folder: str | Path, learner: str | int = "0", **new: Part) -> Policy:
     """The policy of a run's best checkpoint, or of its last where none was marked best.
 
     `learner`: its index (learner 0 is the one that is evaluated during training), "mean" for the mean of all learners'
-    weights, or "secondary" for the secondary learner.
+    weights, or "secondary" for the secondary learner. `new`: what takes the place of the run's own, above all of an
+    object of a process that has ended: `env=MyEnv`, `**{"model.torso": Torso}`.
     """
     folder = Path(folder)
-    config, root = open_run(folder), folder / "checkpoints"
+    config, root = open_run(folder, new), folder / "checkpoints"
     path = checkpoint.best(root) or checkpoint.latest(root)
     if path is None:
         raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")
@@ -245,12 +250,20 @@ def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
 
 
 def evaluate_run(
-    folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str | int = "0"
+    folder: str | Path,
+    *,
+    episodes: int = 100,
+    sampled: bool = False,
+    seed: int = 1,
+    learner: str | int = "0",
+    **new: Part,
 ) -> dict[str, Any]:
-    """Score a run's policy: mean over whole episodes +- standard error, human-normalized where a reference exists."""
+    """Score a run's policy: mean over whole episodes +- standard error, human-normalized where a reference exists.
+    `new`: as for `load`.
+    """
     if episodes < 1:
         raise ConfigError(f"episodes: {episodes} must be at least 1")
-    policy = load(folder, learner)
+    policy = load(folder, learner, **new)
     trial = Trial(episodes, sampled, seed, max_steps=episodes * _LONGEST_EPISODE)
     scores = evaluate(policy.algorithm, policy.model, policy.config, trial)
     return {"run": str(folder), "checkpoint_env_steps": policy.step, "sampled": sampled, **scores.to_json()}

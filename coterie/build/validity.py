@@ -12,7 +12,7 @@ from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.torsos import FOR_IMAGES
-from coterie.plugins import check_own
+from coterie.plugins import FIELDS, check_own, label
 from coterie.runs.config_io import fields, get, shown
 from coterie.types import ConfigError, Spec
 from coterie.wire.auth import without_keys
@@ -123,6 +123,16 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
             value = f"{shown(get(config, field))} " if field in _FIELDS else ""  # a registered acting has no section
             raise ConfigError(f"{field}: {value}{refusal.reason}")
     check_own(config)
+
+
+def check_objects(config: Config) -> None:
+    """Refuse objects of this machine in a run that has parts on others."""
+    elsewhere = config.launch == "ray" or config.wire.bind or exchange_kind(config).address(config)
+    for field in FIELDS if elsewhere else ():
+        if label(name := get(config, field)) != name:
+            raise ConfigError(
+                f"{field}: {label(name)} is an object of this machine; others need package.module:callable"
+            )
 
 
 def table() -> str:

@@ -15,7 +15,7 @@ from gymnasium.wrappers import TimeLimit
 
 from coterie.envs.backend import Declared, StepResults
 from coterie.envs.spaces import ActionMap, action_map, mask_row, obs_fields, with_mask
-from coterie.plugins import named
+from coterie.plugins import label, named
 from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_entries, one_line
 
 LAB = "dmlab/"  # before a level of DeepMind Lab
@@ -57,7 +57,7 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
         raise ConfigError(f"{error}{hint}") from error
     env: GymEnv = make(**kwargs)
     if not (hasattr(env, "observation_space") and hasattr(env, "action_space") and hasattr(env, "step")):
-        raise ConfigError(f"env.id {env_id!r} returned {type(env).__name__}, not a gymnasium environment")
+        raise ConfigError(f"env.id {label(env_id)!r} returned {type(env).__name__}, not a gymnasium environment")
     return TimeLimit(env, max_episode_steps) if max_episode_steps else env
 
 
@@ -73,14 +73,17 @@ def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
         if isinstance(error, TypeError) and "unexpected keyword" in str(error):
             raise ConfigError(f"env.kwargs: {one_line(error)}") from error
         if isinstance(error, gymnasium.error.Error | ImportError):
-            raise ConfigError(f"env.id {env_id!r} cannot be made: {one_line(error)}") from error
-        raise CoterieError(f"env.id {env_id!r} cannot be made: {raised(error)}", traceback.format_exc()) from error
+            raise ConfigError(f"env.id {label(env_id)!r} cannot be made: {one_line(error)}") from error
+        raise CoterieError(
+            f"env.id {label(env_id)!r} cannot be made: {raised(error)}", traceback.format_exc()
+        ) from error
 
 
 def describe(env_id: str, env: GymEnv, max_episode_steps: int) -> Declared:
     """What `env` takes and gives. Frames per env step: its `action_repeat`; 1 if it has none. An env with discrete
     actions is reset once, to see whether its info has an action mask.
     """
+    env_id = label(env_id)
     actions, mask = action_map(env_id, env.action_space), ""
     fields = obs_fields(env_id, env.observation_space)
     if actions.spec.sizes and MASK not in (f.name for f in fields):

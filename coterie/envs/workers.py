@@ -156,7 +156,7 @@ class WorkerBackend:
                     continue
                 x.answers -= 1
                 if "error" in answer:
-                    raise CoterieError(f"env.id {self._env.id!r}: {answer['error']}", answer["trace"])
+                    raise CoterieError(f"env.id {self.spec.env_id!r}: {answer['error']}", answer["trace"])
                 if "ready" in answer:
                     x.ready = True
                     begin = time.monotonic()
@@ -168,7 +168,7 @@ class WorkerBackend:
         ended = worker.end()
         if not (self._began or worker.ready):
             raise CoterieError(
-                f"env.id {self._env.id!r}: {reason or f'its worker ended before it was ready ({ended})'}"
+                f"env.id {self.spec.env_id!r}: {reason or f'its worker ended before it was ready ({ended})'}"
             )
         return dict.fromkeys(worker.ids, reason or f"its worker process died ({ended})")
 

@@ -22,6 +22,7 @@ from coterie.launch.ledger import Ledger
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.parallel.processes import on_signals
+from coterie.plugins import label
 from coterie.roles.entry import Saved
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
@@ -44,7 +45,7 @@ class Coordinator:
         self.ledger = Ledger(config, spec, board, state, reached)
         self.next_eval = config.eval.every if state is None else state["next_eval"]
         self.writer = RunWriter(folder, config, None if state is None else state["env_steps"])
-        title = " x ".join((config.preset or config.algorithm, config.env.id, config.acting, config.exchange))
+        title = " x ".join((config.preset or config.algorithm, label(config.env.id), config.acting, config.exchange))
         self.display = Display(config.steps, title, self.ledger.begin_steps, quiet, starting=starting)
         self.members = set(range(self.learners))  # learners that take part in a checkpoint
         self.idle: set[int] = set()  # learners that have ended their training

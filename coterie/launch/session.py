@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from coterie import presets
 from coterie.acting.table import acting_kind
 from coterie.algorithms.table import algorithm_class
 from coterie.build.evaluate import check_spec, open_run
 from coterie.build.factory import ProcessContext, make_model, net_of, normalizers
 from coterie.build.resources import resolve_config, resolve_resources
-from coterie.build.validity import check
+from coterie.build.validity import check, check_objects
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.exchange.links import Link, Net
@@ -33,7 +34,7 @@ from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import start_server
-from coterie.plugins import named
+from coterie.plugins import Part, label, named
 from coterie.replay.storage import require_room
 from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
@@ -47,10 +48,23 @@ from coterie.types import ConfigError, CoterieError, Spec, reason_of
 __all__ = ["resume", "train"]
 
 
-def train(config: Config, *, quiet: bool = False, starting: Starting | None = None) -> dict[str, Any]:
+def train(
+    config: Config | None = None,
+    *,
+    preset: str = "ppo",
+    quiet: bool = False,
+    starting: Starting | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
     """Train a new run and return its summary (also in `summary.json`). Raises `CoterieError` when it fails.
-    `starting`: of the process, if it began earlier.
+
+    Without a config the run is a preset's with these settings: `train(env=MyEnv, steps=100_000)`. `starting`: of the
+    process, if it began earlier.
     """
+    if config is None:
+        config = presets.make(preset, **settings)
+    elif settings:
+        raise ConfigError(f"{next(iter(settings))}: a config was given, too; give its preset this setting")
     if not isinstance(config, Config):
         raise ConfigError(f"config: {config!r} is not a Config; coterie.presets.ppo(env=...) returns one")
     config = validate(config)
@@ -69,10 +83,10 @@ def train(config: Config, *, quiet: bool = False, starting: Starting | None = No
 
 
 def resume(
-    folder: str | Path, *, steps: int = 0, quiet: bool = False, starting: Starting | None = None
+    folder: str | Path, *, steps: int = 0, quiet: bool = False, starting: Starting | None = None, **new: Part
 ) -> dict[str, Any]:
     """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps).
-    A URL (a run stored by `ray.storage`) is first downloaded to `runs/`.
+    A URL (a run stored by `ray.storage`) is first downloaded to `runs/`. `new`: as for `coterie.load`.
     """
     if "://" in str(folder):
         url, folder = str(folder), Path("runs") / str(folder).rstrip("/").rpartition("/")[2]
@@ -80,7 +94,7 @@ def resume(
 
         fetch(url, folder)
     folder = Path(folder)
-    config = open_run(folder)
+    config = open_run(folder, new)
     if steps:
         config = validate(replace(config, steps=steps))
     with closing(starting or Starting(quiet=quiet)) as starting:
@@ -89,11 +103,12 @@ def resume(
 
 def _go(asked: Config, folder: Path, resumed: bool, quiet: bool, starting: Starting) -> dict[str, Any]:
     """Run from config to summary, in this process or in others. A run that cannot start writes no files."""
+    check_objects(asked)
     if asked.launch == "ray":
         from coterie.launch.ray.run import run_on_ray  # which only this needs
 
         return run_on_ray(asked, folder, resumed, quiet, starting)
-    starting.doing(f"loading {asked.env.id}")
+    starting.doing(f"loading {label(asked.env.id)}")
     saved = checkpoint.latest(folder / "checkpoints") if resumed else None
     state = None
     if saved is not None:
@@ -210,7 +225,7 @@ def _link(
 
 
 def _new_folder(config: Config) -> Path:
-    name = file_name(f"{config.preset or config.algorithm}-{config.env.id}-s{config.seed}")
+    name = file_name(f"{config.preset or config.algorithm}-{label(config.env.id)}-s{config.seed}")
     base = Path("runs") / f"{name}-{time.strftime('%m%d-%H%M%S')}"
     path, n = base, 1
     while path.exists():

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coterie.config import Config
+from coterie.plugins import Part
 from coterie.presets.actor_critic import a2c, a3c, a3c_paper, a3c_store, appo, gala_a2c, gala_ppo, ppo, ppo_paper
 from coterie.presets.common import known_spec
 from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_async, rainbow, rainbow_512, seed_r2d2
@@ -27,7 +28,7 @@ PRESETS: dict[str, Callable[..., Config]] = {n.replace("_", "-"): globals()[n] f
 ON_FEW_CORES = ("ppo", "gala-ppo")  # whose settings for Atari are ours; those of the others are the papers'
 
 
-def make(name: str, env: str | None = None, spec: Spec | None = None, **overrides: Any) -> Config:
+def make(name: str, env: Part | None = None, spec: Spec | None = None, **overrides: Any) -> Config:
     """The preset called `name` for `env`. `spec`: the env's, if known; otherwise the env is made to find its spaces."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, 1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from coterie.config import PPO, Algo, Config, Gossip, Hogwild, Model, Optim, Reward, Schedule, Store
+from coterie.plugins import Part
 from coterie.presets.common import LINEAR, derive, make
+from coterie.runs.objects import name_of
 
 
-def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
+def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Synchronous A2C. Images: Accelerated Methods and its code (n = 5, RMSProp 7e-4 at 16 simulators times the root of
     their number, eps inside the root). Ours: 84x84 frames, 10M env steps (25M), up to 200 random steps first (2000).
     Vectors and continuous control: our own settings, with normalized rewards and advantages.
@@ -36,7 +38,7 @@ def a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     )
 
 
-def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
+def ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """PPO. Images: batches of 2048, clip 0.2, lambda 0.95 and entropy 0.01 as in Accelerated Methods. Ours, for few
     samples: 5M env steps (25M), 3 epochs over minibatches of 256, Adam at 5e-4, value coefficient 0.5, gradients
     clipped to 0.5; `ppo-paper` has the paper's values. Vectors and continuous control: our own settings.
@@ -69,7 +71,7 @@ def ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
     )
 
 
-def ppo_paper(env: str = "Pong-v5", **overrides: Any) -> Config:
+def ppo_paper(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """PPO on images as in Accelerated Methods and its code: 8 simulators of 256 steps, 4 epochs, minibatches of 512,
     Adam at 1e-3, value coefficient 1, no clipping of gradients; the linear schedule and normalized advantages are
     options of that code, off by default.
@@ -84,7 +86,7 @@ def ppo_paper(env: str = "Pong-v5", **overrides: Any) -> Config:
     return derive(ppo, "ppo-paper", env, overrides, {}, image)
 
 
-def gala_a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
+def gala_a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """GALA-A2C: gossiping A2C learners (GALA, arguments of its public code): a directed ring, mixed after every update,
     16 simulators each, n = 5, RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation. Ours:
     10M env steps (25M and 40M).
@@ -100,17 +102,18 @@ def gala_a2c(env: str = "Pong-v5", **overrides: Any) -> Config:
     return derive(a2c, "gala-a2c", env, overrides, common, image)
 
 
-def gala_ppo(env: str = "Pong-v5", **overrides: Any) -> Config:
+def gala_ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Gossiping PPO learners, mixed once for each rollout: a combination that no paper has."""
     return derive(ppo, "gala-ppo", env, overrides, {"exchange": "gossip", "learners": "auto"})
 
 
-def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
+def a3c(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with GAE: lock-free workers of one simulator each (Christensen and Hansen): Adam with each worker's own
     moments, FC256-FC256-LSTM256 shared by policy and value, or a small convolutional net before the LSTM. Vectors:
     rewards times 0.01 as in the authors' code. Ours: longer unrolls and a faster, decaying learning rate; MountainCar's
     actions repeated 6 times (4), observations normalized. `a3c-paper` has the paper's defaults.
     """
+    env = name_of("env.id", env)
     net = Model("mlp", (256, 256), core="lstm", core_size=256, forget_bias=0.0, share="yes")
     vector = {
         "steps": 1_200_000,
@@ -153,12 +156,13 @@ def a3c(env: str = "LunarLander-v3", **overrides: Any) -> Config:
     )
 
 
-def a3c_paper(env: str = "LunarLander-v3", **overrides: Any) -> Config:
+def a3c_paper(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with GAE as its paper has it: 64 workers, updates every 20 steps, lambda 1, no entropy bonus, Adam at 1e-4
     without a schedule or clipping, rewards times 1e-3, the n-step return as the value's target (Algorithm 1), time
     limits as ends. From the authors' code: gamma 0.99, value coefficient 0.25, MountainCar's actions repeated 4 times.
     Ours: losses are means over the 20 steps, which Adam divides out.
     """
+    env = name_of("env.id", env)
     settings = {
         "learners": 64,
         "env.time_limit": "terminate",
@@ -172,7 +176,7 @@ def a3c_paper(env: str = "LunarLander-v3", **overrides: Any) -> Config:
     return derive(a3c, "a3c-paper", env, overrides, settings)
 
 
-def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:
+def a3c_store(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """A3C with large batches and a central store (Accelerated Methods): A2C learners of 16 simulators that meet a
     store of 3 chunks after every update; the learning rate does not grow with the learners.
     """
@@ -180,7 +184,7 @@ def a3c_store(env: str = "Pong-v5", **overrides: Any) -> Config:
     return derive(a2c, "a3c-store", env, overrides, common, {"env.num_envs": 16})
 
 
-def appo(env: str = "Pong-v5", **overrides: Any) -> Config:
+def appo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """APPO (Accelerated Methods, Appendix B): PPO learners of 8 simulators and horizon 256 on a central store, two
     local Adam steps between updates of the store, weights polled every 64 steps, a quarter of PPO's rate, no schedule.
     """

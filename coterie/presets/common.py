@@ -11,7 +11,9 @@ from typing import Any
 from coterie.config import Atari, Config, Env, Model, Schedule
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
+from coterie.plugins import Part
 from coterie.runs.config_io import replace as override
+from coterie.runs.objects import name_of
 from coterie.types import Spec
 
 Changes = dict[str, Any]  # by dotted name; a whole section replaces all of its fields
@@ -41,19 +43,21 @@ def of_env(overrides: Changes) -> Changes:
     return {k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))}
 
 
-def envs(env: str, count: int) -> int:
+def envs(env: Part, count: int) -> int:
     """`count` envs; for several tasks 0, which is auto: as many as can be shared out evenly."""
-    return count if len(tasks(env)) == 1 else 0
+    return count if len(tasks(name_of("env.id", env))) == 1 else 0
 
 
 def make(
-    preset: str, env: str, overrides: Changes, common: Changes, *, image: Changes, vector: Changes, continuous: Changes
+    preset: str, env: Part, overrides: Changes, common: Changes, *, image: Changes, vector: Changes, continuous: Changes
 ) -> Config:
     """A preset for `env`: `common`, then `image`, or else `vector` (and `continuous` for continuous actions), then
     `overrides`. The options of the environment itself are applied first, since they decide its kind.
     """
     overrides = flat(overrides)
-    config = override(Config(preset=preset, env=Env(id=env), atari=Atari(episodic_life=True)), of_env(overrides))
+    config = override(
+        Config(preset=preset, env=Env(id=name_of("env.id", env)), atari=Atari(episodic_life=True)), of_env(overrides)
+    )
     spec = known_spec.get() or make_spec(config.env, config.atari)
     config = replace(config, model=Model(normalize_obs=any(s.is_numeric for s in spec.obs.values())))
     # An image that is too small for the convolutions is a vector of bytes.
@@ -67,7 +71,7 @@ def make(
 def derive(
     base: Callable[..., Config],
     preset: str,
-    env: str,
+    env: Part,
     overrides: Changes,
     common: Changes,
     image: Changes | None = None,

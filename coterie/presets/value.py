@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from coterie.config import R2D2, Algo, Config, Model, Optim, Q, Replay, Reward
+from coterie.plugins import Part
 from coterie.presets.common import LINEAR, derive, envs, make
+from coterie.runs.objects import name_of
 
 
-def dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
+def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """DQN (Accelerated Methods and its code): 32 simulators, batches of 32, each env step trained on 8 times, RMSProp,
     target network every 10,000 env steps, epsilon from 1 to 0.1 over a million, 10M env steps (the paper 50M). Vectors:
     our own, double and three-step.
@@ -46,18 +48,19 @@ def dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
     )
 
 
-def dqn_512(env: str = "Pong-v5", **overrides: Any) -> Config:
+def dqn_512(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """DQN with batches of 512 (Accelerated Methods, Table 1): RMSProp at 7.5e-4."""
     return derive(dqn, "dqn-512", env, overrides, {"q.batch_size": 512}, {"optim.lr": 7.5e-4})
 
 
-def dqn_async(env: str = "Pong-v5", **overrides: Any) -> Config:
+def dqn_async(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Four DQN learners with batches of 512 on a central store (Accelerated Methods, Table 2)."""
     return derive(dqn_512, "dqn-async", env, overrides, {"exchange": "store", "learners": 4})
 
 
-def c51(env: str = "Pong-v5", **overrides: Any) -> Config:
+def c51(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Categorical DQN (C51): 51 returns from -10 to 10, Adam at 2.5e-4 with eps 0.01 / 32, epsilon to 0.01."""
+    env = name_of("env.id", env)
     image = {
         "q.epsilon_end": 0.01,
         "q.eval_epsilon": 0.001,
@@ -68,13 +71,13 @@ def c51(env: str = "Pong-v5", **overrides: Any) -> Config:
     return derive(dqn, "c51", env, overrides, {"q.atoms": 51, "q.double": False}, image, vector)
 
 
-def c51_2048(env: str = "Pong-v5", **overrides: Any) -> Config:
+def c51_2048(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Categorical DQN with batches of 2048 (Accelerated Methods, Table 1): Adam at 4.2e-4."""
     image = {"env.num_envs": 64, "optim.lr": 4.2e-4, "optim.eps": 0.01 / 2048}
     return derive(c51, "c51-2048", env, overrides, {"q.batch_size": 2048}, image)
 
 
-def rainbow(env: str = "Pong-v5", **overrides: Any) -> Config:
+def rainbow(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Epsilon-Rainbow (code of Accelerated Methods): double, dueling, prioritized (0.5, 0.4 to 1), three-step,
     categorical, without noisy layers; Adam at 6.25e-5 with eps 0.005 / 32, target network every 8,000 env steps.
     """
@@ -90,7 +93,7 @@ def rainbow(env: str = "Pong-v5", **overrides: Any) -> Config:
     return derive(c51, "rainbow", env, overrides, common, image, {"q.dueling": 128})
 
 
-def rainbow_512(env: str = "Pong-v5", **overrides: Any) -> Config:
+def rainbow_512(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Epsilon-Rainbow with batches of 512 (Accelerated Methods, Table 1): eps 0.005 / 512, and Adam's rate as for
     batches of 32 (A.3: "without scaling the learning rate").
     """
@@ -98,7 +101,7 @@ def rainbow_512(env: str = "Pong-v5", **overrides: Any) -> Config:
     return derive(rainbow, "rainbow-512", env, overrides, {"q.batch_size": 512}, image)
 
 
-def apex_dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
+def apex_dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Ape-X (Horgan et al. 2018): decoupled actors, an epsilon for each env, 0.4^(1 + 7 i / (N - 1)), first
     priorities (0.6, 0.4) from the actors' values, double, dueling, three-step, batches of 512.
     """
@@ -123,7 +126,7 @@ def apex_dqn(env: str = "Pong-v5", **overrides: Any) -> Config:
     return derive(dqn_512, "apex-dqn", env, overrides, common, image, {"env.num_envs": envs(env, 8), "q.dueling": 128})
 
 
-def seed_r2d2(env: str = "Pong-v5", **overrides: Any) -> Config:
+def seed_r2d2(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """R2D2 with central inference (SEED RL, gcp/train_atari.sh): sequences of 80 after a burn-in of 40, 64 in a batch,
     each env step trained on 0.75 times, priorities (0.9, 0.6), n = 5, gamma 0.997, an epsilon for each env, 0.4^(1 to
     8), TensorFlow's Adam at 1e-4; the losses of a sequence's 80 steps are means here, which its eps and clip follow.

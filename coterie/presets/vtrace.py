@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from coterie.config import Algo, Central, Config, Decoupled, Model, Optim, Reward, VTrace
+from coterie.plugins import Part
 from coterie.presets.common import LINEAR, Changes, derive, envs, flat, make
+from coterie.runs.objects import name_of
 
 
-def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
+def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA (Table G.1): decoupled actors with as many simulators as keep the cores busy, V-trace, losses summed over
     batches of 32 rollouts of 20 steps, RMSProp with eps 0.01 inside the root, gradients clipped to 40; feed-forward on
     four frames. Ours: GALA's net in the place of the shallow one, 10M env steps (50M), no population-based training, no
@@ -16,6 +18,7 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
     has the options that Pong was learned with. `dmlab/...`: the shallow net with its LSTM of 256, last action and
     reward, unrolls of 100, and the rates of the authors' code. Vectors and continuous control: our settings.
     """
+    env = name_of("env.id", env)
     image: Changes = {
         "steps": 10_000_000,
         "decoupled": Decoupled(batch_size=32),
@@ -52,12 +55,12 @@ def impala(env: str = "Pong-v5", **overrides: Any) -> Config:
     )
 
 
-def impala_deep(env: str = "Pong-v5", **overrides: Any) -> Config:
+def impala_deep(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA with its ResNet of 15 convolutions (Figure 3, right)."""
     return derive(impala, "impala-deep", env, overrides, {}, {"model.torso": "impala"})
 
 
-def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
+def seed_vtrace(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """SEED RL with V-trace (gcp/train_dmlab_explore_goal_locations_small.sh): env hosts without a policy, unrolls of
     100 in batches of 32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Left out: the KL
     penalty. Vectors and continuous control: our settings for IMPALA.
@@ -75,7 +78,7 @@ def seed_vtrace(env: str = "Pong-v5", **overrides: Any) -> Config:
     return derive(impala, "seed-vtrace", env, overrides, common, image, vector)
 
 
-def seed_football(env: str = "gfootball/11_vs_11_hard_stochastic-v1", **overrides: Any) -> Config:
+def seed_football(env: Part = "gfootball/11_vs_11_hard_stochastic-v1", **overrides: Any) -> Config:
     """SEED RL on Google Research Football (gcp/train_football_scoring.sh, and train_football_checkpoints.sh where
     `env.kwargs` asks for the checkpoint reward): V-trace on unrolls of 32 in batches of 32, rewards as they are, Keras'
     Adam at a fixed rate, a ResNet of four stages. One frame on EnvPool; the paper's four by examples/envs/football.py.

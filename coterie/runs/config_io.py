@@ -19,8 +19,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from coterie.config import Config, Range, Schedule
-from coterie.plugins import PARTS
+from coterie.config import Config, Env, Range, Schedule
+from coterie.plugins import FIELDS, GIVEN, PARTS
+from coterie.runs.objects import name_of
 from coterie.types import ConfigError, CoterieError, json_object, reason_of
 
 # Options of older versions: the value that a config file may still have (None: any), and the error for any other value.
@@ -112,10 +113,11 @@ def _coerce(name: str, kind: Any, value: Any) -> Any:
         return float(value)
     if kind in (str, bool) and type(value) is kind:
         return value
+    if name in FIELDS:
+        return name_of(name, value)
     if kind is str and isinstance(value, Path):
         return str(value)
-    hint = "; put it in a module and give its name, module:callable" if callable(value) else ""
-    raise ConfigError(f"{name}: {shown(value)} is not {_expected(kind)}{hint}")
+    raise ConfigError(f"{name}: {shown(value)} is not {_expected(kind)}")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -191,12 +193,12 @@ def field_name(given: str, value: Any, dashes: str = "") -> str:
 
 def replace(config: Config, overrides: dict[str, Any]) -> Config:
     """`config` with fields replaced, types checked: `{"env.id": "Pong-v5", "optim": Optim(), "learners": 2}`.
-
-    `env` and user-defined parts may have their short names (`field_name`). `validate` finds values that contradict each
-    other. Raises `ConfigError`.
+    `env` and custom parts may have their short names (`field_name`) and be objects (`name_of`). Raises `ConfigError`.
     """
     data = to_dict(config)
     for given, value in overrides.items():
+        if given in GIVEN and not isinstance(value, Env):
+            value = name_of(_ALIASES.get(given, given), value)
         *sections, last = field_name(given, value).split(".")
         at = data
         for section in sections:

@@ -87,7 +87,7 @@ def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
         (("--algorithm", "nowhere:Mine"), "plugins.algorithm: cannot import 'nowhere:Mine': No module named 'nowhere'"),
         (
             ("--algorithm", "__main__:X"),
-            "has no attribute 'X'; child processes do not run the script: move it to a file",
+            "has no attribute 'X'; give the object itself, or move it to a file of its own",
         ),
         (("--acting", "late:Nope"), "plugins.acting: cannot import 'late:Nope': module 'late' has no attribute 'Nope'"),
         (("--exchange", ":"), "plugins.exchange: cannot import ':': it is not package.module:callable"),
