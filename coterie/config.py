@@ -92,14 +92,18 @@ class Model:
     torso: str = "auto"  # a3c, a3c-gae, gala, nature, impala, football, mlp, auto, or package.module:callable
     hidden: Sizes = (64, 64)  # mlp: layer sizes
     activation: Literal["tanh", "relu"] = "tanh"  # mlp
-    share: Literal["auto", "yes", "no"] = "auto"  # one torso for policy and value; auto: yes for images, text, LSTM
-    core: Literal["none", "lstm"] = "none"  # recurrent layer between torso and heads
-    core_size: Positive = 256  # units of the LSTM
+    share: Literal["auto", "yes", "no"] = "auto"  # one torso for policy and value; auto: yes for images, text, a core
+    core: str = "none"  # memory before the heads: none, lstm, gru, gtrxl (a transformer), package.module:callable
+    core_size: Positive = 256  # units of the core
+    core_layers: Positive = 2  # gtrxl: layers
+    core_heads: Positive = 4  # gtrxl: attention heads of a layer
+    core_memory: Positive = 32  # gtrxl: steps that each layer remembers
     forget_bias: float = 1.0  # LSTM: initial bias of the forget gate; IMPALA and SEED RL have 1, A3C with GAE 0
     last_action_reward: bool = False  # the core also sees the last action (one-hot) and reward
     clip_last_reward: bool = True  # that reward is clipped to [-1, 1] (IMPALA); R2D2 has it as it is
     normalize_obs: bool = False  # by the running mean and standard deviation; vector observations only
     init_log_std: float = 0.0  # continuous actions: initial log standard deviation
+    network: str = ""  # the whole network in place of torso, core and heads: package.module:callable
     compile: Literal["none", "default", "reduce-overhead"] = "none"  # mode of torch.compile for the training forward
 
 

@@ -16,6 +16,7 @@ from coterie.algorithms.replay_size import replay_capacity, replay_size, value_r
 from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
+from coterie.models.cores import is_recurrent
 from coterie.ops.q import cross_entropy, divergence, huber, project
 from coterie.replay.transitions import TransitionReplay, Transitions
 from coterie.types import Inputs, Obs, Rollout, Spec, map_obs
@@ -32,7 +33,7 @@ class DQN(QLearning[Transitions]):
             lambda c: algorithm_class(c).unroll_length(c) + c.q.n_step + c.atari.stack,
         ),
         Refusal(
-            lambda c, s: c.model.core != "none",
+            lambda c, s: is_recurrent(c.model),
             "model.core",
             "must be none with dqn, which learns from single steps; or use algorithm r2d2",
         ),

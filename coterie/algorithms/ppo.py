@@ -18,6 +18,7 @@ from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal
 from coterie.exchange.table import exchange_kind
 from coterie.models.base import Model
+from coterie.models.cores import is_recurrent
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import normalize, ppo_clip, ppo_stats, value_loss, value_loss_clipped
 from coterie.types import Rollout, Spec
@@ -34,7 +35,8 @@ class PPO(A2C):
         ),
         Refusal(
             lambda c, s: (
-                c.model.core == "none" and c.ppo.minibatch_size > algorithm_class(c).unroll_length(c) * c.env.num_envs
+                not is_recurrent(c.model)
+                and c.ppo.minibatch_size > algorithm_class(c).unroll_length(c) * c.env.num_envs
             ),
             "ppo.minibatch_size",
             "must not exceed the samples of a rollout (algo.unroll_length x env.num_envs, or ppo.batch_size)",
@@ -60,7 +62,7 @@ class PPO(A2C):
     @staticmethod
     def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
         rows, size = columns * unroll, config.ppo.minibatch_size
-        pieces = max(1, rows // size if config.model.core == "none" else columns // max(1, size // unroll))
+        pieces = max(1, columns // max(1, size // unroll) if is_recurrent(config.model) else rows // size)
         return config.ppo.epochs * pieces, rows / pieces
 
     def batches(self, model: Model, rollout: Rollout) -> Iterator[RolloutBatch]:

@@ -17,6 +17,8 @@ from coterie.algorithms.replay_size import replay_capacity, replay_size, value_r
 from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
+from coterie.models.build import state_shape
+from coterie.models.cores import is_recurrent
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
 from coterie.replay.sequences import Blocks, SequenceReplay, Sequences
 from coterie.types import Inputs, Rollout, Spec
@@ -40,9 +42,9 @@ def _whole_rows(config: ResolvedConfig) -> int:
     return capacity // envs // unroll * unroll
 
 
-def _blocks(config: Config) -> Blocks:
-    r2d2, unroll = config.r2d2, _unroll(config)
-    return Blocks(unroll, (r2d2.burn_in + r2d2.length) // unroll, r2d2.stride // unroll, (2, config.model.core_size))
+def _blocks(config: Config, spec: Spec) -> Blocks:
+    r2d2, unroll, core = config.r2d2, _unroll(config), state_shape(spec, config.model)
+    return Blocks(unroll, (r2d2.burn_in + r2d2.length) // unroll, r2d2.stride // unroll, core)
 
 
 class R2D2(QLearning[Sequences]):
@@ -52,9 +54,9 @@ class R2D2(QLearning[Sequences]):
     refusals = (
         *value_refusals(_whole_rows, lambda c: c.r2d2.burn_in + c.r2d2.length),
         Refusal(
-            lambda c, s: c.model.core == "none",
+            lambda c, s: not is_recurrent(c.model),
             "model.core",
-            "must be lstm with r2d2, which trains a recurrent core on sequences; or use algorithm dqn",
+            "must be lstm, gru or gtrxl with r2d2, which trains a recurrent core on sequences; or use algorithm dqn",
         ),
         *map(_whole_rollouts, ("length", "burn_in", "stride")),
         Refusal(lambda c, s: c.q.atoms > 0, "q.atoms", "must be 0 with r2d2, which learns values on sequences"),
@@ -76,11 +78,11 @@ class R2D2(QLearning[Sequences]):
     def make_replay(self, rollout: Rollout) -> SequenceReplay:
         replay, room = self.config.replay, replay_capacity(self.config, self.spec)
         first = self._first_priorities if replay.initial == "acting" else None
-        return SequenceReplay(room, _blocks(self.config), replay.alpha, self.seed, first)
+        return SequenceReplay(room, _blocks(self.config, self.spec), replay.alpha, self.seed, first)
 
     @staticmethod
     def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
-        return SequenceReplay.bytes_for(replay_capacity(config, spec), _blocks(config))
+        return SequenceReplay.bytes_for(replay_capacity(config, spec), _blocks(config, spec))
 
     def trained(self, rows: Sequences) -> Tensor:
         return rows.mask[self.r2d2.burn_in :]

@@ -82,14 +82,16 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     *(_not_the_choice(f) for n in EXCHANGES for f in (f"{n}.bind", f"{n}.connect") if f in _FIELDS),
     Refusal(
-        lambda c, s: c.model.torso in FOR_IMAGES and not any(o.is_image for o in s.obs.values()),
+        lambda c, s: (
+            c.model.torso in FOR_IMAGES and not c.model.network and not any(o.is_image for o in s.obs.values())
+        ),
         "model.torso",
         "must be auto, mlp or package.module:callable for an env without images",
     ),
     Refusal(
-        lambda c, s: c.model.last_action_reward and c.model.core == "none",
+        lambda c, s: c.model.last_action_reward and c.model.core == "none" and not c.model.network,
         "model.last_action_reward",
-        "needs a recurrent core: set model.core to lstm",
+        "needs a recurrent core: set model.core to lstm, gru or gtrxl",
     ),
     Refusal(
         lambda c, s: c.model.share == "no" and c.model.core != "none",

@@ -94,13 +94,16 @@ def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
     from coterie.models.torsos import torso_of
 
     spec = make_spec(config.env, config.atari)
+    core = config.model.core
     mlp = any(":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values())
     adam = config.optim.rule.startswith("adam")
     fields = {
         "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
         **dict.fromkeys(("model.hidden", "model.activation"), (mlp, "the torso mlp")),
-        "model.core_size": (config.model.core == "lstm", "model.core lstm"),
-        "model.init_log_std": (spec.action.kind == "continuous", "continuous actions"),
+        "model.core_size": (core != "none", "model.core"),
+        "model.forget_bias": (core == "lstm", "model.core lstm"),
+        **{f"model.core_{name}": (core == "gtrxl", "model.core gtrxl") for name in ("layers", "heads", "memory")},
+        "model.init_log_std": (bool(spec.action.low), "continuous actions"),
         "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
         **dict.fromkeys(("optim.beta1", "optim.beta2"), (adam, "optim.rule adam or adam_eps_hat")),
         "log.consensus": (_is_used("gossip", config), "gossip"),

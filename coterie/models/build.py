@@ -1,10 +1,14 @@
-"""The network: torso, optional core, heads, normalizers. Time is folded into the batch outside the core."""
+"""The network: torso, optional core, heads, normalizers. Time is folded into the batch outside the core.
+
+`model.network` names a network of the user's in place of torso, core and heads.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +16,21 @@ from torch import Tensor, nn
 
 from coterie.config import Model as ModelConfig
 from coterie.config import Q
-from coterie.models.cores import LSTMCore
+from coterie.models.cores import Core, build_core, is_recurrent
 from coterie.models.heads import NoisyLinear, Normalizer, QHead, init
 from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import ILLEGAL, make_distribution
 from coterie.ops.q import support
-from coterie.types import MASK, Inputs, Obs, Spec, entries, map_obs
+from coterie.plugins import named
+from coterie.types import MASK, ConfigError, Inputs, Obs, ObsSpec, Spec, entries, map_obs
+
+
+class Values(NamedTuple):
+    """What the output of a value network of the user's means: values, or logits of `atoms` returns, of each action."""
+
+    actions: int
+    atoms: int  # 1: values
 
 
 class Network(nn.Module):
@@ -35,34 +47,24 @@ class Network(nn.Module):
     def __init__(self, spec: Spec, config: ModelConfig, q: Q | None = None) -> None:
         super().__init__()
         self.spec, self.config = spec, config
-        self.recurrent = config.core == "lstm"
+        self.recurrent = is_recurrent(config)
         self.masked, self.single, obs = spec.masked, "", spec.obs
         if spec.masked:
             obs = {k: s for k, s in obs.items() if k != MASK}
             if len(obs) == 1:  # what is left without the mask is no dict
                 ((self.single, alone),) = obs.items()
                 obs = {"": alone}
-        large = any(s.is_image or s.text or s.codes for s in obs.values())
-        share = q is not None or config.share == "yes" or (config.share == "auto" and (large or self.recurrent))
-        dist = make_distribution(spec.action)
-        pair = None if share else build_pair(obs, config)
-        self.paired = pair is not None
-        self.torso = pair or build_torso(obs, config)
-        self.value_torso = None if share or self.paired else build_torso(obs, config)
-        size = cast(int, self.torso.size)
-        self.core = None
-        if self.recurrent:
-            extra = sum(spec.action.sizes) + len(spec.action.low) + 1 if config.last_action_reward else 0
-            self.core = LSTMCore(size + extra, config.core_size, config.forget_bias)
-            size = config.core_size
-        self.q: QHead | None = None
-        if q is not None:
-            self.q = QHead(size, spec.action.sizes[0], q.atoms, q.dueling, q.noisy, scaled=not self.recurrent)
-            if q.atoms:
-                self.register_buffer("atoms", support(q.atoms, q.v_min, q.v_max), persistent=False)
+        self.outputs = make_distribution(spec.action).head_size if q is None else spec.action.sizes[0] * max(1, q.atoms)
+        self.body: nn.Module | None = None
+        self.core: Core | None = None
+        self.q: QHead | Values | None = None
+        if config.network:
+            self.body = named("model.network", config.network)(replace(spec, obs=obs), config, self.outputs)
+            self.q = Values(spec.action.sizes[0], max(1, q.atoms)) if q is not None else None
         else:
-            self.policy = init(nn.Linear(size, dist.head_size), 0.01)
-            self.value = init(nn.Linear(size if share else cast(int, self.torso.size), 1), 1.0)
+            self._build(obs, q)
+        if q is not None and q.atoms:
+            self.register_buffer("atoms", support(q.atoms, q.v_min, q.v_max), persistent=False)
         self.log_std = None
         if spec.action.low:
             self.log_std = nn.Parameter(torch.full((len(spec.action.low),), config.init_log_std))
@@ -73,8 +75,31 @@ class Network(nn.Module):
                     self.obs_norm[_module_name(key)] = Normalizer(s.shape)
         self.return_norm = Normalizer(())
 
+    def _build(self, obs: dict[str, ObsSpec], q: Q | None) -> None:
+        """Torso, core and heads."""
+        config, action = self.config, self.spec.action
+        large = any(s.is_image or s.text or s.codes for s in obs.values())
+        share = q is not None or config.share == "yes" or (config.share == "auto" and (large or self.recurrent))
+        pair = None if share else build_pair(obs, config)
+        self.paired = pair is not None
+        self.torso = pair or build_torso(obs, config)
+        self.value_torso = None if share or self.paired else build_torso(obs, config)
+        size = cast(int, self.torso.size)
+        if self.recurrent:
+            extra = sum(action.sizes) + len(action.low) + 1 if config.last_action_reward else 0
+            self.core = build_core(size + extra, config)
+            size = self.core.size
+        if q is not None:
+            self.q = QHead(size, action.sizes[0], q.atoms, q.dueling, q.noisy, scaled=not self.recurrent)
+        else:
+            self.policy = init(nn.Linear(size, self.outputs), 0.01)
+            self.value = init(nn.Linear(size if share else cast(int, self.torso.size), 1), 1.0)
+
     def initial_state(self, batch: int) -> Tensor | None:
-        return self.core.initial_state(batch) if self.core is not None else None
+        """`[batch, ...]`; None for a network without memory."""
+        if not self.recurrent:
+            return None
+        return cast(Tensor, (self.core or cast(Any, self.body)).initial_state(batch))
 
     def forward(self, inputs: Inputs, core_state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         axes = inputs.is_first.shape
@@ -82,6 +107,18 @@ class Network(nn.Module):
         if self.masked:
             obs, legal = self._without_mask(obs)
         obs = self._normalized(obs)
+        if self.body is not None:
+            params, value, core_state = self._custom(inputs, obs, core_state)
+        else:
+            params, value, core_state = self._forward(inputs, obs, core_state)
+        params, value = self._finished(params, value, legal)
+        if len(axes) != 1:
+            params, value = params.reshape(*axes, -1), value.reshape(*axes, 1)
+        return params, value.squeeze(-1), core_state
+
+    def _forward(self, inputs: Inputs, obs: Obs, core_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Torso, core and heads: parameters `[N, ..]` and values `[N, 1]`."""
+        axes = inputs.is_first.shape
         x = self.torso(obs)
         if self.core is not None:
             assert core_state is not None
@@ -96,32 +133,45 @@ class Network(nn.Module):
             v = x if self.value_torso is None else self.value_torso(obs)
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
-                params, value = self._heads(x, v, legal)
-        else:
-            params, value = self._heads(x, v, legal)
-        if len(axes) != 1:
-            params, value = params.reshape(*axes, -1), value.reshape(*axes, 1)
-        return params, value.squeeze(-1), core_state
+                return *self._heads(x, v), core_state
+        return *self._heads(x, v), core_state
+
+    def _custom(self, inputs: Inputs, obs: Obs, core_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The user's network, on rows `[N]`, or with a memory on `[T, B]`."""
+        assert self.body is not None
+        rows = Inputs(obs, *(x.flatten(0, inputs.is_first.dim() - 1) for x in inputs[1:]))
+        if self.recurrent:
+            time = (1, *inputs.is_first.shape)[-2:]
+            rows = rows.map(lambda x: x.reshape(*time, *x.shape[1:]))
+        params, value, core_state = self.body(rows, core_state)
+        if params.shape[-1] not in (wanted := {self.outputs, self.outputs + len(self.spec.action.low)}):
+            wide = " or ".join(map(str, sorted(wanted)))
+            raise ConfigError(f"model.network: it returned {params.shape[-1]} parameters for each row, not {wide}")
+        value = params[..., :1] if value is None else value  # `_finished` replaces it
+        return params.float().flatten(0, -2), value.float().reshape(-1, 1), core_state
 
     def _without_mask(self, obs: Obs) -> tuple[Obs, Tensor]:
         """The observation without its action mask, and the mask `[N, choices]`."""
         rest = {k: x for k, x in obs.items() if k != MASK}
         return rest[self.single] if self.single else rest, obs[MASK].bool()
 
-    def _heads(self, x: Tensor, v: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _heads(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """In float32: a log-prob has no digits to spare."""
-        if self.q is not None:
+        if isinstance(self.q, QHead):
             params = self.q(x.float())
-            if legal is not None:
-                atoms = max(1, self.q.atoms)
-                params = torch.where(legal.repeat_interleave(atoms, -1), params, ILLEGAL)
-            return params, self.expected(params).amax(-1, keepdim=True)
-        params, value = self.policy(x.float()), self.value(v.float())
+            return params, params[..., :1]  # the value is that of the best, see `_finished`
+        return self.policy(x.float()), self.value(v.float())
+
+    def _finished(self, params: Tensor, value: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
+        """With illegal choices marked, and the log deviations of continuous actions."""
         if legal is not None:
+            legal = legal if self.q is None else legal.repeat_interleave(self.q.atoms, -1)
             k = legal.shape[-1]
             choices = torch.where(legal, params[..., :k], ILLEGAL)
             params = choices if k == params.shape[-1] else torch.cat((choices, params[..., k:]), -1)
-        if self.log_std is not None:
+        if self.q is not None:
+            return params, self.expected(params).amax(-1, keepdim=True)
+        if self.log_std is not None and params.shape[-1] == self.outputs:
             params = torch.cat((params, self.log_std.expand(*params.shape[:-1], -1)), -1)
         return params, value
 
@@ -168,6 +218,13 @@ class Network(nn.Module):
                 self.obs_norm[name].update(x[valid])  # type: ignore[operator]
 
 
+def state_shape(spec: Spec, config: ModelConfig) -> tuple[int, ...]:
+    """Shape of one env's recurrent state."""
+    with torch.random.fork_rng(devices=[]):
+        state = Network(spec, config).initial_state(1)
+    return () if state is None else tuple(state.shape[1:])
+
+
 def _module_name(key: str) -> str:
     """An observation's name as a module's, which may hold no dot and be no attribute."""
     return "obs_" + key.replace(".", "/")
@@ -184,9 +241,9 @@ def acting_copy(
     because it acts while the model is trained, perhaps on another `device`.
 
     Converting the weights once for each publication is cheaper than autocast's conversion at every call. In float32
-    the model itself acts, and so does one with a custom torso, which may not support another dtype.
+    the model itself acts, and so does one with a custom part, which may not support another dtype.
     """
-    as_it_is = dtype == torch.float32 or ":" in model.config.torso
+    as_it_is = dtype == torch.float32 or ":" in model.config.torso + model.config.network
     if as_it_is and not apart:
         return model, lambda: None
     twin = copy.deepcopy(model).to(device).requires_grad_(False)

@@ -1,66 +1,145 @@
-"""Recurrent cores. The state is one tensor `[B, 2, size]` (hidden, cell), batch first, unlike torch's kernels."""
+"""Recurrent cores: LSTM, GRU, and what `model.core` names otherwise. Batch first outside this file.
+
+A core has `size`, its output's width, `initial_state(batch)` `[B, ...]`, and a forward over `[T, B, features]` that
+resets the state where `is_first`.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from itertools import pairwise
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from coterie.config import Model as ModelConfig
+from coterie.plugins import named
+from coterie.types import ConfigError
+
+
+class Core(Protocol):
+    """A recurrent core. Its state is one tensor, batch first."""
+
+    size: int  # of the output
+
+    def initial_state(self, batch: int) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, is_first: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]: ...  # [T, B, F], [T, B], [B, ...] -> [T, B, size] and the state after row T - 1
+
 
 def make_lstm(in_size: int, size: int, forget_bias: float) -> nn.LSTM:
     """An LSTM with orthogonal weights, and zero biases but for the forget gate's."""
-    lstm = nn.LSTM(in_size, size)
-    for name, p in lstm.named_parameters():
+    lstm = _orthogonal(nn.LSTM(in_size, size))
+    bias = cast(Tensor, lstm.bias_ih_l0)  # of the gates: input, forget, cell, output
+    nn.init.constant_(bias[size : 2 * size], forget_bias)
+    return cast(nn.LSTM, lstm)
+
+
+def _orthogonal(layer: nn.RNNBase) -> nn.RNNBase:
+    for name, p in layer.named_parameters():
         if "weight" in name:
             nn.init.orthogonal_(p)
         else:
             nn.init.zeros_(p)
-    bias = cast(Tensor, lstm.bias_ih_l0)  # of the gates: input, forget, cell, output
-    nn.init.constant_(bias[size : 2 * size], forget_bias)
-    return lstm
+    return layer
 
 
-class LSTMCore(nn.Module):
-    """An LSTM over `[T, B, features]` whose state is reset where `is_first`.
+class _Recurrent(nn.Module, ABC):
+    """A fused kernel over `[T, B, features]`, whose state is reset where `is_first`.
 
-    The fused kernel runs over the stretches between resets: one call for each time step at which some env of the
-    batch restarts, not one for each step. Runs in float32 also under autocast.
+    The kernel runs over the stretches between resets: one call for each time step at which some env of the batch
+    restarts, not one for each step. Runs in float32 also under autocast.
     """
 
-    def __init__(self, in_size: int, size: int, forget_bias: float = 1.0) -> None:
+    def __init__(self, layer: nn.RNNBase, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.lstm = make_lstm(in_size, size, forget_bias)
-        self.size = size
+        self.size, self.shape = layer.hidden_size, shape
 
     def initial_state(self, batch: int) -> Tensor:
-        return next(self.lstm.parameters()).new_zeros(batch, 2, self.size)
+        return next(self.parameters()).new_zeros(batch, *self.shape)
+
+    @abstractmethod
+    def _run(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """A stretch `[t, B, F]`."""
+
+    @abstractmethod
+    def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One acting step `[B, F]` on the CPU. The fused kernel rearranges its weights at every call (an LSTM: 217
+        against 64 us for one env, 1118 against 272 for 16, 256 units).
+        """
 
     def forward(self, x: Tensor, is_first: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` `[T, B, F]`, `is_first` `[T, B]`, `state` `[B, 2, H]` -> `[T, B, H]` and the state after row T-1."""
+        """`x` `[T, B, F]`, `is_first` `[T, B]` -> `[T, B, H]` and the state after row T-1."""
+        keep = ~is_first.reshape(*is_first.shape, *(1 for _ in self.shape))
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(state.dtype)
             if len(x) == 1 and not x.is_cuda and not torch.is_grad_enabled():
-                return self._step(x[0], is_first[0], state)
-            h, c = state[None, :, 0].contiguous(), state[None, :, 1].contiguous()
+                y, state = self._step(x[0], state * keep[0])
+                return y[None], state
             starts = is_first.any(1).tolist()
             cuts = [t for t, start in enumerate(starts) if start]
-            bounds = sorted({0, *cuts, len(starts)})
             out = []
-            for begin, end in pairwise(bounds):
+            for begin, end in pairwise(sorted({0, *cuts, len(starts)})):
                 if starts[begin]:
-                    keep = (~is_first[begin])[None, :, None]
-                    h, c = h * keep, c * keep
-                y, (h, c) = self.lstm(x[begin:end], (h, c))
+                    state = state * keep[begin]
+                y, state = self._run(x[begin:end], state)
                 out.append(y)
-            y = out[0] if len(out) == 1 else torch.cat(out)
-            return y, torch.stack((h[0], c[0]), 1)
+            return out[0] if len(out) == 1 else torch.cat(out), state
 
-    def _step(self, x: Tensor, is_first: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One acting step on the CPU. The fused kernel rearranges its weights at every call (217 against 64 us for one
-        env, 1118 against 272 for 16, 256 units).
-        """
-        h, c = (state * ~is_first[:, None, None]).unbind(1)
-        h, c = torch.lstm_cell(x, (h, c), *cast(list[Tensor], list(self.lstm._parameters.values())))
-        return h[None], torch.stack((h, c), 1)
+
+class LSTMCore(_Recurrent):
+    """The state is `[B, 2, size]`: hidden, cell."""
+
+    def __init__(self, in_size: int, size: int, forget_bias: float = 1.0) -> None:
+        lstm = make_lstm(in_size, size, forget_bias)
+        super().__init__(lstm, (2, size))
+        self.lstm = lstm
+
+    def _run(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        h, c = (part[None].contiguous() for part in state.unbind(1))
+        y, (h, c) = self.lstm(x, (h, c))
+        return y, torch.stack((h[0], c[0]), 1)
+
+    def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        h, c = torch.lstm_cell(x, state.unbind(1), *cast(list[Tensor], list(self.lstm._parameters.values())))
+        return h, torch.stack((h, c), 1)
+
+
+class GRUCore(_Recurrent):
+    """The state is `[B, size]`."""
+
+    def __init__(self, in_size: int, size: int) -> None:
+        gru = _orthogonal(nn.GRU(in_size, size))
+        super().__init__(gru, (size,))
+        self.gru = gru
+
+    def _run(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        y, h = self.gru(x, state[None].contiguous())
+        return y, h[0]
+
+    def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.gru_cell(x, state, *cast(list[Tensor], list(self.gru._parameters.values())))
+        return h, h
+
+
+def is_recurrent(config: ModelConfig) -> bool:
+    """Whether the network has a state that it carries from step to step."""
+    if config.network:
+        return hasattr(named("model.network", config.network), "initial_state")
+    return config.core != "none"
+
+
+def build_core(in_size: int, config: ModelConfig) -> Core:
+    """The core that `model.core` names. A custom one is `package.module:callable`, called with the width of its input
+    and the model config.
+    """
+    if config.core == "lstm":
+        return LSTMCore(in_size, config.core_size, config.forget_bias)
+    if config.core == "gru":
+        return GRUCore(in_size, config.core_size)
+    path = "coterie.models.gtrxl:GTrXLCore" if config.core == "gtrxl" else config.core
+    if ":" in path:
+        return cast(Core, named("model.core", path)(in_size, config))
+    raise ConfigError(f"model.core: {config.core!r} is not one of none, lstm, gru, gtrxl or package.module:callable")

@@ -246,8 +246,9 @@ def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfi
         raise CoterieError(f"the run's config: {error}") from None
     except LookupError:
         raise CoterieError("the server sent no config: is it the same version of coterie?") from None
-    if ":" in run.model.torso and run.model.torso != base.model.torso:
-        raise CoterieError(f"the run's torso is {run.model.torso}: if you trust it, name it with --model.torso")
+    for part in ("torso", "core", "network"):
+        if ":" in (path := getattr(run.model, part)) and path != getattr(base.model, part):
+            raise CoterieError(f"the run's {part} is {path}: if you trust it, name it with --model.{part}")
     if run.plugins.algorithm and run.plugins.algorithm != base.plugins.algorithm:
         raise CoterieError(f"the run's algorithm is {run.plugins.algorithm}: if you trust it, name it with --algorithm")
     run = replace(run, seed=session.connection.hello["run_id"] >> 33)

@@ -1,5 +1,5 @@
 """examples/envs: DeepMind Lab and gfootball's own package, each on a stand-in with the calls that it documents; and
-examples/action_masks.py.
+the examples of action masks and networks.
 """
 
 from __future__ import annotations
@@ -168,3 +168,20 @@ def test_the_cannon_fires_only_shells_that_are_left(preset, angle, monkeypatch, 
     summary = coterie.train(getattr(presets, preset)(env="action_masks:Cannon", steps=600, **kwargs), quiet=True)
     assert summary["status"] == "finished"
     assert 0 < summary["mean_return"] < 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "options", "at_least"),
+    [
+        ("ppo", {"model.network": "networks:Simba"}, 150),
+        ("ppo", {"model.core": "networks:MinGRU", "model.core_size": 64}, 60),
+        ("dqn", {"model.network": "networks:Simba"}, 60),
+    ],
+)
+def test_the_example_networks_learn(preset, options, at_least, monkeypatch, tmp_path):
+    """A random policy has a mean return of 20."""
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
+    normalize = {} if preset == "dqn" else {"reward.normalize": True}
+    config = getattr(presets, preset)("CartPole-v1", steps=30_000, out=tmp_path / "run", **normalize, **options)
+    assert coterie.train(config, quiet=True)["mean_return"] > at_least

@@ -63,14 +63,21 @@ def test_a_mask_without_a_legal_choice_names_env_and_step() -> None:
 VALUE = {"q.learn_start": 90, "q.batch_size": 8, "q.intensity": 1.0, "q.target_every": 40, "replay.capacity": 2000}
 C51 = {"q.atoms": 7, "q.v_min": 0.0, "q.v_max": 9.0, "q.dueling": 8}
 LSTM = {"model.core": "lstm", "model.core_size": 8, "model.last_action_reward": True}
+GRU = {"model.core": "gru", "model.core_size": 8}
+GTRXL = {"model.core": "gtrxl", "model.core_size": 8, "model.core_memory": 4}
 R2D2 = {**LSTM, "r2d2.length": 5, "r2d2.burn_in": 5, "r2d2.stride": 5, "q.batch_size": 3, "replay.alpha": 0.9}
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a2c": ("a2c", "mixed", {}),
+    "a2c, gtrxl": ("a2c", "mixed", GTRXL),
+    "a2c, own network": ("a2c", "mixed", {"model.network": "tests.support.networks:Counter"}),
     "ppo, lstm": ("ppo", "mixed", {**LSTM, "ppo.minibatch_size": 10}),
-    "vtrace, replay": ("vtrace", "multi", {"vtrace.replay_capacity": 8, "vtrace.minibatch": 4}),
+    "vtrace, replay": ("vtrace", "multi", {**GRU, "vtrace.replay_capacity": 8, "vtrace.minibatch": 4}),
     "dqn": ("dqn", "discrete", VALUE),
     "c51": ("dqn", "discrete", {**VALUE, **C51, "q.noisy": True}),
+    "dqn, own network": ("dqn", "discrete", {**VALUE, "model.network": "tests.support.networks:Mixer"}),
     "r2d2": ("r2d2", "discrete", {**VALUE, **R2D2}),
+    "r2d2, gtrxl": ("r2d2", "discrete", {**VALUE, **R2D2, **GTRXL}),
+    "r2d2, own network": ("r2d2", "discrete", {**VALUE, **R2D2, "model.network": "tests.support.networks:Counter"}),
 }
 
 

@@ -41,22 +41,85 @@ def test_lstm_between_resets_equals_one_step_at_a_time_by_hand():
         torch.testing.assert_close(last[env], torch.stack((hidden, cell)))
 
 
-@pytest.mark.parametrize("core", ["none", "lstm"])
+CORES = {
+    "none": Model(),
+    "lstm": Model(core="lstm", core_size=8, last_action_reward=True),
+    "gru": Model(core="gru", core_size=8),
+    "gtrxl": Model(core="gtrxl", core_size=8, core_memory=3, core_heads=2, last_action_reward=True),
+    "own core": Model(core="tests.support.networks:Leaky", core_size=8),
+    "own network": Model(network="tests.support.networks:Mixer"),
+    "own network with memory": Model(network="tests.support.networks:Counter"),
+}
+
+
+@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("spec", [VECTOR, IMAGE], ids=["vector", "image"])
-def test_a_network_over_a_whole_rollout_equals_it_step_by_step(spec, core):
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "acting"])
+def test_a_network_over_a_whole_rollout_equals_it_step_by_step(spec, core, grad):
     torch.manual_seed(0)
-    model = Network(spec, Model(torso="auto", core=core, core_size=8, last_action_reward=core == "lstm"))
-    rollout = make_rollout(spec, 6, 3, core_size=8 if core == "lstm" else 0)
-    whole = inputs_of(rollout, 6)
-    params, value, last = model(whole, rollout.core_state)
-    state = rollout.core_state
-    for t in range(6):
-        one = Inputs(*(x[t] for x in whole))
-        p, v, state = model(one, state)
-        torch.testing.assert_close(p, params[t], atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(v, value[t], atol=1e-5, rtol=1e-4)
-    if core == "lstm":
+    model = Network(spec, CORES[core])
+    rollout, t = make_rollout(spec, 12, 5), 7
+    whole = inputs_of(rollout, 12)
+    assert whole.is_first.any()
+    state = model.initial_state(5)
+    with torch.set_grad_enabled(grad):
+        if state is not None:  # a memory of an earlier rollout, whose episode goes on
+            _, _, state = model(whole.map(lambda x: x[:t]), state)
+        rest = whole.map(lambda x: x[t:])
+        params, value, last = model(rest, state)
+        for i in range(12 - t):
+            p, v, state = model(rest.map(lambda x, i=i: x[i]), state)
+            torch.testing.assert_close(p, params[i], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(v, value[i], atol=1e-5, rtol=1e-4)
+    if state is not None:
         torch.testing.assert_close(state, last, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("core", [name for name in CORES if name not in ("none", "own network")])
+def test_a_memory_ends_with_its_episode_and_belongs_to_one_env(core):
+    """What came before an episode, and what other envs saw, changes nothing; what the episode saw before does."""
+    torch.manual_seed(0)
+    model = Network(VECTOR, CORES[core])
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    inputs = inputs_of(make_rollout(VECTOR, 8, 3), 8)
+    inputs.is_first[:] = False
+    inputs.is_first[4, 0] = True
+
+    def params(changed_obs):
+        return model(inputs._replace(obs=changed_obs), model.initial_state(3))[0]
+
+    before, changed = params(inputs.obs), inputs.obs.clone()
+    changed[3] += 3.0
+    difference = (params(changed) - before).abs().amax(-1)
+    assert (difference[4:, 0] == 0).all()
+    assert (difference[:3] == 0).all()
+    assert (difference[4:6, 1:] > 0).all()
+    changed = inputs.obs.clone()
+    changed[:, 2] += 3.0
+    assert ((params(changed) - before)[:, :2] == 0).all()
+
+
+def test_a_transformer_sees_its_memory_and_no_further():
+    """Two layers that remember 3 steps each see 6 steps back."""
+    torch.manual_seed(0)
+    model = Network(VECTOR, CORES["gtrxl"])
+    obs = torch.randn(10, 1, 3).requires_grad_()
+    zeros = torch.zeros(10, 1)
+    inputs = Inputs(obs, torch.zeros(10, 1, dtype=torch.bool), zeros.long(), zeros)
+    model(inputs, model.initial_state(1))[0][9].square().sum().backward()
+    seen = obs.grad.abs().sum((1, 2)) > 0
+    assert seen.tolist() == [False] * 3 + [True] * 7
+
+
+def test_a_network_that_returns_other_parameters_is_refused():
+    model = Network(VECTOR, Model(network="tests.support.networks:wrong"))
+    zeros = torch.zeros(2)
+    with pytest.raises(ConfigError, match=r"model\.network: it returned 3 parameters for each row, not 4"):
+        model(Inputs(torch.zeros(2, 3), zeros.bool(), zeros.long(), zeros))
+    for wrong in (Model(core="rnn"), Model(core="gtrxl", core_size=10)):
+        with pytest.raises(ConfigError, match=r"model\.core"):
+            Network(VECTOR, wrong)
 
 
 def test_last_action_and_reward_are_zeroed_where_an_episode_begins():

@@ -71,7 +71,7 @@ def _session(onnx: bytes) -> Any:
     try:
         return onnxruntime.InferenceSession(onnx, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions have no base class of their own
-        raise ConfigError(f"model.torso: onnxruntime cannot run this network: {first_line(error)[:200]}") from None
+        raise ConfigError(f"model: onnxruntime cannot run this network: {first_line(error)[:200]}") from None
 
 
 def _feed(graph: Graph, inputs: Inputs, core_state: Array | None) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _difference(expected: _Expected, found: dict[str, Array]) -> float:
 
 def _decided(actions: ActionMap, scores: Tensor, scale: float) -> dict[str, Array]:
     """Where each component's best choice is best by more than rounding, `[B, components]` bool, in the order of the
-    policy's action and of the env's. Numbers beside choices are not compared here: their means are.
+    policy's action and of the env's. Numbers beside choices are not compared here, but by the means.
     """
     if not (sizes := actions.spec.sizes):
         return {}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from coterie.acting.base import core_shape
 from coterie.envs.spaces import ActionMap
 from coterie.models.build import Network
 from coterie.ops.dist import make_distribution
@@ -63,13 +64,13 @@ class Graph(nn.Module):
         if action.low:
             text, shape = "of a normal distribution, before clipping to the bounds", (len(action.low),)
             self.outputs += [Port(name, shape, "float32", f"{name} {text}") for name in ("mean", "std")]
-        if model.core is None:
+        if not model.recurrent:
             return
-        state = (2, model.core.size)
+        state = core_shape(model)
         self.inputs.append(Port("is_first", (), "bool", "an episode begins: the recurrent state is reset"))
-        self.inputs.append(Port("core_state", state, "float32", "the LSTM's hidden and cell state"))
+        self.inputs.append(Port("core_state", state, "float32", "the recurrent state, zeros at first"))
         self.outputs.append(Port("next_core_state", state, "float32", "the state after this step"))
-        if model.config.last_action_reward:
+        if model.config.last_action_reward or model.body is not None:
             self.inputs.append(Port("prev_action", action.shape, action.dtype, "the last `next_prev_action`"))
             self.inputs.append(Port("prev_reward", (), "float32", "the env's reward for it"))
             self.outputs.append(Port("next_prev_action", action.shape, action.dtype, "the action before the mapping"))
@@ -122,7 +123,7 @@ def _to_env(actions: ActionMap, a: Tensor) -> Tensor:
 
 
 def to_onnx(graph: Graph) -> bytes:
-    """The file's bytes. Raises `ConfigError` if the network cannot be exported: some custom torsos, and text with torch
+    """The file's bytes. Raises `ConfigError` if the network cannot be exported: some custom ones, and text with torch
     2.6.
     """
     import onnx
@@ -143,7 +144,7 @@ def to_onnx(graph: Graph) -> bytes:
         proto = made.model_proto
     except Exception as error:  # from torch.export, the exporter or a custom torso
         raise ConfigError(
-            f"model.torso: PyTorch cannot export this network: {first_line(error.__cause__ or error)[:200]}"
+            f"model: PyTorch cannot export this network: {first_line(error.__cause__ or error)[:200]}"
         ) from None
     for value in (*proto.graph.input, *proto.graph.output):  # the exporter may name a Port's first axis differently
         value.type.tensor_type.shape.dim[0].dim_param = "batch"

@@ -16,6 +16,7 @@ from coterie import presets
 from coterie.build.factory import make_model
 from coterie.envs.make import make_spec
 from coterie.models.build import Network
+from coterie.models.heads import QHead
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
 from coterie.tools.export.check import made_up
@@ -40,7 +41,9 @@ def make_run(folder: Path, preset: str, env: str, **changes: Any) -> Path:
 
 
 def _heads(model: Network) -> list[nn.Parameter]:
-    heads = model.q if model.q is not None else nn.ModuleList([model.policy, model.value])
+    if model.body is not None:
+        return [*model.body.parameters()]
+    heads = model.q if isinstance(model.q, QHead) else nn.ModuleList([model.policy, model.value])
     return [*heads.parameters(), *([model.log_std] if model.log_std is not None else [])]
 
 

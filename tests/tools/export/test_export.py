@@ -51,6 +51,13 @@ NETS = {
     "text and codes": (
         *("impala", "BabyAI-GoToObj-v0", {}, {"obs.image", "obs.direction", "obs.mission"}, ACTOR_CRITIC),
     ),
+    "gru": ("ppo", "CartPole-v1", {"model.core": "gru"}, {"obs", *CORE}, {*ACTOR_CRITIC, "next_core_state"}),
+    "gtrxl": (
+        *("seed-r2d2", "CartPole-v1", {"model.core": "gtrxl", "model.core_size": 16, **REWARD}),
+        {"obs", "prev_action", "prev_reward", *CORE},
+        {*VALUES, "next_core_state", "next_prev_action"},
+    ),
+    "own network": ("c51", "CartPole-v1", {"model.network": "tests.support.networks:Mixer"}, {"obs"}, VALUES),
     "masked, mixed": (
         *("ppo", "tests.support.masked:Masked", {"env.kwargs": '{"kind": "mixed", "where": "info"}'}),
         {"obs.observation", "obs.action_mask"},
@@ -171,7 +178,7 @@ def test_the_example_in_the_docs_plays_as_coterie_does(tmp_path, monkeypatch):
 def test_a_network_that_cannot_be_traced_is_refused(tmp_path, capsys):
     run = make_run(tmp_path / "run", "ppo", "CartPole-v1", **{"model.torso": f"{HERE}:Stubborn"})
     assert export(run) == 2
-    assert "model.torso: PyTorch cannot export this network: " in one_line(capsys)
+    assert "model: PyTorch cannot export this network: " in one_line(capsys)
     assert not (run / "export").exists()
 
 

@@ -1,0 +1,66 @@
+"""Cores and networks that a user might write."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Leaky(nn.Module):
+    """A core: a leaky sum of its input."""
+
+    def __init__(self, in_size: int, config: Any) -> None:
+        super().__init__()
+        self.size, self.layer = config.core_size, nn.Linear(in_size, config.core_size)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.layer.weight.new_zeros(batch, self.size)
+
+    def forward(self, x: Tensor, is_first: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out = []
+        for row, first in zip(self.layer(x.float()), is_first, strict=True):
+            state = 0.9 * state * ~first[:, None] + row
+            out.append(state)
+        return torch.stack(out), state
+
+
+class Mixer(nn.Module):
+    """A whole network for one observation, without a memory."""
+
+    def __init__(self, spec: Any, config: Any, outputs: int) -> None:
+        super().__init__()
+        width = math.prod(spec.obs[""].shape)
+        self.outputs = outputs
+        self.layers = nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, outputs + 1))
+
+    def forward(self, inputs: Any, core_state: None) -> tuple[Tensor, Tensor | None, None]:
+        y = self.layers(inputs.obs.flatten(1).float())
+        return y[..., : self.outputs], y[..., self.outputs], None
+
+
+class Counter(Mixer):
+    """The same with a memory: the largest number that the episode has seen, which it adds to the observation."""
+
+    def __init__(self, spec: Any, config: Any, outputs: int) -> None:
+        super().__init__(spec, config, outputs)
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.zeros(batch, 1)
+
+    def forward(self, inputs: Any, core_state: Any) -> Any:
+        params, value = [], []
+        for t in range(len(inputs.is_first)):
+            core_state = core_state * ~inputs.is_first[t][:, None]
+            y = self.layers(inputs.obs[t].flatten(1).float() + self.factor * core_state)
+            core_state = torch.maximum(core_state, inputs.obs[t].flatten(1).float().amax(1, keepdim=True))
+            params.append(y[..., : self.outputs])
+            value.append(y[..., self.outputs])
+        return torch.stack(params), torch.stack(value), core_state
+
+
+def wrong(spec: Any, config: Any, outputs: int) -> nn.Module:
+    return Mixer(spec, config, outputs - 1)
