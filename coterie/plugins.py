@@ -24,7 +24,7 @@ from coterie.config import Config
 from coterie.types import ConfigError, one_line, reason_of
 
 PARTS = ("algorithm", "acting", "exchange")
-FIELDS = ("env.id", "model.torso", *(f"plugins.{part}" for part in PARTS))
+FIELDS = ("env.id", "model.torso", "model.core", "model.network", *(f"plugins.{part}" for part in PARTS))
 GIVEN = ("env", *PARTS, *FIELDS)  # what they are called in Python
 Part = str | Callable[..., Any]  # a part's name, or the part itself
 P = ParamSpec("P")

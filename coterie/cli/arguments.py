@@ -173,6 +173,15 @@ COMMANDS = {
         arg("pattern", nargs="?", default="", help="only lines with this text"),
         run="cli.listing:listing",
     ),
+    "check-env": Command(
+        "ID [--env.kwargs JSON]",
+        "what to mend in an environment",
+        arg("env", metavar="ID", help="as --env of a run"),
+        arg("--env.kwargs", dest="kwargs", default="{}", metavar="JSON", help="arguments of its constructor"),
+        arg("--steps", type=int, default=1000, help="random steps to take"),
+        flag("--render", "check its frames, too"),
+        run="tools.check_env:command",
+    ),
     "doctor": Command("", "check this machine and this installation", run="cli.doctor:doctor"),
     "completion": Command(
         "bash|zsh|fish", 'completion: eval "$(coterie completion bash)"', arg("shell", choices=("bash", "zsh", "fish"))

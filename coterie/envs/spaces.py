@@ -100,7 +100,7 @@ def obs_fields(env_id: str, space: spaces.Space[Any], text: Collection[str] = ()
     `text` names the arrays of bytes that are text.
     """
     fields: list[ObsField] = []
-    for path, child in _leaves(space):
+    for path, child in leaf_spaces(space):
         name = ".".join(map(str, path))
         fields.append(_field(env_id, name, path, child, name in text))
     if not fields:
@@ -108,7 +108,7 @@ def obs_fields(env_id: str, space: spaces.Space[Any], text: Collection[str] = ()
     return fields
 
 
-def _leaves(
+def leaf_spaces(
     space: spaces.Space[Any], path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[tuple[str | int, ...], spaces.Space[Any]]]:
     """The spaces in nested Dicts and Tuples, each with its keys."""
@@ -116,7 +116,7 @@ def _leaves(
         yield path, space
         return
     for key, child in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
-        yield from _leaves(child, (*path, key))
+        yield from leaf_spaces(child, (*path, key))
 
 
 def with_mask(env_id: str, fields: list[ObsField], action: ActionSpec, outside: bool) -> list[ObsField]:
@@ -220,7 +220,7 @@ def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
 
 def _structured(env_id: str, space: spaces.Space[Any]) -> ActionMap:
     """The choices of all leaves come first, then their continuous components."""
-    maps = [action_map(env_id, leaf) for _, leaf in _leaves(space)]
+    maps = [action_map(env_id, leaf) for _, leaf in leaf_spaces(space)]
     if not maps:
         raise ConfigError(f"env.id {env_id!r}: the action space is an empty {type(space).__name__}")
     sizes = tuple(n for m in maps for n in m.spec.sizes)

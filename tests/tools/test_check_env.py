@@ -1,0 +1,73 @@
+"""`coterie check-env` finds each fault of an env, and none in a sound one."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import coterie
+from coterie.cli.main import main
+from coterie.envs.testing import Catch, CountingEnv
+
+
+class Faulty(CountingEnv):
+    """`fault`: what is wrong with it."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+        self.observation_space = spaces.Dict({"x": spaces.Box(-1, 1, (2,), np.float32)})
+
+    def reset(self, *, seed=None, options=None):
+        gymnasium.Env.reset(self, seed=None if self.fault == "seed" else seed)
+        self.steps = 0
+        return self.look(), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.fault == "raise":
+            {}["missing"]
+        reward = np.nan if self.fault == "reward" else 1.0
+        return self.look(), reward, self.steps == 7 and self.fault != "endless", False, {}
+
+    def look(self):
+        x = self.np_random.uniform(-1, 1, 2).astype(np.float64 if self.fault == "dtype" else np.float32)
+        if self.fault == "nan":
+            x[0] = np.nan
+        return {"x": x + 5 if self.fault == "bounds" else x[:1] if self.fault == "shape" else x}
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("seed", "two copies with one seed begin differently: call super"),
+        ("raise", "it raises KeyError: 'missing' ("),
+        ("reward", "reward: nan; a run replaces"),
+        ("endless", "no episode ended in 60 steps: truncate at a limit"),
+        ("dtype", "observation 'x': type float64 (2,) where its space has float32 (2,)"),
+        ("shape", "observation 'x': type float32 (1,) where its space has float32 (2,)"),
+        ("nan", "observation 'x': nan; a run replaces"),
+        ("bounds", "observation 'x': values from "),
+    ],
+)
+def test_a_fault_is_named(fault, says):
+    assert coterie.check_env(Faulty, steps=60) == []
+    found = coterie.check_env(lambda: Faulty(fault), steps=60)
+    assert [line for line in found if line.startswith(says)], found
+
+
+def test_the_command_says_what_it_saw_and_has_three_exit_codes(capsys):
+    assert coterie.check_env(Catch) == []
+    faulty = f"{__name__}:Faulty"
+    assert main(["check-env", faulty, "--env.kwargs", '{"fault": "raise"}', "--steps", "9"]) == 1
+    assert "\nMEND: it raises KeyError: 'missing' (" in capsys.readouterr().out
+    assert main(["check-env", "Catch-v0", "--steps", "40"]) == 0  # EnvPool's
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "observation: float32 (10, 5), as it is"
+    assert lines[2].startswith("episodes: 4 of 9 to 9 steps, 4 terminated; is that a time limit?")
+    assert lines[-1] == "MEND: nothing"
+    assert main(["check-env", "Catch-v0", "--steps", "40", "--render"]) == 1
+    assert "MEND: env.id: EnvPool cannot draw 'Catch-v0'" in capsys.readouterr().out
+    assert main(["check-env", "nowhere:Env"]) == 2
