@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from coterie import presets
 from coterie.build import validity
 from coterie.cli.listing import PAPERS
-from coterie.cli.options import comments
+from coterie.cli.options import comments, possible
 from coterie.config import Atari, Config, Env, Range
 from coterie.envs.make import make_spec
 from coterie.runs.config_io import fields, get, plain
@@ -55,7 +55,13 @@ comparison with other values is recorded. A value without a source is the defaul
 | SEED RL | Espeholt et al. 2020, arXiv 1910.06591 | seed_rl |
 | Ape-X | Horgan et al. 2018, arXiv 1803.00933 | none |
 
-{NOTE}"""
+{NOTE}
+## Ours, or the paper's
+
+Env steps of a run by default, in millions. **Bold**: the preset has the settings of its paper, and says at its start
+that they need so many or more. The others have our settings, for a few cores, and [results](../results/learning.md)
+has what they learned.
+"""
 
 MATRIX = f"""# Combinations
 
@@ -109,6 +115,8 @@ def settings(name: str, env: str) -> dict[str, Any] | None:
     spec = make_spec(Env(FAMILIES["Atari"]), Atari()) if env.startswith("dmlab/") else None
     try:
         config = presets.make(name, env, spec)
+        if spec is None:
+            possible(config)
     except Exception:
         return None
     base = Config()
@@ -225,8 +233,18 @@ def preset(name: str) -> str:
     return f"### {name}\n\n{text}\n\n{beside}" + "\n".join(rows) + "\n"
 
 
+def budgets() -> str:
+    """Each preset's env steps by family. Of 10 million or more `coterie train` says that they are its paper's."""
+    rows = [f"| preset | {' | '.join(FAMILIES)} |", "|---|" + "---|" * len(FAMILIES)]
+    for name in presets.PRESETS:
+        steps = [columns(name)[f].get("steps", Config().steps) / 1e6 if f in columns(name) else None for f in FAMILIES]
+        cells = ["-" if n is None else f"**{n:,.0f}**" if n >= 10 else f"{n:g}" for n in steps]
+        rows.append(f"| [{name}](#{name}) | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def all_presets() -> str:
-    parts = [PRESETS]
+    parts = [PRESETS, budgets()]
     for paper, names in PAPERS.items():
         parts.append(f"## {paper}\n")
         parts += [preset(name) for name in names]

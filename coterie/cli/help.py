@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args, get_origin
 
+from coterie import presets
 from coterie.choices import resolve_exchange
 from coterie.cli.arguments import COMMANDS, Parser, tree
 from coterie.cli.listing import presets as described
 from coterie.cli.options import comments, config_of, words_of
 from coterie.config import Config, Plugins
-from coterie.presets import ON_FEW_CORES
 from coterie.types import ActionSpec, ObsSpec, Spec
 
 # The algorithms, actings, exchanges and launches that a section is about. Other sections are about every run.
@@ -56,13 +56,12 @@ def full_tree() -> tuple[Parser, dict[str, Parser]]:
     """`tree` with the names of the presets and the config's options, for completion."""
     from coterie.acting.table import ACTING
     from coterie.exchange.table import EXCHANGES
-    from coterie.presets import PRESETS
 
     root, parsers = tree()
     for name, command in COMMANDS.items():
         _add_config(name, parsers[name])
         if command.settings == "preset":
-            parsers[name].add_argument("preset", choices=list(PRESETS), help="see `coterie list presets`")
+            parsers[name].add_argument("preset", choices=list(presets.PRESETS), help="see `coterie list presets`")
         if command.settings:
             choices = {"acting": tuple(ACTING), "exchange": ("auto", *EXCHANGES)}
             _add_settings(parsers[name], Config(), [], choices)
@@ -87,7 +86,7 @@ def warned(args: list[str], config: Config, before: Callable[[], None] = lambda:
 
 
 def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
-    """A line if the preset is not for few cores, and one for each of these fields that the run does not use."""
+    """A line if the preset is its paper's recipe, and one for each of these fields that the run does not use."""
     from coterie.envs.make import make_spec
     from coterie.envs.pool import is_atari
     from coterie.envs.tasks import tasks
@@ -109,8 +108,9 @@ def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
         "log.consensus": (_is_used("gossip", config), "gossip"),
         **{name: (_is_used(name, config), " or ".join(sorted(uses))) for name, uses in SECTIONS.items()},
     }
-    if fields["atari"][0] and config.preset not in ON_FEW_CORES:
-        yield f"{config.preset} has the settings of its paper, for 10 million env steps of Atari or more; try ppo first"
+    millions = presets.make(config.preset, config.env.id, spec).steps // 1_000_000 if config.preset else 0
+    if millions >= 10:
+        yield f"{config.preset} has its paper's settings, for {millions:,} million env steps or more; try ppo first"
     for name in options if config.plugins == Plugins() else ():  # parts of the user's may use all
         used, needs = fields.get(name) or fields.get(name.partition(".")[0], (True, ""))
         if not used:

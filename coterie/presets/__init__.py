@@ -25,7 +25,6 @@ __all__ = [  # noqa: RUF022 - in the order of `PRESETS`, of messages and of page
 ]  # fmt: skip
 
 PRESETS: dict[str, Callable[..., Config]] = {n.replace("_", "-"): globals()[n] for n in __all__ if n != "make"}
-ON_FEW_CORES = ("ppo", "gala-ppo")  # whose settings for Atari are ours; those of the others are the papers'
 
 
 def make(name: str, env: Part | None = None, spec: Spec | None = None, **overrides: Any) -> Config:

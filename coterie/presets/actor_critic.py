@@ -81,7 +81,7 @@ def ppo_paper(env: Part = "Pong-v5", **overrides: Any) -> Config:
         "env.num_envs": 8,
         "algo": Algo(256, gae_lambda=0.95, value_coef=1.0, normalize_advantage=True),
         "ppo": PPO(epochs=4, minibatch_size=512, clip=0.2, clip_schedule=LINEAR, batch_size=2048),
-        "optim": Optim("adam", lr=1e-3, eps=1e-5, max_grad_norm=0.0, schedule=LINEAR),
+        "optim": Optim("adam_eps_hat", lr=1e-3, eps=1e-5, max_grad_norm=0.0, schedule=LINEAR),
     }
     return derive(ppo, "ppo-paper", env, overrides, {}, image)
 
@@ -160,10 +160,11 @@ def a3c_paper(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with GAE as its paper has it: 64 workers, updates every 20 steps, lambda 1, no entropy bonus, Adam at 1e-4
     without a schedule or clipping, rewards times 1e-3, the n-step return as the value's target (Algorithm 1), time
     limits as ends. From the authors' code: gamma 0.99, value coefficient 0.25, MountainCar's actions repeated 4 times.
-    Ours: losses are means over the 20 steps, which Adam divides out.
+    Ours: losses are means over the 20 steps, which Adam divides out; 10M env steps (280 to 3000 episodes a worker).
     """
     env = name_of("env.id", env)
     settings = {
+        "steps": 10_000_000,
         "learners": 64,
         "env.time_limit": "terminate",
         "env.action_repeat": 4 if env.startswith("MountainCar-") else 1,
@@ -202,4 +203,5 @@ def appo(env: Part = "Pong-v5", **overrides: Any) -> Config:
         "optim.schedule": Schedule(),
         "optim.max_grad_norm": 0.5,
     }
-    return derive(ppo, "appo", env, overrides, common)
+    image = {"steps": 25_000_000, "algo.value_coef": 1.0, "optim.rule": "adam_eps_hat"}
+    return derive(ppo, "appo", env, overrides, common, image)

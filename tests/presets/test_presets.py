@@ -65,8 +65,9 @@ def test_a3c_paper_has_the_papers_defaults():
 def test_ppo_paper_has_the_papers_settings_for_atari():
     config = presets.make("ppo-paper", env="Pong-v5")
     assert (config.env.num_envs, config.algo.unroll_length, config.ppo.batch_size) == (8, 256, 2048)
+    assert config.optim.max_grad_norm == 0
     assert (config.ppo.epochs, config.ppo.minibatch_size, config.ppo.clip, config.algo.value_coef) == (4, 512, 0.2, 1.0)
-    assert (config.optim.rule, config.optim.lr, config.optim.eps, config.optim.max_grad_norm) == ("adam", 1e-3, 1e-5, 0)
+    assert (config.optim.rule, config.optim.lr, config.optim.eps) == ("adam_eps_hat", 1e-3, 1e-5)
 
 
 # From docs/reference/sources.toml, in this order: env.num_envs, q.batch_size, optim.rule, optim.lr, optim.eps times

@@ -194,7 +194,8 @@ def test_a_curve_of_the_best_runs_is_the_mean_of_three():
 
 def test_charts_show_the_runs_own_metrics_speeds_over_simulators_and_dollars():
     titles = {chart.title.partition(":")[0] for chart in drawn("accel-8", **OTHER).charts}
-    assert titles == {"torso.layers.0.conv.weight", "torso.layers.11.weight"}  # the first and the last
+    layers = {"torso.layers.0.conv.weight", "torso.layers.11.weight"}  # the first and the last
+    assert titles == {"CartPole-v1", *layers}
     assert ("envs alone (no inference)", 2.0, 4000.0, 4000.0, 4000.0) in drawn("accel-1b").charts[0].rows
     dollars = {(label, y) for label, _, y, *_ in drawn("seed-cost", "small").charts[0].rows}
     assert dollars == {("IMPALA (decoupled)", 80.0), ("SEED (central)", 20.0)}
