@@ -240,6 +240,16 @@ def test_a_preset_solves_its_env(tmp_path, preset, env, score, changes):
     )
 
 
+@pytest.mark.slow
+def test_the_resnet_learns_from_images(tmp_path):
+    """IMPALA's 15 convolutions, on Catch as frames of 80x40; a random policy has -0.6."""
+    small = {"env.kwargs": '{"image": true, "scale": 8}', "env.threads": 1, "env.num_envs": 16, "actors": 1}
+    small |= {"algo.unroll_length": 9, "decoupled.batch_size": 16, "vtrace.loss": "mean", "optim.rule": "adam"}
+    small |= {"optim.lr": 2e-3, "optim.eps": 1e-5, "optim.max_grad_norm": 0.5}
+    assert presets.make("impala-deep", CATCH, **small).model.torso == "impala"
+    assert solve(tmp_path / "run", "impala-deep", CATCH, steps=20_000, **small) >= ENOUGH
+
+
 # Catch whose frame goes blank after the first row: 0.2 is the most without memory (envs/testing.py).
 BLANK = {"env.kwargs": '{"blank": true}', "algo.gamma": 0.99, "env.threads": 1, "env.num_envs": 32,
          "algo.unroll_length": 18}  # fmt: skip
