@@ -58,9 +58,9 @@ comparison with other values is recorded. A value without a source is the defaul
 {NOTE}
 ## Ours, or the paper's
 
-Env steps of a run by default, in millions. **Bold**: the preset has the settings of its paper, and says at its start
-that they need so many or more. The others have our settings, for a few cores, and [results](../results/learning.md)
-has what they learned.
+Env steps of a run by default, in millions. **Bold**: the preset has the settings of its paper, which need this budget or
+a larger one, and a run says so at its start. The others have our settings, for a few cores;
+[results](../results/learning.md) has what they learned.
 """
 
 MATRIX = f"""# Combinations
