@@ -1,7 +1,7 @@
 """Aggregates over runs and envs as Agarwal et al. (2021, arXiv 2108.13264) recommend: the interquartile mean, and
 intervals from a bootstrap that is stratified by env.
 
-Their package rliable needs arch, seaborn and absl-py for these few lines.
+Their package rliable finds the same, but needs seaborn and arch below 8, which does not load beside pandas 3.
 """
 
 from __future__ import annotations
