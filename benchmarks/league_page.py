@@ -1,0 +1,216 @@
+"""docs/results/league.md, its pictures and README's table of results, from the records of benchmarks/league.py."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from league_entries import RECORDS, ROOT, TABLE, Entry, Record, listed
+
+from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
+
+SOURCES = tomllib.loads((Path(__file__).parent / "published.toml").read_text())["source"]
+TITLES = {"mujoco": "MuJoCo"}
+HEAD = """# The league
+
+Every preset on a list of environments, as a user types it: `python benchmarks/league.py run`. {done} of {total} runs
+are done; the others are not started or not finished. No run was steered, stopped early or left out.
+
+Score: the interquartile mean over seeds of the mean return of greedy episodes with the last weights, and its 95%
+bootstrap interval where there are several seeds. Human = 1: the score between a random policy's (0) and a human's (1).
+Seconds: mean wall-clock of training at idle priority beside other work, so an upper bound. Curves: mean over seeds and
+its 95% interval. *In italics*: a run that is under way, with the return of its last 100 training episodes.
+
+Machine: two cores of an AMD EPYC, from 25 November 2026 on. Coterie: EnvPool, fp32 for vectors, the preset's number of
+learners, and but for the group "Memory" the preset's defaults. Rows of `sb3_league.py`: Stable-Baselines3 with its
+library defaults and one gymnasium env, not tuned for the task; Coterie's presets have settings of our own for vectors,
+so this does not compare the two implementations.
+
+*Written by `python benchmarks/league.py page`.*
+"""
+
+BEGIN, END = "<!-- league: written by python benchmarks/league.py page -->", "<!-- league end -->"  # in README
+
+Group = dict[str, list[tuple[Entry, Record]]]  # of one env, by method
+
+
+def command(entry: Entry) -> str:
+    """Without the seed: one row has several."""
+    return f"`{entry.typed.rsplit(' --seed', 1)[0]}`"
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def table(*names: str) -> list[str]:
+    return [row(*names), row(*["---"] * len(names)).replace(" ", "")]
+
+
+def finished(records: Sequence[tuple[Entry, Record]]) -> list[Record]:
+    return [record for _, record in records if not record.get("unfinished")]
+
+
+def returns(records: Sequence[Record]) -> np.ndarray:
+    return np.array([record["score"]["mean_return"] for record in records])
+
+
+def measured(strata: Sequence[np.ndarray], digits: int = 1) -> tuple[str, str]:
+    """The interquartile mean and its interval, in words; "" where one run for each env allows none."""
+    low, high = interval(strata)
+    between = "" if np.isnan(low) else f"{low:.{digits}f} to {high:.{digits}f}"
+    return f"{interquartile_mean(np.concatenate(strata)):.{digits}f}", between
+
+
+def best(methods: Group, peers: bool) -> str:
+    """The method with the highest score of Coterie's presets or of the peers."""
+    found = {m: done for m, runs in methods.items() if m.startswith("sb3-") is peers and (done := finished(runs))}
+    if not found:
+        return ""
+    method = max(found, key=lambda name: interquartile_mean(returns(found[name])))
+    score, between = measured([returns(found[method])])
+    return f"{method}: {score}" + (f" ({between})" if between else "")
+
+
+def summary(found: dict[str, dict[str, Group]]) -> list[str]:
+    """Runs done of all, the best of each env, and presets that have played all Atari games."""
+    total: dict[tuple[str, str], int] = defaultdict(int)
+    for entry in listed():
+        total[entry.group, entry.env] += 1
+    lines = ["## Summary\n", *table("group", "env", "runs done", "best preset", "best of the peers")]
+    for (group, env), count in total.items():
+        methods = found[group][env]
+        done = sum(len(finished(runs)) for runs in methods.values())
+        lines.append(row(group, env, f"{done} of {count}", best(methods, False), best(methods, True)))
+    games = TABLE["groups"]["atari"]["envs"]
+    every = []
+    for method in TABLE["groups"]["atari"]["presets"]:
+        played = [finished(found["atari"][game].get(method, [])) for game in games]
+        if all(played):
+            human = [np.array([record["score"]["human_normalized"] for record in records]) for records in played]
+            every.append(row(method, sum(map(len, played)), *measured(human, 2)))
+    if every:
+        lines += ["", f"All {len(games)} Atari games, human = 1:\n"]
+        lines += [*table("preset", "runs", "interquartile mean", "95% interval"), *every]
+    return [*lines, ""]
+
+
+def rows(methods: Group) -> list[str]:
+    """An env's table: what is done, the best first, then what is under way."""
+    done = {method: records for method, runs in methods.items() if (records := finished(runs))}
+    lines = table("command", "seeds", "env steps", "score", "interval", "human = 1", "seconds")
+    for method in sorted(done, key=lambda name: -interquartile_mean(returns(done[name]))):
+        records = done[method]
+        human = [x for record in records if (x := record["score"].get("human_normalized")) is not None]
+        steps, seconds = f"{records[0]['curve'][-1][0]:,}", f"{np.mean([record['seconds'] for record in records]):.0f}"
+        normal = f"{np.mean(human):.2f}" if human else ""
+        first = methods[method][0][0]
+        lines.append(row(command(first), len(records), steps, *measured([returns(records)]), normal, seconds))
+    for entry, record in (pair for runs in methods.values() for pair in runs):
+        if record.get("unfinished") and record["curve"]:
+            now, _, mean = record["curve"][-1]
+            steps = f"*under way at {now:,} of {entry.steps:,}, training return {mean:.1f}*"
+            lines.append(
+                row(f"*{command(entry)}*", f"*seed {entry.seed}*", steps, "", "", "", f"*{record['seconds']}*")
+            )
+    return lines
+
+
+def published(env: str) -> list[str]:
+    """What others have published for the env."""
+    lines = []
+    for source in SOURCES:
+        for _, method, theirs, steps, runs, score in (r for r in source["rows"] if r[0] == env):
+            lines.append(row(f"{method}, {source['name']}", theirs, f"{steps:,}", runs, score))
+    head = ["", "[Published elsewhere](#published-scores):\n", *table("method", "env", "env steps", "runs", "score")]
+    return [*head, *lines] if lines else []
+
+
+def curves(env: str, methods: Group) -> str:
+    """Draw an env's curves over env steps and over time; returns the file's name."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "league"  # the same records make the same file
+    import matplotlib.pyplot as plt
+
+    figure, both = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True)
+    lines = {f"{method} ({len(done)})": (done, "-") for method, runs in methods.items() if (done := finished(runs))}
+    under_way = [(f"{entry.name}, under way", record) for runs in methods.values() for entry, record in runs]
+    lines |= {name: ([record], "--") for name, record in under_way if record.get("unfinished")}
+    for label, (records, style) in lines.items():
+        for axes, column in zip(both, (0, 1), strict=True):
+            data = [np.array(record["curve"], float) for record in records]
+            grid, drawn = on_grid([(x[:, column], x[:, 2]) for x in data if len(x)])
+            if not len(grid):
+                continue
+            middle, low, high = band(drawn)
+            (line,) = axes.plot(grid, middle, style, label=label, linewidth=1.4)
+            axes.fill_between(grid, low, high, color=line.get_color(), alpha=0.15)
+    for axes, text in zip(both, ("env steps", "seconds"), strict=True):
+        axes.set_xlabel(text)
+        axes.grid(alpha=0.3)
+    both[0].set_ylabel("return, last 100 training episodes")
+    both[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), title="method (seeds)", title_fontsize=7)
+    figure.suptitle(env, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(RECORDS / f"{env}.svg", metadata={"Date": None})
+    plt.close(figure)
+    return f"{env}.svg"
+
+
+def collect() -> dict[str, dict[str, Group]]:
+    """The records by group, env, method and, as listed, seed."""
+    found: dict[str, dict[str, Group]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for entry in listed():
+        if (record := entry.record) is not None:
+            found[entry.group][entry.env][entry.method].append((entry, record))
+    return found
+
+
+def page() -> str:
+    """The page's text; the pictures are drawn beside it."""
+    found = collect()
+    done = [entry.done for entry in listed()]
+    lines = [HEAD.format(done=sum(done), total=len(done)), *summary(found)]
+    for group, listing in TABLE["groups"].items():
+        lines.append(f"## {TITLES.get(group, group.capitalize())}\n")
+        for env in listing["envs"]:
+            methods, others = found[group][env], published(env)
+            if methods or others:
+                lines += [f"### {env}\n", *(rows(methods) if methods else ["No run yet."]), *others, ""]
+            if methods:
+                lines.append(f"![{env}: return over env steps and over seconds](league/{curves(env, methods)})\n")
+    lines += ["## Published scores\n", "Not run here: other versions of the envs, and other ways to measure.\n"]
+    lines += [f"- [{source['name']}]({source['url']}): {source['note']}" for source in SOURCES]
+    return "\n".join(lines) + "\n"
+
+
+def readme(text: str) -> str:
+    """README's text with its table of results between two comments as the records have it."""
+    new, old = [], []
+    found = {f"{m}/{env}": runs for envs in collect().values() for env, ms in envs.items() for m, runs in ms.items()}
+    for shown in TABLE["readme"]:
+        method, env = shown["name"].split("/", 1)
+        runs = found.get(shown["name"], [])
+        if records := finished(runs):
+            score, between = measured([returns(records)])
+            seconds = f"{np.mean([record['seconds'] for record in records]):,.0f}"
+            steps = f"{records[0]['curve'][-1][0] / 1e6:.1f}M"
+            score += f" ({between})" if between else ""
+            new.append(row(env, command(runs[0][0]), len(records), steps, score, seconds))
+        elif "older" in shown:
+            old.append(row(f"{env.split()[0]} *", f"`coterie train {method} --env {env}`", *shown["older"]))
+    head = table("environment", "command", "seeds", "env steps", "score", "seconds")
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return before + "\n".join([BEGIN, *head, *new, *old, end]) + after
+
+
+def write() -> None:
+    path = ROOT / "README.md"
+    path.write_text(readme(path.read_text()))
+    (RECORDS.parent / "league.md").write_text(page())
