@@ -29,6 +29,16 @@ def env_seed(seed: int, *key: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1)[0] & 0x7FFFFFFF)
 
 
+def first_time(places: set[str], reason: str) -> str:
+    """Why an env was replaced, with the traceback behind it only where nothing was raised at that place before."""
+    line, _, trace = reason.partition("\n")
+    place = line.rpartition(" (")[2]
+    if not trace or place in places:
+        return line
+    places.add(place)
+    return reason.rstrip()
+
+
 class Group:
     """Environments that step together. `env_id`: their global ids; `report` receives why instances were replaced."""
 
@@ -204,7 +214,7 @@ class Envs:
         self.groups = [slice(g * size, (g + 1) * size) for g in range(groups)]
         self.replaced = 0
         self._lock = threading.Lock()
-        self._budget, self._reasons = env.replace_budget, deque[str](maxlen=_REASONS_KEPT)
+        self._budget, self._reasons, self._places = env.replace_budget, deque[str](maxlen=_REASONS_KEPT), set[str]()
         self._groups: list[Group] = []
         self._backends: list[Backend] = []
         try:
@@ -224,7 +234,7 @@ class Envs:
         self._delay = env.delay * delayed
 
     def failures(self) -> list[str]:
-        """Why envs were replaced since the last call, the newest last (the last 50)."""
+        """Why envs were replaced since the last call, the newest last (the last 50): `first_time`."""
         with self._lock:
             reasons = list(self._reasons)
             self._reasons.clear()
@@ -256,9 +266,11 @@ class Envs:
     def _count(self, reasons: Sequence[str]) -> None:
         with self._lock:  # each group may run in a thread of its own
             self.replaced += len(reasons)
-            self._reasons.extend(reasons)
+            self._reasons.extend(first_time(self._places, reason) for reason in reasons)
         if self.replaced > self._budget:
+            line, _, trace = reasons[-1].partition("\n")
             raise CoterieError(
                 f"{self.replaced} envs had to be replaced, more than env.replace_budget {self._budget}; "
-                f"the last: {reasons[-1]}"
+                f"the last: {line}",
+                trace,
             )

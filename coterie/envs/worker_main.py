@@ -4,8 +4,9 @@ It steps its environments one after another, reading actions from and writing re
 carries requests and answers; it closes when the parent exits. Loads no torch.
 
 Requests: the set-up (JSON, once), then `s` or `r` and instance numbers (int32): step or reset these; or `n` and JSON
-[instances, seeds]: replace these by new ones, not answered. Answers: JSON, {"ready": true} once, then {}. An exception
-of an env is a bug: {"error": line, "trace": traceback} is the last answer, to whatever request.
+[instances, seeds]: replace these by new ones at their next reset, not answered. Answers: JSON, {"ready": true} once,
+then {"failed": {instance: line and traceback}}, which is empty unless `env.on_error` is replace: otherwise an exception
+of an env is a bug, and {"error": line, "trace": traceback} is the last answer.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Worker:
     def __init__(self, memory_fd: int) -> None:
         self.memory_fd = memory_fd
         self.instances: dict[int, Instance] = {}
+        self.new: dict[int, int] = {}  # seeds of the instances that are made at their next reset
         self.failed = False
 
     def _set_up(self, setup: dict[str, Any]) -> None:
@@ -43,17 +45,22 @@ class Worker:
         self.shared = SharedArrays(
             {k: (tuple(shape), dtype) for k, (shape, dtype) in setup["layout"].items()}, self.memory_fd
         )
-        self._make(setup["ids"], setup["seeds"])
+        for i, seed in zip(setup["ids"], setup["seeds"], strict=True):
+            self._make(i, seed)
 
-    def _make(self, ids: list[int], seeds: list[int]) -> None:
-        """Make these instances; those that they replace are closed first."""
-        for i, seed in zip(ids, seeds, strict=True):
-            with contextlib.suppress(Exception):
-                if (old := self.instances.pop(i, None)) is not None:
-                    old.env.close()
-            env = make_gym(self.setup["env"], self.setup["kwargs"], self.setup["max_episode_steps"])
-            env.action_space.seed(seed)
-            self.instances[i] = Instance(self.setup["env"], env, seed, i, self.shared.arrays, self.setup["mask"])
+    def _make(self, i: int, seed: int) -> None:
+        """Make an instance; one that it replaces is closed first."""
+        with contextlib.suppress(Exception):
+            if (old := self.instances.pop(i, None)) is not None:
+                old.env.close()
+        env = make_gym(self.setup["env"], self.setup["kwargs"], self.setup["max_episode_steps"])
+        env.action_space.seed(seed)
+        self.instances[i] = Instance(self.setup["env"], env, seed, i, self.shared.arrays, self.setup["mask"])
+
+    def _go_on(self, i: int, reset: bool) -> None:
+        if i in self.new:
+            self._make(i, self.new.pop(i))
+        self.instances[i].reset() if reset else self.instances[i].step()
 
     def answer(self, message: bytes) -> bytes:
         """Do what a request asks for; returns the answer, empty if there is none."""
@@ -63,12 +70,17 @@ class Worker:
                 self._set_up(json.loads(message))
                 return b'{"ready": true}'
             if what == b"n":
-                self._make(*json.loads(message[1:]))
+                self.new.update(zip(*json.loads(message[1:]), strict=True))
                 return b""
+            failed: dict[int, str] = {}
             for i in np.frombuffer(message[1:], np.int32).tolist():
-                instance = self.instances[i]
-                instance.reset() if what == b"r" else instance.step()
-            return b"{}"
+                try:
+                    self._go_on(i, what == b"r")
+                except Exception as error:
+                    if self.setup["on_error"] == "fail":
+                        raise
+                    failed[i] = f"{raised(error)}\n{traceback.format_exc()}"
+            return json.dumps({"failed": failed}).encode()
         except Exception as error:
             self.failed = True
             return json.dumps({"error": raised(error), "trace": traceback.format_exc()}).encode()

@@ -3,7 +3,8 @@
 Accelerated Methods 2.1, figure 1: simulator processes step their environments in turn and share arrays with the process
 that acts. A process is a fresh interpreter (never a fork), connected by one socket, which closes when the process dies.
 A killed worker holds no lock that could block the others. A worker that dies or does not answer is started again, with
-all its environments, when they are replaced. An exception of an env ends the run.
+all its environments, when they are replaced. An exception of an env ends the run, or (`env.on_error`) that env is
+replaced.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ class WorkerBackend:
             "env": self._env.id,
             "kwargs": json.loads(self._env.kwargs),
             "max_episode_steps": self._env.max_episode_steps,
+            "on_error": self._env.on_error,
             "layout": self._layout,
             "mask": self._mask,
             "ids": list(ids),
@@ -157,6 +159,7 @@ class WorkerBackend:
                 x.answers -= 1
                 if "error" in answer:
                     raise CoterieError(f"env.id {self.spec.env_id!r}: {answer['error']}", answer["trace"])
+                failed |= {int(i): reason for i, reason in answer.get("failed", {}).items()}
                 if "ready" in answer:
                     x.ready = True
                     begin = time.monotonic()

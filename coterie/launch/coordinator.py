@@ -18,6 +18,7 @@ from typing import Any
 
 from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
+from coterie.envs.group import first_time
 from coterie.launch.ledger import Ledger
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
@@ -52,6 +53,7 @@ class Coordinator:
         self.order: int | None = None  # number of the order that is being carried out
         self.saved: dict[int, Saved] = {}  # what its members have reported about their parts
         self.scores: Scores | None = None
+        self.places: set[str] = set()  # where envs have raised
         self.lost_drafts = 0
         self.last_checkpoint = time.monotonic()
         self.digests: dict[int, str] = {}
@@ -137,7 +139,8 @@ class Coordinator:
         elif kind in ("report", "acted"):
             (self.ledger.take if kind == "report" else self.ledger.take_acted)(row, content)
             for reason in content.failures:
-                self.writer.log(reason)
+                text = first_time(self.places, reason)  # of all processes
+                (self.log if "\n" in text else self.writer.log)(text)
         elif kind == "scores" and content[0] == self.order:
             self.scores = content[1]
         elif kind == "saved" and content.order == self.order:

@@ -106,6 +106,26 @@ def test_an_exception_ends_the_run_at_once_with_its_traceback(where, line, tmp_p
     assert f'File "{at}", line {line}, in {inside}\n    {{}}["{key}"]' in caught.value.trace
 
 
+def test_an_env_that_raises_can_be_replaced_and_its_traceback_comes_once(tmp_path, monkeypatch):
+    (tmp_path / "buggy.py").write_text(BUGGY)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("buggy", None)
+    settings = {"on_error": "replace", "replace_budget": 5}
+    with make(FLAKY, 2, kwargs={"how": "raise", "at": 3}, **settings) as envs:
+        seen, reasons = play(envs, 7), envs.failures()
+    assert [pattern(seen, e) for e in range(2)] == ["F..F..F."] * 2  # each third step is masked
+    assert [reason.startswith("env ") and "ValueError: flaky by design (" in reason for reason in reasons] == [True] * 4
+    assert ["Traceback (most recent" in reason for reason in reasons] == [True, False, False, False]
+    with (
+        pytest.raises(CoterieError) as caught,
+        make("buggy:Buggy", 1, kwargs={"where": "replacement"}, **settings) as e,
+    ):
+        play(e, 3)
+    assert str(caught.value).startswith("6 envs had to be replaced")
+    assert str(caught.value).endswith("buggy.py, line 12, in __init__)")
+    assert "in __init__\n" in caught.value.trace
+
+
 def test_an_exception_of_the_constructor_has_its_traceback():
     with pytest.raises(CoterieError, match=r"RuntimeError: this env cannot be made \(.*flaky\.py, line") as caught:
         make(FLAKY, 1, kwargs={"how": "construct"})

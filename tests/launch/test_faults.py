@@ -13,6 +13,7 @@ from coterie.cli.main import main
 from coterie.runs import checkpoint
 from tests.support.runs import (
     ENDLESS,
+    central_options,
     check_accounts,
     check_rows,
     decoupled_options,
@@ -43,6 +44,19 @@ def test_a_learner_that_hangs_is_named_although_the_others_wait_for_it(capsys, m
     assert "log.stall" in line
     assert read_summary(out)["status"] == "failed"
     meddler.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("options", "exchange"),
+    [(inline_options, "gossip"), (decoupled_options, "solo"), (central_options, "solo")],
+)
+def test_an_env_that_raises_and_is_replaced_shows_its_traceback_once(options, exchange, tmp_path, capsys):
+    changes = FLAKY | {"env.on_error": "replace", "env.num_envs": 4, "steps": 600}
+    assert main(options(tmp_path / "run", exchange, **changes)) == 0
+    replaced = read_summary(tmp_path / "run")["envs_replaced"]
+    log, screen = (tmp_path / "run" / "log.txt").read_text(), capsys.readouterr().out
+    assert replaced >= log.count(": ValueError: flaky by design (") > 2
+    assert log.count("Traceback (most recent call last)") == screen.count("Traceback (most recent call last)") == 1
 
 
 FLAKY = {"env.id": "tests.support.flaky:FlakyEnv", "env.kwargs": '{"how": "raise", "at": 20}', "env.num_envs": 2}
