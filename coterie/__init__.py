@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from coterie.config import Config
     from coterie.exchange.table import register_exchange
     from coterie.launch.session import resume, train
+    from coterie.roles.callbacks import Callback, Run
     from coterie.tools.check_env import check_env
     from coterie.types import ConfigError, CoterieError
 
 __version__ = "0.1.0"
 __all__ = [
-    "Config", "ConfigError", "CoterieError", "Policy", "check_env", "evaluate_run", "load", "presets",
-    "register_acting", "register_exchange", "resume", "train",
+    "Callback", "Config", "ConfigError", "CoterieError", "Policy", "Run", "check_env", "evaluate_run", "load",
+    "presets", "register_acting", "register_exchange", "resume", "train",
 ]  # fmt: skip
 
 # Must be set before torch loads its OpenMP: by default idle torch threads spin for milliseconds on the very cores
@@ -34,11 +35,13 @@ __all__ = [
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOME = {
+    "Callback": "coterie.roles.callbacks",
     "Config": "coterie.config",
     "ConfigError": "coterie.types",
     "CoterieError": "coterie.types",
     "Policy": "coterie.build.evaluate",
     "check_env": "coterie.tools.check_env",
+    "Run": "coterie.roles.callbacks",
     "evaluate_run": "coterie.build.evaluate",
     "load": "coterie.build.evaluate",
     "register_acting": "coterie.acting.table",

@@ -85,6 +85,8 @@ def check_own(config: Config) -> None:
     for part in PARTS:
         if path := getattr(config.plugins, part):
             named(f"plugins.{part}", path)
+    for path in config.callbacks:
+        named("callbacks", path)
 
 
 def substitute(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, T]:

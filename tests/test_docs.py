@@ -272,13 +272,13 @@ def test_python_on_a_page_runs(page, page_modules, monkeypatch):
     write_files(page_modules, page)
     if out := {"first-run.md": "runs/lander/first", "runs.md": "runs/one"}.get(page.name):  # which its code loads
         assert run(shrink(["coterie", "train", "ppo", "--env", "LunarLander-v3", "--out", out])) == 0
-    train, summaries = coterie.train, []
-    monkeypatch.setattr(coterie, "train", lambda c: summaries.append(train(replace(c, steps=2000))) or summaries[-1])
+    whole, ends = coterie.train, []
+    monkeypatch.setattr(coterie, "train", lambda c, **k: ends.append(whole(replace(c, steps=2000), **k)) or ends[-1])
     names: dict[str, Any] = {}
     for code in python(page):
         exec(code, names)  # as a user types it
     trained = sum(code.count("coterie.train(") for code in python(page))
-    assert [one["status"] for one in summaries] == trained * ["finished"]
+    assert [one["status"] for one in ends] == trained * ["finished"]
 
 
 def test_the_generated_pages_are_current_and_every_setting_of_a_preset_has_its_source():

@@ -27,6 +27,7 @@ from coterie.models.base import Model
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule
+from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.plugins import substitute
@@ -48,12 +49,13 @@ def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU
 
 
 def env_share(
-    config: Config, mine: ResolvedConfig, spec: Spec, resources: Resources, incarnation: int, first_env: int
-) -> EnvShare:
+    config: Config, mine: ResolvedConfig, spec: Spec, resources: Resources, incarnation: int, first_env: int,
+    board: Board | None = None,
+) -> EnvShare:  # fmt: skip
     """The envs of one process: those of `mine`, with global ids from `first_env` on. `config`: the run's."""
 
     def make(threads: int) -> Envs:
-        return make_envs(
+        envs = make_envs(
             mine.env,
             mine.atari,
             seed=seed_for(mine.seed, ENV_SEED, incarnation),
@@ -62,6 +64,8 @@ def env_share(
             groups=resources.groups,
             union=mine.env.id != config.env.id,
         )
+        envs.board = board
+        return envs
 
     def make_rng(key: int) -> torch.Generator:
         return torch.Generator(resources.device).manual_seed(seed_for(mine.seed, POLICY_SEED, incarnation, key))
@@ -69,9 +73,12 @@ def env_share(
     return EnvShare(mine, spec, first_env, resources.groups, resources.device, resources.dtype, make, make_rng)
 
 
-def cpu_share(config: Config, mine: ResolvedConfig, spec: Spec, incarnation: int, first_env: int) -> EnvShare:
+def cpu_share(
+    config: Config, mine: ResolvedConfig, spec: Spec, incarnation: int, first_env: int, board: Board | None = None
+) -> EnvShare:
     """The envs of an actor or an env host."""
-    return env_share(config, mine, spec, resolve_resources(replace(mine, device="cpu"), spec), incarnation, first_env)
+    own = resolve_resources(replace(mine, device="cpu"), spec)
+    return env_share(config, mine, spec, own, incarnation, first_env, board)
 
 
 def policy_of(algorithm: AnyAlgorithm) -> Policy:
@@ -123,7 +130,7 @@ def worker_setup(
 ) -> WorkerSetup:
     """The parts of child process `number` of a learner, with the board's row `row`."""
     spec, (mine, first_env) = make_spec(config.env, config.atari), child_env(config, number, context.rank)
-    share = cpu_share(config, mine, spec, incarnation, first_env)
+    share = cpu_share(config, mine, spec, incarnation, first_env, context.board)
     make = partial(make_agent, config, spec)
     return WorkerSetup(config, share, make, context.board, context.rank, number, row, patience(config))
 

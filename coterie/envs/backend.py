@@ -59,6 +59,9 @@ class Backend(Protocol):
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         """Make new instances in the place of these. Each must be reset before it is stepped."""
 
+    def set_attributes(self, attributes: Mapping[str, object]) -> None:
+        """Set these attributes of all instances, and of those that will replace them."""
+
     def close(self) -> None:
         """End every thread and process; free all memory."""
 

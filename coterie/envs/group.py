@@ -18,6 +18,7 @@ import numpy as np
 from coterie import config
 from coterie.envs.backend import Backend, MakeBackend, StepResults
 from coterie.envs.spaces import random_actions
+from coterie.parallel.board import Board
 from coterie.types import MASK, Array, CoterieError, Obs, TimeStep, entries, map_obs
 
 _REPLACED, _DECORRELATE = 2, 3  # spawn keys below an env's own
@@ -60,6 +61,7 @@ class Group:
         self._return, self._length = np.zeros(n), np.zeros(n, np.int64)
         self._excluded = np.zeros(n, bool)  # the episode began before the run did: its return is not reported
         self._start: TimeStep | None = None  # the first observations, until they are received
+        self._version = 0  # of the attributes that callbacks set
         backend.reset(self._all)
 
     def start(self, decorrelate: int) -> None:
@@ -74,7 +76,10 @@ class Group:
         first = np.ones(n, bool)
         self._start = TimeStep(obs, np.zeros(n, np.float32), zeros, zeros.copy(), first, nan, nan.copy(), self.env_id)
 
-    def send(self, action: Array) -> None:
+    def send(self, action: Array, board: Board | None = None) -> None:
+        if board is not None and (news := board.attributes(self._version)):
+            self._version, attributes = news
+            self.backend.set_attributes(attributes)
         self._step(self._all, action)
 
     def recv(self) -> TimeStep:
@@ -232,6 +237,7 @@ class Envs:
         self._legal = self.spec.action.sizes[0] if union and self.spec.action.kind == "categorical" else 0
         delayed = env.delay_learner in (-1, first_env_id // env.num_envs)
         self._delay = env.delay * delayed
+        self.board: Board | None = None  # from which the envs take attributes
 
     def failures(self) -> list[str]:
         """Why envs were replaced since the last call, the newest last (the last 50): `first_time`."""
@@ -249,7 +255,7 @@ class Envs:
 
     def send(self, group: int, action: Array) -> None:
         """Start a step of a group: int64 `[B]` or `[B, A]`, or float32 `[B, A]`."""
-        self._groups[group].send(np.where(action < self._legal, action, 0) if self._legal else action)
+        self._groups[group].send(np.where(action < self._legal, action, 0) if self._legal else action, self.board)
 
     def close(self) -> None:
         for backend in self._backends:

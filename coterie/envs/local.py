@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -50,6 +50,9 @@ class LocalBackend:
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         raise CoterieError(f"env.id: {self.spec.env_id!r} gave numbers that are not finite")
+
+    def set_attributes(self, attributes: Mapping[str, object]) -> None:
+        """No callback sets any."""
 
     def close(self) -> None:
         self.env.close()

@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -261,6 +261,9 @@ class PoolBackend:
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         """Do nothing: EnvPool cannot replace one instance; the reset that follows sets its whole state."""
+
+    def set_attributes(self, attributes: Mapping[str, object]) -> None:
+        raise ConfigError("set_env: EnvPool's envs have no attributes; use gymnasium's, with env.backend workers")
 
     def close(self) -> None:
         """End the threads (EnvPool does that when the pool is freed)."""

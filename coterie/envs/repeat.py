@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,6 +54,9 @@ class Repeat:
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         self._done[list(ids)] = False
         self.inner.replace(ids, seeds)
+
+    def set_attributes(self, attributes: Mapping[str, object]) -> None:
+        self.inner.set_attributes(attributes)
 
     def close(self) -> None:
         self.inner.close()

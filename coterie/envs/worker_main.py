@@ -4,9 +4,10 @@ It steps its environments one after another, reading actions from and writing re
 carries requests and answers; it closes when the parent exits. Loads no torch.
 
 Requests: the set-up (JSON, once), then `s` or `r` and instance numbers (int32): step or reset these; or `n` and JSON
-[instances, seeds]: replace these by new ones at their next reset, not answered. Answers: JSON, {"ready": true} once,
-then {"failed": {instance: line and traceback}}, which is empty unless `env.on_error` is replace: otherwise an exception
-of an env is a bug, and {"error": line, "trace": traceback} is the last answer.
+[instances, seeds]: replace these by new ones at their next reset; or `a` and a JSON object: attributes to set in all
+envs. These two are not answered. Answers: JSON, {"ready": true} once, then {"failed": {instance: line and traceback}},
+which is empty unless `env.on_error` is replace: otherwise an exception of an env is a bug, and {"error": line,
+"trace": traceback} is the last answer.
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ class Worker:
         env = make_gym(self.setup["env"], self.setup["kwargs"], self.setup["max_episode_steps"])
         env.action_space.seed(seed)
         self.instances[i] = Instance(self.setup["env"], env, seed, i, self.shared.arrays, self.setup["mask"])
+        self._set_attributes(i)
+
+    def _set_attributes(self, i: int) -> None:
+        for name, value in self.setup["attributes"].items():
+            if not self.instances[i].env.set_wrapper_attr(name, value, force=False):
+                raise AttributeError(f"set_env: the env has no attribute {name!r}")
 
     def _go_on(self, i: int, reset: bool) -> None:
         if i in self.new:
@@ -71,6 +78,11 @@ class Worker:
                 return b'{"ready": true}'
             if what == b"n":
                 self.new.update(zip(*json.loads(message[1:]), strict=True))
+                return b""
+            if what == b"a":
+                self.setup["attributes"] = json.loads(message[1:])
+                for i in self.instances:
+                    self._set_attributes(i)
                 return b""
             failed: dict[int, str] = {}
             for i in np.frombuffer(message[1:], np.int32).tolist():

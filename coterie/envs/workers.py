@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -96,6 +96,7 @@ class WorkerBackend:
         self._shared = SharedArrays(self._layout, name=name)
         self._workers: list[Process | None] = []  # None: dead
         self._asked = np.arange(n, dtype=np.int32)
+        self._attributes: Mapping[str, object] = {}
         self._began = False  # an env that cannot be made is the user's error at the start, a failure later
         try:
             for w in range(self._count):
@@ -115,6 +116,7 @@ class WorkerBackend:
             "mask": self._mask,
             "ids": list(ids),
             "seeds": list(seeds),
+            "attributes": self._attributes,
         }
         return Process(f"{self._name}-{w}", self._shared.fd, setup)
 
@@ -185,6 +187,12 @@ class WorkerBackend:
                 self._workers[w] = self._start(w, new, of)
             else:
                 worker.send(b"n" + json.dumps([new, of]).encode())
+
+    def set_attributes(self, attributes: Mapping[str, object]) -> None:
+        self._attributes = attributes
+        for worker in self._workers:
+            if worker is not None:
+                worker.send(b"a" + json.dumps(attributes).encode())
 
     def close(self) -> None:
         """Close the sockets, which ends the workers; kill those that are still there a moment later."""

@@ -58,6 +58,7 @@ class Coordinator:
         self.last_checkpoint = time.monotonic()
         self.digests: dict[int, str] = {}
         self.signal: signal.Signals | None = None
+        self.stop: tuple[str, str | None] | None = None  # by a callback: the reason, and the traceback if it raised
         self.over = False
         # Set by the supervisor. `on_end`: called before the last order, after which no process may act. `processes`:
         # name and pid of the process behind each row of the board.
@@ -86,6 +87,9 @@ class Coordinator:
             try:
                 with self.display:
                     work()
+                reason, raised = self.stop or ("", None)
+                if raised is not None:
+                    raise CoterieError(reason, raised)
                 if self.signal is not None:
                     status, reason = "interrupted", self.signal.name
             except KeyboardInterrupt as error:
@@ -147,6 +151,10 @@ class Coordinator:
             self.saved[row] = content
         elif kind == "draft_lost" and content == self.order:
             self._lose_draft()
+        elif kind == "stop" and (self.stop is None or content[1] is not None):
+            self.stop = content
+            self.board.stop()
+            self.log(f"a callback ends the run: {content[0]}")
         elif kind == "idle":
             self.idle.add(row)
         self.poll()
@@ -180,7 +188,7 @@ class Coordinator:
             return 0
         if self.ledger.resumes == 0 and checkpoint.latest(self.root) is None:
             return SAVE  # from here on there is something to resume from
-        if self.config.eval.every and self.ledger.env_steps >= self.next_eval and self.signal is None:
+        if self.config.eval.every and self.ledger.env_steps >= self.next_eval and not self.board.stopping:
             return SAVE | EVALUATE
         return SAVE if now - self.last_checkpoint >= self.config.log.checkpoint_every else 0
 
@@ -256,6 +264,7 @@ class Coordinator:
             if best is None or self.scores.mean >= best:
                 checkpoint.mark_best(self.root, path, self.scores.mean)
         checkpoint.prune(self.root, self.config.log.keep)
+        self.board.seal()
         if what & LAST:
             self.digests = {rank: part.digest for rank, part in self.saved.items()}
             self.over = True

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -36,12 +37,14 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import start_server
 from coterie.plugins import Part, label, named
 from coterie.replay.storage import require_room
+from coterie.roles.callbacks import Given
 from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config, validate
 from coterie.runs.machine import describe
 from coterie.runs.metrics import file_name
+from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
 from coterie.types import ConfigError, CoterieError, Spec, reason_of
 
@@ -52,14 +55,15 @@ def train(
     config: Config | None = None,
     *,
     preset: str = "ppo",
+    callbacks: Sequence[Given] = (),
     quiet: bool = False,
     starting: Starting | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a new run and return its summary (also in `summary.json`). Raises `CoterieError` when it fails.
 
-    Without a config the run is a preset's with these settings: `train(env=MyEnv, steps=100_000)`. `starting`: of the
-    process, if it began earlier.
+    Without a config the run is a preset's with these settings: `train(env=MyEnv, steps=100_000)`. `callbacks`: names,
+    classes or instances, besides the config's; `starting`: of the process, if it began earlier.
     """
     if config is None:
         config = presets.make(preset, **settings)
@@ -79,14 +83,16 @@ def train(
     except OSError as error:
         raise CoterieError(f"out: cannot read {folder}: {reason_of(error)}") from None
     with closing(starting or Starting(quiet=quiet)) as starting:
-        return _go(config, folder, False, quiet, starting)
+        return _go(config, folder, False, quiet, starting, callbacks)
 
 
 def resume(
-    folder: str | Path, *, steps: int = 0, quiet: bool = False, starting: Starting | None = None, **new: Part
-) -> dict[str, Any]:
+    folder: str | Path, *, steps: int = 0, callbacks: Sequence[Given] = (), quiet: bool = False,
+    starting: Starting | None = None, **new: Part,
+) -> dict[str, Any]:  # fmt: skip
     """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps).
-    A URL (a run stored by `ray.storage`) is first downloaded to `runs/`. `new`: as for `coterie.load`.
+    A URL (a run stored by `ray.storage`) is first downloaded to `runs/`. `callbacks`: as for `train`; `new`: for
+    `coterie.load`.
     """
     if "://" in str(folder):
         url, folder = str(folder), Path("runs") / str(folder).rstrip("/").rpartition("/")[2]
@@ -98,26 +104,22 @@ def resume(
     if steps:
         config = validate(replace(config, steps=steps))
     with closing(starting or Starting(quiet=quiet)) as starting:
-        return _go(config, folder, True, quiet, starting)
+        return _go(config, folder, True, quiet, starting, callbacks)
 
 
-def _go(asked: Config, folder: Path, resumed: bool, quiet: bool, starting: Starting) -> dict[str, Any]:
+def _go(
+    asked: Config, folder: Path, resumed: bool, quiet: bool, starting: Starting, callbacks: Sequence[Given]
+) -> dict[str, Any]:
     """Run from config to summary, in this process or in others. A run that cannot start writes no files."""
     check_objects(asked)
     if asked.launch == "ray":
+        if callbacks:
+            raise ConfigError("callbacks: launch ray takes the config's only, each package.module:callable")
         from coterie.launch.ray.run import run_on_ray  # which only this needs
 
         return run_on_ray(asked, folder, resumed, quiet, starting)
     starting.doing(f"loading {label(asked.env.id)}")
-    saved = checkpoint.latest(folder / "checkpoints") if resumed else None
-    state = None
-    if saved is not None:
-        state = checkpoint.load(saved)[1]
-        if state["env_steps"] >= asked.steps:
-            raise ConfigError(f"--steps: the run already has {state['env_steps']:,} env steps; give a larger total")
-        check_spec(folder, asked)
-    elif resumed:
-        raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
+    saved, state = _saved(asked, folder) if resumed else (None, None)
     config = resolve_config(asked)
     kind = exchange_kind(config)
     here = kind.one_learner and not acting_kind(config).apart
@@ -133,6 +135,9 @@ def _go(asked: Config, folder: Path, resumed: bool, quiet: bool, starting: Start
         require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
     board = Board(config.learners)  # for start-up only: child processes get another one
     board.release()
+    callbacks = (*config.callbacks, *callbacks)
+    if not here:  # learner 0's process finds them by name
+        config = replace(config, callbacks=tuple(name_of("callbacks", one) for one in callbacks))
     incarnation = 0 if state is None else state["life"] + 1
     starting.doing(f"{config.env.num_envs} envs" if here else "memory that the processes share")
     with ExitStack() as opened:  # closed where the run cannot start
@@ -157,9 +162,20 @@ def _go(asked: Config, folder: Path, resumed: bool, quiet: bool, starting: Start
         supervisor = Supervisor(run, config, saved, link) if learner is None else None
         opened.pop_all()
     if learner is not None:
-        return _run_here(run, learner)
+        return _run_here(run, learner, callbacks)
     assert supervisor is not None
     return run.go(supervisor.work, supervisor.close)
+
+
+def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that a run goes on from, and its state."""
+    if (saved := checkpoint.latest(folder / "checkpoints")) is None:
+        raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
+    state = checkpoint.load(saved)[1]
+    if state["env_steps"] >= asked.steps:
+        raise ConfigError(f"--steps: the run already has {state['env_steps']:,} env steps; give a larger total")
+    check_spec(folder, asked)
+    return saved, state
 
 
 def _prepare(folder: Path, config: Config, spec: Spec, new: bool) -> None:
@@ -175,7 +191,7 @@ def _prepare(folder: Path, config: Config, spec: Spec, new: bool) -> None:
         raise CoterieError(f"out: cannot write to {folder}: {reason_of(error)}") from None
 
 
-def _run_here(run: Coordinator, learner: LearnerProcess) -> dict[str, Any]:
+def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Given]) -> dict[str, Any]:
     """Train in this process, so that a debugger and a notebook work."""
     ended = threading.Event()
 
@@ -192,7 +208,8 @@ def _run_here(run: Coordinator, learner: LearnerProcess) -> dict[str, Any]:
     run.poll()
     threading.Thread(target=watch, name="coterie-watchdog", daemon=True).start()
     try:
-        return run.go(Service(learner, run.folder, partial(run.receive, 0)).run, learner.close)
+        service = Service(learner, run.folder, partial(run.receive, 0), callbacks=callbacks)
+        return run.go(service.run, learner.close)
     finally:
         ended.set()
 

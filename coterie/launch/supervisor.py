@@ -93,7 +93,7 @@ class Supervisor:
             self.chaos = FaultInjector(self.config.chaos, lambda line: run.writer.log(line), self._is_spared, cut)
         cores = sorted({place.cores for place in self.group.places})
         run.display.note("cores " + ", ".join("+".join(map(str, each)) for each in cores))
-        while not run.over:
+        while not run.over or (self.config.callbacks and 0 in self.children):  # learner 0 makes their last calls
             rows = {child: row for row, child in self.children.items()}
             for child, kind, content in listen(rows, 0.1):
                 if self.children.get(rows[child]) is child:  # and has not been replaced meanwhile
@@ -101,7 +101,7 @@ class Supervisor:
             for row in [row for row, when in self.restart_at.items() if time.monotonic() >= when]:
                 self._start_actor(row)
             if self.chaos is not None:
-                calm = bool(run.idle) or run.signal is not None
+                calm = bool(run.idle) or run.board.stopping
                 self.chaos.poll({self._name(row): child for row, child in self.children.items()}, calm)
             for line in self.link.lines() if self.link is not None else ():
                 run.log(line)
@@ -134,11 +134,11 @@ class Supervisor:
         return self.learner_restarts.left <= 1 or checkpoint.latest(self.run.root) is None
 
     def _is_starved(self) -> bool:
-        """After a signal: whether all learners have waited too long for rollouts that no process produces (one without
+        """When stopping: whether all learners have waited too long for rollouts that no process produces (one without
         env hosts, and those that wait for its gradient), so no checkpoint is possible.
         """
         run, now = self.run, time.monotonic()
-        if run.signal is None or run.over or run.idle or not run.board.all_blocked(run.members):
+        if not run.board.stopping or run.over or run.idle or not run.board.all_blocked(run.members):
             self.waiting_since = now
         return now - self.waiting_since > _STARVED_S
 

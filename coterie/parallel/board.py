@@ -5,10 +5,13 @@ Every number has one writer, so nothing is locked and no increment is lost when 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import InSharedMemory, fence
 from coterie.types import Array, CoterieError
 
@@ -20,6 +23,7 @@ COUNTS = (
     "policy_lag_max", "skipped", "replaced", "episodes", "dropped",
 )  # fmt: skip
 SAVE, EVALUATE, LAST = 1, 2, 4  # what an order asks for: a checkpoint, before it an evaluation, after it the end
+_ATTRIBUTES = 4096  # bytes for the attributes that callbacks set
 
 
 class Board(InSharedMemory):
@@ -32,8 +36,10 @@ class Board(InSharedMemory):
             "active": ((learners,), "int64"),
             "heartbeat": ((rows,), "float64"),
             "blocked": ((rows,), "int64"),
-            "order": ((4,), "int64"),
+            "order": ((5,), "int64"),
             "arrivals": ((learners,), "int64"),
+            "version": ((1,), "int64"),
+            "attributes": ((_ATTRIBUTES,), "uint8"),
         }
         super().__init__(layout, "coterie-board")
 
@@ -42,8 +48,10 @@ class Board(InSharedMemory):
         self.active: Array = arrays["active"]  # 1 while a learner takes part
         self.heartbeats: Array = arrays["heartbeat"]  # monotonic time of its last heartbeat
         self._blocked: Array = arrays["blocked"]
-        self._order: Array = arrays["order"]  # number, what, stop, closed
+        self._order: Array = arrays["order"]  # number, what, stop, closed, sealed
         self._arrivals: Array = arrays["arrivals"]
+        self._attributes: Array = arrays["attributes"]  # of all envs, as JSON
+        self._lock, self._version = Seqlock(arrays["version"]), arrays["version"].data  # read at each env step
 
     def write(self, row: int, counts: Mapping[str, int]) -> None:
         for name, value in counts.items():
@@ -72,6 +80,31 @@ class Board(InSharedMemory):
         number = int(self._order[0])
         fence()
         return number, int(self._order[1])
+
+    def seal(self) -> None:
+        """The checkpoint of the latest order is complete."""
+        self._order[4] = self._order[0]
+
+    @property
+    def sealed(self) -> int:
+        """The number of the last order whose checkpoint is complete."""
+        return int(self._order[4])
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        """Set an attribute of all envs. Only learner 0 does that."""
+        _, before = self.attributes(0) or (0, {})
+        text = json.dumps({**before, name: value}).encode().ljust(_ATTRIBUTES)
+        if len(text) > _ATTRIBUTES:
+            raise CoterieError(f"set_env: all attributes together exceed {_ATTRIBUTES} bytes as JSON")
+        with self._lock.writing(0):
+            self._attributes[:] = memoryview(text)
+
+    def attributes(self, known: int) -> tuple[int, dict[str, Any]] | None:
+        """The version of the attributes and all of them, where they are newer than version `known`."""
+        if (version := self._version[0]) == known:
+            return None
+        text = self._lock.read(0, self._attributes.tobytes)
+        return None if text is None else (version, json.loads(text))
 
     def continue_orders(self, before: Board) -> None:
         """Count on from the orders of `before`: no two orders of a run have the same number, or the same draft."""

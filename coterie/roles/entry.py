@@ -7,6 +7,7 @@ learners) gives orders on the board and takes messages by `post`.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from coterie.config import ResolvedConfig
 from coterie.models.build import Network
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST
+from coterie.roles.callbacks import Callbacks, Given, Run
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.types import CoterieError, Post, Rollout
@@ -72,7 +74,8 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
             else:  # it was gone when the checkpoint was written: it takes another learner's weights
                 learner.model.load_state_dict(checkpoint.learner(tensors, state["present"][0])["model"])
         learner.start(start.counts, start.total)
-        Service(learner, folder, post, _REPORT_S, start.done).run()
+        callbacks = () if context.rank else config.callbacks
+        Service(learner, folder, post, _REPORT_S, start.done, callbacks).run()
     finally:
         learner.close()
 
@@ -91,7 +94,10 @@ def worker_process(
 class Service:
     """Runs a learner. `every`: least seconds between two reports; `done`: the last order that is not for it."""
 
-    def __init__(self, learner: LearnerProcess, folder: Path, post: Post, every: float = 0.0, done: int = 0) -> None:
+    def __init__(
+        self, learner: LearnerProcess, folder: Path, post: Post, every: float = 0.0, done: int = 0,
+        callbacks: Sequence[Given] = (),
+    ) -> None:  # fmt: skip
         self.learner, self.post, self.every = learner, post, every
         self.root = folder / "checkpoints"
         self.board, self.rank = learner.context.board, learner.context.rank
@@ -100,6 +106,7 @@ class Service:
         self.gauges: dict[str, float] = {}
         self.done = done  # the last order that was carried out
         self.over = False
+        self.callbacks = Callbacks(Run(learner, folder, post), callbacks, post)
         learner.exchange.report_to(lambda line: post("said", line))
 
     @property
@@ -110,6 +117,7 @@ class Service:
         """Train to the end of the run, then obey orders until the last one."""
         self.learner.write_counts()
         self.post("note", self.learner.describe())
+        self.callbacks.start()
         # Given before the learners began: the checkpoint at step 0. One that rejoins has no weights worth saving yet.
         if self.has_order and not self.learner.context.rejoin:
             self.execute_order()
@@ -123,6 +131,7 @@ class Service:
                 self.execute_order()
             else:
                 time.sleep(0.005)
+        self.callbacks.end(self.done)
 
     def after_rollout(self, rollout: Rollout) -> bool:
         """Returns True where the training ends: the budget is used up, or the parent stops it."""
@@ -131,6 +140,7 @@ class Service:
         learner.write_counts()
         if time.monotonic() - self.reported >= self.every:
             self.report()
+        self.callbacks.after_rollout()
         order, stop = learner.exchange.agree(self.has_order, self.board.stopping)
         if order:
             self.execute_order()
@@ -143,7 +153,8 @@ class Service:
         content = LearnerReport(
             self.episodes, progress.metrics, progress.batches, dict(progress.lags), progress.lag_by_row,
             progress.rollouts, self.learner.failures(), dict(self.learner.stages.seconds),
-            self.learner.stages.first_step, self.learner.lr(self.learner.exchange.steps.total), rss_mb(), self.gauges,
+            self.learner.stages.first_step, self.learner.lr(self.learner.exchange.steps.total), rss_mb(),
+            self.gauges | self.callbacks.run.recorded,
         )  # fmt: skip
         self.episodes, progress.metrics, progress.batches = [], {}, 0
         progress.lags.clear()
@@ -182,6 +193,7 @@ class Service:
             scores.secondary = self._scores(second.algorithm, second.model)
         if not self.board.stopping:
             self.post("scores", (order, scores))
+            self.callbacks.call("on_evaluation", scores)
 
     def _scores(self, algorithm: AnyAlgorithm, model: Network) -> Scores:
         config = self.learner.config

@@ -15,7 +15,6 @@ from torch import Tensor
 from coterie.acting.base import Acting, LearnerSetup
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import autocast
-from coterie.algorithms.q_base import QLearning
 from coterie.algorithms.table import algorithm_class
 from coterie.build.factory import (
     ProcessContext,
@@ -75,7 +74,8 @@ class LearnerProcess:
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
         self.servers = Servers(config.wire)
-        share = env_share(config, config, self.spec, resources, incarnation, context.rank * config.env.num_envs)
+        first_env = context.rank * config.env.num_envs
+        share = env_share(config, config, self.spec, resources, incarnation, first_env, context.board)
         setup = LearnerSetup(
             config=config,
             unroll_length=algorithm_class(config).unroll_length(config),
@@ -110,8 +110,7 @@ class LearnerProcess:
             self.observers.append(Norms(self.gradients, config.log.norms, twin))
         self.secondary: Secondary | None = None
         if config.q.secondary_batch:
-            primary = cast(QLearning[Any], self.algorithm)
-            self.secondary = Secondary(config, self.spec, resources, primary, self.trainers)
+            self.secondary = Secondary(config, self.spec, resources, cast(Any, self.algorithm), self.trainers)
             self.observers.append(self.secondary)
 
     def _make_rng(self, make: Callable[[int], torch.Generator], key: int) -> torch.Generator:

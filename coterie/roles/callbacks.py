@@ -1,0 +1,146 @@
+"""Callbacks: the user's own code in the process of learner 0, called between rollouts (docs/guides/callbacks.md)."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from coterie.build.evaluate import Policy, Scores
+from coterie.plugins import named
+from coterie.roles.learner_process import LearnerProcess
+from coterie.runs import checkpoint
+from coterie.types import ConfigError, CoterieError, Post, one_line
+
+
+class Callback:
+    """The base of callbacks: its methods do nothing. One that raises ends the run as failed, after a checkpoint."""
+
+    def __call__(self) -> Callback:
+        """Itself: an instance is given as a class is."""
+        return self
+
+    def on_start(self, run: Run) -> None:
+        """Called before the first rollout, also when the run is resumed or learner 0 is restarted."""
+
+    def on_rollout(self, run: Run) -> None:
+        """Called after learner 0 has trained on a rollout."""
+
+    def on_evaluation(self, run: Run, scores: Scores) -> None:
+        """Called after an evaluation (`eval.every`): `scores.mean`, `scores.stderr`, `scores.returns`."""
+
+    def on_checkpoint(self, run: Run, folder: Path) -> None:
+        """Called once the newest checkpoint, `folder`, is complete."""
+
+    def should_stop(self, run: Run) -> bool | str:
+        """Called after `on_rollout`. True, or a text with the reason, ends the run as finished, after a checkpoint."""
+        return False
+
+    def on_end(self, run: Run) -> None:
+        """Called last, after the final checkpoint, also where a signal has ended the run."""
+
+
+Given = str | Callable[[], Callback]  # a name, a class, or an instance
+
+
+class Run:
+    """A run as its callbacks see it. `config`: with the layout decided; `model`: the network of learner 0."""
+
+    def __init__(self, learner: LearnerProcess, folder: Path, post: Post) -> None:
+        self.folder, self.config, self.model = folder, learner.config, learner.model
+        self.recorded: dict[str, float] = {}
+        self._spec, self._board, self._post = learner.spec, learner.context.board, post
+        self._metrics, self._read = dict[str, Any](), 0  # bytes of metrics.jsonl
+
+    @property
+    def env_steps(self) -> int:
+        """Env steps that all learners have trained on."""
+        return self._board.sum("learned")
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The newest value of each metric of the whole run, as of the last line of metrics.jsonl: there is one every
+        `log.every` seconds. A metric without a value yet is left out.
+        """
+        with (self.folder / "metrics.jsonl").open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):  # it is being written
+                    break
+                self._read += len(line)
+                self._metrics |= {name: x for name, x in json.loads(line).items() if x is not None}
+        return dict(self._metrics)
+
+    def policy(self) -> Policy:
+        """The present policy, as `coterie.load` returns one. Its weights change as the run goes on."""
+        return Policy(self.folder, self.config, self._spec, self.env_steps, self.model)
+
+    def log(self, line: str) -> None:
+        """Write a line to the screen and to log.txt."""
+        self._post("said", line)
+
+    def record(self, name: str, value: float) -> None:
+        """Make `value` the metric `custom/NAME` of each line of metrics until the next call."""
+        self.recorded[f"custom/{name}"] = float(value)
+
+    def set_env(self, name: str, value: Any) -> None:
+        """Set an attribute of all envs that the run trains on, now and later, before their next step. `value`: plain
+        JSON. An evaluation's envs and those of remote clients keep theirs.
+        """
+        self._board.set_attribute(name, value)
+        if self.config.wire.bind:
+            self.log(f"set_env {name}: the envs of remote clients keep theirs")
+
+
+class Callbacks:
+    """The callbacks of a run. One that has raised is not called again."""
+
+    def __init__(self, run: Run, given: Sequence[Given], post: Post) -> None:
+        self.run, self._given, self._post, self._board = run, given, post, run._board
+        self._made: list[Callback] = []
+        self._sealed = self._board.sealed
+
+    def start(self) -> None:
+        for given in self._given:
+            made = named("callbacks", given)() if isinstance(given, str) else given()
+            if not isinstance(made, Callback):
+                raise ConfigError(f"callbacks: {given!r:.60} makes {type(made).__name__}, not a Callback")
+            self._made.append(made)
+        self.call("on_start")
+
+    def after_rollout(self) -> None:
+        if self._made:
+            self._after_checkpoint()
+            self.call("on_rollout")
+            for name, answer in self.call("should_stop"):
+                if answer:
+                    self._post("stop", (answer if isinstance(answer, str) else name, None))
+
+    def end(self, order: int) -> None:
+        """`order`: the last one, which the parent completes."""
+        while self._made and self._board.sealed < order:
+            self._board.heartbeat(0)
+            time.sleep(0.005)
+        self._after_checkpoint()
+        self.call("on_end")
+
+    def call(self, hook: str, *args: Any) -> list[tuple[str, Any]]:
+        """Call a method of each; returns its full name and what it returned."""
+        found = list[tuple[str, Any]]()
+        for callback in list(self._made):
+            name = f"{type(callback).__name__}.{hook}"
+            try:
+                found.append((name, getattr(callback, hook)(self.run, *args)))
+            except Exception as error:
+                self._made = [one for one in self._made if one is not callback]
+                trace = error.trace if isinstance(error, CoterieError) else traceback.format_exc()
+                self._post("stop", (f"{name}: {one_line(error)}", trace))
+        return found
+
+    def _after_checkpoint(self) -> None:
+        if self._made and self._sealed != (sealed := self._board.sealed):
+            self._sealed = sealed
+            self.call("on_checkpoint", checkpoint.latest(self.run.folder / "checkpoints"))
