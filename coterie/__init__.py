@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coterie import presets
     from coterie.acting.table import register_acting
+    from coterie.algorithms.table import register_algorithm
     from coterie.build.evaluate import Policy, evaluate_run, load
     from coterie.config import Config
     from coterie.exchange.table import register_exchange
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Callback", "Config", "ConfigError", "CoterieError", "Policy", "Run", "check_env", "evaluate_run", "load",
-    "presets", "register_acting", "register_exchange", "resume", "train",
+    "presets", "register_acting", "register_algorithm", "register_exchange", "resume", "train",
 ]  # fmt: skip
 
 # Must be set before torch loads its OpenMP: by default idle torch threads spin for milliseconds on the very cores
@@ -45,6 +46,7 @@ _HOME = {
     "evaluate_run": "coterie.build.evaluate",
     "load": "coterie.build.evaluate",
     "register_acting": "coterie.acting.table",
+    "register_algorithm": "coterie.algorithms.table",
     "register_exchange": "coterie.exchange.table",
     "resume": "coterie.launch.session",
     "train": "coterie.launch.session",

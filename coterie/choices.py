@@ -37,7 +37,7 @@ class Choices(Mapping[str, T]):
 
 
 def register(table: Choices[T], name: str, kind: T) -> None:
-    """Add a choice to a table, for `register_acting` and `register_exchange`."""
+    """Add a choice to a table, for `register_algorithm`, `register_acting` and `register_exchange`."""
     module = sys._getframe(2).f_globals["__name__"]
     if _MODULES.setdefault(name, module) != module or (name in table and name not in _MODULES):
         raise ConfigError(f"{name!r} is registered already")
@@ -65,7 +65,7 @@ def resolve_exchange(config: Config) -> str:
 
 
 def with_modules(config: C) -> C:
-    """The config with the modules that registered the acting and the exchange, for other processes to import."""
-    found = [_MODULES[name] for name in (config.acting, config.exchange) if name in _MODULES]
+    """The config with the modules that registered its parts, for other processes to import."""
+    found = [_MODULES[name] for name in (config.algorithm, config.acting, config.exchange) if name in _MODULES]
     modules = dict.fromkeys([*config.plugins.modules, *(m for m in found if m != "__main__")])
     return replace(config, plugins=replace(config.plugins, modules=tuple(modules)))

@@ -166,7 +166,7 @@ class VTrace:
 
 @dataclass(frozen=True)
 class Q:
-    """Value learning: dqn with its variants, and r2d2."""
+    """Value learning: dqn with its variants, and r2d2; sac uses the replay's settings."""
 
     double: bool = True  # double Q-learning: the target network evaluates the online network's choice
     dueling: Natural = 0  # units of each stream of a dueling head; 0: no streams
@@ -213,6 +213,16 @@ class R2D2:
     eta: Fraction = 0.9  # priority: weight of a sequence's largest error; the mean error has the rest
     stored_state: bool = True  # start from the recurrent state recorded while acting; False: from zeros
     rescale: bool = True  # learn h(Q), with h(x) = sign(x)(sqrt(|x| + 1) - 1) + x / 1000
+
+
+@dataclass(frozen=True)
+class SAC:
+    """Soft actor-critic. The replay ratio, batch size, n-step returns and learn_start are in section q."""
+
+    tau: Fraction = 0.005  # of the way from the target critics to the trained ones, in every optimizer step
+    alpha: PositiveFloat = 1.0  # weight of the entropy, at the start if it is learned
+    learn_alpha: bool = True  # adapt alpha until the policy has the entropy target
+    entropy_target: float = 0.0  # nats, of a whole action; 0: minus the number of its components
 
 
 @dataclass(frozen=True)
@@ -319,10 +329,9 @@ class Gossip:
 class Plugins:
     """Custom classes, each package.module:callable (docs/guides/custom-parts.md)."""
 
-    algorithm: str = ""  # instead of the run's algorithm; empty: none (here and below)
-    acting: str = ""  # instead of the run's acting
+    acting: str = ""  # instead of the run's acting; empty: none (here and below)
     exchange: str = ""  # instead of the run's exchange
-    modules: tuple[str, ...] = ()  # that register actings and exchanges under new names
+    modules: tuple[str, ...] = ()  # that register algorithms, actings and exchanges under new names
 
 
 @dataclass(frozen=True)
@@ -366,7 +375,8 @@ class Config:
     """A run: algorithm x acting x exchange x launch, and the sections."""
 
     preset: str = ""  # name of the preset that the run began with
-    algorithm: Literal["a2c", "ppo", "vtrace", "dqn", "r2d2"] = "a2c"  # how the policy learns
+    algorithm: str = "a2c"  # a2c, ppo, vtrace, dqn, r2d2, sac, a registered name, or package.module:Class
+    settings: str = "{}"  # JSON object: of a custom algorithm with `Settings`; --settings.NAME VALUE sets one
     acting: str = "inline"  # inline, decoupled, central, or a registered name
     exchange: str = "auto"  # solo, allreduce, hogwild, store, gossip, a registered name; auto: solo or allreduce
     launch: Literal["local", "ray"] = "local"  # ray: on the machines of a Ray cluster
@@ -390,6 +400,7 @@ class Config:
     q: Q = field(default_factory=Q)
     replay: Replay = field(default_factory=Replay)
     r2d2: R2D2 = field(default_factory=R2D2)
+    sac: SAC = field(default_factory=SAC)
     decoupled: Decoupled = field(default_factory=Decoupled)
     central: Central = field(default_factory=Central)
     wire: Wire = field(default_factory=Wire)

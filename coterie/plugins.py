@@ -1,8 +1,8 @@
 """User-defined parts (docs/guides/custom-parts.md).
 
-`package.module:callable` names an env, a torso, an algorithm, an acting or an exchange. The last three are substitutes
-for the part that the run would have otherwise: they are made with the same arguments, and the same is refused of them.
-A new acting or exchange has a name of its own (choices.py).
+`package.module:callable` names an env, a part of the network, an algorithm, an acting or an exchange. The last two are
+substitutes for the part that the run would have otherwise: they are made with the same arguments, and the same is
+refused of them. A new acting or exchange has a name of its own (choices.py).
 
 `pickle:LABEL.HASH@FOLDER` is an object from Python that cannot be imported (runs/objects.py).
 """
@@ -23,8 +23,9 @@ from typing import Any, ParamSpec, TypeVar
 from coterie.config import Config
 from coterie.types import ConfigError, one_line, reason_of
 
-PARTS = ("algorithm", "acting", "exchange")
-FIELDS = ("env.id", "model.torso", "model.core", "model.network", *(f"plugins.{part}" for part in PARTS))
+PARTS = ("acting", "exchange")
+NETWORKS = ("model.torso", "model.core", "model.network")
+FIELDS = ("env.id", "algorithm", *NETWORKS, *(f"plugins.{part}" for part in PARTS))
 GIVEN = ("env", *PARTS, *FIELDS)  # what they are called in Python
 Part = str | Callable[..., Any]  # a part's name, or the part itself
 P = ParamSpec("P")

@@ -54,6 +54,7 @@ comparison with other values is recorded. A value without a source is the defaul
 | IMPALA | Espeholt et al. 2018, arXiv 1802.01561 | scalable_agent |
 | SEED RL | Espeholt et al. 2020, arXiv 1910.06591 | seed_rl |
 | Ape-X | Horgan et al. 2018, arXiv 1803.00933 | none |
+| SAC | Haarnoja et al. 2018, arXiv 1812.05905 | none |
 
 {NOTE}
 ## Ours, or the paper's
@@ -156,7 +157,8 @@ def sources() -> dict[str, dict[str, dict[str, str]]]:
 def own(name: str, family: str, option: str) -> str:
     """The source in the preset's own table; empty if it has none. Another family's holds for the same value only."""
     table, parent = sources().get(name, {}), PARENTS.get(family, family)
-    alike = columns(name)[family].get(option) == columns(name)[parent].get(option)
+    found = columns(name)
+    alike = parent in found and found[family].get(option) == found[parent].get(option)
     places = (family, parent, "all") if alike else (family, "all")
     return next((table[place][option] for place in places if option in table.get(place, {})), "")
 

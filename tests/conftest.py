@@ -52,7 +52,8 @@ def make_rollout(spec: Spec, t: int, b: int, seed: int = 0, core_size: int = 0) 
         if i + 2 <= t:
             is_first[i + 2] = terminated[i] | truncated[i]
     mask = ~is_first[1:]
-    action = (rand(t + 1, b) * spec.action.sizes[0]).long()
+    low = spec.action.low
+    action = rand(t + 1, b, len(low)) * 2 - 1 if low else (rand(t + 1, b) * spec.action.sizes[0]).long()
     reward = torch.zeros(t + 1, b)
     reward[1:] = (rand(t, b) * 2 - 1) * mask
     return Rollout(

@@ -30,9 +30,10 @@ CELLS = fast_and_slow(
 )
 
 
-def make_cell(algorithm, acting, exchange, groups, unroll, env="CartPole-v1", **changes):
+def make_cell(algorithm, acting, exchange, groups, unroll, env="", **changes):
     """The config of a cell with four envs, whose value learning begins within the few rollouts of a test."""
     lengths: dict[str, object] = {}
+    env = env or ("Pendulum-v1" if algorithm == "sac" else "CartPole-v1")
     if algorithm == "r2d2":
         lengths = dict.fromkeys(("r2d2.length", "r2d2.burn_in", "r2d2.stride"), unroll)
         lengths |= {"model.core": "lstm", "model.core_size": 8, "q.batch_size": 3, "q.learn_start": 4 * 4 * unroll}
@@ -113,7 +114,7 @@ def check_alignment(learner: LearnerProcess, seen: list[Rollout]) -> None:
         assert not (ended & masked).any()
         assert not r.reward[masked].any()
         assert not ((r.behavior_log_prob == -42.42) | (r.behavior_value[:-1] == -42.42)).any()
-        assert (r.behavior_log_prob <= 0).all()
+        assert (r.behavior_log_prob <= 0).all() or learner.config.algorithm == "sac"  # densities
     produced = sum(int(r.mask.sum()) for r in seen)
     assert learner.progress.env_steps == produced
     assert learner.progress.masked == sum(int((~r.mask).sum()) for r in seen)
@@ -129,6 +130,8 @@ def test_every_cell_aligns_the_rows_of_counting_env_in_worker_processes(algorith
 
 def check_counting_env(algorithm, acting, exchange, groups, **changes):
     counting = {"env": "coterie.envs.testing:CountingEnv", "env.threads": 2}
+    if algorithm == "sac":
+        counting["env.kwargs"] = '{"continuous": true}'
     config = make_cell(algorithm, acting, exchange, groups, 7, **counting, **changes)
     with crewed(config) as learner:
         seen = rollouts(learner, 5)
@@ -151,7 +154,8 @@ def check_counting_env(algorithm, acting, exchange, groups, **changes):
                 continue
             assert episode[t + 1] == episode[t]
             assert count[t + 1] == count[t] + 1
-            assert reward[t] == 16 * count[t] + action[t]
+            effect = action[t] if algorithm != "sac" else (2 + 4 * action[t]).sum()  # -1 to 1 are -2 to 6
+            torch.testing.assert_close(reward[t], 16 * count[t] + effect, rtol=1e-6, atol=0)
             score, length = score + float(reward[t]), length + 1
             odd = bool(episode[t] % 2)
             assert bool(terminated[t]) == (length == 5 and not odd)
@@ -163,8 +167,25 @@ def check_counting_env(algorithm, acting, exchange, groups, **changes):
 
 
 @pytest.mark.parametrize(("algorithm", "acting", "exchange", "groups"), CELLS)
-def test_every_cell_aligns_the_rows_of_cartpole_in_envpool(algorithm, acting, exchange, groups):
-    check_cartpole(algorithm, acting, exchange, groups)
+def test_every_cell_aligns_the_rows_of_envpools_own_envs(algorithm, acting, exchange, groups):
+    check = check_pendulum if algorithm == "sac" else check_cartpole
+    check(algorithm, acting, exchange, groups)
+
+
+def check_pendulum(algorithm, acting, exchange, groups, **changes):
+    """The pendulum's own equations are the arithmetic."""
+    config = make_cell(algorithm, acting, exchange, groups, 9, **{"env.max_episode_steps": 12, **changes})
+    with crewed(config) as learner:
+        seen = rollouts(learner, 6)
+        check_alignment(learner, seen)
+    for r in seen:
+        cos, sin, speed = (x[:-1][r.mask] for x in r.obs.unbind(-1))
+        torque, after = 2 * r.action[..., 0][r.mask], r.obs[1:][r.mask][:, 2]
+        torch.testing.assert_close(after, (speed + 0.05 * (15 * sin + 3 * torque)).clamp(-8, 8), atol=1e-3, rtol=1e-4)
+        cost = torch.atan2(sin, cos) ** 2 + 0.1 * speed**2 + 0.001 * torque**2
+        torch.testing.assert_close(r.reward[r.mask], -cost, atol=1e-3, rtol=1e-4)
+        assert (r.action.abs() <= 1).all()
+    assert sum(int(r.truncated.sum()) for r in seen) > 0
 
 
 def check_cartpole(algorithm, acting, exchange, groups, **changes):

@@ -15,7 +15,7 @@ from coterie.config import Algo, Config, Refusal, ResolvedConfig, Reward
 from coterie.models.base import Model
 from coterie.ops.policy import masked_mean
 from coterie.ops.returns import RunningReturns
-from coterie.types import AgentOutput, Inputs, Rollout, Spec, map_obs
+from coterie.types import AgentOutput, ConfigError, Inputs, Rollout, Spec, json_object, map_obs, reason_of
 
 
 @dataclass
@@ -101,13 +101,31 @@ class AlgorithmBase:
     """Class-level facts the program reads, and defaults for all algorithms. They add `act`, `batches` and `loss`."""
 
     on_policy: ClassVar[bool] = False
-    value_based: ClassVar[bool] = False  # the network outputs action values, and the learner has a replay
+    value_based: ClassVar[bool] = False  # the network outputs action values
+    has_replay: ClassVar[bool] = False
     running_advantage: ClassVar[bool] = False  # normalizes advantages by a running deviation, not within a batch
     refusals: ClassVar[tuple[Refusal, ...]] = ()
+    Settings: ClassVar[Callable[..., Any] | None] = None  # a dataclass of the settings that only this algorithm has
 
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         self.chunk, self.clock, self.rewards = compute.chunk, Clock(), Rewards(config.reward, config.algo)
-        self.sampled = 1.0
+        self.sampled, self.settings = 1.0, self.read_settings(config)
+
+    @classmethod
+    def read_settings(cls, config: Config) -> Any:
+        """`config.settings` as `Settings`. Raises a `ConfigError` where they do not fit."""
+        given = json_object("settings", config.settings)
+        if cls.Settings is None and given:
+            raise ConfigError(f"settings: {cls.__name__} has no settings of its own, but got {', '.join(given)}")
+        try:
+            return cls.Settings(**given) if cls.Settings else None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"settings: {reason_of(error)}") from error
+
+    @staticmethod
+    def make_model(config: Config, spec: Spec) -> Model | None:
+        """A network of the algorithm's own, with initial weights. None: that of section `model`."""
+        return None
 
     @staticmethod
     def unroll_length(config: Config) -> int:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import Loss, combine
-from coterie.algorithms.q_base import QLearning, ReplayBatch
+from coterie.algorithms.q_base import QLearning
+from coterie.algorithms.replay_base import ReplayBatch
 from coterie.algorithms.replay_size import replay_capacity, replay_size, value_refusals
 from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
@@ -70,7 +71,7 @@ class DQN(QLearning[Transitions]):
 
     def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
         """The weighted error of the samples; their priority is its absolute value, or with C51 the divergence."""
-        rows, after = batch.rows, batch.after
+        rows, after = batch.rows, batch.ahead
         params = model(_inputs(rows.obs, rows.action))[0]
         with torch.no_grad():
             chooser = model(_inputs(rows.next_obs, rows.action))[0] if self.q.double else after

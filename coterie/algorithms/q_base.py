@@ -1,29 +1,21 @@
-"""The base of value methods: exploration, the target network, the replay ratio, and prefetching of batches.
-
-Each rollout adds `q.intensity` times its rows to the samples due; batches are sampled while a whole batch is due.
-"""
+"""The base of value methods: exploration, and the target network."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
-from typing import ClassVar, Generic, Protocol, Self, TypeVar, cast
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, slices
-from coterie.config import Config, ResolvedConfig
+from coterie.algorithms.base import ON_CPU, Compute
+from coterie.algorithms.replay_base import R, ReplayLearning
+from coterie.config import ResolvedConfig
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.ops.dist import ILLEGAL
-from coterie.parallel.threads import Team
-from coterie.replay.priority import Picks
-from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec
+from coterie.types import AgentOutput, Inputs, Spec
 
 
 def greedy(values: Tensor, explore: Tensor | None, rng: torch.Generator, masked: bool = False) -> tuple[Tensor, Tensor]:
@@ -46,120 +38,45 @@ def greedy(values: Tensor, explore: Tensor | None, rng: torch.Generator, masked:
     return action, probability.clamp_(min=1e-12).log_()
 
 
-class Samples(Protocol):
-    """What a replay gathers: `n` samples."""
-
-    weight: Tensor  # [n] importance weight
-    picks: Picks
-
-    def to(self, device: torch.device) -> Self: ...
-    def part(self, at: slice) -> Self: ...  # some of the samples
-
-
-R = TypeVar("R", bound=Samples)
-ROut = TypeVar("ROut", bound=Samples, covariant=True)
-
-
-class Replay(Protocol[ROut]):
-    """Stores rollouts, and samples batches of them by priority."""
-
-    @property
-    def size(self) -> int: ...
-    def add(self, rollout: Rollout, reward: Array) -> None: ...
-    def draw(self, count: int, beta: float = 0.0, rng: np.random.Generator | None = None) -> Picks: ...
-    def gather(self, picks: Picks) -> ROut: ...
-    def update(self, picks: Picks, priority: Array) -> None: ...
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
-
-
-@dataclass
-class ReplayBatch(Generic[R]):
-    """`n` samples of the replay, along the last axis of `mask`. A part has at most `chunk` of them (0: all)."""
-
-    rows: R
-    after: Tensor  # the target network's output, with the samples along the same axis
-    mask: Tensor  # of the rows that are trained on
-    chunk: int
-    count: int  # rows of the whole batch, masked or not
-    metrics: dict[str, float] = field(default_factory=dict)
-    priority: Tensor | None = None  # [n], after it was trained on
-
-    @property
-    def valid(self) -> int:
-        """How many of the `count` rows are learned from."""
-        return int(self.mask.sum())
-
-    def parts(self, ways: int = 1) -> Iterator[ReplayBatch[R]]:
-        for at in slices(len(self.rows.weight), self.chunk, ways):
-            yield self._part(at)
-
-    def half(self) -> ReplayBatch[R]:
-        return self._part(slice(0, max(1, len(self.rows.weight) // 2)))
-
-    def _part(self, at: slice) -> ReplayBatch[R]:
-        cut = (*(slice(None),) * (self.mask.dim() - 1), at)
-        return ReplayBatch(self.rows.part(at), self.after[cut], self.mask[cut], self.chunk, self.count)
-
-
-class QLearning(AlgorithmBase, ABC, Generic[R]):
-    """The base of DQN and R2D2. They add `make_replay`, `evaluate_target`, `trained` and `loss`."""
+class QLearning(ReplayLearning[R]):
+    """The base of DQN and R2D2: the best action's value, a target network that is copied whole, exploration."""
 
     value_based = True
-    batch_axis: ClassVar[int] = 0  # of the target network's output
 
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
-        self.config, self.spec, self.q, self.compute = config, spec, config.q, compute
         self.sampled = config.q.eval_epsilon  # share of random actions
-        self.batch_rows = config.q.batch_size * self.rows_per_sample(config)  # env steps that a batch trains on
-        self.chunk = max(1, self.chunk // self.rows_per_sample(config)) if self.chunk else 0  # samples of a part
-        self.team = Team(compute.threads)  # evaluates the target network
-        self.sampling: np.random.Generator | None = None  # a secondary learner's; else the replay has its own
-        self.replay: Replay[R] | None = None
-        self.lender: QLearning[R] | None = None  # a secondary learner samples from this one's replay
-        self.target_model: Network | None = None
         self.copy_weights: Callable[[], None] = lambda: None  # into the target network
-        self.saved: dict[str, Tensor] = {}  # a checkpoint's, until replay and target network exist
-        # Env steps so far, those stored in the replay, samples to train on, env steps at the last target copy.
-        self.rows, self.stored, self.copied = 0, 0, -1
-        self.due = 0.0
-        self.seed, self.rng = seed, torch.Generator().manual_seed(seed)
-        self.prefetcher = ThreadPoolExecutor(1, "coterie-replay")
-
-    @classmethod
-    def updates(cls, config: Config, columns: int, unroll: int) -> tuple[float, float]:
-        samples = config.q.batch_size * cls.rows_per_sample(config)
-        return columns * unroll * config.q.intensity / samples, samples
-
-    @staticmethod
-    def rows_per_sample(config: Config) -> int:
-        """Env steps that one sample of the replay trains on."""
-        return 1
-
-    @classmethod
-    def first_rows(cls, config: Config) -> int:
-        return 2 * config.env.num_envs * (cls.unroll_length(config) + config.q.n_step)
-
-    @abstractmethod
-    def make_replay(self, rollout: Rollout) -> Replay[R]:
-        """An empty replay for rollouts like this one."""
 
     @abstractmethod
     def evaluate_target(self, target: Model, rows: R, at: slice) -> Tensor:
         """The target network's output for the samples `at` of a batch, which lie along `batch_axis` of it."""
 
-    @abstractmethod
-    def trained(self, rows: R) -> Tensor:
-        """The mask of the rows that are trained on, samples last."""
+    @property
+    def target_model(self) -> Network:
+        """The target network, from the first rollout on."""
+        return cast(Network, self.target)
 
-    @abstractmethod
-    def loss(self, model: Model, batch: ReplayBatch[R]) -> Loss:
-        """The loss of one part of a batch."""
+    def make_target(self, model: Model) -> Network:
+        target, self.copy_weights = acting_copy(cast(Network, model), self.compute.dtype, apart=True)
+        return target
 
-    def borrow(self, lender: QLearning[R]) -> None:
-        """Sample from another learner's replay, with separate random numbers, and without writing priorities."""
-        self.lender, self.clock, self.sampling = lender, lender.clock, np.random.default_rng(lender.seed + 1)
+    def copy_target(self) -> None:
+        self.copy_weights()
+
+    def before_batch(self, model: Model) -> None:
+        if self.q.noisy:
+            model.resample(self.rng)
+
+    def before_look_ahead(self) -> None:
+        if self.q.noisy:
+            self.target_model.resample(self.rng)
+
+    def look_ahead(self, rows: R, at: slice) -> Tensor:
+        return self.evaluate_target(self.target_model, rows, at)
+
+    def gauges(self) -> dict[str, float]:
+        return {**super().gauges(), "epsilon": float(self.explore(torch.arange(self.config.env.num_envs)).mean())}
 
     def acts_at(self, version: int) -> None:
         """In an actor: estimate the run's env steps from the learner step of the weights."""
@@ -189,102 +106,3 @@ class QLearning(AlgorithmBase, ABC, Generic[R]):
             values = model.expected(params)
             action, log_prob = greedy(values, explore, rng, self.spec.masked)
             return AgentOutput(action, log_prob, values.gather(-1, action[..., None])[..., 0]), core_state
-
-    def batches(self, model: Model, rollout: Rollout) -> Iterator[ReplayBatch[R]]:
-        """Store the rollout, then sample the batches that are due, on the rollout's device. Their number depends only
-        on the number of rows, so learners with equal numbers of rows make equal numbers of steps.
-        """
-        self._begin(model, rollout)
-        rows, device, replay = rollout.reward.numel(), rollout.reward.device, self.replay
-        assert replay is not None
-        if self.lender is None:
-            replay.add(rollout, self.rewards.clipped(rollout).cpu().numpy())
-        if self.stored >= self.q.learn_start:
-            if self.copied < 0:
-                self._copy()  # its normalizers have seen observations by now
-            self.due += rows * self.q.intensity
-        self.rows, self.stored = self.rows + rows, self.stored + rows
-        prefetched = None
-        while self.due >= self.batch_rows and replay.size:
-            self.due -= self.batch_rows
-            found, after = (prefetched or self._fetch(device)).result()
-            prefetched = self._fetch(device) if self.due >= self.batch_rows else None
-            if self.q.noisy:
-                model.resample(self.rng)
-            yield ReplayBatch(found, after, self.trained(found), self.chunk, self.batch_rows)
-        if self.rows - self.copied >= self.q.target_every:
-            self._copy()
-
-    def _begin(self, model: Model, rollout: Rollout) -> None:
-        """Make the target network and the replay at the first rollout, with a checkpoint's state if there is one."""
-        if self.target_model is None:
-            self.target_model, self.copy_weights = acting_copy(cast(Network, model), self.compute.dtype, apart=True)
-            if target := {k.removeprefix("target/"): x for k, x in self.saved.items() if k.startswith("target/")}:
-                self.target_model.load_state_dict(target)
-        if self.lender is not None:
-            self.replay, self.stored = self.lender.replay, self.lender.stored - rollout.reward.numel()
-        elif self.replay is None:
-            self.replay = self.make_replay(rollout)
-            if state := {k: x for k, x in self.saved.items() if k.startswith("replay/")}:
-                self.replay.load_state_dict(state)
-            else:
-                self.stored = 0  # the replay was not saved and is refilled
-        self.saved = {}
-
-    def _copy(self) -> None:
-        self.copied = self.rows
-        self.copy_weights()
-
-    def _fetch(self, device: torch.device) -> Future[tuple[R, Tensor]]:
-        """Sample a batch. It is gathered and evaluated in a thread, while the previous one trains."""
-        assert self.replay is not None and self.target_model is not None  # noqa: PT018
-        replay, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
-        beta = replay.beta + (replay.beta_end - replay.beta) * share if replay.alpha else 0.0
-        picks = self.replay.draw(self.q.batch_size, beta, self.sampling)
-        if self.q.noisy:  # here and not in the thread: random numbers are drawn in a fixed order
-            self.target_model.resample(self.rng)
-        return self.prefetcher.submit(self._prepare, self.replay, self.target_model, picks, device)
-
-    def _prepare(self, replay: Replay[R], target: Network, picks: Picks, device: torch.device) -> tuple[R, Tensor]:
-        rows = replay.gather(picks).to(device)
-        pieces = slices(self.q.batch_size, self.chunk, 1)
-        ways = self.team.size
-
-        def work(k: int) -> list[Tensor]:
-            with torch.no_grad():
-                return [self.evaluate_target(target, rows, at) for at in pieces[k::ways]]
-
-        done = self.team.run([partial(work, k) for k in range(min(ways, len(pieces)))])
-        return rows, torch.cat([done[i % ways][i // ways] for i in range(len(pieces))], self.batch_axis)
-
-    def after_step(self, model: Model, batch: Batch[ReplayBatch[R]]) -> None:
-        """Write the errors of the batch as the priorities of its samples."""
-        assert self.replay is not None and isinstance(batch, ReplayBatch)  # noqa: PT018
-        if self.config.replay.alpha and batch.priority is not None:
-            self.replay.update(batch.rows.picks, batch.priority.double().cpu().numpy())
-
-    def gauges(self) -> dict[str, float]:
-        size = 0 if self.replay is None else self.replay.size
-        return {"replay/size": size, "epsilon": float(self.explore(torch.arange(self.config.env.num_envs)).mean())}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        if self.saved:  # loaded, and unchanged since
-            return self.saved
-        target = {} if self.target_model is None else self.target_model.state_dict()
-        saves = self.config.replay.save and self.lender is None
-        replay = self.replay.state_dict() if self.replay is not None and saves else {}
-        return {
-            "entropy_adjustment": torch.zeros(1, dtype=torch.float64),  # part of the format of checkpoints
-            **super().state_dict(),
-            **{f"target/{k}": x for k, x in target.items()},
-            **replay,
-            "counts": torch.tensor([self.rows, self.stored, self.copied, self.due], dtype=torch.float64),
-            "rng": self.rng.get_state(),
-        }
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        super().load_state_dict(state)
-        *counts, self.due = state["counts"].tolist()
-        self.rows, self.stored, self.copied = (int(x) for x in counts)
-        self.rng.set_state(state["rng"])
-        self.saved = state

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
-from coterie.algorithms.q_base import QLearning, ReplayBatch
+from coterie.algorithms.q_base import QLearning
+from coterie.algorithms.replay_base import ReplayBatch
 from coterie.algorithms.replay_size import replay_capacity, replay_size, value_refusals
 from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
@@ -124,7 +125,7 @@ class R2D2(QLearning[Sequences]):
 
     def loss(self, model: Model, batch: ReplayBatch[Sequences]) -> Loss:
         """The weighted error of the rows after the burn-in, and the sequences' priorities."""
-        rows, after, begin = batch.rows, batch.after, self.r2d2.burn_in
+        rows, after, begin = batch.rows, batch.ahead, self.r2d2.burn_in
         rest, state = self._warm(model, rows.inputs, rows.core_state)
         values = model(rest, state)[0]
         action, mask = rows.action[begin:], batch.mask

@@ -1,4 +1,4 @@
-"""Replay size of value methods, and their common refusals."""
+"""Replay size of algorithms with a replay, and their common refusals."""
 
 from __future__ import annotations
 
@@ -35,10 +35,23 @@ def value_refusals(rows: Callable[[ResolvedConfig], int], needed: Callable[[Conf
             "algorithm",
             "must be a2c, ppo or vtrace: dqn and r2d2 need a Discrete action space, which this env does not have",
         ),
+        Refusal(lambda c, s: c.q.atoms > 0 and c.q.v_min >= c.q.v_max, "q.v_min", "must be below q.v_max"),
+        Refusal(
+            lambda c, s: c.q.atoms > 0 and c.replay.initial == "acting",
+            "replay.initial",
+            "must be highest with q.atoms, whose priorities are divergences of distributions",
+        ),
+        *replay_refusals(rows, needed),
+    )
+
+
+def replay_refusals(rows: Callable[[ResolvedConfig], int], needed: Callable[[Config], int]) -> tuple[Refusal, ...]:
+    """Refusals of all algorithms with a replay."""
+    return (
         Refusal(
             lambda c, s: c.reward.normalize,
             "reward.normalize",
-            "must be False with dqn and r2d2, whose replay stores old rewards; use reward.clip or reward.scale",
+            "must be False with a replay (dqn, r2d2, sac), which stores old rewards; use reward.clip or reward.scale",
         ),
         Refusal(
             lambda c, s: c.q.learn_start < algorithm_class(c).first_rows(c),
@@ -53,12 +66,6 @@ def value_refusals(rows: Callable[[ResolvedConfig], int], needed: Callable[[Conf
             "for r2d2 more than r2d2.burn_in + r2d2.length, rounded down to whole rollouts",
         ),
         Refusal(lambda c, s: 0 < c.replay.envs < c.env.num_envs, "replay.envs", "must not be below env.num_envs"),
-        Refusal(lambda c, s: c.q.atoms > 0 and c.q.v_min >= c.q.v_max, "q.v_min", "must be below q.v_max"),
-        Refusal(
-            lambda c, s: c.q.atoms > 0 and c.replay.initial == "acting",
-            "replay.initial",
-            "must be highest with q.atoms, whose priorities are divergences of distributions",
-        ),
         Refusal(
             lambda c, s: exchange_kind(c).spans_machines and bool(exchange_kind(c).address(c)),
             "algorithm",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.acting.base import Agent, EnvShare, Memory, MemorySetup, Policy, WorkerSetup, core_shape
 from coterie.algorithms.base import ON_CPU, AnyAlgorithm, Compute
-from coterie.algorithms.table import ALGORITHMS, algorithm_class
+from coterie.algorithms.table import algorithm_class
 from coterie.build.resources import Resources, resolve_resources
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.group import Envs
@@ -43,9 +43,8 @@ ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
 
 
 def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> AnyAlgorithm:
-    """The run's algorithm, or the user's in its place."""
-    make = cast(Callable[..., AnyAlgorithm], ALGORITHMS[config.algorithm])  # each class has the whole protocol
-    return substitute(config, "algorithm", make)(config, spec, compute, seed_for(config.seed, BATCH_SEED, rank))
+    make = cast(Callable[..., AnyAlgorithm], algorithm_class(config))  # each class has the whole protocol
+    return make(config, spec, compute, seed_for(config.seed, BATCH_SEED, rank))
 
 
 def env_share(
@@ -106,7 +105,9 @@ def make_model(config: Config, spec: Spec) -> Network:
     """The network with the run's initial weights: the same for every learner."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(config.seed))
-        return Network(spec, config.model, config.q if algorithm_class(config).value_based else None)
+        kind = algorithm_class(config)
+        own = cast(Network | None, kind.make_model(config, spec))
+        return own or Network(spec, config.model, config.q if kind.value_based else None)
 
 
 def memory_setup(config: ResolvedConfig, spec: Spec, model: Network, params: FlatParams) -> MemorySetup:

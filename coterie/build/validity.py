@@ -113,12 +113,13 @@ REFUSALS: tuple[Refusal, ...] = (
 
 def room_of(config: ResolvedConfig) -> int:
     """Most envs that a learner can learn from. In value learning each has its own ring in the replay."""
-    return replay_size(config)[0] if algorithm_class(config).value_based else sys.maxsize
+    return replay_size(config)[0] if algorithm_class(config).has_replay else sys.maxsize
 
 
 def check(config: ResolvedConfig, spec: Spec) -> None:
     """Raise a one-line `ConfigError` for a combination that cannot work."""
     choices = exchange_kind(config), acting_kind(config), algorithm_class(config)
+    algorithm_class(config).read_settings(config)
     for refusal in (*(one for choice in choices for one in choice.refusals), *REFUSALS):
         if refusal.applies(config, spec):
             field = refusal.field.replace("ACTING", config.acting)

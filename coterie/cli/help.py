@@ -15,8 +15,8 @@ from coterie.config import Config, Plugins
 from coterie.types import ActionSpec, ObsSpec, Spec
 
 # The algorithms, actings, exchanges and launches that a section is about. Other sections are about every run.
-_NAMESAKES = ("ppo", "vtrace", "r2d2", "decoupled", "central", "ray", "hogwild", "store", "allreduce", "gossip")
-_VALUE = {"dqn", "r2d2"}
+_NAMESAKES = ("ppo", "vtrace", "r2d2", "sac", "decoupled", "central", "ray", "hogwild", "store", "allreduce", "gossip")
+_VALUE = {"dqn", "r2d2", "sac"}
 SECTIONS = {
     **{name: {name} for name in _NAMESAKES}, "q": _VALUE, "replay": _VALUE, "wire": {"decoupled", "central", "gossip"},
 }  # fmt: skip
@@ -74,7 +74,8 @@ def _add_config(name: str, parser: Parser) -> None:
 
 
 def _is_used(section: str, config: Config) -> bool:
-    return not SECTIONS[section].isdisjoint((config.algorithm, config.acting, resolve_exchange(config), config.launch))
+    choices = (config.algorithm, config.acting, resolve_exchange(config), config.launch)
+    return ":" in config.algorithm or not SECTIONS[section].isdisjoint(choices)
 
 
 def warned(args: list[str], config: Config, before: Callable[[], None] = lambda: None) -> Config:

@@ -145,7 +145,8 @@ def work(options: Namespace, rest: list[str]) -> int:
     from coterie.build.resources import resolve_config
     from coterie.parallel.processes import on_signals
     from coterie.roles.remote_worker import Worker, run_actor, run_env_host
-    from coterie.runs.config_io import read_options, replace, validate
+    from coterie.runs.config_io import read_options, replace
+    from coterie.runs.validate import validate
     from coterie.wire.auth import read_token, split
     from coterie.wire.client import Endpoint, RunEnded
 

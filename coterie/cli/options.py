@@ -44,7 +44,8 @@ def config_of(args: list[str], spec: Spec | None = None) -> Config:
     gives and takes, if it is known. Raises `ConfigError`.
     """
     from coterie import presets
-    from coterie.runs.config_io import from_dict, replace, validate
+    from coterie.runs.config_io import from_dict, replace
+    from coterie.runs.validate import validate
 
     name, file, options = words_of(args)
     preset, path, values = str(options.pop("preset", name)), Path(file), dict[str, Any]()

@@ -222,7 +222,7 @@ def _between_machines(setup: Setup) -> MachineGroup | None:
     # Learning rates may differ: the mean is applied.
     optim = replace(config.optim, lr=0.0, schedule=Schedule(), sqrt_scaling_from=0, chunk=0)
     parts = [
-        replace(config.algo, poll=0), config.plugins.algorithm, config.plugins.exchange, optim, setup.params.slices,
+        replace(config.algo, poll=0), config.settings, config.plugins.exchange, optim, setup.params.slices,
         setup.moments.size, *setup.same,
     ]  # fmt: skip
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]

@@ -41,11 +41,12 @@ from coterie.roles.callbacks import Given
 from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
-from coterie.runs.config_io import save_config, validate
+from coterie.runs.config_io import save_config
 from coterie.runs.machine import describe
 from coterie.runs.metrics import file_name
 from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
+from coterie.runs.validate import validate
 from coterie.types import ConfigError, CoterieError, Spec, reason_of
 
 __all__ = ["resume", "train"]

@@ -43,6 +43,7 @@ class Network(nn.Module):
     """
 
     atoms: Tensor
+    squashes = False  # whether continuous actions are the tanh of what the parameters describe
 
     def __init__(self, spec: Spec, config: ModelConfig, q: Q | None = None) -> None:
         super().__init__()

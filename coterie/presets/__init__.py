@@ -8,33 +8,38 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from coterie.config import Config
-from coterie.plugins import Part
+from coterie.plugins import Part, named
 from coterie.presets.actor_critic import a2c, a3c, a3c_paper, a3c_store, appo, gala_a2c, gala_ppo, ppo, ppo_paper
 from coterie.presets.common import known_spec
-from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_async, rainbow, rainbow_512, seed_r2d2
+from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_async, rainbow, rainbow_512, sac, seed_r2d2
 from coterie.presets.vtrace import impala, impala_deep, seed_football, seed_vtrace
 from coterie.types import ConfigError, Spec
 
 __all__ = [  # noqa: RUF022 - in the order of `PRESETS`, of messages and of pages
     "a2c", "ppo", "ppo_paper", "a3c", "a3c_paper", "a3c_store", "impala", "impala_deep", "seed_vtrace", "seed_football",
     "appo", "gala_a2c", "gala_ppo", "dqn", "dqn_512", "dqn_async", "c51", "c51_2048", "rainbow", "rainbow_512",
-    "apex_dqn", "seed_r2d2", "make",
+    "apex_dqn", "seed_r2d2", "sac", "make",
 ]  # fmt: skip
 
 PRESETS: dict[str, Callable[..., Config]] = {n.replace("_", "-"): globals()[n] for n in __all__ if n != "make"}
 
 
 def make(name: str, env: Part | None = None, spec: Spec | None = None, **overrides: Any) -> Config:
-    """The preset called `name` for `env`. `spec`: the env's, if known; otherwise the env is made to find its spaces."""
-    if name not in PRESETS:
+    """The preset called `name`, or the user's `package.module:function`, for `env`. `spec`: the env's, if known;
+    otherwise the env is made to find its spaces.
+    """
+    preset = named("preset", name) if ":" in name else PRESETS.get(name)
+    if preset is None:
         near = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"preset: {name!r} is unknown; {hint}presets are {', '.join(PRESETS)}")
+        known = f"presets are {', '.join(PRESETS)}, or package.module:function"
+        raise ConfigError(f"preset: {name!r} is unknown; {hint}{known}")
     before = known_spec.set(spec)
     try:
-        return PRESETS[name](**({"env": env} if env else {}), **overrides)
+        return replace(preset(**({"env": env} if env else {}), **overrides), preset=name)
     finally:
         known_spec.reset(before)

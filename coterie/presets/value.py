@@ -175,6 +175,23 @@ def seed_r2d2(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(dqn, "seed-r2d2", env, overrides, common, image, vector)
 
 
+def sac(env: Part = "Hopper-v5", **overrides: Any) -> Config:
+    """Soft actor-critic (Haarnoja et al. 2018, arXiv 1812.05905, appendix D): two hidden layers of 256, batches of 256,
+    Adam at 3e-4, tau 0.005, one optimizer step for each env step, a replay of a million, a learned temperature. Random
+    actions for 10,000 env steps, as Stable-Baselines3's zoo. Ours: 4 envs, 16 env steps between the optimizer steps.
+    """
+    continuous = {
+        "env.num_envs": envs(env, 4),
+        "model.hidden": (256, 256),
+        "model.activation": "relu",
+        "model.normalize_obs": False,
+        "algo": Algo(unroll_length=4, gamma=0.99),
+        "q": Q(batch_size=256, intensity=256.0, learn_start=10_000),
+        "optim": Optim("adam", lr=3e-4, eps=1e-8, max_grad_norm=0.0),
+    }
+    return make("sac", env, overrides, {"algorithm": "sac"}, image={}, vector={}, continuous=continuous)
+
+
 def _range(env: str) -> tuple[float, float, float]:
     """Smallest and largest discounted return of a family of envs, roughly, with rewards scaled by the third number."""
     if env.startswith("LunarLander"):

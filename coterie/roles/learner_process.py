@@ -106,7 +106,7 @@ class LearnerProcess:
             self.observers.append(Changes(self.params, context.memory, context.changes, context.rank))
         if config.log.norms:
             policy = replace(config, algo=replace(config.algo, value_coef=0.0))
-            twin = None if algorithm_class(config).value_based else make_algorithm(policy, self.spec, resources.compute)
+            twin = None if algorithm_class(config).has_replay else make_algorithm(policy, self.spec, resources.compute)
             self.observers.append(Norms(self.gradients, config.log.norms, twin))
         self.secondary: Secondary | None = None
         if config.q.secondary_batch:

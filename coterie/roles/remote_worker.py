@@ -24,9 +24,11 @@ from coterie.build.resources import resolve_config
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.parallel.stages import Stages
+from coterie.plugins import NETWORKS
 from coterie.remote.admission import ENV_SETTINGS
 from coterie.remote.rollout_service import VERSION, rollout_tensors, weights_tensors
-from coterie.runs.config_io import from_dict, validate
+from coterie.runs.config_io import from_dict, get
+from coterie.runs.validate import validate
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.auth import offset
 from coterie.wire.client import Connection, Endpoint, ReconnectingStream, RunEnded, Stream
@@ -246,11 +248,9 @@ def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfi
         raise CoterieError(f"the run's config: {error}") from None
     except LookupError:
         raise CoterieError("the server sent no config: is it the same version of coterie?") from None
-    for part in ("torso", "core", "network"):
-        if ":" in (path := getattr(run.model, part)) and path != getattr(base.model, part):
-            raise CoterieError(f"the run's {part} is {path}: if you trust it, name it with --model.{part}")
-    if run.plugins.algorithm and run.plugins.algorithm != base.plugins.algorithm:
-        raise CoterieError(f"the run's algorithm is {run.plugins.algorithm}: if you trust it, name it with --algorithm")
+    for field in ("algorithm", *NETWORKS):
+        if ":" in (path := get(run, field)) and path != get(base, field):
+            raise CoterieError(f"the run's {field} is {path}: if you trust it, name it with --{field}")
     run = replace(run, seed=session.connection.hello["run_id"] >> 33)
     env = replace(base.env, num_envs=session.run.env.num_envs, groups=run.env.groups)
     mine = _local_env(replace(run, env=env), session.run)

@@ -1,4 +1,4 @@
-"""Config to JSON and back, dotted overrides, the command line's options, and the check of every value.
+"""Config to JSON and back, dotted overrides, and the command line's options.
 
 Every error is a `ConfigError` of one line that names the field and what it accepts. No torch here.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from coterie.config import Config, Env, Range, Schedule
+from coterie.config import Config, Env, Range
 from coterie.plugins import FIELDS, GIVEN, PARTS
 from coterie.runs.objects import name_of
 from coterie.types import ConfigError, CoterieError, json_object, reason_of
@@ -27,6 +27,7 @@ from coterie.types import ConfigError, CoterieError, json_object, reason_of
 # Options of older versions: the value that a config file may still have (None: any), and the error for any other value.
 OLD: dict[str, tuple[Any, str]] = {
     **{f"own.{part}": ("", f"is now plugins.{part}") for part in PARTS},
+    **{f"{section}.algorithm": ("", "is now algorithm") for section in ("own", "plugins")},
     "env.reset": ("in_place", "was removed; envs are always reset in place"),
     "env.reserve": (None, "was removed with env.reset"),
     "env.delay_kind": ("constant", "was removed; env.delay is constant"),
@@ -37,6 +38,7 @@ OLD: dict[str, tuple[Any, str]] = {
     "store.fixed_turns": (False, "was removed; exchange allreduce, or gossip with tau 0, is reproducible"),
 }
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+SETTINGS = "settings."  # before the name of a custom algorithm's setting
 _ALIASES = {"env": "env.id", "token_file": "wire.token_file", "cert": "wire.cert", "key": "wire.key"}  # for a string
 
 
@@ -59,16 +61,16 @@ def plain(kind: Any) -> Any:
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
-_TYPES: dict[str, Any] = {name: plain(kind) for name, kind in fields()}
-_RANGES: dict[str, tuple[Range, ...]] = {name: getattr(kind, "__metadata__", ()) for name, kind in fields()}
+TYPES: dict[str, Any] = {name: plain(kind) for name, kind in fields()}
+RANGES: dict[str, tuple[Range, ...]] = {name: getattr(kind, "__metadata__", ()) for name, kind in fields()}
 
 
 def _nearest(name: str) -> str:
-    inside = [f for f in _TYPES if f.startswith(name + ".")]
+    inside = [f for f in TYPES if f.startswith(name + ".")]
     if inside:
         return f"; the fields of {name} are {', '.join(inside)}"
-    tail = [f for f in _TYPES if f.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
-    near = [f for f in difflib.get_close_matches(name, _TYPES, 3, 0.6) if f not in tail]
+    tail = [f for f in TYPES if f.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+    near = [f for f in difflib.get_close_matches(name, TYPES, 3, 0.6) if f not in tail]
     found = (tail + near)[:3]
     return f"; the nearest are {', '.join(found)}" if found else "; `coterie train PRESET --help` lists them"
 
@@ -179,14 +181,17 @@ def load_config(path: Path) -> Config:
 
 def field_name(given: str, value: Any, dashes: str = "") -> str:
     """The dotted field, or section, that a name stands for, where it gets `value`. `env` with a string means `env.id`;
-    `exchange`, `acting` or `algorithm` with `package.module:callable` means `plugins.exchange`, and so on.
+    `exchange` or `acting` with `package.module:callable` means `plugins.exchange` or `plugins.acting`. What is in
+    `settings` is known to the custom algorithm only.
     """
     name = given.replace("-", "_")
+    if name.startswith(SETTINGS):
+        return name
     name = _ALIASES.get(name, name) if isinstance(value, str) else name
     name = f"plugins.{name}" if name in PARTS and isinstance(value, str) and ":" in value else name
     if name in OLD:
         raise ConfigError(f"{dashes}{_name(given)}: {OLD[name][1]}")
-    if name not in _TYPES and not (dataclasses.is_dataclass(value) and any(f.startswith(f"{name}.") for f in _TYPES)):
+    if name not in TYPES and not (dataclasses.is_dataclass(value) and any(f.startswith(f"{name}.") for f in TYPES)):
         raise ConfigError(f"{dashes}{_name(given)}: no such {'option' if dashes else 'field'}{_nearest(name)}")
     return name
 
@@ -199,7 +204,11 @@ def replace(config: Config, overrides: dict[str, Any]) -> Config:
     for given, value in overrides.items():
         if given in GIVEN and not isinstance(value, Env):
             value = name_of(_ALIASES.get(given, given), value)
-        *sections, last = field_name(given, value).split(".")
+        *sections, last = (name := field_name(given, value)).split(".")
+        if name.startswith(SETTINGS):
+            own = json_object("settings", data["settings"]) | {name.removeprefix(SETTINGS): value}
+            data["settings"] = json.dumps(own)
+            continue
         at = data
         for section in sections:
             at = at[section]
@@ -217,7 +226,10 @@ def read_options(args: list[str]) -> dict[str, Any]:
 
 def read(name: str, texts: list[str], dashes: str = "") -> Any:
     """The texts given for a field, as its type. Raises `ConfigError`."""
-    kind = _TYPES[name]
+    if name.startswith(SETTINGS):
+        own = [_BOOLEANS.get(text.lower(), _json_value(text)) for text in texts or ["true"]]
+        return own[0] if len(own) == 1 else own
+    kind = TYPES[name]
     listed = get_origin(kind) is tuple
     texts = texts or ["true"] * (kind is bool)
     if not listed and len(texts) != 1:
@@ -228,6 +240,12 @@ def read(name: str, texts: list[str], dashes: str = "") -> Any:
     except ConfigError:
         raise ConfigError(f"{dashes}{name}: {shown(' '.join(texts))} is not {_expected(kind)}") from None
     return values if listed else values[0]
+
+
+def _json_value(text: str) -> Any:
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    return text
 
 
 def _read(name: str, kind: Any, text: str) -> Any:
@@ -263,38 +281,3 @@ def get(config: Config, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
-
-
-def validate(config: Config) -> Config:
-    """`config` with every field converted to its type and checked. Raises `ConfigError`."""
-    config = from_dict(to_dict(config))
-    for name, kind in _TYPES.items():
-        value = get(config, name)
-        if kind is float and not math.isfinite(value):
-            raise ConfigError(f"{name}: {value} is not a finite number")
-        for limit in _RANGES[name]:
-            if not limit.accepts(value):
-                raise ConfigError(f"{name}: {shown(value)} {limit.text}")
-    if config.env.groups == 2 and config.env.num_envs % 2:
-        raise ConfigError(f"env.num_envs: {config.env.num_envs} must be even where env.groups is 2")
-    for name in ("algo.entropy_schedule", "ppo.clip_schedule", "optim.schedule"):
-        _check_schedule(name, get(config, name))
-    json_object("env.kwargs", config.env.kwargs)
-    return config
-
-
-def _check_schedule(name: str, schedule: Schedule) -> None:
-    at, factors = list(schedule.at), list(schedule.factors)
-    if len(at) != len(factors):
-        raise ConfigError(
-            f"{name}.at: has {len(at)} entries, {name}.factors {len(factors)}; they must have the same length"
-        )
-    if at != sorted(set(at)) or any(step < 0 for step in at):
-        raise ConfigError(f"{name}.at: {shown(at)} must be increasing env steps")
-    if not all(math.isfinite(x) and x >= 0 for x in factors):
-        raise ConfigError(f"{name}.factors: {shown(factors)} must be finite and not negative")
-    if schedule.by == "episodes" and name != "algo.entropy_schedule":
-        raise ConfigError(f"{name}.by: only algo.entropy_schedule can go by episodes")
-    if (schedule.kind == "steps") != bool(at):
-        which = f"{shown(at)} with {name}.kind {schedule.kind}"
-        raise ConfigError(f"{name}.at: {which}; kind steps requires them, the other kinds take none")

@@ -94,7 +94,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
     learners are measured at once, each on its own cores, in common turns; rates are sums over them.
     """
     config = resolve_config(asked)
-    if (kind := algorithm_class(config)).value_based:
+    if (kind := algorithm_class(config)).has_replay:
         config = replace(config, q=replace(config.q, learn_start=kind.first_rows(config)))  # train at once
     check(config, make_spec(config.env, config.atari))
     if len(tasks(config.env.id)) > 1:

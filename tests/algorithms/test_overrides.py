@@ -69,7 +69,8 @@ MyGossip = counting(Gossip, Exchange)
 def test_a_subclass_that_overrides_every_method_is_obeyed(name: str) -> None:
     preset, options = CASES[name]
     part, protocol = ("exchange", Exchange) if name == "MyGossip" else ("algorithm", Algorithm)
-    config = presets.make(preset, "CartPole-v1", **{**options, f"plugins.{part}": f"{__name__}:{name}"})
+    field = "plugins.exchange" if part == "exchange" else part
+    config = presets.make(preset, "CartPole-v1", **{**options, field: f"{__name__}:{name}"})
     learner, rollouts = LearnerProcess(resolve_config(config)), []
     mine: Any = getattr(learner, part)
 
@@ -117,4 +118,4 @@ LateDQN, LateR2D2 = type("LateDQN", (DQN,), LATE), type("LateR2D2", (R2D2,), LAT
 )
 def test_a_subclass_answers_for_its_class(preset: str, name: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=f"^{says}"):
-        possible(presets.make(preset, "CartPole-v1", **{**options, "plugins.algorithm": f"{__name__}:{name}"}))
+        possible(presets.make(preset, "CartPole-v1", **{**options, "algorithm": f"{__name__}:{name}"}))

@@ -118,7 +118,7 @@ def test_a_target_network_in_bf16_is_close_to_one_in_float32_and_in_pieces_it_is
     found = {}
     for means in (Compute(), Compute(torch.bfloat16), Compute(torch.float32, 12, 2)):
         algorithm, model = build(means=means, **VARIANTS[name], **{"model.hidden": (64,)})
-        found[means] = drawn(algorithm, model)[-1].after
+        found[means] = drawn(algorithm, model)[-1].ahead
     plain, rounded, pieces = found.values()
     assert plain.dtype == rounded.dtype == torch.float32
     torch.testing.assert_close(pieces, plain)

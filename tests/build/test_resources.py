@@ -15,7 +15,8 @@ from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.config import Config, Env
 from coterie.envs.make import make_spec
-from coterie.runs.config_io import load_config, validate
+from coterie.runs.config_io import load_config
+from coterie.runs.validate import validate
 from coterie.types import ConfigError
 from tests.support.options import parse_cli
 
@@ -76,8 +77,11 @@ def test_auto_numbers_of_learners_actors_and_simulators_fit_the_cores(cores, pre
 
 
 @pytest.mark.parametrize("preset", sorted(presets.PRESETS))
-@pytest.mark.parametrize("env", ["CartPole-v1", "Breakout-v5"])
+@pytest.mark.parametrize("env", ["vectors", "Breakout-v5"])
 def test_no_preset_refuses_it_whatever_the_machine(cores, preset, env):
+    if preset == "sac" and env != "vectors":
+        pytest.skip("sac takes no images")
+    env = env.replace("vectors", "Pendulum-v1" if preset == "sac" else "CartPole-v1")
     for count in (1, 2, 16, 256):
         cores(count)
         for groups in ("0", "2"):

@@ -90,9 +90,13 @@ GOSSIP = {"exchange": "gossip", "gossip.bind": "127.0.0.1:8790"}
 RING = {"learners": 2, "exchange": "allreduce", "allreduce.bind": "127.0.0.1:8791"}
 ALIKE = {"algorithm": "vtrace", "learners": 2, "exchange": "allreduce"}
 # Fields with several refusals: words of the reason, and what meets it.
+COUNTING, IMAGES = "coterie.envs.testing:CountingEnv", '{"continuous": true, "obs": "image"}'
 AMBIGUOUS = [
     ("model.core", "", {"algorithm": "dqn", "model.core": "lstm"}),
     ("model.core", "must be lstm", {"algorithm": "r2d2"}),
+    ("model.core", "with sac", {"env": "Pendulum-v1", "algorithm": "sac", "model.core": "lstm"}),
+    ("algorithm", "continuous actions", {"algorithm": "sac"}),
+    ("algorithm", "vectors of numbers", {"env": COUNTING, "env.kwargs": IMAGES, "algorithm": "sac"}),
     ("env.groups", "actors", {**DECOUPLED, "env.groups": 2, "env.num_envs": 6, "actors": 2}),
     ("env.groups", "lockstep", {**CENTRAL, "env.groups": 2}),
     ("algo.entropy_target", "each learner's own", {**ALIKE, "algo.entropy_target": 0.5, "algo.entropy_coef": 0.01}),

@@ -20,10 +20,14 @@ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
 _shtab_coterie coterie "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
 printf '%s\\n' "${COMPREPLY[@]}"
 """
+CORE = {"--model.core", *(f"--model.core-{x}" for x in ("heads", "layers", "memory", "size"))}
 CASES = [
     (["re"], {"resume", "report", "reproduce"}),
     (["train", "imp"], {"impala", "impala-deep"}),
-    (["train", "ppo", "--model.co"], {"--model.core", "--model.core-size", "--model.compile"}),
+    (
+        ["train", "ppo", "--model.co"],
+        {"--model.compile", *CORE},
+    ),
     (["train", "ppo", "--exchange", "g"], {"gossip"}),
     (["bench", "ppo", "--env.num-envs", "4", "--acting", "d"], {"decoupled"}),
     (["train", "ppo", "--reward.normalize", "t"], {"true"}),

@@ -16,7 +16,7 @@ from tests.plugins.page import coterie, evaluate, train, write_files
 
 @pytest.fixture
 def folder(tmp_path):
-    names = ["late", "local_sgd", "spo", "reinforce", "corridor", "signpost", "residual", "patches"]
+    names = ["late", "local_sgd", "spo", "robust", "reinforce", "corridor", "signpost", "residual", "patches"]
     assert write_files(tmp_path) == [f"{name}.py" for name in names]
     return tmp_path
 
@@ -55,7 +55,7 @@ def test_the_algorithm_of_the_page_learns_and_is_found_again(folder):
     """It learns alone, is found again by resume and eval, and its loss is not PPO's."""
     cartpole = ["ppo", "--env", "CartPole-v1", "--seed", "0"]
     train(folder, "run", *cartpole, "--algorithm", "spo:SPO", "--steps", "40000")
-    assert json.loads((folder / "run" / "config.json").read_text())["plugins"]["algorithm"] == "spo:SPO"
+    assert json.loads((folder / "run" / "config.json").read_text())["algorithm"] == "spo:SPO"
     done = coterie(folder, "resume", "run", "--steps", "60000")
     assert done.returncode == 0, done.stderr[-2000:]
     assert evaluate(folder, "run") > 250
@@ -67,7 +67,7 @@ def test_the_algorithm_of_the_page_learns_and_is_found_again(folder):
     (folder / "spo.py").rename(folder / "elsewhere.py")
     done = coterie(folder, "eval", "run")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "plugins.algorithm: cannot import 'spo:SPO': No module named 'spo'" in done.stderr
+    assert "algorithm: cannot import 'spo:SPO': No module named 'spo'" in done.stderr
 
 
 def test_the_algorithm_from_the_start_of_the_page_learns(folder):

@@ -13,7 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 from coterie.config import Algo, Config, Env, Schedule, Wire
-from coterie.runs.config_io import OLD, fields, from_dict, get, load_config, plain, replace, to_dict, validate
+from coterie.runs.config_io import OLD, fields, from_dict, get, load_config, plain, replace, to_dict
+from coterie.runs.validate import validate
 from coterie.types import ConfigError, CoterieError
 from tests.support.options import parse_cli
 

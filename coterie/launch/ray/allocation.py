@@ -13,6 +13,7 @@ from coterie.config import Config, Env
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.ops.optim import scaled_lr
+from coterie.plugins import NETWORKS
 from coterie.runs.config_io import get
 from coterie.runs.config_io import replace as changed
 from coterie.types import ConfigError
@@ -139,7 +140,7 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
 def _spreads(config: Config) -> bool:
     """Whether learners on several machines can take part in one run."""
     kind = exchange_kind(replace(config, learners="auto"))
-    return bool(kind.link) or (kind.trusts_network(config) and not algorithm_class(config).value_based)
+    return bool(kind.link) or (kind.trusts_network(config) and not algorithm_class(config).has_replay)
 
 
 def _sites(config: Config, learners: int, room: list[int]) -> int:
@@ -239,10 +240,9 @@ def worker_args(allocation: Allocation, worker: Worker, address: tuple[str, int]
         value = getattr(config.env, field.name)
         if field.name not in _NOT_PASSED_ON and value != field.default:
             args += [f"--env.{field.name.replace('_', '-')}", str(value)]
-    if ":" in config.model.torso:
-        args += ["--model.torso", config.model.torso]
-    if config.plugins.algorithm and worker.kind == "actor":
-        args += ["--plugins.algorithm", config.plugins.algorithm]
+    for name in ("algorithm", *NETWORKS) if worker.kind == "actor" else ():
+        if ":" in (path := get(config, name)):
+            args += [f"--{name}", path]
     if keys:
         args += ["--wire.token-file", "{here}/token", "--wire.cert", "{here}/cert.pem"]
     return args

@@ -89,6 +89,7 @@ class Graph(nn.Module):
         if self.model.q is not None:
             params = self.model.expected(params)
         choice = self.dist.mode(params)
+        choice = choice.tanh() if self.model.squashes else choice
         found = [_to_env(self.actions, choice), value, *split_params(params, self.actions.spec)]
         if state is not None:
             found.append(state)

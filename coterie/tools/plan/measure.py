@@ -57,7 +57,7 @@ def lone(config: Config, envs: int, of: int) -> ResolvedConfig:
         "ppo.minibatch_size": max(1, round(config.ppo.minibatch_size * share)),
         "q.batch_size": max(1, round(config.q.batch_size * share)),
     })  # fmt: skip
-    if (algorithm := algorithm_class(c)).value_based:  # it trains at once
+    if (algorithm := algorithm_class(c)).has_replay:  # it trains at once
         kept = min(config.replay.capacity, max(_CAPACITY, 4 * algorithm.first_rows(c)))
         c = changed(c, {"q.learn_start": algorithm.first_rows(c), "replay.capacity": kept, "replay.envs": 0})
     return resolve_config(c)

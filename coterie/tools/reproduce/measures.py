@@ -35,7 +35,7 @@ def order(run: RecordedRun) -> float:
 def begins(run: RecordedRun) -> float:
     """The env steps after which the run trains."""
     algorithm = ALGORITHMS.get(str(run.config.get("algorithm")))
-    return float(run.config.get("q.learn_start") or 0) if algorithm and algorithm.value_based else 0.0
+    return float(run.config.get("q.learn_start") or 0) if algorithm and algorithm.has_replay else 0.0
 
 
 def rate(run: RecordedRun) -> float:

@@ -16,7 +16,7 @@ from coterie.launch.ray.allocation import Allocation, Machine, Site, Worker, all
 from coterie.launch.ray.cluster import Board
 from coterie.launch.ray.run import sum_up
 from coterie.ops.optim import scaled_lr
-from coterie.runs.config_io import validate
+from coterie.runs.validate import validate
 from coterie.types import ConfigError, CoterieError
 from tests.launch.ray.test_mirror import save
 from tests.support.options import parse_cli
@@ -163,9 +163,9 @@ def test_a_workers_command_line_has_the_runs_env_torso_and_algorithm():
     assert (env.num_envs, env.delay, env.threads) == (4, 0.5, 1)
     assert args[-2:] == ["--model.torso", "a.b:c"]
     path = "coterie.algorithms.vtrace:VTrace"  # a class: the run's layout asks it for its unroll length
-    found = layout("impala", [HERE, THERE], **{"plugins.algorithm": path})
+    found = layout("impala", [HERE, THERE], **{"algorithm": path})
     actor = next(worker for worker in found.workers if worker.kind == "actor")
-    assert worker_args(found, actor, ("::1", 7), keys=False)[-2:] == ["--plugins.algorithm", path]
+    assert worker_args(found, actor, ("::1", 7), keys=False)[-2:] == ["--algorithm", path]
 
 
 def board(preset: str, hosts: int = 1, **changes: object) -> Board:

@@ -41,8 +41,8 @@ def make_run(folder: Path, preset: str, env: str, **changes: Any) -> Path:
 
 
 def _heads(model: Network) -> list[nn.Parameter]:
-    if model.body is not None:
-        return [*model.body.parameters()]
+    if model.body is not None or model.squashes:
+        return [*model.parameters()]
     heads = model.q if isinstance(model.q, QHead) else nn.ModuleList([model.policy, model.value])
     return [*heads.parameters(), *([model.log_std] if model.log_std is not None else [])]
 

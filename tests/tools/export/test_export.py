@@ -57,6 +57,7 @@ NETS = {
         {"obs", "prev_action", "prev_reward", *CORE},
         {*VALUES, "next_core_state", "next_prev_action"},
     ),
+    "sac": ("sac", "Hopper-v5", {}, {"obs"}, {"action", "value", "mean", "std"}),
     "own network": ("c51", "CartPole-v1", {"model.network": "tests.support.networks:Mixer"}, {"obs"}, VALUES),
     "masked, mixed": (
         *("ppo", "tests.support.masked:Masked", {"env.kwargs": '{"kind": "mixed", "where": "info"}'}),

@@ -1,0 +1,251 @@
+"""The base of algorithms with a replay: the replay ratio, and batches that are prepared ahead of training.
+
+Each rollout adds `q.intensity` times its rows to the samples due; batches are sampled while a whole batch is due.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, slices
+from coterie.config import Config, ResolvedConfig
+from coterie.models.base import Model
+from coterie.parallel.threads import Team
+from coterie.replay.priority import Picks
+from coterie.types import Array, Rollout, Spec
+
+
+class Samples(Protocol):
+    """What a replay gathers: `n` samples."""
+
+    weight: Tensor  # [n] importance weight
+    picks: Picks
+
+    def to(self, device: torch.device) -> Self: ...
+    def part(self, at: slice) -> Self: ...  # some of the samples
+
+
+R = TypeVar("R", bound=Samples)
+ROut = TypeVar("ROut", bound=Samples, covariant=True)
+
+
+class Replay(Protocol[ROut]):
+    """Stores rollouts, and samples batches of them by priority."""
+
+    @property
+    def size(self) -> int: ...
+    def add(self, rollout: Rollout, reward: Array) -> None: ...
+    def draw(self, count: int, beta: float = 0.0, rng: np.random.Generator | None = None) -> Picks: ...
+    def gather(self, picks: Picks) -> ROut: ...
+    def update(self, picks: Picks, priority: Array) -> None: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+@dataclass
+class ReplayBatch(Generic[R]):
+    """`n` samples of the replay, along the last axis of `mask`. A part has at most `chunk` of them (0: all)."""
+
+    rows: R
+    ahead: Tensor  # what was computed ahead of training, with the samples along the same axis
+    mask: Tensor  # of the rows that are trained on
+    chunk: int
+    count: int  # rows of the whole batch, masked or not
+    metrics: dict[str, float] = field(default_factory=dict)
+    priority: Tensor | None = None  # [n], after it was trained on
+
+    @property
+    def valid(self) -> int:
+        """How many of the `count` rows are learned from."""
+        return int(self.mask.sum())
+
+    def parts(self, ways: int = 1) -> Iterator[ReplayBatch[R]]:
+        for at in slices(len(self.rows.weight), self.chunk, ways):
+            yield self._part(at)
+
+    def half(self) -> ReplayBatch[R]:
+        return self._part(slice(0, max(1, len(self.rows.weight) // 2)))
+
+    def _part(self, at: slice) -> ReplayBatch[R]:
+        cut = (*(slice(None),) * (self.mask.dim() - 1), at)
+        return ReplayBatch(self.rows.part(at), self.ahead[cut], self.mask[cut], self.chunk, self.count)
+
+
+class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
+    """The base of DQN, R2D2 and SAC. They add `act`, `loss`, and the abstract methods below."""
+
+    has_replay = True
+    batch_axis: ClassVar[int] = 0  # of what `look_ahead` returns
+
+    def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
+        super().__init__(config, spec, compute, seed)
+        self.config, self.spec, self.q, self.compute = config, spec, config.q, compute
+        self.batch_rows = config.q.batch_size * self.rows_per_sample(config)  # env steps that a batch trains on
+        self.chunk = max(1, self.chunk // self.rows_per_sample(config)) if self.chunk else 0  # samples of a part
+        self.team = Team(compute.threads)  # looks ahead
+        self.sampling: np.random.Generator | None = None  # a secondary learner's; else the replay has its own
+        self.replay: Replay[R] | None = None
+        self.lender: ReplayLearning[R] | None = None  # a secondary learner samples from this one's replay
+        self.target: torch.nn.Module | None = None
+        self.saved: dict[str, Tensor] = {}  # a checkpoint's, until replay and target network exist
+        # Env steps so far, those stored in the replay, samples to train on, env steps at the last target copy.
+        self.rows, self.stored, self.copied = 0, 0, -1
+        self.due = 0.0
+        self.seed, self.rng = seed, torch.Generator().manual_seed(seed)
+        self.prefetcher = ThreadPoolExecutor(1, "coterie-replay")
+
+    @classmethod
+    def updates(cls, config: Config, columns: int, unroll: int) -> tuple[float, float]:
+        samples = config.q.batch_size * cls.rows_per_sample(config)
+        return columns * unroll * config.q.intensity / samples, samples
+
+    @staticmethod
+    def rows_per_sample(config: Config) -> int:
+        """Env steps that one sample of the replay trains on."""
+        return 1
+
+    @classmethod
+    def first_rows(cls, config: Config) -> int:
+        return 2 * config.env.num_envs * (cls.unroll_length(config) + config.q.n_step)
+
+    @abstractmethod
+    def make_replay(self, rollout: Rollout) -> Replay[R]:
+        """An empty replay for rollouts like this one."""
+
+    @abstractmethod
+    def make_target(self, model: Model) -> torch.nn.Module:
+        """The target network: a copy of `model`, or of a part of it."""
+
+    @abstractmethod
+    def copy_target(self) -> None:
+        """Update the target network, every `q.target_every` env steps."""
+
+    @abstractmethod
+    def look_ahead(self, rows: R, at: slice) -> Tensor:
+        """What can be computed for the samples `at` of a batch while the one before is trained on: in a thread, without
+        the trained network's weights. The samples lie along `batch_axis` of it.
+        """
+
+    @abstractmethod
+    def trained(self, rows: R) -> Tensor:
+        """The mask of the rows that are trained on, samples last."""
+
+    @abstractmethod
+    def loss(self, model: Model, batch: ReplayBatch[R]) -> Loss:
+        """The loss of one part of a batch."""
+
+    def borrow(self, lender: ReplayLearning[R]) -> None:
+        """Sample from another learner's replay, with separate random numbers, and without writing priorities."""
+        self.lender, self.clock, self.sampling = lender, lender.clock, np.random.default_rng(lender.seed + 1)
+
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[ReplayBatch[R]]:
+        """Store the rollout, then sample the batches that are due, on the rollout's device. Their number depends only
+        on the number of rows, so learners with equal numbers of rows make equal numbers of steps.
+        """
+        self._begin(model, rollout)
+        rows, device, replay = rollout.reward.numel(), rollout.reward.device, self.replay
+        assert replay is not None
+        if self.lender is None:
+            replay.add(rollout, self.rewards.clipped(rollout).cpu().numpy())
+        if self.stored >= self.q.learn_start:
+            if self.copied < 0:
+                self._copy()  # its normalizers have seen observations by now
+            self.due += rows * self.q.intensity
+        self.rows, self.stored = self.rows + rows, self.stored + rows
+        prefetched = None
+        while self.due >= self.batch_rows and replay.size:
+            self.due -= self.batch_rows
+            found, ahead = (prefetched or self._fetch(device)).result()
+            prefetched = self._fetch(device) if self.due >= self.batch_rows else None
+            self.before_batch(model)
+            yield ReplayBatch(found, ahead, self.trained(found), self.chunk, self.batch_rows)
+        if self.rows - self.copied >= self.q.target_every:
+            self._copy()
+
+    def _begin(self, model: Model, rollout: Rollout) -> None:
+        """Make the target network and the replay at the first rollout, with a checkpoint's state if there is one."""
+        if self.target is None:
+            self.target = self.make_target(model)
+            if target := {k.removeprefix("target/"): x for k, x in self.saved.items() if k.startswith("target/")}:
+                self.target.load_state_dict(target)
+        if self.lender is not None:
+            self.replay, self.stored = self.lender.replay, self.lender.stored - rollout.reward.numel()
+        elif self.replay is None:
+            self.replay = self.make_replay(rollout)
+            if state := {k: x for k, x in self.saved.items() if k.startswith("replay/")}:
+                self.replay.load_state_dict(state)
+            else:
+                self.stored = 0  # the replay was not saved and is refilled
+        self.saved = {}
+
+    def _copy(self) -> None:
+        self.copied = self.rows
+        self.copy_target()
+
+    def before_batch(self, model: Model) -> None:
+        """Nothing precedes the training on a batch."""
+
+    def before_look_ahead(self) -> None:
+        """Nothing is drawn in the order of the batches."""
+
+    def _fetch(self, device: torch.device) -> Future[tuple[R, Tensor]]:
+        """Sample a batch. It is gathered, and looked ahead for, in a thread, while the previous one trains."""
+        assert self.replay is not None
+        replay, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
+        beta = replay.beta + (replay.beta_end - replay.beta) * share if replay.alpha else 0.0
+        picks = self.replay.draw(self.q.batch_size, beta, self.sampling)
+        self.before_look_ahead()  # here and not in the thread: random numbers are drawn in a fixed order
+        return self.prefetcher.submit(self._prepare, self.replay, picks, device)
+
+    def _prepare(self, replay: Replay[R], picks: Picks, device: torch.device) -> tuple[R, Tensor]:
+        rows = replay.gather(picks).to(device)
+        pieces = slices(self.q.batch_size, self.chunk, 1)
+        ways = self.team.size
+
+        def work(k: int) -> list[Tensor]:
+            with torch.no_grad():
+                return [self.look_ahead(rows, at) for at in pieces[k::ways]]
+
+        done = self.team.run([partial(work, k) for k in range(min(ways, len(pieces)))])
+        return rows, torch.cat([done[i % ways][i // ways] for i in range(len(pieces))], self.batch_axis)
+
+    def after_step(self, model: Model, batch: Batch[ReplayBatch[R]]) -> None:
+        """Write the errors of the batch as the priorities of its samples."""
+        assert self.replay is not None and isinstance(batch, ReplayBatch)  # noqa: PT018
+        if self.config.replay.alpha and batch.priority is not None:
+            self.replay.update(batch.rows.picks, batch.priority.double().cpu().numpy())
+
+    def gauges(self) -> dict[str, float]:
+        size = 0 if self.replay is None else self.replay.size
+        return {"replay/size": size}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self.saved:  # loaded, and unchanged since
+            return self.saved
+        target = {} if self.target is None else self.target.state_dict()
+        saves = self.config.replay.save and self.lender is None
+        replay = self.replay.state_dict() if self.replay is not None and saves else {}
+        return {
+            "entropy_adjustment": torch.zeros(1, dtype=torch.float64),  # part of the format of checkpoints
+            **super().state_dict(),
+            **{f"target/{k}": x for k, x in target.items()},
+            **replay,
+            "counts": torch.tensor([self.rows, self.stored, self.copied, self.due], dtype=torch.float64),
+            "rng": self.rng.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        *counts, self.due = state["counts"].tolist()
+        self.rows, self.stored, self.copied = (int(x) for x in counts)
+        self.rng.set_state(state["rng"])
+        self.saved = state

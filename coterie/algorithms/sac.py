@@ -1,0 +1,235 @@
+"""Soft actor-critic (Haarnoja et al. 2018, arXiv 1812.05905): off-policy learning of continuous actions.
+
+Two critics, a policy of squashed normals, and a learned temperature, all in one flat vector of weights, so that every
+exchange between learners averages or mixes them as it does any network's. Policy, critics and temperature take their
+steps at once, from the same weights; the papers' code takes them one after another.
+
+With decoupled or central acting and several learners this is SEED RL's distributed SAC (its code's `agents/sac`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
+from coterie.algorithms.replay_base import ReplayBatch, ReplayLearning
+from coterie.algorithms.replay_size import replay_capacity, replay_refusals, replay_size
+from coterie.algorithms.table import algorithm_class
+from coterie.config import Config, Q, Refusal, ResolvedConfig
+from coterie.config import Model as ModelConfig
+from coterie.models.base import Model
+from coterie.models.build import Network
+from coterie.models.heads import init
+from coterie.models.mlp import compute_dtype
+from coterie.replay.transitions import TransitionReplay, Transitions
+from coterie.types import AgentOutput, Inputs, Obs, ObsSpec, Rollout, Spec, entries
+
+_LOG_STD = (-20.0, 2.0)  # the range of the paper's code
+_LOG_2PI = math.log(2 * math.pi)
+
+
+class Critics(nn.Module):
+    """Two MLPs over observation and action, side by side: one batched product for each layer of both."""
+
+    def __init__(self, size: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        for k, (a, b) in enumerate(pairwise((size, *hidden, 1))):
+            weight, bound = torch.empty(2, a, b), a**-0.5
+            self.register_parameter(f"weight_{k}", nn.Parameter(weight.uniform_(-bound, bound)))
+            self.register_parameter(f"bias_{k}", nn.Parameter(torch.empty(2, 1, b).uniform_(-bound, bound)))
+
+    def forward(self, x: Tensor, frozen: bool = False) -> Tensor:
+        """`[N, size]` -> `[2, N]`. `frozen`: no gradient for the weights, only for `x`."""
+        layers = [p.detach() if frozen else p for p in self.parameters()]
+        x = x.expand(2, -1, -1)
+        for k in range(0, len(layers), 2):
+            x = torch.baddbmm(layers[k + 1], x, layers[k])
+            x = x if k == len(layers) - 2 else F.relu(x)
+        return x[..., 0]
+
+
+class SACNetwork(Network):
+    """A policy's means and log deviations `[.., 2 A]`, and critics. Its value output is 0: acting needs none."""
+
+    squashes = True
+
+    def __init__(self, spec: Spec, config: ModelConfig, alpha: float) -> None:
+        super().__init__(spec, config)
+        self.log_std = None  # the policy head has them
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
+
+    def _build(self, obs: dict[str, ObsSpec], q: Q | None) -> None:
+        inputs, actions = sum(math.prod(s.shape) for s in obs.values()), len(self.spec.action.low)
+        layers: list[nn.Module] = []
+        for a, b in pairwise((inputs, *self.config.hidden)):
+            layers += [nn.Linear(a, b), nn.ReLU()]
+        self.torso = nn.Sequential(*layers)
+        self.policy = init(nn.Linear(self.config.hidden[-1], 2 * actions), 0.01)
+        self.critics = Critics(inputs + actions, self.config.hidden)
+
+    def _forward(self, inputs: Inputs, obs: Obs, core_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        x = self.torso(_flat(obs).to(compute_dtype(next(self.torso.parameters()))))
+        mean, log_std = self.policy(x.float()).chunk(2, -1)
+        return torch.cat((mean, log_std.clamp(*_LOG_STD)), -1), x.new_zeros(len(x), 1), None
+
+    def features(self, obs: Obs) -> Tensor:
+        """What the critics see of observations: normalized and flat, `[N, size]`."""
+        return _flat(self._normalized(obs))
+
+
+def _flat(obs: Obs) -> Tensor:
+    return torch.cat([x.flatten(1).float() for x in entries(obs).values()], -1)
+
+
+def squashed(params: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """tanh(mean + deviation x noise) `[N, A]` in -1 to 1, and its log-density `[N]` (arXiv 1812.05905, appendix C)."""
+    mean, log_std = params.chunk(2, -1)
+    x = mean + log_std.exp() * noise
+    normal = (-0.5 * noise.square() - log_std - 0.5 * _LOG_2PI).sum(-1)
+    slope = 2 * (math.log(2) - x - F.softplus(-2 * x))  # log (1 - tanh^2 x), without a difference of equal numbers
+    return torch.tanh(x), normal - slope.sum(-1)
+
+
+class SAC(ReplayLearning[Transitions]):
+    """Single transitions, without a recurrent core."""
+
+    refusals = (
+        Refusal(
+            lambda c, s: s.action.kind != "continuous" or not all(map(math.isfinite, (*s.action.low, *s.action.high))),
+            "algorithm",
+            "needs continuous actions between finite bounds (a Box); use ppo, or dqn for a Discrete action space",
+        ),
+        Refusal(
+            lambda c, s: any(o.is_image or o.text or o.codes for o in s.obs.values()),
+            "algorithm",
+            "needs observations that are vectors of numbers; use ppo for images and text",
+        ),
+        Refusal(
+            lambda c, s: c.model.core != "none" or bool(c.model.network),
+            "model.core",
+            "must be none with sac, and model.network empty: it has a network of its own",
+        ),
+        *replay_refusals(
+            lambda c: replay_size(c)[1] // replay_size(c)[0],
+            lambda c: algorithm_class(c).unroll_length(c) + c.q.n_step + c.atari.stack,
+        ),
+    )
+
+    def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
+        super().__init__(config, spec, compute, seed)
+        self.sac, self.actions = config.sac, len(spec.action.low)
+        self.entropy_target = self.sac.entropy_target or -float(self.actions)
+        self.noise = torch.Generator().manual_seed(seed + 1)
+        self.critics: Critics | None = None  # the trained ones, which the target follows
+
+    @staticmethod
+    def make_model(config: Config, spec: Spec) -> SACNetwork:
+        return SACNetwork(spec, config.model, config.sac.alpha)
+
+    @staticmethod
+    def training_threads(config: Config, most: int) -> int:
+        return 1  # of two, the second gathers the next batch
+
+    def explore(self, env_id: Tensor) -> Tensor:
+        """1: uniform-random actions, until the learner trains; 0: the policy's."""
+        random = self.clock.env_steps < self.q.learn_start * self.config.learners
+        return torch.full((len(env_id),), float(random), device=env_id.device)
+
+    def acts_at(self, version: int) -> None:
+        """In an actor: from the first trained weights on, actions are the policy's."""
+        self.clock.env_steps = self.config.steps if version else 0
+
+    def act(
+        self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
+    ) -> tuple[AgentOutput, Tensor | None]:
+        """Actions in -1 to 1; greedy where `explore` is None: tanh of the mean."""
+        with torch.inference_mode():
+            params, value, _ = model(inputs)
+            noise = torch.zeros_like(params[..., : self.actions])
+            if explore is None:
+                action, log_prob = squashed(params, noise)
+                return AgentOutput(action, torch.zeros_like(log_prob), value), None
+            action, log_prob = squashed(params, noise.normal_(generator=rng))
+            uniform = torch.empty_like(action).uniform_(-1, 1, generator=rng)
+            random = explore == 1
+            action = torch.where(random[:, None], uniform, action)
+            log_prob = torch.where(random, -self.actions * math.log(2), log_prob)
+            return AgentOutput(action, log_prob, value), None
+
+    def make_replay(self, rollout: Rollout) -> TransitionReplay:
+        room = replay_capacity(self.config, self.spec)
+        return TransitionReplay(
+            room, self.config.algo.gamma, self.q.n_step, alpha=self.config.replay.alpha, seed=self.seed
+        )
+
+    @staticmethod
+    def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
+        return TransitionReplay.bytes_for(replay_capacity(config, spec))
+
+    def make_target(self, model: Model) -> Critics:
+        self.critics = cast(SACNetwork, model).critics
+        return copy.deepcopy(self.critics).requires_grad_(False)
+
+    def copy_target(self) -> None:
+        """Nothing: the target follows in every step."""
+
+    def look_ahead(self, rows: Transitions, at: slice) -> Tensor:
+        """The noise of the actions after and of those at the samples `[n, 2, A]`. Targets need the newest policy."""
+        return torch.randn(len(rows.n_step[at]), 2, self.actions, generator=self.noise).to(rows.n_step.device)
+
+    def trained(self, rows: Transitions) -> Tensor:
+        return torch.ones_like(rows.n_step, dtype=torch.bool)
+
+    def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
+        """Critics: the squared error to r + discount (min Q'(s', a') - alpha log pi(a'|s')) (equations 5 and 6).
+        Policy: alpha log pi(a|s) - min Q(s, a) (equation 9). Temperature: equation 18.
+        """
+        rows, net = batch.rows, cast(SACNetwork, model)
+        target, alpha = cast(Critics, self.target), net.log_alpha.exp().detach()
+        with torch.no_grad():
+            after, log_prob = squashed(self._params(net, rows.next_obs), batch.ahead[:, 0])
+            value = target(torch.cat((net.features(rows.next_obs), after), -1)).amin(0) - alpha * log_prob
+            wanted = rows.n_step + rows.discount * value
+        seen = net.features(rows.obs)
+        error = net.critics(torch.cat((seen, rows.action), -1)) - wanted
+        action, log_prob = squashed(self._params(net, rows.obs), batch.ahead[:, 1])
+        q = net.critics(torch.cat((seen, action), -1), frozen=True).amin(0)
+        terms = {
+            "critic_loss": (0.5, rows.weight * error.square().sum(0)),
+            "policy_loss": (1.0, alpha * log_prob - q),
+        }
+        if self.sac.learn_alpha:
+            terms["alpha_loss"] = (1.0, -net.log_alpha * (log_prob.detach() + self.entropy_target))
+        watched = {"q": q.detach(), "entropy": -log_prob.detach(), "alpha": alpha.expand_as(q)}
+        loss = combine(terms, watched, batch.mask, batch.count)
+        return replace(loss, priority=error.detach().abs().amax(0))
+
+    def _params(self, net: SACNetwork, obs: Obs) -> Tensor:
+        """The policy's means and log deviations `[N, 2 A]`."""
+        n = len(next(iter(entries(obs).values())))
+        first = torch.ones(n, dtype=torch.bool, device=net.log_alpha.device)
+        params: Tensor = net(Inputs(obs, first, first, first))[0]
+        return params
+
+    @torch.no_grad()
+    def after_step(self, model: Model, batch: ReplayBatch[Transitions]) -> None:  # type: ignore[override]
+        """The target moves a share `sac.tau` of the way to the critics."""
+        super().after_step(model, batch)
+        assert self.target is not None and self.critics is not None  # noqa: PT018
+        torch._foreach_lerp_(list(self.target.parameters()), list(self.critics.parameters()), self.sac.tau)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {**super().state_dict(), "noise": self.noise.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self.noise.set_state(state["noise"])

@@ -1,0 +1,125 @@
+"""SAC's density, loss and target against their definitions; it learns; a custom algorithm has settings and presets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributions as td
+
+import coterie
+from coterie import presets
+from coterie.algorithms.ppo import PPO
+from coterie.algorithms.sac import SAC, Critics, SACNetwork, squashed
+from coterie.build.factory import make_algorithm, make_model
+from coterie.cli.options import config_of
+from coterie.config import Config
+from coterie.types import ActionSpec, ConfigError, ObsSpec, Spec
+from tests.conftest import make_config, make_rollout
+
+SPEC = Spec("made-up", {"": ObsSpec((3,), "float32")}, ActionSpec("continuous", low=(-1.0, -2.0), high=(1.0, 2.0)))
+SMALL = {"q.learn_start": 0, "q.batch_size": 16, "q.intensity": 2.0, "replay.capacity": 800, "model.hidden": (8, 8)}
+
+
+def test_the_squashed_density_is_torchs() -> None:
+    rng = torch.Generator().manual_seed(0)
+    params, noise = (torch.randn(500, n, generator=rng) for n in (4, 2))
+    action, log_prob = squashed(params, noise)
+    mean, log_std = params.double().chunk(2, -1)
+    normal = td.Independent(td.Normal(mean, log_std.exp()), 1)
+    oracle = td.TransformedDistribution(normal, td.TanhTransform(cache_size=1))
+    x = mean + log_std.exp() * noise.double()
+    torch.testing.assert_close(action, x.tanh().float())
+    torch.testing.assert_close(log_prob, oracle.log_prob(oracle.transforms[0](x)).float(), atol=1e-3, rtol=1e-4)
+
+
+def test_both_critics_are_mlps_and_frozen_ones_pass_gradients_to_their_input_only() -> None:
+    critics, x = Critics(5, (8, 8)), torch.randn(7, 5, requires_grad=True)
+    layers = list(critics.parameters())
+    for k in (0, 1):
+        y = x
+        for weight, bias in zip(layers[::2], layers[1::2], strict=True):
+            y = y @ weight[k] + bias[k]
+            y = y if weight.shape[-1] == 1 else y.relu()
+        torch.testing.assert_close(critics(x)[k], y[:, 0])
+    critics(x, frozen=True).sum().backward()
+    assert all(p.grad is None for p in layers)
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+def test_the_loss_is_the_papers_and_the_target_follows() -> None:
+    config = make_config(algorithm="sac", **SMALL, **{"env.num_envs": 8, "algo.unroll_length": 6, "algo.gamma": 0.9})
+    algorithm, model = make_algorithm(config, SPEC), make_model(config, SPEC)  # type: ignore[arg-type]
+    assert isinstance(algorithm, SAC)
+    assert isinstance(model, SACNetwork)
+    batch = list(algorithm.batches(model, make_rollout(SPEC, 6, 8)))[-1]
+    with torch.no_grad():
+        for p in model.critics.parameters():  # so that target and critics differ
+            p.add_(0.1)
+    loss, rows = algorithm.loss(model, batch), batch.rows
+    alpha = model.log_alpha.exp()
+    critics, before = model.critics, [p.clone() for p in algorithm.target.parameters()]  # type: ignore[union-attr]
+
+    def policy(obs: torch.Tensor, noise: torch.Tensor) -> Any:
+        return squashed(model.policy(model.torso(obs)), noise)
+
+    after, log_after = policy(rows.next_obs, batch.ahead[:, 0])
+    q_after = algorithm.target(torch.cat((rows.next_obs, after), -1)).min(0).values  # type: ignore[misc]
+    wanted = (rows.n_step + rows.discount * (q_after - alpha * log_after)).detach()
+    q = critics(torch.cat((rows.obs, rows.action), -1))
+    action, log_prob = policy(rows.obs, batch.ahead[:, 1])
+    best = critics(torch.cat((rows.obs, action), -1)).min(0).values
+    torch.testing.assert_close(loss.metrics["critic_loss"], (q - wanted).square().sum(0).mean().detach())
+    torch.testing.assert_close(loss.metrics["policy_loss"], (alpha * log_prob - best).mean().detach())
+    torch.testing.assert_close(loss.metrics["alpha_loss"], -(model.log_alpha * (log_prob - 2)).mean().detach())
+    names = [name for name, _ in model.named_parameters() if not name.startswith("critics")]
+    parameters = dict(model.named_parameters())
+    policy_part = (alpha.detach() * log_prob - best).mean() - (model.log_alpha * (log_prob.detach() - 2)).mean()
+    used = [parameters[name] for name in names]
+    expected = torch.autograd.grad(policy_part, used, allow_unused=True)
+    found = torch.autograd.grad(loss.total, used, allow_unused=True)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    algorithm.after_step(model, batch)
+    for old, new, trained in zip(before, algorithm.target.parameters(), critics.parameters(), strict=True):  # type: ignore[union-attr]
+        torch.testing.assert_close(new, old + 0.005 * (trained - old))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"acting": "decoupled", "actors": 2}], ids=["inline", "decoupled"])
+def test_sac_learns_the_pendulum(options: dict[str, Any], tmp_path: Any) -> None:
+    """A random policy has a mean return of -1,200; swinging it up and keeping it there has -150."""
+    small = {"q.learn_start": 1_000, "optim.lr": 1e-3, "env.num_envs": 4, "model.hidden": (64, 64)}
+    config = presets.make("sac", "Pendulum-v1", steps=12_000, out=tmp_path / "run", **small, **options)
+    assert coterie.train(config, quiet=True)["status"] == "finished"
+    assert coterie.evaluate_run(tmp_path / "run", episodes=20)["mean_return"] > -400
+
+
+@dataclass
+class Settings:
+    bonus: float = 0.5
+    name: str = "none"
+
+
+class Mine(PPO):
+    Settings = Settings
+
+
+def mine(env: str = "CartPole-v1", **overrides: Any) -> Config:
+    """A preset of this file's own."""
+    return presets.ppo(env, **{"algorithm": f"{__name__}:Mine", "settings.bonus": 0.25, **overrides})
+
+
+def test_an_algorithm_has_settings_and_presets_under_its_own_name() -> None:
+    config = config_of([f"{__name__}:mine", "--env", "CartPole-v1", "--settings.name", "x", "--optim.lr", "0.1"])
+    assert (config.preset, config.algorithm) == (f"{__name__}:mine", f"{__name__}:Mine")
+    assert make_algorithm(config, SPEC).settings == Settings(0.25, "x")  # type: ignore[arg-type, attr-defined]
+    again = presets.ppo("CartPole-v1", algorithm=Mine, settings={"bonus": 2, "name": "y"})
+    assert Mine.read_settings(again) == Settings(2, "y")
+    with pytest.raises(ConfigError, match=r"^settings: .*unexpected keyword argument 'bonsu'"):
+        Mine.read_settings(presets.ppo("CartPole-v1", settings={"bonsu": 2}))
+    with pytest.raises(ConfigError, match="settings: PPO has no settings of its own, but got bonus"):
+        PPO.read_settings(again)
