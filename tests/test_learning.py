@@ -50,7 +50,7 @@ SMALL: dict[str, Any] = {
     "decoupled.batch_size": 0,
     "log.tensorboard": False,
 }
-PRESET = {"a2c": "a2c", "ppo": "ppo", "vtrace": "impala", "dqn": "dqn", "r2d2": "seed-r2d2"}
+PRESET = {"a2c": "a2c", "ppo": "ppo", "vtrace": "impala", "dqn": "dqn", "r2d2": "seed-r2d2"}  # sac: test_sac.py
 OWN: dict[str, dict[str, Any]] = {  # what is smaller than the preset's, or faster
     "a2c": {"steps": 60_000, "algo.unroll_length": 10, "optim.lr": 4e-3},
     "ppo": {
@@ -102,7 +102,7 @@ def refusal(config: Config) -> str:
     return ""
 
 
-AXES = (tuple(ALGORITHMS), tuple(ACTING), tuple(EXCHANGES))
+AXES = (tuple(PRESET), tuple(ACTING), tuple(EXCHANGES))
 PRODUCT: list[Cell] = list(product(*AXES))
 REFUSED = {cell: why for cell in PRODUCT if (why := refusal(cell_config(cell)))}
 CELLS = [cell for cell in PRODUCT if cell not in REFUSED]

@@ -240,7 +240,7 @@ def worker_args(allocation: Allocation, worker: Worker, address: tuple[str, int]
         value = getattr(config.env, field.name)
         if field.name not in _NOT_PASSED_ON and value != field.default:
             args += [f"--env.{field.name.replace('_', '-')}", str(value)]
-    for name in ("algorithm", *NETWORKS) if worker.kind == "actor" else ():
+    for name in (*NETWORKS, *(["algorithm"] if worker.kind == "actor" else [])):
         if ":" in (path := get(config, name)):
             args += [f"--{name}", path]
     if keys:
