@@ -236,5 +236,5 @@ def test_the_example_ends_early_with_its_metrics_and_videos(tmp_path):
     (out,) = (tmp_path / "runs").iterdir()
     lines = read_metrics(out)
     assert max(line.get("custom/door", 0) for line in lines) > 2
-    assert lines[-2]["custom/weights"] > 0
+    assert max(line.get("custom/weights", 0) for line in lines) > 0  # not in a line without a rollout
     assert list(out.glob("video-*.mp4"))
