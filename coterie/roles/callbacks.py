@@ -120,8 +120,9 @@ class Callbacks:
                     self._post("stop", (answer if isinstance(answer, str) else name, None))
 
     def end(self, order: int) -> None:
-        """`order`: the last one, which the parent completes."""
-        while self._made and self._board.sealed < order:
+        """`order`: the last one, which the parent completes; `on_end` waits for it no longer than `log.stall`."""
+        deadline = time.monotonic() + self.run.config.log.stall
+        while self._made and self._board.sealed < order and time.monotonic() < deadline:
             self._board.heartbeat(0)
             time.sleep(0.005)
         self._after_checkpoint()
