@@ -69,8 +69,8 @@ class ReplayBatch(Generic[R]):
         return int(self.mask.sum())
 
     def parts(self, ways: int = 1) -> Iterator[ReplayBatch[R]]:
-        for at in slices(len(self.rows.weight), self.chunk, ways):
-            yield self._part(at)
+        pieces = slices(len(self.rows.weight), self.chunk, ways)
+        yield from map(self._part, pieces) if len(pieces) > 1 else [self]
 
     def half(self) -> ReplayBatch[R]:
         return self._part(slice(0, max(1, len(self.rows.weight) // 2)))

@@ -49,12 +49,12 @@ class Critics(nn.Module):
 
     def forward(self, x: Tensor, frozen: bool = False) -> Tensor:
         """`[N, size]` -> `[2, N]`. `frozen`: no gradient for the weights, only for `x`."""
-        layers = [p.detach() if frozen else p for p in self.parameters()]
+        found = [cast(Tensor, p) for p in self._parameters.values()]  # to walk all modules takes longer
+        layers = [p.detach() for p in found] if frozen else found
         x = x.expand(2, -1, -1)
-        for k in range(0, len(layers), 2):
-            x = torch.baddbmm(layers[k + 1], x, layers[k])
-            x = x if k == len(layers) - 2 else F.relu(x)
-        return x[..., 0]
+        for weight, bias in zip(layers[:-2:2], layers[1:-2:2], strict=True):
+            x = torch.baddbmm(bias, x, weight).relu_()
+        return (x * layers[-2].mT).sum(-1) + layers[-1][..., 0]  # a batched product of one column is slow
 
 
 class SACNetwork(Network):
@@ -71,8 +71,8 @@ class SACNetwork(Network):
         inputs, actions = sum(math.prod(s.shape) for s in obs.values()), len(self.spec.action.low)
         layers: list[nn.Module] = []
         for a, b in pairwise((inputs, *self.config.hidden)):
-            layers += [nn.Linear(a, b), nn.ReLU()]
-        self.torso = nn.Sequential(*layers)
+            layers += [nn.Linear(a, b), nn.ReLU(inplace=True)]
+        self.torso, self.value_torso = nn.Sequential(*layers), None
         self.policy = init(nn.Linear(self.config.hidden[-1], 2 * actions), 0.01)
         self.critics = Critics(inputs + actions, self.config.hidden)
 
@@ -129,7 +129,7 @@ class SAC(ReplayLearning[Transitions]):
         self.sac, self.actions = config.sac, len(spec.action.low)
         self.entropy_target = self.sac.entropy_target or -float(self.actions)
         self.noise = torch.Generator().manual_seed(seed + 1)
-        self.critics: Critics | None = None  # the trained ones, which the target follows
+        self.pairs: tuple[list[Tensor], list[Tensor]] = ([], [])  # weights of the target and of what it follows
 
     @staticmethod
     def make_model(config: Config, spec: Spec) -> SACNetwork:
@@ -176,8 +176,10 @@ class SAC(ReplayLearning[Transitions]):
         return TransitionReplay.bytes_for(replay_capacity(config, spec))
 
     def make_target(self, model: Model) -> Critics:
-        self.critics = cast(SACNetwork, model).critics
-        return copy.deepcopy(self.critics).requires_grad_(False)
+        critics = cast(SACNetwork, model).critics
+        target = copy.deepcopy(critics).requires_grad_(False)
+        self.pairs = list(target.parameters()), list(critics.parameters())
+        return target
 
     def copy_target(self) -> None:
         """Nothing: the target follows in every step."""
@@ -224,8 +226,7 @@ class SAC(ReplayLearning[Transitions]):
     def after_step(self, model: Model, batch: ReplayBatch[Transitions]) -> None:  # type: ignore[override]
         """The target moves a share `sac.tau` of the way to the critics."""
         super().after_step(model, batch)
-        assert self.target is not None and self.critics is not None  # noqa: PT018
-        torch._foreach_lerp_(list(self.target.parameters()), list(self.critics.parameters()), self.sac.tau)
+        torch._foreach_lerp_(*self.pairs, self.sac.tau)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {**super().state_dict(), "noise": self.noise.get_state()}

@@ -16,7 +16,8 @@ from coterie.algorithms.sac import SAC, Critics, SACNetwork, squashed
 from coterie.build.factory import make_algorithm, make_model
 from coterie.cli.options import config_of
 from coterie.config import Config
-from coterie.types import ActionSpec, ConfigError, ObsSpec, Spec
+from coterie.models.build import acting_copy
+from coterie.types import ActionSpec, ConfigError, Inputs, ObsSpec, Spec
 from tests.conftest import make_config, make_rollout
 
 SPEC = Spec("made-up", {"": ObsSpec((3,), "float32")}, ActionSpec("continuous", low=(-1.0, -2.0), high=(1.0, 2.0)))
@@ -86,6 +87,16 @@ def test_the_loss_is_the_papers_and_the_target_follows() -> None:
     algorithm.after_step(model, batch)
     for old, new, trained in zip(before, algorithm.target.parameters(), critics.parameters(), strict=True):  # type: ignore[union-attr]
         torch.testing.assert_close(new, old + 0.005 * (trained - old))
+
+
+def test_a_copy_for_acting_in_bf16_has_nearly_the_same_policy() -> None:
+    model = make_model(make_config(algorithm="sac", **SMALL), SPEC)  # type: ignore[arg-type]
+    torch.nn.init.normal_(model.policy.weight)  # type: ignore[arg-type]
+    first = torch.ones(5, dtype=torch.bool)
+    inputs = Inputs(torch.randn(5, 3), first, first, first)
+    found, wanted = acting_copy(model, torch.bfloat16)[0](inputs)[0], model(inputs)[0]
+    torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.1)
+    assert not torch.equal(found, wanted)
 
 
 @pytest.mark.slow
