@@ -56,6 +56,7 @@ class Env:
     decorrelate: Natural = 0  # random steps that each env takes before the run: up to this many, uniformly drawn
     timeout: PositiveFloat = 60.0  # seconds until a worker that does not answer is replaced
     on_error: Literal["fail", "replace"] = "fail"  # an exception of a gymnasium env: end the run, or replace the env
+    info: Literal["episodes", "steps", "off"] = "episodes"  # metrics env/NAME: of the last step of episodes, or of all
     replace_budget: Natural = 100  # envs that may be replaced (death, NaN, time-out) before the run fails
     delay: NaturalFloat = 0.0  # seconds added to each step of a group of envs, to measure the effect of stragglers
     delay_learner: FromMinusOne = -1  # the only learner whose envs are delayed; -1: all

@@ -28,7 +28,8 @@ class Corridor(gymnasium.Env):
     def step(self, action):
         self.at, self.steps = max(0, self.at + (1 if action == 1 else -1)), self.steps + 1
         arrived = self.at == self.length - 1
-        return self.look(), 1.0 * arrived - 0.01, arrived, self.steps == 50, {}
+        info = {"success": arrived}  # its last value in each episode becomes the metric env/success
+        return self.look(), 1.0 * arrived - 0.01, arrived, self.steps == 50, info
 
     def look(self):
         return np.eye(self.length, dtype=np.float32)[self.at]

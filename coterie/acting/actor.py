@@ -90,7 +90,7 @@ class RolloutLoop:
             share.config.algo.poll,
             self.sink.next,
         )
-        self.report = Reporter("actor", self.stages, self.acting.failures)
+        self.report = Reporter("actor", self.stages, self.acting.news)
 
     def run(self, on_delivered: Callable[[], None]) -> None:
         """Act until the run has ended; `on_delivered` is called after each rollout."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coterie.acting.recorder import Envs
 from coterie.config import Config, Refusal, ResolvedConfig
+from coterie.envs.news import EnvNews
 from coterie.models.base import Model
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
@@ -34,7 +35,7 @@ class Acting(Protocol):
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]: ...
     def rest(self) -> int: ...  # block until acting is idle; returns the number of waiting batches (for benchmarks)
     def counts(self) -> dict[str, int]: ...  # rows produced and dropped, envs replaced, since it began
-    def failures(self) -> list[str]: ...  # why envs were replaced, since the last call
+    def news(self) -> EnvNews: ...  # of its envs, since the last call
     def gauges(self) -> dict[str, float]: ...  # for the metrics
     def close(self) -> None: ...
 

@@ -27,6 +27,7 @@ from coterie.acting.env_host import EnvHost, HostSocket
 from coterie.acting.recorder import Fields, as_rollout, local_fields
 from coterie.acting.twin_models import Twin, TwinModels
 from coterie.config import Refusal, ResolvedConfig
+from coterie.envs.news import EnvNews, Means
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
@@ -219,9 +220,9 @@ class Central(EnvStreams):
     def counts(self) -> dict[str, int]:
         return {"produced": self.produced, "dropped": self.dropped}
 
-    def failures(self) -> list[str]:
-        """Env hosts report why their envs were replaced."""
-        return []
+    def news(self) -> EnvNews:
+        """Env hosts report it themselves."""
+        return EnvNews([], Means())
 
     def gauges(self) -> dict[str, float]:
         return {

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from coterie.acting.base import Section
 from coterie.config import Config, Refusal, ResolvedConfig
+from coterie.envs.news import EnvNews
 from coterie.envs.tasks import tasks
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.stages import Stages
@@ -52,15 +53,15 @@ class WorkerReport(NamedTuple):
     stages: dict[str, float]  # seconds in each
     first_step: float  # unix time of the first env step
     rss_mb: float | None
-    failures: list[str]  # replaced envs since the last report
+    news: EnvNews  # since the last report
     latencies: list[float]  # seconds that envs waited for their actions, since then
 
 
 class Reporter:
     """Makes the reports of one worker process."""
 
-    def __init__(self, worker: str, stages: Stages, failures: Callable[[], list[str]]) -> None:
-        self._worker, self._stages, self._failures = worker, stages, failures
+    def __init__(self, worker: str, stages: Stages, news: Callable[[], EnvNews]) -> None:
+        self._worker, self._stages, self._news = worker, stages, news
         self._reported = 0.0
         self.latencies = deque[float](maxlen=4096)
 
@@ -73,5 +74,4 @@ class Reporter:
         latencies = list(self.latencies)
         self.latencies.clear()
         stages = {f"{self._worker}/{k}": v for k, v in self._stages.seconds.items()}
-        failures = [f"replaced {reason}" for reason in self._failures()]
-        return WorkerReport(stages, self._stages.first_step, rss_mb(), failures, latencies)
+        return WorkerReport(stages, self._stages.first_step, rss_mb(), self._news(), latencies)

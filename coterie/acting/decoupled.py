@@ -21,6 +21,7 @@ from coterie.acting.child_processes import apart_refusals, shares_evenly
 from coterie.acting.recorder import as_rollout
 from coterie.config import Decoupled as DecoupledConfig
 from coterie.config import Refusal, ResolvedConfig
+from coterie.envs.news import EnvNews, Means
 from coterie.envs.tasks import envs_per_child
 from coterie.parallel.board import Board
 from coterie.parallel.stages import Stages
@@ -102,9 +103,9 @@ class Decoupled:
         """Rows of remote actors. Local actors write their counts to the board."""
         return {} if self.remote is None else {"produced": self.remote.produced}
 
-    def failures(self) -> list[str]:
-        """Actors report why their envs were replaced."""
-        return []
+    def news(self) -> EnvNews:
+        """Actors report it themselves."""
+        return EnvNews([], Means())
 
     def gauges(self) -> dict[str, float]:
         return {"slots/waiting": self.waiting * self.slots.per_batch}

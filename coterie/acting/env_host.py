@@ -136,7 +136,7 @@ class EnvLoop:
         self.envs, self.check, self.unroll, self.rest = envs, check, unroll, rest
         self.streams = [connect(g, cols.stop - cols.start) for g, cols in enumerate(envs.groups)]
         self.stages = Stages()
-        self.report = Reporter("host", self.stages, self.envs.failures)
+        self.report = Reporter("host", self.stages, self.envs.news)
         self.env_steps = 0
         self.waits: Callable[[], AbstractContextManager[None]] = nullcontext  # around each wait for the learner
 

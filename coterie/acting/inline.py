@@ -36,6 +36,7 @@ class Inline:
     ) -> None:
         self.envs, self.policy, self.recorder, self.stages, self.team = envs, policy, recorder, stages, team
         self.next_recorder = next_recorder or (lambda: recorder)  # for the next rollout
+        self.news = envs.news
         self.version = 0
         self.poll = poll or recorder.unroll_length  # steps with the same weights
         self.produced = 0  # valid rows recorded
@@ -49,10 +50,6 @@ class Inline:
     def counts(self) -> dict[str, int]:
         """Valid rows produced and envs replaced, since the start."""
         return {"produced": self.produced, "replaced": self.envs.replaced}
-
-    def failures(self) -> list[str]:
-        """Reasons for the env replacements since the last call."""
-        return self.envs.failures()
 
     def gauges(self) -> dict[str, float]:
         return {}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.envs.news import EnvNews
 from coterie.parallel.stages import Stages
 from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec, TimeStep
 
@@ -25,11 +26,12 @@ class Envs(Protocol):
     spec: Spec
     num_envs: int
     groups: list[slice]
-    replaced: int
 
+    @property
+    def replaced(self) -> int: ...
     def recv(self, group: int) -> TimeStep: ...
     def send(self, group: int, action: Array) -> None: ...
-    def failures(self) -> list[str]: ...
+    def news(self) -> EnvNews: ...
     def close(self) -> None: ...
 
 

@@ -31,6 +31,7 @@ class StepResults(NamedTuple):
     terminated: Array  # bool
     truncated: Array  # bool
     game_over: Array  # bool: the whole episode ended, not only a life of it (or it was truncated)
+    info: Mapping[str, Array] = {}  # float64, the numbers in the envs' info; NaN where an env gave none
     # Instances, requested or not, that must be replaced before they are used again, and why; their rows mean nothing.
     failed: Mapping[int, str] = {}
 

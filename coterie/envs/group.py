@@ -6,10 +6,9 @@ ends of episodes, episode statistics and what happens to a broken instance.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from operator import itemgetter
 from types import TracebackType
 
@@ -17,12 +16,12 @@ import numpy as np
 
 from coterie import config
 from coterie.envs.backend import Backend, MakeBackend, StepResults
+from coterie.envs.news import Reports
 from coterie.envs.spaces import random_actions
 from coterie.parallel.board import Board
 from coterie.types import MASK, Array, CoterieError, Obs, TimeStep, entries, map_obs
 
 _REPLACED, _DECORRELATE = 2, 3  # spawn keys below an env's own
-_REASONS_KEPT = 50
 
 
 def env_seed(seed: int, *key: int) -> int:
@@ -30,18 +29,8 @@ def env_seed(seed: int, *key: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1)[0] & 0x7FFFFFFF)
 
 
-def first_time(places: set[str], reason: str) -> str:
-    """Why an env was replaced, with the traceback behind it only where nothing was raised at that place before."""
-    line, _, trace = reason.partition("\n")
-    place = line.rpartition(" (")[2]
-    if not trace or place in places:
-        return line
-    places.add(place)
-    return reason.rstrip()
-
-
 class Group:
-    """Environments that step together. `env_id`: their global ids; `report` receives why instances were replaced."""
+    """Environments that step together. `env_id`: their global ids; `reports`: collects what they have to report."""
 
     def __init__(
         self,
@@ -49,10 +38,10 @@ class Group:
         env_id: Array,
         seed: int,
         limit_is_terminal: bool,
-        report: Callable[[Sequence[str]], None],
+        reports: Reports,
     ) -> None:
         n = len(env_id)
-        self.backend, self.env_id, self._report = backend, env_id, report
+        self.backend, self.env_id, self._reports = backend, env_id, reports
         self._seed, self._replacements = seed, Counter[int]()
         self._limit_is_terminal = limit_is_terminal
         self._all = np.arange(n, dtype=np.int32)
@@ -109,6 +98,8 @@ class Group:
         episode_return, episode_length = np.full((2, len(first)), np.nan)
         done = terminated | truncated
         self._first = done | again
+        if batch.info:
+            self._reports.inform(batch.info, ~first, batch.game_over & ~self._excluded)
         if self._first.any() and batch.game_over.any():
             reported = batch.game_over & ~self._excluded
             episode_return[reported], episode_length[reported] = self._return[reported], self._length[reported]
@@ -133,7 +124,7 @@ class Group:
         bad = self._bad(batch)
         self._check_legal(batch, bad)
         while bad:
-            self._report([f"env {self.env_id[i]}: {reason}" for i, reason in sorted(bad.items())])
+            self._reports.replace([f"env {self.env_id[i]}: {reason}" for i, reason in sorted(bad.items())])
             ids = sorted(bad)
             self._replacements.update(ids)
             keys = [(int(self.env_id[i]), _REPLACED, self._replacements[i]) for i in ids]
@@ -217,9 +208,8 @@ class Envs:
         self.num_envs = env.num_envs
         size = env.num_envs // groups
         self.groups = [slice(g * size, (g + 1) * size) for g in range(groups)]
-        self.replaced = 0
-        self._lock = threading.Lock()
-        self._budget, self._reasons, self._places = env.replace_budget, deque[str](maxlen=_REASONS_KEPT), set[str]()
+        self._reports = Reports(env)
+        self.news = self._reports.take  # what happened since the last call
         self._groups: list[Group] = []
         self._backends: list[Backend] = []
         try:
@@ -227,7 +217,7 @@ class Envs:
                 ids = np.arange(cols.start, cols.stop, dtype=np.int64) + first_env_id
                 self._backends.append(make([env_seed(seed, int(i)) for i in ids]))
                 terminal = env.time_limit == "terminate"
-                self._groups.append(Group(self._backends[-1], ids, seed, terminal, self._count))
+                self._groups.append(Group(self._backends[-1], ids, seed, terminal, self._reports))
             for group in self._groups:  # a loop of its own, so that both groups start at once
                 group.start(env.decorrelate)
         except BaseException:
@@ -239,12 +229,10 @@ class Envs:
         self._delay = env.delay * delayed
         self.board: Board | None = None  # from which the envs take attributes
 
-    def failures(self) -> list[str]:
-        """Why envs were replaced since the last call, the newest last (the last 50): `first_time`."""
-        with self._lock:
-            reasons = list(self._reasons)
-            self._reasons.clear()
-        return reasons
+    @property
+    def replaced(self) -> int:
+        """Envs that were replaced so far."""
+        return self._reports.replaced
 
     def recv(self, group: int) -> TimeStep:
         """Wait for a group's TimeStep; the first one holds the first observations."""
@@ -268,15 +256,3 @@ class Envs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _count(self, reasons: Sequence[str]) -> None:
-        with self._lock:  # each group may run in a thread of its own
-            self.replaced += len(reasons)
-            self._reasons.extend(first_time(self._places, reason) for reason in reasons)
-        if self.replaced > self._budget:
-            line, _, trace = reasons[-1].partition("\n")
-            raise CoterieError(
-                f"{self.replaced} envs had to be replaced, more than env.replace_budget {self._budget}; "
-                f"the last: {line}",
-                trace,
-            )

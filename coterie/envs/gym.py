@@ -21,6 +21,8 @@ from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_ent
 LAB = "dmlab/"  # before a level of DeepMind Lab
 ALE = "ALE/"  # before a game of ale-py, which registers it
 _LAB_EXAMPLE = "dmlab:DMLab"  # examples/envs/dmlab.py
+_NUMBER: Any = int | float | np.number | np.bool_
+_MOST_INFO = 1e15  # more is not averaged
 _METHOD = "action_masks"  # of an env: the name that Stable-Baselines3's contributions use
 GymEnv = gymnasium.Env[Any, Any]
 Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype by name
@@ -120,6 +122,7 @@ class Instance:
         self.env, self.row, self.arrays, self.mask = env, row, arrays, mask
         self.seed: int | None = seed  # of the first reset
         self.restart = True
+        self.info: Mapping[str, Any] = {}  # of the last step, as the env gave it
         self.actions: ActionMap = action_map(env_id, env.action_space)
         self.fields = with_mask(env_id, obs_fields(env_id, env.observation_space), self.actions.spec, bool(mask))
         self.discrete = isinstance(env.action_space, spaces.Discrete)
@@ -127,7 +130,7 @@ class Instance:
 
     def reset(self) -> None:
         obs, info = self.env.reset(seed=self.seed)
-        self.seed, self.restart = None, False
+        self.seed, self.restart, self.info = None, False, {}
         self._write(obs, info, 0.0, False, False)
 
     def step(self) -> None:
@@ -141,7 +144,7 @@ class Instance:
         else:
             given = int(action) if self.discrete else action.astype(self.action_dtype)
         obs, reward, terminated, truncated, info = self.env.step(given)
-        self.restart = bool(terminated or truncated)
+        self.restart, self.info = bool(terminated or truncated), info
         self._write(obs, info, float(reward), bool(terminated), bool(truncated))
 
     def _write(self, obs: Any, info: Mapping[str, Any], reward: float, terminated: bool, truncated: bool) -> None:
@@ -168,11 +171,30 @@ def _only(row: Any) -> Any:
     return tuple(map(_only, row)) if isinstance(row, tuple) else row[0]
 
 
-def read_batch(arrays: Mapping[str, Array], spec: Spec, ids: Array, failed: Mapping[int, str]) -> StepResults:
-    """Copies of the rows `ids`."""
+def numbers(info: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The finite numbers in a step's `info`, those in its dicts as `outer/inner`."""
+    found: dict[str, float] = {}
+    for name, x in info.items():
+        if isinstance(x, Mapping):
+            found |= numbers(x, f"{prefix}{name}/")
+        elif isinstance(x, _NUMBER) and abs(x) <= _MOST_INFO:
+            found[f"{prefix}{name}"] = float(x)
+    return found
+
+
+def read_batch(
+    arrays: Mapping[str, Array],
+    spec: Spec,
+    ids: Array,
+    failed: Mapping[int, str],
+    given: Mapping[int, Mapping[str, float]] = {},
+) -> StepResults:
+    """Copies of the rows `ids`. `given`: numbers in the info of some of them."""
     obs = from_entries({k: arrays[f"obs/{k}"][ids] for k in spec.obs})
     terminated, truncated = arrays["terminated"][ids], arrays["truncated"][ids]
-    return StepResults(obs, arrays["reward"][ids], terminated, truncated, terminated | truncated, failed)
+    info = {name: np.array([given.get(i, {}).get(name, np.nan) for i in ids.tolist()])
+            for name in {name for one in given.values() for name in one}}  # fmt: skip
+    return StepResults(obs, arrays["reward"][ids], terminated, truncated, terminated | truncated, info, failed)
 
 
 def raised(error: Exception) -> str:

@@ -35,6 +35,8 @@ _PACKAGES = {
     "libSDL2": "libsdl2-2.0-0",
     "libopenal": "libopenal1",
 }
+_INFO = "info:"
+_NO_INFO = {"env_id", "players.env_id", "reward", "terminated", "lives"}  # what other fields say
 _RESERVED = {"num_envs", "batch_size", "num_threads", "env_seed", "seed", "max_episode_steps", "gym_reset_return_info"}
 _NO_LIMIT = 2**31 - 1
 # Observations that are text, as bytes that zeros end.
@@ -168,6 +170,8 @@ class PoolBackend:
         self._at = {k: i for i, k in enumerate(names)}
         # Atari's info has the raw reward, and distinguishes the end of an episode from the loss of a life.
         self._atari = is_atari(env.id)
+        self._info, keys = env.info, [name for name in names if name.startswith(_INFO)]
+        self._info_at = {k: self._at[_INFO + k] for name in keys if (k := name.removeprefix(_INFO)) not in _NO_INFO}
         self._reward_at = self._at["info:reward" if self._atari else "reward"]
         # A lost life ends an episode here and not in EnvPool, which would play no-ops and FIRE after each one.
         self._lives = np.zeros(n, np.int32) if self._atari and atari.episodic_life and training else None
@@ -210,7 +214,13 @@ class PoolBackend:
             terminated = terminated | self._lost_life(values, done | truncated)
         over = (values[self._at["info:terminated"]].astype(bool) if self._atari else done) | truncated
         obs = self._obs(values)
-        return StepResults(obs, values[self._reward_at], terminated, truncated, over)
+        info = self._numbers(values) if self._info == "steps" or (self._info == "episodes" and over.any()) else {}
+        return StepResults(obs, values[self._reward_at], terminated, truncated, over, info)
+
+    def _numbers(self, values: list[Array]) -> dict[str, Array]:
+        """The numbers in info: one for each env."""
+        given = {name: values[at] for name, at in self._info_at.items()}
+        return {name: x.astype(np.float64) for name, x in given.items() if x.ndim == 1 and x.dtype.kind in "bifu"}
 
     def _lost_life(self, values: list[Array], over: Array) -> Array:
         """Which rows lost a life and have another one."""

@@ -35,7 +35,7 @@ class Repeat:
         batch = self.inner.recv()
         if self._ids is None:
             return batch
-        ids, failed = self._ids, dict(batch.failed)
+        ids, failed, info = self._ids, dict(batch.failed), dict(batch.info)
         going = ~self._done[ids]
         for _ in range(self.times - 1):
             going &= ~(batch.terminated | batch.truncated) & ~np.isin(ids, list(failed))
@@ -48,8 +48,10 @@ class Repeat:
             part.reward[:] += batch.reward[run]
             for whole, rows in zip(batch.rows(), part.rows(), strict=True):
                 whole[run] = rows
+            for name, values in part.info.items():
+                info.setdefault(name, np.full(len(ids), np.nan))[run] = values
         self._done[ids] = batch.terminated | batch.truncated
-        return batch._replace(failed=failed)
+        return batch._replace(failed=failed, info=info)
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         self._done[list(ids)] = False

@@ -7,7 +7,7 @@ Requests: the set-up (JSON, once), then `s` or `r` and instance numbers (int32):
 [instances, seeds]: replace these by new ones at their next reset; or `a` and a JSON object: attributes to set in all
 envs. These two are not answered. Answers: JSON, {"ready": true} once, then {"failed": {instance: line and traceback}},
 which is empty unless `env.on_error` is replace: otherwise an exception of an env is a bug, and {"error": line,
-"trace": traceback} is the last answer.
+"trace": traceback} is the last answer. "info" has the numbers that `env.info` asks for: {instance: {name: number}}.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.envs.gym import Instance, make_gym, raised
+from coterie.envs.gym import Instance, make_gym, numbers, raised
 from coterie.parallel.shm import SharedArrays
 
 _EXIT_S = 3.0  # for the envs to close once the parent is gone
@@ -43,6 +43,7 @@ class Worker:
 
     def _set_up(self, setup: dict[str, Any]) -> None:
         self.setup = setup
+        self.every_step, self.last_step = setup["info"] == "steps", setup["info"] == "episodes"
         self.shared = SharedArrays(
             {k: (tuple(shape), dtype) for k, (shape, dtype) in setup["layout"].items()}, self.memory_fd
         )
@@ -84,15 +85,17 @@ class Worker:
                 for i in self.instances:
                     self._set_attributes(i)
                 return b""
-            failed: dict[int, str] = {}
+            failed, info = dict[int, str](), dict[int, dict[str, float]]()
             for i in np.frombuffer(message[1:], np.int32).tolist():
                 try:
                     self._go_on(i, what == b"r")
+                    if self.every_step or (self.last_step and self.instances[i].restart):
+                        info[i] = numbers(self.instances[i].info)
                 except Exception as error:
                     if self.setup["on_error"] == "fail":
                         raise
                     failed[i] = f"{raised(error)}\n{traceback.format_exc()}"
-            return json.dumps({"failed": failed}).encode()
+            return json.dumps({"failed": failed, "info": info}).encode()
         except Exception as error:
             self.failed = True
             return json.dumps({"error": raised(error), "trace": traceback.format_exc()}).encode()

@@ -112,6 +112,7 @@ class WorkerBackend:
             "kwargs": json.loads(self._env.kwargs),
             "max_episode_steps": self._env.max_episode_steps,
             "on_error": self._env.on_error,
+            "info": self._env.info,
             "layout": self._layout,
             "mask": self._mask,
             "ids": list(ids),
@@ -136,13 +137,15 @@ class WorkerBackend:
                 worker.ask(what + mine.tobytes())
 
     def recv(self) -> StepResults:
-        failed = self._wait()
+        failed, info = self._wait()
         self._began = True
-        return read_batch(self._shared.arrays, self.spec, self._asked, failed)
+        return read_batch(self._shared.arrays, self.spec, self._asked, failed, info)
 
-    def _wait(self) -> dict[int, str]:
-        """Wait until every worker has answered, died or timed out; returns the instances that failed."""
-        failed: dict[int, str] = {}
+    def _wait(self) -> tuple[dict[int, str], dict[int, dict[str, float]]]:
+        """Wait until every worker has answered, died or timed out; returns the instances that failed, and numbers in
+        the info of others.
+        """
+        failed, info = dict[int, str](), dict[int, dict[str, float]]()
         begin = time.monotonic()
         while waiting := {x.conn: (w, x) for w, x in enumerate(self._workers) if x is not None and x.answers}:
             starting = any(not x.ready for _, x in waiting.values())
@@ -162,10 +165,11 @@ class WorkerBackend:
                 if "error" in answer:
                     raise CoterieError(f"env.id {self.spec.env_id!r}: {answer['error']}", answer["trace"])
                 failed |= {int(i): reason for i, reason in answer.get("failed", {}).items()}
+                info |= {int(i): given for i, given in answer.get("info", {}).items()}
                 if "ready" in answer:
                     x.ready = True
                     begin = time.monotonic()
-        return failed
+        return failed, info
 
     def _bury(self, w: int, worker: Process, reason: str) -> dict[int, str]:
         """Give up a worker: all its instances have failed."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
-from coterie.envs.group import first_time
+from coterie.envs.news import Means, first_time
 from coterie.launch.ledger import Ledger
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
@@ -53,7 +53,7 @@ class Coordinator:
         self.order: int | None = None  # number of the order that is being carried out
         self.saved: dict[int, Saved] = {}  # what its members have reported about their parts
         self.scores: Scores | None = None
-        self.places: set[str] = set()  # where envs have raised
+        self.places, self.info = set[str](), Means()  # where envs have raised; numbers in their info
         self.lost_drafts = 0
         self.last_checkpoint = time.monotonic()
         self.digests: dict[int, str] = {}
@@ -142,7 +142,8 @@ class Coordinator:
             self.log(content)
         elif kind in ("report", "acted"):
             (self.ledger.take if kind == "report" else self.ledger.take_acted)(row, content)
-            for reason in content.failures:
+            self.info.add(content.news.info)
+            for reason in content.news.failures:
                 text = first_time(self.places, reason)  # of all processes
                 (self.log if "\n" in text else self.writer.log)(text)
         elif kind == "scores" and content[0] == self.order:
@@ -193,7 +194,7 @@ class Coordinator:
         return SAVE if now - self.last_checkpoint >= self.config.log.checkpoint_every else 0
 
     def _write_line(self) -> None:
-        line = self.ledger.line()
+        line = {**self.ledger.line(), **self.info.take().means("env/")}
         self.writer.write(line)
         self.writer.processes(self._health(), self.ledger.restarts)
         self.display.update({**self.ledger.status(), "metrics": line})

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
 from coterie.config import ResolvedConfig, Wire
+from coterie.envs.news import EnvNews, Means
 from coterie.envs.tasks import child_env, tasks
 from coterie.types import Array, Spec
 from coterie.wire.auth import read_token
@@ -30,6 +32,7 @@ class Servers:
     def __init__(self, wire: Wire) -> None:
         self.wire, self.open = wire, list[Server]()
         self._refused = deque[str](maxlen=100)
+        self._info, self._lock = Means(), threading.Lock()
 
     def serve(self, address: str, services: Mapping[str, Service], field: str = "") -> None:
         """Serve at `address`. `field`: the setting that holds it, of a server for other machines; their clients need
@@ -43,13 +46,19 @@ class Servers:
             credentials=server_credentials(access.cert, access.key) if access.cert else None,
             limits=Limits(self.wire.max_message_mb << 20),
             on_refused=self._refused.append,
+            on_info=self._add_info,
             field=field or "env hosts",
         )
         self.open.append(server)
 
-    def refused(self) -> list[str]:
-        """Clients that were refused since the last call, with the reasons."""
-        return [self._refused.popleft() for _ in range(len(self._refused))]
+    def _add_info(self, more: Mapping[str, tuple[float, int]]) -> None:
+        with self._lock:
+            self._info.add(more)
+
+    def news(self) -> EnvNews:
+        """Since the last call: clients that were refused, with the reasons, and the numbers in info of remote envs."""
+        with self._lock:
+            return EnvNews([self._refused.popleft() for _ in range(len(self._refused))], self._info.take())
 
     def close(self, over: bool) -> None:
         """`over`: the run has ended for good; otherwise clients may reconnect."""

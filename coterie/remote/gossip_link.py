@@ -95,7 +95,7 @@ class GossipHub:
 
     def lines(self) -> list[str]:
         """Lines for the log."""
-        return self.servers.refused()
+        return self.servers.news().failures
 
     def gauges(self, env_steps: int) -> dict[str, float]:
         return {"gossip/peers": len(self.mailboxes.peers()), **self.servers.traffic(env_steps, "gossip")}

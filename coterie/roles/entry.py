@@ -16,6 +16,7 @@ from coterie.algorithms.base import AnyAlgorithm
 from coterie.build.evaluate import Scores, Trial, evaluate
 from coterie.build.factory import EVAL_SEED, ProcessContext, seed_for, worker_setup
 from coterie.config import ResolvedConfig
+from coterie.envs.news import EnvNews
 from coterie.models.build import Network
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST
@@ -39,7 +40,7 @@ class Start(NamedTuple):
 
 
 class LearnerReport(NamedTuple):
-    """The message "report" of a learner to its parent: up to `failures`, since its last one."""
+    """The message "report" of a learner to its parent: up to `news`, since its last one."""
 
     episodes: list[tuple[float, int, int]]  # return, length, env id
     metrics: dict[str, float]  # sums over the batches
@@ -47,7 +48,7 @@ class LearnerReport(NamedTuple):
     lags: dict[int, int]  # rows by policy lag
     lag_by_row: list[float]  # sums over the rollouts
     rollouts: int
-    failures: list[str]
+    news: EnvNews
     stages: dict[str, float]  # seconds in each
     first_step: float  # unix time of the first env step
     lr: float
@@ -152,7 +153,7 @@ class Service:
             self.gauged, self.gauges = self.reported, self.learner.gauges()
         content = LearnerReport(
             self.episodes, progress.metrics, progress.batches, dict(progress.lags), progress.lag_by_row,
-            progress.rollouts, self.learner.failures(), dict(self.learner.stages.seconds),
+            progress.rollouts, self.learner.news(), dict(self.learner.stages.seconds),
             self.learner.stages.first_step, self.learner.lr(self.learner.exchange.steps.total), rss_mb(),
             self.gauges | self.callbacks.run.recorded,
         )  # fmt: skip

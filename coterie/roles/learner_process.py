@@ -30,6 +30,7 @@ from coterie.build.resources import resolve_resources
 from coterie.build.validity import check, room_of
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
+from coterie.envs.news import EnvNews
 from coterie.exchange.table import exchange_kind
 from coterie.instruments.consensus import Changes, GradientSamples
 from coterie.instruments.norms import Norms
@@ -172,9 +173,11 @@ class LearnerProcess:
         with self._counts_lock:
             self.context.board.write(self.context.rank, self.counts())
 
-    def failures(self) -> list[str]:
-        """Lines for the log: replaced envs and refused clients."""
-        return [f"replaced {reason}" for reason in self.acting.failures()] + self.servers.refused()
+    def news(self) -> EnvNews:
+        """Of its envs, and of remote ones and their clients."""
+        (failures, info), (refused, remote) = self.acting.news(), self.servers.news()
+        info.add(remote)
+        return EnvNews(failures + refused, info)
 
     def gauges(self) -> dict[str, float]:
         """Values of all parts for the metrics."""

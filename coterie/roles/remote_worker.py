@@ -23,6 +23,7 @@ from coterie.build.factory import cpu_share, make_agent
 from coterie.build.resources import resolve_config
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
+from coterie.envs.news import Means
 from coterie.parallel.stages import Stages
 from coterie.plugins import NETWORKS
 from coterie.remote.admission import ENV_SETTINGS
@@ -107,14 +108,17 @@ class FinishRollout:
 
 
 class Progress:
-    """Prints replaced envs at once, and every few seconds the env steps and how long envs waited for their actions."""
+    """Adds up the numbers in info in `info`, prints replaced envs at once, and every few seconds the env steps and the
+    latency of the actions.
+    """
 
-    def __init__(self, worker: Worker, env_steps: Callable[[], int]) -> None:
-        self._worker, self._env_steps, self._printed = worker, env_steps, time.monotonic()
+    def __init__(self, worker: Worker, env_steps: Callable[[], int], info: Means) -> None:
+        self._worker, self._env_steps, self._info, self._printed = worker, env_steps, info, time.monotonic()
         self._latencies = deque[float](maxlen=20_000)
 
     def update(self, content: WorkerReport) -> None:
-        for reason in content.failures:
+        self._info.add(content.news.info)
+        for reason in content.news.failures:
             self._worker.report(reason)
         self._latencies.extend(content.latencies)
         if time.monotonic() - self._printed < self._worker.report_s:
@@ -154,7 +158,8 @@ def run_env_host(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> No
         envs = host_envs(cpu_share(config, config, spec, 0, 0))
         with closing(EnvLoop(envs, connect, finish, run.algo.unroll_length, worker.leave)) as loop:
             worker.report(f"{config.env.num_envs} envs of {config.env.id} for {session.connection.endpoint.address}")
-            progress = Progress(worker, lambda: loop.env_steps)
+            progress = Progress(worker, lambda: loop.env_steps, info := Means())
+            loop.streams[0].info = info.take
             with progress.until_the_end():
                 loop.run(progress.update)
 
@@ -168,6 +173,8 @@ class RemoteSink:
         self.version, self.env_steps = -1, 0
         connect = partial(self._connect, "PushRollouts", layout, self.check)
         self._push = ReconnectingStream(connect, connection, self.check)
+        self.info = Means()
+        self._push.info = self.info.take
         self._pull = ReconnectingStream(partial(self._connect_pull, leave), connection, leave)
 
     def _connect(self, method: str, sends: Layout, check: Callable[[], None]) -> Stream:
@@ -235,7 +242,7 @@ def run_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
         share = cpu_share(run, mine, spec, 0, sink.first_env_id())
         with closing(RolloutLoop(share, agent, sink.count, partial(sink.attach, fields))) as loop:
             worker.report(f"an actor with {width} envs of {mine.env.id} for {session.connection.endpoint.address}")
-            progress = Progress(worker, lambda: sink.env_steps)
+            progress = Progress(worker, lambda: sink.env_steps, sink.info)
             with progress.until_the_end():
                 loop.run(lambda: progress.update(loop.report.take()))
 

@@ -201,6 +201,7 @@ class Training:
         self.learner = learner
         self.last: Rollout | None = None
         self.source = learner.acting.rollouts(self._refresh)
+        self.news = learner.acting.news
         self.now = Turn(0.0)
 
     def rest(self) -> int:
@@ -237,9 +238,6 @@ class Training:
 
     def counts(self) -> dict[str, int]:
         return {}
-
-    def failures(self) -> list[str]:
-        return []
 
     def gauges(self) -> dict[str, float]:
         return {}

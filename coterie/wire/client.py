@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from coterie.types import Array, ConfigError, CoterieError
 from coterie.wire.auth import is_local, read_pem
-from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, layout_from
+from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, layout_from, pack_info
 from coterie.wire.server import SERVICE
 
 T = TypeVar("T")
@@ -102,9 +102,10 @@ class Stream:
             self.close()  # else each failed attempt would leave two threads
             raise
 
-    def send(self, arrays: Mapping[str, Array]) -> None:
-        """Send a question without waiting for its answer."""
-        self._put(Frame(data={"number": self.number, "tensors": self.sends.pack(arrays)}))
+    def send(self, arrays: Mapping[str, Array], info: Mapping[str, tuple[float, int]] = {}) -> None:
+        """Send a question without waiting for its answer, and what envs say in their info."""
+        tensors = self.sends.pack(arrays)
+        self._put(Frame(data={"number": self.number, "tensors": tensors, "info": pack_info(info)}))
         self.number += 1
 
     def receive(self) -> tuple[dict[str, Array], int]:
@@ -187,6 +188,7 @@ class ReconnectingStream:
     def __init__(self, connect: Callable[[], Stream], connection: Connection, check: Callable[[], None]) -> None:
         self._connect, self._connection, self._check = connect, connection, check
         self._stream: Stream | None = None
+        self.info: Callable[[], Mapping[str, tuple[float, int]]] = dict  # to send with a question
         self.latency = 0.0  # seconds between the last question and its answer
 
     def open(self) -> Stream:
@@ -219,7 +221,7 @@ class ReconnectingStream:
         try:
             stream = self._opened()
             begin = time.perf_counter()
-            stream.send(question())
+            stream.send(question(), self.info())
             answer = stream.receive()
         except ConnectionLost:
             self.close()

@@ -152,6 +152,27 @@ def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:
         raise Refused(f"{MASK} allows no action")
 
 
+INFO_BYTES = 1 << 14  # most of a frame's `info`
+_INFO_NAME = 100  # characters of a name in it
+
+
+def pack_info(info: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
+    """As many sums of `info` as a frame may carry, with names that it may have."""
+    names, left = [name for name in info if len(name) <= _INFO_NAME], INFO_BYTES
+    fits = [name for name in names if (left := left - len(name.encode()) - 32) > 0]
+    return {name: {"total": info[name][0], "count": info[name][1]} for name in fits}
+
+
+def unpack_info(message: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    """The sums in a client's frame. Raises `Refused` for a name or a number that would harm the metrics."""
+    for name, mean in message.items():
+        if not (name.isprintable() and 0 < len(name) <= _INFO_NAME):
+            raise Refused(f"info: {name[:_INFO_NAME]!r} is not a name of 1 to {_INFO_NAME} printable characters")
+        if not (abs(mean.total) <= _MOST * mean.count and 0 < mean.count <= _MOST):
+            raise Refused(f"info: {name} is not the sum of finite numbers")
+    return {name: (mean.total, mean.count) for name, mean in message.items()}
+
+
 WHOLE = "whole"  # tensor: the envs whose whole stack of frames is sent
 _NEWEST, _STACK = "newest/", "stack/"
 

@@ -22,7 +22,7 @@ from grpc import StatusCode
 
 from coterie.types import Array, ConfigError, CoterieError
 from coterie.wire.auth import is_local, is_token, read_pem
-from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused
+from coterie.wire.codec import INFO_BYTES, PROTOCOL, Frame, Layout, Refused, unpack_info
 
 SERVICE = "coterie.v1.Coterie"
 _HELLO_BYTES = 1 << 16
@@ -81,13 +81,14 @@ class Server:
     def __init__(
         self, address: str, services: Mapping[str, Service], *, token: str = "",
         credentials: grpc.ServerCredentials | None = None, limits: Limits | None = None,
-        on_refused: Callable[[str], None] = lambda line: None, field: str = "wire.bind",
+        on_refused: Callable[[str], None] = lambda line: None,
+        on_info: Callable[[Mapping[str, tuple[float, int]]], None] = lambda info: None, field: str = "wire.bind",
     ) -> None:  # fmt: skip
         if not is_local(address) and (credentials is None or not token):
             raise ConfigError(f"{field}: {address} is reachable from other machines, so it needs TLS and a token")
         self.address, self.services, self.field = address, services, field
         self.token, self.credentials = token, credentials
-        self.limits, self.on_refused = limits or Limits(), on_refused
+        self.limits, self.on_refused, self.on_info = limits or Limits(), on_refused, on_info
         self.refused = Counter[str]()  # by client
         self.bytes_in = self.bytes_out = 0
         self._streams = Counter[str]()
@@ -226,20 +227,22 @@ class _Connection:
         if self.server.over is not None:  # it ended during the handshake
             return await self.end(self.server.over)
         self.stream = stream = service(hello.hello)
-        if stream.reads.most + _ROUND > limits.message_bytes:
+        most = stream.reads.most + _ROUND  # checked before parsing, which can inflate small input
+        if most > limits.message_bytes:
             raise Refused(
                 f"frames of up to {stream.reads.most} bytes; wire.max_message_mb allows {limits.message_bytes}"
             )
         self.server.open.add(self)
         await self._write(Frame(welcome={**stream.welcome, "credits": 1, "sends": stream.writes.message()}))
         loop = asyncio.get_running_loop()
-        most = stream.reads.most + _ROUND  # checked before parsing, which can inflate small input
-        while (frame := await self._read(most)) is not None:
+        while (frame := await self._read(most + INFO_BYTES)) is not None:
             if frame.WhichOneof("kind") != "data":
                 raise Refused("only data frames may follow the hello")
             if frame.data.number != self.number:
                 raise Refused(f"data frame {frame.data.number} instead of {self.number}")
             arrays = stream.reads.unpack(frame.data.tensors)
+            if frame.data.info:
+                self.server.on_info(unpack_info(frame.data.info))
             future: asyncio.Future[tuple[Mapping[str, Array], int]] = loop.create_future()
 
             def resolve(answer: Mapping[str, Array], version: int, future: asyncio.Future[Any] = future) -> None:

@@ -9,6 +9,7 @@ from coterie import config
 from coterie.envs.backend import StepResults
 from coterie.envs.group import Group
 from coterie.envs.make import make_spec
+from coterie.envs.news import Reports
 from coterie.envs.spaces import action_map
 from tests.envs.env_harness import check_returns, make, play
 
@@ -64,7 +65,7 @@ class Script:
 
 def test_a_time_limit_can_fall_on_the_no_op_after_a_lost_life():
     """The no-op's flags are not seen, the game's return is reported, and its restart is no step of an episode."""
-    group = Group(Script("..LT.."), np.arange(1), 0, False, lambda reasons: None)
+    group = Group(Script("..LT.."), np.arange(1), 0, False, Reports(config.Env()))
     group.start(0)
     seen = [group.recv()]
     for _ in range(6):

@@ -20,6 +20,7 @@ import coterie
 from coterie.cli.main import main
 from coterie.envs.testing import CountingEnv
 from coterie.plugins import label, named
+from coterie.runs.metrics import read_metrics
 from coterie.runs.objects import name_of
 from coterie.types import ConfigError
 from tests.plugins.page import ROOT
@@ -117,6 +118,7 @@ def test_the_script_of_the_examples_trains_its_own_class_and_goes_on_when_it_is_
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # no pickled class is left
 
     run, own = tmp_path / folder, from_file(EXAMPLE).Corridor
+    assert [line["env/success"] for line in read_metrics(run) if "env/success" in line][-1] > 0.9
     assert main(["eval", str(run)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -16,14 +16,18 @@ from hypothesis.extra import numpy as hnp
 from coterie.types import ActionSpec, Array, ObsSpec, Spec
 from coterie.wire.codec import (
     DTYPES,
+    INFO_BYTES,
     WHOLE,
+    Frame,
     Layout,
     Newest,
     Refused,
     Tensor,
     TensorMessage,
     layout_from,
+    pack_info,
     timestep_layout,
+    unpack_info,
 )
 from tests.conftest import VECTOR
 
@@ -207,3 +211,34 @@ def test_the_bytes_of_a_frame_are_where_the_documentation_says():
     said = page[page.index("Eight CartPoles make a frame of") :].split("The answer has 64 bytes")[0]
     assert f"frame of {at} bytes" in said
     assert {name: int(begin) for name, begin in re.findall(r"`([\w/]+)` (?:from byte )?(\d+)", said)} == begins
+
+
+def sent(info: dict[str, Any]) -> Any:
+    return Frame.FromString(Frame(data={"number": 0, "tensors": b"", "info": info}).SerializeToString()).data.info
+
+
+def test_what_an_env_says_in_its_info_arrives():
+    info = {"success": (3.0, 4), "deep/x": (-1.5, 1)}
+    assert unpack_info(sent(pack_info(info))) == info
+    many = {f"name {i}": (0.5, 1) for i in range(10_000)} | {"x" * 101: (1.0, 1)}
+    packed = pack_info(many)
+    assert 100 < len(packed) < len(many)
+    assert "x" * 101 not in packed
+    assert Frame(data={"number": 0, "tensors": b"", "info": packed}).ByteSize() <= INFO_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "count", "why"),
+    [
+        ("", 1.0, 1, "is not a name"),
+        ("x" * 101, 1.0, 1, "is not a name of 1 to 100"),
+        ("a\x1b[2J", 1.0, 1, "is not a name"),
+        ("a", float("nan"), 1, "not the sum of finite numbers"),
+        ("a", float("inf"), 1, "not the sum of finite numbers"),
+        ("a", 1e30, 1, "not the sum of finite numbers"),
+        ("a", 0.0, 0, "not the sum of finite numbers"),
+    ],
+)
+def test_info_that_would_harm_the_metrics_is_refused(name: str, total: float, count: int, why: str):
+    with pytest.raises(Refused, match=why):
+        unpack_info(sent({name: {"total": total, "count": count}}))

@@ -57,7 +57,7 @@ REFUSED = {
     "more than tensors": ([hello_frame(), data_frame(0, LAYOUT.pack(arrays()) + b"x")], "1 more"),
     "a mask of other rows": ([hello_frame(), data_frame(0, b"\1\1\1\0" + LAYOUT.pack(arrays())[4:])], "ends within"),
     "random bytes later": ([hello_frame(), data_frame(0), random.Random(0).randbytes(100)], "not a frame"),
-    "more than any frame": ([hello_frame(), data_frame(0, bytes(5000))], "more than 1"),
+    "more than any frame": ([hello_frame(), data_frame(0, bytes(50_000))], "more than 1"),
     "a hello that is too long": ([hello_frame(Layout([Tensor("n" * 70_000, "bool", (3,))]))], "more than 65536"),
 }
 

@@ -10,6 +10,7 @@ from coterie.acting.child_processes import apart_refusals
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, local_fields
 from coterie.config import Central, Refusal
+from coterie.envs.news import EnvNews, Means
 from coterie.envs.tasks import envs_per_child
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.parallel.threads import Team
@@ -109,8 +110,8 @@ class RemoteEnvs:
         fence()
         self.memory.shared.arrays["answered"][group] += 1
 
-    def failures(self):
-        return []
+    def news(self):
+        return EnvNews([], Means())
 
     def close(self):
         pass

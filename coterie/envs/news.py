@@ -1,0 +1,87 @@
+"""What envs report besides their steps: why they were replaced, and the numbers in their `info`."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from coterie import config
+from coterie.types import Array, CoterieError
+
+_REASONS_KEPT = 50
+
+
+class Means(dict[str, tuple[float, int]]):
+    """By name: the sum of some values, and how many they are."""
+
+    def add(self, more: Mapping[str, tuple[float, int]]) -> None:
+        for name, (total, count) in more.items():
+            before = self.get(name, (0.0, 0))
+            self[name] = before[0] + total, before[1] + count
+
+    def take(self) -> Means:
+        """What was added since the last call."""
+        taken = Means(self)
+        self.clear()
+        return taken
+
+    def means(self, prefix: str) -> dict[str, float]:
+        return {f"{prefix}{name}": total / count for name, (total, count) in sorted(self.items())}
+
+
+class EnvNews(NamedTuple):
+    """Since the last one."""
+
+    failures: list[str]  # lines for the log, with tracebacks
+    info: Means
+
+
+def first_time(places: set[str], reason: str) -> str:
+    """Why an env was replaced, with the traceback behind it only where nothing was raised at that place before."""
+    line, _, trace = reason.partition("\n")
+    place = line.rpartition(" (")[2]
+    if not trace or place in places:
+        return line
+    places.add(place)
+    return reason.rstrip()
+
+
+class Reports:
+    """Collects the news of an `Envs`, whose groups may run in threads of their own."""
+
+    def __init__(self, env: config.Env) -> None:
+        self.replaced = 0
+        self._budget, self._every_step = env.replace_budget, env.info == "steps"
+        self._reasons, self._places, self._info = deque[str](maxlen=_REASONS_KEPT), set[str](), Means()
+        self._lock = threading.Lock()
+
+    def replace(self, reasons: Sequence[str]) -> None:
+        """Count replaced envs. Raises `CoterieError` beyond the budget."""
+        with self._lock:
+            self.replaced += len(reasons)
+            self._reasons.extend(f"replaced {first_time(self._places, reason)}" for reason in reasons)
+        if self.replaced > self._budget:
+            line, _, trace = reasons[-1].partition("\n")
+            raise CoterieError(
+                f"{self.replaced} envs had to be replaced, more than env.replace_budget {self._budget}; "
+                f"the last: {line}",
+                trace,
+            )
+
+    def inform(self, info: Mapping[str, Array], stepped: Array, ended: Array) -> None:
+        """Add up the numbers in the info of the envs that took a step, or of those whose episode ended."""
+        given = {name: x[stepped if self._every_step else ended] for name, x in info.items()}
+        counts = {name: int(np.count_nonzero(~np.isnan(x))) for name, x in given.items()}
+        with self._lock:
+            self._info.add({name: (float(np.nansum(x)), n) for name, x in given.items() if (n := counts[name])})
+
+    def take(self) -> EnvNews:
+        """Replaced envs (the last 50) and numbers in info, since the last call."""
+        with self._lock:
+            reasons = list(self._reasons)
+            self._reasons.clear()
+            return EnvNews(reasons, self._info.take())

@@ -1,0 +1,35 @@
+"""An env that has numbers in its info, of every kind that counts and of some that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from coterie.envs.testing import CountingEnv
+
+
+class TellingEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A CountingEnv whose info has `step` at each step of an episode (1, 2, ...), and `success` at its last one."""
+
+    def __init__(self, length: int = 5) -> None:
+        super().__init__(CountingEnv(length))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return self.env.reset(seed=seed)[0], {"step": 1000.0}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        inner: Any = self.env
+        info = {
+            "step": inner.steps,
+            "deep": {"half": np.float32(inner.steps / 2)},
+            "bad": float("nan"),
+            "large": 10**400,
+            "array": np.zeros(3),
+            "text": "1",
+        }
+        if terminated or truncated:
+            info["success"] = np.bool_(terminated)
+        return obs, reward, terminated, truncated, info
