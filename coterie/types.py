@@ -42,7 +42,6 @@ def from_entries(obs: dict[str, Any]) -> Obs:
 
 
 MASK = "action_mask"  # the entry of an observation that says which choices are legal
-
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: checkpointed on a signal, go on with `resume`
 
 
@@ -118,6 +117,7 @@ class Spec:
     action: ActionSpec
     action_repeat: int = 1  # emulator frames per env step
     max_episode_steps: int = 0  # env steps; 0: no limit known
+    agents: int = 1  # of one environment, each of them an env of its own for `env.num_envs`, the policy and the metrics
 
     @property
     def masked(self) -> bool:
@@ -140,7 +140,7 @@ class Spec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Spec:
-        """What `to_json` wrote; it does not have the action repeat and the limits."""
+        """What `to_json` wrote; it does not have the action repeat, limits and agents."""
         obs = {}
         for name, (shape, dtype, *more) in data["obs"].items():
             codes = more[more.index("codes") + 1 :] if "codes" in more else ()

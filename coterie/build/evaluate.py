@@ -74,7 +74,7 @@ class Scores:
 @dataclass(frozen=True)
 class Trial:
     """How a policy is scored: whole episodes of each task, until `max_steps` env steps in all (default:
-    `eval.max_steps`), or until `stop` says so.
+    `eval.max_steps`), or until `stop` says so. All agents of an env play as many.
     """
 
     episodes: int
@@ -98,12 +98,14 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
             scores.lengths += one.lengths
             scores.unfinished += one.unfinished
         return scores
-    n = min(trial.episodes, _MOST_ENVS)
+    n, agents = min(trial.episodes, _MOST_ENVS), make_spec(config.env, config.atari).agents
+    n += -n % agents
     longest = config.eval.max_episode_steps or config.env.max_episode_steps
     env = replace(config.env, num_envs=n, decorrelate=0, delay=0.0, max_episode_steps=longest)
     budget = config.eval.max_steps if trial.max_steps is None else trial.max_steps
     quota = np.full(n, trial.episodes // n)
     quota[: trial.episodes % n] += 1
+    quota = quota[::agents].repeat(agents)
     threads = config.env.threads or 2
     with make_envs(env, config.atari, seed=trial.seed, threads=threads, groups=1, training=False, union=union) as envs:
         player = Player(algorithm, model, envs.spec, n, trial.seed)

@@ -60,20 +60,20 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
         dtype=torch.bfloat16 if bf16 else torch.float32,
         env_threads=config.env.threads or cores,
         torch_threads=config.torch_threads or most,
-        groups=config.env.groups or _groups(config, image or cuda),
+        groups=config.env.groups or _groups(config, image or cuda, spec.agents),
         chunk=config.optim.chunk or (_CPU_CHUNK if image and not cuda else 0),
     )
 
 
-def _groups(config: Config, threaded: bool) -> int:
-    """Groups of envs. `threaded`: each group has a thread of its own; otherwise one thread acts for them in turn, which
-    pays while a group's step is short beside a thread's wake-up (LunarLander, acting: 32 envs 51,200 steps/s with two
-    groups and 38,700 with one; 256 envs 86,700 and 93,700).
+def _groups(config: Config, threaded: bool, agents: int) -> int:
+    """Groups of envs, none of which splits a team. `threaded`: each group has a thread of its own; otherwise one thread
+    acts for them in turn, which pays while a group's step is short beside a thread's wake-up (LunarLander, acting: 32
+    envs 51,200 steps/s with two groups and 38,700 with one; 256 envs 86,700 and 93,700).
     """
     n = config.env.num_envs
     workers = config.env.backend == "workers" or not has_env(config.env.id)
     together = acting_kind(config).one_group(config)
-    two = (threaded or workers or 32 <= n <= 128) and not together and n % 2 == 0
+    two = (threaded or workers or 32 <= n <= 128) and not together and n % (2 * agents) == 0
     return 2 if two else 1
 
 
@@ -110,13 +110,14 @@ def fitting_actors(config: Config, learners: int) -> list[int]:
     the rollouts of a batch are shared out evenly.
     """
     envs, several, kind = config.env.num_envs, len(tasks(config.env.id)), acting_kind(config)
+    step = make_spec(config.env, config.atari).agents * (2 if config.env.groups == 2 else 1)
     return [
         k
         for k in range(1, envs + 1)
         if envs % k == 0
         and (not kind.own_policy or kind.batch_size(config) % (envs // k) == 0)
         and k * learners % several == 0
-        and (config.env.groups != 2 or envs // k % 2 == 0)
+        and envs // k % step == 0
     ] or [1]
 
 
@@ -141,7 +142,7 @@ def simulators(config: Config, learners: int, cores: int = 0) -> int:
     most = kind.max_envs(config)
     if rows := algorithm_class(one).first_rows(one):
         most = min(most, int(config.q.learn_start // rows))
-    step = 2 if config.env.groups == 2 else 1
+    step = spec.agents * (2 if config.env.groups == 2 else 1)
     if config.actors != "auto":
         actors = max(1, config.actors // learners)
     elif kind.own_policy:

@@ -126,6 +126,10 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
             value = f"{shown(get(config, field))} " if field in _FIELDS else ""  # a registered acting has no section
             raise ConfigError(f"{field}: {value}{refusal.reason}")
     check_own(config)
+    unit, n = spec.agents * max(1, config.env.groups) * max(1, config.actors // config.learners), config.env.num_envs
+    if spec.agents > 1 and n % unit:  # the agents of one env would be in two groups or processes
+        near = " or ".join(str(m) for m in (n - n % unit, n - n % unit + unit) if m)
+        raise ConfigError(f"env.num_envs: {n} must be a multiple of {unit}, as an env has {spec.agents} agents: {near}")
 
 
 def check_objects(config: Config) -> None:

@@ -144,6 +144,7 @@ def work(options: Namespace, rest: list[str]) -> int:
     from coterie.acting.base import Stopped
     from coterie.build.resources import resolve_config
     from coterie.parallel.processes import on_signals
+    from coterie.presets.common import whole_teams
     from coterie.roles.remote_worker import Worker, run_actor, run_env_host
     from coterie.runs.config_io import read_options, replace
     from coterie.runs.validate import validate
@@ -158,7 +159,8 @@ def work(options: Namespace, rest: list[str]) -> int:
     if not options.patience > 0:
         raise ConfigError(f"--patience: {options.patience:g} must be above 0")
     seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
-    config = resolve_config(validate(replace(Config(), {"seed": seed, "device": "cpu", **changes})))
+    asked = validate(replace(Config(), {"seed": seed, "device": "cpu", **changes}))
+    config = resolve_config(whole_teams(asked, changes))
     token = read_token(config.wire.token_file) if config.wire.token_file else ""
     endpoint = Endpoint(options.connect, token, config.wire.cert, options.patience)
 

@@ -3,12 +3,17 @@
 A backend holds instances, numbered from 0. It takes one request at a time: `step` or `reset` of some instances returns
 at once, and the `recv` that follows waits for the answer. It restarts a finished instance by itself when that is next
 stepped (next-step autoreset: the action is ignored, reward 0, flags False). Groups and rollouts are unknown to it.
+
+`spec.agents` instances in a row are the agents of one env, requested and replaced together. An agent that has left has
+rows without meaning (`first`) until the env restarts, and so has one that has not appeared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from coterie.envs.spaces import ActionMap, ObsField
 from coterie.types import Array, Obs, Spec, entries
@@ -34,6 +39,7 @@ class StepResults(NamedTuple):
     info: Mapping[str, Array] = {}  # float64, the numbers in the envs' info; NaN where an env gave none
     # Instances, requested or not, that must be replaced before they are used again, and why; their rows mean nothing.
     failed: Mapping[int, str] = {}
+    first: Array = np.zeros((), bool)  # bool: obs follows from no action: of an agent that is absent, or of a restart
 
     def rows(self) -> list[Array]:
         """Every array."""

@@ -43,7 +43,7 @@ class Group:
         n = len(env_id)
         self.backend, self.env_id, self._reports = backend, env_id, reports
         self._seed, self._replacements = seed, Counter[int]()
-        self._limit_is_terminal = limit_is_terminal
+        self._limit_is_terminal, self._agents = limit_is_terminal, backend.spec.agents
         self._all = np.arange(n, dtype=np.int32)
         self._asked = self._all  # the instances of the request in flight
         self._first = np.zeros(n, bool)  # is_first of the next TimeStep
@@ -76,13 +76,12 @@ class Group:
         if self._start is not None:
             start, self._start = self._start, None
             return start
-        first = self._first
         batch, fresh = self._collect()
+        first = self._first | batch.first
         if fresh:
             renewed = self._renew(batch.obs, fresh)
             for x in batch[1:5]:
                 x[renewed] = 0
-            first = first.copy()
             first[renewed] = True
         return self._time_step(batch, first)
 
@@ -124,7 +123,7 @@ class Group:
         bad = self._bad(batch)
         self._check_legal(batch, bad)
         while bad:
-            self._reports.replace([f"env {self.env_id[i]}: {reason}" for i, reason in sorted(bad.items())])
+            self._reports.replace([f"env {self.env_id[i]}: {bad[i]}" for i in sorted(bad)[:: self._agents]])
             ids = sorted(bad)
             self._replacements.update(ids)
             keys = [(int(self.env_id[i]), _REPLACED, self._replacements[i]) for i in ids]
@@ -151,7 +150,7 @@ class Group:
                 )
 
     def _bad(self, batch: StepResults) -> dict[int, str]:
-        """Instances that failed or gave numbers that are not finite, and why."""
+        """Instances that failed or gave numbers that are not finite, with the other agents of their envs, and why."""
         bad = dict(batch.failed)
         for what, x in [("reward", batch.reward), ("observation", batch.obs)]:
             for y in entries(x).values():
@@ -159,7 +158,7 @@ class Group:
                     finite = np.isfinite(y).reshape(len(y), -1).all(1)
                     for i in self._asked[~finite].tolist():
                         bad.setdefault(i, f"{what} is not finite")
-        return bad
+        return {i - i % self._agents + k: reason for i, reason in bad.items() for k in range(self._agents)}
 
     def _renew(self, obs: Obs, fresh: Mapping[int, Obs]) -> Array:
         """Write first observations into their rows of `obs`; returns these rows."""
@@ -172,17 +171,17 @@ class Group:
 
     def _decorrelate(self, obs: Obs, most: int) -> None:
         """Every env takes k ~ U{0..most} uniform-random actions, seeded by its id, and one more where that ended it."""
-        spec, n = self.backend.spec.action, len(self.env_id)
+        spec, n, agents = self.backend.spec.action, len(self.env_id), self._agents
         rngs = [np.random.default_rng(env_seed(self._seed, int(i), _DECORRELATE)) for i in self.env_id]
-        left = np.array([rng.integers(0, most + 1) for rng in rngs])
+        left = np.array([rng.integers(0, most + 1) for rng in rngs])[::agents].repeat(agents)
         played, done, over = np.zeros(n, np.int64), np.zeros(n, bool), np.zeros(n, bool)
-        while (run := np.flatnonzero((left > 0) | done)).size:
+        while (run := np.flatnonzero(((left > 0) | done).reshape(-1, agents).any(1).repeat(agents))).size:
             of_each = [random_actions(spec, rngs[s], 1, map_obs(itemgetter(slice(s, s + 1)), obs)) for s in run]
             self._step(self._all[run], np.concatenate(of_each))
             batch, fresh = self._collect()
             for key, x in entries(batch.obs).items():
                 entries(obs)[key][run] = x
-            played[run] = np.where(over[run], 0, played[run] + 1)
+            played[run] = np.where(over[run] | batch.first, 0, played[run] + 1)
             done[run], over[run] = batch.terminated | batch.truncated, batch.game_over
             left[run] -= 1
             new = self._renew(obs, fresh)

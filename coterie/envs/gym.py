@@ -15,6 +15,7 @@ from gymnasium.wrappers import TimeLimit
 
 from coterie.envs.backend import Declared, StepResults
 from coterie.envs.spaces import ActionMap, action_map, mask_row, obs_fields, with_mask
+from coterie.envs.team import ZOO, Team
 from coterie.plugins import label, named
 from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_entries, one_line
 
@@ -33,14 +34,18 @@ def is_gym_id(env_id: str) -> bool:
     No Python name has a dash.
     """
     _, colon, name = env_id.partition(":")
-    return "-" in name if colon else not env_id.startswith(LAB)
+    return "-" in name if colon else not env_id.startswith((LAB, ZOO))
 
 
 def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> GymEnv:
-    """The environment of a gymnasium id, of `module:Id-v0` or of `package.module:callable`. `max_episode_steps` > 0
-    truncates its episodes, 0 leaves them as they are.
+    """The environment of a gymnasium id, of `module:Id-v0` or of `package.module:callable`; one of several agents is a
+    `Team`. `max_episode_steps` > 0 truncates its episodes, 0 leaves them as they are.
     """
     path = env_id
+    if env_id.startswith(ZOO):
+        import pettingzoo
+
+        return Team(env_id, pettingzoo.make("parallel", env_id.removeprefix(ZOO), **kwargs), max_episode_steps)
     if env_id.startswith(LAB):
         path, kwargs = _LAB_EXAMPLE, {"level": env_id.removeprefix(LAB), **kwargs}
     if is_gym_id(env_id):
@@ -57,9 +62,11 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
     except ConfigError as error:
         hint = " (put the folder examples/envs of the repository on PYTHONPATH)" if path == _LAB_EXAMPLE else ""
         raise ConfigError(f"{error}{hint}") from error
-    env: GymEnv = make(**kwargs)
+    env: Any = make(**kwargs)
+    if hasattr(env, "possible_agents") and not hasattr(env, "agent_iter"):
+        return Team(env_id, env, max_episode_steps)
     if not (hasattr(env, "observation_space") and hasattr(env, "action_space") and hasattr(env, "step")):
-        raise ConfigError(f"env.id {label(env_id)!r} returned {type(env).__name__}, not a gymnasium environment")
+        raise ConfigError(f"env.id {label(env_id)!r} returned {type(env).__name__}, not a gymnasium or parallel env")
     return TimeLimit(env, max_episode_steps) if max_episode_steps else env
 
 
@@ -74,7 +81,7 @@ def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
     except Exception as error:
         if isinstance(error, TypeError) and "unexpected keyword" in str(error):
             raise ConfigError(f"env.kwargs: {one_line(error)}") from error
-        if isinstance(error, gymnasium.error.Error | ImportError):
+        if isinstance(error, gymnasium.error.Error | ImportError) or isinstance(error.__cause__, ImportError):
             raise ConfigError(f"env.id {label(env_id)!r} cannot be made: {one_line(error)}") from error
         raise CoterieError(
             f"env.id {label(env_id)!r} cannot be made: {raised(error)}", traceback.format_exc()
@@ -94,13 +101,15 @@ def describe(env_id: str, env: GymEnv, max_episode_steps: int) -> Declared:
     repeat = getattr(env.unwrapped, "action_repeat", 1)
     frames = repeat if isinstance(repeat, int) and repeat > 0 else 1
     limit = max_episode_steps or getattr(env.spec, "max_episode_steps", None) or 0
-    spec = Spec(env_id, {f.name: f.spec for f in fields}, actions.spec, frames, limit)
+    agents = len(env.members) if isinstance(env, Team) else 1
+    spec = Spec(env_id, {f.name: f.spec for f in fields}, actions.spec, frames, limit, agents)
     return Declared(spec, fields, actions, mask)
 
 
 def _info_has_mask(env: GymEnv) -> bool:
     with suppress(Exception):  # it is raised again where the env is run
-        return MASK in env.reset(seed=0)[1]
+        info = env.reset(seed=0)[1]
+        return MASK in (info[env.playing[0]] if isinstance(env, Team) else info)
     return False
 
 
@@ -110,58 +119,93 @@ def layout(declared: Declared, n: int) -> Layout:
     action = actions.to_env(np.zeros((1, *spec.action.shape), spec.action.dtype))
     arrays: Layout = {f"obs/{f.name}": ((n, *f.spec.shape), f.spec.dtype) for f in fields}
     arrays |= {"action": ((n, *action.shape[1:]), spec.action.dtype), "reward": ((n,), "float32")}
-    return arrays | {"terminated": ((n,), "bool"), "truncated": ((n,), "bool")}
+    return arrays | dict.fromkeys(("terminated", "truncated", "first"), ((n,), "bool"))
 
 
 class Instance:
-    """An environment that reads its action from row `row` of `arrays` and writes what follows there. `mask`: of its
-    `Declared`.
+    """An environment that reads its action from row `rows[0]` of `arrays` and writes what follows there. `restart`: the
+    next step is a reset. `mask`: of its `Declared`.
     """
 
-    def __init__(self, env_id: str, env: GymEnv, seed: int, row: int, arrays: Mapping[str, Array], mask: str) -> None:
-        self.env, self.row, self.arrays, self.mask = env, row, arrays, mask
+    def __init__(self, env_id: str, env: GymEnv, seed: int, rows: range, arrays: dict[str, Array], mask: str) -> None:
+        self.env, self.rows, self.arrays, self.mask = env, rows, arrays, mask
         self.seed: int | None = seed  # of the first reset
         self.restart = True
-        self.info: Mapping[str, Any] = {}  # of the last step, as the env gave it
+        self.infos: dict[int, Mapping[str, Any]] = {}  # of the last step, by row, as the env gave them
         self.actions: ActionMap = action_map(env_id, env.action_space)
         self.fields = with_mask(env_id, obs_fields(env_id, env.observation_space), self.actions.spec, bool(mask))
         self.discrete = isinstance(env.action_space, spaces.Discrete)
         self.action_dtype = env.action_space.dtype
 
     def reset(self) -> None:
-        obs, info = self.env.reset(seed=self.seed)
-        self.seed, self.restart, self.info = None, False, {}
-        self._write(obs, info, 0.0, False, False)
+        self._begin(*self.env.reset(seed=self.seed))
+        self.seed, self.restart, self.infos = None, False, {}
+
+    def _begin(self, obs: Any, info: dict[str, Any]) -> None:
+        self._write(self.rows[0], obs, info, True)
+        self._outcome(self.rows[0], 0.0, False, False, True)
 
     def step(self) -> None:
-        if self.restart:
-            self.reset()
-            return
-        action = self.arrays["action"][self.row]
-        given: Any
-        if self.actions.leaves:
-            given = _only(self.actions.nested(action[None]))
-        else:
-            given = int(action) if self.discrete else action.astype(self.action_dtype)
-        obs, reward, terminated, truncated, info = self.env.step(given)
-        self.restart, self.info = bool(terminated or truncated), info
-        self._write(obs, info, float(reward), bool(terminated), bool(truncated))
+        obs, reward, terminated, truncated, info = self.env.step(self._action(self.rows[0]))
+        self.restart, self.infos = bool(terminated or truncated), {self.rows[0]: info}
+        self._write(self.rows[0], obs, info, not self.restart)
+        self._outcome(self.rows[0], float(reward), bool(terminated), bool(truncated), False)
 
-    def _write(self, obs: Any, info: Mapping[str, Any], reward: float, terminated: bool, truncated: bool) -> None:
+    def _action(self, row: int) -> Any:
+        action = self.arrays["action"][row]
+        if self.actions.leaves:
+            return _only(self.actions.nested(action[None]))
+        return int(action) if self.discrete else action.astype(self.action_dtype)
+
+    def _write(self, row: int, obs: Any, info: Mapping[str, Any], goes_on: bool) -> None:
+        """An observation; where the episode does not go on, all actions are legal."""
         for f in self.fields:
-            if self.mask and f.name == MASK:
-                given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK)
-                if given is None and not self.restart:
-                    raise CoterieError(f"info has no {MASK} at this step, but at the reset")
-                self.arrays[f"obs/{MASK}"][self.row] = True if given is None else mask_row(given)
+            target = self.arrays[f"obs/{f.name}"]
+            if f.name == MASK and (self.mask or not goes_on):
+                given: Any = True
+                if goes_on:
+                    given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK)
+                    if given is None:
+                        raise CoterieError(f"info has no {MASK} at this step, but at the reset")
+                target[row] = given is True or mask_row(given)
                 continue
             x = obs
             for key in f.path:
                 x = x[key]
-            self.arrays[f"obs/{f.name}"][self.row] = x if f.convert is None else f.convert(np.asarray(x)[None])[0]
-        self.arrays["reward"][self.row] = reward
-        self.arrays["terminated"][self.row] = terminated
-        self.arrays["truncated"][self.row] = truncated
+            target[row] = x if f.convert is None else f.convert(np.asarray(x)[None])[0]
+
+    def _outcome(self, row: int, reward: float, terminated: bool, truncated: bool, first: bool) -> None:
+        self.arrays["reward"][row], self.arrays["first"][row] = reward, first
+        self.arrays["terminated"][row], self.arrays["truncated"][row] = terminated, truncated
+
+
+class TeamInstance(Instance):
+    """A `Team`, whose agents have a row each. That of an absent agent keeps its last observation."""
+
+    env: Team
+
+    def _begin(self, obs: Any, info: dict[str, Any]) -> None:
+        self._write_all({}, obs, {}, {}, {}, info)
+
+    def step(self) -> None:
+        rows = dict(zip(self.env.members, self.rows, strict=True))
+        actions = {agent: self._action(rows[agent]) for agent in self.env.playing}
+        self._write_all(actions, *self.env.step(actions))
+        self.restart = not self.env.playing
+
+    def _write_all(self, actions: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
+        playing, self.infos = set(self.env.playing), {}
+        for row, agent in zip(self.rows, self.env.members, strict=True):
+            acted, goes_on = agent in actions, agent in playing
+            if agent in obs:
+                self._write(row, obs[agent], info.get(agent, {}), goes_on)
+            elif f"obs/{MASK}" in self.arrays:
+                self.arrays[f"obs/{MASK}"][row] = True
+            over = acted and bool(terminated.get(agent))
+            cut = acted and not over and (bool(truncated.get(agent)) or not goes_on)
+            self._outcome(row, float(reward.get(agent, 0.0)) if acted else 0.0, over, cut, not acted)
+            if acted:
+                self.infos[row] = info.get(agent, {})
 
 
 def _only(row: Any) -> Any:
@@ -182,6 +226,11 @@ def numbers(info: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
+def make_instance(env_id: str, env: GymEnv, seed: int, rows: range, arrays: dict[str, Array], mask: str) -> Instance:
+    kind = TeamInstance if isinstance(env, Team) else Instance
+    return kind(env_id, env, seed, rows, arrays, mask)
+
+
 def read_batch(
     arrays: Mapping[str, Array],
     spec: Spec,
@@ -194,7 +243,8 @@ def read_batch(
     terminated, truncated = arrays["terminated"][ids], arrays["truncated"][ids]
     info = {name: np.array([given.get(i, {}).get(name, np.nan) for i in ids.tolist()])
             for name in {name for one in given.values() for name in one}}  # fmt: skip
-    return StepResults(obs, arrays["reward"][ids], terminated, truncated, terminated | truncated, info, failed)
+    reward, over, first = arrays["reward"][ids], terminated | truncated, arrays["first"][ids]
+    return StepResults(obs, reward, terminated, truncated, over, info, failed, first)
 
 
 def raised(error: Exception) -> str:

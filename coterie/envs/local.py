@@ -9,34 +9,36 @@ import numpy as np
 
 from coterie import config
 from coterie.envs.backend import StepResults
-from coterie.envs.gym import Instance, describe, is_gym_id, layout, open_gym, read_batch
+from coterie.envs.gym import describe, is_gym_id, layout, make_instance, open_gym, read_batch
+from coterie.envs.team import ZOO
 from coterie.types import Array, ConfigError, CoterieError, one_line
 
 
 class LocalBackend:
-    """One instance with `render_mode="rgb_array"`. An env that breaks ends the program: no training depends on it."""
-
-    num_instances = 1
+    """One env with `render_mode="rgb_array"`, and as many instances as it has agents. An env that breaks ends the
+    program: no training depends on it.
+    """
 
     def __init__(self, env: config.Env, seeds: Sequence[int]) -> None:
         kwargs = json.loads(env.kwargs)
-        if is_gym_id(env.id):
+        if is_gym_id(env.id) or env.id.startswith(ZOO):
             kwargs["render_mode"] = "rgb_array"
         self.env = open_gym(env.id, kwargs, env.max_episode_steps)
         declared = describe(env.id, self.env, env.max_episode_steps)
         self.spec, _, self.action_map, mask = declared
-        self.arrays: dict[str, Array] = {k: np.zeros(*shape_dtype) for k, shape_dtype in layout(declared, 1).items()}
-        self.instance = Instance(env.id, self.env, int(seeds[0]), 0, self.arrays, mask)
+        self.num_instances = n = self.spec.agents
+        self.arrays: dict[str, Array] = {k: np.zeros(*shape_dtype) for k, shape_dtype in layout(declared, n).items()}
+        self.instance = make_instance(env.id, self.env, int(seeds[0]), range(n), self.arrays, mask)
 
     def step(self, ids: Array, actions: Array) -> None:
         self.arrays["action"][ids] = actions
-        self.instance.step()
+        self.instance.reset() if self.instance.restart else self.instance.step()
 
     def reset(self, ids: Array) -> None:
         self.instance.reset()
 
     def recv(self) -> StepResults:
-        return read_batch(self.arrays, self.spec, np.zeros(1, np.int32), {})
+        return read_batch(self.arrays, self.spec, np.arange(self.num_instances), {})
 
     def render(self) -> Array:
         """The current frame `[H, W, 3]` uint8."""

@@ -18,6 +18,7 @@ from coterie.envs.local import LocalBackend
 from coterie.envs.pool import PoolBackend, has_env, modules, pool_declared
 from coterie.envs.repeat import Repeat
 from coterie.envs.tasks import tasks
+from coterie.envs.team import ZOO, zoo_ids
 from coterie.envs.workers import WorkerBackend, worker_declared
 from coterie.extras import install, missing
 from coterie.types import Array, ConfigError, Spec, json_object
@@ -35,7 +36,9 @@ def _in_pool(env: config.Env) -> bool:
     if game != env.id and find_spec("ale_py") is None:
         other = f"; EnvPool's {game} is the same game, preprocessed" if has_env(game) else ""
         raise ConfigError(f"env.id {env.id!r} needs ale-py (pip install ale-py){other}")
-    named = ":" in env.id or env.id.startswith((LAB, ALE))  # not imported before it is made
+    if env.id.startswith(ZOO) and env.id not in (known := zoo_ids()):
+        raise _unknown(env.id, known, "PettingZoo has no such parallel environment")
+    named = ":" in env.id or env.id.startswith((LAB, ALE, ZOO))  # not imported before it is made
     if not pool and not named and env.id not in gymnasium.registry:
         if not modules():
             why = f"gymnasium does not have it, and EnvPool is missing ({install('envpool')})"
@@ -69,8 +72,8 @@ def make_spec(env: config.Env, atari: config.Atari) -> Spec:
 def _union(env_id: str, specs: list[Spec]) -> Spec:
     first = specs[0]
     for spec in specs[1:]:
-        if spec.obs != first.obs or spec.action_repeat != first.action_repeat:
-            raise ConfigError(f"env.id: {first.env_id} and {spec.env_id} have different observations")
+        if spec.obs != first.obs or spec.action_repeat != first.action_repeat or spec.agents != first.agents:
+            raise ConfigError(f"env.id: {first.env_id} and {spec.env_id} have different observations or agents")
         if spec.action != first.action and {spec.action.kind, first.action.kind} != {"categorical"}:
             raise ConfigError(f"env.id: {first.env_id} and {spec.env_id} take actions of different kinds")
     largest = max(specs, key=lambda spec: spec.action.sizes)
@@ -126,6 +129,7 @@ def make_rendered(
 ) -> tuple[Envs, Callable[[], Array]]:
     """One environment with all its lives, and a call that returns its current frame: `[H, W, 3]` uint8."""
     made: list[PoolBackend | LocalBackend] = []
+    env = replace(env, num_envs=make_spec(env, atari).agents)
 
     def make(seeds: Sequence[int]) -> Backend:
         pool = _in_pool(env)

@@ -1,4 +1,6 @@
-"""Action repeat: a step of the run is `times` steps of the env with the same action, whose rewards add up."""
+"""Action repeat: a step of the run is `times` steps of the env with the same action, whose rewards add up.
+Agents of one env step together until none goes on; those that have left by then keep their last row.
+"""
 
 from __future__ import annotations
 
@@ -36,22 +38,26 @@ class Repeat:
         if self._ids is None:
             return batch
         ids, failed, info = self._ids, dict(batch.failed), dict(batch.info)
-        going = ~self._done[ids]
+        going, first = ~self._done[ids], np.broadcast_to(batch.first, len(ids)).copy()
         for _ in range(self.times - 1):
             going &= ~(batch.terminated | batch.truncated) & ~np.isin(ids, list(failed))
-            run = np.flatnonzero(going)
+            acting = (going & ~first).reshape(-1, self.spec.agents).any(1)
+            run = np.flatnonzero(acting.repeat(self.spec.agents))
             if not len(run):
                 break
             self.inner.step(ids[run], self._actions[run])
             part = self.inner.recv()
             failed |= part.failed
             part.reward[:] += batch.reward[run]
+            kept, at = going[run], run[going[run]]
             for whole, rows in zip(batch.rows(), part.rows(), strict=True):
-                whole[run] = rows
+                whole[at] = rows[kept]
             for name, values in part.info.items():
-                info.setdefault(name, np.full(len(ids), np.nan))[run] = values
+                info.setdefault(name, np.full(len(ids), np.nan))[at] = values[kept]
+            first[run] |= part.first & kept
+        batch.reward[first] = 0  # of an agent that came in between, and has chosen no action
         self._done[ids] = batch.terminated | batch.truncated
-        return batch._replace(failed=failed, info=info)
+        return batch._replace(failed=failed, info=info, first=first)
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         self._done[list(ids)] = False

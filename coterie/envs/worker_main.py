@@ -21,12 +21,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from coterie.envs.gym import Instance, make_gym, numbers, raised
+from coterie.envs.gym import Instance, make_gym, make_instance, numbers, raised
 from coterie.parallel.shm import SharedArrays
 
 _EXIT_S = 3.0  # for the envs to close once the parent is gone
@@ -37,7 +38,7 @@ class Worker:
 
     def __init__(self, memory_fd: int) -> None:
         self.memory_fd = memory_fd
-        self.instances: dict[int, Instance] = {}
+        self.instances: dict[int, Instance] = {}  # by env: one env has the rows of all its agents
         self.new: dict[int, int] = {}  # seeds of the instances that are made at their next reset
         self.failed = False
 
@@ -47,8 +48,14 @@ class Worker:
         self.shared = SharedArrays(
             {k: (tuple(shape), dtype) for k, (shape, dtype) in setup["layout"].items()}, self.memory_fd
         )
-        for i, seed in zip(setup["ids"], setup["seeds"], strict=True):
+        for i, seed in self._by_env(setup["ids"], setup["seeds"]).items():
             self._make(i, seed)
+
+    def _by_env(self, ids: Sequence[int], seeds: Sequence[int]) -> dict[int, int]:
+        return {i // self.setup["agents"]: seed for i, seed in zip(ids, seeds, strict=True)}
+
+    def _rows(self, i: int) -> range:
+        return range(i * self.setup["agents"], (i + 1) * self.setup["agents"])
 
     def _make(self, i: int, seed: int) -> None:
         """Make an instance; one that it replaces is closed first."""
@@ -57,7 +64,8 @@ class Worker:
                 old.env.close()
         env = make_gym(self.setup["env"], self.setup["kwargs"], self.setup["max_episode_steps"])
         env.action_space.seed(seed)
-        self.instances[i] = Instance(self.setup["env"], env, seed, i, self.shared.arrays, self.setup["mask"])
+        mask = self.setup["mask"]
+        self.instances[i] = make_instance(self.setup["env"], env, seed, self._rows(i), self.shared.arrays, mask)
         self._set_attributes(i)
 
     def _set_attributes(self, i: int) -> None:
@@ -68,7 +76,8 @@ class Worker:
     def _go_on(self, i: int, reset: bool) -> None:
         if i in self.new:
             self._make(i, self.new.pop(i))
-        self.instances[i].reset() if reset else self.instances[i].step()
+        instance = self.instances[i]
+        instance.reset() if reset or instance.restart else instance.step()
 
     def answer(self, message: bytes) -> bytes:
         """Do what a request asks for; returns the answer, empty if there is none."""
@@ -78,7 +87,7 @@ class Worker:
                 self._set_up(json.loads(message))
                 return b'{"ready": true}'
             if what == b"n":
-                self.new.update(zip(*json.loads(message[1:]), strict=True))
+                self.new |= self._by_env(*json.loads(message[1:]))
                 return b""
             if what == b"a":
                 self.setup["attributes"] = json.loads(message[1:])
@@ -86,15 +95,17 @@ class Worker:
                     self._set_attributes(i)
                 return b""
             failed, info = dict[int, str](), dict[int, dict[str, float]]()
-            for i in np.frombuffer(message[1:], np.int32).tolist():
+            for i in dict.fromkeys((np.frombuffer(message[1:], np.int32) // self.setup["agents"]).tolist()):
                 try:
                     self._go_on(i, what == b"r")
-                    if self.every_step or (self.last_step and self.instances[i].restart):
-                        info[i] = numbers(self.instances[i].info)
+                    for row, given in self.instances[i].infos.items():
+                        over = self.shared.arrays["terminated"][row] or self.shared.arrays["truncated"][row]
+                        if self.every_step or (self.last_step and over):
+                            info[row] = numbers(given)
                 except Exception as error:
                     if self.setup["on_error"] == "fail":
                         raise
-                    failed[i] = f"{raised(error)}\n{traceback.format_exc()}"
+                    failed |= dict.fromkeys(self._rows(i), f"{raised(error)}\n{traceback.format_exc()}")
             return json.dumps({"failed": failed, "info": info}).encode()
         except Exception as error:
             self.failed = True

@@ -28,7 +28,7 @@ from coterie import config
 from coterie.envs.backend import Declared, StepResults
 from coterie.envs.gym import describe, layout, open_gym, read_batch
 from coterie.parallel.shm import SharedArrays
-from coterie.types import Array, CoterieError
+from coterie.types import Array, ConfigError, CoterieError
 
 _START_S = 60.0  # for a worker to start, on top of the time-out
 _CLOSE_S = 3.0  # for all workers to close their envs; then they are killed
@@ -85,13 +85,16 @@ class Process:
 
 
 class WorkerBackend:
-    """`len(seeds)` instances in at most `processes` worker processes, dealt out in turn."""
+    """`len(seeds)` instances in at most `processes` worker processes, whole envs dealt out in turn."""
 
     def __init__(self, env: config.Env, seeds: Sequence[int], processes: int, name: str = "env-worker") -> None:
         self.num_instances = n = len(seeds)
         declared = worker_declared(env)
         self.spec, _, self.action_map, self._mask = declared
-        self._env, self._name, self._count = env, name, min(processes, n)
+        agents = self.spec.agents
+        if n % agents:
+            raise ConfigError(f"env.num_envs: {n} in a group must be a multiple of the env's {agents} agents")
+        self._env, self._name, self._count = env, name, min(processes, n // agents)
         self._layout = layout(declared, n)
         self._shared = SharedArrays(self._layout, name=name)
         self._workers: list[Process | None] = []  # None: dead
@@ -100,7 +103,7 @@ class WorkerBackend:
         self._began = False  # an env that cannot be made is the user's error at the start, a failure later
         try:
             for w in range(self._count):
-                ids = list(range(w, n, self._count))
+                ids = [i for i in range(n) if i // agents % self._count == w]
                 self._workers.append(self._start(w, ids, [seeds[i] for i in ids]))
         except BaseException:
             self.close()
@@ -115,6 +118,7 @@ class WorkerBackend:
             "info": self._env.info,
             "layout": self._layout,
             "mask": self._mask,
+            "agents": self.spec.agents,
             "ids": list(ids),
             "seeds": list(seeds),
             "attributes": self._attributes,
@@ -130,7 +134,7 @@ class WorkerBackend:
 
     def _ask(self, what: bytes, ids: Array) -> None:
         self._asked = ids.astype(np.int32)
-        owner = self._asked % self._count
+        owner = self._asked // self.spec.agents % self._count
         for w, worker in enumerate(self._workers):
             mine = self._asked[owner == w]
             if worker is not None and len(mine):
@@ -182,8 +186,9 @@ class WorkerBackend:
         return dict.fromkeys(worker.ids, reason or f"its worker process died ({ended})")
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
+        owner = np.array(ids) // self.spec.agents % self._count
         for w, worker in enumerate(self._workers):
-            mine = [(i, seed) for i, seed in zip(ids, seeds, strict=True) if i % self._count == w]
+            mine = [(i, seed) for i, seed, at in zip(ids, seeds, owner, strict=True) if at == w]
             if not mine:
                 continue
             new, of = [i for i, _ in mine], [seed for _, seed in mine]

@@ -65,7 +65,14 @@ def make(
         changes = image
     else:
         changes = {**vector, **(continuous if spec.action.kind == "continuous" else {})}
-    return override(override(config, {**common, **changes}), overrides)
+    return whole_teams(override(override(config, {**common, **changes}), overrides), overrides)
+
+
+def whole_teams(config: Config, overrides: Changes) -> Config:
+    """The config with as many envs as make whole teams, where the preset and not the user gave their number."""
+    agents = (known_spec.get() or make_spec(config.env, config.atari)).agents
+    count = config.env.num_envs
+    return config if "env.num_envs" in overrides else override(config, {"env.num_envs": count + -count % agents})
 
 
 def derive(
@@ -82,4 +89,4 @@ def derive(
     config = base(env, **of_env(overrides))
     is_image = config.model.torso != "auto"  # presets name a torso for images only
     changes = (image if is_image else vector) or {}
-    return override(override(config, {"preset": preset, **common, **changes}), overrides)
+    return whole_teams(override(override(config, {"preset": preset, **common, **changes}), overrides), overrides)

@@ -9,7 +9,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from itertools import islice, pairwise
 from typing import Any
 
@@ -53,6 +53,8 @@ def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
     spec, pool, mend = make_spec(env, Atari()), has_env(env.id), dict[str, str]()
     facts = [f"{_label(f.name)}: {f.spec.dtype} {f.spec.shape}, {f.form}" for f in env_edges(env, Atari()).fields]
     facts.append(f"action: {spec.action.kind}, {spec.action.sizes or spec.action.shape}")
+    if spec.agents > 1:
+        return [*_by_pettingzoo(env, steps)], [*facts, f"agents: {spec.agents}, each an env of env.num_envs"]
 
     def copy(rendered: bool = False) -> PoolBackend | LocalBackend:
         if pool:
@@ -89,6 +91,16 @@ def _by_gymnasium(env: Env) -> Iterator[str]:
     for text in dict.fromkeys(re.sub(r"\x1b\[\d+m|WARN: ", "", str(one.message)) for one in caught):
         if not _KNOWN.search(text):
             yield f"gymnasium: {text}"
+
+
+def _by_pettingzoo(env: Env, steps: int) -> Iterator[str]:
+    with warnings.catch_warnings(action="ignore"):
+        from pettingzoo.test import parallel_api_test
+    try:
+        with closing(open_gym(env.id, json.loads(env.kwargs), 0)) as made, redirect_stdout(None):
+            parallel_api_test(made.env, num_cycles=max(1, steps))  # type: ignore[attr-defined]
+    except Exception as error:
+        yield f"pettingzoo: {raised(error)}"
 
 
 def _play(backend: Backend) -> Iterator[StepResults]:

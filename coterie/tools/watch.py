@@ -22,18 +22,21 @@ _MOST_FRAMES = 27_000
 def watch(
     folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "0"
 ) -> tuple[Path, float, int]:
-    """Record an episode; returns the file, the episode's return and the number of frames."""
+    """Record an episode; returns the file, the episode's return (of several agents: their mean) and the number of
+    frames.
+    """
     with needs("watch", "video"):
         import imageio
     policy = load(folder, learner)
     path = Path(out) if out else Path(folder) / "watch.mp4"
     first = tasks(policy.config.env.id)[0]
     config = task_config(policy.config, first)  # the first of several tasks
-    env = replace(config.env, num_envs=1, decorrelate=0)
-    frames, score = 0, math.nan
+    env = replace(config.env, decorrelate=0)
+    frames = 0
     envs, render = make_rendered(env, config.atari, seed=seed, union=first != policy.config.env.id)
     with envs:
-        player = Player(policy.algorithm, policy.model, envs.spec, 1, seed)
+        player = Player(policy.algorithm, policy.model, envs.spec, envs.num_envs, seed)
+        returns = np.full(envs.num_envs, np.nan)
         ts = envs.recv(0)
         try:
             fps = max(1, round(60 / envs.spec.action_repeat)) if envs.spec.action_repeat > 1 else _FPS
@@ -41,14 +44,14 @@ def watch(
                 while frames < _MOST_FRAMES:
                     video.append_data(_even(render()))
                     frames += 1
-                    if not np.isnan(ts.episode_return[0]):
-                        score = float(ts.episode_return[0])
+                    returns = np.where(np.isnan(returns), ts.episode_return, returns)
+                    if not np.isnan(returns).any():
                         break
                     envs.send(0, player.act(ts.obs, ts.is_first, ts.reward, sampled))
                     ts = envs.recv(0)
         except (OSError, ValueError) as error:
             raise CoterieError(f"--out: cannot write {path}: {' '.join(str(error).split())}") from None
-    if math.isnan(score):
+    if math.isnan(score := float(returns.mean())):
         raise CoterieError(f"the episode did not end within {_MOST_FRAMES} frames; {path} has its beginning")
     return path, score, frames
 

@@ -51,7 +51,8 @@ def check(policy: Policy, graph: Graph, onnx: bytes) -> Checked:
     names = [port.name for port in graph.outputs]
     largest, observations = 0.0, 0
     batches = [(n, _made_up(policy, rng, n)) for n in (1, 3, 5)]
-    for batch, steps in [*batches, (_ENVS, _real(policy, rng))]:
+    envs = -(-_ENVS // policy.spec.agents) * policy.spec.agents
+    for batch, steps in [*batches, (envs, _real(policy, rng, envs))]:
         state = policy.model.initial_state(batch)
         carried = None if state is None else state.numpy()
         for inputs in steps:
@@ -162,14 +163,14 @@ def made_up(spec: ObsSpec, rng: np.random.Generator, n: int) -> Array:
     return rng.integers(0, 256 if spec.dtype == "uint8" else 2, shape).astype(spec.dtype)
 
 
-def _real(policy: Policy, rng: np.random.Generator) -> Iterator[Inputs]:
+def _real(policy: Policy, rng: np.random.Generator, n: int) -> Iterator[Inputs]:
     """The env's observations under random actions, which reach more of it than a bad policy."""
     first_task, spec = tasks(policy.config.env.id)[0], policy.spec
     config = task_config(policy.config, first_task)
-    env = replace(config.env, num_envs=_ENVS, decorrelate=0, delay=0.0)
+    env = replace(config.env, num_envs=n, decorrelate=0, delay=0.0)
     union = first_task != policy.config.env.id
     with make_envs(env, config.atari, seed=_SEED, threads=1, training=False, union=union) as envs:
-        action = np.zeros((_ENVS, *spec.action.shape), spec.action.dtype)
+        action = np.zeros((n, *spec.action.shape), spec.action.dtype)
         for t in range(_REAL_STEPS):
             ts = envs.recv(0)
             first = ts.is_first.copy()
@@ -180,5 +181,5 @@ def _real(policy: Policy, rng: np.random.Generator) -> Iterator[Inputs]:
                 torch.from_numpy(action),
                 torch.from_numpy(ts.reward.copy()),
             )
-            action = random_actions(spec.action, rng, _ENVS, ts.obs)
+            action = random_actions(spec.action, rng, n, ts.obs)
             envs.send(0, action)

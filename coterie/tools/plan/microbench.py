@@ -117,14 +117,14 @@ def _exchange(learner: LearnerProcess, kind: str, links: ProcessContext, sync: C
 
 def _deviation(config: ResolvedConfig, spec: Spec, seconds: float) -> float:
     """Standard deviation of one env's step in seconds, without the slowest hundredth: interruptions by others."""
-    rng = np.random.default_rng(0)
-    envs = make_envs(replace(config.env, num_envs=1, decorrelate=0), config.atari, seed=1)
+    rng, agents = np.random.default_rng(0), spec.agents
+    envs = make_envs(replace(config.env, num_envs=agents, decorrelate=0), config.atari, seed=1)
     took = list[float]()
     try:
         seen = envs.recv(0)
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(took) < 20:
-            action = random_actions(spec.action, rng, 1, seen.obs)
+            action = random_actions(spec.action, rng, agents, seen.obs)
             begin = time.perf_counter()
             envs.send(0, action)
             seen = envs.recv(0)
