@@ -227,6 +227,15 @@ class SAC:
 
 
 @dataclass(frozen=True)
+class BC:
+    """Behaviour cloning."""
+
+    dataset: str = ""  # Minari's name of it, downloaded if it is not there; or its folder
+    batch_size: Positive = 256  # steps of it in an optimizer step
+    intensity: PositiveFloat = 16.0  # steps of it that are trained on for each env step
+
+
+@dataclass(frozen=True)
 class Decoupled:
     """Decoupled acting: actor processes with their own copy of the policy."""
 
@@ -385,6 +394,7 @@ class Config:
     actors: Actors = "auto"  # actors, or env hosts, of all learners together
     restarts: Natural = 3  # restarts of learners that died before the run fails
     steps: Positive = 1_000_000  # env steps of the whole run
+    init_from: str = ""  # folder of a run: begin with its network's weights and normalizers
     seed: Natural = 0  # of envs, weights and sampled actions
     device: Literal["auto", "cpu", "cuda"] = "auto"  # of the learners; auto: GPUs if there are any
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 for image torsos if the device supports it
@@ -402,6 +412,7 @@ class Config:
     replay: Replay = field(default_factory=Replay)
     r2d2: R2D2 = field(default_factory=R2D2)
     sac: SAC = field(default_factory=SAC)
+    bc: BC = field(default_factory=BC)
     decoupled: Decoupled = field(default_factory=Decoupled)
     central: Central = field(default_factory=Central)
     wire: Wire = field(default_factory=Wire)

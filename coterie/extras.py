@@ -20,6 +20,7 @@ EXTRAS = {
     "plan": "plan: layouts and costs on other hardware",
     "keys": "keys: TLS certificates and tokens",
     "completion": "completion: of commands in the shell",
+    "minari": "--bc.dataset: learning from data sets",
     "optuna": "examples/optuna_search.py",
     "yaml": "train FILE.yaml",
     "gpu": "energy and utilization of NVIDIA GPUs",

@@ -207,9 +207,9 @@ class Rewards:
         self.config, self.gamma = config, algo.gamma
         self.running = RunningReturns()  # for the deviation of the return
 
-    def clipped(self, rollout: Rollout) -> Tensor:
-        """The rollout's rewards `[T, B]`, clipped and scaled."""
-        r, how = rollout.reward, self.config
+    def clipped(self, reward: Tensor) -> Tensor:
+        """Rewards, clipped and scaled."""
+        r, how = reward, self.config
         if how.clip == "sign":
             r = r.sign()
         elif how.clip == "clamp":
@@ -223,7 +223,7 @@ class Rewards:
 
     def normalized(self, model: Model, rollout: Rollout) -> Tensor:
         """Clipped rewards, divided by the running deviation of the return if `reward.normalize` is set."""
-        reward = self.clipped(rollout)
+        reward = self.clipped(rollout.reward)
         return (reward / model.return_norm.deviation()).clamp(-10, 10) if self.config.normalize else reward
 
     def update(self, model: Model, rollout: Rollout) -> None:
@@ -231,7 +231,7 @@ class Rewards:
         mask = rollout.mask
         model.observe(map_obs(lambda x: x[: len(mask)], rollout.obs), mask)
         if self.config.normalize:
-            returns = self.running.update(self.clipped(rollout), rollout.is_first, rollout.env_id, self.gamma)
+            returns = self.running.update(self.clipped(rollout.reward), rollout.is_first, rollout.env_id, self.gamma)
             model.return_norm.update(returns[mask])
 
     def state_dict(self) -> dict[str, Tensor]:

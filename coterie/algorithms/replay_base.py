@@ -155,7 +155,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         rows, device, replay = rollout.reward.numel(), rollout.reward.device, self.replay
         assert replay is not None
         if self.lender is None:
-            replay.add(rollout, self.rewards.clipped(rollout).cpu().numpy())
+            replay.add(rollout, self.rewards.clipped(rollout.reward).cpu().numpy())
         if self.stored >= self.q.learn_start:
             if self.copied < 0:
                 self._copy()  # its normalizers have seen observations by now

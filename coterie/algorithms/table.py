@@ -15,6 +15,7 @@ ALGORITHMS: Choices[type[AlgorithmBase]] = Choices(
     dqn="coterie.algorithms.dqn:DQN",
     r2d2="coterie.algorithms.r2d2:R2D2",
     sac="coterie.algorithms.sac:SAC",
+    bc="coterie.algorithms.bc:BC",
 )
 _METHODS = {name for name, method in vars(Algorithm).items() if callable(method) and name[0] != "_"}
 

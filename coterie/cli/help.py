@@ -15,7 +15,20 @@ from coterie.config import Config, Plugins
 from coterie.types import ActionSpec, ObsSpec, Spec
 
 # The algorithms, actings, exchanges and launches that a section is about. Other sections are about every run.
-_NAMESAKES = ("ppo", "vtrace", "r2d2", "sac", "decoupled", "central", "ray", "hogwild", "store", "allreduce", "gossip")
+_NAMESAKES = (
+    "ppo",
+    "vtrace",
+    "r2d2",
+    "sac",
+    "bc",
+    "decoupled",
+    "central",
+    "ray",
+    "hogwild",
+    "store",
+    "allreduce",
+    "gossip",
+)
 _VALUE = {"dqn", "r2d2", "sac"}
 SECTIONS = {
     **{name: {name} for name in _NAMESAKES}, "q": _VALUE, "replay": _VALUE, "wire": {"decoupled", "central", "gossip"},

@@ -22,6 +22,7 @@ PAPERS = {
     "GALA: gossiping learners": ("gala-a2c", "gala-ppo"),
     "Value learning with replay": ("dqn", "dqn-512", "c51", "c51-2048", "rainbow", "rainbow-512", "apex-dqn"),
     "Continuous actions with replay": ("sac",),
+    "Learning from data": ("bc",),
 }
 # Of EnvPool's modules; others have their own name.
 SUITES = {"box2d": "Box2D", "mujoco.gym": "MuJoCo", "mujoco.dmc": "DeepMind Control", "gfootball": "Football"}

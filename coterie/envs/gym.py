@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 from coterie.envs.backend import Declared, StepResults
-from coterie.envs.spaces import ActionMap, action_map, mask_row, obs_fields, with_mask
+from coterie.envs.spaces import ActionMap, action_map, leaf_of, mask_row, obs_fields, with_mask
 from coterie.envs.team import ZOO, Team
 from coterie.plugins import label, named
 from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_entries, one_line
@@ -169,9 +169,7 @@ class Instance:
                         raise CoterieError(f"info has no {MASK} at this step, but at the reset")
                 target[row] = given is True or mask_row(given)
                 continue
-            x = obs
-            for key in f.path:
-                x = x[key]
+            x = leaf_of(obs, f.path)
             target[row] = x if f.convert is None else f.convert(np.asarray(x)[None])[0]
 
     def _outcome(self, row: int, reward: float, terminated: bool, truncated: bool, first: bool) -> None:

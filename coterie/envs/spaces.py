@@ -175,6 +175,18 @@ class ActionMap:
             a = self.scale * a
         return a if self.offset is None else self.offset + a
 
+    def from_env(self, a: Any) -> Array:
+        """The inverse: `[n, *spec.shape]` of actions that the env took, in its structure."""
+        if self.space is None:
+            x = np.asarray(a) if self.offset is None else np.asarray(a) - self.offset
+            x = x if self.scale is None else x / self.scale
+            return np.asarray(x, self.spec.dtype).reshape(len(x), *self.spec.shape)
+        given = [leaf_of(a, path) for path, _ in leaf_spaces(self.space)]
+        out = np.zeros((len(given[0]), *self.spec.shape), self.spec.dtype)
+        for x, (leaf, columns) in zip(given, self.leaves, strict=True):
+            out[:, columns] = leaf.from_env(x).reshape(len(out), -1)
+        return out
+
     def nested(self, a: Array) -> Any:
         """The env's structure: of `to_env`'s rows `[n, *shape]` one of arrays `[n, ...]`, as gymnasium batches them."""
         if self.space is None:
@@ -250,11 +262,16 @@ def flatten(obs: Any, fields: list[ObsField]) -> Obs:
     """A (nested) batched observation as our flat one, converted."""
     out = {}
     for f in fields:
-        x = obs
-        for key in f.path:
-            x = x[key]
+        x = leaf_of(obs, f.path)
         out[f.name] = x if f.convert is None else f.convert(x)
     return from_entries(out)
+
+
+def leaf_of(nested: Any, path: tuple[str | int, ...]) -> Any:
+    """What is at `path` in nested dicts and tuples."""
+    for key in path:
+        nested = nested[key]
+    return nested
 
 
 def random_actions(spec: ActionSpec, rng: np.random.Generator, n: int, obs: Obs = None) -> Array:

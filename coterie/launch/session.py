@@ -21,7 +21,7 @@ from typing import Any
 from coterie import presets
 from coterie.acting.table import acting_kind
 from coterie.algorithms.table import algorithm_class
-from coterie.build.evaluate import check_spec, open_run
+from coterie.build.evaluate import begin_from, check_spec, open_run
 from coterie.build.factory import ProcessContext, make_model, net_of, normalizers
 from coterie.build.resources import resolve_config, resolve_resources
 from coterie.build.validity import check, check_objects
@@ -132,6 +132,7 @@ def _go(
     spec = make_spec(config.env, config.atari)
     check(config, spec)
     resolve_resources(config, spec)
+    begun = begin_from(Path(asked.init_from), make_model(config, spec)) if asked.init_from and not resumed else ""
     if need := algorithm_class(config).replay_bytes(config, spec) * config.learners:
         require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
     board = Board(config.learners)  # for start-up only: child processes get another one
@@ -156,7 +157,7 @@ def _go(
         _prepare(folder, kept, spec, state is None)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
-        for line in (link_error, alone if kind.is_alone(config) else ""):
+        for line in (begun, link_error, alone if kind.is_alone(config) else ""):
             if line:
                 run.log(line)
         del board  # its memory is freed with the last reference: the run's, until it has the children's board

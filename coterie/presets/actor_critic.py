@@ -107,6 +107,14 @@ def gala_ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(ppo, "gala-ppo", env, overrides, {"exchange": "gossip", "learners": "auto"})
 
 
+def bc(env: Part = "Hopper-v5", **overrides: Any) -> Config:
+    """Behaviour cloning of a Minari data set (`bc.dataset`). The network is that of `ppo`, which can go on from it with
+    `init_from`. Ours: 100,000 env steps, each with 16 steps of the data.
+    """
+    common = {"algorithm": "bc", "steps": 100_000, "algo.entropy_coef": 0.0, "optim.max_grad_norm": 0.0}
+    return derive(ppo, "bc", env, overrides, common)
+
+
 def a3c(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with GAE: lock-free workers of one simulator each (Christensen and Hansen): Adam with each worker's own
     moments, FC256-FC256-LSTM256 shared by policy and value, or a small convolutional net before the LSTM. Vectors:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from coterie.acting.base import Acting, LearnerSetup
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import autocast
 from coterie.algorithms.table import algorithm_class
+from coterie.build.evaluate import begin_from
 from coterie.build.factory import (
     ProcessContext,
     agent_of,
@@ -64,7 +66,10 @@ class LearnerProcess:
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         keep_freed_memory()
-        self.model = make_model(config, self.spec).to(resources.device)
+        self.model = make_model(config, self.spec)
+        if config.init_from and not incarnation:
+            begin_from(Path(config.init_from), self.model)
+        self.model.to(resources.device)
         self.params = FlatParams(self.model)
         self.algorithm = make_algorithm(config, self.spec, resources.compute, context.rank)
         self.progress, self.stages = Progress(), Stages()

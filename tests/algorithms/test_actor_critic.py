@@ -170,7 +170,7 @@ def test_the_horizon_shrinks_at_a_fixed_batch_size():
 )
 def test_rewards_are_clipped_and_then_scaled(clip, expected):
     rollout = swap(make_rollout(VECTOR, 5, 1), reward=torch.tensor([[-2.0], [-0.5], [0.0], [0.5], [2.0]]))
-    rewards = A2C(make_config(**{"reward.clip": clip, "reward.scale": 2.0}), VECTOR).rewards.clipped(rollout)
+    rewards = A2C(make_config(**{"reward.clip": clip, "reward.scale": 2.0}), VECTOR).rewards.clipped(rollout.reward)
     torch.testing.assert_close(rewards[:, 0], 2 * torch.tensor(expected), atol=2e-4, rtol=0)
 
 

@@ -151,6 +151,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "q.atoms": {**R2D2, "q.atoms": 51},
         "replay.initial": {"algorithm": "dqn", "q.atoms": 51, "replay.initial": "acting"},
         **{f"r2d2.{name}": {**R2D2, f"r2d2.{name}": 81} for name in ("length", "burn_in", "stride")},
+        "bc.dataset": {"algorithm": "bc"},
         "vtrace.minibatch": {"algorithm": "vtrace", "vtrace.minibatch": 5},
         "vtrace.replay_share": {"algorithm": "vtrace", "vtrace.replay_share": 1.0},
         "vtrace.rho_bar": {"algorithm": "vtrace", "vtrace.rho_bar": 0.5},

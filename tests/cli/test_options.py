@@ -128,9 +128,10 @@ def test_an_option_without_effect_is_a_line_that_names_what_it_needs(capsys, arg
 
 
 def test_a_preset_with_its_papers_settings_says_so(capsys):
-    for env, ours in ("Pong-v5", {"ppo", "gala-ppo"}), ("LunarLander-v3", {*presets.PRESETS} - {"a3c-paper"}):
+    for env, ours in ("Pong-v5", {"ppo", "gala-ppo", "bc"}), ("LunarLander-v3", {*presets.PRESETS} - {"a3c-paper"}):
         for preset in {*presets.PRESETS} - {"sac"}:  # which takes neither
-            assert main(["train", preset, "--env", env, "--steps", "1000", "--print-config"]) == 0
+            data = ("--bc.dataset", "d/e-v0") if preset == "bc" else ()
+            assert main(["train", preset, "--env", env, "--steps", "1000", *data, "--print-config"]) == 0
             assert ("its paper's settings" in capsys.readouterr().err) == (preset not in ours)
 
 

@@ -1,0 +1,139 @@
+"""Behaviour cloning: the policy imitates the actions of a data set, and the value learns its returns.
+
+The loss is A2C's with advantage 1: minus the log-probability of the actions in the data. The run's own env steps are
+not learned from: they set the pace, and their episodes show what the policy can do by now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.algorithms.a2c import A2C, RolloutBatch
+from coterie.algorithms.base import ON_CPU, Compute
+from coterie.config import Config, Refusal
+from coterie.envs.make import env_edges
+from coterie.envs.spaces import flatten
+from coterie.extras import needs
+from coterie.models.base import Model
+from coterie.types import Array, ConfigError, Inputs, Obs, Rollout, Spec, entries, from_entries, map_obs, reason_of
+
+
+@dataclass
+class Steps:
+    """N steps of a data set, one episode after another."""
+
+    obs: Obs  # [N, ...] each
+    action: Tensor  # [N, ...], as a policy chooses them
+    reward: Tensor  # [N]
+    is_first: Tensor  # [N] bool
+
+
+def read_steps(config: Config, spec: Spec) -> Steps:
+    """The steps of `bc.dataset`. Raises a `ConfigError` if it cannot be read, or is of another env."""
+    with needs("bc.dataset", "minari"):
+        import minari
+    name = config.bc.dataset
+    _, fields, actions, mask = env_edges(config.env, config.atari)
+    if mask:
+        raise ConfigError(f"bc.dataset: {spec.env_id} has its action mask in {mask}, which data sets do not keep")
+    obs, action, reward = list[dict[str, Array]](), list[Array](), list[Array]()
+    try:
+        found = minari.MinariDataset(Path(name) / "data") if Path(name).is_dir() else minari.load_dataset(name, True)
+        for episode in found.iterate_episodes():
+            n = len(episode.rewards)  # there is one observation more
+            seen = entries(flatten(episode.observations, fields))
+            obs.append({k: np.asarray(seen[k][:n], s.dtype).reshape(n, *s.shape) for k, s in spec.obs.items()})
+            action.append(actions.from_env(episode.actions).reshape(n, *spec.action.shape))
+            reward.append(np.asarray(episode.rewards, np.float32))
+    except Exception as error:  # no such data set, no network, damage, other spaces: of many libraries
+        raise ConfigError(f"bc.dataset {name!r} cannot be used for {spec.env_id}: {reason_of(error)[:300]}") from error
+    first = np.zeros(sum(map(len, reward)), bool)
+    first[np.cumsum([0, *map(len, reward[:-1])])] = True
+    joined = {k: torch.from_numpy(np.concatenate([x[k] for x in obs])) for k in spec.obs}
+    return Steps(from_entries(joined), *(torch.from_numpy(x) for x in (*map(np.concatenate, (action, reward)), first)))
+
+
+def returns_of(reward: Tensor, is_first: Tensor, gamma: float) -> Tensor:
+    """Discounted sums of rewards `[N]` to the end of each episode."""
+    total, out = 0.0, []
+    for r, first in zip(reward.flip(0).tolist(), is_first.flip(0).tolist(), strict=True):
+        out.append(total := r + gamma * total)
+        total = 0.0 if first else total
+    return torch.tensor(out[::-1], dtype=torch.float32)
+
+
+class BC(A2C):
+    """A2C on a data set: rows drawn one by one, or with a core sequences of `algo.unroll_length` from a zero state."""
+
+    on_policy = False
+    refusals = (Refusal(lambda c, s: not c.bc.dataset, "bc.dataset", "must name a Minari data set, or its folder"),)
+
+    def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
+        super().__init__(config, spec, compute, seed)
+        self.spec, self.bc, self.rng = spec, config.bc, torch.Generator().manual_seed(seed)
+        self.owed = 0.0  # samples that are due
+        self.steps: tuple[Steps, Tensor] | None = None  # with their returns; read by learners only
+
+    @staticmethod
+    def steps_kind(config: Config) -> tuple[object, ...]:
+        return (config.bc, config.env.num_envs)
+
+    @staticmethod
+    def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
+        return columns * unroll * config.bc.intensity / config.bc.batch_size, config.bc.batch_size
+
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[RolloutBatch]:
+        """Random steps of the data set, `bc.intensity` for each env step of the rollout."""
+        if self.steps is None:
+            self.steps = self._prepare(model)
+        t = self.algo.unroll_length if model.recurrent else 1
+        b = max(1, self.bc.batch_size // t)
+        self.owed += rollout.mask.numel() * self.bc.intensity
+        while self.owed >= t * b:
+            self.owed -= t * b
+            yield self._draw(model, *self.steps, t, b, rollout.mask.device)
+
+    def _prepare(self, model: Model) -> tuple[Steps, Tensor]:
+        """The data and its returns, which a new network's normalizers are set by."""
+        steps = read_steps(self.config, self.spec)
+        returns = returns_of(self.rewards.clipped(steps.reward), steps.is_first, self.algo.gamma)
+        device = model.return_norm.mean.device
+        if not float(model.return_norm.count):
+            everything = torch.ones(len(returns), dtype=torch.bool, device=device)
+            model.observe(map_obs(lambda x: x.to(device), steps.obs), everything)
+            model.return_norm.update(returns.to(device))
+        return steps, returns / model.return_norm.deviation().cpu() if self.config.reward.normalize else returns
+
+    def _draw(self, model: Model, steps: Steps, returns: Tensor, t: int, b: int, device: torch.device) -> RolloutBatch:
+        start = torch.randint(max(1, len(returns) - t + 1), (b,), generator=self.rng)
+        rows = (start + torch.arange(t)[:, None]).clamp(max=len(returns) - 1) if model.recurrent else start
+
+        def take(x: Tensor, rows: Tensor = rows) -> Tensor:
+            return x[rows].to(device)
+
+        before = (rows - 1).clamp(min=0)  # the network ignores them where an episode begins
+        last = take(steps.action, before), take(steps.reward, before)
+        inputs = Inputs(map_obs(take, steps.obs), take(steps.is_first), *last)
+        ones = torch.ones(rows.shape, device=device)
+        state = model.initial_state(b) if model.recurrent else None
+        return RolloutBatch(
+            inputs, take(steps.action), ones, take(returns), 0 * ones, 0 * ones, ones > 0, state, t * b, self.chunk
+        )
+
+    def after_rollout(self, model: Model, rollout: Rollout) -> None:
+        """The data has set the normalizers."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        owed = torch.tensor([self.owed], dtype=torch.float64)
+        return {**super().state_dict(), "data_rng": self.rng.get_state(), "owed": owed}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self.rng.set_state(state["data_rng"])
+        self.owed = float(state["owed"])

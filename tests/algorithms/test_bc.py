@@ -1,0 +1,181 @@
+"""Behaviour cloning: what is read from a data set, what is trained on, and a PPO run that goes on from it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+
+import coterie
+from coterie import presets
+from coterie.acting.table import ACTING
+from coterie.algorithms.bc import BC, read_steps, returns_of
+from coterie.build.factory import make_model
+from coterie.build.resources import resolve_config
+from coterie.envs.make import make_spec
+from coterie.envs.spaces import action_map
+from coterie.exchange.table import EXCHANGES
+from coterie.runs import checkpoint
+from coterie.types import ConfigError
+from tests.conftest import make_rollout
+from tests.support.demonstrations import rule_plays_cartpole
+from tests.support.runs import check_rows
+
+QUIET = {"log.tensorboard": False, "device": "cpu"}
+
+
+def make(env: str = "CartPole-v1", **changes: Any) -> tuple[Any, Any]:
+    config = resolve_config(presets.bc(env, **{"bc.dataset": rule_plays_cartpole(), **QUIET, **changes}))
+    return config, make_spec(config.env, config.atari)
+
+
+def test_the_steps_of_a_data_set_are_its_episodes_one_after_another():
+    steps = read_steps(*make())
+    assert len(steps.reward) == len(steps.action) == len(steps.is_first) == len(steps.obs) == 600
+    assert steps.is_first.nonzero().flatten().tolist() == [0, 200, 400]
+    assert (steps.reward == 1).all()
+    x, speed, angle, turning = steps.obs.T
+    assert torch.equal(steps.action, (angle + 0.5 * turning + 0.02 * x + 0.05 * speed > 0).long())
+
+
+def test_returns_end_with_their_episodes():
+    first = torch.tensor([True, False, False, True, False])
+    assert returns_of(torch.arange(1.0, 6), first, 0.5).tolist() == [1 + 1 + 0.75, 2 + 1.5, 3, 4 + 2.5, 5]
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_a_batch_has_rows_of_the_data_or_with_a_core_sequences(core: str):
+    config, spec = make(**{"model.core": core, "algo.unroll_length": 8, "bc.batch_size": 64, "bc.intensity": 4.0})
+    model, bc = make_model(config, spec), BC(config, spec)
+    steps = read_steps(config, spec)
+    batches = list(bc.batches(model, make_rollout(spec, 8, 4)))
+    assert len(batches) == 2  # 8 x 4 env steps, 4 samples each
+    for batch in batches:
+        assert batch.count == batch.mask.numel() == batch.valid == 64
+        assert batch.mask.shape == ((64,) if core == "none" else (8, 8))
+        rows = [[torch.equal(o, x) for x in steps.obs].index(True) for o in batch.inputs.obs.reshape(-1, 4)]
+        assert torch.equal(batch.action.flatten(), steps.action[rows])
+        if core != "none":
+            assert (np.diff(np.array(rows).reshape(8, 8), axis=0) == 1).all()
+            assert torch.equal(batch.inputs.prev_action.flatten(), steps.action[np.maximum(np.array(rows) - 1, 0)])
+        params, _, _ = model(batch.inputs, batch.core_state)
+        likelihood = torch.distributions.Categorical(logits=params).log_prob(batch.action)
+        assert float(bc.loss(model, batch).metrics["policy_loss"].detach()) == pytest.approx(
+            -float(likelihood.detach().mean()), abs=1e-5
+        )
+    assert torch.allclose(model.obs_norm["obs_"].mean.float(), steps.obs.mean(0), atol=1e-6)
+
+
+def test_a_ppo_run_goes_on_where_the_cloned_policy_is(tmp_path: Path):
+    changes: dict[str, Any] = {"steps": 8_000, "env.threads": 1, **QUIET}
+    data = {"bc.dataset": rule_plays_cartpole()}
+    coterie.train(preset="bc", env="CartPole-v1", out=str(tmp_path / "bc"), quiet=True, **data, **changes)
+    assert coterie.evaluate_run(tmp_path / "bc", episodes=5)["mean_return"] > 400
+    begin = {"init_from": str(tmp_path / "bc"), "out": str(tmp_path / "ppo"), "learners": 2}
+    changes = {**changes, "env.max_episode_steps": 90}
+    tuned = coterie.train(preset="ppo", env="CartPole-v1", quiet=True, **changes, **begin)
+    assert tuned["mean_return"] > 80  # 20 with new weights; 90 is the most
+    assert "begins with the weights of" in (tmp_path / "ppo" / "log.txt").read_text()
+    saved, first = (checkpoint.load(path)[0] for path in (
+        checkpoint.latest(tmp_path / "bc/checkpoints"), tmp_path / "ppo/checkpoints/step_000000000000",
+    ))  # fmt: skip
+    for rank in (0, 1):
+        for name, x in first[f"learner_{rank}/model"].items():
+            assert torch.equal(x, saved["learner_0/model"][name]), name
+
+
+def test_heads_for_other_actions_are_new_and_another_network_is_refused(tmp_path: Path):
+    run, changes = tmp_path / "run", {"steps": 300, "env.num_envs": 4, "algo.unroll_length": 16, **QUIET}
+    env = "coterie.envs.testing:CountingEnv"
+    coterie.train(preset="a2c", env=env, out=str(run), quiet=True, **changes)
+    other = {"env.kwargs": '{"actions": 7}', "init_from": str(run), **changes}
+    coterie.train(preset="a2c", env=env, out=str(tmp_path / "more"), quiet=True, **other)
+    assert "new: policy.weight, policy.bias" in (tmp_path / "more" / "log.txt").read_text()
+    for wrong, why in [
+        ({"model.hidden": (8,)}, r"has another network: torso\S+ is \[2, 2, 64\] there, \[2, 2, 8\] here"),
+        ({"init_from": str(tmp_path)}, "has no complete checkpoint"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^init_from: {tmp_path}.*{why}"):
+            coterie.train(preset="a2c", env=env, out=str(tmp_path / "no"), quiet=True, **{**other, **wrong})
+        assert not (tmp_path / "no").exists()
+    (run / "checkpoints").rename(tmp_path / "gone")  # only a new run reads it
+    assert coterie.resume(tmp_path / "more", steps=600, quiet=True)["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("acting", "exchange"),
+    [
+        pytest.param(acting, exchange, marks=() if at in (3, 9) else pytest.mark.slow)
+        for at, (acting, exchange) in enumerate(product(ACTING, EXCHANGES))
+    ],
+)
+def test_it_learns_with_every_acting_and_exchange(tmp_path: Path, acting: str, exchange: str):
+    crowd = {"learners": 1 if exchange == "solo" else 2, "acting": acting, "exchange": exchange, "env.num_envs": 8}
+    changes = {"steps": 6_000, "env.threads": 1, "bc.dataset": rule_plays_cartpole(), **crowd, **QUIET}
+    summary = coterie.train(preset="bc", env="CartPole-v1", out=str(tmp_path / "run"), quiet=True, **changes)
+    check_rows(tmp_path / "run")
+    assert summary["samples_trained"] > 10 * summary["env_steps"]
+    assert coterie.evaluate_run(tmp_path / "run", episodes=5)["mean_return"] > 150  # 10 at random
+
+
+@pytest.mark.parametrize(
+    ("env", "dataset", "why"),
+    [
+        ("Acrobot-v1", "", r"cannot be used for Acrobot-v1"),
+        ("CartPole-v1", "no/such-v0", r"'no/such-v0' cannot be used for CartPole-v1"),
+        ("Taxi-v4", "", "action mask in info"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused_with_one_line(env: str, dataset: str, why: str, monkeypatch: Any):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config, spec = make(env=env, **{"bc.dataset": dataset or rule_plays_cartpole()})
+    with pytest.raises(ConfigError, match=why) as caught:
+        read_steps(config, spec)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(4, start=-1),
+        spaces.MultiDiscrete([3, 2], start=[1, 0]),
+        spaces.MultiBinary(3),
+        spaces.Box(np.array([-2.0, 0.0]), np.array([6.0, math.inf]), dtype=np.float64),
+        spaces.Box(2, 5, (2,), np.int64),
+        spaces.Dict(
+            {"aim": spaces.Box(-1, 3, (2,)), "both": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2)))}
+        ),
+    ],
+)
+def test_actions_of_a_data_set_become_a_policys(space: Any):
+    found = action_map("env", space)
+    space.seed(1)
+    taken = [space.sample() for _ in range(5)]
+    batch = concatenate(space, taken, create_empty_array(space, 5))
+    chosen = found.from_env(batch)
+    assert chosen.shape == (5, *found.spec.shape)
+    assert chosen.dtype == found.spec.dtype
+    back = list(iterate(batch_space(space, 5), found.nested(found.to_env(chosen))))
+    for one, other in zip(back, taken, strict=True):
+        np.testing.assert_allclose(spaces.flatten(space, one), spaces.flatten(space, other), atol=1e-6)
+
+
+def test_the_example_clones_a_data_set_and_goes_on_with_ppo(tmp_path: Path):
+    script = Path(__file__).parents[2] / "examples" / "warm_start.py"
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[1]), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(script), "6000"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    scores = [float(x) for x in re.findall(r"^(?:cloned|and PPO): (\d+) of 500$", done.stdout, re.MULTILINE)]
+    assert len(scores) == 2
+    assert min(scores) > 400
