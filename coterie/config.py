@@ -228,7 +228,7 @@ class SAC:
 
 @dataclass(frozen=True)
 class BC:
-    """Behaviour cloning."""
+    """Behavior cloning."""
 
     dataset: str = ""  # Minari's name of it, downloaded if it is not there; or its folder
     batch_size: Positive = 256  # steps of it in an optimizer step

@@ -1,4 +1,4 @@
-"""Behaviour cloning: the policy imitates the actions of a data set, and the value learns its returns.
+"""Behavior cloning: the policy imitates the actions of a data set, and the value learns its returns.
 
 The loss is A2C's with advantage 1: minus the log-probability of the actions in the data. The run's own env steps are
 not learned from: they set the pace, and their episodes show what the policy can do by now.

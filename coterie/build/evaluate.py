@@ -29,7 +29,6 @@ from coterie.runs.config_io import replace as override
 from coterie.types import MASK, Array, ConfigError, CoterieError, Inputs, Obs, Spec, entries, from_entries, reason_of
 
 _MOST_ENVS = 16
-_HEADS = ("policy.", "value.", "q.", "log_std")  # names of a network's tensors that depend on the actions
 _LONGEST_EPISODE = 200_000  # env steps on average, past which `coterie eval` counts episodes as unfinished
 
 
@@ -230,29 +229,13 @@ def load(folder: str | Path, learner: str | int = "0", **new: Part) -> Policy:
     spec = check_spec(folder, config)
     model = make_model(config, spec)
     try:
-        model.load_state_dict(_weights(tensors, str(learner)))
+        model.load_state_dict(weights_of(tensors, str(learner)))
     except RuntimeError as error:
         raise CoterieError(f"{path} does not fit the run's model: {reason_of(error)[:200]}") from None
     return Policy(folder, config, spec, int(state["env_steps"]), model.eval().requires_grad_(False))
 
 
-def begin_from(folder: Path, model: Network) -> str:
-    """Give a new network the weights and normalizers of a run's best checkpoint, or of its last; returns a line about
-    it. Heads for other actions stay new. Raises a `ConfigError` if the run has no checkpoint, or another network.
-    """
-    root = folder / "checkpoints"
-    if (path := checkpoint.best(root) or checkpoint.latest(root)) is None:
-        raise ConfigError(f"init_from: {folder} has no complete checkpoint")
-    there, mine = _weights(checkpoint.load(path)[0], "0"), model.state_dict()
-    other = [k for k, x in mine.items() if k not in there or there[k].shape != x.shape]
-    if wrong := [k for k in other if not k.startswith(_HEADS)]:
-        shapes = [list(x[wrong[0]].shape) if wrong[0] in x else "missing" for x in (there, mine)]
-        raise ConfigError(f"init_from: {folder} has another network: {wrong[0]} is {shapes[0]} there, {shapes[1]} here")
-    model.load_state_dict({k: x if k in other else there[k] for k, x in mine.items()})
-    return f"begins with the weights of {path}" + (f"; new: {', '.join(other)}" if other else "")
-
-
-def _weights(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
+def weights_of(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
     """The weights of one learner of a checkpoint, or the mean of all learners'."""
     second = tensors.get("learner_0/secondary")
     if learner == "secondary" and second is not None:

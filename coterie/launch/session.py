@@ -21,10 +21,11 @@ from typing import Any
 from coterie import presets
 from coterie.acting.table import acting_kind
 from coterie.algorithms.table import algorithm_class
-from coterie.build.evaluate import begin_from, check_spec, open_run
+from coterie.build.evaluate import check_spec, open_run
 from coterie.build.factory import ProcessContext, make_model, net_of, normalizers
 from coterie.build.resources import resolve_config, resolve_resources
 from coterie.build.validity import check, check_objects
+from coterie.build.warm_start import begin_from
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.exchange.links import Link, Net

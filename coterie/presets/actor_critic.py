@@ -108,7 +108,7 @@ def gala_ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def bc(env: Part = "Hopper-v5", **overrides: Any) -> Config:
-    """Behaviour cloning of a Minari data set (`bc.dataset`). The network is that of `ppo`, which can go on from it with
+    """Behavior cloning of a Minari data set (`bc.dataset`). The network is that of `ppo`, which can go on from it with
     `init_from`. Ours: 100,000 env steps, each with 16 steps of the data.
     """
     common = {"algorithm": "bc", "steps": 100_000, "algo.entropy_coef": 0.0, "optim.max_grad_norm": 0.0}

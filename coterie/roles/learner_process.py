@@ -17,7 +17,6 @@ from coterie.acting.base import Acting, LearnerSetup
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import autocast
 from coterie.algorithms.table import algorithm_class
-from coterie.build.evaluate import begin_from
 from coterie.build.factory import (
     ProcessContext,
     agent_of,
@@ -30,6 +29,7 @@ from coterie.build.factory import (
 )
 from coterie.build.resources import resolve_resources
 from coterie.build.validity import check, room_of
+from coterie.build.warm_start import begin_from
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.news import EnvNews

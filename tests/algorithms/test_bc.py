@@ -1,4 +1,4 @@
-"""Behaviour cloning: what is read from a data set, what is trained on, and a PPO run that goes on from it."""
+"""Behavior cloning: what is read from a data set, what is trained on, and a PPO run that goes on from it."""
 
 from __future__ import annotations
 

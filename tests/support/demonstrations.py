@@ -1,4 +1,4 @@
-"""Data sets for behaviour cloning: episodes of a rule that balances CartPole."""
+"""Data sets for behavior cloning: episodes of a rule that balances CartPole."""
 
 from __future__ import annotations
 

@@ -1,0 +1,28 @@
+"""A run that begins with the weights of another one (`init_from`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coterie.build.evaluate import weights_of
+from coterie.models.build import Network
+from coterie.runs import checkpoint
+from coterie.types import ConfigError
+
+_HEADS = ("policy.", "value.", "q.", "log_std")  # names of a network's tensors that depend on the actions
+
+
+def begin_from(folder: Path, model: Network) -> str:
+    """Give a new network the weights and normalizers of a run's best checkpoint, or of its last; returns a line about
+    it. Heads for other actions stay new. Raises a `ConfigError` if the run has no checkpoint, or another network.
+    """
+    root = folder / "checkpoints"
+    if (path := checkpoint.best(root) or checkpoint.latest(root)) is None:
+        raise ConfigError(f"init_from: {folder} has no complete checkpoint")
+    there, mine = weights_of(checkpoint.load(path)[0], "0"), model.state_dict()
+    other = [k for k, x in mine.items() if k not in there or there[k].shape != x.shape]
+    if wrong := [k for k in other if not k.startswith(_HEADS)]:
+        shapes = [list(x[wrong[0]].shape) if wrong[0] in x else "missing" for x in (there, mine)]
+        raise ConfigError(f"init_from: {folder} has another network: {wrong[0]} is {shapes[0]} there, {shapes[1]} here")
+    model.load_state_dict({k: x if k in other else there[k] for k, x in mine.items()})
+    return f"begins with the weights of {path}" + (f"; new: {', '.join(other)}" if other else "")
