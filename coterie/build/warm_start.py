@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from coterie.build.evaluate import weights_of
+from coterie.build.factory import make_model
+from coterie.config import Config
 from coterie.models.build import Network
 from coterie.runs import checkpoint
-from coterie.types import ConfigError
+from coterie.types import ConfigError, Spec
 
 _HEADS = ("policy.", "value.", "q.", "log_std")  # names of a network's tensors that depend on the actions
+
+
+def first_model(config: Config, spec: Spec, incarnation: int) -> Network:
+    """A learner's network, at the run's first start with the weights that it begins with."""
+    model = make_model(config, spec)
+    if config.init_from and not incarnation:
+        begin_from(Path(config.init_from), model)
+    return model
 
 
 def begin_from(folder: Path, model: Network) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,13 +22,12 @@ from coterie.build.factory import (
     env_share,
     make_algorithm,
     make_exchange,
-    make_model,
     normalizers,
     patience,
 )
 from coterie.build.resources import resolve_resources
 from coterie.build.validity import check, room_of
-from coterie.build.warm_start import begin_from
+from coterie.build.warm_start import first_model
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.news import EnvNews
@@ -66,10 +64,7 @@ class LearnerProcess:
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         keep_freed_memory()
-        self.model = make_model(config, self.spec)
-        if config.init_from and not incarnation:
-            begin_from(Path(config.init_from), self.model)
-        self.model.to(resources.device)
+        self.model = first_model(config, self.spec, incarnation).to(resources.device)
         self.params = FlatParams(self.model)
         self.algorithm = make_algorithm(config, self.spec, resources.compute, context.rank)
         self.progress, self.stages = Progress(), Stages()
