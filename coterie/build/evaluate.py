@@ -19,6 +19,7 @@ from coterie.build.resources import resolve_config
 from coterie.config import Config
 from coterie.envs.atari57 import human_normalized
 from coterie.envs.make import env_edges, make_envs, make_spec
+from coterie.envs.news import Means
 from coterie.envs.spaces import flatten
 from coterie.envs.tasks import are_normalized, overall, task_config, tasks
 from coterie.models.build import Network
@@ -41,6 +42,7 @@ class Scores:
     lengths: list[int] = field(default_factory=list)
     unfinished: int = 0  # episodes that the step budget cut off; not in `returns`
     secondary: Scores | None = None  # of a secondary learner on as many episodes
+    info: Means = field(default_factory=Means)  # numbers in the env's info at the ends of episodes
     tasks: list[Scores] = field(default_factory=list)  # one for each task of several; the above are of all episodes
 
     @property
@@ -66,6 +68,7 @@ class Scores:
             "mean_length": float(np.mean(self.lengths)) if self.lengths else math.nan,
             "human_normalized": normalized,
             "unfinished": self.unfinished,
+            "info": self.info.means(""),
             "returns": self.returns,
             **({"score": self.mean, "tasks": [s.to_json() for s in self.tasks]} if self.tasks else {}),
         }
@@ -102,6 +105,7 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
     n += -n % agents
     longest = config.eval.max_episode_steps or config.env.max_episode_steps
     env = replace(config.env, num_envs=n, decorrelate=0, delay=0.0, max_episode_steps=longest)
+    env = replace(env, info="off" if env.info == "off" else "episodes")
     budget = config.eval.max_steps if trial.max_steps is None else trial.max_steps
     quota = np.full(n, trial.episodes // n)
     quota[: trial.episodes % n] += 1
@@ -121,6 +125,8 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
                 quota[i] -= 1
                 scores.returns.append(float(ts.episode_return[i]))
                 scores.lengths.append(int(ts.episode_length[i]))
+            envs.ignore(quota == 0)  # they step on
+        scores.info = envs.news().info
     return scores
 
 
@@ -286,4 +292,5 @@ def show(result: dict[str, Any]) -> str:
     line = f"{result['env']}: {score} ({result['episodes']} episodes, {'sampled' if result['sampled'] else 'greedy'}"
     if result["human_normalized"] is not None:
         line += f", human-normalized {100 * result['human_normalized']:.0f}%"
+    line += "".join(f", {name} {mean:.4g}" for name, mean in result["info"].items())
     return "\n".join([*lines, f"{line}, checkpoint at {result['checkpoint_env_steps']:,} env steps)"])

@@ -209,6 +209,7 @@ class Envs:
         self.groups = [slice(g * size, (g + 1) * size) for g in range(groups)]
         self._reports = Reports(env)
         self.news = self._reports.take  # what happened since the last call
+        self.ignore = self._reports.ignore
         self._groups: list[Group] = []
         self._backends: list[Backend] = []
         try:

@@ -58,6 +58,7 @@ class Reports:
         self._budget, self._every_step = env.replace_budget, env.info == "steps"
         self._reasons, self._places, self._info = deque[str](maxlen=_REASONS_KEPT), set[str](), Means()
         self._lock = threading.Lock()
+        self._ignored: Array = np.zeros((), bool)
 
     def replace(self, reasons: Sequence[str]) -> None:
         """Count replaced envs. Raises `CoterieError` beyond the budget."""
@@ -72,9 +73,14 @@ class Reports:
                 trace,
             )
 
+    def ignore(self, rows: Array) -> None:
+        """Leave these envs' info out from now on. For envs in one group."""
+        self._ignored = rows
+
     def inform(self, info: Mapping[str, Array], stepped: Array, ended: Array) -> None:
         """Add up the numbers in the info of the envs that took a step, or of those whose episode ended."""
-        given = {name: x[stepped if self._every_step else ended] for name, x in info.items()}
+        rows = (stepped if self._every_step else ended) & ~self._ignored
+        given = {name: x[rows] for name, x in info.items()}
         counts = {name: int(np.count_nonzero(~np.isnan(x))) for name, x in given.items()}
         with self._lock:
             self._info.add({name: (float(np.nansum(x)), n) for name, x in given.items() if (n := counts[name])})

@@ -111,6 +111,7 @@ class Ledger:
             "eval/stderr": scores.stderr,
             "eval/episodes": len(scores.returns),
             "eval/unfinished": scores.unfinished,
+            **scores.info.means("eval/env/"),
         }
         if (second := scores.secondary) is not None and not second.unfinished:
             line |= {"eval/secondary_return": second.mean, "eval/secondary_stderr": second.stderr}

@@ -12,6 +12,7 @@ import torch
 import coterie
 from coterie import presets
 from coterie.build.evaluate import Scores
+from coterie.envs.news import EnvNews, Means
 from coterie.launch.coordinator import Coordinator
 from coterie.parallel.board import EVALUATE, SAVE, Board
 from coterie.roles.entry import LearnerReport, Saved
@@ -20,7 +21,7 @@ from coterie.runs.metrics import read_metrics
 from coterie.types import CoterieError
 from tests.conftest import VECTOR, make_config
 
-REPORT = LearnerReport([], {}, 0, {}, [], 0, [], {}, first_step=1e9, lr=0.1, rss_mb=1.0, gauges={})
+REPORT = LearnerReport([], {}, 0, {}, [], 0, EnvNews([], Means()), {}, first_step=1e9, lr=0.1, rss_mb=1.0, gauges={})
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import pytest
 
+from coterie.cli.main import main
 from coterie.config import Env
 from coterie.launch.session import train
 from coterie.roles.remote_worker import run_actor, run_env_host
@@ -21,6 +22,18 @@ def test_a_run_has_them_in_its_metrics(tmp_path, acting):
     assert lines
     assert {line["env/step"] for line in lines} == {5.0}
     assert all(0 <= line["env/success"] <= 1 for line in lines)
+
+
+def test_an_evaluation_has_them_for_its_own_episodes(tmp_path, capsys):
+    settings = {"env.num_envs": 4, "eval.every": 200, "eval.episodes": 20, "log.tensorboard": False}
+    train(preset="a2c", env=TELLING, steps=600, out=str(tmp_path / "run"), quiet=True, **settings)
+    lines = [line for line in read_metrics(tmp_path / "run") if "eval/return" in line]
+    assert [line["eval/env/step"] for line in lines] == [5.0] * len(lines)
+    assert lines
+    # Of 20 episodes 16 are an env's first, which ends terminated, and 4 their second, which is truncated.
+    assert [line["eval/env/success"] for line in lines] == [16 / 20] * len(lines)
+    assert main(["eval", str(tmp_path / "run"), "--episodes", "3"]) == 0
+    assert "(3 episodes, greedy, deep/half 2.5, step 5, success 1, checkpoint at " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("work", [run_env_host, run_actor])
