@@ -224,8 +224,7 @@ class Ledger:
     def _rates(self, env_steps: int, seconds: float) -> dict[str, Any]:
         """The env steps, and the rate at which the last `env_steps` of them were learned."""
         rate = env_steps / seconds
-        frames = rate * self.spec.action_repeat
-        return {"env_steps": self.env_steps, "env_steps_per_s": rate, "frames_per_s": frames}
+        return {"env_steps": self.env_steps, "env_steps_per_s": rate, "frames_per_s": rate * self.spec.action_repeat}
 
     def _totals(self) -> dict[str, Any]:
         """Of the whole run, for the lines of metrics and the summary."""
