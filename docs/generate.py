@@ -19,7 +19,7 @@ from coterie.cli.listing import PAPERS
 from coterie.cli.options import comments, possible
 from coterie.config import Atari, Config, Env, Range
 from coterie.envs.make import make_spec
-from coterie.runs.config_io import fields, get, plain
+from coterie.runs.config_io import fields, get, plain, replace
 
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = {"Atari": "Breakout-v5", "vectors": "LunarLander-v3", "MuJoCo": "Hopper-v5"}
@@ -117,7 +117,7 @@ def settings(name: str, env: str) -> dict[str, Any] | None:
     try:
         config = presets.make(name, env, spec)
         if spec is None:
-            possible(config)
+            possible(replace(config, {"bc.dataset": "any"}))  # which no preset names
     except Exception:
         return None
     base = Config()
