@@ -3,8 +3,8 @@
     python sb3_league.py {ppo,a2c,dqn,sac} --env ENV --steps N [--seed K] [--episodes 100]
 
 One env, as its examples have it. The last line of output is JSON: seconds, the curve (env steps, seconds, mean return
-of the last 100 training episodes) and the score of greedy episodes. SAC has one torch thread: two wait for each other in
-every operation, on a busy machine for 450 instead of 27 s in 1,100 optimizer steps.
+of the last 100 training episodes) and the score of greedy episodes. SAC has one torch thread: two wait for each
+other in every operation (1,100 optimizer steps on a busy machine: 450 s with two, 27 s with one).
 """
 
 from __future__ import annotations
