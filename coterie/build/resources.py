@@ -12,6 +12,7 @@ from coterie.algorithms.base import Compute
 from coterie.algorithms.table import algorithm_class
 from coterie.choices import resolve_exchange, with_modules
 from coterie.config import Config, ResolvedConfig
+from coterie.envs.gym import PLAY
 from coterie.envs.make import make_spec
 from coterie.envs.pool import has_env
 from coterie.envs.tasks import tasks
@@ -97,6 +98,8 @@ def resolve_config(config: Config, cores: int = 0) -> ResolvedConfig:
         if kind.own_policy:
             actors = learners * largest(fitting_actors(config, learners), cores // learners)
     chosen: dict[str, Any] = {"exchange": resolve_exchange(config), "actors": actors}
+    if config.env.id.startswith(PLAY):
+        chosen["callbacks"] = tuple(dict.fromkeys([*config.callbacks, "coterie.tools.selfplay:SelfPlay"]))
     return ResolvedConfig(**{f.name: chosen.get(f.name, getattr(config, f.name)) for f in fields(Config)})
 
 

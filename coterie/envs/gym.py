@@ -21,6 +21,7 @@ from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_ent
 
 LAB = "dmlab/"  # before a level of DeepMind Lab
 ALE = "ALE/"  # before a game of ale-py, which registers it
+PLAY = "selfplay/"  # before a game for two, of PettingZoo
 _LAB_EXAMPLE = "dmlab:DMLab"  # examples/envs/dmlab.py
 _NUMBER: Any = int | float | np.number | np.bool_
 _MOST_INFO = 1e15  # more is not averaged
@@ -34,7 +35,7 @@ def is_gym_id(env_id: str) -> bool:
     No Python name has a dash.
     """
     _, colon, name = env_id.partition(":")
-    return "-" in name if colon else not env_id.startswith((LAB, ZOO))
+    return "-" in name if colon else not env_id.startswith((LAB, ZOO, PLAY))
 
 
 def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> GymEnv:
@@ -48,6 +49,8 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
         return Team(env_id, pettingzoo.make("parallel", env_id.removeprefix(ZOO), **kwargs), max_episode_steps)
     if env_id.startswith(LAB):
         path, kwargs = _LAB_EXAMPLE, {"level": env_id.removeprefix(LAB), **kwargs}
+    if env_id.startswith(PLAY):
+        path, kwargs = "coterie.tools.duel:Duel", {"game": env_id.removeprefix(PLAY), **kwargs}
     if is_gym_id(env_id):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gymnasium on older versions and on the precision of bounds

@@ -9,19 +9,17 @@ import numpy as np
 
 from coterie import config
 from coterie.envs.backend import StepResults
-from coterie.envs.gym import describe, is_gym_id, layout, make_instance, open_gym, read_batch
+from coterie.envs.gym import PLAY, describe, is_gym_id, layout, make_instance, open_gym, read_batch
 from coterie.envs.team import ZOO
 from coterie.types import Array, ConfigError, CoterieError, one_line
 
 
 class LocalBackend:
-    """One env with `render_mode="rgb_array"`, and as many instances as it has agents. An env that breaks ends the
-    program: no training depends on it.
-    """
+    """One env with `render_mode="rgb_array"`, an instance for each agent. One that breaks ends the program."""
 
     def __init__(self, env: config.Env, seeds: Sequence[int]) -> None:
         kwargs = json.loads(env.kwargs)
-        if is_gym_id(env.id) or env.id.startswith(ZOO):
+        if is_gym_id(env.id) or env.id.startswith((PLAY, ZOO)):
             kwargs["render_mode"] = "rgb_array"
         self.env = open_gym(env.id, kwargs, env.max_episode_steps)
         declared = describe(env.id, self.env, env.max_episode_steps)

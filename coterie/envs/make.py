@@ -13,7 +13,7 @@ import gymnasium
 from coterie import config
 from coterie.envs.backend import Backend, Declared, MakeBackend
 from coterie.envs.group import Envs
-from coterie.envs.gym import ALE, LAB
+from coterie.envs.gym import ALE, LAB, PLAY
 from coterie.envs.local import LocalBackend
 from coterie.envs.pool import PoolBackend, has_env, modules, pool_declared
 from coterie.envs.repeat import Repeat
@@ -38,7 +38,7 @@ def _in_pool(env: config.Env) -> bool:
         raise ConfigError(f"env.id {env.id!r} needs ale-py (pip install ale-py){other}")
     if env.id.startswith(ZOO) and env.id not in (known := zoo_ids()):
         raise _unknown(env.id, known, "PettingZoo has no such parallel environment")
-    named = ":" in env.id or env.id.startswith((LAB, ALE, ZOO))  # not imported before it is made
+    named = ":" in env.id or env.id.startswith((LAB, ALE, PLAY, ZOO))  # not imported before it is made
     if not pool and not named and env.id not in gymnasium.registry:
         if not modules():
             why = f"gymnasium does not have it, and EnvPool is missing ({install('envpool')})"

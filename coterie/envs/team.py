@@ -24,10 +24,8 @@ def zoo_ids() -> list[str]:
 
 
 class Team(gymnasium.Env[Any, Any]):
-    """A `ParallelEnv` with the spaces of one agent; `reset` and `step` take and return dicts by agent, as its own do.
-
-    `members`: all agents. An agent that has left, or has not appeared, is not in `playing`. `limit` > 0 truncates the
-    episodes of all.
+    """A `ParallelEnv` with the spaces of one agent. `reset` and `step` take and return its dicts by agent. `members`:
+    all agents; `playing`: those that are there. `limit` > 0 truncates the episodes of all.
     """
 
     def __init__(self, env_id: str, env: Any, limit: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -9,7 +10,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import closing, redirect_stdout
+from contextlib import closing
 from itertools import islice, pairwise
 from typing import Any
 
@@ -31,8 +32,10 @@ from coterie.types import ConfigError, entries, one_line
 
 _SAME, _LONGEST_S = 100, 30.0  # steps of two copies; seconds of random play
 _SLOW, _LARGE = 1000, 10.0  # env steps/s; reward
-# What gymnasium says of things that are right here, or that are checked below, entry by entry.
-_KNOWN = re.compile("infinity|symmetric and normalized|unwrapped version|not within|dtype to be|(NaN|inf) value")
+# What the checkers say of things that are right here, or that are checked below, entry by entry.
+_KNOWN = re.compile(
+    "infinity|symmetric and normalized|unwrapped version|creation API|not within|dtype to be|(NaN|inf) value"
+)
 
 
 def check_env(env: Part, *, kwargs: str = "{}", steps: int = 1000, render: bool = False) -> list[str]:
@@ -54,7 +57,7 @@ def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
     facts = [f"{_label(f.name)}: {f.spec.dtype} {f.spec.shape}, {f.form}" for f in env_edges(env, Atari()).fields]
     facts.append(f"action: {spec.action.kind}, {spec.action.sizes or spec.action.shape}")
     if spec.agents > 1:
-        return [*_by_pettingzoo(env, steps)], [*facts, f"agents: {spec.agents}, each an env of env.num_envs"]
+        return [*_by_checker(env, "pettingzoo")], [*facts, f"agents: {spec.agents}, each an env of env.num_envs"]
 
     def copy(rendered: bool = False) -> PoolBackend | LocalBackend:
         if pool:
@@ -77,30 +80,23 @@ def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
         mend["render"] = str(error)
     except Exception as error:
         mend["raised"] = f"it raises {raised(error)}"
-    return [*mend.values(), *([] if pool else _by_gymnasium(env))], facts
+    return [*mend.values(), *([] if pool else _by_checker(env, "gymnasium"))], facts
 
 
-def _by_gymnasium(env: Env) -> Iterator[str]:
+def _by_checker(env: Env, package: str) -> Iterator[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with closing(open_gym(env.id, json.loads(env.kwargs), env.max_episode_steps)) as made:
-                env_checker.check_env(made, skip_render_check=True, skip_close_check=True)
+                if package == "pettingzoo":
+                    importlib.import_module("pettingzoo.test").parallel_api_test(made.env)  # type: ignore[attr-defined]
+                else:
+                    env_checker.check_env(made, skip_render_check=True, skip_close_check=True)
         except Exception as error:
-            yield f"gymnasium: {one_line(error).removeprefix('AssertionError: ')}"
+            yield f"{package}: {one_line(error).removeprefix('AssertionError: ')}"
     for text in dict.fromkeys(re.sub(r"\x1b\[\d+m|WARN: ", "", str(one.message)) for one in caught):
         if not _KNOWN.search(text):
-            yield f"gymnasium: {text}"
-
-
-def _by_pettingzoo(env: Env, steps: int) -> Iterator[str]:
-    with warnings.catch_warnings(action="ignore"):
-        from pettingzoo.test import parallel_api_test
-    try:
-        with closing(open_gym(env.id, json.loads(env.kwargs), 0)) as made, redirect_stdout(None):
-            parallel_api_test(made.env, num_cycles=max(1, steps))  # type: ignore[attr-defined]
-    except Exception as error:
-        yield f"pettingzoo: {raised(error)}"
+            yield f"{package}: {text}"
 
 
 def _play(backend: Backend) -> Iterator[StepResults]:

@@ -22,9 +22,7 @@ _MOST_FRAMES = 27_000
 def watch(
     folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "0"
 ) -> tuple[Path, float, int]:
-    """Record an episode; returns the file, the episode's return (of several agents: their mean) and the number of
-    frames.
-    """
+    """Record an episode; returns the file, the episode's return (its agents' mean) and the number of frames."""
     with needs("watch", "video"):
         import imageio
     policy = load(folder, learner)

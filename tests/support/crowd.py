@@ -88,3 +88,8 @@ class Crowd(ParallelEnv[str, Any, int]):
     @property
     def render_mode(self) -> str:
         return "rgb_array"
+
+
+def uneven() -> Crowd:
+    """Two agents with different actions."""
+    return Crowd(lives=((0, 5), (0, 5)), odd=True)

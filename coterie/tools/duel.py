@@ -1,0 +1,99 @@
+"""The env of self-play: one side of a game for two, against frozen copies of the policy.
+
+The callback `SelfPlay` sets `pool`. Results go back in a file of this process, a line for each game: numbers in `info`
+would arrive as means. Without a pool, as in evaluations, the opponent plays at random, and torch is not loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from coterie.extras import needs
+from coterie.plugins import named
+from coterie.types import MASK, ConfigError, map_obs
+
+RANDOM = "random"  # the member of every pool that plays at random
+
+
+@functools.lru_cache(maxsize=32)
+def frozen(folder: Path, name: str) -> Any:
+    """The `Policy` of the run that `folder` is in, with the weights of this member of the pool."""
+    from safetensors.torch import load_file
+
+    from coterie.build.evaluate import load
+
+    policy = load(folder.parent)
+    policy.model.load_state_dict(load_file(folder / f"{name}.safetensors"))
+    return policy
+
+
+class Duel(gymnasium.Env[Any, Any]):
+    """Our side of `game`, drawn for each episode like the opponent: with probability `newest` the newest of the pool,
+    otherwise any. `game`: PettingZoo's, such as classic/chess_v6, or package.module:callable that makes one of its API.
+    """
+
+    def __init__(self, game: str, newest: float = 0.5, **kwargs: Any) -> None:
+        with needs("self-play", "pettingzoo"):
+            import pettingzoo
+        made: Any = named("env.id", game)(**kwargs) if ":" in game else pettingzoo.make("aec", game, **kwargs)
+        self.game = made if hasattr(made, "agent_iter") else pettingzoo.utils.parallel_to_aec(made)
+        spaces = [(made.observation_space(side), made.action_space(side)) for side in made.possible_agents]
+        if len(spaces) != 2 or spaces[0] != spaces[1]:
+            raise ConfigError(f"env.id: self-play needs a game for two sides with the same spaces; {game} has {spaces}")
+        self.observation_space, self.action_space = spaces[0]
+        self.newest, self.render_mode = newest, kwargs.get("render_mode")
+        self.pool: dict[str, Any] = {}  # "folder" and "members", the newest last
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.game.reset(seed=int(self.np_random.integers(2**31)))
+        self.me, self.other = self.np_random.permutation(self.game.possible_agents).tolist()
+        members = self.pool.get("members", [RANDOM])
+        self.opponent = members[-1 if self.np_random.random() < self.newest else self.np_random.integers(len(members))]
+        self.policy: Any = None  # the opponent's
+        if self.opponent != RANDOM:
+            self.policy = copy.copy(frozen(Path(self.pool["folder"]), self.opponent))
+            self.policy.reset()  # its memory is of this game
+        self.total = self._opponents_turns()
+        return self.game.observe(self.me), self.game.infos[self.me]
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        reward = 0.0
+        if not self._over:
+            self.game.step(action)
+            reward = self.game.rewards[self.me] + self._opponents_turns()
+        self.total += reward
+        if self._over and self.pool:
+            with Path(self.pool["folder"], "results", str(os.getpid())).open("a") as lines:
+                lines.write(f"{self.opponent} {(np.sign(self.total) + 1) / 2}\n")
+        over = self.game.terminations[self.me], self.game.truncations[self.me]
+        return self.game.observe(self.me), reward, *over, self.game.infos[self.me]
+
+    @property
+    def _over(self) -> bool:
+        return bool(self.game.terminations[self.me] or self.game.truncations[self.me])
+
+    def _opponents_turns(self) -> float:
+        """Play them; returns our reward. The opponent samples its actions, as the learner does."""
+        reward = 0.0
+        while not self._over and self.game.agent_selection == self.other:
+            obs = self.game.observe(self.other)
+            mask = obs.get(MASK) if isinstance(obs, dict) else self.game.infos[self.other].get(MASK)
+            if self.policy is None:
+                action = self.game.action_space(self.other).sample(None if mask is None else np.asarray(mask, np.int8))
+            else:
+                batch, legal = map_obs(lambda x: np.asarray(x)[None], obs), None if mask is None else mask[None]
+                (action,) = self.policy(batch, action_mask=legal, reward=np.zeros(1), sampled=True)
+            self.game.step(int(action) if np.ndim(action) == 0 else action)
+            reward += self.game.rewards[self.me]
+        return reward
+
+    def render(self) -> Any:
+        return self.game.render()

@@ -1,0 +1,63 @@
+"""The callback of self-play (its env is in duel.py): a pool of frozen checkpoints, and the policy's Elo against them.
+
+A member keeps the rating that the policy has when it joins; the policy's follows from its games. Random play has 0.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import deque
+from pathlib import Path
+
+from coterie.roles.callbacks import Callback, Run
+from coterie.runs.metrics import write_whole
+from coterie.tools.duel import RANDOM
+
+
+class SelfPlay(Callback):
+    """`size`: most members; the oldest checkpoint goes first. `step`: Elo's K, the most that a game can change."""
+
+    size, step = 20, 8.0
+
+    def on_start(self, run: Run) -> None:
+        self.folder, self.read_at, self.scores = run.folder / "selfplay", 0.0, deque[float](maxlen=500)
+        (self.folder / "results").mkdir(parents=True, exist_ok=True)
+        for file in (self.folder / "results").iterdir():  # of games that are not in the saved rating
+            file.unlink()
+        self.members, self.elo = {RANDOM: 0.0}, 0.0
+        if (saved := self.folder / "pool.json").exists():
+            self.members, self.elo = json.loads(saved.read_text()).values()
+        run.set_env("pool", {"folder": str(self.folder.absolute()), "members": list(self.members)})
+
+    def on_rollout(self, run: Run) -> None:
+        """Rate the games that have ended."""
+        if time.monotonic() < self.read_at:
+            return
+        self.read_at = time.monotonic() + 1.0  # seconds between two looks
+        results = self.folder / "results"
+        for file in results.glob("*.old"):
+            for opponent, score in map(str.split, file.read_text().splitlines()):
+                if opponent in self.members:
+                    expected = 1 / (1 + 10 ** ((self.members[opponent] - self.elo) / 400))
+                    self.elo += self.step * (float(score) - expected)
+                    self.scores.append(float(score))
+            file.unlink()
+        for file in results.iterdir():  # read the next time: an env may still write to a file that it has opened
+            file.rename(file.with_suffix(".old"))
+        run.recorded |= {"selfplay/elo": self.elo, "selfplay/pool": float(len(self.members))}
+        if self.scores:
+            run.recorded["selfplay/win_rate"] = sum(self.scores) / len(self.scores)
+
+    def on_checkpoint(self, run: Run, folder: Path) -> None:
+        for file in self.folder.glob("*.safetensors"):
+            if file.stem not in self.members:  # gone since the last checkpoint: no env draws it any more
+                file.unlink()
+        name = str(int(folder.name.removeprefix("step_")))
+        shutil.copyfile(folder / "learner_0" / "model.safetensors", self.folder / f"{name}.safetensors")
+        self.members[name] = self.elo
+        if len(self.members) > self.size:
+            del self.members[next(member for member in self.members if member != RANDOM)]
+        write_whole(self.folder / "pool.json", json.dumps({"members": self.members, "elo": self.elo}))
+        run.set_env("pool", {"folder": str(self.folder.absolute()), "members": list(self.members)})

@@ -1,0 +1,140 @@
+"""Self-play: whose turn it is, opponents that do not learn, and the rating by its formula."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import coterie
+from coterie import presets
+from coterie.build.resources import resolve_config
+from coterie.runs.metrics import read_metrics
+from coterie.tools.duel import Duel
+from coterie.tools.selfplay import SelfPlay
+from coterie.types import ConfigError
+
+
+def test_one_side_is_played_to_the_end_from_either_side() -> None:
+    env, rng, seen = Duel("classic/tictactoe_v3"), np.random.default_rng(0), set[tuple[str, float]]()
+    obs, _ = env.reset(seed=1)
+    for _ in range(60):
+        over = False
+        while not over:
+            ours, theirs = obs["observation"].sum((0, 1))
+            assert ours - theirs == (0 if env.me == "player_1" else -1)  # it is our turn
+            assert obs["action_mask"].sum() == 9 - ours - theirs
+            action = int(rng.choice(np.flatnonzero(obs["action_mask"])))
+            obs, reward, over, truncated, _ = env.step(action)
+            assert not truncated
+            assert over or reward == 0
+        seen.add((env.me, reward))
+        assert env.step(0)[1] == 0  # it is over
+        obs, _ = env.reset()
+    assert seen >= {(me, reward) for me in ("player_1", "player_2") for reward in (1.0, -1.0)}
+
+
+def test_both_sides_of_a_game_without_turns_act_at_once() -> None:
+    env = Duel("classic/rps_v2")
+    env.reset(seed=1)
+    steps = [env.step(0) for _ in range(15)]  # rock each time
+    assert [cut for _, _, _, cut, _ in steps] == [False] * 14 + [True]
+    theirs = [int(obs) for obs, *_ in steps[:-1]]  # rock, paper, scissors
+    assert {*theirs} == {0, 1, 2}
+    assert [reward for _, reward, *_ in steps[:-1]] == [(0, -1, 1)[move] for move in theirs]
+
+
+@pytest.mark.parametrize(
+    ("game", "says"),
+    [
+        ("tests.support.crowd:uneven", r"same spaces; .*Discrete\(5\)"),
+        ("butterfly/knights_archers_zombies_v11", "needs a game for two sides"),
+    ],
+)
+def test_games_that_are_not_for_two_equals_are_refused(game: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Duel(game)
+
+
+def test_the_rating_follows_elos_formula_and_reads_each_result_once(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(folder=tmp_path, recorded={}, set_env=lambda name, value: None)
+    rating = SelfPlay()
+    rating.on_start(run)
+    rating.members["7"] = 400.0
+    (tmp_path / "selfplay" / "results" / "1").write_text("random 1.0\n7 0.5\ngone 1.0\n")
+    for _ in range(3):
+        rating.read_at = 0
+        rating.on_rollout(run)
+    first = 8 * (1 - 0.5)
+    second = 8 * (0.5 - 1 / (1 + 10 ** ((400 - first) / 400)))
+    assert rating.elo == pytest.approx(first + second)
+    expected = {"selfplay/elo": rating.elo, "selfplay/pool": 2, "selfplay/win_rate": 0.75}
+    assert run.recorded == pytest.approx(expected)
+
+
+class Small(SelfPlay):
+    size = 3
+
+
+@pytest.mark.parametrize(
+    ("preset", "game"),
+    [("ppo", "classic/tictactoe_v3"), pytest.param("impala", "classic/rps_v2", marks=pytest.mark.slow)],
+    ids=["inline", "decoupled"],
+)
+def test_a_run_keeps_a_pool_that_it_resumes_with(preset: str, game: str, tmp_path: Path) -> None:
+    small = {"env.num_envs": 4, "env.threads": 1, "ppo.minibatch_size": 32}
+    if preset == "impala":
+        small |= {"model.core": "lstm", "model.core_size": 8}
+    log = {"log.checkpoint_every": 0.3, "log.every": 0.2, "log.tensorboard": False}
+    config = presets.make(
+        preset, f"selfplay/{game}", learners=1, steps=1500, out=str(tmp_path / "run"), device="cpu", **small, **log
+    )
+    assert resolve_config(resolve_config(config)).callbacks == ("coterie.tools.selfplay:SelfPlay",)
+    assert coterie.train(config, quiet=True)["status"] == "finished"
+    pool = json.loads((tmp_path / "run" / "selfplay" / "pool.json").read_text())
+    assert len(pool["members"]) >= 2
+    assert pool["members"]["random"] == 0
+    last = [line for line in read_metrics(tmp_path / "run") if "selfplay/elo" in line][-1]
+    assert 0 < last["selfplay/win_rate"] < 1
+    coterie.resume(tmp_path / "run", steps=3000, quiet=True)
+    after = json.loads((tmp_path / "run" / "selfplay" / "pool.json").read_text())
+    assert len(after["members"]) > len(pool["members"])
+    assert after["elo"] != pool["elo"]
+    assert after["members"].items() >= pool["members"].items()
+    files = {file.stem for file in (tmp_path / "run" / "selfplay").glob("*.safetensors")}
+    assert files == after["members"].keys() - {"random"}
+
+
+def test_the_oldest_checkpoint_leaves_a_full_pool_and_its_file_a_little_later(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(folder=tmp_path, recorded={}, set_env=lambda name, value: None)
+    rating = Small()
+    rating.on_start(run)
+    for step in (0, 10, 20, 30):
+        folder = tmp_path / "checkpoints" / f"step_{step:012d}" / "learner_0"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"weights")
+        rating.on_checkpoint(run, folder.parent)
+    assert list(rating.members) == ["random", "20", "30"]
+    assert sorted(file.stem for file in rating.folder.glob("*.safetensors")) == ["10", "20", "30"]
+
+
+@pytest.mark.slow
+def test_the_example_finds_the_best_moves_of_nim(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "self_play.py"
+    env = {**os.environ, "PYTHONPATH": str(script.parents[1])}
+    done = subprocess.run([sys.executable, script, "15000"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = re.search(r"Elo (-?\d+); best moves (\d+) of 16; .* player (-?[\d.]+)", done.stdout)
+    assert found, done.stdout
+    elo, right, score = map(float, found.groups())
+    assert elo > 50
+    assert right > 8  # by chance 5
+    assert score > 0.5
