@@ -71,6 +71,8 @@ def listed() -> Iterator[Entry]:
                     keys = (env, "all", method, f"{method}/{env}")
                     chosen = {name: value for key in keys for name, value in options.get(key, {}).items()}
                     budget = chosen.pop("steps", steps)
+                    if seed >= chosen.pop("seeds", row["seeds"]):
+                        continue
                     words = tuple((k, str(v).lower() if isinstance(v, bool) else str(v)) for k, v in chosen.items())
                     yield Entry(group, method, env, seed, budget, row["episodes"], words)
 

@@ -128,6 +128,10 @@ class AlgorithmBase:
         return None
 
     @staticmethod
+    def check_data(config: Config, spec: Spec) -> None:
+        """Raise an error if data that the algorithm reads cannot be used. Called once, before a run writes anything."""
+
+    @staticmethod
     def unroll_length(config: Config) -> int:
         """Steps of each env in a rollout."""
         return config.algo.unroll_length

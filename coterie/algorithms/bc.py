@@ -34,29 +34,36 @@ class Steps:
     is_first: Tensor  # [N] bool
 
 
-def read_steps(config: Config, spec: Spec) -> Steps:
-    """The steps of `bc.dataset`. Raises a `ConfigError` if it cannot be read, or is of another env."""
+def read_episodes(config: Config, spec: Spec) -> Iterator[tuple[dict[str, Array], Array, Array]]:
+    """Observations, actions and rewards of each episode of `bc.dataset`, as a policy sees them. Raises a `ConfigError`
+    if it cannot be read, or is of another env.
+    """
     with needs("bc.dataset", "minari"):
         import minari
     name = config.bc.dataset
     _, fields, actions, mask = env_edges(config.env, config.atari)
     if mask:
         raise ConfigError(f"bc.dataset: {spec.env_id} has its action mask in {mask}, which data sets do not keep")
-    obs, action, reward = list[dict[str, Array]](), list[Array](), list[Array]()
     try:
         found = minari.MinariDataset(Path(name) / "data") if Path(name).is_dir() else minari.load_dataset(name, True)
         for episode in found.iterate_episodes():
             n = len(episode.rewards)  # there is one observation more
             seen = entries(flatten(episode.observations, fields))
-            obs.append({k: np.asarray(seen[k][:n], s.dtype).reshape(n, *s.shape) for k, s in spec.obs.items()})
-            action.append(actions.from_env(episode.actions).reshape(n, *spec.action.shape))
-            reward.append(np.asarray(episode.rewards, np.float32))
+            obs = {k: np.asarray(seen[k][:n], s.dtype).reshape(n, *s.shape) for k, s in spec.obs.items()}
+            action = actions.from_env(episode.actions).reshape(n, *spec.action.shape)
+            yield obs, action, np.asarray(episode.rewards, np.float32)
     except Exception as error:  # no such data set, no network, damage, other spaces: of many libraries
         raise ConfigError(f"bc.dataset {name!r} cannot be used for {spec.env_id}: {reason_of(error)[:300]}") from error
-    first = np.zeros(sum(map(len, reward)), bool)
-    first[np.cumsum([0, *map(len, reward[:-1])])] = True
+
+
+def read_steps(config: Config, spec: Spec) -> Steps:
+    """All steps of `bc.dataset`."""
+    obs, *others = zip(*read_episodes(config, spec), strict=True)
+    lengths = [len(reward) for reward in others[1]]
+    first = np.zeros(sum(lengths), bool)
+    first[np.cumsum([0, *lengths[:-1]])] = True
     joined = {k: torch.from_numpy(np.concatenate([x[k] for x in obs])) for k in spec.obs}
-    return Steps(from_entries(joined), *(torch.from_numpy(x) for x in (*map(np.concatenate, (action, reward)), first)))
+    return Steps(from_entries(joined), *(torch.from_numpy(x) for x in (*map(np.concatenate, others), first)))
 
 
 def returns_of(reward: Tensor, is_first: Tensor, gamma: float) -> Tensor:
@@ -79,6 +86,10 @@ class BC(A2C):
         self.spec, self.bc, self.rng = spec, config.bc, torch.Generator().manual_seed(seed)
         self.owed = 0.0  # samples that are due
         self.steps: tuple[Steps, Tensor] | None = None  # with their returns; read by learners only
+
+    @staticmethod
+    def check_data(config: Config, spec: Spec) -> None:
+        next(read_episodes(config, spec))
 
     @staticmethod
     def steps_kind(config: Config) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import ON_CPU, Compute
+from coterie.algorithms.base import ON_CPU, AlgorithmBase, Compute
 from coterie.algorithms.replay_base import R, ReplayLearning
 from coterie.config import ResolvedConfig
 from coterie.models.base import Model
@@ -38,15 +38,59 @@ def greedy(values: Tensor, explore: Tensor | None, rng: torch.Generator, masked:
     return action, probability.clamp_(min=1e-12).log_()
 
 
-class QLearning(ReplayLearning[R]):
-    """The base of DQN and R2D2: the best action's value, a target network that is copied whole, exploration."""
+class EpsilonGreedy(AlgorithmBase):
+    """Acting by the values of actions: the best one, or with probability epsilon a random one."""
 
     value_based = True
 
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
+        self.config, self.spec, self.q = config, spec, config.q
         self.sampled = config.q.eval_epsilon  # share of random actions
-        self.copy_weights: Callable[[], None] = lambda: None  # into the target network
+
+    def gauges(self) -> dict[str, float]:
+        return {**super().gauges(), "epsilon": float(self.explore(torch.arange(self.config.env.num_envs)).mean())}
+
+    def acts_at(self, version: int) -> None:
+        """In an actor: estimate the run's env steps from the learner step of the weights."""
+        columns, unroll = self.config.env.num_envs, self.unroll_length(self.config)
+        steps, _ = self.updates(self.config, columns, unroll)
+        of_one = version * columns * unroll / steps + self.q.learn_start * (version > 0 and self.has_replay)
+        self.clock.env_steps = int(min(self.config.steps, of_one * self.config.learners))
+
+    def explore(self, env_id: Tensor) -> Tensor:
+        """Share of random actions of each env `[B]`."""
+        if self.q.noisy:
+            return torch.zeros(len(env_id), device=env_id.device)
+        if self.q.ladder:
+            envs = self.config.env.num_envs * self.config.learners
+            place = (env_id % envs).float() / max(1, envs - 1)
+            return self.q.epsilon_end ** (1 + self.q.ladder * place)
+        left = max(0.0, 1 - self.clock.env_steps / max(1, self.q.epsilon_steps))
+        epsilon = self.q.epsilon_end + (self.q.epsilon - self.q.epsilon_end) * left
+        return torch.full((len(env_id),), epsilon, device=env_id.device)
+
+    def act(
+        self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
+    ) -> tuple[AgentOutput, Tensor | None]:
+        """Epsilon-greedy actions. The value is that of the chosen action, which a replay's first priorities need, or of
+        the best one, which returns bootstrap from. Builds no graph.
+        """
+        with torch.inference_mode():
+            if self.q.noisy:
+                model.resample(None if explore is None else rng)
+            params, value, core_state = model(inputs, core_state)
+            values = model.expected(params)
+            action, log_prob = greedy(values, explore, rng, self.spec.masked)
+            if self.has_replay:
+                value = values.gather(-1, action[..., None])[..., 0]
+            return AgentOutput(action, log_prob, value), core_state
+
+
+class QLearning(EpsilonGreedy, ReplayLearning[R]):
+    """The base of DQN and R2D2: a target network that is copied whole."""
+
+    copy_weights: Callable[[], None]  # into the target network
 
     @abstractmethod
     def evaluate_target(self, target: Model, rows: R, at: slice) -> Tensor:
@@ -74,35 +118,3 @@ class QLearning(ReplayLearning[R]):
 
     def look_ahead(self, rows: R, at: slice) -> Tensor:
         return self.evaluate_target(self.target_model, rows, at)
-
-    def gauges(self) -> dict[str, float]:
-        return {**super().gauges(), "epsilon": float(self.explore(torch.arange(self.config.env.num_envs)).mean())}
-
-    def acts_at(self, version: int) -> None:
-        """In an actor: estimate the run's env steps from the learner step of the weights."""
-        of_one = version * self.batch_rows / self.q.intensity + self.q.learn_start * (version > 0)
-        self.clock.env_steps = int(min(self.config.steps, of_one * self.config.learners))
-
-    def explore(self, env_id: Tensor) -> Tensor:
-        """Share of random actions of each env `[B]`."""
-        if self.q.noisy:
-            return torch.zeros(len(env_id), device=env_id.device)
-        if self.q.ladder:
-            envs = self.config.env.num_envs * self.config.learners
-            place = (env_id % envs).float() / max(1, envs - 1)
-            return self.q.epsilon_end ** (1 + self.q.ladder * place)
-        left = max(0.0, 1 - self.clock.env_steps / max(1, self.q.epsilon_steps))
-        epsilon = self.q.epsilon_end + (self.q.epsilon - self.q.epsilon_end) * left
-        return torch.full((len(env_id),), epsilon, device=env_id.device)
-
-    def act(
-        self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
-    ) -> tuple[AgentOutput, Tensor | None]:
-        """Epsilon-greedy actions; the value is that of the chosen action. Builds no graph."""
-        with torch.inference_mode():
-            if self.q.noisy:
-                model.resample(None if explore is None else rng)
-            params, _, core_state = model(inputs, core_state)
-            values = model.expected(params)
-            action, log_prob = greedy(values, explore, rng, self.spec.masked)
-            return AgentOutput(action, log_prob, values.gather(-1, action[..., None])[..., 0]), core_state

@@ -125,9 +125,8 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
     def make_target(self, model: Model) -> torch.nn.Module:
         """The target network: a copy of `model`, or of a part of it."""
 
-    @abstractmethod
     def copy_target(self) -> None:
-        """Update the target network, every `q.target_every` env steps."""
+        """Every `q.target_every` env steps: update the target network, unless it follows in every step."""
 
     @abstractmethod
     def look_ahead(self, rows: R, at: slice) -> Tensor:

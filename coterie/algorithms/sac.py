@@ -128,7 +128,6 @@ class SAC(ReplayLearning[Transitions]):
         super().__init__(config, spec, compute, seed)
         self.sac, self.actions = config.sac, len(spec.action.low)
         self.entropy_target = self.sac.entropy_target or -float(self.actions)
-        self.noise = torch.Generator().manual_seed(seed + 1)
         self.pairs: tuple[list[Tensor], list[Tensor]] = ([], [])  # weights of the target and of what it follows
 
     @staticmethod
@@ -181,12 +180,9 @@ class SAC(ReplayLearning[Transitions]):
         self.pairs = list(target.parameters()), list(critics.parameters())
         return target
 
-    def copy_target(self) -> None:
-        """Nothing: the target follows in every step."""
-
     def look_ahead(self, rows: Transitions, at: slice) -> Tensor:
         """The noise of the actions after and of those at the samples `[n, 2, A]`. Targets need the newest policy."""
-        return torch.randn(len(rows.n_step[at]), 2, self.actions, generator=self.noise).to(rows.n_step.device)
+        return torch.randn(len(rows.n_step[at]), 2, self.actions, generator=self.rng).to(rows.n_step.device)
 
     def trained(self, rows: Transitions) -> Tensor:
         return torch.ones_like(rows.n_step, dtype=torch.bool)
@@ -227,10 +223,3 @@ class SAC(ReplayLearning[Transitions]):
         """The target moves a share `sac.tau` of the way to the critics."""
         super().after_step(model, batch)
         torch._foreach_lerp_(*self.pairs, self.sac.tau)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {**super().state_dict(), "noise": self.noise.get_state()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        super().load_state_dict(state)
-        self.noise.set_state(state["noise"])

@@ -133,6 +133,7 @@ def _go(
     spec = make_spec(config.env, config.atari)
     check(config, spec)
     resolve_resources(config, spec)
+    algorithm_class(config).check_data(config, spec)
     begun = begin_from(Path(asked.init_from), make_model(config, spec)) if asked.init_from and not resumed else ""
     if need := algorithm_class(config).replay_bytes(config, spec) * config.learners:
         require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)

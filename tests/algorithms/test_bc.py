@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -137,12 +138,15 @@ def test_it_learns_with_every_acting_and_exchange(tmp_path: Path, acting: str, e
         ("Taxi-v4", "", "action mask in info"),
     ],
 )
-def test_data_that_does_not_fit_is_refused_with_one_line(env: str, dataset: str, why: str, monkeypatch: Any):
+def test_data_that_does_not_fit_is_refused_with_one_line(
+    env: str, dataset: str, why: str, monkeypatch: Any, tmp_path: Path
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    config, spec = make(env=env, **{"bc.dataset": dataset or rule_plays_cartpole()})
+    config, _ = make(env=env, **{"bc.dataset": dataset or rule_plays_cartpole()})
     with pytest.raises(ConfigError, match=why) as caught:
-        read_steps(config, spec)
+        coterie.train(replace(config, out=str(tmp_path / "run")), quiet=True)
     assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
