@@ -166,9 +166,9 @@ def test_agents_with_one_policy_learn_what_takes_two(tmp_path: Path) -> None:
     """In the example: robots that move at random have a mean return of 0.18, runs of 60,000 steps one of 0.8."""
     script = Path(__file__).parents[2] / "examples" / "multi_agent.py"
     env = {**os.environ, "PYTHONPATH": str(script.parents[1])}
-    done = subprocess.run([sys.executable, script, "40000"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, "15000"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert float(done.stdout.split()[-3]) > 0.5
+    assert float(done.stdout.split()[-3]) > 0.4
 
 
 def test_check_env_runs_the_test_of_pettingzoo() -> None:

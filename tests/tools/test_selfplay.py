@@ -93,7 +93,7 @@ def test_a_run_keeps_a_pool_that_it_resumes_with(preset: str, game: str, tmp_pat
     small = {"env.num_envs": 4, "env.threads": 1, "ppo.minibatch_size": 32}
     if preset == "impala":
         small |= {"model.core": "lstm", "model.core_size": 8}
-    log = {"log.checkpoint_every": 0.3, "log.every": 0.2, "log.tensorboard": False}
+    log = {"log.checkpoint_every": 2.0, "log.every": 0.2, "log.tensorboard": False}
     config = presets.make(
         preset, f"selfplay/{game}", learners=1, steps=1500, out=str(tmp_path / "run"), device="cpu", **small, **log
     )
