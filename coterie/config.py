@@ -46,7 +46,7 @@ class Env:
     """The environment: which, how many, and how episodes restart."""
 
     id: EnvId = "CartPole-v1"  # of EnvPool, gymnasium or pettingzoo/, module:Id-v0, package.module:callable; A,B: tasks
-    backend: Literal["auto", "pool", "workers"] = "auto"  # pool: EnvPool; workers: gymnasium in worker processes
+    backend: str = "auto"  # pool: EnvPool; workers: gymnasium in worker processes; vector; package.module:callable
     num_envs: Natural = 16  # envs of each learner, agents counted one by one; auto (or 0): what keeps the cores busy
     groups: Groups = 0  # 2: one group steps while the policy acts for the other; 1: all together; 0: auto
     threads: Natural = 0  # env threads, or worker processes, of each learner; 0: one for each of its cores

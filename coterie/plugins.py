@@ -25,7 +25,7 @@ from coterie.types import ConfigError, one_line, reason_of
 
 PARTS = ("acting", "exchange")
 NETWORKS = ("model.torso", "model.core", "model.network")
-FIELDS = ("env.id", "algorithm", *NETWORKS, *(f"plugins.{part}" for part in PARTS))
+FIELDS = ("env.id", "env.backend", "algorithm", *NETWORKS, *(f"plugins.{part}" for part in PARTS))
 GIVEN = ("env", *PARTS, *FIELDS)  # what they are called in Python
 Part = str | Callable[..., Any]  # a part's name, or the part itself
 P = ParamSpec("P")

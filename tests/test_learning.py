@@ -217,6 +217,7 @@ SOLVED: list[tuple[str, str, float, dict[str, Any]]] = [
     ("ppo", "CartPole-v1", 475, {"steps": 200_000}),
     ("ppo", "CartPole-v1", 475, {"steps": 200_000, "seed": 1}),
     ("ppo", "CartPole-v1", 475, {"steps": 200_000, "seed": 2}),
+    ("ppo", "CartPole-v1", 475, {"steps": 200_000, "env.backend": "vector"}),
     ("a2c", "CartPole-v1", 400, {"steps": 300_000}),
     ("impala", "CartPole-v1", 400, {"steps": 150_000, "actors": 2}),
     ("ppo", "LunarLander-v3", 200, {}),

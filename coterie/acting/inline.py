@@ -18,7 +18,7 @@ from coterie.config import Refusal, ResolvedConfig
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
 from coterie.plugins import substitute
-from coterie.types import Array, Rollout, TimeStep, counted
+from coterie.types import Rollout, TimeStep, counted
 
 
 class Inline:
@@ -92,11 +92,11 @@ class Inline:
                 self.recorder.bootstrap(g, out.value)
         return seen
 
-    def _act(self, g: int, row: int, ts: TimeStep) -> Array:
+    def _act(self, g: int, row: int, ts: TimeStep) -> torch.Tensor:
         inputs = self.recorder.see(g, row, ts)
         out, self.states[g] = self.policy.act(g, inputs, self.states[g])
         self.recorder.act(g, row, out, self.version)
-        return out.action.cpu().numpy()
+        return out.action
 
 
 def connect(setup: LearnerSetup, memory: None) -> Acting:

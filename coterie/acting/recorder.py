@@ -15,9 +15,9 @@ from torch import Tensor
 
 from coterie.envs.news import EnvNews
 from coterie.parallel.stages import Stages
-from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec, TimeStep
+from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec, TimeStep, entries
 
-Act = Callable[[int, int, TimeStep], Array]  # (group, row of the rollout, what is seen) -> actions
+Act = Callable[[int, int, TimeStep], Array | Tensor]  # (group, row of the rollout, what is seen) -> actions
 
 
 class Envs(Protocol):
@@ -30,7 +30,7 @@ class Envs(Protocol):
     @property
     def replaced(self) -> int: ...
     def recv(self, group: int) -> TimeStep: ...
-    def send(self, group: int, action: Array) -> None: ...
+    def send(self, group: int, action: Array | Tensor) -> None: ...  # recv then gives tensors, if the envs have such
     def news(self) -> EnvNews: ...
     def close(self) -> None: ...
 
@@ -199,12 +199,12 @@ class Recorder:
 
     def see(self, g: int, row: int, ts: TimeStep) -> Inputs:
         """Write `obs[row]` and the consequence of `action[row - 1]`; returns the row's columns as the model's input."""
-        cols = self.groups[g]
-        seen = {"": ts.obs} if self.plain else ts.obs
-        mine = self.columns[g]
-        for key, storage in mine.obs.items():
-            x = seen[key]
-            if key in mine.host:  # copied with numpy: arrays from the wire are read-only, which torch does not support
+        cols, mine = self.groups[g], self.columns[g]
+        for key, x in entries(ts.obs).items():
+            storage = mine.obs[key]
+            if isinstance(x, Tensor):  # on the device already, perhaps
+                storage[row].copy_(x)
+            elif key in mine.host:  # with numpy: arrays from the wire are read-only, which torch does not support
                 mine.host[key][row] = x
             else:
                 storage[row].copy_(torch.from_numpy(x if x.flags.writeable else x.copy()), non_blocking=True)

@@ -16,6 +16,7 @@ from coterie.envs.gym import PLAY
 from coterie.envs.make import make_spec
 from coterie.envs.pool import has_env
 from coterie.envs.tasks import tasks
+from coterie.envs.vector import APART
 from coterie.exchange.table import exchange_kind
 from coterie.parallel.affinity import available_cores, bf16_is_fast
 from coterie.types import ConfigError, Spec
@@ -73,7 +74,7 @@ def _groups(config: Config, threaded: bool, agents: int) -> int:
     """
     n = config.env.num_envs
     workers = config.env.backend == "workers" or not has_env(config.env.id)
-    together = acting_kind(config).one_group(config)
+    together = acting_kind(config).one_group(config) or config.env.backend not in APART
     two = (threaded or workers or 32 <= n <= 128) and not together and n % (2 * agents) == 0
     return 2 if two else 1
 

@@ -1,4 +1,4 @@
-"""The contract between `Envs` and what runs the instances (EnvPool, or worker processes).
+"""The contract between `Envs` and what runs the instances: EnvPool, worker processes, a vector env, or a user's own.
 
 A backend holds instances, numbered from 0. It takes one request at a time: `step` or `reset` of some instances returns
 at once, and the `recv` that follows waits for the answer. It restarts a finished instance by itself when that is next
@@ -10,13 +10,14 @@ rows without meaning (`first`) until the env restarts, and so has one that has n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from gymnasium import Space
 
-from coterie.envs.spaces import ActionMap, ObsField
-from coterie.types import Array, Obs, Spec, entries
+from coterie.envs.spaces import ActionMap, ObsField, action_map, obs_fields, with_mask
+from coterie.types import Array, ConfigError, Obs, Spec, entries
 
 
 class Declared(NamedTuple):
@@ -46,28 +47,44 @@ class StepResults(NamedTuple):
         return [*entries(self.obs).values(), *self[1:5]]
 
 
-class Backend(Protocol):
-    """What runs the instances."""
+def declare(
+    env_id: str, observation_space: Space[Any], action_space: Space[Any], frames: int = 1, max_episode_steps: int = 0,
+    agents: int = 1, mask: str = "", text: Collection[str] = (),
+) -> Declared:  # fmt: skip
+    """What an env with these spaces takes and gives. `frames`: in a step; `text`: arrays of bytes that are text."""
+    actions = action_map(env_id, action_space)
+    fields = with_mask(env_id, obs_fields(env_id, observation_space, text), actions.spec, bool(mask))
+    spec = Spec(env_id, {f.name: f.spec for f in fields}, actions.spec, frames, max_episode_steps, agents)
+    return Declared(spec, fields, actions, mask)
 
-    spec: Spec
-    action_map: ActionMap
-    num_instances: int
 
-    def step(self, ids: Array, actions: Array) -> None:
-        """Start a step of instances `ids` (int32) with the env's own actions."""
+class Backend:
+    """What runs the instances. A user's own implements `reset`, `step` and `recv` (docs/guides/vector-envs.md)."""
+
+    tensors = False  # `step` takes a torch tensor, on the observations' device; results may be what DLPack shares
+
+    def __init__(self, declared: Declared, num_instances: int) -> None:
+        self.declared = declared
+        self.spec, self.fields, self.action_map, self.mask = declared
+        self.num_instances = num_instances
 
     def reset(self, ids: Array) -> None:
-        """Start a reset of instances `ids` (int32)."""
+        """Start a reset of instances `ids` (int32): all of them at first, later those that were replaced."""
+
+    def step(self, ids: Array, actions: Any) -> None:
+        """Start a step of instances `ids` (int32) with the env's own actions; of a user's own backend, all of them."""
 
     def recv(self) -> StepResults:
         """Wait for the answer to the last request."""
-        ...
+        raise NotImplementedError
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         """Make new instances in the place of these. Each must be reset before it is stepped."""
+        raise NotImplementedError
 
     def set_attributes(self, attributes: Mapping[str, object]) -> None:
         """Set these attributes of all instances, and of those that will replace them."""
+        raise ConfigError("set_env: these envs have no attributes; use gymnasium's, with env.backend workers")
 
     def close(self) -> None:
         """End every thread and process; free all memory."""

@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Mapping
 from operator import itemgetter
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from coterie import config
 from coterie.envs.backend import Backend, MakeBackend, StepResults
 from coterie.envs.news import Reports
-from coterie.envs.spaces import random_actions
+from coterie.envs.spaces import on_host, random_actions
+from coterie.envs.vector import edge, not_finite, receive
 from coterie.parallel.board import Board
 from coterie.types import MASK, Array, CoterieError, Obs, TimeStep, entries, map_obs
 
@@ -57,7 +59,7 @@ class Group:
         """Wait for the first observations, and take each env's random number of random steps."""
         n = len(self.env_id)
         batch, fresh = self._collect()
-        obs = batch.obs
+        obs, self._to_env = batch.obs, edge(self.backend, batch)
         self._renew(obs, fresh)
         if decorrelate:
             self._decorrelate(obs, decorrelate)
@@ -65,7 +67,7 @@ class Group:
         first = np.ones(n, bool)
         self._start = TimeStep(obs, np.zeros(n, np.float32), zeros, zeros.copy(), first, nan, nan.copy(), self.env_id)
 
-    def send(self, action: Array, board: Board | None = None) -> None:
+    def send(self, action: Any, board: Board | None = None) -> None:
         if board is not None and (news := board.attributes(self._version)):
             self._version, attributes = news
             self.backend.set_attributes(attributes)
@@ -113,24 +115,28 @@ class Group:
         """Statistics of a new episode."""
         self._return[slots], self._length[slots], self._excluded[slots] = 0, 0, False
 
-    def _step(self, ids: Array, action: Array) -> None:
+    def _step(self, ids: Array, action: Any) -> None:
         self._asked = ids
-        self.backend.step(ids, self.backend.action_map.to_env(action))
+        self.backend.step(ids, self._to_env(action))
 
     def _collect(self) -> tuple[StepResults, dict[int, Obs]]:
         """The backend's answer, and the first observations of instances that had to be replaced."""
-        batch, fresh = self.backend.recv(), dict[int, Obs]()
+        batch, fresh = receive(self.backend), dict[int, Obs]()
         bad = self._bad(batch)
         self._check_legal(batch, bad)
         while bad:
-            self._reports.replace([f"env {self.env_id[i]}: {bad[i]}" for i in sorted(bad)[:: self._agents]])
+            reasons = [f"env {self.env_id[i]}: {bad[i]}" for i in sorted(bad)[:: self._agents]]
+            self._reports.replace(reasons)
             ids = sorted(bad)
             self._replacements.update(ids)
             keys = [(int(self.env_id[i]), _REPLACED, self._replacements[i]) for i in ids]
-            self.backend.replace(ids, [env_seed(self._seed, *key) for key in keys])
+            try:
+                self.backend.replace(ids, [env_seed(self._seed, *key) for key in keys])
+            except NotImplementedError:
+                raise CoterieError(f"{reasons[-1]}, and it cannot be restarted without the others") from None
             self._asked = np.array(ids, np.int32)
             self.backend.reset(self._asked)
-            answer = self.backend.recv()
+            answer = receive(self.backend)
             for row, i in enumerate(ids):
                 fresh[i] = map_obs(itemgetter(row), answer.obs)
             bad = self._bad(answer)
@@ -154,10 +160,8 @@ class Group:
         bad = dict(batch.failed)
         for what, x in [("reward", batch.reward), ("observation", batch.obs)]:
             for y in entries(x).values():
-                if y.dtype.kind == "f" and not np.isfinite(y).all():
-                    finite = np.isfinite(y).reshape(len(y), -1).all(1)
-                    for i in self._asked[~finite].tolist():
-                        bad.setdefault(i, f"{what} is not finite")
+                for i in self._asked[not_finite(y)].tolist():
+                    bad.setdefault(i, f"{what} is not finite")
         return {i - i % self._agents + k: reason for i, reason in bad.items() for k in range(self._agents)}
 
     def _renew(self, obs: Obs, fresh: Mapping[int, Obs]) -> Array:
@@ -228,6 +232,7 @@ class Envs:
         delayed = env.delay_learner in (-1, first_env_id // env.num_envs)
         self._delay = env.delay * delayed
         self.board: Board | None = None  # from which the envs take attributes
+        self._to_host = True  # whether observations are copied to the host
 
     @property
     def replaced(self) -> int:
@@ -239,10 +244,11 @@ class Envs:
         seen = self._groups[group].recv()
         if self._delay:  # after the step: before it, the envs would step meanwhile
             time.sleep(self._delay)
-        return seen
+        return seen._replace(obs=map_obs(on_host, seen.obs)) if self._to_host else seen
 
-    def send(self, group: int, action: Array) -> None:
-        """Start a step of a group: int64 `[B]` or `[B, A]`, or float32 `[B, A]`."""
+    def send(self, group: int, action: Any) -> None:
+        """Start a step of a group: int64 `[B]` or `[B, A]`, or float32 `[B, A]`; with tensors, recv may give such."""
+        self._to_host = isinstance(action, np.ndarray)
         self._groups[group].send(np.where(action < self._legal, action, 0) if self._legal else action, self.board)
 
     def close(self) -> None:

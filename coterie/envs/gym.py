@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
-from coterie.envs.backend import Declared, StepResults
+from coterie.envs.backend import Declared, StepResults, declare
 from coterie.envs.spaces import ActionMap, action_map, leaf_of, mask_row, obs_fields, with_mask
 from coterie.envs.team import ZOO, Team
 from coterie.plugins import label, named
@@ -73,12 +73,12 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
     return TimeLimit(env, max_episode_steps) if max_episode_steps else env
 
 
-def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> GymEnv:
-    """`make_gym` for the user's own settings. Raises a one-line `ConfigError` where gymnasium or a missing package
-    refuses them, a `CoterieError` with the traceback of any other exception.
+def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int, make: Any = make_gym) -> Any:
+    """`make`, such as `make_gym`, with the user's own settings. Raises a one-line `ConfigError` where gymnasium or a
+    missing package refuses them, a `CoterieError` with the traceback of any other exception.
     """
     try:
-        return make_gym(env_id, kwargs, max_episode_steps)
+        return make(env_id, kwargs, max_episode_steps)
     except ConfigError:
         raise
     except Exception as error:
@@ -100,13 +100,11 @@ def describe(env_id: str, env: GymEnv, max_episode_steps: int) -> Declared:
     fields = obs_fields(env_id, env.observation_space)
     if actions.spec.sizes and MASK not in (f.name for f in fields):
         mask = "method" if env.has_wrapper_attr(_METHOD) else "info" if _info_has_mask(env) else ""
-    fields = with_mask(env_id, fields, actions.spec, bool(mask))
     repeat = getattr(env.unwrapped, "action_repeat", 1)
     frames = repeat if isinstance(repeat, int) and repeat > 0 else 1
     limit = max_episode_steps or getattr(env.spec, "max_episode_steps", None) or 0
     agents = len(env.members) if isinstance(env, Team) else 1
-    spec = Spec(env_id, {f.name: f.spec for f in fields}, actions.spec, frames, limit, agents)
-    return Declared(spec, fields, actions, mask)
+    return declare(env_id, env.observation_space, env.action_space, frames, limit, agents, mask)
 
 
 def _info_has_mask(env: GymEnv) -> bool:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from coterie import config
-from coterie.envs.backend import StepResults
+from coterie.envs.backend import Backend, StepResults
 from coterie.envs.gym import PLAY, describe, is_gym_id, layout, make_instance, open_gym, read_batch
 from coterie.envs.team import ZOO
-from coterie.types import Array, ConfigError, CoterieError, one_line
+from coterie.types import Array, ConfigError, one_line
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """One env with `render_mode="rgb_array"`, an instance for each agent. One that breaks ends the program."""
 
     def __init__(self, env: config.Env, seeds: Sequence[int]) -> None:
@@ -23,10 +23,9 @@ class LocalBackend:
             kwargs["render_mode"] = "rgb_array"
         self.env = open_gym(env.id, kwargs, env.max_episode_steps)
         declared = describe(env.id, self.env, env.max_episode_steps)
-        self.spec, _, self.action_map, mask = declared
-        self.num_instances = n = self.spec.agents
+        super().__init__(declared, n := declared.spec.agents)
         self.arrays: dict[str, Array] = {k: np.zeros(*shape_dtype) for k, shape_dtype in layout(declared, n).items()}
-        self.instance = make_instance(env.id, self.env, int(seeds[0]), range(n), self.arrays, mask)
+        self.instance = make_instance(env.id, self.env, int(seeds[0]), range(n), self.arrays, self.mask)
 
     def step(self, ids: Array, actions: Array) -> None:
         self.arrays["action"][ids] = actions
@@ -47,12 +46,6 @@ class LocalBackend:
         if not isinstance(frame, np.ndarray):
             raise ConfigError(f"env.id: {self.spec.env_id!r} gives no frames: it has no rgb_array render mode")
         return frame
-
-    def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
-        raise CoterieError(f"env.id: {self.spec.env_id!r} gave numbers that are not finite")
-
-    def set_attributes(self, attributes: Mapping[str, object]) -> None:
-        """No callback sets any."""
 
     def close(self) -> None:
         self.env.close()

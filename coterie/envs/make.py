@@ -19,6 +19,7 @@ from coterie.envs.pool import PoolBackend, has_env, modules, pool_declared
 from coterie.envs.repeat import Repeat
 from coterie.envs.tasks import tasks
 from coterie.envs.team import ZOO, zoo_ids
+from coterie.envs.vector import APART, make_together, together_declared
 from coterie.envs.workers import WorkerBackend, worker_declared
 from coterie.extras import install, missing
 from coterie.types import Array, ConfigError, Spec, json_object
@@ -55,6 +56,8 @@ def _unknown(env_id: str, known: Sequence[str], why: str) -> ConfigError:
 
 
 def _declared(env: config.Env, atari: config.Atari) -> Declared:
+    if env.backend not in APART:
+        return together_declared(env)
     return pool_declared(env, atari) if _in_pool(env) else worker_declared(env)
 
 
@@ -106,16 +109,14 @@ def make_envs(
     if env.num_envs % groups:
         raise ConfigError(f"env.num_envs must be even for env.groups 2, not {env.num_envs}")
     each = max(1, -(-threads // groups))
-    if _in_pool(env):
+    numbers = itertools.count()
 
-        def make(seeds: Sequence[int]) -> Backend:
+    def make(seeds: Sequence[int]) -> Backend:
+        if env.backend not in APART:
+            return make_together(env, seeds)
+        if _in_pool(env):
             return PoolBackend(env, atari, seeds, each, training)
-
-    else:
-        numbers = itertools.count()
-
-        def make(seeds: Sequence[int]) -> Backend:
-            return WorkerBackend(env, seeds, each, f"coterie-env-{next(numbers)}")
+        return WorkerBackend(env, seeds, each, f"coterie-env-{next(numbers)}")
 
     return Envs(_repeated(make, env), env, seed=seed, first_env_id=first_env_id, groups=groups, union=union)
 

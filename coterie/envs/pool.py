@@ -11,15 +11,15 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from coterie import config
-from coterie.envs.backend import Declared, StepResults
-from coterie.envs.spaces import action_map, flatten, obs_fields, with_mask
-from coterie.types import Array, ConfigError, Spec
+from coterie.envs.backend import Backend, Declared, StepResults, declare
+from coterie.envs.spaces import flatten
+from coterie.types import Array, ConfigError
 
 # The Debian 12 package of each shared library (Debian 13 has the same names, ending in t64, and accepts these).
 _PACKAGES = {
@@ -132,17 +132,13 @@ def pool_declared(env: config.Env, atari: config.Atari) -> Declared:
         found = _guarded(env.id, envpool.make_spec, _options(env, atari, True))
         if found.config.max_num_players > 1 or len(found.action_array_spec) != 3:
             raise ConfigError(f"env.id {env.id!r} has several players or actions; Coterie runs envs with one of each")
-        fields = obs_fields(env.id, found.observation_space, _TEXT.get(modules()[env.id], ()))
-        actions = action_map(env.id, found.action_space)
-        fields = with_mask(env.id, fields, actions.spec, False)
-    frames = found.config.frame_skip if is_atari(env.id) or _is_doom(env.id) else 1
-    limit = int(found.config.max_episode_steps)
-    obs = {f.name: f.spec for f in fields}
-    spec = Spec(env.id, obs, actions.spec, frames, limit if 0 < limit < _NO_LIMIT else 0)
-    return Declared(spec, fields, actions)
+        frames = found.config.frame_skip if is_atari(env.id) or _is_doom(env.id) else 1
+        limit = int(found.config.max_episode_steps)
+        limit, text = limit if 0 < limit < _NO_LIMIT else 0, _TEXT.get(modules()[env.id], ())
+        return declare(env.id, found.observation_space, found.action_space, frames, limit, text=text)
 
 
-class PoolBackend:
+class PoolBackend(Backend):
     """`len(seeds)` instances of one EnvPool environment."""
 
     def __init__(
@@ -156,8 +152,7 @@ class PoolBackend:
     ) -> None:
         import envpool
 
-        self.num_instances = n = len(seeds)
-        self.spec, self._fields, self.action_map, _ = pool_declared(env, atari)
+        super().__init__(pool_declared(env, atari), n := len(seeds))
         counts = {"num_envs": n, "batch_size": n, "num_threads": min(threads, n), "env_seed": list(seeds)}
         options = {**_options(env, atari, training), **counts}
         if render:
@@ -258,7 +253,7 @@ class PoolBackend:
     def _obs(self, values: list[Array]) -> Any:
         if len(self._obs_at) == 1:
             (at,) = self._obs_at.values()
-            convert = self._fields[0].convert
+            convert = self.fields[0].convert
             return values[at] if convert is None else convert(values[at])
         nested: dict[str, Any] = {}
         for key, at in self._obs_at.items():
@@ -267,13 +262,10 @@ class PoolBackend:
             for part in path:
                 node = node.setdefault(part, {})
             node[last] = values[at]
-        return flatten(nested, self._fields)
+        return flatten(nested, self.fields)
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         """Do nothing: EnvPool cannot replace one instance; the reset that follows sets its whole state."""
-
-    def set_attributes(self, attributes: Mapping[str, object]) -> None:
-        raise ConfigError("set_env: EnvPool's envs have no attributes; use gymnasium's, with env.backend workers")
 
     def close(self) -> None:
         """End the threads (EnvPool does that when the pool is freed)."""

@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from coterie.envs.backend import Backend, StepResults
+from coterie.envs.backend import Backend, Declared, StepResults
 from coterie.types import Array
 
 
-class Repeat:
+class Repeat(Backend):
     """A backend around another. An episode's end cuts the repetition short; the fake step of a restart is made once."""
 
     def __init__(self, inner: Backend, times: int) -> None:
         self.inner, self.times = inner, times
-        self.spec = replace(inner.spec, action_repeat=inner.spec.action_repeat * times)
-        self.action_map, self.num_instances = inner.action_map, inner.num_instances
+        spec = replace(inner.spec, action_repeat=inner.spec.action_repeat * times)
+        super().__init__(Declared(spec, inner.fields, inner.action_map, inner.mask), inner.num_instances)
         self._done = np.zeros(inner.num_instances, bool)
         self._ids: Array | None = None
         self._actions: Array = np.zeros(0)

@@ -43,6 +43,11 @@ class ObsField:
     form: str = "as it is"  # what `convert` makes of the env's own array, for people
 
 
+def on_host(x: Any) -> Array:
+    """An array, or a tensor on any device, as a NumPy array."""
+    return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
+
+
 def _one_hot(sizes: Array, start: Array) -> Convert:
     """Each of K integers as a one-hot vector, concatenated: `[n, K]` or `[n]` to `[n, sum(sizes)]` float32."""
     offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]) - start
@@ -50,7 +55,7 @@ def _one_hot(sizes: Array, start: Array) -> Convert:
 
     def convert(x: Array) -> Array:
         out = np.zeros((len(x), width), np.float32)
-        columns = x.reshape(len(x), -1).astype(np.int64) + offsets
+        columns = on_host(x).reshape(len(x), -1).astype(np.int64) + offsets
         out[np.arange(len(x))[:, None], columns] = 1
         return out
 
@@ -91,7 +96,7 @@ def _field(
 
 def _plain(shape: tuple[int, ...], dtype: str) -> Convert:
     scalar = shape == ()
-    return lambda x: (x.reshape(len(x), 1) if scalar and x.ndim == 1 else x).astype(dtype)
+    return lambda x: on_host(x.reshape(len(x), 1) if scalar and x.ndim == 1 else x).astype(dtype)
 
 
 def obs_fields(env_id: str, space: spaces.Space[Any], text: Collection[str] = ()) -> list[ObsField]:
@@ -135,7 +140,7 @@ def with_mask(env_id: str, fields: list[ObsField], action: ActionSpec, outside: 
                     f"env.id {env_id!r}: {MASK} has shape {f.spec.shape} beside {len(fields) - 1} observations; it "
                     f"needs one value for each of {sum(action.sizes)} choices, beside an observation"
                 )
-            f = ObsField(MASK, f.path, ObsSpec(f.spec.shape, "bool"), lambda x: x.astype(bool), "as bool")
+            f = ObsField(MASK, f.path, ObsSpec(f.spec.shape, "bool"), lambda x: on_host(x).astype(bool), "as bool")
         found.append(f)
     return found
 
@@ -163,14 +168,14 @@ class ActionMap:
     leaves: tuple[tuple[ActionMap, Array], ...] = ()
     space: spaces.Space[Any] | None = None  # with leaves
 
-    def to_env(self, a: Array) -> Array:
-        """`[n, *spec.shape]` to `[n, *shape]`."""
+    def to_env(self, a: Any) -> Any:
+        """`[n, *spec.shape]` to `[n, *shape]`: an array, or a tensor where the constants are tensors, too."""
         if self.leaves:
             parts = [leaf.to_env(a[:, columns].astype(leaf.spec.dtype)) for leaf, columns in self.leaves]
             return np.concatenate([x.reshape(len(a), -1).astype(self.spec.dtype) for x in parts], 1)
         a = a.reshape(len(a), *self.shape)
         if self.limit is not None:
-            a = np.clip(a, -self.limit, self.limit)
+            a = a.clip(-self.limit, self.limit)
         if self.scale is not None:
             a = self.scale * a
         return a if self.offset is None else self.offset + a

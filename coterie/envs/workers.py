@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from coterie import config
-from coterie.envs.backend import Declared, StepResults
+from coterie.envs.backend import Backend, Declared, StepResults
 from coterie.envs.gym import describe, layout, open_gym, read_batch
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array, ConfigError, CoterieError
@@ -84,18 +84,16 @@ class Process:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-class WorkerBackend:
+class WorkerBackend(Backend):
     """`len(seeds)` instances in at most `processes` worker processes, whole envs dealt out in turn."""
 
     def __init__(self, env: config.Env, seeds: Sequence[int], processes: int, name: str = "env-worker") -> None:
-        self.num_instances = n = len(seeds)
-        declared = worker_declared(env)
-        self.spec, _, self.action_map, self._mask = declared
+        super().__init__(worker_declared(env), n := len(seeds))
         agents = self.spec.agents
         if n % agents:
             raise ConfigError(f"env.num_envs: {n} in a group must be a multiple of the env's {agents} agents")
         self._env, self._name, self._count = env, name, min(processes, n // agents)
-        self._layout = layout(declared, n)
+        self._layout = layout(self.declared, n)
         self._shared = SharedArrays(self._layout, name=name)
         self._workers: list[Process | None] = []  # None: dead
         self._asked = np.arange(n, dtype=np.int32)
@@ -117,7 +115,7 @@ class WorkerBackend:
             "on_error": self._env.on_error,
             "info": self._env.info,
             "layout": self._layout,
-            "mask": self._mask,
+            "mask": self.mask,
             "agents": self.spec.agents,
             "ids": list(ids),
             "seeds": list(seeds),

@@ -89,7 +89,7 @@ def _by_checker(env: Env, package: str) -> Iterator[str]:
         try:
             with closing(open_gym(env.id, json.loads(env.kwargs), env.max_episode_steps)) as made:
                 if package == "pettingzoo":
-                    importlib.import_module("pettingzoo.test").parallel_api_test(made.env)  # type: ignore[attr-defined]
+                    importlib.import_module("pettingzoo.test").parallel_api_test(made.env)
                 else:
                     env_checker.check_env(made, skip_render_check=True, skip_close_check=True)
         except Exception as error:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gymnasium
 import numpy as np
+from gymnasium import spaces
 
 from coterie import config
-from coterie.envs.backend import StepResults
+from coterie.envs.backend import Backend, StepResults, declare
 from coterie.envs.group import Group
-from coterie.envs.make import make_spec
 from coterie.envs.news import Reports
-from coterie.envs.spaces import action_map
 from tests.envs.env_harness import check_returns, make, play
 
 ATARI = config.Atari(noop_max=1, episodic_life=True, height=36, width=36, stack=2)
@@ -42,14 +40,14 @@ def test_a_lost_life_costs_one_no_op_and_no_reset():
         np.testing.assert_array_equal(seen.obs[t + 1, env, 0], seen.obs[t, env, 1])
 
 
-class Script:
+class Script(Backend):
     """One env whose steps end as the letters say: L a life, T the game by a time limit, . neither."""
 
-    spec, num_instances = make_spec(config.Env(id="CartPole-v1"), config.Atari()), 1
+    partial = True
 
     def __init__(self, letters):
+        super().__init__(declare("Script", spaces.Box(-1, 1, (4,)), spaces.Discrete(2)), 1)
         self.letters = iter("." + letters)
-        self.action_map = action_map("Script", gymnasium.spaces.Discrete(2))
 
     def step(self, ids, actions):
         pass

@@ -190,7 +190,7 @@ class Sets(coterie.Callback):
 @pytest.mark.parametrize(
     ("env", "callback", "reason"),
     [
-        ("CartPole-v1", Sets("gravity", 9.8), "EnvPool's envs have no attributes"),
+        ("CartPole-v1", Sets("gravity", 9.8), "these envs have no attributes"),
         ("levels:make", Sets("depth", 1), "set_env: the env has no attribute 'depth'"),
         ("levels:make", Sets("level", object()), "not JSON serializable"),
         ("levels:make", Sets("level", "x" * 5000), "exceed 4096 bytes"),

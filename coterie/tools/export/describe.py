@@ -64,7 +64,7 @@ def _env(policy: Policy) -> dict[str, Any]:
     """The env as in an evaluation, where an episode has all lives."""
     first = tasks(policy.config.env.id)[0]
     config, spec = task_config(policy.config, first), policy.spec
-    pool = has_env(first) and config.env.backend != "workers"
+    pool = has_env(first) and config.env.backend in ("auto", "pool")
     maker = "envpool" if pool else "gymnasium"
     if found := version(maker):  # None for a custom build
         maker += f" {found}"

@@ -1,0 +1,189 @@
+"""Envs that one simulator steps together, in this process: gymnasium's vector envs, and the user's own backends.
+
+Observations may be on a device, as torch tensors or what DLPack shares with torch, and stay there. Rewards, flags and
+action masks, a few bytes for each env, are copied to the host. Loads torch only where a backend has tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
+
+from coterie import config
+from coterie.envs.backend import Backend, Declared, StepResults, declare
+from coterie.envs.gym import is_gym_id, open_gym
+from coterie.envs.spaces import flatten, on_host
+from coterie.plugins import label, named
+from coterie.types import MASK, Array, ConfigError, CoterieError, Obs, entries, from_entries, json_object, map_obs
+
+APART = ("auto", "pool", "workers")  # the other values of env.backend are simulators that step all envs together
+
+
+def make_together(env: config.Env, seeds: Sequence[int]) -> Backend:
+    """The run's simulator, with `len(seeds)` envs."""
+
+    def make(env_id: str, kwargs: Mapping[str, Any], limit: int) -> Any:
+        kwargs = {"max_episode_steps": limit, **kwargs} if limit else kwargs
+        if env.backend != "vector":
+            return named("env.backend", env.backend)(env_id, seeds, **kwargs)
+        named_env = partial(gymnasium.make_vec, env_id) if is_gym_id(env_id) else named("env.id", env_id)
+        return VectorBackend(env, named_env(num_envs=len(seeds), **kwargs), seeds[0])
+
+    made = open_gym(env.id, json_object("env.kwargs", env.kwargs), env.max_episode_steps, make)
+    if not isinstance(made, Backend):
+        raise ConfigError(f"env.backend {label(env.backend)}: returned {type(made).__name__}, not a Backend")
+    if made.num_instances != len(seeds):
+        raise ConfigError(f"env.num_envs: {label(env.id)} has {made.num_instances} envs instead of {len(seeds)}")
+    return made
+
+
+@lru_cache(maxsize=32)
+def together_declared(env: config.Env) -> Declared:
+    """What the envs take and give, found by making one of them. Refuses settings of envs that run apart."""
+    if env.backend != "vector" and ":" not in env.backend:
+        raise ConfigError(f"env.backend: {env.backend!r} is not auto, pool, workers, vector or package.module:callable")
+    for name, value in {"on_error": "fail", "action_repeat": 1, "decorrelate": 0}.items():
+        if getattr(env, name) != value:
+            raise ConfigError(f"env.{name}: must be {value}; env.backend {label(env.backend)} steps all envs together")
+    with closing(make_together(env, [0])) as made:
+        return made.declared
+
+
+class VectorBackend(Backend):
+    """The envs of one `VectorEnv`, or of what has its attributes. Its mode of autoreset decides what a fake step is.
+
+    NEXT_STEP: the env's own. DISABLED, and SAME_STEP of gymnasium's Sync- and AsyncVectorEnv: one that a reset of the
+    finished envs undoes. SAME_STEP of others, which cannot hold an env back: the first step of the new episode; its
+    reward is in the episode's return, and is not trained on.
+    """
+
+    def __init__(self, env: config.Env, made: Any, seed: int) -> None:
+        limit = env.max_episode_steps or getattr(made.spec, "max_episode_steps", None) or 0
+        spaces = made.single_observation_space, made.single_action_space
+        super().__init__(declare(label(env.id), *spaces, max_episode_steps=limit), made.num_envs)
+        self.env, self._seed, self._bootstraps = made, seed, env.time_limit == "truncate"
+        mode = made.metadata.get("autoreset_mode")
+        if mode not in [*AutoresetMode, *(m.value for m in AutoresetMode)]:
+            raise ConfigError(f"env.id {label(env.id)!r}: metadata['autoreset_mode'] is {mode}, not an AutoresetMode")
+        self._mode = AutoresetMode(mode)
+        # Whether reset(options={"reset_mask": ...}) restarts some of the envs.
+        self._masks = self._mode is AutoresetMode.DISABLED or isinstance(made.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+        self._done = np.zeros(made.num_envs, bool)
+
+    def reset(self, ids: Array) -> None:
+        self._done[ids] = False
+        if len(ids) < self.num_instances:
+            obs = map_obs(lambda x: x[ids], self._restarted(np.isin(np.arange(self.num_instances), ids)))
+        else:
+            given, info = self.env.reset(seed=self._seed)
+            if MASK in info or (self.spec.masked and self._mode is not AutoresetMode.NEXT_STEP):
+                raise ConfigError(f"env.id {self.spec.env_id!r}: {MASK} must be in the observation, with NEXT_STEP")
+            obs = self._flat(given)
+            self.tensors = not all(isinstance(x, np.ndarray) for x in entries(obs).values())
+        self._answer = StepResults(obs, np.zeros(len(ids), np.float32), *np.zeros((3, len(ids)), bool))
+
+    def step(self, ids: Array, actions: Any) -> None:
+        fake = self._done
+        if fake.any() and self._mode is AutoresetMode.DISABLED:
+            self._restarted(fake)  # an env that has ended must not be stepped
+        if not self.tensors and not self.action_map.leaves:
+            actions = actions.astype(self.env.single_action_space.dtype, copy=False)
+        given, reward, terminated, truncated, info = self.env.step(self.action_map.nested(actions))
+        obs, reward = self._flat(given), np.array(on_host(reward), np.float32)
+        terminated, truncated = (np.array(on_host(x), bool) for x in (terminated, truncated))
+        if fake.any() and self._masks and self._mode is not AutoresetMode.NEXT_STEP:
+            obs = _with(obs, fake, map_obs(lambda x: x[fake], self._restarted(fake)))
+            reward[fake], terminated[fake], truncated[fake] = 0, False, False
+        self._done = done = terminated | truncated
+        if done.any() and self._mode is AutoresetMode.SAME_STEP:
+            obs = self._with_final(obs, info, done, truncated)
+        self._answer = StepResults(obs, reward, terminated, truncated, done.copy())
+
+    def recv(self) -> StepResults:
+        return self._answer
+
+    def _restarted(self, which: Array) -> Obs:
+        """Begin new episodes in some of the envs; returns observations, which are those of these envs in their rows."""
+        return self._flat(self.env.reset(options={"reset_mask": which.copy()})[0])
+
+    def _flat(self, obs: Any) -> Obs:
+        return map_obs(_shared, flatten(obs, self.fields))
+
+    def _with_final(self, obs: Obs, info: Mapping[str, Any], done: Array, truncated: Array) -> Obs:
+        """`obs` with the last observations of episodes in place of the first ones of the next."""
+        final = info.get("final_obs", info.get("final_observation"))
+        if final is None:
+            if self._bootstraps and truncated.any():
+                raise CoterieError(f"env.id {self.spec.env_id!r}: no final_obs in info; set env.time_limit terminate")
+            return obs
+        if isinstance(final, np.ndarray) and final.dtype == object:  # an observation for each of these envs
+            space, rows = self.env.single_observation_space, list(final[done])
+            batch = concatenate(space, rows, create_empty_array(space, len(rows)))  # type: ignore[arg-type]
+            return _with(obs, done, self._flat(batch))
+        return _with(obs, done, map_obs(lambda x: x[done], self._flat(final)))
+
+    def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
+        if not self._masks:
+            raise NotImplementedError  # otherwise the reset that follows does it
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _with(obs: Obs, which: Array, rows: Obs) -> Obs:
+    """A copy of `obs` with other rows in the places `which`."""
+    new = map_obs(lambda x: x.copy() if isinstance(x, np.ndarray) else x.clone(), obs)
+    for key, x in entries(new).items():
+        x[which] = entries(rows)[key]
+    return new
+
+
+def _shared(x: Any) -> Any:
+    """A NumPy array or torch tensor as it is; another array as a torch tensor on its device."""
+    if isinstance(x, np.ndarray):
+        return x
+    import torch
+
+    return x if isinstance(x, torch.Tensor) else torch.utils.dlpack.from_dlpack(x).clone()  # JAX's is not to be written
+
+
+def receive(backend: Backend) -> StepResults:
+    """The backend's answer, with observations that are NumPy arrays or torch tensors, and all else on the host."""
+    batch = backend.recv()
+    if not backend.tensors:
+        return batch
+    obs = {k: np.array(on_host(x), bool) if k == MASK else _shared(x) for k, x in entries(batch.obs).items()}
+    small: Any = {k: np.array(on_host(getattr(batch, k)), bool) for k in (*batch._fields[2:5], "first")}
+    return batch._replace(obs=from_entries(obs), reward=np.array(on_host(batch.reward), np.float32), **small)
+
+
+def edge(backend: Backend, first: StepResults) -> Callable[[Any], Any]:
+    """What makes a policy's actions the backend's, on the device of its `first` observations. Checks their shapes."""
+    spec, actions, n, obs = backend.spec, backend.action_map, backend.num_instances, entries(first.obs)
+    for name, x, row in [("reward", first.reward, ()), *((k, obs.get(k), s.shape) for k, s in spec.obs.items())]:
+        if (shape := tuple(getattr(x, "shape", ()))) != (n, *row):
+            raise ConfigError(f"env.id {spec.env_id!r}: {name or 'observation'} has shape {shape}, not {(n, *row)}")
+    if not backend.tensors or actions.leaves:
+        return lambda a: actions.to_env(on_host(a))
+    import torch
+
+    device = next((x.device for x in obs.values() if isinstance(x, torch.Tensor)), "cpu")
+    constants = ((k, getattr(actions, k)) for k in ("offset", "scale", "limit"))
+    there: Any = {k: torch.as_tensor(x, device=device) for k, x in constants if x is not None}
+    return lambda a: replace(actions, **there).to_env(torch.as_tensor(a, device=device))
+
+
+def not_finite(x: Any) -> Array:
+    """Rows of `x` with a number that is not finite."""
+    host = isinstance(x, np.ndarray)
+    if host and (x.dtype.kind != "f" or np.isfinite(x).all()):
+        return np.zeros(0, int)
+    return np.flatnonzero(~on_host((np.isfinite(x) if host else x.isfinite()).reshape(len(x), -1).all(1)))

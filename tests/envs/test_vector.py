@@ -1,0 +1,153 @@
+"""Vector envs and the user's own backends: aligned in each mode of autoreset; tensors stay on their device."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import coterie
+from coterie import config
+from coterie.envs.make import make_envs, make_spec
+from coterie.types import CoterieError
+from tests.conftest import make_config
+from tests.envs.env_harness import check_counting, make, play
+from tests.support import vectors
+
+COUNTING, GYMNASIUMS, MASKED = (f"tests.support.vectors:{name}" for name in ("Counting", "gymnasiums", "masked"))
+
+
+def refused(says: str) -> Any:
+    return pytest.raises(CoterieError, match=says)
+
+
+def clipped(action: Any) -> Any:
+    """What CountingEnv's continuous actions add to its reward: they are stretched from [-1, 1] to [-2, 6]."""
+    return (4 * action.clip(-1, 1) + 2).sum(-1)
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "Disabled", "SameStep"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_every_step_of_gymnasiums_own_is_aligned(mode: str, groups: int) -> None:
+    kwargs = {"mode": mode, "obs": "dict", "continuous": True}
+    with make(GYMNASIUMS, 4, backend="vector", groups=groups, kwargs=kwargs) as envs:
+        seen = play(envs, 60)
+    check_counting(seen, seen.obs["inner.vector"], clipped(seen.action), 5)
+    np.testing.assert_array_equal(seen.obs["image"][:, :, 0, 3, 3], seen.obs["inner.vector"][..., 0] % 256)
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
+@pytest.mark.parametrize("kind", ["numpy", "torch", "dlpack"])
+def test_every_step_of_another_is_aligned(mode: str, kind: str) -> None:
+    with make(COUNTING, 3, backend="vector", kwargs={"mode": mode, "kind": kind}) as envs:
+        seen = play(envs, 60)
+    check_counting(seen, seen.obs, clipped(seen.action), 5)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_same_step_env_that_cannot_wait_loses_the_first_step_and_no_more(kind: str) -> None:
+    """The last observation of an episode is its own, and the reward of the step that is lost counts in the return."""
+    with make(COUNTING, 3, backend="vector", kwargs={"mode": "SameStep", "kind": kind}) as envs:
+        seen = play(envs, 60)
+    steps = seen.obs[..., 0] - [0, 100, 200]
+    assert (steps[seen.done] == 5).all()
+    assert (steps[1:][seen.is_first[1:]] == 1).all()
+    effect = 16 * seen.obs[:-1, :, 0] + clipped(seen.action)
+    np.testing.assert_allclose(seen.reward[1:][seen.real], effect[seen.real], rtol=1e-6)
+    later = seen.done & (np.cumsum(seen.done, 0) > 1)
+    assert (seen.episode_length[later] == 4).all()
+    for t, env in np.argwhere(later):
+        lost = 16 * 100 * env + clipped(seen.action[t - 5, env])
+        np.testing.assert_allclose(seen.episode_return[t, env], seen.reward[t - 3 : t + 1, env].sum() + lost, rtol=1e-6)
+
+
+def run_of(env_id: str = COUNTING, **changes: Any) -> Any:
+    kwargs = json.dumps(changes.pop("kwargs", {}))
+    settings = {"env.id": env_id, "env.backend": "vector", "env.num_envs": 4, "algo.unroll_length": 5, "learners": 1}
+    return make_config(**{**settings, "env.kwargs": kwargs, "steps": 120, "eval.every": 0, **changes})
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_observations_stay_on_their_device_and_actions_come_there(groups: int, tmp_path: Any) -> None:
+    """No call copies a batch of observations to the host; the env refuses actions that are not tensors."""
+    vectors.copies.clear()
+    config = run_of(kwargs={"kind": "spy"}, out=str(tmp_path / "run"), **{"env.groups": groups})
+    assert coterie.train(config, quiet=True)["env_steps"] >= 120
+    assert vectors.copies == ["cpu", "__array__"] * groups  # the very first ones
+    assert coterie.evaluate_run(tmp_path / "run", episodes=2)["episodes"] == 2
+    assert "cpu" in vectors.copies  # an evaluation has them on the host
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acting", ["decoupled", "central"])
+def test_other_processes_have_arrays_on_the_host(acting: str, tmp_path: Any) -> None:
+    changes = {"acting": acting, "decoupled.lockstep": True, "central.lockstep": True, "actors": 1}
+    summary = coterie.train(run_of(kwargs={"kind": "torch"}, out=str(tmp_path / "run"), **changes), quiet=True)
+    assert summary["status"] == "finished"
+
+
+def test_a_mask_in_the_observation_is_respected(tmp_path: Any) -> None:
+    """`Masked` raises at an illegal choice."""
+    config = run_of(MASKED, out=str(tmp_path / "run"), **{"env.num_envs": 3})
+    assert coterie.train(config, quiet=True)["status"] == "finished"
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_an_env_with_a_nan_is_restarted_alone_where_that_can_be(kind: str) -> None:
+    with make(COUNTING, 3, backend="vector", kwargs={"mode": "Disabled", "nan": 3, "kind": kind}) as envs:
+        seen = play(envs, 12)
+        assert envs.replaced == 1
+    assert np.argwhere(seen.is_first[:5]).tolist() == [[0, 0], [0, 1], [0, 2], [3, 1]]
+    assert np.isfinite(seen.obs).all()
+    assert seen.obs[4, :, 0].tolist() == [4, 101, 204]
+    with make(COUNTING, 3, backend="vector", kwargs={"nan": 3}) as envs, refused("env 1: .* cannot be restarted"):
+        play(envs, 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"id": "NoSuch-v0"}, "env.id 'NoSuch-v0' cannot be made: NameNotFound"),
+        ({"id": "coterie.envs.testing:Catch"}, "env.kwargs: TypeError: .*unexpected keyword argument 'num_envs'"),
+        (
+            {"kwargs": '{"lacks": "envs"}'},
+            "env.num_envs: .*:Counting has 0 envs instead of 1",
+        ),
+        ({"kwargs": '{"lacks": "mode"}'}, r"metadata\['autoreset_mode'\] is None, not an AutoresetMode"),
+        ({"kwargs": '{"size": 1}'}, "env.kwargs: TypeError: .*unexpected keyword argument 'size'"),
+        ({"on_error": "replace"}, "env.on_error: must be fail; env.backend vector steps all envs together"),
+        ({"action_repeat": 2}, "env.action_repeat: must be 1; env.backend vector steps all envs together"),
+        ({"decorrelate": 9}, "env.decorrelate: must be 0; env.backend vector steps all envs together"),
+        ({"backend": "pol"}, "env.backend: 'pol' is not auto, pool, workers, vector or package.module:callable"),
+        ({"kwargs": '{"lacks": "rows"}'}, r"observation has shape \(3, 1\), not \(3, 2\)"),
+        ({"id": MASKED, "kwargs": '{"mode": "Disabled"}'}, "action_mask must be in the observation, with NEXT_STEP"),
+        ({"id": MASKED, "kwargs": '{"where": "info"}'}, "action_mask must be in the observation, with NEXT_STEP"),
+    ],
+)
+def test_what_cannot_work_is_one_line(options: dict[str, Any], says: str) -> None:
+    env = config.Env(**{"id": COUNTING, "backend": "vector", "num_envs": 3, **options})
+    with refused(says):
+        make_spec(env, config.Atari())
+        make_envs(env, config.Atari(), seed=1)
+
+
+def test_an_episode_without_its_last_observation_cannot_be_truncated() -> None:
+    options = {"backend": "vector", "kwargs": {"mode": "SameStep", "lacks": "final_obs"}}
+    with make(COUNTING, 3, **options) as envs, refused("no final_obs in info; set env.time_limit terminate"):
+        play(envs, 12)
+    with make(COUNTING, 3, **options, time_limit="terminate") as envs:
+        assert play(envs, 12).terminated.sum() == 6
+
+
+@pytest.mark.parametrize("name", ["torch", pytest.param("brax", marks=pytest.mark.slow)])
+def test_the_examples_run(name: str, tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+    pytest.importorskip(name)  # JAX takes a minute to compile Brax's physics
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["", "9000"])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / f"{name}_env.py"), run_name="__main__")
+    assert "mean return" in capsys.readouterr().out
