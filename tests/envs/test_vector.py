@@ -144,6 +144,7 @@ def test_an_episode_without_its_last_observation_cannot_be_truncated() -> None:
         assert play(envs, 12).terminated.sum() == 6
 
 
+@pytest.mark.filterwarnings("default")  # Brax's imports warn
 @pytest.mark.parametrize("name", ["torch", pytest.param("brax", marks=pytest.mark.slow)])
 def test_the_examples_run(name: str, tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
     pytest.importorskip(name)  # JAX takes a minute to compile Brax's physics

@@ -81,9 +81,7 @@ class Counting(VectorEnv[Any, Any, Any]):
         return {"numpy": obs, "torch": torch.from_numpy(obs), "spy": torch.from_numpy(obs).as_subclass(Spy)}[self.kind]
 
 
-class _Same(CountingEnv):
-    """A reset before the first step repeats the episode."""
-
+class _Same(CountingEnv):  # a reset of an env that has not finished repeats its episode
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         if self.steps < self.length and seed is None:
             self.episode -= 1
