@@ -70,6 +70,7 @@ class VectorBackend(Backend):
         spaces = made.single_observation_space, made.single_action_space
         super().__init__(declare(label(env.id), *spaces, max_episode_steps=limit), made.num_envs)
         self.env, self._seed, self._bootstraps = made, seed, env.time_limit == "truncate"
+        self._info = env.info
         mode = made.metadata.get("autoreset_mode")
         if mode not in [*AutoresetMode, *(m.value for m in AutoresetMode)]:
             raise ConfigError(f"env.id {label(env.id)!r}: metadata['autoreset_mode'] is {mode}, not an AutoresetMode")
@@ -105,7 +106,10 @@ class VectorBackend(Backend):
         self._done = done = terminated | truncated
         if done.any() and self._mode is AutoresetMode.SAME_STEP:
             obs = self._with_final(obs, info, done, truncated)
-        self._answer = StepResults(obs, reward, terminated, truncated, done.copy())
+        numbers = (
+            self._numbers(info, done) if self._info == "steps" or (self._info == "episodes" and done.any()) else {}
+        )
+        self._answer = StepResults(obs, reward, terminated, truncated, done.copy(), numbers)
 
     def recv(self) -> StepResults:
         return self._answer
@@ -129,6 +133,17 @@ class VectorBackend(Backend):
             batch = concatenate(space, rows, create_empty_array(space, len(rows)))  # type: ignore[arg-type]
             return _with(obs, done, self._flat(batch))
         return _with(obs, done, map_obs(lambda x: x[done], self._flat(final)))
+
+    def _numbers(self, info: Mapping[str, Any], done: Array) -> dict[str, Array]:
+        """The numbers in info, NaN where an env gave none; `final_info` has those of steps that ended an episode."""
+        found: dict[str, Array] = {}
+        for given, rows in ((info, True), (info.get("final_info", {}), done)):
+            for name, x in given.items():
+                if getattr(x, "shape", None) == (self.num_instances,) and (y := on_host(x)).dtype.kind in "bifu":
+                    here = on_host(given.get(f"_{name}", True)) & rows
+                    if name[0] != "_":
+                        found[name] = np.where(here, y, found.get(name, np.nan)).astype(np.float64)
+        return found
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         if not self._masks:

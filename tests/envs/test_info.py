@@ -51,3 +51,12 @@ def test_numbers_in_envpools_info_count_too():
     with make("Breakout-v5", 2, max_episode_steps=5) as envs:  # only what the other fields do not say
         play(envs, 7)
         assert set(envs.news().info) <= {"elapsed_step"}
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "Disabled", "SameStep"])
+def test_numbers_in_the_info_of_a_vector_env_count_too(mode):
+    success = 4.0 if mode == "NextStep" else 8.0  # elsewhere two resets for each episode: all numbers are even
+    for which, wanted in (("episodes", (40.0, 8)), ("steps", (8 * 15.0, 40))):
+        with make("tests.support.vectors:telling", 4, backend="vector", kwargs={"mode": mode}, info=which) as envs:
+            play(envs, 12)  # episodes of 5 steps, a restart, 5 steps, and another restart
+            assert envs.news().info == {"step": wanted, "success": (success, 8)}

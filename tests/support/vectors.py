@@ -12,6 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from coterie.envs.testing import CountingEnv
 from tests.support.masked import Masked
+from tests.support.telling import TellingEnv
 
 copies: list[str] = []  # calls that bring an observation of kind "spy" to the host
 
@@ -94,3 +95,8 @@ def gymnasiums(num_envs: int, mode: str = "NextStep", **kwargs: Any) -> Any:
 
 def masked(num_envs: int, mode: str = "NextStep", where: str = "obs") -> Any:
     return SyncVectorEnv([lambda: Masked(where)] * num_envs, autoreset_mode=mode)
+
+
+def telling(num_envs: int, mode: str) -> SyncVectorEnv:
+    """Envs that have numbers in their info."""
+    return SyncVectorEnv([lambda: TellingEnv(odd=False)] * num_envs, autoreset_mode=AutoresetMode(mode))
