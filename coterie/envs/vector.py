@@ -106,9 +106,8 @@ class VectorBackend(Backend):
         self._done = done = terminated | truncated
         if done.any() and self._mode is AutoresetMode.SAME_STEP:
             obs = self._with_final(obs, info, done, truncated)
-        numbers = (
-            self._numbers(info, done) if self._info == "steps" or (self._info == "episodes" and done.any()) else {}
-        )
+        told = self._info == "steps" or (self._info == "episodes" and done.any())
+        numbers = self._numbers(info, done) if told else {}
         self._answer = StepResults(obs, reward, terminated, truncated, done.copy(), numbers)
 
     def recv(self) -> StepResults:
