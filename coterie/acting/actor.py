@@ -194,13 +194,17 @@ class Actor:
         self._counts[COUNTS.index("produced")] += rows
 
     def run(self, post: Post) -> None:
+        def report() -> None:
+            self._counts[COUNTS.index("replaced")] = self._replaced + self.loop.envs.replaced
+            post("acted", self.loop.report.take())
+
         def delivered() -> None:
             self._counts[COUNTS.index("delivered")] = self._counts[COUNTS.index("produced")]
-            self._counts[COUNTS.index("replaced")] = self._replaced + self.loop.envs.replaced
             if self.loop.report.is_due():
-                post("acted", self.loop.report.take())
+                report()
 
         self.loop.run(delivered)
+        report()  # the rest
 
     def close(self) -> None:
         self.loop.close()

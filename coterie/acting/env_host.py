@@ -118,6 +118,7 @@ class EnvHost:
                     time.sleep(0.01)
         except Stopped:
             pass
+        report(self.loop.report.take())  # the rest
 
     def close(self) -> None:
         self.loop.close()

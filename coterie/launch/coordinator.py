@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from coterie.acting.child_processes import WorkerReport
 from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
 from coterie.envs.news import Means, first_time
@@ -24,7 +25,7 @@ from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.parallel.processes import on_signals
 from coterie.plugins import label
-from coterie.roles.entry import Saved
+from coterie.roles.entry import LearnerReport, Saved
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
 from coterie.runs.metrics import RunWriter, read_metrics
@@ -141,11 +142,7 @@ class Coordinator:
         elif kind == "said":
             self.log(content)
         elif kind in ("report", "acted"):
-            (self.ledger.take if kind == "report" else self.ledger.take_acted)(row, content)
-            self.info.add(content.news.info)
-            for reason in content.news.failures:
-                text = first_time(self.places, reason)  # of all processes
-                (self.log if "\n" in text else self.writer.log)(text)
+            self.take(row, content)
         elif kind == "scores" and content[0] == self.order:
             self.scores = content[1]
         elif kind == "saved" and content.order == self.order:
@@ -159,6 +156,17 @@ class Coordinator:
         elif kind == "idle":
             self.idle.add(row)
         self.poll()
+
+    def take(self, row: int, report: LearnerReport | WorkerReport) -> None:
+        """Add a report, and log its news."""
+        if isinstance(report, WorkerReport):
+            self.ledger.take_acted(row, report)
+        else:
+            self.ledger.take(row, report)
+        self.info.add(report.news.info)
+        for reason in report.news.failures:
+            text = first_time(self.places, reason)  # of all processes
+            (self.log if "\n" in text else self.writer.log)(text)
 
     def poll(self) -> None:
         """Do the work that is due. Called after every message, and between messages if there are several processes."""
@@ -174,9 +182,9 @@ class Coordinator:
             self._write_line()
         if self.order is None and (what := self._due(now)):
             if what & LAST:
+                self.on_end()
                 if ledger.batches or ledger.env_steps != ledger.line_steps:  # learned since the last line
                     self._write_line()
-                self.on_end()
             self._order(what)
         if ledger.reports:
             self.display.update(ledger.status())

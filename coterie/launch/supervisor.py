@@ -276,11 +276,16 @@ class Supervisor:
         self.restart_at[row] = now + min(_BACK_OFF_S, 0.1 * 2**count)
 
     def _dismiss_actors(self) -> None:
-        """Nothing more is learned: the actors shut down, and their counts stay."""
+        """Nothing more is learned: the actors shut down with a last report, and their counts stay."""
         self.run.board.close()
         self.restart_at.clear()
         end = time.monotonic() + _LEAVE_S
-        for row in [row for row in self.children if row >= self.group.learners]:
-            child = self.children.pop(row)
-            child.process.join(max(0.0, end - time.monotonic()))
+        leaving = {self.children.pop(row): row for row in list(self.children) if row >= self.group.learners}
+        while leaving and time.monotonic() < end:
+            for child, kind, content in listen(leaving, 0.1):
+                if kind == "acted":
+                    self.run.take(leaving[child], content)
+                elif kind == "end":
+                    del leaving[child]
+        for child in leaving:
             child.kill()
