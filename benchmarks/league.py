@@ -4,9 +4,9 @@
     python benchmarks/league.py run [PATTERN ...]   train what is left, one run at a time, at idle priority
     python benchmarks/league.py page                docs/results/league.md and README's table from the records
 
-A run's name is PRESET/ENV/SEED; patterns are parts of it (`/Breakout`). Ctrl-C or SIGTERM stops it with a checkpoint,
-from which it goes on. Its record, docs/results/league/PRESET_ENV_SEED.json, holds the command, the machine, the curve
-and the final score; that of a stopped run is marked as unfinished and has no score.
+A run's name is /PRESET/ENV/SEED; patterns are parts of it (`/Breakout`, `/sac/`). Ctrl-C or SIGTERM stops it with a
+checkpoint, from which it goes on. Its record, docs/results/league/PRESET_ENV_SEED.json, holds the command, the machine,
+the curve and the final score; that of a stopped run is marked as unfinished and has no score.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("patterns", nargs="*")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "league", help="folder of the runs")
     options = parser.parse_args()
-    chosen = [e for e in entries() if not options.patterns or any(p in e.name for p in options.patterns)]
+    chosen = [e for e in entries() if not options.patterns or any(p in f"/{e.name}" for p in options.patterns)]
     if options.what == "run":
         work(chosen, options.runs.absolute())
     elif options.what == "page":
