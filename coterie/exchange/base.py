@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.heads import Moments
 from coterie.ops.optim import flat_norm_clip
-from coterie.parallel.board import Board
+from coterie.parallel.board import COUNTS, Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array, CoterieError
@@ -34,25 +34,26 @@ class Steps(Protocol):
     def start(self, own: int, total: int) -> None: ...
 
 
-class OwnSteps:
-    """A run's env steps as one learner counts them: its own rows times the number of learners."""
+class BoardSteps:
+    """A run's env steps on the board: the rows that any learner has begun to learn from."""
 
-    def __init__(self, learners: int = 1) -> None:
-        self.learners, self.own = learners, 0
+    def __init__(self, board: Board, rank: int) -> None:
+        self._column = board.counts[:, COUNTS.index("started")]
+        self._rank = rank
 
     def add(self, rows: int) -> None:
-        self.own += rows
+        self._column[self._rank] += rows
 
     def start(self, own: int, total: int) -> None:
-        self.own = own
+        self._column[self._rank] = own
 
     @property
     def total(self) -> int:
-        return self.own * self.learners
+        return int(self._column.sum())
 
     @property
     def others(self) -> int:
-        return self.own * (self.learners - 1)
+        return self.total - int(self._column[self._rank])
 
 
 class NonFinite(CoterieError):

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from coterie.config import Refusal
-from coterie.exchange.base import ExchangeKind, Setup
-from coterie.exchange.shared_weights import CoreTurns, SharedWeights, restore, shared_memory_for
+from coterie.exchange.base import BoardSteps, ExchangeKind, Setup
+from coterie.exchange.shared_weights import CoreTurns, SharedWeights, Staleness, restore, shared_memory_for
 from coterie.exchange.solo import Solo
-from coterie.exchange.steps import BoardSteps, Staleness
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 
@@ -23,13 +22,13 @@ class Hogwild(Solo):
     """The exchange of one worker on the weights of all."""
 
     def __init__(self, setup: Setup) -> None:
-        peers, steps = setup.peers, BoardSteps(setup.peers.board, setup.peers.rank)
-        super().__init__(setup, steps)
+        super().__init__(setup)
+        peers = setup.peers
         self.shared = SharedWeights(peers.memory or memory(setup), setup.moments, 1, setup.timeout)
         self.shared_statistics = setup.config.hogwild.statistics == "shared"
         if self.shared_statistics:
             self.state = self.shared.states[0]
-        self.staleness = Staleness(steps)
+        self.staleness = Staleness(BoardSteps(peers.board, peers.rank))
         self.turns: CoreTurns | None = None
         if peers.core >= 0:  # bytes 0 and 1 of the memory are the locks of the weights and of the normalizers
             self.turns = CoreTurns(self.shared.locks, 2 + peers.core, peers.board, peers.rank)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from coterie.exchange.base import Rule
+from coterie.exchange.base import BoardSteps, Rule
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
@@ -110,6 +110,25 @@ class SharedWeights:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class Staleness:
+    """Env steps that other learners began between a snapshot of the weights and the update made with it."""
+
+    def __init__(self, steps: BoardSteps) -> None:
+        self.steps = steps
+        self.mark = steps.others
+        self.sum = self.updates = self.most = 0
+
+    def snapshot(self) -> None:
+        self.mark = self.steps.others
+
+    def update(self) -> None:
+        behind = self.steps.others - self.mark
+        self.sum, self.updates, self.most = self.sum + behind, self.updates + 1, max(self.most, behind)
+
+    def gauges(self) -> dict[str, float]:
+        return {"staleness/mean": self.sum / max(1, self.updates), "staleness/max": self.most}
 
 
 def split(n: int, chunks: int) -> list[slice]:

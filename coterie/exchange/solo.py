@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coterie.config import Refusal
-from coterie.exchange.base import ExchangeKind, OwnSteps, Setup, Steps
+from coterie.exchange.base import BoardSteps, ExchangeKind, Setup, Steps
 from coterie.parallel.params import FlatParams
 
 
@@ -16,7 +16,8 @@ class Solo:
     """Local updates only. Subclasses add how learners synchronize."""
 
     def __init__(self, setup: Setup, steps: Steps | None = None) -> None:
-        self.rule, self.guard, self.steps = setup.rule, setup.guard, steps or OwnSteps(setup.peers.learners)
+        self.rule, self.guard = setup.rule, setup.guard
+        self.steps = steps or BoardSteps(setup.peers.board, setup.peers.rank)
         self.state = self.rule.state(setup.params.data)
 
     def __enter__(self) -> Solo:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from coterie.config import Refusal
-from coterie.exchange.base import ExchangeKind, Setup
-from coterie.exchange.shared_weights import SharedWeights, restore, shared_memory_for
+from coterie.exchange.base import BoardSteps, ExchangeKind, Setup
+from coterie.exchange.shared_weights import SharedWeights, Staleness, restore, shared_memory_for
 from coterie.exchange.solo import Solo
-from coterie.exchange.steps import BoardSteps, Staleness
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 
@@ -26,10 +25,10 @@ class Store(Solo):
     """One learner's exchange with the center. `blocked`, `updating`: seconds waiting for locks and holding them."""
 
     def __init__(self, setup: Setup) -> None:
-        config, peers, steps = setup.config, setup.peers, BoardSteps(setup.peers.board, setup.peers.rank)
-        super().__init__(setup, steps)
+        super().__init__(setup)
+        config, peers = setup.config, setup.peers
         self.shared = SharedWeights(peers.memory or memory(setup), setup.moments, config.store.chunks, setup.timeout)
-        self.staleness = Staleness(steps)
+        self.staleness = Staleness(BoardSteps(peers.board, peers.rank))
         self.local_steps, self.betas = config.store.local_steps, (config.optim.beta1, config.optim.beta2)
         self.blocked = self.updating = 0.0
         self.steps_since_sync = 0

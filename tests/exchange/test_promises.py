@@ -232,6 +232,8 @@ def test_learners_share_the_rows_of_their_normalizers_through_the_center():
 
 def test_an_exchange_that_names_no_steps_counts_those_of_all_learners() -> None:
     """A custom exchange of two learners would otherwise train twice its budget."""
-    exchange = Solo(make_setup(flat(3), peers=Peers(board=Board(2))))
-    exchange.steps.add(10)
+    board = Board(2)
+    for rank in range(2):
+        exchange = Solo(make_setup(flat(3), peers=Peers(rank, board)))
+        exchange.steps.add(10)
     assert exchange.steps.total == 20

@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 
-from coterie.exchange.base import OwnSteps
-from coterie.exchange.steps import BoardSteps, Staleness
+from coterie.exchange.base import BoardSteps
+from coterie.exchange.gossip import LockstepSteps
+from coterie.exchange.shared_weights import Staleness
 from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board
 from coterie.types import CoterieError, Post
 from tests.exchange.harness import collect, start, together
@@ -47,11 +48,11 @@ def test_steps_of_the_whole_run():
     steps[2].start(150, 300)
     steps[1].add(7)
     assert [s.total for s in steps] == [307] * 3
-    own = OwnSteps(3)
+    own = LockstepSteps(3)
     own.start(100, 290)
     own.add(7)
     assert own.total == 321  # three that do as much
-    assert OwnSteps().total == 0
+    assert LockstepSteps(1).total == 0
 
 
 def test_an_order_is_written_before_its_number_and_read_after_it(monkeypatch):

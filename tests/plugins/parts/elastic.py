@@ -11,15 +11,14 @@ import torch
 import coterie
 from coterie.exchange.base import ExchangeKind
 from coterie.exchange.solo import Solo
-from coterie.exchange.steps import BoardSteps
 from coterie.parallel.shm import SharedArrays
 
 EVERY, PULL = 4, 0.25  # learner steps between two meetings; the share of the distance that is made good in one
 
 
 class Elastic(Solo):
-    def __init__(self, setup, steps, shared):
-        super().__init__(setup, steps)
+    def __init__(self, setup, shared):
+        super().__init__(setup)
         self.center, self.made = torch.from_numpy(shared.arrays["center"]), 0
 
     @torch.no_grad()
@@ -56,8 +55,7 @@ def restore(shared, state, moments):
 
 
 def connect(setup):
-    peers, shared = setup.peers, setup.peers.memory or memory(setup)
-    return Elastic(setup, BoardSteps(peers.board, peers.rank), shared)
+    return Elastic(setup, setup.peers.memory or memory(setup))
 
 
 def mixing(config, learners):
