@@ -117,7 +117,10 @@ def connect(setup: LearnerSetup, memory: ActorMemory) -> Acting:
         memory, agent, setup.board, setup.rank, setup.stages, setup.envs.device, config.decoupled, setup.timeout
     )
     if config.wire.bind:
-        acting.remote = remote = RolloutService(config, setup.envs.spec, setup.rank, acting, setup.max_envs)
+        sizes = len(agent.params.data), agent.moments.size
+        acting.remote = remote = RolloutService(
+            config, setup.envs.spec, setup.rank, acting.slots, acting.weights, sizes, setup.max_envs
+        )
         remote.on_produced = setup.on_produced
         if (need := remote.reads.most) > config.wire.max_message_mb << 20:
             raise ConfigError(f"wire.max_message_mb: must be at least {-(-need // 2**20)} for a remote actor's rollout")

@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from functools import lru_cache
+from itertools import count
+from typing import Any, Protocol
 
 from coterie.config import ResolvedConfig, Wire
 from coterie.envs.news import EnvNews, Means
@@ -21,7 +23,6 @@ from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
 from coterie.wire.server import Answer, Limits, Server, Service, ServiceStream, server_credentials
 
 FIRST_REMOTE_ID = 1 << 20  # numbers of remote hosts, and the env ids of remote clients, start here
-K = TypeVar("K")
 _REMEMBERED = 10_000  # remote clients
 ENV_SETTINGS = ("action_repeat", "max_episode_steps", "time_limit")  # that a run sets for its remote clients' envs
 
@@ -106,28 +107,15 @@ class ClientIds:
 
     def __init__(self, config: ResolvedConfig, rank: int) -> None:
         envs, learners, base = config.env.num_envs, config.learners, FIRST_REMOTE_ID * (rank + 1)
-        self._numbers = OrderedDict[int, int]()  # by run_id
-        self._first_envs = OrderedDict[tuple[int, int, int], int]()  # by run_id, group and envs
-        self._next_number, self._next_env = 0, base + (rank * envs - base) % (envs * learners)
+        self._next_env = base + (rank * envs - base) % (envs * learners)
+        numbers, remember = count(), lru_cache(_REMEMBERED)
+        self.number: Callable[[int], int] = remember(lambda run_id: next(numbers))
+        self.first_env: Callable[[int, int, int], int] = remember(self._new_envs)  # of a run_id, group and envs
 
-    def number(self, run_id: int) -> int:
-        if run_id not in self._numbers:
-            _remember(self._numbers, run_id, self._next_number)
-            self._next_number += 1
-        return self._numbers[run_id]
-
-    def first_env(self, run_id: int, group: int, envs: int) -> int:
-        key = run_id, group, envs
-        if key not in self._first_envs:
-            _remember(self._first_envs, key, self._next_env)
-            self._next_env += envs
-        return self._first_envs[key]
-
-
-def _remember(table: OrderedDict[K, int], key: K, value: int) -> None:
-    table[key] = value
-    if len(table) > _REMEMBERED:
-        table.popitem(last=False)
+    def _new_envs(self, run_id: int, group: int, envs: int) -> int:
+        first = self._next_env
+        self._next_env += envs
+        return first
 
 
 def _finite(x: Any) -> Any:

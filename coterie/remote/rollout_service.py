@@ -8,14 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from coterie.config import ResolvedConfig
-from coterie.models.heads import Moments
-from coterie.parallel.params import FlatParams
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.remote.admission import ClientIds, SettingsRequest, check_hello, settings_of
@@ -64,23 +62,18 @@ def check_rollout(spec: Spec, arrays: dict[str, Array]) -> None:
         raise Refused("the masked step before an episode's first row has a reward or an end")
 
 
-class RolloutTarget(Protocol):
-    """Decoupled acting, as its service uses it."""
-
-    slots: Slots
-    weights: Weights
-    params: FlatParams
-    moments: Moments
-
-
 class RolloutService:
     """The two services for a learner's remote actors, and a thread that puts their rollouts into slots.
 
-    `max_envs`: that the learner has room for, those of local actors included.
+    `sizes`: of what is in `weights`, parameters and moments; `max_envs`: that the learner has room for, those of local
+    actors included.
     """
 
-    def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, acting: RolloutTarget, max_envs: int) -> None:
-        self.spec, self.acting, self.slots, self.weights = spec, acting, acting.slots, acting.weights
+    def __init__(
+        self, config: ResolvedConfig, spec: Spec, rank: int, slots: Slots, weights: Weights, sizes: tuple[int, int],
+        max_envs: int,
+    ) -> None:  # fmt: skip
+        self.spec, self.slots, self.weights, self.sizes = spec, slots, weights, sizes
         self.ids = ClientIds(config, rank)
         fields = self.slots.columns(0, 0)
         core = list(fields["core"].shape[1:]) if "core" in fields else []
@@ -144,8 +137,7 @@ class RolloutService:
         """The newest weights and their version. The arrays are shared by all streams and never written again."""
         with self._reading:
             if self.weights.version != self._newest[0]:
-                params = torch.empty(self.acting.params.data.numel())
-                moments = torch.empty(self.acting.moments.size, dtype=torch.float64)
+                params, moments = torch.empty(self.sizes[0]), torch.empty(self.sizes[1], dtype=torch.float64)
                 version = self.weights.read(params, moments)
                 self._newest = version, {"params": params.numpy(), "moments": moments.numpy()}
             return self._newest
@@ -225,7 +217,7 @@ class _PullStream(ServiceStream):
     def __init__(self, service: RolloutService, welcome: dict[str, Any]) -> None:
         super().__init__(welcome)
         self.service = service
-        self.writes = weights_tensors(service.acting.params.data.numel(), service.acting.moments.size)
+        self.writes = weights_tensors(*service.sizes)
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         version = self.service.weights.version

@@ -102,11 +102,12 @@ def test_a_host_that_reconnects_replaces_its_old_stream(tmp_path: Path):
 
 def test_remote_actors_have_room_in_a_replay_or_are_refused(tmp_path: Path):
     services = RolloutServices(f"unix:{tmp_path}/s")
+    memory = services.slots, services.weights, services.service.sizes
     assert services.service.room > 1 << 30, "V-trace keeps nothing of them"
     value = {"algorithm": "dqn", "acting": "decoupled", "learners": 1, "actors": 2, "env.num_envs": 8}
     for more, room in (({}, 0), ({"replay.envs": 12}, 4), ({"replay.envs": 12, "actors": 0}, 12)):
         config = resolve_config(make_config(**{**value, "algo.unroll_length": UNROLL, **more}))
-        service = RolloutService(config, VECTOR, 0, services.acting, room_of(config))
+        service = RolloutService(config, VECTOR, 0, *memory, room_of(config))
         assert service.room == room
         service.close()
     services.service.room = WIDTH

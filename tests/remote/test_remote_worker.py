@@ -6,7 +6,6 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,11 +87,11 @@ class Learner:
         spec = make_spec(config.env, config.atari)
         model = make_model(config, spec)
         params, moments = FlatParams(model), normalizers(config, model)
+        sizes = len(params.data), moments.size
         fields = rollout_layout(spec, config.algo.unroll_length, width, ())
-        self.slots, weights = Slots(fields, 2, width, width), Weights(len(params.data), 0)
-        weights.publish(params.data, torch.zeros(0, dtype=torch.float64), 1)
-        acting: Any = SimpleNamespace(slots=self.slots, weights=weights, params=params, moments=moments)
-        self.service = RolloutService(config, spec, rank, acting, sys.maxsize)
+        self.slots, weights = Slots(fields, 2, width, width), Weights(*sizes)
+        weights.publish(params.data, torch.zeros(moments.size, dtype=torch.float64), 1)
+        self.service = RolloutService(config, spec, rank, self.slots, weights, sizes, sys.maxsize)
         for batch in range(self.slots.batches):
             self.slots.open(batch, 0)
 

@@ -148,11 +148,7 @@ class RolloutServices(Services):
         self.slots = Slots(rollout_layout(VECTOR, UNROLL, WIDTH, core), 2, WIDTH, WIDTH)
         self.weights = Weights(SIZE, MOMENTS)
         self.learned: list[Rollout] = []
-        self.acting: Any = SimpleNamespace(
-            slots=self.slots, weights=self.weights, params=SimpleNamespace(data=torch.zeros(SIZE)),
-            moments=SimpleNamespace(size=MOMENTS),
-        )  # fmt: skip
-        self.service = RolloutService(config, VECTOR, 0, self.acting, sys.maxsize)
+        self.service = RolloutService(config, VECTOR, 0, self.slots, self.weights, (SIZE, MOMENTS), sys.maxsize)
         self.serve(address, {PUSH: self.service.push, PULL: self.service.pull})
         for batch in range(self.slots.batches):
             self.slots.open(batch, 0)
