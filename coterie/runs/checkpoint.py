@@ -33,17 +33,6 @@ _MANIFEST, _OLD = "manifest.json", ".old"
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised by reading a garbled file
 
 
-def save(root: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
-    """Write a checkpoint: `open_draft`, `write`, `seal`."""
-    draft = open_draft(root, f"step_{step:012d}")
-    try:
-        write(draft, tensors)
-        return seal(root, draft, step, state)
-    except CoterieError:
-        sweep(root)
-        raise
-
-
 def draft_path(root: Path, name: str) -> Path:
     return root / f".draft-{name}"
 
@@ -121,9 +110,9 @@ def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
         raise CoterieError(f"checkpoint {path} is damaged: {_reason(error)}{offer}") from None
 
 
-def latest(root: Path, before: Path | None = None) -> Path | None:
-    """The newest complete checkpoint, or the newest that is older than `before`. `load` verifies the checksums."""
-    return max((p for p in _complete(root) if before is None or _age(p) < _age(before)), key=_age, default=None)
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint. `load` verifies the checksums."""
+    return max(_complete(root), key=_age, default=None)
 
 
 def mark_best(root: Path, path: Path, score: float) -> None:

@@ -37,6 +37,12 @@ class Tally(CountingEnv):
 """
 
 
+def save_checkpoint(root: Path, step: int, tensors: checkpoint.Tensors, state: dict[str, Any]) -> Path:
+    draft = checkpoint.open_draft(root, f"step_{step:012d}")
+    checkpoint.write(draft, tensors)
+    return checkpoint.seal(root, draft, step, state)
+
+
 def arguments(preset: str, out: Path, fields: dict[str, object]) -> list[str]:
     """The arguments of `coterie train` for a small run."""
     fields = {"env.id": "CartPole-v1", "steps": 3000, "log.tensorboard": False, "log.every": 0.1, **fields, "out": out}

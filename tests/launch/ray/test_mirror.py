@@ -11,11 +11,12 @@ import torch
 from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, fetch
 from coterie.runs import checkpoint
 from coterie.types import CoterieError
+from tests.support.runs import save_checkpoint
 from tests.support.waiting import wait_until
 
 
 def save(run: Path, step: int, value: float = 0.0) -> None:
-    checkpoint.save(
+    save_checkpoint(
         run / "checkpoints",
         step,
         {"learner_0/model": {"w": torch.full((4,), value)}},

@@ -17,9 +17,9 @@ from coterie.build.factory import make_model
 from coterie.envs.make import make_spec
 from coterie.models.build import Network
 from coterie.models.heads import QHead
-from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
 from coterie.tools.export.check import made_up
+from tests.support.runs import save_checkpoint
 
 
 def make_run(folder: Path, preset: str, env: str, **changes: Any) -> Path:
@@ -36,7 +36,7 @@ def make_run(folder: Path, preset: str, env: str, **changes: Any) -> Path:
     folder.mkdir()
     save_config(folder / "config.json", config)
     (folder / "spec.json").write_text(json.dumps(spec.to_json()))
-    checkpoint.save(folder / "checkpoints", 5, {"learner_0/model": model.state_dict()}, {"env_steps": 5})
+    save_checkpoint(folder / "checkpoints", 5, {"learner_0/model": model.state_dict()}, {"env_steps": 5})
     return folder
 
 
