@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from coterie.acting.table import acting_kind
 from coterie.build.factory import ProcessContext, exchange_setup, make_model, memory_setup, normalizers
 from coterie.build.resources import gpus_of
 from coterie.config import ResolvedConfig
-from coterie.exchange.base import Peers
 from coterie.exchange.table import exchange_kind
 from coterie.instruments.consensus import Consensus, Cosines, change_memory, cosine_memory
 from coterie.parallel.affinity import available_cores, place
@@ -34,17 +34,19 @@ class Placement:
         self.board.active[:] = 1
         kind = exchange_kind(config)
         self.meeting = scratch_folder() if kind.in_lockstep else None
+        self.mixing = kind.mixing(config, self.learners)
         model = make_model(config, spec)
         if tensors:
             model.load_state_dict(tensors["model"])
         params, moments = FlatParams(model), normalizers(config, model)
-        self.mixing = kind.mixing(config, self.learners)
-        peers = Peers(board=self.board, mixing=self.mixing)
-        self.memory = kind.memory(exchange_setup(config, params, moments, peers))
+        rendezvous = self.meeting / "allreduce" if self.meeting is not None else None
+        context = ProcessContext(board=self.board, rendezvous=rendezvous, mixing=self.mixing)
+        self.memory = kind.memory(exchange_setup(config, params, moments, context))
         if tensors and self.memory is not None:
             kind.restore(self.memory, tensors["exchange"], moments.read())
         self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
         self.changes = change_memory(self.learners) if config.log.consensus and self.mixing is not None else None
+        self.context = replace(context, memory=self.memory, gradients=self.gradients, changes=self.changes)
         self._memory_setup = memory_setup(config, spec, model, params)
         self.acting: dict[int, Memory | None] = {}
         for rank in range(self.learners):
@@ -84,14 +86,9 @@ class Placement:
         place = self.places[rank]
         # A learner with `env.delay` sleeps, so it does not hold its core.
         shared = place.gpu < 0 and self.places.count(place) > 1 and not self.config.env.delay and not self.actors
-        return ProcessContext(
+        return replace(
+            self.context,
             rank=rank,
-            board=self.board,
-            memory=self.memory,
-            rendezvous=self.meeting / "allreduce" if self.meeting is not None else None,
-            gradients=self.gradients,
-            changes=self.changes,
-            mixing=self.mixing,
             rejoin=rejoin,
             gpu=max(place.gpu, 0),
             core=place.cores[0] if shared else -1,
