@@ -35,11 +35,14 @@ class Steps(Protocol):
 
 
 class BoardSteps:
-    """A run's env steps on the board: the rows that any learner has begun to learn from."""
+    """A run's env steps on the board: the rows that its learners have begun to learn from.
 
-    def __init__(self, board: Board, rank: int) -> None:
-        self._column = board.counts[:, COUNTS.index("started")]
-        self._rank = rank
+    `lockstep`: as many of each learner as of this one, so that the number does not depend on their timing.
+    """
+
+    def __init__(self, board: Board, rank: int, lockstep: bool = False) -> None:
+        self._column, self._rank = board.counts[:, COUNTS.index("started")], rank
+        self._learners = len(board.active) if lockstep else 0
 
     def add(self, rows: int) -> None:
         self._column[self._rank] += rows
@@ -49,11 +52,7 @@ class BoardSteps:
 
     @property
     def total(self) -> int:
-        return int(self._column.sum())
-
-    @property
-    def others(self) -> int:
-        return self.total - int(self._column[self._rank])
+        return int(self._column[self._rank] * self._learners if self._learners else self._column.sum())
 
 
 class NonFinite(CoterieError):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from coterie.config import Config, Refusal
-from coterie.exchange.base import ExchangeKind, NonFinite, Setup
+from coterie.exchange.base import BoardSteps, ExchangeKind, NonFinite, Setup
 from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, Mailboxes, Message, mailbox_arrays
 from coterie.exchange.solo import Solo
 from coterie.exchange.topology import matrices
@@ -57,29 +57,12 @@ def gossip_memory(learners: int, weights: int, moments: int, linked: bool = Fals
     return shared
 
 
-class LockstepSteps:
-    """A run's env steps as each learner in lockstep counts them: its own rows times the number of learners."""
-
-    def __init__(self, learners: int) -> None:
-        self.learners, self.own = learners, 0
-
-    def add(self, rows: int) -> None:
-        self.own += rows
-
-    def start(self, own: int, total: int) -> None:
-        self.own = own
-
-    @property
-    def total(self) -> int:
-        return self.own * self.learners
-
-
 class Gossip(Solo):
     """The exchange of one of the run's learners over `gossip_memory`."""
 
     def __init__(self, setup: Setup) -> None:
         peers, gossip = setup.peers, setup.config.gossip
-        super().__init__(setup, None if gossip.tau else LockstepSteps(peers.learners))
+        super().__init__(setup, BoardSteps(peers.board, peers.rank, lockstep=gossip.tau == 0))
         self.params, self.moments, self.timeout = setup.params, setup.moments, setup.timeout
         self.board, self.rank, self.rejoin = peers.board, peers.rank, peers.rejoin
         self.sequence = peers.mixing or mixing_matrices(setup.config, peers.learners)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coterie.config import Refusal
-from coterie.exchange.base import BoardSteps, ExchangeKind, Setup
+from coterie.exchange.base import ExchangeKind, Setup
 from coterie.exchange.shared_weights import CoreTurns, SharedWeights, Staleness, restore, shared_memory_for
 from coterie.exchange.solo import Solo
 from coterie.parallel.params import FlatParams
@@ -28,7 +28,7 @@ class Hogwild(Solo):
         self.shared_statistics = setup.config.hogwild.statistics == "shared"
         if self.shared_statistics:
             self.state = self.shared.states[0]
-        self.staleness = Staleness(BoardSteps(peers.board, peers.rank))
+        self.staleness = Staleness(peers.board, peers.rank)
         self.turns: CoreTurns | None = None
         if peers.core >= 0:  # bytes 0 and 1 of the memory are the locks of the weights and of the normalizers
             self.turns = CoreTurns(self.shared.locks, 2 + peers.core, peers.board, peers.rank)

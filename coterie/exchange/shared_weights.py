@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from coterie.exchange.base import BoardSteps, Rule
+from coterie.exchange.base import Rule
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
@@ -115,16 +115,19 @@ class SharedWeights:
 class Staleness:
     """Env steps that other learners began between a snapshot of the weights and the update made with it."""
 
-    def __init__(self, steps: BoardSteps) -> None:
-        self.steps = steps
-        self.mark = steps.others
+    def __init__(self, board: Board, rank: int) -> None:
+        self.board, self.rank = board, rank
         self.sum = self.updates = self.most = 0
+        self.snapshot()
+
+    def _others(self) -> int:
+        return self.board.sum("started") - self.board.read(self.rank)["started"]
 
     def snapshot(self) -> None:
-        self.mark = self.steps.others
+        self.mark = self._others()
 
     def update(self) -> None:
-        behind = self.steps.others - self.mark
+        behind = self._others() - self.mark
         self.sum, self.updates, self.most = self.sum + behind, self.updates + 1, max(self.most, behind)
 
     def gauges(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ once for each batch or rollout, which is also faster on an idle machine. Torch's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -29,10 +29,7 @@ class Team:
         try:
             first = calls[0]()
         finally:
-            errors = [f.exception() for f in others]
-        for error in errors:
-            if error is not None:
-                raise error
+            wait(others)
         return [first, *(f.result() for f in others)]
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 
 from coterie.exchange.base import BoardSteps
-from coterie.exchange.gossip import LockstepSteps
 from coterie.exchange.shared_weights import Staleness
 from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board
 from coterie.types import CoterieError, Post
@@ -48,11 +47,10 @@ def test_steps_of_the_whole_run():
     steps[2].start(150, 300)
     steps[1].add(7)
     assert [s.total for s in steps] == [307] * 3
-    own = LockstepSteps(3)
+    own = BoardSteps(board, 0, lockstep=True)
     own.start(100, 290)
     own.add(7)
     assert own.total == 321  # three that do as much
-    assert LockstepSteps(1).total == 0
 
 
 def test_an_order_is_written_before_its_number_and_read_after_it(monkeypatch):
@@ -131,7 +129,7 @@ def test_staleness_is_what_others_did_between_a_snapshot_and_its_update() -> Non
     board = Board(3)
     mine, theirs = BoardSteps(board, 0), BoardSteps(board, 2)
     theirs.add(7)
-    staleness = Staleness(mine)
+    staleness = Staleness(board, 0)
     staleness.snapshot()
     mine.add(5)  # its own rows make nobody's weights old
     staleness.update()
