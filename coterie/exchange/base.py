@@ -11,18 +11,11 @@ from torch import Tensor
 
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.heads import Moments
-from coterie.ops.optim import flat_norm_clip
+from coterie.ops.optim import Rule, flat_norm_clip
 from coterie.parallel.board import COUNTS, Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array, CoterieError
-
-
-class Rule(Protocol):
-    """An update rule on flat tensors (`ops/optim.py`)."""
-
-    def state(self, param: Tensor) -> dict[str, Tensor]: ...
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: float) -> None: ...
 
 
 class Steps(Protocol):

@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from coterie.exchange.base import Rule
 from coterie.models.heads import Moments
+from coterie.ops.optim import Rule
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
 from coterie.parallel.shm import Layout, SharedArrays
