@@ -138,7 +138,7 @@ class ExchangeKind:
     one_learner: bool = False  # valid with one learner only
     spans_machines: bool = False  # learners of several machines form one group
     trusts_network: Callable[[Config], bool] = lambda config: False  # the user declared that network private
-    link: str = ""  # package.module:function that makes the `Link` of a run to other runs (exchange/links.py)
+    link: str = ""  # package.module:function that makes the `Link` of a run to other runs (exchange/mailboxes.py)
     address: Callable[[Config], str] = lambda config: ""  # where learners meet those of other machines, if they do
     link_settings: Callable[[str, str, int], dict[str, Any]] = lambda bind, connect, machines: {}  # for that
     in_lockstep: bool = False  # all learners make every step together, and find each other by a file

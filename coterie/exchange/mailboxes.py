@@ -13,8 +13,8 @@ moments  float64 [0, moments]          rows = filled
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,25 @@ from coterie.wire.codec import Layout, Refused
 MAX_REMOTE_LEARNERS = 256  # learners of other runs at most; only the mailboxes that are used take memory
 NAP_S = 5e-3  # between two questions for news when there was none
 _MOST = 1e15  # of a weight: its square is still a float32
+
+
+class Net(NamedTuple):
+    """What the learners of all runs must share."""
+
+    digest: str  # of the network's names and shapes
+    weights: int
+    moments: int
+
+
+class Link(Protocol):
+    """Carries messages between the learners of this run and those of other runs, for the supervisor."""
+
+    # Begin, before the learners do. `join`: they are to take the others' weights; returns whether there are any.
+    def start(self, memory: SharedArrays, join: bool, stop: Callable[[], bool]) -> bool: ...
+    def cut(self) -> bool: ...  # break it, as a broken network does; returns whether there was one to break
+    def lines(self) -> list[str]: ...  # for the log
+    def gauges(self, env_steps: int) -> dict[str, float]: ...
+    def close(self, over: bool) -> None: ...  # `over`: this run has ended for good
 
 
 class Message(NamedTuple):

@@ -28,7 +28,7 @@ from coterie.build.validity import check, check_objects
 from coterie.build.warm_start import begin_from
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
-from coterie.exchange.links import Link, Net
+from coterie.exchange.mailboxes import Link, Net
 from coterie.exchange.table import exchange_kind
 from coterie.extras import missing
 from coterie.launch.coordinator import Coordinator

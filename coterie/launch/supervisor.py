@@ -12,7 +12,7 @@ from typing import Any
 
 from coterie.acting.table import acting_kind
 from coterie.config import ResolvedConfig
-from coterie.exchange.links import Link
+from coterie.exchange.mailboxes import Link
 from coterie.exchange.table import exchange_kind
 from coterie.launch.chaos import FaultInjector
 from coterie.launch.coordinator import Coordinator

@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any
 
 from coterie.config import Config, ResolvedConfig
-from coterie.exchange.links import Link, Net
-from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, NAP_S, Mailboxes, Relay, message_layout
+from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, NAP_S, Link, Mailboxes, Net, Relay, message_layout
 from coterie.parallel.shm import SharedArrays
 from coterie.remote.admission import Servers, check_hello
 from coterie.types import Array, ConfigError, CoterieError

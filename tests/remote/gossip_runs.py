@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from coterie.exchange.gossip import Gossip
-from coterie.exchange.links import Net
-from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, message_layout
+from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, Net, message_layout
 from coterie.remote.gossip_link import GossipClient, GossipHub
 from tests.conftest import make_config
 from tests.exchange.gossip_harness import SIZE, distance, linked, weights

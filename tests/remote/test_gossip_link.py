@@ -8,8 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from coterie.exchange.links import Net
-from coterie.exchange.mailboxes import Mailboxes, Relay
+from coterie.exchange.mailboxes import Mailboxes, Net, Relay
 from coterie.remote.gossip_link import GossipHub
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.codec import Refused
