@@ -37,7 +37,7 @@ def link(config: ResolvedConfig, net: Net, resumed: bool, report: Callable[[str]
 
 
 class GossipHub:
-    """Admits clients and keeps a mailbox for each of their learners."""
+    """Admits clients, all in the server's thread, and keeps a mailbox for each of their learners."""
 
     mailboxes: Mailboxes
 
@@ -47,7 +47,6 @@ class GossipHub:
         if self.layout.most > (most := config.wire.max_message_mb) << 20:
             raise ConfigError(f"wire.max_message_mb: a message has {self.layout.most / 2**20:.0f} MB, not {most}")
         self.clients: dict[int, GossipStream] = {}  # by run_id
-        self._lock = threading.Lock()
         self.servers = Servers(config.wire)
 
     def start(self, memory: SharedArrays, join: bool = False, stop: Callable[[], bool] = lambda: False) -> bool:
@@ -62,14 +61,13 @@ class GossipHub:
 
     def admit(self, hello: Any) -> GossipStream:
         check_hello(hello, [self.env_id], self.layout)
-        with self._lock:
-            if (before := self.clients.get(hello.run_id)) is not None:  # it reconnects before its end was noticed
-                self._drop(before)
-            own = range(self.learners)
-            published = any(map(self.mailboxes.lock.is_whole, (*own, *self.mailboxes.peers())))
-            stream = GossipStream(self, self._relay(hello.envs), hello.run_id, published)
-            self.clients[hello.run_id] = stream
-            return stream
+        if (before := self.clients.get(hello.run_id)) is not None:  # it reconnects before its end was noticed
+            self.leave(before)
+        own = range(self.learners)
+        published = any(map(self.mailboxes.lock.is_whole, (*own, *self.mailboxes.peers())))
+        stream = GossipStream(self, self._relay(hello.envs), hello.run_id, published)
+        self.clients[hello.run_id] = stream
+        return stream
 
     def _relay(self, learners: int) -> Relay:
         """Mailboxes in consecutive free rows, below the highest id."""
@@ -83,10 +81,6 @@ class GossipHub:
         raise Refused(f"no room for {learners} more learners: all runs together have at most {MAX_REMOTE_LEARNERS}")
 
     def leave(self, stream: GossipStream) -> None:
-        with self._lock:
-            self._drop(stream)
-
-    def _drop(self, stream: GossipStream) -> None:
         if self.clients.get(stream.run_id) is stream:
             del self.clients[stream.run_id]
             stream.alive = False

@@ -89,7 +89,6 @@ class RolloutService:
         self.waiting: dict[_PushStream, tuple[dict[str, Array], Answer]] = {}  # in order of arrival, one of each stream
         self._changed = threading.Condition()
         self._newest: tuple[int, dict[str, Array]] = (-1, {})  # weights as they are sent, read once for all clients
-        self._reading = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="coterie-rollouts", daemon=True)
         self._thread.start()
@@ -135,12 +134,11 @@ class RolloutService:
 
     def newest_weights(self) -> tuple[int, dict[str, Array]]:
         """The newest weights and their version. The arrays are shared by all streams and never written again."""
-        with self._reading:
-            if self.weights.version != self._newest[0]:
-                params, moments = torch.empty(self.sizes[0]), torch.empty(self.sizes[1], dtype=torch.float64)
-                version = self.weights.read(params, moments)
-                self._newest = version, {"params": params.numpy(), "moments": moments.numpy()}
-            return self._newest
+        if self.weights.version != self._newest[0]:
+            params, moments = torch.empty(self.sizes[0]), torch.empty(self.sizes[1], dtype=torch.float64)
+            version = self.weights.read(params, moments)
+            self._newest = version, {"params": params.numpy(), "moments": moments.numpy()}
+        return self._newest
 
     def close(self) -> None:
         self._closed = True

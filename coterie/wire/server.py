@@ -62,7 +62,7 @@ class ServiceStream(ABC):
 
     @abstractmethod
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
-        """Take a data frame. `answer` is called once, in any thread. Raises `Refused`."""
+        """Take a data frame, in the server's thread. `answer` is called once, in any thread. Raises `Refused`."""
 
     def leave(self) -> None:  # noqa: B027 (not every service has something to end)
         """The stream has ended; called once."""
