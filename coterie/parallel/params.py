@@ -45,11 +45,9 @@ class FlatParams:
 
         Two threads can then run backward passes at once; the gradients add up.
         """
-        twin, grad = copy.deepcopy(model), torch.zeros_like(self.grad)
-        for ours, theirs in zip(model.modules(), twin.modules(), strict=True):
-            theirs._buffers.update(ours._buffers)
-            for name, p in ours._parameters.items():
-                theirs._parameters[name] = None if p is None else nn.Parameter(p.detach(), p.requires_grad)
+        shared: dict[int, Tensor] = {id(x): x for x in model.buffers()}
+        shared |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+        twin, grad = copy.deepcopy(model, shared), torch.zeros_like(self.grad)
         named = dict(twin.named_parameters())
         for name, at in self.slices.items():
             named[name].grad = grad[at].view_as(named[name])
