@@ -79,7 +79,7 @@ class SACNetwork(Network):
     def _forward(self, inputs: Inputs, obs: Obs, core_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         x = self.torso(_flat(obs).to(compute_dtype(next(self.torso.parameters()))))
         mean, log_std = self.policy(x.float()).chunk(2, -1)
-        return torch.cat((mean, log_std.clamp(*_LOG_STD)), -1), x.new_zeros(len(x), 1), None
+        return torch.cat((mean, log_std.clamp(*_LOG_STD)), -1), torch.zeros_like(mean[..., :1]), None
 
     def features(self, obs: Obs) -> Tensor:
         """What the critics see of observations: normalized and flat, `[N, size]`."""
@@ -127,6 +127,7 @@ class SAC(ReplayLearning[Transitions]):
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
         self.sac, self.actions = config.sac, len(spec.action.low)
+        self.sampled = 0.0  # of the policy; 1 is uniform-random, see `explore`
         self.entropy_target = self.sac.entropy_target or -float(self.actions)
         self.pairs: tuple[list[Tensor], list[Tensor]] = ([], [])  # weights of the target and of what it follows
 
@@ -215,8 +216,7 @@ class SAC(ReplayLearning[Transitions]):
         """The policy's means and log deviations `[N, 2 A]`."""
         n = len(next(iter(entries(obs).values())))
         first = torch.ones(n, dtype=torch.bool, device=net.log_alpha.device)
-        params: Tensor = net(Inputs(obs, first, first, first))[0]
-        return params
+        return cast(Tensor, net(Inputs(obs, first, first, first))[0])
 
     @torch.no_grad()
     def after_step(self, model: Model, batch: ReplayBatch[Transitions]) -> None:  # type: ignore[override]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributions as td
@@ -13,6 +15,7 @@ import coterie
 from coterie import presets
 from coterie.algorithms.ppo import PPO
 from coterie.algorithms.sac import SAC, Critics, SACNetwork, squashed
+from coterie.build.evaluate import Player
 from coterie.build.factory import make_algorithm, make_model
 from coterie.cli.options import config_of
 from coterie.config import Config
@@ -97,6 +100,15 @@ def test_a_copy_for_acting_in_bf16_has_nearly_the_same_policy() -> None:
     found, wanted = acting_copy(model, torch.bfloat16)[0](inputs)[0], model(inputs)[0]
     torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.1)
     assert not torch.equal(found, wanted)
+
+
+def test_an_evaluation_that_samples_draws_from_the_policy() -> None:
+    config = make_config(algorithm="sac", **SMALL)
+    player = Player(make_algorithm(config, SPEC), make_model(config, SPEC), SPEC, 500, seed=0)
+    torch.nn.init.constant_(player.model.policy.bias, -2.0)  # mean -2, deviation 0.14
+    action = player.act(np.zeros((500, 3), "float32"), np.ones(500, bool), np.zeros(500), sampled=True)
+    assert np.arctanh(action).mean() == pytest.approx(-2, abs=0.1)
+    assert np.arctanh(action).std() == pytest.approx(math.exp(-2), abs=0.05)
 
 
 @pytest.mark.slow

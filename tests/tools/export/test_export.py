@@ -30,7 +30,7 @@ ACTOR_CRITIC, VALUES = {"action", "value", "logits"}, {"action", "value", "q_val
 CORE = {"is_first", "core_state"}
 LSTM = {"model.core": "lstm", "model.core_size": 16}
 REWARD = {"model.last_action_reward": True}
-FAST = "mlp, normalized"
+FAST = ("mlp, normalized", "sac")
 DTYPES = {"float32": "tensor(float)"} | {
     name: f"tensor({name})" for name in ("int64", "int32", "int16", "int8", "uint8", "bool")
 }
@@ -92,7 +92,7 @@ def test_a_file_with_other_outputs_is_not_written(tmp_path, capsys, monkeypatch)
     assert not (run / "export").exists()
 
 
-@pytest.mark.parametrize("net", [net if net == FAST else pytest.param(net, marks=pytest.mark.slow) for net in NETS])
+@pytest.mark.parametrize("net", [net if net in FAST else pytest.param(net, marks=pytest.mark.slow) for net in NETS])
 def test_each_kind_of_network_is_exported(net, tmp_path, capsys):
     """The command compares the two itself; here its report and its files are checked."""
     preset, env, changes, inputs, outputs = NETS[net]
