@@ -44,7 +44,7 @@ from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
 from coterie.runs.machine import describe
-from coterie.runs.metrics import file_name
+from coterie.runs.metrics import file_name, writing
 from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
 from coterie.runs.validate import validate
@@ -184,15 +184,13 @@ def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any]]:
 
 def _prepare(folder: Path, config: Config, spec: Spec, new: bool) -> None:
     """The first files of a run's folder."""
-    try:
+    with writing(folder, "out: "):
         folder.mkdir(parents=True, exist_ok=True)
         save_config(folder / "config.json", config)  # a later resume goes on towards the same total
         if new:
             (folder / "spec.json").write_text(json.dumps(spec.to_json(), indent=1) + "\n")
             (folder / "machine.json").write_text(json.dumps(describe(), indent=1) + "\n")
         (folder / "summary.json").unlink(missing_ok=True)  # of the run before it was resumed
-    except OSError as error:
-        raise CoterieError(f"out: cannot write to {folder}: {reason_of(error)}") from None
 
 
 def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Given]) -> dict[str, Any]:

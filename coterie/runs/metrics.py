@@ -87,7 +87,7 @@ class RunWriter:
         self._wandb = _wandb(folder, config) if config.log.wandb else None
         if self._wandb is not None:
             self._open.callback(self._wandb.finish)
-        with _writing(folder):
+        with writing(folder):
             if resume_env_steps is not None:
                 kept = [line for line in read_metrics(folder) if line["env_steps"] <= resume_env_steps]
                 write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
@@ -116,7 +116,7 @@ class RunWriter:
         if not {"env_steps", "seconds"} <= line.keys():
             raise ValueError(f"a line of metrics needs env_steps and seconds, and has {sorted(line)}")
         plain = clean(line)
-        with _writing(self.folder):
+        with writing(self.folder):
             self._file.write(json.dumps(plain, allow_nan=False) + "\n")
             self._file.flush()
             if self._events is not None:
@@ -127,36 +127,36 @@ class RunWriter:
             self._wandb.log(plain)
 
     def log(self, text: str) -> None:
-        with _writing(self.folder):
+        with writing(self.folder):
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self._log.flush()
 
     def processes(self, rows: list[dict[str, Any]], restarts: int) -> None:
         """Replace processes.json: the health of the run's processes."""
         content = {"unix": round(time.time(), 3), "where": location(), "restarts": restarts, "processes": rows}
-        with _writing(self.folder):
+        with writing(self.folder):
             write_whole(self.folder / "processes.json", json.dumps(clean(content)) + "\n", durable=False)
 
     def summary(self, data: dict[str, Any]) -> None:
         """Replace summary.json atomically."""
-        with _writing(self.folder):
+        with writing(self.folder):
             text = json.dumps(clean(data), indent=1, allow_nan=False) + "\n"
             # Lists of numbers on one line. A line break inside of a JSON text is always escaped.
             text = re.sub(r"\[\n[-+.\deE,\s]*\]", lambda found: " ".join(found[0].split()), text)
             write_whole(self.folder / "summary.json", text)
 
     def close(self) -> None:
-        with _writing(self.folder):
+        with writing(self.folder):
             self._open.close()
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError (a full disk, a missing folder) into one line."""
+def writing(folder: Path, option: str = "") -> Iterator[None]:
+    """Turn an OSError (a full disk, a missing folder) into one line, which begins with the `option` at fault."""
     try:
         yield
     except OSError as error:
-        raise CoterieError(f"cannot write to {folder}: {reason_of(error)}") from None
+        raise CoterieError(f"{option}cannot write to {folder}: {reason_of(error)}") from None
 
 
 def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:

@@ -22,7 +22,7 @@ from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, site_url
 from coterie.launch.ray.node import Node, Outcome, env_steps
 from coterie.parallel.processes import on_signals
 from coterie.runs.config_io import save_config
-from coterie.runs.metrics import clean
+from coterie.runs.metrics import clean, writing
 from coterie.runs.starting import Starting
 from coterie.types import ConfigError, CoterieError, first_line, reason_of
 
@@ -105,14 +105,12 @@ class RayRun:
         if self.down is not None and folder.exists():  # the run is resumed
             self.down.update()
         goals = targets(allocation, [env_steps(own) for own in self.folders])  # before anything is written
-        try:
+        with writing(folder, "out: "):
             for own in self.folders:
                 own.mkdir(parents=True, exist_ok=True)
                 (own / "summary.json").unlink(missing_ok=True)
             save_config(folder / "config.json", config)
             self.log = (folder / "ray.txt").open("a")
-        except OSError as error:
-            raise CoterieError(f"out: cannot write to {folder}: {reason_of(error)}") from None
         self.push("config.json")
         here, hosts = cluster.machines[0], {m.address for m in cluster.machines}
         self.board = cluster.start(Board, (allocation, hosts), here, cpus=0)
