@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from coterie.config import Config, Refusal, Schedule
 from coterie.exchange.base import ExchangeKind, Setup
-from coterie.exchange.elastic import MachineGroup
+from coterie.exchange.elastic import MachineGroup, interface
 from coterie.exchange.rendezvous import Machine
 from coterie.exchange.solo import Solo
 from coterie.parallel.params import FlatParams
@@ -58,8 +57,7 @@ class AllReduce(Solo):
 
     def __enter__(self) -> AllReduce:
         # By itself Gloo listens on the address of the host's name, which may be a public one.
-        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface("127.0.0.1")
         backend = "gloo"
         if torch.cuda.is_available() and torch.cuda.device_count() >= self.learners:
             backend = "cpu:gloo,cuda:nccl"  # NCCL refuses two ranks on one GPU

@@ -134,7 +134,7 @@ class MachineGroup:
         self.number, self.size = place.group, place.size
         client.enter(place.group)
         store = PrefixStore(f"group/{place.group}", main)
-        os.environ["GLOO_SOCKET_IFNAME"] = _interface(client.own)  # or Gloo takes the address of the host's name
+        os.environ["GLOO_SOCKET_IFNAME"] = interface(client.own)  # or Gloo takes the address of the host's name
         self.group = dist.ProcessGroupGloo(store, place.rank, place.size, timedelta(seconds=self.timing.form))
         self.broken = False
         taken = [torch.tensor([self.sums]), *(tensor.clone() for tensor in state)]
@@ -202,7 +202,7 @@ class MachineGroup:
         self.client = self.store = None
 
 
-def _interface(address: str) -> str:
+def interface(address: str) -> str:
     """The network interface with this address; the loopback interface if no interface has it."""
     found = psutil.net_if_addrs()
     names = [name for name, addresses in found.items() if any(a.address.split("%")[0] == address for a in addresses)]
