@@ -197,14 +197,12 @@ class LearnerProcess:
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
-        with self.exchange, self._open_parts() as parts:
-            parts.push(self._leave_open)
-            learn(self.parts, on_rollout)
-
-    def _leave_open(self, kind: type[BaseException] | None, *_: object) -> None:
-        """If only this learner ends, and not the run, tell the clients to reconnect."""
-        if kind is not None:
-            self.servers.close(over=False)
+        with self.exchange, self._open_parts():
+            try:
+                learn(self.parts, on_rollout)
+            except BaseException:
+                self.servers.close(over=False)  # only this learner ends, and not the run: its clients reconnect
+                raise
 
     def _open_parts(self) -> ExitStack:
         """Everything to close after training, in order: env hosts receive the end before their actions stop."""

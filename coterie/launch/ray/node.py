@@ -166,6 +166,7 @@ class Node:
         that is out of reach does not write over the files of its successor.
         """
         assert self.process is not None
+        assert self.process.stdin is not None
         stopping, ended = False, 0.0
         while True:
             code, lines = self.process.poll(), self._output()
@@ -179,7 +180,8 @@ class Node:
                 return code, orders.terms != terms and not orders.stop
             if not stopping and (orders.stop or orders.terms != terms):
                 stopping = True
-                self._stop()
+                with suppress(OSError):  # it has ended
+                    os.write(self.process.stdin.fileno(), b".")  # the watchdog asks the command to shut down
             time.sleep(_POLL_S)
 
     def _output(self) -> list[str]:
@@ -194,13 +196,6 @@ class Node:
         lines = new[:whole].decode(errors="replace").splitlines()
         self.last_line = next((line for line in reversed(lines) if line.strip()), self.last_line)
         return lines
-
-    def _stop(self) -> None:
-        """Ask the command to shut down cleanly."""
-        if self.process is not None and self.process.stdin is not None:
-            with suppress(OSError):  # it has ended
-                self.process.stdin.write(b".")
-                self.process.stdin.flush()
 
     def end(self) -> None:
         """Shut the command down, or kill it after a while."""
