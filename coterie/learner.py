@@ -78,10 +78,10 @@ class Progress:
 
     def begin(self, rollout: Rollout, exchange: Exchange, clock: Clock, learners: int) -> int:
         """Count a rollout before training on it, and set the algorithm's clock; returns the run's env steps."""
-        total = exchange.steps.total
+        total = exchange.env_steps
         self.episodes += len(rollout.episodes)
         clock.env_steps, clock.episodes = total, self.episodes * learners  # an estimate: only steps are exchanged
-        exchange.steps.add(int(rollout.mask.sum()))
+        exchange.count(int(rollout.mask.sum()))
         self.count_lag(rollout.policy_version)
         return total
 

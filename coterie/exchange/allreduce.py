@@ -40,13 +40,13 @@ class AllReduce(Solo):
     """The exchange of one of a machine's learners. `across`: the group with other machines, if any."""
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup, self)  # it counts the run's env steps itself: they travel with the gradients
+        super().__init__(setup)
         peers = setup.peers
         self.params, self.moments, self.budget = setup.params, setup.moments, setup.config.steps
-        self.board, self.rank, self.learners, self.timeout = peers.board, peers.rank, peers.learners, setup.timeout
+        self.learners, self.timeout = peers.learners, setup.timeout
         self.rendezvous = peers.rendezvous or scratch_folder() / "rendezvous"
         self.across = _between_machines(setup)
-        self._total, self.rows = 0, 0  # rows that the next message reports to the others
+        self._env_steps, self.rows = 0, 0  # of all as of the last message; rows that the next one reports
         self.sent = False  # a message was sent since the last rollout
         self.order = self.stop = False  # this learner's requests; `agree` returns the group's decision
         self.agreed = (False, False)
@@ -82,15 +82,16 @@ class AllReduce(Solo):
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def add(self, rows: int) -> None:
+    def count(self, rows: int) -> None:
         self.rows += rows
 
     @property
-    def total(self) -> int:
-        return self._total
+    def env_steps(self) -> int:
+        """All learners have the same number: it travels with the gradients."""
+        return self._env_steps
 
     def start(self, own: int, total: int) -> None:
-        self._total = total
+        self._env_steps = total
         self.base = self.moments.read()
 
     @torch.no_grad()
@@ -119,7 +120,7 @@ class AllReduce(Solo):
         self.rows, self.sent = 0, True
         self._sum(what)
         _, rows, order, stop = params.tail[:_LEARNERS].tolist()
-        self._total += int(rows)
+        self._env_steps += int(rows)
         self.agreed = (order > 0, stop > 0)
         if self.across is not None:
             self._sum_across(self.across, what, params.tail)
@@ -154,7 +155,7 @@ class AllReduce(Solo):
 
     def _leaves(self) -> bool:
         """Whether this machine's learners end after this rollout."""
-        return self.agreed[1] or self._total >= self.budget
+        return self.agreed[1] or self._env_steps >= self.budget
 
     def _join(self) -> None:
         """The first learner of each machine joins the group, and sends the state to the others of its machine."""

@@ -18,36 +18,6 @@ from coterie.parallel.shm import SharedArrays
 from coterie.types import Array, CoterieError
 
 
-class Steps(Protocol):
-    """The env steps of the whole run, as one learner counts them."""
-
-    @property
-    def total(self) -> int: ...
-    def add(self, rows: int) -> None: ...
-    def start(self, own: int, total: int) -> None: ...
-
-
-class BoardSteps:
-    """A run's env steps on the board: the rows that its learners have begun to learn from.
-
-    `lockstep`: as many of each learner as of this one, so that the number does not depend on their timing.
-    """
-
-    def __init__(self, board: Board, rank: int, lockstep: bool = False) -> None:
-        self._column, self._rank = board.counts[:, COUNTS.index("started")], rank
-        self._learners = len(board.active) if lockstep else 0
-
-    def add(self, rows: int) -> None:
-        self._column[self._rank] += rows
-
-    def start(self, own: int, total: int) -> None:
-        self._column[self._rank] = own
-
-    @property
-    def total(self) -> int:
-        return int(self._column[self._rank] * self._learners if self._learners else self._column.sum())
-
-
 class NonFinite(CoterieError):
     """A gradient or weight that is NaN or infinite; the message names the tensor."""
 
@@ -75,20 +45,44 @@ class Guard:
 
 
 class Exchange(Protocol):
-    """How learners synchronize. A context manager: the learner joins the others at entry and leaves them at exit."""
+    """How learners synchronize. A context manager: the learner joins the others at entry and leaves them at exit.
+
+    A subclass has the methods with a body: they count on the run's board, and decide without others.
+    """
 
     guard: Guard
+    board: Board
+    rank: int  # this learner's row of the board
 
     @property
-    def steps(self) -> Steps: ...  # the whole run's
-    def __enter__(self) -> Exchange: ...
+    def env_steps(self) -> int:
+        """Rows that the run's learners have begun to learn from."""
+        return self.board.sum("started")
+
+    def start(self, own: int, total: int) -> None:
+        """Go on from this learner's env steps and those of all."""
+        self.board.counts[self.rank, COUNTS.index("started")] = own
+
+    def count(self, rows: int) -> None:
+        """This learner begins to learn from more rows."""
+        self.board.counts[self.rank, COUNTS.index("started")] += rows
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
+        """Whether all learners obey an order, and stop, after this rollout."""
+        return order, stop
+
+    def gauges(self) -> dict[str, float]:
+        """For the metrics."""
+        return {}
+
     def __exit__(self, *error: object) -> None: ...
     def pull(self, params: FlatParams) -> None: ...  # make the local weights current
     def step(self, params: FlatParams, lr: float) -> float: ...  # agree, clip, check, update, clear; returns the norm
     def after_rollout(self, params: FlatParams) -> None: ...
-    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]: ...  # whether all learners obey an order, and stop
     def report_to(self, log: Callable[[str], None]) -> None: ...  # lines about other machines
-    def gauges(self) -> dict[str, float]: ...  # for the metrics
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from coterie.config import Config, Refusal
-from coterie.exchange.base import BoardSteps, ExchangeKind, NonFinite, Setup
+from coterie.exchange.base import ExchangeKind, NonFinite, Setup
 from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, Mailboxes, Message, mailbox_arrays
 from coterie.exchange.solo import Solo
 from coterie.exchange.topology import matrices
@@ -62,9 +62,9 @@ class Gossip(Solo):
 
     def __init__(self, setup: Setup) -> None:
         peers, gossip = setup.peers, setup.config.gossip
-        super().__init__(setup, BoardSteps(peers.board, peers.rank, lockstep=gossip.tau == 0))
+        super().__init__(setup)
         self.params, self.moments, self.timeout = setup.params, setup.moments, setup.timeout
-        self.board, self.rank, self.rejoin = peers.board, peers.rank, peers.rejoin
+        self.rejoin = peers.rejoin
         self.sequence = peers.mixing or mixing_matrices(setup.config, peers.learners)
         self.tau, self.mix_every = gossip.tau, gossip.mix_every
         shared = peers.memory or memory(setup)
@@ -80,6 +80,12 @@ class Gossip(Solo):
         self.updates, self.skipped_messages, self.waited = 0, 0, 0.0
         self.averaged: dict[int, int] = {}  # version of the last message from each mailbox that was averaged
         self.remote_messages = 0
+
+    @property
+    def env_steps(self) -> int:
+        """In lockstep as many of each learner as of this one, so that the number does not depend on their timing."""
+        own = self.board.read(self.rank)["started"]
+        return own * len(self.present) if self.tau == 0 else super().env_steps
 
     def __enter__(self) -> Gossip:
         if self.rejoin:

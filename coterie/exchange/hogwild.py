@@ -28,7 +28,7 @@ class Hogwild(Solo):
         self.shared_statistics = setup.config.hogwild.statistics == "shared"
         if self.shared_statistics:
             self.state = self.shared.states[0]
-        self.staleness = Staleness(peers.board, peers.rank)
+        self.staleness = Staleness(self.board, self.rank)
         self.turns: CoreTurns | None = None
         if peers.core >= 0:  # bytes 0 and 1 of the memory are the locks of the weights and of the normalizers
             self.turns = CoreTurns(self.shared.locks, 2 + peers.core, peers.board, peers.rank)

@@ -8,20 +8,17 @@ import torch
 from torch import Tensor
 
 from coterie.config import Refusal
-from coterie.exchange.base import BoardSteps, ExchangeKind, Setup, Steps
+from coterie.exchange.base import Exchange, ExchangeKind, Setup
 from coterie.parallel.params import FlatParams
 
 
-class Solo:
+class Solo(Exchange):
     """Local updates only. Subclasses add how learners synchronize."""
 
-    def __init__(self, setup: Setup, steps: Steps | None = None) -> None:
+    def __init__(self, setup: Setup) -> None:
         self.rule, self.guard = setup.rule, setup.guard
-        self.steps = steps or BoardSteps(setup.peers.board, setup.peers.rank)
+        self.board, self.rank = setup.peers.board, setup.peers.rank
         self.state = self.rule.state(setup.params.data)
-
-    def __enter__(self) -> Solo:
-        return self
 
     def __exit__(self, *error: object) -> None:
         """There is nothing to close."""
@@ -41,15 +38,8 @@ class Solo:
     def after_rollout(self, params: FlatParams) -> None:
         """The running normalizers are local."""
 
-    def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
-        """Whether all learners obey an order, and stop, after this rollout."""
-        return order, stop
-
     def report_to(self, log: Callable[[str], None]) -> None:
         """There are no other machines."""
-
-    def gauges(self) -> dict[str, float]:
-        return {}
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.state)

@@ -28,7 +28,7 @@ class Store(Solo):
         super().__init__(setup)
         config, peers = setup.config, setup.peers
         self.shared = SharedWeights(peers.memory or memory(setup), setup.moments, config.store.chunks, setup.timeout)
-        self.staleness = Staleness(peers.board, peers.rank)
+        self.staleness = Staleness(self.board, self.rank)
         self.local_steps, self.betas = config.store.local_steps, (config.optim.beta1, config.optim.beta2)
         self.blocked = self.updating = 0.0
         self.steps_since_sync = 0

@@ -145,7 +145,7 @@ class Service:
         order, stop = learner.exchange.agree(self.has_order, self.board.stopping)
         if order:
             self.execute_order()
-        return stop or learner.exchange.steps.total >= learner.config.steps
+        return stop or learner.exchange.env_steps >= learner.config.steps
 
     def report(self) -> None:
         progress, self.reported = self.learner.progress, time.monotonic()
@@ -154,7 +154,7 @@ class Service:
         content = LearnerReport(
             self.episodes, progress.metrics, progress.batches, dict(progress.lags), progress.lag_by_row,
             progress.rollouts, self.learner.news(), dict(self.learner.stages.seconds),
-            self.learner.stages.first_step, self.learner.lr(self.learner.exchange.steps.total), rss_mb(),
+            self.learner.stages.first_step, self.learner.lr(self.learner.exchange.env_steps), rss_mb(),
             self.gauges | self.callbacks.run.recorded,
         )  # fmt: skip
         self.episodes, progress.metrics, progress.batches = [], {}, 0
@@ -203,5 +203,5 @@ class Service:
             self.board.heartbeat(self.rank)
             return self.board.stopping
 
-        seed = seed_for(config.seed, EVAL_SEED, self.learner.exchange.steps.total)
+        seed = seed_for(config.seed, EVAL_SEED, self.learner.exchange.env_steps)
         return evaluate(algorithm, model, config, Trial(config.eval.episodes, config.eval.sampled, seed, stop=stop))

@@ -123,7 +123,7 @@ class LearnerProcess:
         """Whether to stop waiting for env hosts: the run is stopping, or the step budget is used up. Under
         allreduce they would wait for this learner.
         """
-        ended = self.context.board.stopping or self.exchange.steps.total >= self.config.steps
+        ended = self.context.board.stopping or self.exchange.env_steps >= self.config.steps
         return ended and not exchange_kind(self.config).in_lockstep
 
     def lr(self, env_steps: int) -> float:
@@ -149,7 +149,7 @@ class LearnerProcess:
         self.progress.env_steps = counts.get("learned", 0)
         self.before = counts
         self.exchange.guard.skipped = counts.get("skipped", 0)
-        self.exchange.steps.start(self.progress.env_steps, total)
+        self.exchange.start(self.progress.env_steps, total)
         self.algorithm.clock.env_steps = total  # the first rollout is acted before the loop sets the clock
 
     def counts(self) -> dict[str, int]:

@@ -81,6 +81,7 @@ def test_a_subclass_that_overrides_every_method_is_obeyed(name: str) -> None:
 
     try:
         learner.exchange.report_to(lambda line: None)
+        learner.start({}, 0)
         learner.run(enough)
         learner.algorithm.acts_at(1)
         learner.gauges()

@@ -52,8 +52,8 @@ def train(learner: LearnerProcess) -> dict[str, object]:
         "moments": normalizers(learner.config, learner.model).read().numpy(),
         "actions": np.stack(actions),
         "masked": sum(masked),
-        "total": learner.exchange.steps.total,
-        "lr": learner.lr(learner.exchange.steps.total),
+        "total": learner.exchange.env_steps,
+        "lr": learner.lr(learner.exchange.env_steps),
         "skipped": learner.exchange.guard.skipped,
     }
     learner.close()
@@ -149,10 +149,10 @@ def agree(post: Post, rank: int, meeting: Path) -> None:
     """Learner 0 has an order after rollout 0, and until all know of it; learner 1 wants to stop after rollout 1."""
     with exchange(rank, meeting) as x:
         for k, grad in enumerate(gradients(x.params, 3, seed=rank)):
-            x.steps.add(10 * (rank + 1) + k)
+            x.count(10 * (rank + 1) + k)
             go(x, grad)
             x.after_rollout(x.params)
-            post("agreed", (*x.agree(rank == 0 and k < 2, rank == 1 and k == 1), x.steps.total))
+            post("agreed", (*x.agree(rank == 0 and k < 2, rank == 1 and k == 1), x.env_steps))
 
 
 def test_rows_orders_and_the_end_travel_with_the_gradients(tmp_path):

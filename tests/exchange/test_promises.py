@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from coterie.config import Optim
-from coterie.exchange.base import NonFinite, Peers
+from coterie.exchange.base import NonFinite
 from coterie.exchange.hogwild import Hogwild
 from coterie.exchange.shared_weights import SharedWeights, restore, shared_memory_for
 from coterie.exchange.solo import Solo
 from coterie.exchange.store import Store
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import Adam, RMSProp, make_rule
-from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from tests.exchange.harness import BETAS, NOTHING, Sgd, apply, flat, gradients, make_setup, member
 
@@ -228,12 +227,3 @@ def test_learners_share_the_rows_of_their_normalizers_through_the_center():
     for view in views:
         view.close()
     shared.close()
-
-
-def test_an_exchange_that_names_no_steps_counts_those_of_all_learners() -> None:
-    """A custom exchange of two learners would otherwise train twice its budget."""
-    board = Board(2)
-    for rank in range(2):
-        exchange = Solo(make_setup(flat(3), peers=Peers(rank, board)))
-        exchange.steps.add(10)
-    assert exchange.steps.total == 20

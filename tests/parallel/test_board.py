@@ -6,23 +6,29 @@ from functools import partial
 
 import pytest
 
-from coterie.exchange.base import BoardSteps
+from coterie.exchange.base import Peers
+from coterie.exchange.gossip import Gossip
 from coterie.exchange.shared_weights import Staleness
+from coterie.exchange.solo import Solo
 from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board
 from coterie.types import CoterieError, Post
-from tests.exchange.harness import collect, start, together
+from tests.exchange.harness import collect, flat, make_setup, start, together
 
 PROCESSES, EACH, ADDS = 4, 16, 100
+
+
+def solo(board: Board, rank: int) -> Solo:
+    return Solo(make_setup(flat(3), peers=Peers(rank, board)))
 
 
 def count(post: Post, board: Board, process: int) -> None:
     """Sixteen workers in threads, each with a row of its own, beside fifteen of each other process."""
 
     def work(rank: int) -> None:
-        steps, seen = BoardSteps(board, rank), 0
+        learner, seen = solo(board, rank), 0
         for k in range(ADDS):
-            steps.add(k % 7 + 1)
-            total = steps.total
+            learner.count(k % 7 + 1)
+            total = learner.env_steps
             assert total >= seen  # it never goes back
             seen = total
 
@@ -35,22 +41,22 @@ def test_sixty_four_workers_lose_no_increment():
     assert said == [[("end", "ended with exit code 0")]] * PROCESSES
     each = sum(k % 7 + 1 for k in range(ADDS))
     assert board.counts[:, COUNTS.index("started")].tolist() == [each] * 64
-    assert BoardSteps(board, 0).total == board.sum("started") == 64 * each
+    assert solo(board, 0).env_steps == board.sum("started") == 64 * each
     assert board.sum("learned") == 0
 
 
 def test_steps_of_the_whole_run():
+    """A custom exchange, too, counts those of all learners: with its own alone it would train twice its budget."""
     board = Board(3)
-    steps = [BoardSteps(board, rank) for rank in range(3)]
-    steps[0].start(100, 300)
-    steps[1].start(50, 300)
-    steps[2].start(150, 300)
-    steps[1].add(7)
-    assert [s.total for s in steps] == [307] * 3
-    own = BoardSteps(board, 0, lockstep=True)
-    own.start(100, 290)
-    own.add(7)
-    assert own.total == 321  # three that do as much
+    learners = [solo(board, rank) for rank in range(3)]
+    for learner, own in zip(learners, (100, 50, 150), strict=True):
+        learner.start(own, 300)
+    learners[1].count(7)
+    assert [learner.env_steps for learner in learners] == [307] * 3
+    lockstep = Gossip(make_setup(flat(3), peers=Peers(0, board), gossip__tau=0))
+    lockstep.start(100, 290)
+    lockstep.count(7)
+    assert lockstep.env_steps == 321  # three that do as much
 
 
 def test_an_order_is_written_before_its_number_and_read_after_it(monkeypatch):
@@ -127,17 +133,17 @@ def test_a_blocked_process_is_not_the_one_that_hangs():
 
 def test_staleness_is_what_others_did_between_a_snapshot_and_its_update() -> None:
     board = Board(3)
-    mine, theirs = BoardSteps(board, 0), BoardSteps(board, 2)
-    theirs.add(7)
+    mine, theirs = solo(board, 0), solo(board, 2)
+    theirs.count(7)
     staleness = Staleness(board, 0)
     staleness.snapshot()
-    mine.add(5)  # its own rows make nobody's weights old
+    mine.count(5)  # its own rows make nobody's weights old
     staleness.update()
     assert staleness.gauges() == {"staleness/mean": 0, "staleness/max": 0}
-    theirs.add(20)
-    mine.add(5)
+    theirs.count(20)
+    mine.count(5)
     staleness.update()
     staleness.snapshot()
-    theirs.add(4)
+    theirs.count(4)
     staleness.update()
     assert staleness.gauges() == {"staleness/mean": 8, "staleness/max": 20}
