@@ -43,6 +43,7 @@ class Coordinator:
         state: dict[str, Any] | None, quiet: bool, starting: Starting | None = None,
     ) -> None:  # fmt: skip
         self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
+        self.learners = config.learners
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
         self.ledger = Ledger(config, spec, board, state, reached)
         self.next_eval = config.eval.every if state is None else state["next_eval"]
@@ -70,10 +71,6 @@ class Coordinator:
     @property
     def board(self) -> Board:
         return self.ledger.board
-
-    @property
-    def learners(self) -> int:
-        return len(self.board.active)
 
     @property
     def ending(self) -> bool:

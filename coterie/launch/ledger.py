@@ -272,7 +272,7 @@ class Ledger:
         board, learned, totals = self.board, self.env_steps, self._totals()
         if self.config.optim.on_nonfinite == "stop":
             del totals["skipped_batches"]
-        each = [digests.get(rank, "") for rank in range(len(board.active))]
+        each = [digests.get(rank, "") for rank in range(self.config.learners)]
         by_row = [round(x / self.rollouts, 3) for x in self.lag_by_row]
         whole = each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
         return {

@@ -117,8 +117,7 @@ class Supervisor:
         if self.chaos is not None:
             self.chaos.close()
             self.run.extra_summary["chaos"] = dict(self.chaos.done)
-        for child in self.children.values():
-            child.kill()
+        self._end_all()
         if self.link is not None:
             self.link.close(self.run.over and self.run.signal is None)
         self.group.close()

@@ -27,7 +27,7 @@ REPORT = LearnerReport([], {}, 0, {}, [], 0, EnvNews([], Means()), {}, first_ste
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Coordinator]:
     """Two learners that have made their first checkpoint, and an evaluation due at 1000 env steps."""
-    config = make_config(**{"eval.every": 1000, "log.tensorboard": False, "steps": 100_000, "log.every": 1e9})
+    config = make_config(learners=2, steps=100_000, **{"eval.every": 1000, "log.tensorboard": False, "log.every": 1e9})
     run = Coordinator(config, tmp_path, VECTOR, Board(2), state=None, quiet=True)
     run.poll()
     for rank in range(2):
