@@ -62,9 +62,6 @@ class Hogwild(Solo):
     def gauges(self) -> dict[str, float]:
         return self.staleness.gauges()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: x.clone() for name, x in self.state.items()}
-
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.shared.rebase()
         if not self.shared_statistics:  # those were restored before any worker started
