@@ -30,9 +30,11 @@ def begin_from(folder: Path, model: Network) -> str:
     if (path := checkpoint.best(root) or checkpoint.latest(root)) is None:
         raise ConfigError(f"init_from: {folder} has no complete checkpoint")
     there, mine = weights_of(checkpoint.load(path)[0], "0"), model.state_dict()
-    other = [k for k, x in mine.items() if k not in there or there[k].shape != x.shape]
-    if wrong := [k for k in other if not k.startswith(_HEADS)]:
-        shapes = [list(x[wrong[0]].shape) if wrong[0] in x else "missing" for x in (there, mine)]
-        raise ConfigError(f"init_from: {folder} has another network: {wrong[0]} is {shapes[0]} there, {shapes[1]} here")
+    shapes = {k: [list(x[k].shape) if k in x else "missing" for x in (there, mine)] for k in mine | there}
+    other = {k: pair for k, pair in shapes.items() if pair[0] != pair[1]}
+    for k, (a, b) in other.items():
+        if not k.startswith(_HEADS):
+            raise ConfigError(f"init_from: {folder} has another network: {k} is {a} there, {b} here")
     model.load_state_dict({k: x if k in other else there[k] for k, x in mine.items()})
-    return f"begins with the weights of {path}" + (f"; new: {', '.join(other)}" if other else "")
+    new = [k for k in other if k in mine]
+    return f"begins with the weights of {path}" + (f"; new: {', '.join(new)}" if new else "")

@@ -97,7 +97,8 @@ def test_a_ppo_run_goes_on_where_the_cloned_policy_is(tmp_path: Path):
 
 
 def test_heads_for_other_actions_are_new_and_another_network_is_refused(tmp_path: Path):
-    run, changes = tmp_path / "run", {"steps": 300, "env.num_envs": 4, "algo.unroll_length": 16, **QUIET}
+    changes = {"steps": 300, "env.num_envs": 4, "algo.unroll_length": 16, "model.normalize_obs": True, **QUIET}
+    run = tmp_path / "run"
     env = "coterie.envs.testing:CountingEnv"
     coterie.train(preset="a2c", env=env, out=str(run), quiet=True, **changes)
     other = {"env.kwargs": '{"actions": 7}', "init_from": str(run), **changes}
@@ -105,6 +106,7 @@ def test_heads_for_other_actions_are_new_and_another_network_is_refused(tmp_path
     assert "new: policy.weight, policy.bias" in (tmp_path / "more" / "log.txt").read_text()
     for wrong, why in [
         ({"model.hidden": (8,)}, r"has another network: torso\S+ is \[2, 2, 64\] there, \[2, 2, 8\] here"),
+        ({"model.normalize_obs": False}, r"has another network: obs_norm\S+ is \[2\] there, missing here"),
         ({"init_from": str(tmp_path)}, "has no complete checkpoint"),
     ]:
         with pytest.raises(ConfigError, match=f"^init_from: {tmp_path}.*{why}"):
