@@ -17,6 +17,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -81,6 +82,16 @@ def named(field: str, path: str) -> Any:
     return found
 
 
+def call(field: str, path: str, *args: Any, **kwargs: Any) -> Any:
+    """What the callable at `path` returns. Raises a `ConfigError` where it does not take these arguments."""
+    found = named(field, path)
+    try:
+        inspect.signature(found).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{field}: {label(path)} must take other arguments: {error}") from None
+    return found(*args, **kwargs)
+
+
 def check_own(config: Config) -> None:
     """Raise a one-line `ConfigError` where a user-defined part cannot be imported."""
     for part in PARTS:
@@ -101,13 +112,4 @@ def substitute(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, T
     base = next((c for c in mro if c.__module__.startswith("coterie.")), ours)
     if base is not ours:
         raise ConfigError(f"plugins.{part}: {path} is a subclass of {base.__name__}, but this run uses {place}")
-
-    def make(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            inspect.signature(theirs).bind(*args, **kwargs)
-        except TypeError as error:
-            raise ConfigError(f"plugins.{part}: {path} must take what {place} takes: {error}") from None
-        made: T = theirs(*args, **kwargs)
-        return made
-
-    return make
+    return partial(call, f"plugins.{part}", path)

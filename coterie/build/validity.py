@@ -8,9 +8,11 @@ from typing import get_args, get_type_hints
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.replay_size import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class
+from coterie.build.factory import make_model
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
+from coterie.models.build import try_out
 from coterie.models.torsos import FOR_IMAGES
 from coterie.plugins import FIELDS, check_own, label
 from coterie.runs.config_io import fields, get, shown
@@ -126,6 +128,8 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
             value = f"{shown(get(config, field))} " if field in _FIELDS else ""  # a registered acting has no section
             raise ConfigError(f"{field}: {value}{refusal.reason}")
     check_own(config)
+    if ":" in config.model.torso + config.model.core + config.model.network:
+        try_out(make_model(config, spec))
     unit, n = spec.agents * max(1, config.env.groups) * max(1, config.actors // config.learners), config.env.num_envs
     if spec.agents > 1 and n % unit:  # the agents of one env would be in two groups or processes
         near = " or ".join(str(m) for m in (n - n % unit, n - n % unit + unit) if m)

@@ -22,8 +22,8 @@ from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import ILLEGAL, make_distribution
 from coterie.ops.q import support
-from coterie.plugins import named
-from coterie.types import MASK, ConfigError, Inputs, Obs, ObsSpec, Spec, entries, map_obs
+from coterie.plugins import call
+from coterie.types import MASK, ConfigError, Inputs, Obs, ObsSpec, Spec, entries, from_entries, map_obs
 
 
 class Values(NamedTuple):
@@ -60,7 +60,9 @@ class Network(nn.Module):
         self.core: Core | None = None
         self.q: QHead | Values | None = None
         if config.network:
-            self.body = named("model.network", config.network)(replace(spec, obs=obs), config, self.outputs)
+            self.body = call("model.network", config.network, replace(spec, obs=obs), config, self.outputs)
+            if not isinstance(self.body, nn.Module):
+                raise ConfigError(f"model.network: it must be a torch.nn.Module, not {type(self.body).__name__}")
             self.q = Values(spec.action.sizes[0], max(1, q.atoms)) if q is not None else None
         else:
             self._build(obs, q)
@@ -144,11 +146,19 @@ class Network(nn.Module):
         if self.recurrent:
             time = (1, *inputs.is_first.shape)[-2:]
             rows = rows.map(lambda x: x.reshape(*time, *x.shape[1:]))
-        params, value, core_state = self.body(rows, core_state)
-        if params.shape[-1] not in (wanted := {self.outputs, self.outputs + len(self.spec.action.low)}):
-            wide = " or ".join(map(str, sorted(wanted)))
-            raise ConfigError(f"model.network: it returned {params.shape[-1]} parameters for each row, not {wide}")
-        value = params[..., :1] if value is None else value  # `_finished` replaces it
+        found, lead = self.body(rows, core_state), tuple(rows.is_first.shape)
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise ConfigError("model.network: its forward must return parameters, values and the next core state")
+        fitting: dict[str, list[tuple[int, ...] | None]] = {
+            "parameters": [(*lead, self.outputs), (*lead, self.outputs + len(self.spec.action.low))],
+            "values": [lead, (*lead, 1), *([] if self.q is None else [None])],
+            "a core state": [None if core_state is None else tuple(core_state.shape)],
+        }
+        for (what, shapes), x in zip(fitting.items(), found, strict=True):
+            if (shape := None if x is None else tuple(x.shape)) not in shapes:
+                raise ConfigError(f"model.network: it returned {what} of shape {shape}, not {shapes[0]}")
+        params, value, core_state = found
+        value = params[..., 0] if value is None else value  # `_finished` replaces it
         return params.float().flatten(0, -2), value.float().reshape(-1, 1), core_state
 
     def _without_mask(self, obs: Obs) -> tuple[Obs, Tensor]:
@@ -217,6 +227,20 @@ class Network(nn.Module):
         for key, x in entries(obs).items():
             if (name := _module_name("" if self.masked and key == self.single else key)) in self.obs_norm:
                 self.obs_norm[name].update(x[valid])  # type: ignore[operator]
+
+
+def try_out(model: Network) -> None:
+    """A forward pass of 2 x 3 rows of zeros. Raises a `ConfigError` where parts of the user's cannot work."""
+    spec, rows = model.spec, (2, 3)
+    obs = {k: torch.zeros(*rows, *s.shape, dtype=getattr(torch, s.dtype)) for k, s in spec.obs.items()}
+    action = torch.zeros(*rows, *spec.action.shape, dtype=getattr(torch, spec.action.dtype))
+    inputs = Inputs(from_entries(obs), torch.ones(rows, dtype=torch.bool), action, torch.zeros(rows))
+    before = {name: x.clone() for name, x in model.named_buffers()}
+    with torch.no_grad():
+        model(inputs, model.initial_state(rows[1]))
+    for name, x in model.named_buffers():
+        if not torch.equal(x, before[name]):
+            raise ConfigError(f"model: forward changes the buffer {name}, which does not reach other processes")
 
 
 def state_shape(spec: Spec, config: ModelConfig) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.config import Model as ModelConfig
-from coterie.plugins import named
+from coterie.plugins import call, named
 from coterie.types import ConfigError
 
 
@@ -141,5 +141,5 @@ def build_core(in_size: int, config: ModelConfig) -> Core:
         return GRUCore(in_size, config.core_size)
     path = "coterie.models.gtrxl:GTrXLCore" if config.core == "gtrxl" else config.core
     if ":" in path:
-        return cast(Core, named("model.core", path)(in_size, config))
+        return cast(Core, call("model.core", path, in_size, config))
     raise ConfigError(f"model.core: {config.core!r} is not one of none, lstm, gru, gtrxl or package.module:callable")

@@ -19,7 +19,7 @@ from coterie.config import Model as ModelConfig
 from coterie.models.heads import init
 from coterie.models.mlp import MLPPair, MLPTorso, compute_dtype
 from coterie.models.text import TextTorso, uncompiled
-from coterie.plugins import named
+from coterie.plugins import call
 from coterie.types import ConfigError, ObsSpec
 
 # (channels, kernel, stride) of each convolution, and the width of the layer after them (0: none, a core follows).
@@ -200,7 +200,7 @@ def build_torso(obs: dict[str, ObsSpec], config: ModelConfig) -> nn.Module:
     observation as the env gives it (`[N, ...]`, or a dict of such; text as rows of word hashes).
     """
     if ":" in config.torso:
-        return cast(nn.Module, named("model.torso", config.torso)(obs, config))
+        return cast(nn.Module, call("model.torso", config.torso, obs, config))
     if config.torso not in NAMES:
         raise ConfigError(f"model.torso: {config.torso!r} is not one of {', '.join(NAMES)} or package.module:callable")
     if list(obs) == [""]:

@@ -112,11 +112,7 @@ def test_a_transformer_sees_its_memory_and_no_further():
     assert seen.tolist() == [False] * 3 + [True] * 7
 
 
-def test_a_network_that_returns_other_parameters_is_refused():
-    model = Network(VECTOR, Model(network="tests.support.networks:wrong"))
-    zeros = torch.zeros(2)
-    with pytest.raises(ConfigError, match=r"model\.network: it returned 3 parameters for each row, not 4"):
-        model(Inputs(torch.zeros(2, 3), zeros.bool(), zeros.long(), zeros))
+def test_a_core_that_cannot_be_made_is_refused():
     for wrong in (Model(core="rnn"), Model(core="gtrxl", core_size=10)):
         with pytest.raises(ConfigError, match=r"model\.core"):
             Network(VECTOR, wrong)

@@ -94,14 +94,21 @@ def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
         (("--exchange", ".mine:X"), "plugins.exchange: cannot import '.mine:X': it is not package.module:callable"),
         (("--acting", "late:Late.every"), "plugins.acting: 'late:Late.every' is int, which cannot be called"),
         (("--exchange", "local_sgd:LocalSGD"), "local_sgd:LocalSGD is a subclass of AllReduce, but this run uses Solo"),
-        (("--exchange", "late:short"), "plugins.exchange: late:short must take what Solo takes: too many positional"),
-        (
-            ("--algorithm", "late:Half"),
-            "algorithm: late:Half must define batches, loss",
-        ),
-        (
-            ("--algorithm", "late:short"),
-            "algorithm: late:short is not a subclass of coterie.algorithms.base.AlgorithmBase",
+        (("--exchange", "late:short"), "plugins.exchange: late:short must take other arguments: too many positional"),
+        (("--algorithm", "late:Half"), "algorithm: late:Half must define batches, loss"),
+        (("--algorithm", "late:short"), "algorithm: late:short is not a subclass of coterie.algorithms.base.Algorithm"),
+        *(
+            (("--model.network", f"tests.support.networks:{name}"), says)
+            for name, says in (
+                ("narrow", "model.network: it returned parameters of shape (6, 1), not (6, 2)"),
+                ("valueless", "model.network: it returned values of shape None, not (6,)"),
+                ("wide", "model.network: it returned values of shape (6, 2), not (6,)"),
+                ("stateful", "model.network: it returned a core state of shape (6,), not None"),
+                ("stateless", "model.network: its forward must return parameters, values and the next core state"),
+                ("not_a_module", "model.network: it must be a torch.nn.Module, not NoneType"),
+                ("Leaky", "model.network: tests.support.networks:Leaky must take other arguments: too many"),
+                ("Batched", "model: forward changes the buffer body.layers.3.running_mean"),
+            )
         ),
         (("--algorithm", "mine"), "algorithm: 'mine' is not one of a2c, ppo"),
         (("--acting", "other"), "acting: 'other' is not one of inline, decoupled, central"),

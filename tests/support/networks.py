@@ -62,5 +62,21 @@ class Counter(Mixer):
         return torch.stack(params), torch.stack(value), core_state
 
 
-def wrong(spec: Any, config: Any, outputs: int) -> nn.Module:
-    return Mixer(spec, config, outputs - 1)
+def wrong(change: Any) -> type[Mixer]:
+    return type("Wrong", (Mixer,), {"forward": lambda self, *args: change(*Mixer.forward(self, *args))})
+
+
+narrow = wrong(lambda params, value, state: (params[..., 1:], value, state))
+valueless = wrong(lambda params, value, state: (params, None, state))
+wide = wrong(lambda params, value, state: (params, params, state))
+stateful = wrong(lambda params, value, state: (params, value, value))
+stateless = wrong(lambda params, value, state: (params, value))
+
+
+class Batched(Mixer):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.layers.append(nn.BatchNorm1d(self.outputs + 1))
+
+
+def not_a_module(spec: Any, config: Any, outputs: int) -> None: ...
