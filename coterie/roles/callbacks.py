@@ -135,7 +135,7 @@ class Callbacks:
             name = f"{type(callback).__name__}.{hook}"
             try:
                 found.append((name, getattr(callback, hook)(self.run, *args)))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._made = [one for one in self._made if one is not callback]
                 trace = error.trace if isinstance(error, CoterieError) else traceback.format_exc()
                 self._post("stop", (f"{name}: {one_line(error)}", trace))
