@@ -35,8 +35,8 @@ class DQN(QLearning[Transitions]):
         ),
         Refusal(
             lambda c, s: is_recurrent(c.model),
-            "model.core",
-            "must be none with dqn, which learns from single steps; or use algorithm r2d2",
+            "MEMORY",
+            "must have no memory with dqn, which learns from single steps; or use algorithm r2d2",
         ),
     )
 

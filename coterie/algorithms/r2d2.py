@@ -56,8 +56,9 @@ class R2D2(QLearning[Sequences]):
         *value_refusals(_whole_rows, lambda c: c.r2d2.burn_in + c.r2d2.length),
         Refusal(
             lambda c, s: not is_recurrent(c.model),
-            "model.core",
-            "must be lstm, gru or gtrxl with r2d2, which trains a recurrent core on sequences; or use algorithm dqn",
+            "MEMORY",
+            "must have a memory with r2d2, which trains it on sequences: model.core lstm, gru or gtrxl, or a network's "
+            "own initial_state; or use algorithm dqn",
         ),
         *map(_whole_rollouts, ("length", "burn_in", "stride")),
         Refusal(lambda c, s: c.q.atoms > 0, "q.atoms", "must be 0 with r2d2, which learns values on sequences"),

@@ -115,8 +115,8 @@ class SAC(ReplayLearning[Transitions]):
         ),
         Refusal(
             lambda c, s: c.model.core != "none" or bool(c.model.network),
-            "model.core",
-            "must be none with sac, and model.network empty: it has a network of its own",
+            "MEMORY",
+            "cannot be used with sac, which has a network of its own",
         ),
         *replay_refusals(
             lambda c: replay_size(c)[1] // replay_size(c)[0],

@@ -124,7 +124,8 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
     algorithm_class(config).read_settings(config)
     for refusal in (*(one for choice in choices for one in choice.refusals), *REFUSALS):
         if refusal.applies(config, spec):
-            field = refusal.field.replace("ACTING", config.acting)
+            memory = "model.network" if config.model.network else "model.core"
+            field = refusal.field.replace("ACTING", config.acting).replace("MEMORY", memory)
             value = f"{shown(get(config, field))} " if field in _FIELDS else ""  # a registered acting has no section
             raise ConfigError(f"{field}: {value}{refusal.reason}")
     check_own(config)

@@ -107,12 +107,15 @@ def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
     from coterie.models.torsos import torso_of
 
     spec = make_spec(config.env, config.atari)
-    core = config.model.core
+    core, whole = config.model.core, not config.model.network
     mlp = any(":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values())
     adam = config.optim.rule.startswith("adam")
     fields = {
         "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
         **dict.fromkeys(("model.hidden", "model.activation"), (mlp, "the torso mlp")),
+        **dict.fromkeys(
+            ("model.torso", "model.core", "model.share", "model.last_action_reward"), (whole, "no model.network")
+        ),
         "model.core_size": (core != "none", "model.core"),
         "model.forget_bias": (core == "lstm", "model.core lstm"),
         **{f"model.core_{name}": (core == "gtrxl", "model.core gtrxl") for name in ("layers", "heads", "memory")},

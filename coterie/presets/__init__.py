@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from coterie.config import Config
-from coterie.plugins import Part, named
+from coterie.plugins import Part, call
 from coterie.presets.actor_critic import a2c, a3c, a3c_paper, a3c_store, appo, bc, gala_a2c, gala_ppo, ppo, ppo_paper
 from coterie.presets.common import known_spec
 from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_async, rainbow, rainbow_512, sac, seed_r2d2
@@ -32,7 +33,7 @@ def make(name: str, env: Part | None = None, spec: Spec | None = None, **overrid
     """The preset called `name`, or the user's `package.module:function`, for `env`. `spec`: the env's, if known;
     otherwise the env is made to find its spaces.
     """
-    preset = named("preset", name) if ":" in name else PRESETS.get(name)
+    preset = partial(call, "preset", name) if ":" in name else PRESETS.get(name)
     if preset is None:
         near = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -40,6 +41,9 @@ def make(name: str, env: Part | None = None, spec: Spec | None = None, **overrid
         raise ConfigError(f"preset: {name!r} is unknown; {hint}{known}")
     before = known_spec.set(spec)
     try:
-        return replace(preset(**({"env": env} if env else {}), **overrides), preset=name)
+        config = preset(**({"env": env} if env else {}), **overrides)
+        if not isinstance(config, Config):
+            raise ConfigError(f"preset: {name} returns {type(config).__name__}, not a Config")
+        return replace(config, preset=name)
     finally:
         known_spec.reset(before)

@@ -57,6 +57,11 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("report", "/nowhere"), "/nowhere: not a run folder"),
         (("compare", "/nowhere", "/there"), "/nowhere: not a run folder"),
         (("export", "/nowhere"), "RUN: /nowhere is not a run folder"),
+        (
+            ("train", "coterie.config:Range"),
+            "preset: coterie.config:Range must take other arguments: missing a required",
+        ),
+        (("train", "os:getcwd"), "preset: os:getcwd returns str, not a Config"),
         (("resume",), "arguments are required: run; usage: coterie resume RUN [--steps N]"),
         (("list", "games"), "usage: coterie list [envs|presets|matrix]"),
         (("list", "envs", "zzz"), "PATTERN: no envs have 'zzz' in their name or description"),
@@ -92,9 +97,9 @@ ALIKE = {"algorithm": "vtrace", "learners": 2, "exchange": "allreduce"}
 # Fields with several refusals: words of the reason, and what meets it.
 COUNTING, IMAGES = "coterie.envs.testing:CountingEnv", '{"continuous": true, "obs": "image"}'
 AMBIGUOUS = [
-    ("model.core", "", {"algorithm": "dqn", "model.core": "lstm"}),
-    ("model.core", "must be lstm", {"algorithm": "r2d2"}),
-    ("model.core", "with sac", {"env": "Pendulum-v1", "algorithm": "sac", "model.core": "lstm"}),
+    ("MEMORY", "with dqn", {"algorithm": "dqn", "model.network": "tests.support.networks:Counter"}),
+    ("MEMORY", "with r2d2", {"algorithm": "r2d2"}),
+    ("MEMORY", "with sac", {"env": "Pendulum-v1", "algorithm": "sac", "model.core": "lstm"}),
     ("algorithm", "continuous actions", {"algorithm": "sac"}),
     ("algorithm", "vectors of numbers", {"env": COUNTING, "env.kwargs": IMAGES, "algorithm": "sac"}),
     ("env.groups", "actors", {**DECOUPLED, "env.groups": 2, "env.num_envs": 6, "actors": 2}),
@@ -165,7 +170,8 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
     validity.check(resolve_config(good), make_spec(good.env, good.atari))
     with pytest.raises(ConfigError) as error:
         validity.check(resolve_config(bad), make_spec(bad.env, bad.atari))
-    field = refusal.field.replace("ACTING", bad.acting)
+    memory = "model.network" if bad.model.network else "model.core"
+    field = refusal.field.replace("ACTING", bad.acting).replace("MEMORY", memory)
     assert str(error.value) == f"{field}: {get(resolve_config(bad), field)!r} {refusal.reason}"
     assert re.fullmatch(r"(must|needs|cannot) .*", refusal.reason)  # a sentence about the value, on one line
 

@@ -104,7 +104,7 @@ def test_a_printed_config_is_whole_and_says_what_each_field_is(write, capsys):
         config_of(["dqn", "--config", "my.toml"])
 
 
-ATARI, MLP = "one of EnvPool's Atari games", "the torso mlp"
+ATARI, MLP, NET = "one of EnvPool's Atari games", "the torso mlp", "tests.support.networks:Mixer"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,10 @@ ATARI, MLP = "one of EnvPool's Atari games", "the torso mlp"
         (("ppo", "--atari.stack", "2", "--ppo.clip", "0.1", "--model.hidden", "32"), {"atari.stack": ATARI}),
         (("ppo", "--env", "Pong-v5", "--atari.stack", "2", "--model.hidden", "32"), {"model.hidden": MLP}),
         (("ppo", "--env", "Pong-v5", "--model.activation", "relu", "--model.torso", "mlp"), {}),
+        (
+            ("ppo", "--model.network", NET, "--model.core", "lstm"),
+            {"model.core": "no model.network"},
+        ),
         (("ppo", "--optim.alpha", "0.9", "--optim.beta1", "0.8"), {"optim.alpha": "optim.rule rmsprop or rmsprop_tf"}),
         (("ppo", "--algorithm", "coterie.algorithms.ppo:PPO", "--q.n-step", "2"), {}),  # which may use it
     ],
