@@ -17,6 +17,7 @@ import numpy as np
 
 from coterie import config
 from coterie.envs.backend import Backend, MakeBackend, StepResults
+from coterie.envs.gym import numbers
 from coterie.envs.news import Reports
 from coterie.envs.spaces import on_host, random_actions
 from coterie.envs.vector import edge, not_finite, receive
@@ -48,7 +49,7 @@ class Group:
         self._limit_is_terminal, self._agents = limit_is_terminal, backend.spec.agents
         self._all = np.arange(n, dtype=np.int32)
         self._asked = self._all  # the instances of the request in flight
-        self._first = np.zeros(n, bool)  # is_first of the next TimeStep
+        self._first = np.ones(n, bool)  # is_first of the next TimeStep
         self._return, self._length = np.zeros(n), np.zeros(n, np.int64)
         self._excluded = np.zeros(n, bool)  # the episode began before the run did: its return is not reported
         self._start: TimeStep | None = None  # the first observations, until they are received
@@ -61,6 +62,7 @@ class Group:
         batch, fresh = self._collect()
         obs, self._to_env = batch.obs, edge(self.backend, batch)
         self._renew(obs, fresh)
+        self._first[:] = False
         if decorrelate:
             self._decorrelate(obs, decorrelate)
         zeros, nan = np.zeros(n, bool), np.full(n, np.nan)
@@ -84,7 +86,6 @@ class Group:
             renewed = self._renew(batch.obs, fresh)
             for x in batch[1:5]:
                 x[renewed] = 0
-            first[renewed] = True
         return self._time_step(batch, first)
 
     def _time_step(self, batch: StepResults, first: Array) -> TimeStep:
@@ -100,7 +101,7 @@ class Group:
         done = terminated | truncated
         self._first = done | again
         if batch.info:
-            self._reports.inform(batch.info, ~first, batch.game_over & ~self._excluded)
+            self._reports.inform(numbers(batch.info, len(first)), ~first, batch.game_over & ~self._excluded)
         if self._first.any() and batch.game_over.any():
             reported = batch.game_over & ~self._excluded
             episode_return[reported], episode_length[reported] = self._return[reported], self._length[reported]
@@ -134,7 +135,7 @@ class Group:
                 self.backend.replace(ids, [env_seed(self._seed, *key) for key in keys])
             except NotImplementedError:
                 raise CoterieError(f"{reasons[-1]}, and it cannot be restarted without the others") from None
-            self._asked = np.array(ids, np.int32)
+            self._asked, self._first[ids] = np.array(ids, np.int32), True
             self.backend.reset(self._asked)
             answer = receive(self.backend)
             for row, i in enumerate(ids):
@@ -147,12 +148,14 @@ class Group:
         """Raise where no action is legal. Where the episode ended, all are: none is taken."""
         if not self.backend.spec.masked:
             return
-        mask = batch.obs[MASK]
+        mask, spec = batch.obs[MASK], self.backend.spec
         mask[batch.terminated | batch.truncated] = True
-        for row in np.flatnonzero(~self.backend.spec.legal_rows(mask)):
+        first = self._first[self._asked] | batch.first
+        for row in np.flatnonzero(~spec.legal_rows(mask)):
             if (i := int(self._asked[row])) not in bad:
+                step = 0 if first[row] else self._length[i] + 1
                 raise CoterieError(
-                    f"env {self.env_id[i]}: its {MASK} allows no action at step {self._length[i]} of an episode"
+                    f"env {self.env_id[i]} of {spec.env_id!r}: its {MASK} allows no action at step {step} of an episode"
                 )
 
     def _bad(self, batch: StepResults) -> dict[int, str]:
@@ -175,22 +178,21 @@ class Group:
 
     def _decorrelate(self, obs: Obs, most: int) -> None:
         """Every env takes k ~ U{0..most} uniform-random actions, seeded by its id, and one more where that ended it."""
-        spec, n, agents = self.backend.spec.action, len(self.env_id), self._agents
+        spec, agents = self.backend.spec.action, self._agents
         rngs = [np.random.default_rng(env_seed(self._seed, int(i), _DECORRELATE)) for i in self.env_id]
         left = np.array([rng.integers(0, most + 1) for rng in rngs])[::agents].repeat(agents)
-        played, done, over = np.zeros(n, np.int64), np.zeros(n, bool), np.zeros(n, bool)
-        while (run := np.flatnonzero(((left > 0) | done).reshape(-1, agents).any(1).repeat(agents))).size:
+        while (run := np.flatnonzero(((left > 0) | self._first).reshape(-1, agents).any(1).repeat(agents))).size:
             of_each = [random_actions(spec, rngs[s], 1, map_obs(itemgetter(slice(s, s + 1)), obs)) for s in run]
             self._step(self._all[run], np.concatenate(of_each))
             batch, fresh = self._collect()
             for key, x in entries(batch.obs).items():
                 entries(obs)[key][run] = x
-            played[run] = np.where(over[run] | batch.first, 0, played[run] + 1)
-            done[run], over[run] = batch.terminated | batch.truncated, batch.game_over
+            self._length[run] += ~(self._first[run] | batch.first)
+            self._first[run] = batch.terminated | batch.truncated
+            self._clear(run[batch.game_over])
             left[run] -= 1
-            new = self._renew(obs, fresh)
-            played[new], done[new], over[new] = 0, False, False
-        self._excluded = played > 0
+            self._first[self._renew(obs, fresh)] = False
+        self._excluded = self._length > 0
 
 
 class Envs:

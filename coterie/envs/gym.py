@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 from coterie.envs.backend import Declared, StepResults, declare
-from coterie.envs.spaces import ActionMap, action_map, leaf_of, mask_row, obs_fields, with_mask
+from coterie.envs.spaces import action_map, leaf_of, obs_fields, on_host
 from coterie.envs.team import ZOO, Team
 from coterie.plugins import label, named
 from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_entries, one_line
@@ -23,8 +23,7 @@ LAB = "dmlab/"  # before a level of DeepMind Lab
 ALE = "ALE/"  # before a game of ale-py, which registers it
 PLAY = "selfplay/"  # before a game for two, of PettingZoo
 _LAB_EXAMPLE = "dmlab:DMLab"  # examples/envs/dmlab.py
-_NUMBER: Any = int | float | np.number | np.bool_
-_MOST_INFO = 1e15  # more is not averaged
+_DEEPEST = 8  # dicts in an info, one in the other: some hold themselves
 _METHOD = "action_masks"  # of an env: the name that Stable-Baselines3's contributions use
 GymEnv = gymnasium.Env[Any, Any]
 Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype by name
@@ -66,11 +65,17 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
         hint = " (put the folder examples/envs of the repository on PYTHONPATH)" if path == _LAB_EXAMPLE else ""
         raise ConfigError(f"{error}{hint}") from error
     env: Any = make(**kwargs)
-    if hasattr(env, "possible_agents") and not hasattr(env, "agent_iter"):
+    if hasattr(env, "agent_iter"):
+        why = f"it is a game by turns: use {PLAY}..., or make a parallel env of it (pettingzoo.utils.aec_to_parallel)"
+    elif hasattr(env, "possible_agents"):
         return Team(env_id, env, max_episode_steps)
-    if not (hasattr(env, "observation_space") and hasattr(env, "action_space") and hasattr(env, "step")):
-        raise ConfigError(f"env.id {label(env_id)!r} returned {type(env).__name__}, not a gymnasium or parallel env")
-    return TimeLimit(env, max_episode_steps) if max_episode_steps else env
+    elif not (hasattr(env, "observation_space") and hasattr(env, "action_space") and hasattr(env, "step")):
+        why = f"it returned {type(env).__name__}, not a gymnasium or parallel env"
+    elif not callable(env.action_space):
+        return TimeLimit(env, max_episode_steps) if max_episode_steps else env
+    else:
+        why = "an env of several agents needs the list possible_agents"
+    raise ConfigError(f"env.id {label(env_id)!r}: {why}")
 
 
 def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int, make: Any = make_gym) -> Any:
@@ -133,8 +138,8 @@ class Instance:
         self.seed: int | None = seed  # of the first reset
         self.restart = True
         self.infos: dict[int, Mapping[str, Any]] = {}  # of the last step, by row, as the env gave them
-        self.actions: ActionMap = action_map(env_id, env.action_space)
-        self.fields = with_mask(env_id, obs_fields(env_id, env.observation_space), self.actions.spec, bool(mask))
+        declared = declare(env_id, env.observation_space, env.action_space, mask=mask)
+        self.fields, self.actions = declared.fields, declared.actions
         self.discrete = isinstance(env.action_space, spaces.Discrete)
         self.action_dtype = env.action_space.dtype
 
@@ -143,35 +148,33 @@ class Instance:
         self.seed, self.restart, self.infos = None, False, {}
 
     def _begin(self, obs: Any, info: dict[str, Any]) -> None:
-        self._write(self.rows[0], obs, info, True)
+        self.write(self.rows[0], obs, info, True)
         self._outcome(self.rows[0], 0.0, False, False, True)
 
     def step(self) -> None:
-        obs, reward, terminated, truncated, info = self.env.step(self._action(self.rows[0]))
+        obs, reward, terminated, truncated, info = self.env.step(self.choice(self.rows[0]))
         self.restart, self.infos = bool(terminated or truncated), {self.rows[0]: info}
-        self._write(self.rows[0], obs, info, not self.restart)
+        self.write(self.rows[0], obs, info, not self.restart)
         self._outcome(self.rows[0], float(reward), bool(terminated), bool(truncated), False)
 
-    def _action(self, row: int) -> Any:
+    def choice(self, row: int) -> Any:
         action = self.arrays["action"][row]
         if self.actions.leaves:
             return _only(self.actions.nested(action[None]))
         return int(action) if self.discrete else action.astype(self.action_dtype)
 
-    def _write(self, row: int, obs: Any, info: Mapping[str, Any], goes_on: bool) -> None:
+    def write(self, row: int, obs: Any, info: Mapping[str, Any], goes_on: bool) -> None:
         """An observation; where the episode does not go on, all actions are legal."""
         for f in self.fields:
             target = self.arrays[f"obs/{f.name}"]
-            if f.name == MASK and (self.mask or not goes_on):
-                given: Any = True
-                if goes_on:
-                    given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK)
-                    if given is None:
-                        raise CoterieError(f"info has no {MASK} at this step, but at the reset")
-                target[row] = given is True or mask_row(given)
-                continue
-            x = leaf_of(obs, f.path)
-            target[row] = x if f.convert is None else f.convert(np.asarray(x)[None])[0]
+            if f.name == MASK and not goes_on:
+                target[row] = True
+            elif f.name == MASK and self.mask:
+                given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK, "missing")
+                target[row] = mask_row(given, self.env.action_space, target.shape[1])
+            else:
+                x = leaf_of(obs, f.path)
+                target[row] = x if f.convert is None else f.convert(np.asarray(x)[None])[0]
 
     def _outcome(self, row: int, reward: float, terminated: bool, truncated: bool, first: bool) -> None:
         self.arrays["reward"][row], self.arrays["first"][row] = reward, first
@@ -188,7 +191,9 @@ class TeamInstance(Instance):
 
     def step(self) -> None:
         rows = dict(zip(self.env.members, self.rows, strict=True))
-        actions = {agent: self._action(rows[agent]) for agent in self.env.playing}
+        if new := {*self.env.playing} - rows.keys():
+            raise CoterieError(f"agents has {sorted(new)}, which possible_agents has not")
+        actions = {agent: self.choice(rows[agent]) for agent in self.env.playing}
         self._write_all(actions, *self.env.step(actions))
         self.restart = not self.env.playing
 
@@ -197,7 +202,7 @@ class TeamInstance(Instance):
         for row, agent in zip(self.rows, self.env.members, strict=True):
             acted, goes_on = agent in actions, agent in playing
             if agent in obs:
-                self._write(row, obs[agent], info.get(agent, {}), goes_on)
+                self.write(row, obs[agent], info.get(agent, {}), goes_on)
             elif f"obs/{MASK}" in self.arrays:
                 self.arrays[f"obs/{MASK}"][row] = True
             over = acted and bool(terminated.get(agent))
@@ -214,14 +219,49 @@ def _only(row: Any) -> Any:
     return tuple(map(_only, row)) if isinstance(row, tuple) else row[0]
 
 
-def numbers(info: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The finite numbers in a step's `info`, those in its dicts as `outer/inner`."""
-    found: dict[str, float] = {}
-    for name, x in info.items():
+def mask_row(mask: Any, space: spaces.Space[Any], size: int) -> Array:
+    """One env's mask as `size` bools: flat, a list of its components' masks, or nested like the action space, as its
+    `sample` takes it.
+    """
+    try:
+        row = np.concatenate(list(_masks(mask, space)))
+    except (AttributeError, KeyError, TypeError, ValueError):  # of something else than the space
+        row = np.zeros(0, bool)
+    if len(row) != size:
+        raise CoterieError(f"{MASK} {mask!r:.80} does not fit the {size} choices of {space}")
+    return row
+
+
+def _masks(mask: Any, space: Any) -> Iterator[Array]:
+    if isinstance(mask, Mapping):
+        for key, child in space.spaces.items():
+            yield from _masks(mask[key], child)
+    elif isinstance(mask, tuple | list):
+        nested = isinstance(space, spaces.Tuple) and len(space) == len(mask)
+        for part, child in zip(mask, space.spaces if nested else [space] * len(mask), strict=True):
+            yield from _masks(part, child)
+    elif mask is None:  # everything is legal
+        yield np.ones(sum(action_map("", space).spec.sizes), bool)
+    else:
+        yield np.asarray(mask, bool).reshape(-1)
+
+
+def numbers(info: Any, n: int, depth: int = _DEEPEST) -> dict[str, Array]:
+    """The numbers in the info of `n` envs, by name, those in dicts as `outer/inner`: `[n]` float64, NaN where the
+    array `_name` beside `name` says that an env has none. A single number holds for all envs; all else is left out.
+    """
+    found: dict[str, Array] = {}
+    for name, x in info.items() if isinstance(info, Mapping) else ():
         if isinstance(x, Mapping):
-            found |= numbers(x, f"{prefix}{name}/")
-        elif isinstance(x, _NUMBER) and abs(x) <= _MOST_INFO:
-            found[f"{prefix}{name}"] = float(x)
+            found |= {f"{name}/{inner}": y for inner, y in (numbers(x, n, depth - 1) if depth else {}).items()}
+        elif isinstance(x, int | float) or hasattr(x, "dtype"):
+            y = np.asarray(on_host(x))
+            if y.dtype.kind in "biuf" and (y.size == 1 or y.shape in ((n,), (n, 1))):
+                found[str(name)] = np.full(n, y.reshape(-1), np.float64)
+    for name in [name for name in found if name.startswith("_")]:
+        has = found.pop(name)
+        if (of := name[1:]) in found:
+            found[of] = np.where(has, found[of], np.nan)
     return found
 
 
@@ -246,7 +286,9 @@ def read_batch(
     return StepResults(obs, reward, terminated, truncated, over, info, failed, first)
 
 
-def raised(error: Exception) -> str:
-    """`one_line`, and where the exception was raised."""
+def raised(error: BaseException) -> str:
+    """`one_line`, and where the exception was raised, if that was not by Coterie."""
+    if isinstance(error, CoterieError):
+        return one_line(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{one_line(error)} ({last.filename}, line {last.lineno}, in {last.name})"

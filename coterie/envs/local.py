@@ -19,7 +19,7 @@ class LocalBackend(Backend):
 
     def __init__(self, env: config.Env, seeds: Sequence[int]) -> None:
         kwargs = json.loads(env.kwargs)
-        if is_gym_id(env.id) or env.id.startswith((PLAY, ZOO)):
+        if is_gym_id(env.id) or (env.id.startswith((PLAY, ZOO)) and ":" not in env.id):
             kwargs["render_mode"] = "rgb_array"
         self.env = open_gym(env.id, kwargs, env.max_episode_steps)
         declared = describe(env.id, self.env, env.max_episode_steps)

@@ -37,8 +37,9 @@ def _in_pool(env: config.Env) -> bool:
     if game != env.id and find_spec("ale_py") is None:
         other = f"; EnvPool's {game} is the same game, preprocessed" if has_env(game) else ""
         raise ConfigError(f"env.id {env.id!r} needs ale-py (pip install ale-py){other}")
-    if env.id.startswith(ZOO) and env.id not in (known := zoo_ids()):
-        raise _unknown(env.id, known, "PettingZoo has no such parallel environment")
+    for prefix, what in ((ZOO, "parallel environment"), (PLAY, "game")):
+        if env.id.startswith(prefix) and ":" not in env.id and env.id not in (known := zoo_ids(prefix)):
+            raise _unknown(env.id, known, f"PettingZoo has no such {what}")
     named = ":" in env.id or env.id.startswith((LAB, ALE, PLAY, ZOO))  # not imported before it is made
     if not pool and not named and env.id not in gymnasium.registry:
         if not modules():
@@ -69,6 +70,8 @@ def make_spec(env: config.Env, atari: config.Atari) -> Spec:
         full = replace(atari, full_action_set=True)
         return _union(env.id, [make_spec(replace(env, id=task), full) for task in several])
     spec = _declared(env, atari).spec
+    if spec.masked and env.action_repeat > 1:
+        raise ConfigError(f"env.action_repeat: must be 1; {spec.env_id} has action masks, by each step's observation")
     return replace(spec, action_repeat=spec.action_repeat * env.action_repeat)
 
 

@@ -13,6 +13,7 @@ from coterie import config
 from coterie.types import Array, CoterieError
 
 _REASONS_KEPT = 50
+_LARGEST = 1e15  # a number beyond is not averaged
 
 
 class Means(dict[str, tuple[float, int]]):
@@ -55,7 +56,7 @@ class Reports:
 
     def __init__(self, env: config.Env) -> None:
         self.replaced = 0
-        self._budget, self._every_step = env.replace_budget, env.info == "steps"
+        self._budget, self._which = env.replace_budget, env.info
         self._reasons, self._places, self._info = deque[str](maxlen=_REASONS_KEPT), set[str](), Means()
         self._lock = threading.Lock()
         self._ignored: Array = np.zeros((), bool)
@@ -79,11 +80,10 @@ class Reports:
 
     def inform(self, info: Mapping[str, Array], stepped: Array, ended: Array) -> None:
         """Add up the numbers in the info of the envs that took a step, or of those whose episode ended."""
-        rows = (stepped if self._every_step else ended) & ~self._ignored
-        given = {name: x[rows] for name, x in info.items()}
-        counts = {name: int(np.count_nonzero(~np.isnan(x))) for name, x in given.items()}
+        rows = {"steps": stepped, "episodes": ended, "off": False}[self._which] & ~self._ignored
+        given = {name: x[rows & (np.abs(x) <= _LARGEST)] for name, x in info.items()}
         with self._lock:
-            self._info.add({name: (float(np.nansum(x)), n) for name, x in given.items() if (n := counts[name])})
+            self._info.add({name: (float(x.sum()), len(x)) for name, x in given.items() if len(x)})
 
     def take(self) -> EnvNews:
         """Replaced envs (the last 50) and numbers in info, since the last call."""

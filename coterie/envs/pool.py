@@ -18,8 +18,8 @@ import numpy as np
 
 from coterie import config
 from coterie.envs.backend import Backend, Declared, StepResults, declare
-from coterie.envs.spaces import flatten
-from coterie.types import Array, ConfigError
+from coterie.envs.gym import numbers
+from coterie.types import Array, ConfigError, from_entries
 
 # The Debian 12 package of each shared library (Debian 13 has the same names, ending in t64, and accepts these).
 _PACKAGES = {
@@ -161,7 +161,8 @@ class PoolBackend(Backend):
         action = list(self._pool.spec.action_array_spec.values())[-1]
         self._action_dtype, self._action_shape = action.dtype, tuple(s for s in action.shape if s != -1)
         names = list(self._pool._state_keys)
-        self._obs_at = {k: i for i, k in enumerate(names) if k == "obs" or k.startswith("obs:")}
+        obs = ((k.partition(":"), i) for i, k in enumerate(names))
+        self._obs_at = {name.replace(":", "."): i for (kind, _, name), i in obs if kind == "obs"}
         self._at = {k: i for i, k in enumerate(names)}
         # Atari's info has the raw reward, and distinguishes the end of an episode from the loss of a life.
         self._atari = is_atari(env.id)
@@ -209,13 +210,9 @@ class PoolBackend(Backend):
             terminated = terminated | self._lost_life(values, done | truncated)
         over = (values[self._at["info:terminated"]].astype(bool) if self._atari else done) | truncated
         obs = self._obs(values)
-        info = self._numbers(values) if self._info == "steps" or (self._info == "episodes" and over.any()) else {}
+        told = self._info == "steps" or (self._info == "episodes" and over.any())
+        info = numbers({name: values[at] for name, at in self._info_at.items()}, len(over)) if told else {}
         return StepResults(obs, values[self._reward_at], terminated, truncated, over, info)
-
-    def _numbers(self, values: list[Array]) -> dict[str, Array]:
-        """The numbers in info: one for each env."""
-        given = {name: values[at] for name, at in self._info_at.items()}
-        return {name: x.astype(np.float64) for name, x in given.items() if x.ndim == 1 and x.dtype.kind in "bifu"}
 
     def _lost_life(self, values: list[Array], over: Array) -> Array:
         """Which rows lost a life and have another one."""
@@ -251,18 +248,8 @@ class PoolBackend(Backend):
             raise ConfigError(f"env.id: EnvPool cannot draw {self.spec.env_id!r}: {error}") from error
 
     def _obs(self, values: list[Array]) -> Any:
-        if len(self._obs_at) == 1:
-            (at,) = self._obs_at.values()
-            convert = self.fields[0].convert
-            return values[at] if convert is None else convert(values[at])
-        nested: dict[str, Any] = {}
-        for key, at in self._obs_at.items():
-            *path, last = key[4:].replace(":", ".").split(".")
-            node = nested
-            for part in path:
-                node = node.setdefault(part, {})
-            node[last] = values[at]
-        return flatten(nested, self.fields)
+        given = ((f, values[self._obs_at[f.name]]) for f in self.fields)
+        return from_entries({f.name: x if f.convert is None else f.convert(x) for f, x in given})
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         """Do nothing: EnvPool cannot replace one instance; the reset that follows sets its whole state."""

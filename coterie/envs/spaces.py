@@ -5,7 +5,8 @@ Observations: Box, Discrete and MultiDiscrete (one-hot float32), MultiBinary, Te
 Box, and Dict and Tuple of those. Left out: Graph, Sequence, OneOf.
 
 An observation may have the entry "action_mask": which choices of a discrete action are legal, those of several
-components side by side. It may also come in `info["action_mask"]`, or from the env's method `action_masks()`.
+components side by side. It may also come in `info["action_mask"]`, or from the env's method `action_masks()`, and may
+there be nested like the actions.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ObsField:
 
 def on_host(x: Any) -> Array:
     """An array, or a tensor on any device, as a NumPy array."""
-    return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
+    return np.asarray(x.detach().cpu() if hasattr(x, "cpu") else x)
 
 
 def _one_hot(sizes: Array, start: Array) -> Convert:
@@ -104,13 +105,12 @@ def obs_fields(env_id: str, space: spaces.Space[Any], text: Collection[str] = ()
 
     `text` names the arrays of bytes that are text.
     """
-    fields: list[ObsField] = []
-    for path, child in leaf_spaces(space):
-        name = ".".join(map(str, path))
-        fields.append(_field(env_id, name, path, child, name in text))
-    if not fields:
+    leaves = {path: (".".join(map(str, path)), child) for path, child in leaf_spaces(space)}
+    if not leaves:
         raise ConfigError(f"env.id {env_id!r}: the observation space is an empty {type(space).__name__}")
-    return fields
+    if len({"", *(names := [name for name, _ in leaves.values()])}) <= len(names) > 1:
+        raise ConfigError(f"env.id {env_id!r}: the observations {names} need different names, none of them empty")
+    return [_field(env_id, name, path, child, name in text) for path, (name, child) in leaves.items()]
 
 
 def leaf_spaces(
@@ -126,29 +126,22 @@ def leaf_spaces(
 
 def with_mask(env_id: str, fields: list[ObsField], action: ActionSpec, outside: bool) -> list[ObsField]:
     """`fields` with an action mask, if the observation has one or it comes from `outside`: info or a method."""
-    if outside:
-        named = [replace(f, name=f.name or "observation") for f in fields]
-        form = 'bool: what the env has in info["action_mask"], or its method action_masks() returns'
-        return [*named, ObsField(MASK, (), ObsSpec((sum(action.sizes),), "bool"), None, form)]
-    if not action.sizes or MASK not in (f.name for f in fields):
+    if not action.sizes:
         return fields
-    found: list[ObsField] = []
+    spec, found = ObsSpec((sum(action.sizes),), "bool"), list[ObsField]()
     for f in fields:
-        if f.name == MASK:
-            if f.spec.shape != (sum(action.sizes),) or len(fields) == 1:
+        if MASK in f.path:
+            if f.path != (MASK,) or f.spec.shape != spec.shape or len(fields) == 1:
                 raise ConfigError(
-                    f"env.id {env_id!r}: {MASK} has shape {f.spec.shape} beside {len(fields) - 1} observations; it "
-                    f"needs one value for each of {sum(action.sizes)} choices, beside an observation"
+                    f"env.id {env_id!r}: observation {f.name!r} has shape {f.spec.shape}; an action mask is the entry "
+                    f"{MASK!r} beside other observations, with a value for each of {spec.shape[0]} choices"
                 )
-            f = ObsField(MASK, f.path, ObsSpec(f.spec.shape, "bool"), lambda x: on_host(x).astype(bool), "as bool")
-        found.append(f)
+            f = ObsField(MASK, f.path, spec, lambda x: on_host(x).astype(bool), "as bool")
+        found.append(replace(f, name=f.name or "observation") if outside else f)
+    if outside:
+        form = 'bool: what the env has in info["action_mask"], or its method action_masks() returns'
+        found.append(ObsField(MASK, (), spec, None, form))
     return found
-
-
-def mask_row(mask: Any) -> Array:
-    """One env's mask, or its components' masks, as one vector of bools."""
-    parts = mask if isinstance(mask, tuple | list) else [mask]
-    return np.concatenate([np.asarray(part, bool).reshape(-1) for part in parts])
 
 
 @dataclass(frozen=True)

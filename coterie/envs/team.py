@@ -16,11 +16,12 @@ ZOO = "pettingzoo/"  # before an env of PettingZoo, as in pettingzoo/butterfly/p
 _PADS = {"observation": "pad_observations_v0", "action": "pad_action_space_v0"}  # of SuperSuit
 
 
-def zoo_ids() -> list[str]:
-    """PettingZoo's parallel envs."""
+def zoo_ids(prefix: str) -> list[str]:
+    """PettingZoo's parallel envs, or with another prefix than theirs its games by turns."""
     with needs("an env of several agents", "pettingzoo"):
-        from pettingzoo import parallel_registry
-    return [ZOO + re.sub(r"-v(\d+)$", r"_v\1", name) for name in parallel_registry]
+        from pettingzoo import aec_registry, parallel_registry
+    known = parallel_registry if prefix == ZOO else aec_registry
+    return [prefix + re.sub(r"-v(\d+)$", r"_v\1", name) for name in known]
 
 
 class Team(gymnasium.Env[Any, Any]):

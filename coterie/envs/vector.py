@@ -19,7 +19,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from coterie import config
 from coterie.envs.backend import Backend, Declared, StepResults, declare
-from coterie.envs.gym import is_gym_id, open_gym
+from coterie.envs.gym import is_gym_id, numbers, open_gym
 from coterie.envs.spaces import flatten, on_host
 from coterie.plugins import label, named
 from coterie.types import MASK, Array, ConfigError, CoterieError, Obs, entries, from_entries, json_object, map_obs
@@ -85,7 +85,7 @@ class VectorBackend(Backend):
             obs = map_obs(lambda x: x[ids], self._restarted(np.isin(np.arange(self.num_instances), ids)))
         else:
             given, info = self.env.reset(seed=self._seed)
-            if MASK in info or (self.spec.masked and self._mode is not AutoresetMode.NEXT_STEP):
+            if MASK in (info or {}) or (self.spec.masked and self._mode is not AutoresetMode.NEXT_STEP):
                 raise ConfigError(f"env.id {self.spec.env_id!r}: {MASK} must be in the observation, with NEXT_STEP")
             obs = self._flat(given)
             self.tensors = not all(isinstance(x, np.ndarray) for x in entries(obs).values())
@@ -98,6 +98,7 @@ class VectorBackend(Backend):
         if not self.tensors and not self.action_map.leaves:
             actions = actions.astype(self.env.single_action_space.dtype, copy=False)
         given, reward, terminated, truncated, info = self.env.step(self.action_map.nested(actions))
+        info = info if isinstance(info, Mapping) else {}
         obs, reward = self._flat(given), np.array(on_host(reward), np.float32)
         terminated, truncated = (np.array(on_host(x), bool) for x in (terminated, truncated))
         if fake.any() and self._masks and self._mode is not AutoresetMode.NEXT_STEP:
@@ -134,14 +135,10 @@ class VectorBackend(Backend):
         return _with(obs, done, map_obs(lambda x: x[done], self._flat(final)))
 
     def _numbers(self, info: Mapping[str, Any], done: Array) -> dict[str, Array]:
-        """The numbers in info, NaN where an env gave none; `final_info` has those of steps that ended an episode."""
-        found: dict[str, Array] = {}
-        for given, rows in ((info, True), (info.get("final_info", {}), done)):
-            for name, x in given.items():
-                if getattr(x, "shape", None) == (self.num_instances,) and (y := on_host(x)).dtype.kind in "bifu":
-                    here = on_host(given.get(f"_{name}", True)) & rows
-                    if name[0] != "_":
-                        found[name] = np.where(here, y, found.get(name, np.nan)).astype(np.float64)
+        """The numbers in info; `final_info` has those of steps that ended an episode."""
+        found = numbers({name: x for name, x in info.items() if not str(name).startswith("final_")}, len(done))
+        for name, x in numbers(info.get("final_info"), len(done)).items():
+            found[name] = np.where(done, x, found.get(name, np.nan))
         return found
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
@@ -156,7 +153,8 @@ def _with(obs: Obs, which: Array, rows: Obs) -> Obs:
     """A copy of `obs` with other rows in the places `which`."""
     new = map_obs(lambda x: x.copy() if isinstance(x, np.ndarray) else x.clone(), obs)
     for key, x in entries(new).items():
-        x[which] = entries(rows)[key]
+        y = entries(rows)[key]
+        x[which] = y if isinstance(x, np.ndarray) or not isinstance(y, np.ndarray) else x.new_tensor(y)
     return new
 
 

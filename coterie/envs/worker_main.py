@@ -29,6 +29,7 @@ import numpy as np
 
 from coterie.envs.gym import Instance, make_gym, make_instance, numbers, raised
 from coterie.parallel.shm import SharedArrays
+from coterie.types import CoterieError
 
 _EXIT_S = 3.0  # for the envs to close once the parent is gone
 
@@ -101,15 +102,16 @@ class Worker:
                     for row, given in self.instances[i].infos.items():
                         over = self.shared.arrays["terminated"][row] or self.shared.arrays["truncated"][row]
                         if self.every_step or (self.last_step and over):
-                            info[row] = numbers(given)
-                except Exception as error:
+                            info[row] = {name: x.item() for name, x in numbers(given, 1).items()}
+                except (Exception, SystemExit) as error:
                     if self.setup["on_error"] == "fail":
                         raise
                     failed |= dict.fromkeys(self._rows(i), f"{raised(error)}\n{traceback.format_exc()}")
             return json.dumps({"failed": failed, "info": info}).encode()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.failed = True
-            return json.dumps({"error": raised(error), "trace": traceback.format_exc()}).encode()
+            trace = "" if isinstance(error, CoterieError) else traceback.format_exc()
+            return json.dumps({"error": raised(error), "trace": trace}).encode()
 
     def close(self) -> None:
         for instance in self.instances.values():

@@ -133,6 +133,9 @@ def test_images_of_other_families_have_numbered_actions_and_count_their_frames(e
         ({"id": "json:Walker-v0"}, "env.id 'json:Walker-v0' cannot be made: NameNotFound"),
         ({"id": COUNTING, "kwargs": '{"color": 1}'}, "env.kwargs: .*'color'"),
         ({"id": COUNTING, "num_envs": 3}, "env.num_envs must be even"),
+        ({"id": "selfplay/classic/chess_v9"}, "PettingZoo has no such game; nearest: selfplay/classic/chess_v6"),
+        ({"id": "pettingzoo.classic.tictactoe.tictactoe:env"}, "it is a game by turns: use selfplay/"),
+        ({"id": "tests.support.crowd:nameless"}, "an env of several agents needs the list possible_agents"),
     ],
 )
 def test_bad_settings_are_one_line_for_the_user(options, says):

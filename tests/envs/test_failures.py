@@ -133,6 +133,12 @@ def test_an_exception_of_the_constructor_has_its_traceback():
     assert "in __init__\n" in caught.value.trace
 
 
+def test_an_env_that_exits_is_a_bug_like_another_exception():
+    says = r"SystemExit: no license \(.*flaky\.py, line"
+    with make(FLAKY, 1, kwargs={"how": "quit", "at": 2}) as envs, pytest.raises(CoterieError, match=says):
+        play(envs, 3)
+
+
 def test_a_replaced_env_has_another_seed_that_is_reproducible(tmp_path):
     def run(name):
         kwargs = {"how": "nan_reward", "at": 3, "marker": str(tmp_path / name)}

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
+from coterie.envs.gym import numbers
 from tests.envs.env_harness import make, play
 
 TELLING = "tests.support.telling:TellingEnv"
@@ -51,6 +53,31 @@ def test_numbers_in_envpools_info_count_too():
     with make("Breakout-v5", 2, max_episode_steps=5) as envs:  # only what the other fields do not say
         play(envs, 7)
         assert set(envs.news().info) <= {"elapsed_step"}
+
+
+def test_what_counts_as_a_number_is_the_same_for_one_env_and_for_many():
+    loop, row = {"x": 1}, np.array([[True], [False]])
+    loop["loop"] = loop
+    info = {"ints": torch.tensor([1, 2]), "column": row, 3: 4, "": np.float16(5), "zero": np.array(6), "loop": loop}
+    info |= {"deep": {"y": torch.tensor(7.0), "_y": row[::-1, 0]}, "_hidden": 8, "grad": torch.ones(2).requires_grad_()}
+    info |= {"wide": np.ones((2, 2)), "text": "9", "none": None, "objects": np.array([{}, None]), "list": [1, 2]}
+    info |= {"time": np.timedelta64(5, "s"), "complex": 1j, "huge": 10**400}
+    found = {name: x.tolist() for name, x in numbers(info, 2).items() if not name.startswith("loop")}
+    assert np.isnan(found["deep/y"][0])
+    assert found.pop("deep/y")[1] == 7
+    one = {"3": [4, 4], "": [5, 5], "zero": [6, 6]}
+    assert found == {"ints": [1, 2], "column": [1, 0], "grad": [1, 1], **one}
+    assert {name: x.item() for name, x in numbers(info, 1).items() if name in one} == {"3": 4, "": 5, "zero": 6}
+    assert numbers(None, 1) == {}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_vector_env_may_have_them_nested_and_may_have_none(kind):
+    for lacks, wanted in (("info", {}), ("", {"deep/step": (20.0, 8), "odd": (4.0, 4), "3": (8.0, 8)})):
+        kwargs = {"kind": kind, "lacks": lacks}
+        with make("tests.support.vectors:Counting", 2, backend="vector", kwargs=kwargs, info="steps") as envs:
+            play(envs, 4)
+            assert envs.news().info == wanted
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled", "SameStep"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from gymnasium import spaces
 
 from coterie import config
@@ -58,12 +59,14 @@ class Script(Backend):
     def recv(self):
         letter, flag = next(self.letters), np.zeros(1, bool)
         over, late = flag | (letter == "L"), flag | (letter == "T")
-        return StepResults(np.zeros((1, 4), np.float32), np.ones(1, np.float32), over, late, late.copy())
+        info = {"told": torch.ones(1, 1), "wide": np.ones(7), "all": 2.0}
+        return StepResults(np.zeros((1, 4), np.float32), np.ones(1, np.float32), over, late, late.copy(), info)
 
 
 def test_a_time_limit_can_fall_on_the_no_op_after_a_lost_life():
     """The no-op's flags are not seen, the game's return is reported, and its restart is no step of an episode."""
-    group = Group(Script("..LT.."), np.arange(1), 0, False, Reports(config.Env()))
+    reports = Reports(config.Env())
+    group = Group(Script("..LT.."), np.arange(1), 0, False, reports)
     group.start(0)
     seen = [group.recv()]
     for _ in range(6):
@@ -72,3 +75,4 @@ def test_a_time_limit_can_fall_on_the_no_op_after_a_lost_life():
     assert [bool(x.is_first[0]) for x in seen] == [True, False, False, False, True, True, False]
     assert [bool(x.terminated[0] or x.truncated[0]) for x in seen] == [False, False, False, True, False, False, False]
     assert [x.episode_length[0] for x in seen if np.isfinite(x.episode_return[0])] == [3]
+    assert reports.take().info == {"told": (1.0, 1), "all": (2.0, 1)}  # no "wide"

@@ -31,7 +31,7 @@ def config_of(where: str = "obs", kind: str = "discrete", **changes: Any) -> Any
 
 
 @pytest.mark.parametrize("kind", ["discrete", "multi", "mixed"])
-@pytest.mark.parametrize("where", ["obs", "info", "method"])
+@pytest.mark.parametrize("where", ["obs", "info", "sample", "method"])
 def test_a_mask_arrives_from_wherever_the_env_has_it(where: str, kind: str) -> None:
     config = config_of(where, kind)
     spec, rng = make_spec(config.env, config.atari), np.random.default_rng(0)
@@ -49,15 +49,33 @@ def test_a_mask_arrives_from_wherever_the_env_has_it(where: str, kind: str) -> N
             envs.send(0, random_actions(spec.action, rng, 4, seen.obs))
 
 
-def test_a_mask_without_a_legal_choice_names_env_and_step() -> None:
-    config = config_of(kwargs={"stuck": 3}, **{"env.decorrelate": 0})
-    says = "env 8: its action_mask allows no action at step 2 of an episode"
-    with make_envs(config.env, config.atari, seed=1, first_env_id=8) as envs:
-        for _ in range(3):
-            seen = envs.recv(0)
-            envs.send(0, random_actions(envs.spec.action, np.random.default_rng(0), 4, seen.obs))
-        with pytest.raises(CoterieError, match=says):
-            envs.recv(0)
+STUCK = f"env 8 of '{MASKED}': its action_mask allows no action at step %d of an episode"
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "changes", "says"),
+    [
+        ("short", "mixed", {}, r"action_mask array.* does not fit the 9 choices of Dict\("),
+        ("dict", "multi", {}, r"action_mask {'x': .* does not fit the 9 choices of Tuple\("),
+        ("number", "discrete", {}, r"action_mask 1 does not fit the 4 choices of Discrete\(4, start=1\)$"),
+        ("inside", "multi", {}, r"observation 'in.action_mask' has shape \(9,\); an action mask is the entry"),
+        ("info", "multi", {"env.action_repeat": 2}, "env.action_repeat: must be 1; .*:Masked has action masks"),
+        ("obs", "multi", {"env.decorrelate": 0, "kwargs": {"stuck": 0}}, STUCK % 0),
+        ("obs", "multi", {"env.decorrelate": 0, "kwargs": {"stuck": 3}}, STUCK % 3),
+        ("obs", "multi", {"env.decorrelate": 90, "kwargs": {"stuck": 3}}, STUCK % 3),
+    ],
+)
+def test_what_is_no_mask_is_one_line(where: str, kind: str, changes: dict[str, Any], says: str) -> None:
+    def step() -> None:
+        config = config_of(where, kind, **changes)
+        spec = make_spec(config.env, config.atari)
+        with make_envs(config.env, config.atari, seed=1, first_env_id=8) as envs:
+            for _ in range(4):
+                envs.send(0, random_actions(spec.action, np.random.default_rng(0), 4, envs.recv(0).obs))
+
+    with pytest.raises(CoterieError, match=says) as caught:
+        step()
+    assert not caught.value.trace
 
 
 VALUE = {"q.learn_start": 90, "q.batch_size": 8, "q.intensity": 1.0, "q.target_every": 40, "replay.capacity": 2000}
@@ -112,8 +130,9 @@ def test_no_algorithm_takes_an_illegal_choice(name: str, acting: str, tmp_path: 
         np.testing.assert_array_equal(a if kind == "discrete" else a[0], [4] * 6 if kind == "discrete" else [1] * 6)
         if kind != "discrete":
             np.testing.assert_array_equal(a[1], [[2, 1]] * 6)
-    with pytest.raises(ConfigError, match="action_mask: this policy needs one"):
-        policy(obs)
+    for masks, says in ({}, "this policy needs one"), ({"action_mask": only & (obs < 0)}, "nothing is legal in"):
+        with pytest.raises(ConfigError, match=f"action_mask: {says}"):
+            policy(obs, **masks)
 
 
 def test_an_illegal_action_is_worse_than_the_worst_return_of_a_distribution() -> None:

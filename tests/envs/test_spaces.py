@@ -120,7 +120,9 @@ def test_random_actions_fit_the_spec():
 
 
 def test_spaces_that_are_not_supported_are_refused():
-    for space in (spaces.Sequence(spaces.Discrete(2)), spaces.Dict({"g": spaces.Tuple([])}), spaces.Dict({})):
+    one = spaces.Discrete(2)
+    same, nameless = spaces.Dict({"a.b": one, "a": spaces.Dict({"b": one})}), spaces.Dict({"": one, "a": one})
+    for space in (spaces.Sequence(one), spaces.Dict({"g": spaces.Tuple([])}), spaces.Dict({}), same, nameless):
         with pytest.raises(ConfigError, match=r"env\.id 'env'"):
             obs_fields("env", space)
     with pytest.raises(ConfigError, match="action space"):
@@ -128,7 +130,7 @@ def test_spaces_that_are_not_supported_are_refused():
     with pytest.raises(ConfigError, match="at most 65536 values"):
         action_map("env", spaces.Box(0, 10**6, (1,), np.int64))
     fields = obs_fields("env", spaces.Dict({"x": spaces.Discrete(2), "action_mask": spaces.MultiBinary(2)}))
-    with pytest.raises(ConfigError, match="needs one value for each of 3 choices"):
+    with pytest.raises(ConfigError, match="with a value for each of 3 choices"):
         with_mask("env", fields, action_map("env", spaces.Discrete(3)).spec, False)
 
 

@@ -23,6 +23,7 @@ from coterie.types import ConfigError
 from tests.conftest import make_config
 from tests.envs.env_harness import Seen, check_returns, make, pattern, play
 from tests.support.cells import ON_POLICY
+from tests.support.crowd import Crowd
 
 CROWD = "tests.support.crowd:Crowd"
 # One is there all the time, one leaves at step 2, one comes at step 3.
@@ -171,8 +172,11 @@ def test_agents_with_one_policy_learn_what_takes_two(tmp_path: Path) -> None:
     assert float(done.stdout.split()[-3]) > 0.4
 
 
-def test_check_env_runs_the_test_of_pettingzoo() -> None:
+def test_check_env_runs_the_test_of_pettingzoo_besides_its_own() -> None:
     assert "return the exact same space object" in check_env(CROWD)[0]
+    assert check_env(CROWD, kwargs='{"how": "nan", "at": 2}')[0] == "reward: nan; a run replaces an env that gives it"
+    assert check_env(lambda: Crowd(how="new", at=2))[0] == "agents has ['x'], which possible_agents has not"
+    assert check_env(lambda: Crowd(mask="info")) == []
     assert check_env("pettingzoo/classic/rps_v2", steps=20) == []
 
 

@@ -49,10 +49,10 @@ def test_every_step_of_another_is_aligned(mode: str, kind: str) -> None:
     check_counting(seen, seen.obs, clipped(seen.action), 5)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_a_same_step_env_that_cannot_wait_loses_the_first_step_and_no_more(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "lacks"), [("numpy", ""), ("torch", ""), ("numpy", "arrays"), ("torch", "arrays")])
+def test_a_same_step_env_that_cannot_wait_loses_the_first_step_and_no_more(kind: str, lacks: str) -> None:
     """The last observation of an episode is its own, and the reward of the step that is lost counts in the return."""
-    with make(COUNTING, 3, backend="vector", kwargs={"mode": "SameStep", "kind": kind}) as envs:
+    with make(COUNTING, 3, backend="vector", kwargs={"mode": "SameStep", "kind": kind, "lacks": lacks}) as envs:
         seen = play(envs, 60)
     steps = seen.obs[..., 0] - [0, 100, 200]
     assert (steps[seen.done] == 5).all()

@@ -15,8 +15,8 @@ class Crowd(ParallelEnv[str, Any, int]):
     k). Its observation is `[step, episode, k]`, its reward `16 * step + 4 * k + action` of the step before.
 
     `mask`: the action `step % 4` is illegal, by "obs" or "info", and an illegal one raises; at an end all are. `how`
-    the env breaks at step `at` of its first life: "raise", or "nan", of the last agent's reward. `odd`: that agent has
-    one more action. `bare`: what leaves is not in the observations any more.
+    the env breaks at step `at` of its first life: "raise", "nan", of the last agent's reward, or "new", by an unknown
+    agent. `odd`: the last agent has one more action. `bare`: what leaves is not in the observations any more.
     """
 
     metadata: dict[str, Any] = {"name": "crowd"}  # noqa: RUF012
@@ -57,6 +57,9 @@ class Crowd(ParallelEnv[str, Any, int]):
         if self.how and self.episode == 0 and self.steps == self.at:
             if self.how == "raise":
                 raise ValueError("broken by design")
+            if self.how == "new":
+                self.agents.append("x")
+                return self._see([]), rewards, {}, {}, {}
             rewards[list(rewards)[-1]] = np.nan
         over = {a: self.lives[a][1] == self.steps for a in actions}
         terminated = {a: over[a] and numbers[a] % 2 == 0 for a in actions}
@@ -88,6 +91,13 @@ class Crowd(ParallelEnv[str, Any, int]):
     @property
     def render_mode(self) -> str:
         return "rgb_array"
+
+
+def nameless() -> Crowd:
+    """Without a list of all agents."""
+    crowd = Crowd()
+    del crowd.possible_agents
+    return crowd
 
 
 def uneven() -> Crowd:

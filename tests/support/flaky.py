@@ -17,8 +17,8 @@ from coterie.envs.testing import CountingEnv
 class FlakyEnv(gymnasium.Env[Any, Any]):
     """A CountingEnv that breaks at its `at`-th step (counted over episodes), or at any step with `probability`.
 
-    `how`: raise, nan_reward, nan_obs, exit (the process ends), kill (SIGKILL), hang, or construct (the constructor
-    raises). `marker`: a file that the first failure creates; with it no env breaks any more, so there is one failure.
+    `how`: raise, quit (SystemExit), nan_reward, nan_obs, exit (the process ends), kill (SIGKILL), hang, or construct
+    (the constructor raises). `marker`: a file that the first failure creates; with it no env breaks any more.
     """
 
     def __init__(self, how: str, at: int = 0, probability: float = 0.0, marker: str = "", length: int = 5) -> None:
@@ -39,6 +39,8 @@ class FlakyEnv(gymnasium.Env[Any, Any]):
         if self._breaks():
             if self.how == "raise":
                 raise ValueError("flaky by design")
+            if self.how == "quit":
+                raise SystemExit("no license")
             if self.how == "exit":
                 os._exit(3)
             if self.how == "kill":

@@ -11,8 +11,8 @@ from gymnasium import spaces
 
 class Masked(gymnasium.Env[Any, Any]):
     """Choice k of each component is legal unless (count + k) is a multiple of 3; nothing is at an episode's end. The
-    mask is `where`: in the observation ("obs"), in info, or behind `action_masks()` ("method"). `stuck`: at this count
-    nothing is legal.
+    mask is `where`: in the observation ("obs"), in info, there also as `Space.sample` takes it ("sample"), or behind
+    `action_masks()` ("method"). Others cannot be used. `stuck`: at this count nothing is legal.
     """
 
     def __init__(self, where: str = "obs", kind: str = "discrete", length: int = 5, stuck: int = -1) -> None:
@@ -27,6 +27,8 @@ class Masked(gymnasium.Env[Any, Any]):
         count = spaces.Box(0, np.inf, (1,), np.float32)
         mask = spaces.MultiBinary(sum(self.sizes))
         self.observation_space = spaces.Dict({"count": count, "action_mask": mask}) if where == "obs" else count
+        if where == "inside":
+            self.observation_space = spaces.Dict({"count": count, "in": spaces.Dict({"action_mask": mask})})
         if where == "method":
             self.action_masks = self._masks
         self.count = 0
@@ -53,6 +55,10 @@ class Masked(gymnasium.Env[Any, Any]):
 
     def _see(self) -> tuple[Any, dict[str, Any]]:
         count = np.array([self.count], np.float32)
+        first, *more = self._masks()
+        flat, nested = np.concatenate([first, *more]), (first, tuple(more)) if more else first
         if self.where == "obs":
-            return {"count": count, "action_mask": np.concatenate(self._masks())}, {}
-        return count, {"action_mask": tuple(self._masks())} if self.where == "info" else {}
+            return {"count": count, "action_mask": flat}, {}
+        sample = {"a": nested, "b": None} if self.kind == "mixed" else nested
+        masks = {"info": (first, *more), "sample": sample, "short": flat[1:], "number": 1, "dict": {"x": flat}}
+        return count, {"action_mask": masks[self.where]} if self.where in masks else {}

@@ -26,7 +26,7 @@ class TellingEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         info: dict[str, Any] = {"step": inner.steps}
         if self.odd:
             info |= {"deep": {"half": np.float32(inner.steps / 2)}, "array": np.zeros(3), "text": "1"}
-            info |= {"bad": float("nan"), "large": 10**400}
+            info |= {"bad": float("nan"), "large": 10**400, "time": np.timedelta64(5, "s"), "complex": np.complex64(1)}
         if terminated or truncated:
             info["success"] = np.bool_(terminated) if self.odd else terminated
         return obs, reward, terminated, truncated, info

@@ -28,7 +28,8 @@ class Spy(torch.Tensor):
 
 
 class Counting(VectorEnv[Any, Any, Any]):
-    """Env i begins with count 100 i. `kind`: numpy, torch, dlpack, spy. `lacks`: final_obs, mode, rows or envs."""
+    """Env i begins with count 100 i. `kind`: numpy, torch, dlpack, spy. `lacks`: final_obs, mode, rows, envs,
+    info, or arrays of all envs' last observations and info: there are objects instead."""
 
     def __init__(self, num_envs: int, mode: str = "NextStep", kind: str = "numpy", lacks: str = "", nan: int = 0):
         self.num_envs, self.mode, self.kind, self.lacks, self.nan = num_envs, AutoresetMode(mode), kind, lacks, nan
@@ -67,8 +68,15 @@ class Counting(VectorEnv[Any, Any, Any]):
         terminated, truncated = self.finished & (self.episode % 2 == 0), self.finished & (self.episode % 2 == 1)
         if self.mode is AutoresetMode.SAME_STEP and self.finished.any():
             info = {} if self.lacks == "final_obs" else {"final_obs": self._see()}
+            if self.lacks == "arrays":
+                info = {"final_obs": np.full(self.num_envs, None), "final_info": np.full(self.num_envs, {})}
+                for i in np.flatnonzero(self.finished):
+                    info["final_obs"][i] = np.asarray(self._see()[i])
             self._restart(self.finished)
-        return self._see(), reward, terminated, truncated, info
+        calls, odd = np.full(self.num_envs, float(self.calls)), np.where(self.begin == 0, np.inf, 1.0)
+        told = {"step": calls if self.kind == "numpy" else torch.from_numpy(calls)}
+        info |= {"deep": told, "odd": odd, "": "", 3: 1}
+        return self._see(), reward, terminated, truncated, None if self.lacks == "info" else info
 
     def _see(self) -> Any:
         obs = np.stack([self.count, self.episode], 1).astype(np.float32)
