@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import re
 import time
@@ -11,7 +10,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 from typing import Any
 
 import gymnasium
@@ -21,14 +20,14 @@ from gymnasium.utils import env_checker
 
 from coterie.config import Atari, Env
 from coterie.envs.backend import Backend, StepResults
-from coterie.envs.gym import open_gym, raised
+from coterie.envs.gym import Instance, raised
 from coterie.envs.local import LocalBackend
 from coterie.envs.make import env_edges, make_spec
 from coterie.envs.pool import PoolBackend, has_env
-from coterie.envs.spaces import leaf_spaces, random_actions
+from coterie.envs.spaces import leaf_of, leaf_spaces, random_actions
 from coterie.plugins import Part
 from coterie.runs.objects import name_of
-from coterie.types import ConfigError, entries, one_line
+from coterie.types import MASK, ConfigError, CoterieError, entries, one_line
 
 _SAME, _LONGEST_S = 100, 30.0  # steps of two copies; seconds of random play
 _SLOW, _LARGE = 1000, 10.0  # env steps/s; reward
@@ -53,17 +52,17 @@ def command(options: Namespace) -> int:
 
 def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
     """What to mend, and what else is worth knowing."""
-    spec, pool, mend = make_spec(env, Atari()), has_env(env.id), dict[str, str]()
-    facts = [f"{_label(f.name)}: {f.spec.dtype} {f.spec.shape}, {f.form}" for f in env_edges(env, Atari()).fields]
+    spec, pool, mend, edges = make_spec(env, Atari()), has_env(env.id), dict[str, str](), env_edges(env, Atari())
+    facts = [f"{_label(f.name)}: {f.spec.dtype} {f.spec.shape}, {f.form}" for f in edges.fields]
     facts.append(f"action: {spec.action.kind}, {spec.action.sizes or spec.action.shape}")
     if spec.agents > 1:
-        return [*_by_checker(env, "pettingzoo")], [*facts, f"agents: {spec.agents}, each an env of env.num_envs"]
+        facts.append(f"agents: {spec.agents}, each an env of env.num_envs")
 
     def copy(rendered: bool = False) -> PoolBackend | LocalBackend:
         if pool:
             return PoolBackend(env, Atari(), [1], 1, False, rendered)
         backend = LocalBackend(env, [1])
-        backend.instance.env = _Spy(backend.instance.env, mend)
+        _spy(backend.instance, mend)
         return backend
 
     try:
@@ -76,23 +75,27 @@ def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
                     when = f"differ after {k} equal actions" if k else "begin differently"
                     mend["seed"] = f"two copies with one seed {when}: call super().reset(seed=seed), use self.np_random"
                     break
-    except ConfigError as error:
-        mend["render"] = str(error)
-    except Exception as error:
+    except CoterieError as error:
+        mend["refused"] = str(error)
+    except (Exception, SystemExit) as error:
         mend["raised"] = f"it raises {raised(error)}"
-    return [*mend.values(), *([] if pool else _by_checker(env, "gymnasium"))], facts
+    if spec.masked and (edges.mask or spec.agents == 1):
+        facts.append("gymnasium's or PettingZoo's checker was left out: it does not know this action mask")
+    elif not pool:
+        return [*mend.values(), *_by_checker(env)], facts
+    return [*mend.values()], facts
 
 
-def _by_checker(env: Env, package: str) -> Iterator[str]:
-    with warnings.catch_warnings(record=True) as caught:
+def _by_checker(env: Env) -> Iterator[str]:
+    with warnings.catch_warnings(record=True) as caught, closing(LocalBackend(env, [1])) as made:
         warnings.simplefilter("always")
+        package = "pettingzoo" if made.spec.agents > 1 else "gymnasium"
         try:
-            with closing(open_gym(env.id, json.loads(env.kwargs), env.max_episode_steps)) as made:
-                if package == "pettingzoo":
-                    importlib.import_module("pettingzoo.test").parallel_api_test(made.env)
-                else:
-                    env_checker.check_env(made, skip_render_check=True, skip_close_check=True)
-        except Exception as error:
+            if package == "pettingzoo":
+                importlib.import_module("pettingzoo.test").parallel_api_test(made.env.env)
+            else:
+                env_checker.check_env(made.env, skip_render_check=True, skip_close_check=True)
+        except (Exception, SystemExit) as error:
             yield f"{package}: {one_line(error).removeprefix('AssertionError: ')}"
     for text in dict.fromkeys(re.sub(r"\x1b\[\d+m|WARN: ", "", str(one.message)) for one in caught):
         if not _KNOWN.search(text):
@@ -101,34 +104,33 @@ def _by_checker(env: Env, package: str) -> Iterator[str]:
 
 def _play(backend: Backend) -> Iterator[StepResults]:
     """What follows a reset, and each random action after it."""
-    ids, rng = np.zeros(1, np.int32), np.random.default_rng(1)
+    ids, rng, spec = np.arange(backend.num_instances, dtype=np.int32), np.random.default_rng(1), backend.spec
     backend.reset(ids)
-    while True:
-        yield (answer := backend.recv())
-        actions = random_actions(backend.spec.action, rng, 1, answer.obs)
-        backend.step(ids, backend.action_map.to_env(actions))
+    for k in count():
+        answer = backend.recv()
+        if spec.masked and not spec.legal_rows(answer.obs[MASK]).all():
+            raise ConfigError(f"{MASK}: nothing is legal after {k} random actions, and no episode ended")
+        yield answer
+        backend.step(ids, backend.action_map.to_env(random_actions(spec.action, rng, len(ids), answer.obs)))
 
 
 def _random_steps(backend: Backend, steps: int, limit: int, mend: dict[str, str]) -> list[str]:
     """Facts about episodes, rewards and speed."""
-    begin, length, rewards, ends = time.monotonic(), 0, list[float](), list[tuple[int, bool]]()
+    begin, rewards, ends = time.monotonic(), list[float](), list[tuple[int, bool]]()
+    length = np.zeros(backend.num_instances, int)
     for before, answer in pairwise(islice(_play(backend), steps + 1)):
         for name, x in [("reward", answer.reward), *((_label(k), x) for k, x in entries(answer.obs).items())]:
             if x.dtype.kind == "f" and not np.isfinite(x).all():
                 mend[f"{name} finite"] = f"{name}: {x[~np.isfinite(x)][0]}; a run replaces an env that gives it"
-        if before.terminated[0] or before.truncated[0]:  # this is a reset
-            length = 0
-            continue
-        length += 1
-        rewards.append(float(answer.reward[0]))
-        if answer.terminated[0] or answer.truncated[0]:
-            ends.append((length, bool(answer.terminated[0])))
+        first = answer.first | before.terminated | before.truncated  # of a reset, or of an absent agent
+        length = np.where(first, 0, length + 1)
+        rewards += answer.reward[~first].tolist()
+        done = (answer.terminated | answer.truncated) & ~first
+        ends += zip(length[done].tolist(), answer.terminated[done].tolist(), strict=True)
         if time.monotonic() - begin > _LONGEST_S:
             break
-    rate, largest = (
-        len(rewards) / (time.monotonic() - begin),
-        max((abs(x) for x in rewards if math.isfinite(x)), default=0.0),
-    )
+    rate = len(rewards) / (time.monotonic() - begin)
+    largest = max((abs(x) for x in rewards if math.isfinite(x)), default=0.0)
     lengths, over = [n for n, _ in ends], sum(terminated for _, terminated in ends)
     if not ends and not limit:
         mend["ends"] = f"no episode ended in {len(rewards)} steps: truncate at a limit, or --env.max-episode-steps"
@@ -147,22 +149,17 @@ def _label(name: str) -> str:
     return f"observation {name!r}" if name else "observation"
 
 
-class _Spy(gymnasium.ObservationWrapper[Any, Any, Any]):
-    """Compares each entry of an observation with its space."""
+def _spy(instance: Instance, mend: dict[str, str]) -> None:
+    """Make it compare each entry of an observation with its space."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any], mend: dict[str, str]) -> None:
-        super().__init__(env)
-        self.mend = mend
-
-    def observation(self, observation: Any) -> Any:
-        for path, space in leaf_spaces(self.observation_space):
-            x = observation
-            for key in path:
-                x = x[key]
-            if problem := _problem(x, space):
+    def write(row: int, obs: Any, info: Any, goes_on: bool) -> None:
+        for path, space in leaf_spaces(instance.env.observation_space):
+            if problem := _problem(leaf_of(obs, path), space):
                 name = _label(".".join(map(str, path)))
-                self.mend.setdefault(f"{name} {problem.split()[0]}", f"{name}: {problem}")
-        return observation
+                mend.setdefault(f"{name} {problem.split()[0]}", f"{name}: {problem}")
+        as_before(row, obs, info, goes_on)
+
+    as_before, instance.write = instance.write, write  # type: ignore[method-assign]
 
 
 def _problem(x: Any, space: gymnasium.Space[Any]) -> str:

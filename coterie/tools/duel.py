@@ -48,12 +48,14 @@ class Duel(gymnasium.Env[Any, Any]):
         if len(spaces) != 2 or spaces[0] != spaces[1]:
             raise ConfigError(f"env.id: self-play needs a game for two sides with the same spaces; {game} has {spaces}")
         self.observation_space, self.action_space = spaces[0]
+        self.moves = copy.deepcopy(self.action_space)  # of the player at random
         self.newest, self.render_mode = newest, kwargs.get("render_mode")
         self.pool: dict[str, Any] = {}  # "folder" and "members", the newest last
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        self.game.reset(seed=int(self.np_random.integers(2**31)))
+        for seeded in (self.game.reset, self.moves.seed):
+            seeded(seed=int(self.np_random.integers(2**31)))
         self.me, self.other = self.np_random.permutation(self.game.possible_agents).tolist()
         members = self.pool.get("members", [RANDOM])
         self.opponent = members[-1 if self.np_random.random() < self.newest else self.np_random.integers(len(members))]
@@ -62,7 +64,7 @@ class Duel(gymnasium.Env[Any, Any]):
             self.policy = copy.copy(frozen(Path(self.pool["folder"]), self.opponent))
             self.policy.reset()  # its memory is of this game
         self.total = self._opponents_turns()
-        return self.game.observe(self.me), self.game.infos[self.me]
+        return self.game.observe(self.me), dict(self.game.infos[self.me])
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         reward = 0.0
@@ -74,7 +76,7 @@ class Duel(gymnasium.Env[Any, Any]):
             with Path(self.pool["folder"], "results", str(os.getpid())).open("a") as lines:
                 lines.write(f"{self.opponent} {(np.sign(self.total) + 1) / 2}\n")
         over = self.game.terminations[self.me], self.game.truncations[self.me]
-        return self.game.observe(self.me), reward, *over, self.game.infos[self.me]
+        return self.game.observe(self.me), reward, *over, dict(self.game.infos[self.me])
 
     @property
     def _over(self) -> bool:
@@ -87,7 +89,7 @@ class Duel(gymnasium.Env[Any, Any]):
             obs = self.game.observe(self.other)
             mask = obs.get(MASK) if isinstance(obs, dict) else self.game.infos[self.other].get(MASK)
             if self.policy is None:
-                action = self.game.action_space(self.other).sample(None if mask is None else np.asarray(mask, np.int8))
+                action = self.moves.sample(None if mask is None else np.asarray(mask, np.int8))
             else:
                 batch, legal = map_obs(lambda x: np.asarray(x)[None], obs), None if mask is None else mask[None]
                 (action,) = self.policy(batch, action_mask=legal, reward=np.zeros(1), sampled=True)

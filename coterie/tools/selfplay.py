@@ -59,5 +59,15 @@ class SelfPlay(Callback):
         self.members[name] = self.elo
         if len(self.members) > self.size:
             del self.members[next(member for member in self.members if member != RANDOM)]
-        write_whole(self.folder / "pool.json", json.dumps({"members": self.members, "elo": self.elo}))
+        self.save()
         run.set_env("pool", {"folder": str(self.folder.absolute()), "members": list(self.members)})
+
+    def on_end(self, run: Run) -> None:
+        """Rate the last games, too."""
+        for _ in range(2):
+            self.read_at = 0.0
+            self.on_rollout(run)
+        self.save()
+
+    def save(self) -> None:
+        write_whole(self.folder / "pool.json", json.dumps({"members": self.members, "elo": self.elo}))

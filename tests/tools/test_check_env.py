@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import gymnasium
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from gymnasium import spaces
 import coterie
 from coterie.cli.main import main
 from coterie.envs.testing import Catch, CountingEnv
+from tests.support.masked import Masked
 
 
 class Faulty(CountingEnv):
@@ -29,6 +33,8 @@ class Faulty(CountingEnv):
         self.steps += 1
         if self.fault == "raise":
             {}["missing"]
+        if self.fault == "exit":
+            sys.exit("no license")
         reward = np.nan if self.fault == "reward" else 1.0
         return self.look(), reward, self.steps == 7 and self.fault != "endless", False, {}
 
@@ -44,6 +50,7 @@ class Faulty(CountingEnv):
     [
         ("seed", "two copies with one seed begin differently: call super"),
         ("raise", "it raises KeyError: 'missing' ("),
+        ("exit", "it raises SystemExit: no license ("),
         ("reward", "reward: nan; a run replaces"),
         ("endless", "no episode ended in 60 steps: truncate at a limit"),
         ("dtype", "observation 'x': type float64 (2,) where its space has float32 (2,)"),
@@ -56,6 +63,14 @@ def test_a_fault_is_named(fault, says):
     assert coterie.check_env(Faulty, steps=60) == []
     found = coterie.check_env(lambda: Faulty(fault), steps=60)
     assert [line for line in found if line.startswith(says)], found
+
+
+def test_an_env_is_played_by_its_masks_and_self_play_by_its_seed(monkeypatch):
+    assert coterie.check_env(Masked, steps=50) == coterie.check_env(lambda: Masked("info", "mixed"), steps=50) == []
+    nothing = "action_mask: nothing is legal after 3 random actions, and no episode ended"
+    assert coterie.check_env(lambda: Masked(stuck=3)) == [nothing]
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    assert coterie.check_env("selfplay/self_play:Nim", steps=100) == []
 
 
 def test_the_command_says_what_it_saw_and_has_three_exit_codes(capsys):

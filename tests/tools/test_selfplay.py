@@ -70,9 +70,10 @@ def test_the_rating_follows_elos_formula_and_reads_each_result_once(tmp_path: Pa
     rating.on_start(run)
     rating.members["7"] = 400.0
     (tmp_path / "selfplay" / "results" / "1").write_text("random 1.0\n7 0.5\ngone 1.0\n")
-    for _ in range(3):
-        rating.read_at = 0
-        rating.on_rollout(run)
+    rating.on_rollout(run)
+    rating.on_end(run)
+    rating.on_end(run)
+    assert json.loads((tmp_path / "selfplay" / "pool.json").read_text())["elo"] == rating.elo
     first = 8 * (1 - 0.5)
     second = 8 * (0.5 - 1 / (1 + 10 ** ((400 - first) / 400)))
     assert rating.elo == pytest.approx(first + second)
