@@ -183,7 +183,10 @@ class Policy:
     def __call__(
         self, obs: Obs, *, reward: Array | None = None, action_mask: Array | None = None, sampled: bool = False
     ) -> Any:
-        obs = flatten(obs, self.fields)
+        try:
+            obs = flatten(obs, self.fields)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"obs: not a batch of what the env gives, [B, ...] in each array: {error!r}") from error
         if self._outside:
             if action_mask is None:
                 raise ConfigError("action_mask: this policy needs one, [B, choices]: the env's info or action_masks()")
@@ -191,6 +194,8 @@ class Policy:
         for key, x in entries(obs).items():
             if np.shape(x)[1:] != (row := self.spec.obs[key].shape):
                 raise ConfigError(f"obs: a batch of {row} is needed, not {np.shape(x)}; for one env give obs[None]")
+        if self.spec.masked and not self.spec.legal_rows(obs[MASK]).all():
+            raise ConfigError("action_mask: nothing is legal in one of its rows")
         batch = len(next(iter(entries(obs).values())))
         if len(self._first) != batch:
             self._first, rng = np.ones(batch, bool), self.player.rng

@@ -68,7 +68,7 @@ def config_of(args: list[str], spec: Spec | None = None) -> Config:
     changes = {**values, **options}
     env = presets.common.of_env(changes)  # decides which of the preset's settings apply
     spec = None if env else spec
-    return validate(replace(presets.make(preset, env.pop("env.id", None), spec, **env), changes))
+    return validate(replace(presets.make(preset, env.pop("env.id", ""), spec, **env), changes))
 
 
 @contextmanager

@@ -29,7 +29,7 @@ __all__ = [  # noqa: RUF022 - in the order of `PRESETS`, of messages and of page
 PRESETS: dict[str, Callable[..., Config]] = {n.replace("_", "-"): globals()[n] for n in __all__ if n != "make"}
 
 
-def make(name: str, env: Part | None = None, spec: Spec | None = None, **overrides: Any) -> Config:
+def make(name: str, env: Part = "", spec: Spec | None = None, **overrides: Any) -> Config:
     """The preset called `name`, or the user's `package.module:function`, for `env`. `spec`: the env's, if known;
     otherwise the env is made to find its spaces.
     """
@@ -39,9 +39,11 @@ def make(name: str, env: Part | None = None, spec: Spec | None = None, **overrid
         hint = f"did you mean {near[0]!r}? " if near else ""
         known = f"presets are {', '.join(PRESETS)}, or package.module:function"
         raise ConfigError(f"preset: {name!r} is unknown; {hint}{known}")
+    if env != "" and "env.id" in overrides:
+        raise ConfigError("env.id: the env is given twice, as env, too")
     before = known_spec.set(spec)
     try:
-        config = preset(**({"env": env} if env else {}), **overrides)
+        config = preset(**({"env": env} if env != "" else {}), **overrides)
         if not isinstance(config, Config):
             raise ConfigError(f"preset: {name} returns {type(config).__name__}, not a Config")
         return replace(config, preset=name)

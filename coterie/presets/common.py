@@ -14,7 +14,7 @@ from coterie.envs.tasks import tasks
 from coterie.plugins import Part
 from coterie.runs.config_io import replace as override
 from coterie.runs.objects import name_of
-from coterie.types import Spec
+from coterie.types import ConfigError, Spec, one_line
 
 Changes = dict[str, Any]  # by dotted name; a whole section replaces all of its fields
 _JSON = ("env.kwargs", "ray.runtime_env")  # texts that are JSON objects
@@ -32,7 +32,11 @@ def flat(overrides: Changes, prefix: str = "") -> Changes:
         if not isinstance(value, dict):
             found[dotted] = value
         elif dotted in _JSON:
-            found[dotted] = json.dumps(value)
+            try:
+                found[dotted] = json.dumps(value)
+            except (TypeError, ValueError) as error:
+                hint = "arguments of other types go into functools.partial(MyEnv, ...) as the env"
+                raise ConfigError(f"{dotted}: {one_line(error)}; {hint}") from None
         else:
             found |= flat(value, f"{dotted}.")
     return found

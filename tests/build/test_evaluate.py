@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import imageio
+import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Discrete
 
 import coterie
 from coterie.build.evaluate import Trial, evaluate, evaluate_run, load
+from coterie.envs.spaces import obs_fields
 from coterie.tools.watch import watch
 from coterie.types import ConfigError
 from tests.launch.test_session import tiny
@@ -50,6 +53,9 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
     policy(obs)
     assert torch.allclose(policy.player.state[[0, 2]], first[[0, 2]])
     assert not torch.allclose(policy.player.state[1], first[1])
+    policy.fields = obs_fields("env", Discrete(4))
+    with pytest.raises(ConfigError, match=r"^obs: not a batch of what the env gives"):
+        policy(np.int64(1))
 
 
 # imageio leaves its ffmpeg's pipes to the garbage collector.

@@ -146,9 +146,13 @@ def test_overrides_from_python_are_nested_or_dotted():
         ({"learning_rate": 1}, "learning_rate: no such field; "),
         ({"lr": 1}, r"lr: no such field; the nearest are optim\.lr"),
         ({"optim": 3}, "optim: no such field; the fields of optim are optim.rule"),
+        ({"env.kwargs": {"size": {3}}}, r"env\.kwargs: TypeError: .*; .* functools\.partial\(MyEnv, "),
+        ({"env.id": "Pong-v5"}, r"env\.id: the env is given twice, as env, too"),
     ],
 )
-def test_an_unknown_override_is_one_line_with_the_nearest_name(overrides, says):
-    for preset in (presets.ppo, presets.appo):
+def test_a_bad_override_is_one_line(overrides, says):
+    for preset in ("ppo", "appo"):
         with pytest.raises(ConfigError, match=f"^{says}"):
-            preset(env="CartPole-v1", **overrides)
+            presets.make(preset, env="CartPole-v1", **overrides)
+        with pytest.raises(ConfigError, match=r"env\.id: None is not a name"):
+            presets.make(preset, env=None)
