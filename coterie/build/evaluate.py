@@ -167,9 +167,8 @@ class Policy:
     def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: Network) -> None:
         self.folder, self.config, self.spec, self.step, self.model = folder, config, spec, step, model
         self.algorithm = make_algorithm(resolve_config(config), spec)
-        _, fields, self.actions, outside = env_edges(config.env, config.atari)
-        self.fields = [f for f in fields if not (outside and f.name == MASK)]
-        self._outside = bool(outside)  # the action mask is not in the observation
+        _, fields, self.actions, self._outside = env_edges(config.env, config.atari)  # a mask that is not in obs
+        self.fields = [f for f in fields if not (self._outside and f.name == MASK)]
         self._first = np.ones(0, bool)  # envs that begin an episode
         self.player = self._new_player(0)
 
