@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART
 from coterie.exchange.table import exchange_kind
 from coterie.parallel.affinity import available_cores, bf16_is_fast
+from coterie.runs.config_io import typed_settings
 from coterie.types import ConfigError, Spec
 
 # For each core where env.num_envs is auto.
@@ -99,6 +100,8 @@ def resolve_config(config: Config, cores: int = 0) -> ResolvedConfig:
         if kind.own_policy:
             actors = learners * largest(fitting_actors(config, learners), cores // learners)
     chosen: dict[str, Any] = {"exchange": resolve_exchange(config), "actors": actors}
+    if is_dataclass(own := algorithm_class(config).Settings):
+        chosen["settings"] = typed_settings(config, cast(type, own))
     if config.env.id.startswith(PLAY):
         chosen["callbacks"] = tuple(dict.fromkeys([*config.callbacks, "coterie.tools.selfplay:SelfPlay"]))
     return ResolvedConfig(**{f.name: chosen.get(f.name, getattr(config, f.name)) for f in fields(Config)})

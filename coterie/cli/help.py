@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args, get_origin
@@ -12,6 +13,7 @@ from coterie.cli.arguments import COMMANDS, Parser, tree
 from coterie.cli.listing import presets as described
 from coterie.cli.options import comments, config_of, words_of
 from coterie.config import Config, Plugins
+from coterie.plugins import named
 from coterie.types import ActionSpec, ObsSpec, Spec
 
 # The algorithms, actings, exchanges and launches that a section is about. Other sections are about every run.
@@ -61,6 +63,9 @@ def settings_help(name: str, words: list[str]) -> str:
     parser.epilog = f"Defaults are those of {config.preset} for {config.env.id}; --env ID shows those for another env."
     if hidden:
         parser.epilog += f" Not used by this run: {', '.join(hidden)}; `--help all` lists them, too."
+    if ":" in config.algorithm and (own := named("algorithm", config.algorithm).Settings):
+        listed = ", ".join(map(str, inspect.signature(own, eval_str=True).parameters.values()))
+        parser.epilog += f" Each of the algorithm's own is --settings.NAME: {listed}."
     _add_settings(parser, config, hidden, {})
     return parser.format_help()
 

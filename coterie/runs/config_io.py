@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from coterie.config import Config, Env, Range
@@ -37,6 +37,7 @@ OLD: dict[str, tuple[Any, str]] = {
     "gossip.seats": (None, "was removed; a run gossips with at most 256 learners of other runs"),
     "store.fixed_turns": (False, "was removed; exchange allreduce, or gossip with tau 0, is reproducible"),
 }
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 SETTINGS = "settings."  # before the name of a custom algorithm's setting
 _ALIASES = {"env": "env.id", "token_file": "wire.token_file", "cert": "wire.cert", "key": "wire.key"}  # for a string
@@ -93,7 +94,7 @@ def _expected(kind: Any) -> str:
         return " or ".join(_expected(k) for k in get_args(kind))
     if get_origin(kind) is tuple:
         return f"a list of {'integers' if get_args(kind)[0] is int else 'numbers'}"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[kind]
+    return _WORDS[kind]
 
 
 def _coerce(name: str, kind: Any, value: Any) -> Any:
@@ -113,8 +114,10 @@ def _coerce(name: str, kind: Any, value: Any) -> Any:
         return int(value)
     if kind is float and (isinstance(value, float) or (real and abs(value) <= sys.float_info.max)):
         return float(value)
-    if kind in (str, bool) and type(value) is kind:
+    if kind in (str, bool, NoneType) and type(value) is kind:
         return value
+    if kind not in _WORDS and get_origin(kind) not in (Union, UnionType, Literal, tuple):
+        return value  # a custom algorithm's setting, of a type that is no field's
     if name in FIELDS:
         return name_of(name, value)
     if kind is str and isinstance(value, Path):
@@ -227,7 +230,7 @@ def read_options(args: list[str]) -> dict[str, Any]:
 def read(name: str, texts: list[str], dashes: str = "") -> Any:
     """The texts given for a field, as its type. Raises `ConfigError`."""
     if name.startswith(SETTINGS):
-        own = [_BOOLEANS.get(text.lower(), _json_value(text)) for text in texts or ["true"]]
+        own = [_json_value(text) for text in texts or ["true"]]  # of types that `typed_settings` knows
         return own[0] if len(own) == 1 else own
     kind = TYPES[name]
     listed = get_origin(kind) is tuple
@@ -248,15 +251,21 @@ def _json_value(text: str) -> Any:
     return text
 
 
-def _read(name: str, kind: Any, text: str) -> Any:
-    """A text as a field's kind. Raises `ConfigError`."""
-    number: Any = None
+def _read(name: str, kind: Any, given: Any) -> Any:
+    """A text, or a value of JSON, as a field's kind. Raises `ConfigError`."""
+    values = [given, text := str(given), *(x for word, x in _BOOLEANS.items() if word == text.lower()), [given]]
     with contextlib.suppress(ValueError):
-        number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    for value in (text, _BOOLEANS.get(text.lower()), number):
+        values.append(int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text))
+    for value in values:
         with contextlib.suppress(ConfigError):
             return _coerce(name, kind, value)
-    raise ConfigError(shown(text))
+    raise ConfigError(f"{name}: {shown(given)} is not {_expected(kind)}")
+
+
+def typed_settings(config: Config, cls: type) -> str:
+    """`config.settings`, each as the type of its field in the dataclass `cls`. Raises `ConfigError`."""
+    own, kinds = json_object("settings", config.settings), _hints(cls)
+    return json.dumps({k: _read(SETTINGS + k, plain(kinds[k]), x) if k in kinds else x for k, x in own.items()})
 
 
 def _options(args: list[str]) -> dict[str, list[str]]:

@@ -17,6 +17,8 @@ from coterie.algorithms.ppo import PPO
 from coterie.algorithms.sac import SAC, Critics, SACNetwork, squashed
 from coterie.build.evaluate import Player
 from coterie.build.factory import make_algorithm, make_model
+from coterie.build.resources import resolve_config
+from coterie.cli.main import main
 from coterie.cli.options import config_of
 from coterie.config import Config
 from coterie.models.build import acting_copy
@@ -125,6 +127,9 @@ def test_sac_learns_the_pendulum(options: dict[str, Any], tmp_path: Any) -> None
 class Settings:
     bonus: float = 0.5
     name: str = "none"
+    steps: int | None = None
+    sizes: tuple[int, ...] = ()
+    flag: bool = False
 
 
 class Mine(PPO):
@@ -136,10 +141,22 @@ def mine(env: str = "CartPole-v1", **overrides: Any) -> Config:
     return presets.ppo(env, **{"algorithm": f"{__name__}:Mine", "settings.bonus": 0.25, **overrides})
 
 
-def test_an_algorithm_has_settings_and_presets_under_its_own_name() -> None:
-    config = config_of([f"{__name__}:mine", "--env", "CartPole-v1", "--settings.name", "x", "--optim.lr", "0.1"])
+def test_an_algorithm_has_settings_and_presets_under_its_own_name(capsys: Any) -> None:
+    options = ["--settings.name", "1", "--settings.steps", "1", "--settings.sizes", "64", "--settings.flag", "yes"]
+    config = config_of([f"{__name__}:mine", "--env", "CartPole-v1", *options, "--optim.lr", "0.1"])
     assert (config.preset, config.algorithm) == (f"{__name__}:mine", f"{__name__}:Mine")
-    assert make_algorithm(config, SPEC).settings == Settings(0.25, "x")  # type: ignore[arg-type, attr-defined]
+    found = make_algorithm(resolve_config(config), SPEC).settings  # type: ignore[attr-defined]
+    assert repr(found) == "Settings(bonus=0.25, name='1', steps=1, sizes=[64], flag=True)"
+    for wrong, says in (
+        ({"steps": "abc"}, "steps: 'abc' is not an integer or null"),
+        ({"steps": 2.5}, "steps: 2.5 is not an integer or null"),
+        ({"flag": 3}, "flag: 3 is not true or false"),
+        ({"bonus": "lots"}, "bonus: 'lots' is not a number"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^settings\.{says}$"):
+            resolve_config(mine(settings=wrong))
+    assert main(["train", f"{__name__}:mine", "--help"]) == 0
+    assert "NAME: bonus: float = 0.5, name: str = 'none', " in " ".join(capsys.readouterr().out.split())
     again = presets.ppo("CartPole-v1", algorithm=Mine, settings={"bonus": 2, "name": "y"})
     assert Mine.read_settings(again) == Settings(2, "y")
     with pytest.raises(ConfigError, match=r"^settings: .*unexpected keyword argument 'bonsu'"):
