@@ -98,7 +98,8 @@ def check_own(config: Config) -> None:
         if path := getattr(config.plugins, part):
             named(f"plugins.{part}", path)
     for path in config.callbacks:
-        named("callbacks", path)
+        if isinstance(found := named("callbacks", path), type) and not hasattr(found, "should_stop"):
+            raise ConfigError(f"callbacks: {path} is not a subclass of coterie.Callback")
 
 
 def substitute(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, T]:

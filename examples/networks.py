@@ -3,17 +3,18 @@
     coterie train ppo --env CartPole-v1 --model.network networks:Simba --reward.normalize True
     coterie train ppo --env CartPole-v1 --model.core networks:MinGRU --reward.normalize True
 
-Run it in this folder, or with this folder on PYTHONPATH. From Python: `python examples/networks.py`.
+Run it in this folder, or with this folder on PYTHONPATH. From Python: `python examples/networks.py [ENV_STEPS]`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import sys
 
 import torch
 from torch import Tensor, nn
 
+import coterie
 from coterie.config import Model
 from coterie.types import Inputs, Spec
 
@@ -67,12 +68,8 @@ class MinGRU(nn.Module):
         return torch.stack(found), state
 
 
-def main() -> dict[str, Any]:
-    import coterie
-
-    options = {"model.network": "networks:Simba", "reward.normalize": True}
-    return coterie.train(coterie.presets.ppo(env="CartPole-v1", steps=100_000, **options))
-
-
 if __name__ == "__main__":
-    print(f"mean return {main()['mean_return']:.1f}")
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
+    options = {"model.network": "networks:Simba", "reward.normalize": True}
+    run = coterie.train(coterie.presets.ppo(env="CartPole-v1", steps=steps, **options))
+    print(f"mean return {run['mean_return']:.1f}")

@@ -3,13 +3,14 @@
     coterie train pqn:pqn --env CartPole-v1
     coterie train pqn:pqn --env Breakout-v5
 
-Run it in this folder, or with this folder on PYTHONPATH. From Python: `python examples/pqn.py`.
+Run it in this folder, or with this folder on PYTHONPATH. From Python: `python examples/pqn.py [ENV_STEPS]`.
 The rollouts, lambda-returns and minibatches are PPO's; a state's value is that of its best action. Settings are those
 of the authors' code, but for RAdam: Adam with a warm-up has its effect (arXiv 1910.04209).
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -96,4 +97,5 @@ def pqn(env: str = "CartPole-v1", **overrides: Any) -> Config:
 
 
 if __name__ == "__main__":
-    print(f"mean return {coterie.train(coterie.presets.make('pqn:pqn'))['mean_return']:.1f}")
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 500_000
+    print(f"mean return {coterie.train(coterie.presets.make('pqn:pqn', steps=steps))['mean_return']:.1f}")

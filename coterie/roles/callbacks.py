@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.build.evaluate import Policy, Scores
-from coterie.plugins import named
+from coterie.plugins import call
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError, Post, one_line
@@ -18,6 +18,11 @@ from coterie.types import ConfigError, CoterieError, Post, one_line
 
 class Callback:
     """The base of callbacks: its methods do nothing. One that raises ends the run as failed, after a checkpoint."""
+
+    def __init_subclass__(cls) -> None:
+        if wrong := [name for name in vars(cls) if name.startswith("on_") and not hasattr(Callback, name)]:
+            known = ", ".join(name for name in vars(Callback) if name[0] != "_")
+            raise ConfigError(f"callbacks: {cls.__name__}.{wrong[0]} would never be called; there are {known}")
 
     def __call__(self) -> Callback:
         """Itself: an instance is given as a class is."""
@@ -105,7 +110,7 @@ class Callbacks:
 
     def start(self) -> None:
         for given in self._given:
-            made = named("callbacks", given)() if isinstance(given, str) else given()
+            made = call("callbacks", given) if isinstance(given, str) else given()
             if not isinstance(made, Callback):
                 raise ConfigError(f"callbacks: {given!r:.60} makes {type(made).__name__}, not a Callback")
             self._made.append(made)

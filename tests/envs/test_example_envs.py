@@ -4,6 +4,7 @@ the examples of action masks and networks.
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +169,15 @@ def test_the_cannon_fires_only_shells_that_are_left(preset, angle, monkeypatch, 
     summary = coterie.train(getattr(presets, preset)(env="action_masks:Cannon", steps=600, **kwargs), quiet=True)
     assert summary["status"] == "finished"
     assert 0 < summary["mean_return"] < 6
+
+
+@pytest.mark.parametrize("script", ["networks", "pqn"])
+def test_the_scripts_train(script, monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, "3000"])
+    runpy.run_path(str(FOLDER.parent / f"{script}.py"), run_name="__main__")
+    assert float(capsys.readouterr().out.rpartition("mean return ")[2]) > 5
 
 
 @pytest.mark.slow

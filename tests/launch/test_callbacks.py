@@ -158,19 +158,22 @@ def test_a_callback_that_raises_ends_the_run_after_a_checkpoint_and_others_go_on
 
 def test_callbacks_by_name_are_in_the_config_and_resume_calls_them_again(tmp_path, config, module, capsys):
     module("mine", "from tests.launch.test_callbacks import Diary as One\ndef two():\n    return One()\n")
+    module("typo", "import coterie\nclass Typo(coterie.Callback):\n    def on_rollouts(self, run): ...\n")
     out = tmp_path / "run"
     small = arguments("a2c", out, {**SMALL, "steps": 64, "env.id": "levels:make"})
     assert main([*small, "--callbacks", "mine:One", "mine:two"]) == 0
     assert load_config(out / "config.json").callbacks == ("mine:One", "mine:two")
     assert main(["resume", str(out), "--steps", "128"]) == 0
     assert (out / "calls").read_text().split().count("start") == 4
-    for name, reason in (
-        ("mine:three", "cannot import"),
-        ("mine:dict", "cannot import"),
-        ("levels:make", "not a Callb"),
+    for name, reason, folder in (
+        ("mine:three", "cannot import", False),
+        ("collections:Counter", "not a subclass of coterie.Callback", False),
+        ("typo:Typo", "Typo.on_rollouts would never be called; there are on_start, on_rollout,", False),
+        ("levels:make", "not a Callb", True),
     ):
         assert main([*small, "--out", str(tmp_path / "other"), "--callbacks", name]) == 2
         assert reason in last_line(capsys)
+        assert (tmp_path / "other").exists() == folder
 
 
 def test_what_cannot_work_is_refused_in_one_line(config):
