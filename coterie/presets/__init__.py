@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from coterie.config import Config
-from coterie.plugins import Part, call
+from coterie.plugins import Part, call, named
 from coterie.presets.actor_critic import a2c, a3c, a3c_paper, a3c_store, appo, bc, gala_a2c, gala_ppo, ppo, ppo_paper
 from coterie.presets.common import known_spec
 from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_async, rainbow, rainbow_512, sac, seed_r2d2
@@ -41,6 +41,8 @@ def make(name: str, env: Part = "", spec: Spec | None = None, **overrides: Any) 
         raise ConfigError(f"preset: {name!r} is unknown; {hint}{known}")
     if env != "" and "env.id" in overrides:
         raise ConfigError("env.id: the env is given twice, as env, too")
+    if ":" in name and isinstance(named("preset", name), type):
+        raise ConfigError(f"preset: {name} is a class, not a function that returns a Config; or --algorithm {name}?")
     before = known_spec.set(spec)
     try:
         config = preset(**({"env": env} if env != "" else {}), **overrides)

@@ -57,9 +57,10 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("report", "/nowhere"), "/nowhere: not a run folder"),
         (("compare", "/nowhere", "/there"), "/nowhere: not a run folder"),
         (("export", "/nowhere"), "RUN: /nowhere is not a run folder"),
+        (("train", "coterie.config:Range"), "preset: coterie.config:Range is a class, not a function that returns"),
         (
-            ("train", "coterie.config:Range"),
-            "preset: coterie.config:Range must take other arguments: missing a required",
+            ("train", "os:getcwd", "--env", "x"),
+            "preset: os:getcwd must take other arguments: got an unexpected keyword",
         ),
         (("train", "os:getcwd"), "preset: os:getcwd returns str, not a Config"),
         (("resume",), "arguments are required: run; usage: coterie resume RUN [--steps N]"),
