@@ -8,10 +8,11 @@ import importlib
 import json
 import os
 import random
+import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from coterie.cli.options import as_toml, config_of, possible
 from coterie.config import Config
 from coterie.extras import needs
 from coterie.parallel.processes import start_server
+from coterie.parallel.signals import on_signals
 from coterie.runs.starting import Starting
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
@@ -51,23 +53,37 @@ def train(options: Namespace, rest: list[str]) -> int:
         return run_jobs(jobs, at_once)
     if options.jobs is not None:
         raise ConfigError("--jobs: is for several runs; give --seeds or --grid, too")
-    with contextlib.closing(Starting("reading the config and the environment's spaces", options.begin)) as starting:
+    with _starts("reading the config and the environment's spaces", options) as starting:
         config, default = config_of(rest), Config()
         if config.launch == default.launch and (config.learners, config.acting) != (1, default.acting):
             start_server()  # there will be child processes: it imports torch at the same time
         starting.doing("importing torch")
         from coterie.launch.session import train as run
 
-        return _report(run(warned(rest, config, starting.prints), starting=starting))
+        summary = run(warned(rest, config, starting.prints), starting=starting)
+    return _report(summary)
 
 
 def resume(options: Namespace) -> int:
     if options.steps != int(options.steps) or options.steps < 0:
         raise ConfigError(f"--steps: {options.steps} is not a whole number of env steps")
-    with contextlib.closing(Starting("importing torch", options.begin)) as starting:
+    with _starts("importing torch", options) as starting:
         from coterie.launch.session import resume as run
 
-        return _report(run(options.run, steps=int(options.steps), starting=starting))
+        summary = run(options.run, steps=int(options.steps), starting=starting)
+    return _report(summary)
+
+
+@contextlib.contextmanager
+def _starts(step: str, options: Namespace) -> Iterator[Starting]:
+    """The start of a run. A signal ends it at once, until the run's folder is written to."""
+
+    def stop(number: signal.Signals) -> None:
+        print(f"coterie: {number.name} before the run began; nothing was written", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_INTERRUPTED if options.command == "resume" else 128 + number)
+
+    with on_signals(stop), contextlib.closing(Starting(step, options.begin)) as starting:
+        yield starting
 
 
 def _report(summary: dict[str, Any]) -> int:
@@ -143,7 +159,6 @@ def work(options: Namespace, rest: list[str]) -> int:
     """`envs` and `actor`: work for a run until it ends, or until SIGINT or SIGTERM. `rest`: the options of the envs."""
     from coterie.acting.base import Stopped
     from coterie.build.resources import resolve_config
-    from coterie.parallel.processes import on_signals
     from coterie.presets.common import whole_teams
     from coterie.roles.remote_worker import Worker, run_actor, run_env_host
     from coterie.runs.config_io import read_options, replace

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from coterie.envs.news import Means, first_time
 from coterie.launch.ledger import Ledger
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
-from coterie.parallel.processes import on_signals
+from coterie.parallel.signals import on_signals
 from coterie.plugins import label
 from coterie.roles.entry import LearnerReport, Saved
 from coterie.runs import checkpoint
@@ -41,6 +41,7 @@ class Coordinator:
     def __init__(
         self, config: ResolvedConfig, folder: Path, spec: Spec, board: Board, *,
         state: dict[str, Any] | None, quiet: bool, starting: Starting | None = None,
+        signals: Sequence[signal.Signals] = (),
     ) -> None:  # fmt: skip
         self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
         self.learners = config.learners
@@ -59,6 +60,7 @@ class Coordinator:
         self.lost_drafts = 0
         self.last_checkpoint = time.monotonic()
         self.digests: dict[int, str] = {}
+        self.signals = signals  # that came while the run started
         self.signal: signal.Signals | None = None
         self.stop: tuple[str, str | None] | None = None  # by a callback: the reason, and the traceback if it raised
         self.over = False
@@ -83,6 +85,8 @@ class Coordinator:
         failure: BaseException | None = None
         with on_signals(self._on_signal):
             try:
+                for number in self.signals:
+                    self._on_signal(number)
                 with self.display:
                     work()
                 reason, raised = self.stop or ("", None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import start_server
+from coterie.parallel.signals import on_signals
 from coterie.plugins import Part, label, named
 from coterie.replay.storage import require_room
 from coterie.roles.callbacks import Given
@@ -43,6 +45,7 @@ from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
+from coterie.runs.files import sole_writer, write_whole
 from coterie.runs.machine import describe
 from coterie.runs.metrics import file_name, writing
 from coterie.runs.objects import name_of
@@ -84,8 +87,8 @@ def train(
             )
     except OSError as error:
         raise CoterieError(f"out: cannot read {folder}: {reason_of(error)}") from None
-    with closing(starting or Starting(quiet=quiet)) as starting:
-        return _go(config, folder, False, quiet, starting, callbacks)
+    with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
+        return _go(config, folder, False, quiet, starting, callbacks, held)
 
 
 def resume(
@@ -105,21 +108,25 @@ def resume(
     config = open_run(folder, new)
     if steps:
         config = validate(replace(config, steps=steps))
-    with closing(starting or Starting(quiet=quiet)) as starting:
-        return _go(config, folder, True, quiet, starting, callbacks)
+    with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
+        held.enter_context(sole_writer(folder))
+        return _go(config, folder, True, quiet, starting, callbacks, held)
 
 
 def _go(
-    asked: Config, folder: Path, resumed: bool, quiet: bool, starting: Starting, callbacks: Sequence[Given]
-) -> dict[str, Any]:
-    """Run from config to summary, in this process or in others. A run that cannot start writes no files."""
+    asked: Config, folder: Path, resumed: bool, quiet: bool, starting: Starting, callbacks: Sequence[Given],
+    held: ExitStack,
+) -> dict[str, Any]:  # fmt: skip
+    """Run from config to summary, in this process or in others. A run that cannot start writes no files. `held`: is
+    closed when the run has ended.
+    """
     check_objects(asked)
     if asked.launch == "ray":
         if callbacks:
             raise ConfigError("callbacks: launch ray takes the config's only, each package.module:callable")
         from coterie.launch.ray.run import run_on_ray  # which only this needs
 
-        return run_on_ray(asked, folder, resumed, quiet, starting)
+        return run_on_ray(asked, folder, resumed, quiet, starting, held)
     starting.doing(f"loading {label(asked.env.id)}")
     saved, state = _saved(asked, folder) if resumed else (None, None)
     config = resolve_config(asked)
@@ -156,8 +163,12 @@ def _go(
             learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
             learner.start(state["learners"][0], state["env_steps"])
             learner.write_counts()
+        signals = list[signal.Signals]()  # for the run: with a config and no checkpoint it could not be resumed
+        held.enter_context(on_signals(signals.append))
+        if not resumed:
+            held.enter_context(sole_writer(folder))
         _prepare(folder, kept, spec, state is None)
-        run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting)
+        run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting, signals=signals)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
         for line in (begun, link_error, alone if kind.is_alone(config) else ""):
             if line:
@@ -188,8 +199,8 @@ def _prepare(folder: Path, config: Config, spec: Spec, new: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         save_config(folder / "config.json", config)  # a later resume goes on towards the same total
         if new:
-            (folder / "spec.json").write_text(json.dumps(spec.to_json(), indent=1) + "\n")
-            (folder / "machine.json").write_text(json.dumps(describe(), indent=1) + "\n")
+            write_whole(folder / "spec.json", json.dumps(spec.to_json(), indent=1) + "\n")
+            write_whole(folder / "machine.json", json.dumps(describe(), indent=1) + "\n")
         (folder / "summary.json").unlink(missing_ok=True)  # of the run before it was resumed
 
 

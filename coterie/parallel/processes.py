@@ -28,9 +28,9 @@ from typing import Any, cast
 
 import psutil
 
+from coterie.parallel.signals import STOP, ignore_signals
 from coterie.types import ConfigError, CoterieError, one_line
 
-STOP = (signal.SIGINT, signal.SIGTERM)
 _END_S = 5.0  # for a child whose socket has closed to end
 _HEAD = 8  # bytes before a message: its length
 
@@ -135,24 +135,6 @@ def gather(children: Sequence[Child], within: float, others: Sequence[Child] = (
     return [results[child.name] for child in children]
 
 
-@contextlib.contextmanager
-def on_signals(note: Callable[[signal.Signals], None], numbers: Sequence[signal.Signals] = STOP) -> Iterator[None]:
-    """Pass these signals to `note` meanwhile: an exception that can be raised anywhere may be swallowed, or leave
-    something half done. Outside the main thread (some notebooks) handlers stay as they are.
-    """
-    before = {}
-    try:
-        for number in numbers:
-            before[number] = signal.signal(number, lambda n, frame: note(signal.Signals(n)))
-    except ValueError:
-        pass
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def scratch_folder(where: str | None = None) -> Path:
     """A new temporary folder. Its name holds its owner; folders of owners that were killed are removed first."""
     base, owner = Path(where or tempfile.gettempdir()), hashlib.sha256(location().encode()).hexdigest()[:8]
@@ -195,8 +177,7 @@ def _no_main() -> Iterator[None]:
 
 def _enter(parent: socket.socket, cores: list[int], target: Callable[..., None], args: tuple[Any, ...]) -> None:
     """The main function of a child. Its parent handles signals, and the child ends when its parent does."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     lock = threading.Lock()

@@ -13,8 +13,8 @@ import coterie.roles.learner_process
 from coterie.acting.table import ACTING
 from coterie.algorithms.table import ALGORITHMS
 from coterie.exchange.table import EXCHANGES
+from coterie.parallel.signals import STOP, ignore_signals
 
 LOADED = [coterie.roles.learner_process, *ALGORITHMS.values(), *ACTING.values(), *EXCHANGES.values()]
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # blocked while the server was started
+ignore_signals()
+signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)  # blocked while the server was started

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coterie.runs.metrics import write_whole
+from coterie.runs.files import sync, write_whole
 from coterie.types import CoterieError, reason_of
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -68,19 +67,19 @@ def seal(root: Path, draft: Path, step: int, state: dict[str, Any]) -> Path:
         (draft / "state.json").write_text(json.dumps(state))
         files = {}
         for file in sorted(p for p in draft.rglob("*") if p.is_file()):
-            _sync(file)
+            sync(file)
             name = file.relative_to(draft).as_posix()
             files[name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
         body: dict[str, Any] = {"step": step, "files": files}
         (draft / _MANIFEST).write_text(json.dumps({**body, "sha256": _seal(body)}, indent=1))
-        _sync(draft / _MANIFEST)
+        sync(draft / _MANIFEST)
         for folder in {draft, *(p.parent for p in draft.rglob("*"))}:
-            _sync(folder)
+            sync(folder)
         old = root / f"{final.name}{_OLD}"
         if final.exists():  # the same step again: after a resume, or at the end of a run
             final.rename(old)  # still a checkpoint, until the new one has the name
         draft.rename(final)
-        _sync(root)
+        sync(root)
         _discard(old)
     return final
 
@@ -169,14 +168,6 @@ def digest(tensors: Tensors) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _seal(body: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 
 from coterie.config import Config, Env, Range
 from coterie.plugins import FIELDS, GIVEN, PARTS
+from coterie.runs.files import write_whole
 from coterie.runs.objects import name_of
 from coterie.types import ConfigError, CoterieError, json_object, reason_of
 
@@ -169,7 +170,7 @@ def _is_old_default(name: str, value: Any) -> bool:
 
 
 def save_config(path: Path, config: Config) -> None:
-    path.write_text(json.dumps(to_dict(config), indent=1) + "\n")
+    write_whole(path, json.dumps(to_dict(config), indent=1) + "\n")
 
 
 def load_config(path: Path) -> Config:

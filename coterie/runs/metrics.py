@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import textwrap
 import time
@@ -20,6 +19,7 @@ from coterie.config import Config
 from coterie.extras import needs
 from coterie.parallel.processes import location
 from coterie.runs.config_io import fields, get, to_dict
+from coterie.runs.files import write_whole
 from coterie.types import CoterieError, reason_of
 
 if TYPE_CHECKING:
@@ -157,20 +157,6 @@ def writing(folder: Path, option: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise CoterieError(f"{option}cannot write to {folder}: {reason_of(error)}") from None
-
-
-def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
-    """Replace a file atomically. `durable`: a crash of the machine, too, leaves the old file or the new one."""
-    draft = path.with_name(f".{path.name}")
-    try:
-        with draft.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        draft.rename(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def hyperparameters(config: Config) -> dict[str, int | float | str | bool]:

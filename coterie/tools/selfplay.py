@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 
 from coterie.roles.callbacks import Callback, Run
-from coterie.runs.metrics import write_whole
+from coterie.runs.files import write_whole
 from coterie.tools.duel import RANDOM
 
 

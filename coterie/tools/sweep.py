@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,14 +22,13 @@ from typing import Any
 
 from coterie.config import Config
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.processes import STOP, on_signals
+from coterie.parallel.signals import on_signals
 from coterie.runs import checkpoint
 from coterie.runs.metrics import RUN_FILES, file_name, read_metrics
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 _RANK = (0, EXIT_INTERRUPTED, 2, 1)  # exit codes, the worst last
 _GRACE_S = 120
-_STOP = (*STOP, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) ->
     shares = [cores[i::slots] or [cores[i % len(cores)]] for i in range(slots)]
     running: dict[int, tuple[subprocess.Popen[bytes], Job]] = {}
     done, worst, printed, stop = len(jobs) - len(todo), 0, time.monotonic(), list[int]()
-    with on_signals(stop.append, _STOP):
+    with on_signals(stop.append):
         try:
             while (todo or running) and not stop:
                 for slot in range(slots):

@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
+from functools import partial
+from pathlib import Path
+from socket import gethostname
+from typing import Any
 
 import pytest
 
 from coterie.cli.main import main
+from coterie.launch import session
 from coterie.parallel.processes import scratch_folder
+from coterie.parallel.signals import on_signals
 from tests.support.process_table import named_memory
 from tests.support.runs import (
     ENDLESS,
@@ -102,11 +109,12 @@ def test_all_processes_end_with_a_killed_parent(command):
     [
         (1, "solo", signal.SIGINT, {}, False),
         (2, "gossip", signal.SIGTERM, {**COUNTING, "env.num_envs": 2}, False),
+        (1, "solo", signal.SIGHUP, {**COUNTING, "env.num_envs": 2}, False),
         pytest.param(2, "hogwild", signal.SIGINT, {}, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_the_whole_process_group_checkpoints(command, learners, exchange, number, changes, early):
-    """As a terminal's Ctrl-C and `timeout` or a service manager send it: to every process of the run.
+    """As a terminal that closes, its Ctrl-C, `timeout` or a service manager send it: to every process of the run.
 
     `early`: while the server that the learners are forked from still loads torch.
     """
@@ -124,3 +132,79 @@ def test_a_signal_to_the_whole_process_group_checkpoints(command, learners, exch
     assert last_checkpoint(run.out)[1]["env_steps"] == summary["env_steps"]
     wait_until(lambda: not run.processes(), 30, "all are gone")
     assert list(run.tmp.iterdir()) == []
+
+
+def test_nohup_lets_a_run_go_on_when_its_terminal_closes():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with on_signals(lambda number: None):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("resumed", "code"), [(False, 143), (True, 75)])
+def test_a_signal_while_a_run_starts_leaves_its_folder_as_it_was(command, tmp_path, monkeypatch, resumed, code):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    (tmp_path / "slow_env.py").write_text(SLOW_ENV)
+    slow = {"learners": 1, "env.id": "slow_env:make", "env.num_envs": 1, "steps": 300}
+
+    def files() -> dict[Path, bytes]:
+        found = [path for path in tmp_path.glob("run/**/*") if path.is_file() and path.name != ".lock"]
+        return {path: path.read_bytes() for path in found}
+
+    if resumed:
+        command(inline_options, "solo", **slow).end()
+    before = files()
+    (tmp_path / "wait").touch()
+    new = partial(inline_options, exchange="solo", **slow)
+    run = command((lambda out: ["resume", str(out), "--steps", "600"]) if resumed else new)
+    run.until(lambda: (tmp_path / "waits").exists(), "it makes the env")
+    run.end(signal.SIGTERM, code)
+    assert "SIGTERM before the run began; nothing was written" in run.text()
+    assert files() == before
+
+
+# Its constructor takes a minute once there is a file `wait`.
+SLOW_ENV = """
+import time
+from pathlib import Path
+
+from coterie.envs.testing import CountingEnv
+
+
+def make():
+    here = Path(__file__).parent
+    if (here / "wait").exists():
+        (here / "waits").touch()
+        time.sleep(60)
+    return CountingEnv()
+"""
+
+
+def test_a_signal_between_a_run_s_first_files_and_its_training_checkpoints(tmp_path, monkeypatch):
+    prepare = session._prepare
+
+    def then_signal(*args: Any) -> None:
+        prepare(*args)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(session, "_prepare", then_signal)
+    out = tmp_path / "run"
+    assert main(inline_options(out, "solo", learners=1, **ENDLESS)) == 75
+    monkeypatch.undo()
+    total = last_checkpoint(out)[1]["env_steps"] + 500
+    assert main(["resume", str(out), "--steps", str(total)]) == 0
+
+
+def test_a_run_folder_has_one_writer(command, capsys):
+    """A job that a scheduler starts again while the old one still runs."""
+    run = command(inline_options, "solo", learners=1, **ENDLESS)
+    run.until(run.line, "it trains")
+    assert main(["resume", str(run.out)]) == 2
+    assert last_line(capsys) == f"coterie: {run.out} is being trained by pid {run.process.pid} on {gethostname()}"
+    run.until(lambda: len(list(run.out.glob("checkpoints/step_*"))) > 1, "it goes on")
+    run.process.kill()  # the kernel frees the lock
+    run.process.wait()
+    total = last_checkpoint(run.out)[1]["env_steps"] + 500
+    assert main(["resume", str(run.out), "--steps", str(total)]) == 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, alloca
 from coterie.launch.ray.cluster import Board, Cluster, budgets
 from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, site_url
 from coterie.launch.ray.node import Node, Outcome, env_steps
-from coterie.parallel.processes import on_signals
+from coterie.parallel.signals import on_signals
 from coterie.runs.config_io import save_config
+from coterie.runs.files import sole_writer, write_whole
 from coterie.runs.metrics import clean, writing
 from coterie.runs.starting import Starting
 from coterie.types import ConfigError, CoterieError, first_line, reason_of
@@ -36,14 +37,21 @@ _STORE_S = 300.0  # for the last files to arrive from the storage
 _SUMMED = ("env_steps", "env_frames", "learner_steps", "samples_trained", "episodes", "masked_steps")
 
 
-def run_on_ray(config: Config, folder: Path, resumed: bool, quiet: bool, starting: Starting) -> dict[str, Any]:
-    """Train on a cluster; returns the summary of all sites together, which is also in `summary.json`."""
+def run_on_ray(
+    config: Config, folder: Path, resumed: bool, quiet: bool, starting: Starting, held: ExitStack
+) -> dict[str, Any]:
+    """Train on a cluster; returns the summary of all sites together, which is also in `summary.json`. `held`: is closed
+    when the run has ended.
+    """
     begin = time.monotonic()
     starting.doing("connecting to Ray")
     cluster = Cluster(config.ray)
     try:
         sites = 1 + len(list(folder.glob("sites/*"))) if resumed else 0
-        run = RayRun(cluster, allocate(config, cluster.machines, sites), folder, quiet)
+        allocation = allocate(config, cluster.machines, sites)
+        if not resumed:
+            held.enter_context(sole_writer(folder))
+        run = RayRun(cluster, allocation, folder, quiet)
         result: dict[str, Any] = {"status": "failed", "reason": ""}
         starting.close()
         try:
@@ -58,7 +66,7 @@ def run_on_ray(config: Config, folder: Path, resumed: bool, quiet: bool, startin
             result |= {"folder": str(folder), "ray": run.close()}
             total = {"seconds": time.monotonic() - begin} | sum_up(run.folders) | result
             with suppress(OSError, CoterieError):
-                (folder / "summary.json").write_text(json.dumps(clean(total), indent=1) + "\n")
+                write_whole(folder / "summary.json", json.dumps(clean(total), indent=1) + "\n")
                 run.push("summary.json", "ray.txt")
         return total
     finally:

@@ -19,7 +19,7 @@ _LIBC = ctypes.CDLL(None)  # before the fork
 
 
 def main(command: list[str]) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # only its input ends it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # only its input ends it
         signal.signal(number, signal.SIG_IGN)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_default_signals)
 
@@ -41,7 +41,7 @@ def _default_signals() -> None:
     """For the command, between fork and exec: it gets SIGTERM when the watchdog is killed, on Linux."""
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from coterie.runs.metrics import write_whole
+from coterie.runs.files import write_whole
 from coterie.tools.report.dashboard import serve
 from coterie.tools.report.page import Page, of_runs
 from coterie.tools.report.runs import find_runs

@@ -17,7 +17,8 @@ from typing import cast
 
 import psutil
 
-from coterie.parallel.processes import location, on_signals
+from coterie.parallel.processes import location
+from coterie.parallel.signals import on_signals
 from coterie.tools.report.page import Page, Section, of_runs
 from coterie.tools.report.runs import read_json, read_run
 from coterie.tools.report.sections import Table

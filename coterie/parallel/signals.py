@@ -1,0 +1,35 @@
+"""Signals that ask a run to end. Loads nothing slow: they are handled from a command's first moment."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a closed terminal
+
+
+@contextmanager
+def on_signals(note: Callable[[signal.Signals], None], numbers: Sequence[signal.Signals] = STOP) -> Iterator[None]:
+    """Pass these signals to `note` meanwhile: an exception that can be raised anywhere may be swallowed, or leave
+    something half done. Outside the main thread (some notebooks) handlers stay as they are, as does a SIGHUP that is
+    ignored (nohup).
+    """
+    before = {}
+    try:
+        for number in numbers:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda n, frame: note(signal.Signals(n)))
+    except ValueError:
+        pass
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """In a child process: a terminal or a batch system sends them to the whole group, and the parent handles them."""
+    for number in STOP:
+        signal.signal(number, signal.SIG_IGN)

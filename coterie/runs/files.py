@@ -1,0 +1,65 @@
+"""Files of a run folder: replaced whole or not at all, and by one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from coterie.types import ConfigError, CoterieError, reason_of
+
+_LOCK = ".lock"
+
+
+def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
+    """Replace a file atomically. `durable`: a crash of the machine, too, leaves the old file or the new one."""
+    draft = path.with_name(f".{path.name}")
+    try:
+        with draft.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        draft.rename(path)
+        if durable:
+            sync(path.parent)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Write a file or a folder's names through to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run folder. The kernel frees it with this process, whatever ends that.
+
+    Raises `ConfigError` with the pid and host of another process that holds it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / _LOCK).open("a+")
+    except OSError as error:
+        raise CoterieError(f"out: cannot write to {folder}: {reason_of(error)}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(f"{folder} is being trained by {lock.read().strip() or 'another process'}") from None
+        except OSError:
+            pass  # this file system has no locks
+        with suppress(OSError):  # a full disk; the text is only a hint
+            lock.truncate(0)
+            lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
+        yield
