@@ -57,7 +57,7 @@ class Env:
     timeout: PositiveFloat = 60.0  # seconds until a worker that does not answer is replaced
     on_error: Literal["fail", "replace"] = "fail"  # an exception of a gymnasium env: end the run, or replace the env
     info: Literal["episodes", "steps", "off"] = "episodes"  # metrics env/NAME: of the last step of episodes, or of all
-    replace_budget: Natural = 100  # envs that may be replaced (death, NaN, time-out) before the run fails
+    replace_budget: Natural = 100  # envs that may be replaced (death, NaN, time-out) in an hour
     delay: NaturalFloat = 0.0  # seconds added to each step of a group of envs, to measure the effect of stragglers
     delay_learner: FromMinusOne = -1  # the only learner whose envs are delayed; -1: all
     kwargs: str = "{}"  # JSON object: arguments of the env's constructor
@@ -243,7 +243,7 @@ class Decoupled:
     queue: Natural = 1  # finished batches that may wait for the learner
     publish_every: Positive = 1  # learner steps between updates of the actors' weights
     lockstep: bool = False  # actors and learner take turns: no policy lag, reproducible
-    restarts: Natural = 100  # restarts of actors that died before the run fails
+    restarts: Natural = 100  # of actors that died or hung, in an hour, before the run fails
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Central:
     batch_size: Natural = 0  # B: single-env rollouts in a learner's batch; 0: one per env
     queue: Natural = 1  # finished batches that may wait for the learner
     lockstep: bool = False  # act for all envs at once, with the newest weights: reproducible
-    restarts: Natural = 100  # restarts of env hosts that died before the run fails
+    restarts: Natural = 100  # of env hosts that died or hung, in an hour, before the run fails
     batch_min: Natural = 0  # wait for this many envs before actions are chosen; 0: do not wait
     batch_max: Natural = 0  # most envs in one forward pass; 0: no limit
     wait: NaturalFloat = 0.002  # longest wait for central.batch_min, in seconds
@@ -368,7 +368,7 @@ class Log:
     """What a run writes."""
 
     every: NaturalFloat = 5.0  # seconds between lines of metrics
-    stall: PositiveFloat = 900.0  # seconds without progress until the run ends with a diagnosis
+    stall: PositiveFloat = 900.0  # seconds without progress until a process is taken to hang and is restarted
     checkpoint_every: NaturalFloat = 120.0  # seconds between checkpoints
     keep: Positive = 3  # checkpoints to keep, besides the best
     tensorboard: bool = True  # write TensorBoard events
@@ -392,7 +392,7 @@ class Config:
     launch: Literal["local", "ray"] = "local"  # ray: on the machines of a Ray cluster
     learners: Learners = 1  # auto: one for each GPU, or for each core if there are none
     actors: Actors = "auto"  # actors, or env hosts, of all learners together
-    restarts: Natural = 3  # restarts of learners that died before the run fails
+    restarts: Natural = 3  # of learners that died or hung, in an hour, before the run fails
     steps: Positive = 1_000_000  # env steps of the whole run
     init_from: str = ""  # folder of a run: begin with its network's weights and normalizers
     seed: Natural = 0  # of envs, weights and sampled actions

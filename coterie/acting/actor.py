@@ -19,6 +19,7 @@ from coterie.envs.tasks import envs_per_child
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.affinity import keep_freed_memory
 from coterie.parallel.board import COUNTS
+from coterie.parallel.clock import awake
 from coterie.parallel.slots import Slots
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
@@ -152,12 +153,12 @@ class ActorMailbox:
 
     def next(self) -> Recorder:
         """Wait for a slot, and for weights as new as it needs."""
-        begin = time.perf_counter()
+        begin = awake()
         self.stages.start()
         with self.board.blocked(self.row):
             while (slot := self.slots.take(self.number)) is None or self.weights.version < self.slots.need[slot]:
                 self.check()
-                waited = time.perf_counter() - begin
+                waited = awake() - begin
                 time.sleep(_POLL_S if waited < _SOON_S else _SLOW_POLL_S)
                 # The learner may be evaluating, which shows in its heartbeat.
                 silent = time.monotonic() - float(self.board.heartbeats[self.learner])

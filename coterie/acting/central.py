@@ -31,6 +31,7 @@ from coterie.envs.news import EnvNews, Means
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
+from coterie.parallel.clock import awake
 from coterie.parallel.stages import Stages
 from coterie.plugins import substitute
 from coterie.remote.admission import EnvHostService
@@ -104,7 +105,7 @@ class Central(EnvStreams):
         return -(-(self.columns + begun) // self.config.batch_size)
 
     def _wait(self) -> Fields | None:
-        begin = time.perf_counter()
+        begin = awake()
         self.stages.start()
         with self.board.blocked(self.rank):
             while True:
@@ -116,7 +117,7 @@ class Central(EnvStreams):
                 except queue.Empty:
                     if self.is_over():
                         return None
-                    if time.perf_counter() - begin > self.config.timeout:
+                    if awake() - begin > self.config.timeout:
                         raise CoterieError(
                             f"no batch of rollouts for {self.config.timeout:g} s: {len(self.streams)} streams of "
                             f"{self.envs} envs are connected"

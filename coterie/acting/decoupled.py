@@ -24,6 +24,7 @@ from coterie.config import Refusal, ResolvedConfig
 from coterie.envs.news import EnvNews, Means
 from coterie.envs.tasks import envs_per_child
 from coterie.parallel.board import Board
+from coterie.parallel.clock import awake
 from coterie.parallel.stages import Stages
 from coterie.parallel.upload import Uploads
 from coterie.plugins import substitute
@@ -90,12 +91,12 @@ class Decoupled:
         return [s % actors for s in range(self.slots.per_batch)] if self.config.lockstep else None
 
     def _wait(self, batch: int) -> None:
-        begin = time.perf_counter()
+        begin = awake()
         self.stages.start()
         with self.board.blocked(self.rank):
             while not self.slots.is_full(batch):
                 time.sleep(_POLL_S)
-                if time.perf_counter() - begin > self.timeout:
+                if awake() - begin > self.timeout:
                     raise CoterieError(f"no batch of rollouts for {self.timeout:g} s: the actors hang")
         self.stages.lap("wait")
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coterie import config
+from coterie.parallel.clock import Budget
 from coterie.types import Array, CoterieError
 
 _REASONS_KEPT = 50
@@ -55,8 +56,7 @@ class Reports:
     """Collects the news of an `Envs`, whose groups may run in threads of their own."""
 
     def __init__(self, env: config.Env) -> None:
-        self.replaced = 0
-        self._budget, self._which = env.replace_budget, env.info
+        self._budget, self._which = Budget(env.replace_budget), env.info
         self._reasons, self._places, self._info = deque[str](maxlen=_REASONS_KEPT), set[str](), Means()
         self._lock = threading.Lock()
         self._ignored: Array = np.zeros((), bool)
@@ -64,15 +64,20 @@ class Reports:
     def replace(self, reasons: Sequence[str]) -> None:
         """Count replaced envs. Raises `CoterieError` beyond the budget."""
         with self._lock:
-            self.replaced += len(reasons)
+            allowed = self._budget.spend(len(reasons))
             self._reasons.extend(f"replaced {first_time(self._places, reason)}" for reason in reasons)
-        if self.replaced > self._budget:
+        if not allowed:
             line, _, trace = reasons[-1].partition("\n")
             raise CoterieError(
-                f"{self.replaced} envs had to be replaced, more than env.replace_budget {self._budget}; "
-                f"the last: {line}",
+                f"{self.replaced} envs had to be replaced, more than env.replace_budget {self._budget.limit} in an "
+                f"hour; the last: {line}",
                 trace,
             )
+
+    @property
+    def replaced(self) -> int:
+        """Envs that were replaced so far."""
+        return self._budget.total
 
     def ignore(self, rows: Array) -> None:
         """Leave these envs' info out from now on. For envs in one group."""

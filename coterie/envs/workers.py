@@ -27,10 +27,12 @@ import numpy as np
 from coterie import config
 from coterie.envs.backend import Backend, Declared, StepResults
 from coterie.envs.gym import describe, layout, open_gym, read_batch
+from coterie.parallel.clock import awake
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array, ConfigError, CoterieError
 
 _START_S = 60.0  # for a worker to start, on top of the time-out
+_LOOK_S = 1.0  # between two looks at the clock while the workers are silent
 _CLOSE_S = 3.0  # for all workers to close their envs; then they are killed
 
 
@@ -148,11 +150,11 @@ class WorkerBackend(Backend):
         the info of others.
         """
         failed, info = dict[int, str](), dict[int, dict[str, float]]()
-        begin = time.monotonic()
+        begin = awake()
         while waiting := {x.conn: (w, x) for w, x in enumerate(self._workers) if x is not None and x.answers}:
             starting = any(not x.ready for _, x in waiting.values())
-            left = begin + self._env.timeout + _START_S * starting - time.monotonic()
-            readable = wait(list(waiting), max(left, 0))
+            left = begin + self._env.timeout + _START_S * starting - awake()
+            readable = wait(list(waiting), min(max(left, 0), _LOOK_S))
             if not readable and left <= 0:
                 for w, x in waiting.values():
                     failed |= self._bury(w, x, f"no answer in env.timeout {self._env.timeout:g} s")
@@ -170,7 +172,7 @@ class WorkerBackend(Backend):
                 info |= {int(i): given for i, given in answer.get("info", {}).items()}
                 if "ready" in answer:
                     x.ready = True
-                    begin = time.monotonic()
+                    begin = awake()
         return failed, info
 
     def _bury(self, w: int, worker: Process, reason: str) -> dict[int, str]:

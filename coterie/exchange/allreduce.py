@@ -33,6 +33,9 @@ from coterie.parallel.processes import PeerLost, scratch_folder
 from coterie.types import first_line
 from coterie.wire.auth import is_local, split
 
+# A dead learner closes its connections, and the parent kills one that hangs: a time-out of Gloo's own would also pass
+# while the whole run is stopped.
+_FOREVER = timedelta(days=365)
 _BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _JOIN, _BROKEN = range(8)  # places in the tail
 
 
@@ -67,8 +70,7 @@ class AllReduce(Solo):
                 init_method=f"file://{self.rendezvous}",
                 rank=self.rank,
                 world_size=self.learners,
-                # A dead learner closes its connections; one that waits for other machines may take longer.
-                timeout=timedelta(seconds=self.timeout * (1 if self.across is None else 4)),
+                timeout=_FOREVER,
             )
         except RuntimeError as error:
             raise PeerLost(f"allreduce: no connection between the learners: {first_line(error)}") from error

@@ -27,6 +27,7 @@ from coterie.exchange.base import ExchangeKind, NonFinite, Setup
 from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, Mailboxes, Message, mailbox_arrays
 from coterie.exchange.solo import Solo
 from coterie.exchange.topology import matrices
+from coterie.parallel.clock import awake
 from coterie.parallel.params import FlatParams
 from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import SharedArrays, fence
@@ -113,7 +114,7 @@ class Gossip(Solo):
     def mix(self, params: FlatParams) -> None:
         """Algorithm 1, lines 5 to 8. Past the bound `tau`, wait for what would otherwise be skipped."""
         self.due += 1
-        begin = time.monotonic()
+        begin = awake()
         if self.tau == 0:  # lockstep: publish what has not been mixed yet, then mix
             self._wait(lambda: self.publish(params), "an out-peer has not read the last message", begin)
             self._wait(lambda: self.receive(params), "no message from an in-peer", begin)
@@ -121,7 +122,7 @@ class Gossip(Solo):
             self.skipped_messages += not self.publish(params)
             if not self.receive(params) and 0 < self.tau < self.due:
                 self._wait(lambda: self._publish_and_receive(params), "no message from an in-peer", begin)
-        self.waited += time.monotonic() - begin
+        self.waited += awake() - begin
         if self.mailboxes.remote:
             self._mix_with_other_runs(params)
 
@@ -132,7 +133,7 @@ class Gossip(Solo):
     def _wait(self, done: Callable[[], bool], what: str, begin: float) -> None:
         with self.board.blocked(self.rank):
             while not done() and not self.board.stopping:
-                if time.monotonic() - begin > self.timeout:
+                if awake() - begin > self.timeout:
                     raise CoterieError(f"gossip: {what} for {self.timeout:g} s: a peer hangs")
                 time.sleep(5e-5)
 

@@ -23,6 +23,7 @@ from coterie.envs.news import Means, first_time
 from coterie.launch.ledger import Ledger
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
+from coterie.parallel.heartbeats import Heartbeats
 from coterie.parallel.signals import on_signals
 from coterie.plugins import label
 from coterie.roles.entry import LearnerReport, Saved
@@ -58,6 +59,7 @@ class Coordinator:
         self.scores: Scores | None = None
         self.places, self.info = set[str](), Means()  # where envs have raised; numbers in their info
         self.lost_drafts = 0
+        self.heartbeats = Heartbeats()
         self.last_checkpoint = time.monotonic()
         self.digests: dict[int, str] = {}
         self.signals = signals  # that came while the run started
@@ -281,17 +283,11 @@ class Coordinator:
         self.order, self.saved, self.scores, self.lost_drafts = None, {}, None, 0
         self.last_checkpoint = time.monotonic()
 
-    def stalled(self) -> str | None:
-        """Why the run is to end, if a process has given no sign of life for `log.stall` seconds."""
-        now, stall, board, begin = time.monotonic(), self.config.log.stall, self.board, self.ledger.begin
-        names = self.processes()
-        watched = self.members | {row for row in names if row >= self.learners}
-        stale = board.stale(sorted(watched), now - stall) if now - begin > stall else []
-        if not stale:
-            return None
-        idle = now - max(float(board.heartbeats[stale[0]]), begin)
-        process = f"{names[stale[0]][0]}: " if len(names) > 1 and stale[0] in names else ""
-        return f"{process}no rollout for {idle:.0f} s (log.stall): an environment or the learner hangs"
+    def stalled(self) -> tuple[int, float] | None:
+        """The row of a process without a sign of life for `log.stall` seconds, if there is one, and for how many."""
+        pids = {row: pid for row, (_, pid) in self.processes().items()}
+        watched = self.members | {row for row in pids if row >= self.learners}
+        return self.heartbeats.stalled(self.board, {row: pids.get(row) for row in watched}, self.config.log.stall)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """The first one asks for an end after this rollout. A second one ends the run at once."""

@@ -210,8 +210,9 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
 
     def watch() -> None:
         """End the process when nothing moves: a simulator that hangs cannot be interrupted."""
-        while not ended.wait(min(5.0, run.config.log.stall / 4)):
-            if reason := run.stalled():
+        while not ended.wait(min(1.0, run.config.log.stall / 4)):
+            if stalled := run.stalled():
+                reason = f"no rollout for {stalled[1]:.0f} s (log.stall): an environment or the learner hangs"
                 with suppress(Exception):
                     run.writer.summary(run.summary("failed", reason))
                 sys.stderr.write(f"coterie: {reason}\n")

@@ -17,6 +17,7 @@ from coterie.exchange.table import exchange_kind
 from coterie.launch.chaos import FaultInjector
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
+from coterie.parallel.clock import Budget, awake
 from coterie.parallel.processes import Child, listen
 from coterie.roles.entry import Start, learner_process, worker_process
 from coterie.runs import checkpoint
@@ -29,22 +30,17 @@ _BACK_OFF_S = 60.0  # the longest wait before an actor is restarted
 _STABLE_S = 120.0  # once an actor has lived this long, its earlier deaths no longer count
 
 
-class RestartBudget:
-    """Restarts of one kind that the whole run may make. `field`: the option that limits them."""
+class RestartBudget(Budget):
+    """Restarts of one kind. `field`: the option that limits them."""
 
     def __init__(self, field: str, limit: int) -> None:
-        self.field, self.limit = field, limit
-        self.used = 0
+        super().__init__(limit)
+        self.field = field
 
-    @property
-    def left(self) -> int:
-        return self.limit - self.used
-
-    def spend(self, reason: str) -> None:
+    def restart(self, reason: str) -> None:
         """Count one restart. Raises `CoterieError` with the reason for it when there is none left."""
-        self.used += 1
-        if self.used > self.limit:
-            raise CoterieError(f"{reason}; {self.field} ({self.limit}) are used up")
+        if not self.spend():
+            raise CoterieError(f"{reason}; {self.field} ({self.limit} in an hour) are used up")
 
 
 class Supervisor:
@@ -61,7 +57,7 @@ class Supervisor:
         self.deaths: dict[int, tuple[float, int]] = {}  # of each actor: its last one, and how many came close together
         self.restart_at: dict[int, float] = {}  # actors that are restarted then
         self.missed: tuple[float, str] | None = None  # when a learner could not reach another one, and its report
-        self.waiting_since = time.monotonic()  # when all learners began to wait, after a signal
+        self.waiting_since = awake()  # when all learners began to wait, after a signal
         self.joins = False  # whether the learners begin with another run's weights
         self.chaos: FaultInjector | None = None
         run.on_end = self._dismiss_actors
@@ -105,13 +101,13 @@ class Supervisor:
                 self.chaos.poll({self._name(row): child for row, child in self.children.items()}, calm)
             for line in self.link.lines() if self.link is not None else ():
                 run.log(line)
-            if self.missed is not None and time.monotonic() - self.missed[0] > _GRACE_S:
+            if self.missed is not None and awake() - self.missed[0] > _GRACE_S:
                 self._restart_all(self.missed[1])
             run.poll()
             if self._is_starved():
                 self._end_at_last_checkpoint()
-            elif reason := run.stalled():
-                raise CoterieError(reason)
+            elif stalled := run.stalled():
+                self._end_hung(*stalled)
 
     def close(self) -> None:
         if self.chaos is not None:
@@ -136,24 +132,33 @@ class Supervisor:
         """When stopping: whether all learners have waited too long for rollouts that no process produces (one without
         env hosts, and those that wait for its gradient), so no checkpoint is possible.
         """
-        run, now = self.run, time.monotonic()
+        run, now = self.run, awake()
         if not run.board.stopping or run.over or run.idle or not run.board.all_blocked(run.members):
             self.waiting_since = now
         return now - self.waiting_since > _STARVED_S
 
     def _receive(self, row: int, kind: str, content: Any) -> None:
         if kind == "end":
-            del self.children[row]
-            (self._learner_ended if row < self.group.learners else self._actor_ended)(row, content)
+            self._ended(row, content)
         elif kind == "config":
             raise ConfigError(content[0])
         elif kind == "peer":
-            self.missed = self.missed or (time.monotonic(), content[0])
+            self.missed = self.missed or (awake(), content[0])
         elif kind == "error":
             line, trace = content
             raise CoterieError(f"{self._name(row)}: {line}", trace and f"{self._name(row)}:\n{trace}")
         else:
             self.run.receive(row, kind, content)
+
+    def _end_hung(self, row: int, silent: float) -> None:
+        """Kill a process that hangs: it is restarted like one that died."""
+        if row in self.children:
+            self.children[row].kill()
+            self._ended(row, f"hung (no rollout for {silent:.0f} s: log.stall) and was killed")
+
+    def _ended(self, row: int, manner: str) -> None:
+        del self.children[row]
+        (self._learner_ended if row < self.group.learners else self._actor_ended)(row, manner)
 
     # Learners
 
@@ -221,7 +226,7 @@ class Supervisor:
 
     def _count_restart(self, reason: str, what: str) -> None:
         self.run.ledger.restarts += 1
-        self.learner_restarts.spend(reason)
+        self.learner_restarts.restart(reason)
         self.run.log(f"{reason}; {what}")
 
     def _start_all(self, back: dict[str, Any] | None = None) -> None:
@@ -255,7 +260,7 @@ class Supervisor:
         self.restart_at.pop(row, None)
         links, number, cores = self.group.actor(row)
         ledger = self.run.ledger
-        incarnation = ledger.resumes + 1000 * (ledger.restarts + self.actor_restarts.used)
+        incarnation = ledger.resumes + 1000 * (ledger.restarts + self.actor_restarts.total)
         self.run.board.heartbeat(row)
         args = (self.config, incarnation, links, number, row)
         self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, worker_process, args)
@@ -266,7 +271,7 @@ class Supervisor:
         run.ledger.lose_actor(row, self.group.actor_ended(row))
         if run.over or run.board.closed:
             return
-        self.actor_restarts.spend(reason)
+        self.actor_restarts.restart(reason)
         run.writer.log(f"{reason}; it is restarted")
         now = time.monotonic()
         last, count = self.deaths.get(row, (now, 0))
@@ -278,9 +283,9 @@ class Supervisor:
         """Nothing more is learned: the actors shut down with a last report, and their counts stay."""
         self.run.board.close()
         self.restart_at.clear()
-        end = time.monotonic() + _LEAVE_S
+        end = awake() + _LEAVE_S
         leaving = {self.children.pop(row): row for row in list(self.children) if row >= self.group.learners}
-        while leaving and time.monotonic() < end:
+        while leaving and awake() < end:
             for child, kind, content in listen(leaving, 0.1):
                 if kind == "acted":
                     self.run.take(leaving[child], content)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from coterie.parallel.clock import awake
 from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import InSharedMemory, fence
 from coterie.types import Array, CoterieError
@@ -113,9 +114,9 @@ class Board(InSharedMemory):
     def meet(self, rank: int, timeout: float) -> None:
         """Wait until every learner has arrived here as often as `rank`."""
         self._arrivals[rank] += 1
-        end = time.monotonic() + timeout
+        end = awake() + timeout
         while self._arrivals.min() < self._arrivals[rank]:
-            if time.monotonic() > end:
+            if awake() > end:
                 raise CoterieError(f"another learner hangs: learner {rank} waited for {timeout:g} s")
             time.sleep(1e-4)
 
@@ -131,13 +132,12 @@ class Board(InSharedMemory):
     def all_blocked(self, rows: Iterable[int]) -> bool:
         return all(self._blocked[row] for row in rows)
 
-    def stale(self, rows: Iterable[int], before: float) -> list[int]:
-        """The rows without a heartbeat since `before`, the longest silent first. A blocked process is among them
-        only where no other is at work.
+    def stale(self, silent: Mapping[int, float], limit: float) -> list[int]:
+        """The rows that are silent for more than `limit` of these seconds, the longest first. A blocked process is
+        among them only where no other is at work.
         """
-        watched = list(rows)
-        silent = sorted((r for r in watched if self.heartbeats[r] < before), key=lambda r: float(self.heartbeats[r]))
-        return [r for r in silent if not self._blocked[r]] or (silent if len(silent) == len(watched) else [])
+        stale = sorted((row for row, seconds in silent.items() if seconds > limit), key=lambda row: -silent[row])
+        return [row for row in stale if not self._blocked[row]] or (stale if len(stale) == len(silent) else [])
 
     def stop(self) -> None:
         """Ask all learners to end their training."""

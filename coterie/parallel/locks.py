@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from coterie.parallel.clock import awake
 from coterie.types import CoterieError
 
 
@@ -18,7 +19,7 @@ class Locks:
 
     def take(self, k: int, wait: bool = True) -> bool:
         """Lock number `k`; False if another process has it and `wait` is False."""
-        end = time.monotonic() + self.timeout
+        end = awake() + self.timeout
         while True:
             try:
                 fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, k)
@@ -26,7 +27,7 @@ class Locks:
             except OSError:
                 if not wait:
                     return False
-            if time.monotonic() > end:
+            if awake() > end:
                 raise CoterieError(f"a lock on shared memory was not free for {self.timeout:g} s: its holder hangs")
             time.sleep(5e-5)
 

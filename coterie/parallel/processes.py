@@ -82,7 +82,7 @@ class Child:
         self.process.join(_END_S)
         if self.process.is_alive():
             self.process.kill()
-            self.process.join()
+            self.process.join(_END_S)  # the kernel may not let it go: a disk that does not answer
         code = self.process.exitcode or 0
         if code == -signal.SIGKILL:
             return "was killed by SIGKILL (the kernel does so when memory runs out)"

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from coterie.parallel.clock import awake
 from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import InSharedMemory
 from coterie.types import Array, CoterieError
@@ -53,13 +54,13 @@ class Weights(InSharedMemory):
 
     def read(self, weights: Tensor, moments: Tensor, timeout: float = 60.0) -> int:
         """Copy the newest weights out; returns their version. Waits for the first publication."""
-        end = time.monotonic() + timeout
+        end = awake() + timeout
         while True:
             newest = int(self._newest[0])
             version = self._lock.read(newest, partial(self._copy, newest, weights, moments)) if newest >= 0 else None
             if version is not None:
                 return version
-            if time.monotonic() > end:
+            if awake() > end:
                 raise CoterieError(f"no whole weights were published for {timeout:g} s: the learner hangs")
             time.sleep(1e-4)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.build.evaluate import Policy, Scores
+from coterie.parallel.clock import awake
 from coterie.plugins import call
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
@@ -126,8 +127,8 @@ class Callbacks:
 
     def end(self, order: int) -> None:
         """`order`: the last one, which the parent completes; `on_end` waits for it no longer than `log.stall`."""
-        deadline = time.monotonic() + self.run.config.log.stall
-        while self._made and self._board.sealed < order and time.monotonic() < deadline:
+        deadline = awake() + self.run.config.log.stall
+        while self._made and self._board.sealed < order and awake() < deadline:
             self._board.heartbeat(0)
             time.sleep(0.005)
         self._after_checkpoint()

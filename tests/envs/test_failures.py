@@ -60,7 +60,7 @@ def test_over_the_budget_of_replaced_envs_the_run_fails_with_the_last_reason():
     with envs:
         workers = worker_pids(envs)
         with pytest.raises(
-            CoterieError, match=r"^4 envs .* env\.replace_budget 3; the last: env 1: reward is not finite"
+            CoterieError, match=r"^4 envs .* env\.replace_budget 3 in an hour; the last: env 1: reward is not finite"
         ):
             play(envs, 10)
     assert envs.replaced == 4

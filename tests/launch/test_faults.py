@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from contextlib import suppress
+import time
 
 import pytest
 
@@ -24,26 +24,55 @@ from tests.support.runs import (
 )
 
 
-def test_a_learner_that_hangs_is_named_although_the_others_wait_for_it(capsys, meddler):
-    stopped: list[int] = []
-
+@pytest.mark.parametrize(
+    ("options", "exchange", "which", "name"),
+    [
+        (inline_options, "allreduce", 1, "learner 1"),  # learner 0 waits for it
+        (inline_options, "gossip", 1, "learner 1"),
+        (decoupled_options, "solo", "actor 1", "actor 1"),
+        pytest.param(central_options, "solo", "actor 1", "host 1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_hangs_is_killed_and_the_run_goes_on(meddler, options, exchange, which, name):
     def stop() -> None:
-        with suppress(AssertionError):
-            meddler.at_work()
-            stopped.append(meddler.pid(1))
-            os.kill(stopped[-1], signal.SIGSTOP)
+        meddler.at_work()
+        os.kill(meddler.pid(which), signal.SIGSTOP)
+        meddler.until(lambda: f"{name} hung (no rollout for" in meddler.log(), "it is noticed")
+        meddler.until(lambda: meddler.starts(which) == 2, "it is started again")
+        meddler.saves_again()
+        meddler.interrupt()
 
-    for seconds in (3, 6, 12):  # on a busy machine it may take longer until they work at all
-        meddler.out = out = meddler.out.with_name(f"run-{seconds}")
-        assert meddler.run(inline_options(out, "allreduce", **ENDLESS, **{"log.stall": seconds}), stop) == 1
-        if stopped:
-            break
-    line = last_line(capsys)
-    assert "learner 1" in line
-    assert "learner 0" not in line
-    assert "log.stall" in line
-    assert read_summary(out)["status"] == "failed"
+    assert meddler.run(options(meddler.out, exchange, **ENDLESS, **{"log.stall": 12}), stop) == 75
+    check_rows(meddler.out)
+    for other in ("learner 0", "actor 0", "host 0"):
+        assert f"{other} hung" not in meddler.log()
     meddler.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("options", "exchange"),
+    [
+        (inline_options, "solo"),
+        (decoupled_options, "solo"),
+        pytest.param(inline_options, "allreduce", marks=pytest.mark.slow),
+        pytest.param(inline_options, "store", marks=pytest.mark.slow),
+        pytest.param(central_options, "gossip", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_was_stopped_for_longer_than_its_time_outs_goes_on(command, options, exchange):
+    """As by Ctrl-Z, a container that is frozen, or a machine that is paused."""
+    limits = {"log.stall": 12, "env.timeout": 12, "env.id": "coterie.envs.testing:CountingEnv"}
+    run = command(options, exchange, **{"learners": 1 + (exchange != "solo"), **ENDLESS, **limits})
+    run.until(run.line, "it trains")
+    before = run.line()["env_steps"]
+    os.killpg(run.process.pid, signal.SIGSTOP)
+    time.sleep(26)
+    os.killpg(run.process.pid, signal.SIGCONT)
+    run.until(lambda: run.line()["env_steps"] > before + 200, "it goes on")
+    time.sleep(3)
+    run.end(signal.SIGTERM, 75)
+    summary = read_summary(run.out)
+    assert (summary.get("restarts", 0), summary["envs_replaced"]) == (0, 0), run.log()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,10 @@ from coterie.exchange.base import Peers
 from coterie.exchange.gossip import Gossip
 from coterie.exchange.shared_weights import Staleness
 from coterie.exchange.solo import Solo
+from coterie.parallel import clock
 from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board
+from coterie.parallel.clock import Budget
+from coterie.parallel.heartbeats import Heartbeats
 from coterie.types import CoterieError, Post
 from tests.exchange.harness import collect, flat, make_setup, start, together
 
@@ -116,19 +119,48 @@ def test_all_processes_have_the_same_counts_and_numbered_orders():
 
 
 def test_a_blocked_process_is_not_the_one_that_hangs():
-    board = Board(3)
-    board.heartbeats[:] = [10.0, 20.0, 90.0]
-    assert board.stale([0, 1, 2], 50.0) == [0, 1]
+    board, silent = Board(3), {0: 90.0, 1: 80.0, 2: 10.0}
+    assert board.stale(silent, 50.0) == [0, 1]
     with board.blocked(0):
-        assert board.stale([0, 1, 2], 50.0) == [1]
-        assert board.stale([0, 2], 50.0) == []  # 0 is blocked by 2, which is at work
-        assert board.stale([0], 50.0) == [0]  # no other is at work
-    assert board.stale([0, 1, 2], 50.0) == [0, 1]
-    assert board.stale([2], 50.0) == []
+        assert board.stale(silent, 50.0) == [1]
+        assert board.stale({0: 90.0, 2: 10.0}, 50.0) == []  # 0 is blocked by 2, which is at work
+        assert board.stale({0: 90.0}, 50.0) == [0]  # no other is at work
+    assert board.stale({2: 10.0}, 50.0) == []
     # Of those that all wait: one was stopped while it waited, the other went on until it had to wait for it.
-    board.heartbeats[:2] = 20.0, 19.0
     with board.blocked(0), board.blocked(1):
-        assert board.stale([0, 1], 30.0) == [1, 0]
+        assert board.stale({0: 80.0, 1: 81.0}, 50.0) == [1, 0]
+
+
+def test_a_process_is_silent_only_while_its_watcher_is_awake(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    board, heartbeats = Board(2), Heartbeats()
+    clock.awake()
+    heartbeats.silent(board, [0, 1])
+    for _ in range(100):
+        now[0] += 0.5
+        board.heartbeat(1)
+        silent = heartbeats.silent(board, [0, 1])
+    assert (silent[0], silent[1]) == (pytest.approx(50.0), 0.0)
+    now[0] += 3600.0  # both were stopped
+    silent = heartbeats.silent(board, [0, 1])
+    assert silent[0] < 53
+    assert silent[1] < 3
+
+
+def test_a_budget_forgets_what_is_older_than_an_hour(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    budget = Budget(3)
+    assert budget.spend(2)
+    now[0] = 1800.0
+    assert budget.spend()
+    assert budget.left == 0
+    now[0] = 3601.0
+    assert budget.left == 2
+    assert budget.spend(2)
+    assert not budget.spend()
+    assert budget.total == 6
 
 
 def test_staleness_is_what_others_did_between_a_snapshot_and_its_update() -> None:

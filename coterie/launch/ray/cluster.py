@@ -139,7 +139,7 @@ class Board:
 
     def restart(self, part: Part, reason: str) -> None:
         """Count a restart; raises `CoterieError` when the run may make no more."""
-        self.restarts[type(part)].spend(reason)
+        self.restarts[type(part)].restart(reason)
         self.say(f"{part.name}: {reason}; it is restarted")
 
     def publish(self, site: int, address: Address) -> None:
@@ -176,4 +176,4 @@ class Board:
         return lines, {name: now - last for name, last in self.reported.items()}
 
     def summary(self) -> dict[str, int]:
-        return {"machines": len(self.hosts), "restarts": sum(one.used for one in self.restarts.values())}
+        return {"machines": len(self.hosts), "restarts": sum(one.total for one in self.restarts.values())}
