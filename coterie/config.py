@@ -369,6 +369,7 @@ class Log:
 
     every: NaturalFloat = 5.0  # seconds between lines of metrics
     stall: PositiveFloat = 900.0  # seconds without progress until a process is taken to hang and is restarted
+    unsaved_limit: PositiveFloat = 3600.0  # seconds for which no checkpoint can be written until the run ends
     checkpoint_every: NaturalFloat = 120.0  # seconds between checkpoints
     keep: Positive = 3  # checkpoints to keep, besides the best
     tensorboard: bool = True  # write TensorBoard events

@@ -12,7 +12,6 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
 from coterie.envs.news import Means, first_time
 from coterie.launch.ledger import Ledger
-from coterie.parallel.affinity import rss_mb
+from coterie.launch.retries import Retries
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
-from coterie.parallel.heartbeats import Heartbeats
+from coterie.parallel.clock import awake
+from coterie.parallel.heartbeats import Heartbeats, health
 from coterie.parallel.signals import on_signals
 from coterie.plugins import label
 from coterie.roles.entry import LearnerReport, Saved
@@ -32,8 +32,6 @@ from coterie.runs.display import Display
 from coterie.runs.metrics import RunWriter, read_metrics
 from coterie.runs.starting import Starting
 from coterie.types import CoterieError, Spec, one_line
-
-_LOST_DRAFTS = 3  # drafts that may vanish in a row
 
 
 class Coordinator:
@@ -52,13 +50,14 @@ class Coordinator:
         self.writer = RunWriter(folder, config, None if state is None else state["env_steps"])
         title = " x ".join((config.preset or config.algorithm, label(config.env.id), config.acting, config.exchange))
         self.display = Display(config.steps, title, self.ledger.begin_steps, quiet, starting=starting)
+        self.writer.say = self.display.note
         self.members = set(range(self.learners))  # learners that take part in a checkpoint
         self.idle: set[int] = set()  # learners that have ended their training
         self.order: int | None = None  # number of the order that is being carried out
         self.saved: dict[int, Saved] = {}  # what its members have reported about their parts
         self.scores: Scores | None = None
         self.places, self.info = set[str](), Means()  # where envs have raised; numbers in their info
-        self.lost_drafts = 0
+        self.given, self.retries = 0.0, Retries(config.log.unsaved_limit, "log.unsaved_limit")  # of orders
         self.heartbeats = Heartbeats()
         self.last_checkpoint = time.monotonic()
         self.digests: dict[int, str] = {}
@@ -102,22 +101,20 @@ class Coordinator:
                 status, reason, failure = "failed", one_line(error), error
                 trace = error.trace if isinstance(error, CoterieError) else traceback.format_exc()
                 if trace:
-                    with suppress(CoterieError):
-                        self.writer.log(trace)
+                    self.writer.log(trace)
             finally:
                 close()
         summary = self.summary(status, reason)
-        with suppress(CoterieError):  # a write that fails must not hide the reason
+        self.writer.log(f"{status} {reason}".strip())
+        try:
             self.writer.summary(summary)
-        with suppress(CoterieError):
-            self.writer.log(f"{status} {reason}".strip())
-        with suppress(CoterieError):
             self.writer.close()
+        except CoterieError as error:  # must not hide the reason
+            self.display.note(str(error))
         if isinstance(failure, KeyboardInterrupt):
             raise failure
         if failure is not None:
-            with suppress(OSError):
-                checkpoint.sweep(self.root)
+            checkpoint.sweep(self.root)
             kept = checkpoint.latest(self.root)
             kind = type(failure) if isinstance(failure, CoterieError) else CoterieError
             failed = kind(reason + (f"; last good checkpoint: {kept}" if kept else ""))
@@ -150,8 +147,8 @@ class Coordinator:
             self.scores = content[1]
         elif kind == "saved" and content.order == self.order:
             self.saved[row] = content
-        elif kind == "draft_lost" and content == self.order:
-            self._lose_draft()
+        elif kind == "unsaved" and content[0] == self.order:
+            self._fail_order(content[1])
         elif kind == "stop" and (self.stop is None or content[1] is not None):
             self.stop = content
             self.board.stop()
@@ -177,8 +174,8 @@ class Coordinator:
         if self.signal is not None and not self.board.stopping:
             self.display.note(f"{self.signal.name}: saving a checkpoint, then exiting (signal again to stop at once)")
             self.board.stop()
-        if self.order is not None and self.members <= self.saved.keys():
-            self._seal()
+        if self.order is not None:
+            self._follow_order()
         if self.over:
             return
         if ledger.reports and now - ledger.last_line >= self.config.log.every:
@@ -194,6 +191,8 @@ class Coordinator:
 
     def _due(self, now: float) -> int:
         """What the next order asks for; 0 where none is due."""
+        if not self.retries.are_due:
+            return 0
         if self.members <= self.idle:
             return SAVE | LAST
         if self.idle:  # the last order is near
@@ -207,41 +206,40 @@ class Coordinator:
     def _write_line(self) -> None:
         line = {**self.ledger.line(), **self.info.take().means("env/")}
         self.writer.write(line)
-        self.writer.processes(self._health(), self.ledger.restarts)
+        self.writer.processes(health(self.board, self.processes()), self.ledger.restarts)
         self.display.update({**self.ledger.status(), "metrics": line})
 
-    def _health(self) -> list[dict[str, Any]]:
-        """One entry for each process; `rss_mb` is None where it is gone."""
-        now, board = time.monotonic(), self.board
-        return [
-            {
-                "name": name,
-                "pid": pid,
-                "silent_s": round(now - float(board.heartbeats[row]), 1),
-                "env_steps": board.read(row)["produced"],
-                "rss_mb": rss_mb(pid),
-            }
-            for row, (name, pid) in sorted(self.processes().items())
-        ]
-
     def _order(self, what: int) -> None:
-        self.saved, self.scores = {}, None
-        self.order = self.board.order[0] + 1
-        checkpoint.open_draft(self.root, f"order_{self.order}")
+        number = self.board.order[0] + 1
+        try:
+            checkpoint.open_draft(self.root, f"order_{number}")
+        except CoterieError as error:
+            self._fail_order(str(error))
+            return
+        self.order, self.saved, self.scores, self.given = number, {}, None, awake()
         self.board.give(what)
 
+    def _follow_order(self) -> None:
+        """Complete the checkpoint, once all of its parts exist; give the order up when they are late."""
+        missing = sorted(self.members - self.saved.keys())
+        if not missing:
+            self._seal()
+        elif self.board.order[1] & EVALUATE and self.scores is None and not self.board.stopping:
+            self.given = awake()  # an evaluation may take as long as it does
+        elif awake() - self.given > self.config.log.stall:
+            self._fail_order(f"no checkpoint: no part of learner {missing[0]} for {self.config.log.stall:g} s")
+
     def give_up_order(self) -> None:
-        """Abandon the current order, because a member or the draft is gone, and make a new one due."""
+        """Abandon the current order, because a member or a file is gone, and make a new one due."""
         self.order, self.saved = None, {}
         self.last_checkpoint = -1e9
 
-    def _lose_draft(self) -> None:
-        """The folder that the order's parts are written to has vanished."""
-        self.lost_drafts += 1
-        if self.lost_drafts > _LOST_DRAFTS or (self.ending and self.saved):  # those that have saved have ended
-            raise CoterieError(f"drafts of checkpoints vanish from {self.root}: does another process remove them?")
-        self.writer.log("the draft of a checkpoint has vanished; it is written again")
+    def _fail_order(self, reason: str) -> None:
+        """The current order cannot be carried out: training goes on, and it is given again later."""
         self.give_up_order()
+        checkpoint.sweep(self.root)  # a full disk needs the room
+        if self.retries.fail(reason):
+            self.log(f"{reason}; training goes on, and it is tried again")
 
     def join(self, board: Board, readers: list[Callable[[], dict[str, float]]], back: dict[str, Any] | None) -> None:
         """Begin with a new group of learners on this board. `back`: the state that they are rolled back to, if any."""
@@ -256,31 +254,33 @@ class Coordinator:
         self.ledger.readers = readers
 
     def _seal(self) -> None:
-        """Complete the checkpoint, once all of its parts exist."""
-        what = self.board.order[1]
+        what, ledger, scores = self.board.order[1], self.ledger, self.scores
         counts = [  # a learner that is gone keeps what it had learned
             self.saved[rank].counts if rank in self.saved else self.board.read(rank) for rank in range(self.learners)
         ]
-        steps = sum(row["learned"] for row in counts)
-        if self.scores is not None:
-            self.writer.write(self.ledger.take_scores(self.scores, steps))
-            every = self.config.eval.every
-            self.next_eval += -(-max(1, steps - self.next_eval + 1) // every) * every
-        ledger = self.ledger.state(counts, bool(what & LAST))
-        state = {**ledger, "present": sorted(self.saved), "next_eval": self.next_eval}
-        draft = checkpoint.draft_path(self.root, f"order_{self.order}")
-        path = checkpoint.seal(self.root, draft, steps, state)
-        # Episodes that end early are not a fair sample: a score that was cut short marks nothing.
-        if self.scores is not None and self.scores.returns and not self.scores.unfinished:
-            best = checkpoint.best_score(self.root)
-            if best is None or self.scores.mean >= best:
-                checkpoint.mark_best(self.root, path, self.scores.mean)
+        steps, line, next_eval = sum(row["learned"] for row in counts), dict[str, Any](), self.next_eval
+        if scores is not None:
+            line, every = ledger.take_scores(scores, steps), self.config.eval.every
+            next_eval += -(-max(1, steps - next_eval + 1) // every) * every
+        state = {**ledger.state(counts, bool(what & LAST)), "present": sorted(self.saved), "next_eval": next_eval}
+        try:
+            path = checkpoint.seal(self.root, checkpoint.draft_path(self.root, f"order_{self.order}"), steps, state)
+            # Episodes that end early are not a fair sample: a score that was cut short marks nothing.
+            if scores is not None and scores.returns and not scores.unfinished:
+                checkpoint.mark_best(self.root, path, scores.mean)
+        except CoterieError as error:
+            self._fail_order(str(error))
+            return
+        self.next_eval = next_eval
+        if line:
+            self.writer.write(line)
         checkpoint.prune(self.root, self.config.log.keep)
         self.board.seal()
         if what & LAST:
             self.digests = {rank: part.digest for rank, part in self.saved.items()}
             self.over = True
-        self.order, self.saved, self.scores, self.lost_drafts = None, {}, None, 0
+        self.order, self.saved, self.scores = None, {}, None
+        self.retries.succeed()
         self.last_checkpoint = time.monotonic()
 
     def stalled(self) -> tuple[int, float] | None:

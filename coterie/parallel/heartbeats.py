@@ -1,12 +1,15 @@
-"""Which process of a run hangs."""
+"""The health of a run's processes, and which of them hangs."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
+from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import Board
 from coterie.parallel.clock import awake
 
@@ -32,9 +35,9 @@ class Heartbeats:
         `pids`: of the rows to watch, None where no process is running.
         """
         silent = self.silent(board, pids)
-        stale = board.stale(silent, limit)
-        # Where all wait for each other: one that was stopped while it waited.
-        stale.sort(key=lambda row: not _is_stopped(pids[row]))
+        # A process may be stopped while it waits for others: they need not miss it.
+        stopped = [row for row, seconds in silent.items() if seconds > limit and _is_stopped(pids[row])]
+        stale = stopped or board.stale(silent, limit)
         return (stale[0], silent[stale[0]]) if stale else None
 
 
@@ -42,3 +45,17 @@ def _is_stopped(pid: int | None) -> bool:
     with suppress(psutil.Error):
         return pid is not None and psutil.Process(pid).status() in _STOPPED
     return False
+
+
+def health(board: Board, processes: Mapping[int, tuple[str, int]]) -> list[dict[str, Any]]:
+    """One entry for each process, given by its row as name and pid; `rss_mb` is None where it is gone."""
+    return [
+        {
+            "name": name,
+            "pid": pid,
+            "silent_s": round(time.monotonic() - float(board.heartbeats[row]), 1),
+            "env_steps": board.read(row)["produced"],
+            "rss_mb": rss_mb(pid),
+        }
+        for row, (name, pid) in sorted(processes.items())
+    ]

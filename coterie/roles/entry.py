@@ -106,7 +106,7 @@ class Service:
         self.reported = self.gauged = 0.0
         self.gauges: dict[str, float] = {}
         self.done = done  # the last order that was carried out
-        self.over = False
+        self.last = self.over = False  # whether the last order was carried out here, and by all
         self.callbacks = Callbacks(Run(learner, folder, post), callbacks, post)
         learner.exchange.report_to(lambda line: post("said", line))
 
@@ -130,6 +130,8 @@ class Service:
             self.board.heartbeat(self.rank)
             if self.has_order:
                 self.execute_order()
+            elif self.last and self.board.sealed >= self.done:  # else another learner's part is missing
+                self.over = True
             else:
                 time.sleep(0.005)
         self.callbacks.end(self.done)
@@ -174,16 +176,14 @@ class Service:
         groups, draft = learner.tensors(), checkpoint.draft_path(self.root, f"order_{number}")
         try:
             checkpoint.write(draft, {f"learner_{self.rank}/{name}": group for name, group in groups.items()})
-        except CoterieError:
-            if draft.is_dir():
-                raise
-            self.post("draft_lost", number)  # the order was given up meanwhile, or another process removed the folder
+        except CoterieError as error:
+            self.post("unsaved", (number, str(error)))
             return
         digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
         self.gauged = 0.0  # read them once more, also in a run that is shorter than the time between two readings
         self.report()  # the checkpoint counts these rows, too
         self.post("saved", Saved(number, learner.counts(), digest))
-        self.over = bool(what & LAST)
+        self.last = bool(what & LAST)
 
     def _evaluate(self, order: int) -> None:
         """Score the weights that the checkpoint will hold, unless a signal ends it."""

@@ -115,7 +115,10 @@ def latest(root: Path) -> Path | None:
 
 
 def mark_best(root: Path, path: Path, score: float) -> None:
-    """Mark a checkpoint as the best one, which `prune` keeps."""
+    """Mark a checkpoint as the best one, which `prune` keeps, unless another has a higher score."""
+    before = best_score(root)
+    if before is not None and before > score:
+        return
     try:
         write_whole(root / "best.json", json.dumps({"checkpoint": path.name, "score": score}) + "\n")
     except OSError as error:
@@ -233,7 +236,5 @@ def sweep(root: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
     for old in root.glob(f"step_*{_OLD}"):
         final = old.with_name(old.name.removesuffix(_OLD))
-        if final.exists():
-            _discard(old)
-        else:
-            old.rename(final)
+        with suppress(OSError):
+            _discard(old) if final.exists() else old.rename(final)

@@ -39,6 +39,26 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+class Journal:
+    """A file to which lines are added. What the disk refuses is kept, and written before the next line."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._left = bytearray()
+
+    def write(self, text: str) -> None:
+        """Raises `OSError` where it is not written yet."""
+        self._left += text.encode()
+        while self._left:  # the kernel may take a part of a line
+            del self._left[: os.write(self._fd, self._left)]
+
+    def close(self) -> None:
+        try:
+            self.write("")
+        finally:
+            os.close(self._fd)
+
+
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder. The kernel frees it with this process, whatever ends that.

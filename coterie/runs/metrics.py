@@ -9,8 +9,8 @@ import re
 import textwrap
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from coterie.config import Config
 from coterie.extras import needs
 from coterie.parallel.processes import location
 from coterie.runs.config_io import fields, get, to_dict
-from coterie.runs.files import write_whole
+from coterie.runs.files import Journal, write_whole
 from coterie.types import CoterieError, reason_of
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class RunWriter:
 
     def __init__(self, folder: Path, config: Config, resume_env_steps: int | None = None) -> None:
         self.folder, self._config, self._resumed_at = folder, config, resume_env_steps
+        self.say: Callable[[str], None] = print
+        self._reasons = set[str]()  # why lines could not be written
         self._open = ExitStack()  # closes the others if closing one fails
         self._wandb = _wandb(folder, config) if config.log.wandb else None
         if self._wandb is not None:
@@ -91,8 +93,8 @@ class RunWriter:
             if resume_env_steps is not None:
                 kept = [line for line in read_metrics(folder) if line["env_steps"] <= resume_env_steps]
                 write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
-            self._file = self._open.enter_context((folder / "metrics.jsonl").open("a"))
-            self._log = self._open.enter_context((folder / "log.txt").open("a"))
+            self._file = self._open.enter_context(closing(Journal(folder / "metrics.jsonl")))
+            self._log = self._open.enter_context(closing(Journal(folder / "log.txt")))
 
     @cached_property
     def _events(self) -> SummaryWriter | None:
@@ -116,9 +118,9 @@ class RunWriter:
         if not {"env_steps", "seconds"} <= line.keys():
             raise ValueError(f"a line of metrics needs env_steps and seconds, and has {sorted(line)}")
         plain = clean(line)
-        with writing(self.folder):
+        with self._trying():
             self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-            self._file.flush()
+        with self._trying():
             if self._events is not None:
                 for name, value in plain.items():
                     if isinstance(value, int | float) and name != "env_steps":
@@ -127,14 +129,13 @@ class RunWriter:
             self._wandb.log(plain)
 
     def log(self, text: str) -> None:
-        with writing(self.folder):
+        with self._trying():
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-            self._log.flush()
 
     def processes(self, rows: list[dict[str, Any]], restarts: int) -> None:
         """Replace processes.json: the health of the run's processes."""
         content = {"unix": round(time.time(), 3), "where": location(), "restarts": restarts, "processes": rows}
-        with writing(self.folder):
+        with self._trying():
             write_whole(self.folder / "processes.json", json.dumps(clean(content)) + "\n", durable=False)
 
     def summary(self, data: dict[str, Any]) -> None:
@@ -148,6 +149,16 @@ class RunWriter:
     def close(self) -> None:
         with writing(self.folder):
             self._open.close()
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """A line that cannot be written does not end the run; it is said once for each reason."""
+        try:
+            yield
+        except OSError as error:
+            if (reason := reason_of(error)) not in self._reasons:
+                self._reasons.add(reason)
+                self.say(f"cannot write to {self.folder}: {reason}; training goes on, and it is tried again")
 
 
 @contextmanager

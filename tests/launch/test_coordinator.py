@@ -13,6 +13,7 @@ import coterie
 from coterie import presets
 from coterie.build.evaluate import Scores
 from coterie.envs.news import EnvNews, Means
+from coterie.launch import coordinator, retries
 from coterie.launch.coordinator import Coordinator
 from coterie.parallel.board import EVALUATE, SAVE, Board
 from coterie.roles.entry import LearnerReport, Saved
@@ -118,34 +119,68 @@ def test_a_group_that_goes_back_takes_its_counts_and_episodes_back(run: Coordina
     assert rows == {"produced": 920, "learned": 800, "in_flight": 0, "dropped": 20, "rolled_back": 100}
 
 
-def lose_draft(run: Coordinator, rank: int) -> int:
-    """The folder vanishes before this learner has written its part; returns the number of the order."""
-    assert run.order is not None
-    shutil.rmtree(checkpoint.draft_path(run.root, f"order_{run.order}"))
-    number = run.order
-    run.receive(rank, "draft_lost", number)
-    return number
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of the coordinator's deadlines."""
+    time = [1000.0]
+    for module in (coordinator, retries):
+        monkeypatch.setattr(module, "awake", lambda: time[0])
+    return time
 
 
-def test_a_checkpoint_whose_draft_vanishes_is_ordered_again(run: Coordinator) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_ordered_again_later(run: Coordinator, now: list[float]) -> None:
     learn(run, 600)
-    first = lose_draft(run, 0)
-    assert run.board.order == (first + 1, SAVE | EVALUATE)
-    run.receive(1, "draft_lost", first)  # the other learner has missed the same one
-    assert run.order == first + 1
-    scores(run, 5.0, first + 1)
+    waits, first = list[float](), run.order
+    for _ in range(4):
+        number, begin = run.order, now[0]
+        shutil.rmtree(checkpoint.draft_path(run.root, f"order_{number}"))  # another process cleans up
+        run.receive(0, "unsaved", (number, "the disk is full"))
+        run.receive(1, "unsaved", (number, "the disk is full"))
+        learn(run, 600)
+        assert run.order is None, "it is not given again at once"
+        while run.order is None:
+            now[0] += 0.1
+            run.poll()
+        waits.append(now[0] - begin)
+    assert waits == sorted(waits)
+    assert waits[-1] > 4 * waits[0]
+    assert run.board.order == ((first or 0) + 4, SAVE | EVALUATE)
+    run.receive(1, "unsaved", (first, "a late answer to an order that was given up"))
+    assert run.order is not None
+    scores(run, 5.0, run.order)
     for rank in range(2):
         save(run, rank, 600)
-    assert run.order is None
     assert checkpoint.latest(run.root) == run.root / f"step_{1200:012d}"
+    log = (run.folder / "log.txt").read_text()
+    assert log.count("the disk is full; training goes on, and it is tried again") == 1
 
 
-def test_a_run_whose_drafts_vanish_again_and_again_fails_with_the_reason(run: Coordinator) -> None:
+def test_a_run_whose_checkpoints_fail_for_too_long_ends_with_the_reason(run: Coordinator, now: list[float]) -> None:
     learn(run, 600)
-    for _ in range(3):
-        lose_draft(run, 0)
-    with pytest.raises(CoterieError, match=r"drafts of checkpoints vanish from .*another process"):
-        lose_draft(run, 0)
+    run.receive(0, "unsaved", (run.order, "the disk is full"))
+    now[0] += run.config.log.unsaved_limit + 1
+    run.poll()
+    with pytest.raises(CoterieError, match=r"^the disk is full, for 3601 s \(log\.unsaved_limit\)$"):
+        run.receive(0, "unsaved", (run.order, "the disk is full"))
+
+
+def test_an_order_that_a_learner_does_not_answer_is_given_up_and_given_again(
+    run: Coordinator, now: list[float]
+) -> None:
+    learn(run, 600)
+    first = run.order
+    now[0] += 10 * run.config.log.stall
+    run.poll()
+    assert run.order == first, "an evaluation may take long"
+    scores(run, 5.0, first or 0)
+    save(run, 0, 600)
+    now[0] += run.config.log.stall + 1
+    run.poll()
+    assert run.order is None
+    assert "no checkpoint: no part of learner 1 for 900 s" in (run.folder / "log.txt").read_text()
+    now[0] += 60
+    run.poll()
+    assert run.order == (first or 0) + 1
 
 
 def test_a_run_ends_although_a_draft_vanished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,4 +199,4 @@ def test_a_run_ends_although_a_draft_vanished(tmp_path: Path, monkeypatch: pytes
     summary = coterie.train(config, quiet=True)
     assert summary["status"] == "finished"
     assert len(calls) > 3
-    assert "draft of a checkpoint has vanished" in (tmp_path / "run" / "log.txt").read_text()
+    assert "cannot be written: No such file" in (tmp_path / "run" / "log.txt").read_text()

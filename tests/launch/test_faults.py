@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 
 from coterie.cli.main import main
 from coterie.runs import checkpoint
+from coterie.runs.metrics import read_metrics
 from tests.support.runs import (
     ENDLESS,
     central_options,
@@ -215,3 +219,38 @@ def test_gossip_finishes_without_a_learner_that_dies_at_the_end(meddler):
     tensors, _ = last_checkpoint(out)
     for rank in range(2):
         assert float(tensors[f"learner_{rank}/model"]["obs_norm.obs_.count"]) >= 0.9 * seen
+
+
+@pytest.mark.parametrize(
+    ("options", "exchange"),
+    [(inline_options, "gossip"), pytest.param(decoupled_options, "solo", marks=pytest.mark.slow)],
+)
+def test_a_full_disk_costs_no_step(meddler, tmp_path, options, exchange):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("cannot mount a file system")
+    meddler.out = disk / "run"
+
+    def fill() -> None:
+        meddler.at_work()
+        with suppress(OSError), (disk / "filler").open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        meddler.until(lambda: shutil.disk_usage(disk).free == 0, "it is full")
+        time.sleep(3)
+        (disk / "filler").unlink()
+        meddler.saves_again()
+        meddler.interrupt()
+
+    try:
+        assert meddler.run(options(meddler.out, exchange, **ENDLESS), fill) == 75
+        summary = check_rows(meddler.out)
+        assert summary.get("restarts", 0) == 0
+        assert "No space left on device" in meddler.log()
+        seen = [line["env_steps"] for line in read_metrics(meddler.out)]
+        assert seen == sorted(seen)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+    meddler.check_nothing_left()

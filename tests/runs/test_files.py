@@ -1,0 +1,36 @@
+"""Files that are written whole, although the disk refuses parts of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from coterie.runs.files import Journal
+
+
+def test_a_journal_loses_no_line_and_writes_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, write = [25], os.write
+
+    def narrow(handle: int, data: bytearray) -> int:
+        if not (part := min(room[0], 7, len(data))):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= part
+        return write(handle, data[:part])
+
+    monkeypatch.setattr(os, "write", narrow)
+    journal = Journal(tmp_path / "lines")
+    lines = [f"line {i}\n" for i in range(10)]
+    for i, line in enumerate(lines):
+        room[0] += 20 * (i == 7)
+        try:
+            journal.write(line)
+        except OSError:
+            assert i >= 3
+    with pytest.raises(OSError, match="No space"):
+        Journal.write(journal, "")
+    room[0] = 1000
+    journal.close()
+    assert (tmp_path / "lines").read_text() == "".join(lines)
