@@ -45,9 +45,9 @@ from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
-from coterie.runs.files import sole_writer, write_whole
+from coterie.runs.files import sole_writer, write_whole, writing
 from coterie.runs.machine import describe
-from coterie.runs.metrics import file_name, writing
+from coterie.runs.metrics import file_name
 from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
 from coterie.runs.validate import validate

@@ -127,6 +127,7 @@ class Board(InSharedMemory):
         try:
             yield
         finally:
+            self.heartbeat(row)  # it may have waited for long
             self._blocked[row] = 0
 
     def all_blocked(self, rows: Iterable[int]) -> bool:

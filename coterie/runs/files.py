@@ -14,6 +14,15 @@ from coterie.types import ConfigError, CoterieError, reason_of
 _LOCK = ".lock"
 
 
+@contextmanager
+def writing(folder: Path, option: str = "") -> Iterator[None]:
+    """Turn an OSError (a full disk, a missing folder) into one line, which begins with the `option` at fault."""
+    try:
+        yield
+    except OSError as error:
+        raise CoterieError(f"{option}cannot write to {folder}: {reason_of(error)}") from None
+
+
 def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
     """Replace a file atomically. `durable`: a crash of the machine, too, leaves the old file or the new one."""
     draft = path.with_name(f".{path.name}")
@@ -65,11 +74,9 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
     Raises `ConfigError` with the pid and host of another process that holds it.
     """
-    try:
+    with writing(folder, "out: "):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / _LOCK).open("a+")
-    except OSError as error:
-        raise CoterieError(f"out: cannot write to {folder}: {reason_of(error)}") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

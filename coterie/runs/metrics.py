@@ -19,7 +19,7 @@ from coterie.config import Config
 from coterie.extras import needs
 from coterie.parallel.processes import location
 from coterie.runs.config_io import fields, get, to_dict
-from coterie.runs.files import Journal, write_whole
+from coterie.runs.files import Journal, write_whole, writing
 from coterie.types import CoterieError, reason_of
 
 if TYPE_CHECKING:
@@ -159,15 +159,6 @@ class RunWriter:
             if (reason := reason_of(error)) not in self._reasons:
                 self._reasons.add(reason)
                 self.say(f"cannot write to {self.folder}: {reason}; training goes on, and it is tried again")
-
-
-@contextmanager
-def writing(folder: Path, option: str = "") -> Iterator[None]:
-    """Turn an OSError (a full disk, a missing folder) into one line, which begins with the `option` at fault."""
-    try:
-        yield
-    except OSError as error:
-        raise CoterieError(f"{option}cannot write to {folder}: {reason_of(error)}") from None
 
 
 def hyperparameters(config: Config) -> dict[str, int | float | str | bool]:

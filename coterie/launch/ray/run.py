@@ -22,8 +22,8 @@ from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, site_url
 from coterie.launch.ray.node import Node, Outcome, env_steps
 from coterie.parallel.signals import on_signals
 from coterie.runs.config_io import save_config
-from coterie.runs.files import sole_writer, write_whole
-from coterie.runs.metrics import clean, writing
+from coterie.runs.files import sole_writer, write_whole, writing
+from coterie.runs.metrics import clean
 from coterie.runs.starting import Starting
 from coterie.types import ConfigError, CoterieError, first_line, reason_of
 
