@@ -28,7 +28,7 @@ import numpy as np
 
 from coterie.envs.gym import Instance, make_gym, make_instance, numbers, raised
 from coterie.parallel.shm import SharedArrays
-from coterie.parallel.signals import ignore_signals
+from coterie.parallel.signals import end_with_parent, ignore_signals
 from coterie.types import CoterieError
 
 _EXIT_S = 3.0  # for the envs to close once the parent is gone
@@ -130,6 +130,7 @@ def _exit_with_parent(fd: int) -> None:
 
 def main(socket_fd: int, memory_fd: int) -> None:
     ignore_signals()  # the parent handles them, and closes the socket
+    end_with_parent(grace=True)
     conn = Connection(socket_fd)
     threading.Thread(target=_exit_with_parent, args=(socket_fd,), daemon=True).start()
     with contextlib.closing(Worker(memory_fd)) as worker, contextlib.suppress(EOFError, OSError):

@@ -28,7 +28,7 @@ from typing import Any, cast
 
 import psutil
 
-from coterie.parallel.signals import STOP, ignore_signals
+from coterie.parallel.signals import STOP, end_with_parent, ignore_signals
 from coterie.types import ConfigError, CoterieError, one_line
 
 _END_S = 5.0  # for a child whose socket has closed to end
@@ -178,6 +178,7 @@ def _no_main() -> Iterator[None]:
 def _enter(parent: socket.socket, cores: list[int], target: Callable[..., None], args: tuple[Any, ...]) -> None:
     """The main function of a child. Its parent handles signals, and the child ends when its parent does."""
     ignore_signals()
+    end_with_parent(grace=False)  # the fork server, which ends with the process of the run
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     lock = threading.Lock()

@@ -1,11 +1,13 @@
-"""Signals that ask a run to end. Loads nothing slow: they are handled from a command's first moment."""
+"""Signals that end a run or a process of it. Loads nothing slow: they are handled from a command's first moment."""
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+_PR_SET_PDEATHSIG = 1
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a closed terminal
 
 
@@ -33,3 +35,18 @@ def ignore_signals() -> None:
     """In a child process: a terminal or a batch system sends them to the whole group, and the parent handles them."""
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_parent(grace: bool) -> None:
+    """Have the kernel end this process when the thread that started it has ended, on Linux: a thread of Python that
+    watches the parent does not run while foreign code holds the interpreter. `grace`: it has ten seconds to clean up.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "prctl"):
+        return
+    number = signal.SIGKILL
+    if grace:
+        number = signal.SIGUSR1  # which is 10; its handler is the C function `alarm`, called with that number
+        libc.signal(number, ctypes.cast(libc.alarm, ctypes.c_void_p))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    libc.prctl(_PR_SET_PDEATHSIG, number)

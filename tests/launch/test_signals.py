@@ -104,6 +104,34 @@ def test_all_processes_end_with_a_killed_parent(command):
     assert not left.exists()
 
 
+@pytest.mark.parametrize("options", [inline_options, pytest.param(decoupled_options, marks=pytest.mark.slow)])
+def test_no_process_outlives_its_parent_while_an_env_holds_the_interpreter(command, tmp_path, monkeypatch, options):
+    """As careless simulators in C do: no thread of Python runs meanwhile."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    (tmp_path / "holding_env.py").write_text(HOLDING_ENV)
+    run = command(options, **{"exchange": "solo", "learners": 1, **ENDLESS, "env.id": "holding_env:Holding"})
+    run.until(lambda: (tmp_path / "holds").exists(), "it holds it")
+    run.process.kill()
+    run.process.wait()
+    wait_until(lambda: not run.processes(), 25, "all are gone")
+
+
+HOLDING_ENV = """
+import ctypes
+from pathlib import Path
+
+from coterie.envs.testing import CountingEnv
+
+
+class Holding(CountingEnv):
+    def step(self, action):
+        if self.steps == 3:
+            Path(__file__).with_name("holds").touch()
+            ctypes.PyDLL(None).sleep(120)
+        return super().step(action)
+"""
+
+
 @pytest.mark.parametrize(
     ("learners", "exchange", "number", "changes", "early"),
     [
