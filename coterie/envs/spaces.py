@@ -82,7 +82,7 @@ def _field(
     if isinstance(space, spaces.Box):
         shape = tuple(space.shape) or (1,)
         dtype = space.dtype.name if space.dtype is not None and space.dtype.name in _KEPT else "float32"
-        low, high = (float(np.min(space.low)), float(np.max(space.high))) if dtype == "uint8" else (-np.inf, np.inf)
+        low, high = float(np.min(space.low)), float(np.max(space.high))
         same = space.dtype is not None and space.dtype.name == dtype and space.shape != ()
         codes = _GRID_CODES if _GRID.match(env_id) and name == "image" and shape[2:] == (len(_GRID_CODES),) else ()
         spec = ObsSpec(shape, dtype, low, high, codes=codes)

@@ -86,10 +86,15 @@ class QHead(nn.Module):
         return cast(Tensor, (self.value(x)[..., None, :] + a - a.mean(-2, keepdim=True)).flatten(-2))
 
 
+_OUTLIER, _ENOUGH = 1e3, 1e4  # deviations; rows
+
+
 class Normalizer(nn.Module):
     """Running mean and deviation over all rows seen, as buffers: saved and published with the parameters.
 
-    Chan et al.'s parallel update, in float64, so that the order of batches does not matter beyond rounding.
+    Chan et al.'s parallel update, in float64, so that the order of batches does not matter beyond rounding. One absurd
+    number must not blind the policy in that input: a row counts as no further from the mean than `_OUTLIER` deviations;
+    before there are enough rows, than `_OUTLIER` times the second furthest row of its batch.
     """
 
     mean: Tensor
@@ -107,12 +112,23 @@ class Normalizer(nn.Module):
         """Take in rows `[N, *shape]`."""
         if not len(x):
             return
-        x = x.double()
+        x = self._without_outliers(x.double())
         n, mean = len(x), x.mean(0)
         delta, total = mean - self.mean, self.count + n
         self.m2 += ((x - mean) ** 2).sum(0) + delta**2 * self.count * n / total
         self.mean += delta * n / total
         self.count.copy_(total)
+
+    def _without_outliers(self, x: Tensor) -> Tensor:
+        if float(self.count) >= _ENOUGH:
+            center, spread = self.mean, (self.m2 / self.count + 1e-8).sqrt()
+        elif len(x) > 2:
+            center = x.median(0).values
+            spread = (x - center).abs().topk(2, 0).values[1]
+            spread = torch.where(spread > 0, spread, math.inf)  # a constant, but for one row
+        else:
+            return x
+        return x.clamp(center - _OUTLIER * spread, center + _OUTLIER * spread)
 
     def deviation(self) -> Tensor:
         """Float32; 1 before the second row."""

@@ -127,7 +127,8 @@ def layout_from(message: Sequence[Any], most: int) -> Layout:
     return layout
 
 
-_MOST = 1e15  # except for observations: its square, summed over a batch, is still a float32
+_MOST = 1e15  # its square, summed over a batch, is still a float32
+_SLACK = 100  # ranges of its space by which an observation may be outside: envs do not keep them closely
 
 
 def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:
@@ -136,7 +137,7 @@ def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:
         per_episode = name.startswith("episode_")  # NaN where no episode has ended
         if x.dtype.kind == "f" and not (~np.isinf(x) if per_episode else np.isfinite(x)).all():
             raise Refused(f"{name} is not finite")
-        if x.dtype.kind == "f" and not name.startswith("obs/") and (np.abs(x) > _MOST).any():
+        if x.dtype.kind == "f" and (np.abs(x) > _MOST).any():
             raise Refused(f"{name} is beyond {_MOST:g}: the loss would not be finite")
     if (np.isnan(arrays["episode_return"]) != np.isnan(arrays["episode_length"])).any():
         raise Refused("an episode has a return without a length, or a length without a return")
@@ -146,6 +147,9 @@ def check_values(spec: Spec, arrays: Mapping[str, Array]) -> None:
         x = arrays[f"obs/{key}"]
         if s.text and not ((x >= 0) & (x <= s.high)).all():
             raise Refused(f"{key!r} has a token out of its range")
+        room = _SLACK * (s.high - s.low)
+        if x.dtype.kind == "f" and np.isfinite(room) and ((x < s.low - room) | (x > s.high + room)).any():
+            raise Refused(f"observation {key!r} is far outside of its space, {s.low:g} to {s.high:g}")
         if s.codes and (x >= np.array(s.codes)).any():
             raise Refused(f"{key!r} has a code out of its range")
     if spec.masked and not spec.legal_rows(arrays[f"obs/{MASK}"].reshape(-1, sum(spec.action.sizes))).all():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ SPECS = {
     [
         *(({"reward": bad}, "reward is not finite") for bad in (np.nan, np.inf)),
         ({"obs/": -np.inf}, "obs/ is not finite"),
+        ({"obs/": 1e30}, r"obs/ is beyond 1e\+15"),
         ({"episode_return": 1e308, "episode_length": 1.0}, r"episode_return is beyond 1e\+15"),
         ({"episode_return": 1.0, "episode_length": 1e300}, r"episode_length is beyond 1e\+15"),
         ({"episode_return": 1.0, "episode_length": -5.0}, "a negative episode length"),
@@ -52,6 +54,16 @@ def test_a_time_step_that_would_harm_the_learner_is_refused(changes: dict[str, f
         seen[name][-1] = value
     with pytest.raises(Refused, match=why):
         check_values(VECTOR, seen)
+
+
+def test_an_observation_far_outside_of_its_space_is_refused():
+    narrow = replace(VECTOR, obs={"": replace(VECTOR.obs[""], low=-1.0, high=2.0)})
+    seen = time_step(narrow)
+    seen["obs/"][-1] = 5.0  # envs do not keep their bounds closely
+    check_values(narrow, seen)
+    seen["obs/"][-1] = 1e3
+    with pytest.raises(Refused, match="observation '' is far outside of its space, -1 to 2"):
+        check_values(narrow, seen)
 
 
 @pytest.mark.parametrize(
