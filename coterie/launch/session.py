@@ -115,11 +115,9 @@ def resume(
 
 def _go(
     asked: Config, folder: Path, resumed: bool, quiet: bool, starting: Starting, callbacks: Sequence[Given],
-    held: ExitStack,
+    held: ExitStack,  # until the run has ended
 ) -> dict[str, Any]:  # fmt: skip
-    """Run from config to summary, in this process or in others. A run that cannot start writes no files. `held`: is
-    closed when the run has ended.
-    """
+    """Run from config to summary, in this process or in others. A run that cannot start writes no files."""
     check_objects(asked)
     if asked.launch == "ray":
         if callbacks:
@@ -163,16 +161,11 @@ def _go(
             learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
             learner.start(state["learners"][0], state["env_steps"])
             learner.write_counts()
-        signals = list[signal.Signals]()  # for the run: with a config and no checkpoint it could not be resumed
-        held.enter_context(on_signals(signals.append))
-        if not resumed:
-            held.enter_context(sole_writer(folder))
-        _prepare(folder, kept, spec, state is None)
+        signals = _prepare(folder, kept, spec, state is None, held)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting, signals=signals)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
-        for line in (begun, link_error, alone if kind.is_alone(config) else ""):
-            if line:
-                run.log(line)
+        for line in filter(None, (begun, link_error, alone if kind.is_alone(config) else "")):
+            run.log(line)
         del board  # its memory is freed with the last reference: the run's, until it has the children's board
         supervisor = Supervisor(run, config, saved, link) if learner is None else None
         opened.pop_all()
@@ -193,15 +186,21 @@ def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any]]:
     return saved, state
 
 
-def _prepare(folder: Path, config: Config, spec: Spec, new: bool) -> None:
-    """The first files of a run's folder."""
+def _prepare(folder: Path, config: Config, spec: Spec, new: bool, held: ExitStack) -> list[signal.Signals]:
+    """The first files of a run's folder. Returns the list of the signals from now on: with a config and no checkpoint
+    the run could not be resumed, so that it handles them itself.
+    """
+    signals = list[signal.Signals]()
+    held.enter_context(on_signals(signals.append))
+    if new:
+        held.enter_context(sole_writer(folder))
     with writing(folder, "out: "):
-        folder.mkdir(parents=True, exist_ok=True)
         save_config(folder / "config.json", config)  # a later resume goes on towards the same total
         if new:
             write_whole(folder / "spec.json", json.dumps(spec.to_json(), indent=1) + "\n")
             write_whole(folder / "machine.json", json.dumps(describe(), indent=1) + "\n")
         (folder / "summary.json").unlink(missing_ok=True)  # of the run before it was resumed
+    return signals
 
 
 def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Given]) -> dict[str, Any]:

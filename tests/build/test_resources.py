@@ -77,6 +77,7 @@ def test_auto_numbers_of_learners_actors_and_simulators_fit_the_cores(cores, pre
 
 
 ENVS = {"sac": ["Pendulum-v1"]}  # it takes continuous actions only
+ARGS = {"bc": ("--bc.dataset", "made-up")}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,8 @@ def test_no_preset_refuses_it_whatever_the_machine(cores, preset, env):
     for count in (1, 2, 16, 256):
         cores(count)
         for groups in ("0", "2"):
-            assert settled(preset, env, "--env.num-envs", "auto", "--env.groups", groups).env.num_envs >= 1
+            args = "--env.num-envs", "auto", "--env.groups", groups, *ARGS.get(preset, ())
+            assert settled(preset, env, *args).env.num_envs >= 1
 
 
 def test_auto_is_a_word_of_this_option_only_and_is_settled_before_the_run(tmp_path):

@@ -213,9 +213,10 @@ def make():
 def test_a_signal_between_a_run_s_first_files_and_its_training_checkpoints(tmp_path, monkeypatch):
     prepare = session._prepare
 
-    def then_signal(*args: Any) -> None:
-        prepare(*args)
+    def then_signal(*args: Any) -> Any:
+        signals = prepare(*args)
         os.kill(os.getpid(), signal.SIGTERM)
+        return signals
 
     monkeypatch.setattr(session, "_prepare", then_signal)
     out = tmp_path / "run"

@@ -1,0 +1,51 @@
+"""Running mean and deviation of an input, which an absurd number does not spoil."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.models.heads import Normalizer
+
+
+def test_normalizer_agrees_with_numpy_whatever_the_batches():
+    rng = np.random.default_rng(0)
+    x = rng.normal(3, 5, (1000, 4)).astype(np.float32)
+    norm = Normalizer((4,))
+    assert torch.equal(norm(torch.ones(1, 4)), torch.ones(1, 4))  # knows nothing yet: leaves as is
+    for part in np.split(x, [1, 10, 400]):
+        norm.update(torch.from_numpy(part))
+    norm.update(torch.zeros(0, 4))
+    np.testing.assert_allclose(norm.mean.numpy(), x.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(norm.deviation().numpy(), x.std(0), rtol=1e-5)
+    got = norm(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(got, np.clip((x - x.mean(0)) / x.std(0), -10, 10), atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [1e6, 1e15, 1e30])
+@pytest.mark.parametrize("rows", [0, 512, 1_000_000])
+def test_one_absurd_number_does_not_blind_a_normalizer(bad: float, rows: int) -> None:
+    norm, rng = Normalizer((4,)), torch.Generator().manual_seed(0)
+
+    def sample(count: int) -> torch.Tensor:
+        return torch.randn(count, 4, generator=rng)
+
+    if rows:
+        norm.update(sample(rows))
+    batch = sample(512)
+    batch[7, 0] = bad
+    norm.update(batch)
+    for _ in range(10):
+        norm.update(sample(100_000))
+    spread = norm(sample(10_000)).std(0)
+    assert spread[0] > 0.25
+    torch.testing.assert_close(spread[1:], torch.ones(3), rtol=0.03, atol=0)
+
+
+def test_a_normalizer_follows_an_input_that_begins_to_move() -> None:
+    norm = Normalizer((1,))
+    norm.update(torch.full((20_000, 1), 3.0))
+    for _ in range(50):
+        norm.update(torch.where(torch.rand(1000, 1) < 0.1, 10.0, 3.0))
+    assert float(norm.deviation()) == pytest.approx((0.072 * 0.928) ** 0.5 * 7, rel=0.1)
