@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,7 +48,7 @@ class AllReduce(Solo):
         peers = setup.peers
         self.params, self.moments, self.budget = setup.params, setup.moments, setup.config.steps
         self.learners, self.timeout = peers.learners, setup.timeout
-        self.rendezvous = peers.rendezvous or scratch_folder() / "rendezvous"
+        self.rendezvous = peers.rendezvous
         self.across = _between_machines(setup)
         self._env_steps, self.rows = 0, 0  # of all as of the last message; rows that the next one reports
         self.sent = False  # a message was sent since the last rollout
@@ -64,10 +65,12 @@ class AllReduce(Solo):
         backend = "gloo"
         if torch.cuda.is_available() and torch.cuda.device_count() >= self.learners:
             backend = "cpu:gloo,cuda:nccl"  # NCCL refuses two ranks on one GPU
+        self._own = None if self.rendezvous else scratch_folder()  # a lone learner needs a place, too
+        rendezvous = self.rendezvous or f"{self._own}/rendezvous"
         try:
             dist.init_process_group(
                 backend,
-                init_method=f"file://{self.rendezvous}",
+                init_method=f"file://{rendezvous}",
                 rank=self.rank,
                 world_size=self.learners,
                 timeout=_FOREVER,
@@ -83,6 +86,8 @@ class AllReduce(Solo):
             self.across.close(over=error[0] is None)
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
 
     def count(self, rows: int) -> None:
         self.rows += rows

@@ -250,14 +250,15 @@ def run_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
 def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfig, ResolvedConfig]:
     """The run's config, and the same with this actor's envs."""
     try:
-        run = resolve_config(from_dict(session.settings["config"]))
+        given = from_dict(session.settings["config"])
+        for field in ("algorithm", *NETWORKS):  # before anything is imported
+            if ":" in (path := get(given, field)) and path != get(base, field):
+                raise CoterieError(f"the run's {field} is {path}: if you trust it, name it with --{field}")
+        run = resolve_config(given)
     except ConfigError as error:
         raise CoterieError(f"the run's config: {error}") from None
     except LookupError:
         raise CoterieError("the server sent no config: is it the same version of coterie?") from None
-    for field in ("algorithm", *NETWORKS):
-        if ":" in (path := get(run, field)) and path != get(base, field):
-            raise CoterieError(f"the run's {field} is {path}: if you trust it, name it with --{field}")
     run = replace(run, seed=session.connection.hello["run_id"] >> 33)
     env = replace(base.env, num_envs=session.run.env.num_envs, groups=run.env.groups)
     mine = _local_env(replace(run, env=env), session.run)
