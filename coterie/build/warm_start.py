@@ -30,7 +30,8 @@ def begin_from(folder: Path, model: Network) -> str:
     if (path := checkpoint.best(root) or checkpoint.latest(root)) is None:
         raise ConfigError(f"init_from: {folder} has no complete checkpoint")
     there, mine = weights_of(checkpoint.load(path)[0], "0"), model.state_dict()
-    shapes = {k: [list(x[k].shape) if k in x else "missing" for x in (there, mine)] for k in mine | there}
+    names = [*mine, *sorted(there.keys() - mine.keys())]  # safetensors has no order
+    shapes = {k: [list(x[k].shape) if k in x else "missing" for x in (there, mine)] for k in names}
     other = {k: pair for k, pair in shapes.items() if pair[0] != pair[1]}
     for k, (a, b) in other.items():
         if not k.startswith(_HEADS):

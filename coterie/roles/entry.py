@@ -6,6 +6,7 @@ learners) gives orders on the board and takes messages by `post`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,13 +126,16 @@ class Service:
         self.learner.run(self.after_rollout)
         self.learner.write_counts()  # env hosts go on during the training on the last rollout
         self.report()
-        self.post("idle", None)
+        posted = -math.inf
         while not self.over:
             self.board.heartbeat(self.rank)
             if self.has_order:
                 self.execute_order()
             elif self.last and self.board.sealed >= self.done:  # else another learner's part is missing
                 self.over = True
+            elif time.monotonic() - posted >= _REPORT_S:  # again and again: a run of one process acts on messages only
+                posted = time.monotonic()
+                self.post("idle", None)
             else:
                 time.sleep(0.005)
         self.callbacks.end(self.done)

@@ -106,7 +106,7 @@ def test_heads_for_other_actions_are_new_and_another_network_is_refused(tmp_path
     assert "new: policy.weight, policy.bias" in (tmp_path / "more" / "log.txt").read_text()
     for wrong, why in [
         ({"model.hidden": (8,)}, r"has another network: torso\S+ is \[2, 2, 64\] there, \[2, 2, 8\] here"),
-        ({"model.normalize_obs": False}, r"has another network: obs_norm\S+ is \[2\] there, missing here"),
+        ({"model.normalize_obs": False}, r"has another network: obs_norm\S+count is \[\] there, missing here"),
         ({"init_from": str(tmp_path)}, "has no complete checkpoint"),
     ]:
         with pytest.raises(ConfigError, match=f"^init_from: {tmp_path}.*{why}"):

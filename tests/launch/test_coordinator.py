@@ -184,7 +184,7 @@ def test_an_order_that_a_learner_does_not_answer_is_given_up_and_given_again(
 
 
 def test_a_run_ends_although_a_draft_vanished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner must not wait for ever after it has failed to obey."""
+    """The last one: nothing else is learned, so nothing but the wait itself makes the coordinator try again."""
     write, calls = checkpoint.write, list[Path]()
 
     def vanish(draft: Path, tensors: checkpoint.Tensors) -> None:
@@ -194,9 +194,9 @@ def test_a_run_ends_although_a_draft_vanished(tmp_path: Path, monkeypatch: pytes
         write(draft, tensors)
 
     monkeypatch.setattr(checkpoint, "write", vanish)
-    changes = {"env.num_envs": 4, "algo.unroll_length": 16, "log.tensorboard": False, "log.checkpoint_every": 0.05}
-    config = presets.a2c(env="CartPole-v1", steps=3000, out=str(tmp_path / "run"), **changes)
+    changes = {"env.num_envs": 4, "algo.unroll_length": 16, "log.tensorboard": False, "log.checkpoint_every": 1e6}
+    config = presets.a2c(env="CartPole-v1", steps=300, out=str(tmp_path / "run"), **changes)
     summary = coterie.train(config, quiet=True)
     assert summary["status"] == "finished"
-    assert len(calls) > 3
+    assert len(calls) == 3
     assert "cannot be written: No such file" in (tmp_path / "run" / "log.txt").read_text()
