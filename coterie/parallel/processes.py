@@ -7,6 +7,7 @@ start in seconds and share its memory. A fork of the caller would copy its threa
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -33,6 +34,8 @@ from coterie.types import ConfigError, CoterieError, one_line
 
 _END_S = 5.0  # for a child whose socket has closed to end
 _HEAD = 8  # bytes before a message: its length
+_LOCK = ".lock"
+_LOCKS: dict[Path, int] = {}  # of scratch folders, open while this process lives
 
 
 class PeerLost(CoterieError):
@@ -136,22 +139,32 @@ def gather(children: Sequence[Child], within: float, others: Sequence[Child] = (
 
 
 def scratch_folder(where: str | None = None) -> Path:
-    """A new temporary folder. Its name holds its owner; folders of owners that were killed are removed first."""
+    """A new temporary folder. Its name holds its owner, which keeps a lock in it. Those of killed owners are removed."""
     base, owner = Path(where or tempfile.gettempdir()), hashlib.sha256(location().encode()).hexdigest()[:8]
     for folder in base.glob(f"coterie-{owner}-*-*"):
-        with contextlib.suppress(OSError, ValueError):  # another user's, or already gone
+        with contextlib.suppress(OSError, ValueError):  # another user's, already gone, or locked
             if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int(folder.name.split("-")[2])):
-                shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"coterie-{owner}-{os.getpid()}-", dir=base))
+                with (folder / _LOCK).open("a") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+    for folder in [folder for folder in _LOCKS if not folder.exists()]:
+        os.close(_LOCKS.pop(folder))
+    folder = Path(tempfile.mkdtemp(prefix=f"coterie-{owner}-{os.getpid()}-", dir=base))
+    _LOCKS[folder] = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError):  # some file systems have no locks: there the pid must do
+        fcntl.flock(_LOCKS[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return folder
 
 
 def location() -> str:
-    """Where a pid means the same process: the host, and its pid namespace (containers may share a folder)."""
+    """Where a pid means the same process: the host, this boot of it (clones have one name), and the pid namespace
+    (containers may share a folder).
+    """
     try:
-        namespace = f"{os.stat('/proc/self/ns/pid').st_ino:x}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino:x}"
     except OSError:
-        namespace = "0"
-    return f"{socket.gethostname()} {namespace}"
+        return socket.gethostname()
 
 
 def _short_socket_path() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -41,13 +42,20 @@ def test_only_the_scratch_folders_of_killed_owners_of_this_host_are_removed(tmp_
         elsewhere.setattr(socket, "gethostname", lambda: "another-host")
         other = scratch_folder(str(tmp_path))
         assert folder.exists()
+    held = tmp_path / folder.name.replace(f"-{pid}-", "-4194305-")  # as of another machine that has all else in common
+    held.mkdir()
+    lock = (held / ".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
     prefix = folder.name.rpartition(f"-{pid}-")[0]
     names = ("coterie-abcdefgh", f"coterie-123-{pid}-elsewhere", "coterie-runs", f"{prefix}-x-y", f"{prefix}-1-z")
     for name in names:
         (tmp_path / name).mkdir()
     mine = scratch_folder(str(tmp_path))
-    assert sorted(tmp_path.iterdir()) == sorted([mine, other, *(tmp_path / name for name in names)])
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other, held, *(tmp_path / name for name in names)])
     assert f"-{os.getpid()}-" in mine.name
+    lock.close()
+    scratch_folder(str(tmp_path))
+    assert not held.exists()
 
 
 def send_much(post) -> None:
