@@ -34,7 +34,8 @@ class Acting(Protocol):
     def publish(self, version: int) -> None: ...  # the weights of learner step `version`
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]: ...
     def rest(self) -> int: ...  # block until acting is idle; returns the number of waiting batches (for benchmarks)
-    def counts(self) -> dict[str, int]: ...  # rows produced and dropped, envs replaced, since it began
+    def counts(self) -> dict[str, int]: ...  # since it began, see `COUNTS`: "produced", "dropped", "replaced"; once
+    # closed also "in_flight", the valid rows that it finds in its memory and has not handed to the learner
     def news(self) -> EnvNews: ...  # of its envs, since the last call
     def gauges(self) -> dict[str, float]: ...  # for the metrics
     def close(self) -> None: ...

@@ -57,6 +57,7 @@ class Central(EnvStreams):
         self.board, self.rank, self.stages = board, rank, stages
         self.produced = self.dropped = 0  # valid rows received; valid rows of abandoned rollouts
         self.calls = self.rows = 0  # of the policy
+        self.left = 0  # valid rows in memory after `close`
         self.columns = 0  # in finished rollouts that the learner has not taken yet
         batches = [make_fields(config.batch_size) for _ in range(config.batches)]
         self.assembly = BatchAssembly(config.batch_size, batches, device, lambda: self.inbox.put(None))
@@ -79,6 +80,10 @@ class Central(EnvStreams):
             self.assembly.close()
             for thread in self._threads:
                 thread.join(5.0)
+            while not self.inbox.empty():
+                if isinstance(news := self.inbox.get(), EnvStream):
+                    self._forget(news)
+            self.left = self.assembly.left() + sum(stream.valid for stream in self.streams.values())
 
     # The training thread.
 
@@ -219,7 +224,7 @@ class Central(EnvStreams):
     # Reports.
 
     def counts(self) -> dict[str, int]:
-        return {"produced": self.produced, "dropped": self.dropped}
+        return {"produced": self.produced, "dropped": self.dropped, "in_flight": self.left}
 
     def news(self) -> EnvNews:
         """Env hosts report it themselves."""

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.batching import may_go
-from coterie.acting.recorder import ON_HOST, Fields, Recorder
+from coterie.acting.recorder import ON_HOST, Fields, Recorder, valid_rows
 from coterie.parallel.slots import columns_of
 from coterie.remote.admission import FIRST_REMOTE_ID
 from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep, counted
@@ -195,6 +195,7 @@ class BatchAssembly:
         self.size, self.device, self.on_copied = size, device, on_copied
         self.finished = queue.SimpleQueue[tuple[EnvStream, Recorder] | None]()
         self.free, self.ready = queue.SimpleQueue[Fields | None](), queue.SimpleQueue[Fields]()
+        self.partial: list[Mapping[str, Tensor]] = []  # at the end: columns of a batch that is not full, and others
         for fields in batches:
             self.free.put(fields)
 
@@ -208,6 +209,7 @@ class BatchAssembly:
                 if filling is None:
                     filling, at = self.free.get(), 0
                     if filling is None:
+                        self.partial.append(columns_of(recorder.fields, done, stream.width - done))
                         return
                 n = min(stream.width - done, self.size - at)
                 target, source = columns_of(filling, at, n), columns_of(recorder.fields, done, n)
@@ -221,6 +223,17 @@ class BatchAssembly:
                     filling = None
             stream.recorders.append(recorder)
             self.on_copied()
+        if filling is not None:
+            self.partial.append(columns_of(filling, 0, at))
+
+    def left(self) -> int:
+        """Valid rows that the learner has not taken, once the thread has ended."""
+        while not self.ready.empty():
+            self.partial.append(self.ready.get())
+        while not self.finished.empty():
+            if (item := self.finished.get()) is not None:
+                self.partial.append(item[1].fields)
+        return sum(map(valid_rows, self.partial))
 
     def close(self) -> None:
         """End the thread, whatever it waits for."""

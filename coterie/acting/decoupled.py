@@ -18,7 +18,7 @@ import torch
 from coterie.acting.actor import Actor, ActorMemory
 from coterie.acting.base import Acting, ActingKind, Agent, LearnerSetup
 from coterie.acting.child_processes import apart_refusals, shares_evenly
-from coterie.acting.recorder import as_rollout
+from coterie.acting.recorder import as_rollout, valid_rows
 from coterie.config import Decoupled as DecoupledConfig
 from coterie.config import Refusal, ResolvedConfig
 from coterie.envs.news import EnvNews, Means
@@ -46,11 +46,13 @@ class Decoupled:
         self.params, self.moments = agent.params, agent.moments
         self.board, self.rank, self.stages, self.config, self.timeout = board, rank, stages, config, timeout
         self.opened = deque[int]()  # batches that are being filled, or are full; the oldest first
+        self.closed = False
         self.waiting = 0  # full batches that wait behind the one in training
         self.device, self.uploads = device, Uploads(self.slots.fields, self.slots.memory, device)
         self.remote: RolloutService | None = None  # receives the rollouts of remote actors
 
     def close(self) -> None:
+        self.closed = True
         if self.remote is not None:
             self.remote.close()
         self.uploads.close()
@@ -101,8 +103,12 @@ class Decoupled:
         self.stages.lap("wait")
 
     def counts(self) -> dict[str, int]:
-        """Rows of remote actors. Local actors write their counts to the board."""
-        return {} if self.remote is None else {"produced": self.remote.produced}
+        """Rows of remote actors, and those left in the slots. Local actors write their counts to the board."""
+        found = {} if self.remote is None else {"produced": self.remote.produced}
+        if self.closed:
+            left = [(j, s) for j in self.opened for s in range(self.slots.per_batch) if self.slots.is_full(j, s)]
+            found["in_flight"] = sum(valid_rows(self.slots.columns(*at)) for at in left)
+        return found
 
     def news(self) -> EnvNews:
         """Actors report it themselves."""

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from coterie.acting.base import Acting, ActingKind, GroupPolicy, LearnerSetup, core_shape, group_policy
-from coterie.acting.recorder import Envs, Recorder, env_loop, local_fields
+from coterie.acting.recorder import Envs, Recorder, env_loop, local_fields, valid_rows
 from coterie.config import Refusal, ResolvedConfig
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
@@ -76,7 +76,7 @@ class Inline:
                 parts = self.team.run([partial(self._collect, rows, *x) for x in zip(shares, self.clocks, strict=True)])
                 seen = [ts for _, ts in sorted({g: ts for part in parts for g, ts in part.items()}.items())]
             self.stages.merge(self.clocks)
-            self.produced += int((~self.recorder.is_first[1:]).sum())
+            self.produced += valid_rows(self.recorder.fields)
             last = self.recorder.last()
             yield self.recorder.rollout()
 

@@ -111,6 +111,11 @@ def local_fields(
     )
 
 
+def valid_rows(fields: Fields) -> int:
+    """The rows of a rollout that count as env steps: the others show the reset after an episode."""
+    return int((~fields["is_first"][1:]).sum())
+
+
 def as_rollout(fields: Fields, device: torch.device, uploaded: Fields | None = None) -> Rollout:
     """The rollout in `fields`, as views that are valid until the fields are written again. A field that is not on
     `device` is copied to it, unless `uploaded` has the copy already.

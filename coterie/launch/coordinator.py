@@ -106,6 +106,9 @@ class Coordinator:
                 close()
         summary = self.summary(status, reason)
         self.writer.log(f"{status} {reason}".strip())
+        produced, *rest = summary["rows"].values()
+        if produced != sum(rest):
+            self.log(f"{produced - sum(rest):,} of {produced:,} rows are not accounted for: a fault of the acting")
         try:
             self.writer.summary(summary)
             self.writer.close()

@@ -121,7 +121,7 @@ class Ledger:
         """A learner has died, and its actors (rows of the board) with it: the rows that it had not learned are lost."""
         learned = self.board.read(rank)["learned"]
         self.dropped += sum(self.board.read(row)["produced"] for row in (rank, *actors)) - learned
-        self.board.write(rank, {"produced": learned, "dropped": 0})
+        self.board.write(rank, {"produced": learned, "dropped": 0, "in_flight": 0})
         for row in actors:
             self.board.write(row, {"produced": 0, "delivered": 0})
             self.acted.pop(row, None)
@@ -263,7 +263,9 @@ class Ledger:
         return {"p50_ms": float(p50), "p99_ms": float(p99)}
 
     def _in_flight(self) -> int:
-        return self.board.sum("produced") - self.board.sum("learned") - self.board.sum("dropped")
+        """At the end: what the learners have found in their memory, and the actors' unfinished rollouts."""
+        actors = map(self.board.read, range(self.config.learners, len(self.board.counts)))
+        return self.board.sum("in_flight") + sum(row["produced"] - row["delivered"] for row in actors)
 
     def summary(self, digests: dict[int, str]) -> dict[str, Any]:
         """The final metrics. `digests`: of the learners' last weights, where they have ended. What this run cannot have
@@ -274,6 +276,9 @@ class Ledger:
             del totals["skipped_batches"]
         each = [digests.get(rank, "") for rank in range(self.config.learners)]
         by_row = [round(x / self.rollouts, 3) for x in self.lag_by_row]
+        dropped = self.dropped + board.sum("dropped")
+        if not digests:  # an error or a second signal: the processes took with them what was not learned
+            dropped += board.sum("produced") - learned - board.sum("dropped")
         whole = each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
         return {
             "env_steps": learned,
@@ -285,8 +290,8 @@ class Ledger:
             "rows": {
                 "produced": board.sum("produced") + self.rolled_back + self.dropped,
                 "learned": learned,
-                "in_flight": self._in_flight(),  # what an error or a second signal kept from being learned
-                "dropped": self.dropped + board.sum("dropped"),
+                "in_flight": self._in_flight() if digests else 0,
+                "dropped": dropped,
                 "rolled_back": self.rolled_back,
             },
             "policy_lag": {str(lag): rows for lag, rows in sorted(self.lags.items())},

@@ -74,7 +74,7 @@ class Supervisor:
         for rank in range(group.learners):
             counts = {} if self.state is None else self.state["learners"][rank]
             learned = counts.get("learned", 0)
-            group.board.write(rank, {**counts, "started": learned, "produced": learned, "dropped": 0})
+            group.board.write(rank, {**counts, "started": learned, "produced": learned, "dropped": 0, "in_flight": 0})
         return group
 
     def work(self) -> None:
@@ -291,5 +291,6 @@ class Supervisor:
                     self.run.take(leaving[child], content)
                 elif kind == "end":
                     del leaving[child]
-        for child in leaving:
+        for child, row in leaving.items():
             child.kill()
+            self.run.ledger.lose_actor(row, self.group.actor_ended(row))

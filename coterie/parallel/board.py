@@ -18,10 +18,11 @@ from coterie.types import Array, CoterieError
 
 #: What each learner, and each actor, counts. `produced`: rows acted; `delivered`: those that an actor has handed to its
 #: learner; `dropped`: those that central acting could not complete to rollouts; `started`: rows that a learner has
-#: begun to learn from (budgets and schedules read their sum); `learned`: rows that it has learned from.
+#: begun to learn from (budgets and schedules read their sum); `learned`: rows that it has learned from; `in_flight`:
+#: rows that are left in its memory at the end.
 COUNTS = (
     "produced", "delivered", "started", "learned", "masked", "learner_steps", "samples_trained",
-    "policy_lag_max", "skipped", "replaced", "episodes", "dropped",
+    "policy_lag_max", "skipped", "replaced", "episodes", "dropped", "in_flight",
 )  # fmt: skip
 SAVE, EVALUATE, LAST = 1, 2, 4  # what an order asks for: a checkpoint, before it an evaluation, after it the end
 _ATTRIBUTES = 4096  # bytes for the attributes that callbacks set

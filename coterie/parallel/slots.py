@@ -63,9 +63,9 @@ class Slots(InSharedMemory):
         fence()
         self.ticket[batch] = self.ticket.max() + 1 + np.arange(self.per_batch)
 
-    def is_full(self, batch: int) -> bool:
-        """Consumer: whether all slots of an open batch have been filled."""
-        whole = bool((self.full[batch] == self.ticket[batch]).all())
+    def is_full(self, batch: int, slot: int | slice = slice(None)) -> bool:
+        """Consumer: whether a slot of an open batch has been filled, or all of them."""
+        whole = bool(np.all(self.full[batch, slot] == self.ticket[batch, slot]))
         fence()
         return whole
 

@@ -184,6 +184,8 @@ class Service:
             self.post("unsaved", (number, str(error)))
             return
         digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
+        if what & LAST:
+            learner.write_counts()  # nothing acts any more: what is in flight stays so
         self.gauged = 0.0  # read them once more, also in a run that is shorter than the time between two readings
         self.report()  # the checkpoint counts these rows, too
         self.post("saved", Saved(number, learner.counts(), digest))

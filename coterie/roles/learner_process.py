@@ -166,6 +166,7 @@ class LearnerProcess:
             "skipped": self.exchange.guard.skipped,
             "replaced": self.before.get("replaced", 0) + acted.get("replaced", 0),
             "dropped": acted.get("dropped", 0),
+            "in_flight": acted.get("in_flight", 0),
         }
 
     def write_counts(self) -> None:

@@ -156,6 +156,8 @@ def test_lives_that_end_anywhere_are_never_mixed_and_every_row_is_counted(rig, s
     in_flight = central.produced - central.dropped - valid(seen)
     assert 0 <= in_flight <= central.columns * UNROLL
     assert (in_flight == 0) == (central.columns == 0)
+    central.close()
+    assert central.counts()["in_flight"] == in_flight
     assert central.dropped > 0
     assert central.envs == 0
 
@@ -166,14 +168,14 @@ def test_rows_of_a_rollout_that_will_never_be_whole_are_dropped(rig):
     client = Client(one, 0)
     for _ in range(9):  # of which the first and the seventh begin an episode
         client.turn()
-    assert one.central.counts() == {"produced": 14, "dropped": 0}
+    assert one.central.counts() == {"produced": 14, "dropped": 0, "in_flight": 0}
     client.leave()
     wait_until(lambda: one.central.dropped == 14, what="dropped")
     assert one.central.produced == 14
     client.stream.leave()
     after = client.again()
     after.turn(), after.turn()
-    assert one.central.counts() == {"produced": 16, "dropped": 14}
+    assert one.central.counts() == {"produced": 16, "dropped": 14, "in_flight": 0}
 
 
 def test_a_new_life_begins_anew_on_the_same_envs(rig):

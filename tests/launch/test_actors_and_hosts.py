@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from coterie.cli.main import main
@@ -11,10 +13,11 @@ from coterie.parallel.slots import Slots
 from coterie.runs.metrics import read_metrics
 from tests.conftest import VECTOR, make_config
 from tests.support.remote_workers import goes_on
-from tests.support.runs import CROWD, ENDLESS, central_options, check_rows, decoupled_options
+from tests.support.runs import CROWD, ENDLESS, central_options, check_rows, decoupled_options, inline_options
 
 slow = pytest.mark.slow
 OPTIONS = {"decoupled": decoupled_options, "central": central_options}
+ACCOUNTED = OPTIONS | {"inline": partial(inline_options, learners=1)}
 METRICS = {
     "decoupled": {"stage/wait", "stage/actor/env", "slots/waiting", "policy_lag/mean"},
     "central": {
@@ -51,6 +54,17 @@ def test_a_run_with_actors_or_hosts_finishes_evaluates_and_resumes(tmp_path, act
     lags, by_row = {int(k): n for k, n in summary["policy_lag"].items()}, summary.get("policy_lag_by_row", [0])
     mean = sum(lag * n for lag, n in lags.items()) / sum(lags.values())
     assert acting == "central" or sum(by_row) / len(by_row) == pytest.approx(mean, abs=1e-3)
+
+
+@pytest.mark.parametrize("fault", ["Losing", "Repeating"])
+@pytest.mark.parametrize("acting", ["inline", "decoupled", "central"])
+def test_the_accounts_show_a_rollout_that_was_lost_or_learned_twice(tmp_path, acting, fault):
+    part = f"tests.support.lossy:{fault}{acting.capitalize()}"
+    out = tmp_path / "run"
+    assert main(ACCOUNTED[acting](out, "solo", steps=1000, **{"plugins.acting": part})) == 0
+    with pytest.raises(AssertionError, match="not accounted for"):
+        check_rows(out)
+    assert "rows are not accounted for" in (out / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("handed_over", [True, False])

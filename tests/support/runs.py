@@ -95,7 +95,8 @@ def check_rows(out: Path) -> dict[str, Any]:
     """The rows of any run: what was acted was learned, is in flight, was dropped or was rolled back."""
     summary = read_summary(out)
     rows = summary["rows"]
-    assert rows["produced"] == rows["learned"] + rows["in_flight"] + rows["dropped"] + rows["rolled_back"]
+    missing = rows["produced"] - rows["learned"] - rows["in_flight"] - rows["dropped"] - rows["rolled_back"]
+    assert missing == 0, f"{missing} rows are not accounted for"
     assert min(rows.values()) >= 0
     assert rows["learned"] == summary["env_steps"]
     if summary["status"] != "failed":
