@@ -139,7 +139,7 @@ def gather(children: Sequence[Child], within: float, others: Sequence[Child] = (
 
 
 def scratch_folder(where: str | None = None) -> Path:
-    """A new temporary folder. Its name holds its owner, which keeps a lock in it. Those of killed owners are removed."""
+    """A new temporary folder. Its name has its owner, which keeps a lock in it. Those of killed owners are removed."""
     base, owner = Path(where or tempfile.gettempdir()), hashlib.sha256(location().encode()).hexdigest()[:8]
     for folder in base.glob(f"coterie-{owner}-*-*"):
         with contextlib.suppress(OSError, ValueError):  # another user's, already gone, or locked
