@@ -82,7 +82,7 @@ class Central(EnvStreams):
                 thread.join(5.0)
             while not self.inbox.empty():
                 if isinstance(news := self.inbox.get(), EnvStream):
-                    self._forget(news)
+                    self.dropped += news.abandon()
             self.left = self.assembly.left() + sum(stream.valid for stream in self.streams.values())
 
     # The training thread.
@@ -147,7 +147,7 @@ class Central(EnvStreams):
                 while True:
                     if isinstance(news, EnvStream):
                         pending.pop(news, None)
-                        self._forget(news)
+                        self.dropped += news.abandon()
                     elif news is not None and news.stream.alive:
                         pending[news.stream] = news
                     news = self.inbox.get_nowait()
@@ -208,12 +208,6 @@ class Central(EnvStreams):
             request.answer({"action": action[mine]}, version)
         self.calls, self.rows = self.calls + 1, self.rows + at
         return waiting
-
-    def _forget(self, stream: EnvStream) -> None:
-        """Drop the unfinished rollout of a closed stream."""
-        if stream.counted:
-            self.dropped += stream.valid
-            stream.valid, stream.counted = 0, False
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:

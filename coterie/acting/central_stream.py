@@ -121,6 +121,12 @@ class EnvStream(ServiceStream):
         self.recorder.act(0, self.row, out, version)
         self.state, self.row = state, self.row + 1
 
+    def abandon(self) -> int:
+        """Drop the unfinished rollout of a closed stream; returns its valid rows."""
+        dropped = self.valid if self.counted else 0
+        self.valid, self.counted = 0, False
+        return dropped
+
     def finish(self, value: Tensor) -> Recorder:
         """Complete the rollout; the next `see` begins another."""
         assert self.recorder is not None

@@ -18,6 +18,9 @@ from coterie.parallel.shm import SharedArrays
 from coterie.types import Array, CoterieError
 
 
+_MOST_IN_A_ROW = 1000  # batches that are skipped, until it is clear that nothing more is learned
+
+
 class NonFinite(CoterieError):
     """A gradient or weight that is NaN or infinite; the message names the tensor."""
 
@@ -27,11 +30,13 @@ class Guard:
 
     def __init__(self, max_grad_norm: float, skip: bool) -> None:
         self.max_grad_norm, self.skip, self.skipped = max_grad_norm, skip, 0
+        self.in_a_row = 0
 
     def clip(self, params: FlatParams) -> tuple[float, bool]:
         """The norm before clipping, and whether the gradient may be used; one that may not is cleared."""
         norm = float(flat_norm_clip(params.grad, self.max_grad_norm))
         if norm - norm == 0:  # neither NaN nor infinity
+            self.in_a_row = 0
             return norm, True
         self.refuse(params.nonfinite(params.grad), params)
         return norm, False
@@ -39,8 +44,10 @@ class Guard:
     def refuse(self, name: str | None, params: FlatParams) -> None:
         """Clear a gradient that is not finite."""
         params.grad.zero_()
-        if not self.skip:
-            raise NonFinite(f"the gradient of {name or 'the whole net (its norm overflows)'} is not finite")
+        self.in_a_row += 1
+        if not self.skip or self.in_a_row > _MOST_IN_A_ROW:
+            before = f", nor were {_MOST_IN_A_ROW} before it" if self.skip else ""
+            raise NonFinite(f"the gradient of {name or 'the whole net (its norm overflows)'} is not finite{before}")
         self.skipped += 1
 
 

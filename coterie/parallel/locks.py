@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import time
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ class Locks:
             try:
                 fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, k)
                 return True
-            except OSError:
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):  # anything else would never be free
+                    raise
                 if not wait:
                     return False
             if awake() > end:

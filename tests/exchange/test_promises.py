@@ -58,6 +58,17 @@ def test_a_gradient_that_is_not_finite_is_skipped_or_raises_and_changes_nothing(
     shared.close()
 
 
+def test_a_learner_that_skips_every_batch_ends_the_run():
+    params, good = flat(50, 20), torch.ones(70)
+    solo = Solo(make_setup(params, skip=True))
+    bad = torch.full_like(good, math.nan)
+    for grad in [bad] * 600 + [good] + [bad] * 1000:
+        apply(solo, params, grad)
+    with pytest.raises(NonFinite, match="the gradient of w0 is not finite, nor were 1000 before it"):
+        apply(solo, params, bad)
+    assert solo.guard.skipped == 1600
+
+
 @pytest.mark.parametrize(
     ("kind", "how", "chunks"), [(*KINDS[1], 1), (*KINDS[2], 1), (*KINDS[3], 1), (*KINDS[3], 5), (*KINDS[4], 3)]
 )

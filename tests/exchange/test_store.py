@@ -184,6 +184,8 @@ def test_a_lock_excludes_other_processes_and_is_free_when_its_holder_is_killed()
     finally:
         child.kill()
     assert Locks(shared.fd, 10.0).take(1)
+    with pytest.raises(OSError, match="Bad file descriptor"):  # no lock that another process has
+        Locks(9999, 10.0).take(1, wait=False)
     shared.close()
 
 
