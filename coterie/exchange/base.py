@@ -17,7 +17,6 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.types import Array, CoterieError
 
-
 _MOST_IN_A_ROW = 1000  # batches that are skipped, until it is clear that nothing more is learned
 
 
