@@ -166,7 +166,7 @@ class Ledger:
             "life": self.resumes,
             "rolled_back": self.rolled_back,
             "dropped": self.dropped + self.board.sum("dropped"),
-            "in_flight": self._in_flight() if last else 0,
+            "in_flight": self.board.in_flight if last else 0,
             "lags": {str(lag): rows for lag, rows in self.lags.items()},
             "lag_by_row": self.lag_by_row,
             "rollouts": self.rollouts,
@@ -262,11 +262,6 @@ class Ledger:
         p50, p99 = np.percentile(np.array(self.latencies), (50, 99)) * 1e3
         return {"p50_ms": float(p50), "p99_ms": float(p99)}
 
-    def _in_flight(self) -> int:
-        """At the end: what the learners have found in their memory, and the actors' unfinished rollouts."""
-        actors = map(self.board.read, range(self.config.learners, len(self.board.counts)))
-        return self.board.sum("in_flight") + sum(row["produced"] - row["delivered"] for row in actors)
-
     def summary(self, digests: dict[int, str]) -> dict[str, Any]:
         """The final metrics. `digests`: of the learners' last weights, where they have ended. What this run cannot have
         is left out.
@@ -276,9 +271,6 @@ class Ledger:
             del totals["skipped_batches"]
         each = [digests.get(rank, "") for rank in range(self.config.learners)]
         by_row = [round(x / self.rollouts, 3) for x in self.lag_by_row]
-        dropped = self.dropped + board.sum("dropped")
-        if not digests:  # an error or a second signal: the processes took with them what was not learned
-            dropped += board.sum("produced") - learned - board.sum("dropped")
         whole = each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
         return {
             "env_steps": learned,
@@ -290,8 +282,9 @@ class Ledger:
             "rows": {
                 "produced": board.sum("produced") + self.rolled_back + self.dropped,
                 "learned": learned,
-                "in_flight": self._in_flight() if digests else 0,
-                "dropped": dropped,
+                "in_flight": board.in_flight if digests else 0,
+                # An error or a second signal: the processes took with them what was not learned.
+                "dropped": self.dropped + (board.sum("dropped") if digests else board.sum("produced") - learned),
                 "rolled_back": self.rolled_back,
             },
             "policy_lag": {str(lag): rows for lag, rows in sorted(self.lags.items())},

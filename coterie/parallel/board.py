@@ -69,6 +69,12 @@ class Board(InSharedMemory):
     def sum(self, name: str) -> int:
         return int(self.counts[:, COUNTS.index(name)].sum())
 
+    @property
+    def in_flight(self) -> int:
+        """At the end: what the learners have found in their memory, and the actors' unfinished rollouts."""
+        actors = map(self.read, range(len(self.active), len(self.counts)))
+        return self.sum("in_flight") + sum(row["produced"] - row["delivered"] for row in actors)
+
     def give(self, what: int) -> int:
         """Order all learners to save, or to save and evaluate; returns the order's number. One order at a time."""
         self._order[1] = what
