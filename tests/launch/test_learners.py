@@ -109,7 +109,8 @@ def test_resumed_learners_continue_with_their_weights_counts_and_moments(tmp_pat
         assert (square >= 0.8 * was).all()  # it decays by 0.99 at a step
         assert was.max() > 0
     rows = [t["learner_0/model"]["obs_norm.obs_.count"] for t in (tensors, new)]
-    assert rows[0] <= rows[1] <= rows[0] + gained + 6 * ROLLOUT
+    most = max(tensors[f"learner_{rank}/model"]["obs_norm.obs_.count"] for rank in range(2))  # gossip has their mean
+    assert rows[0] <= rows[1] <= most + gained + 6 * ROLLOUT
 
 
 @pytest.mark.parametrize(
