@@ -64,7 +64,7 @@ class Coordinator:
         self.signals = signals  # that came while the run started
         self.signal: signal.Signals | None = None
         self.stop: tuple[str, str | None] | None = None  # by a callback: the reason, and the traceback if it raised
-        self.over = False
+        self.over = self.paused = False  # paused: no new order is due
         # Set by the supervisor. `on_end`: called before the last order, after which no process may act. `processes`:
         # name and pid of the process behind each row of the board.
         self.on_end: Callable[[], None] = lambda: None
@@ -188,13 +188,13 @@ class Coordinator:
                 self.on_end()
                 if ledger.batches or ledger.env_steps != ledger.line_steps:  # learned since the last line
                     self._write_line()
-            self._order(what)
+            self.order_checkpoint(what)
         if ledger.reports:
             self.display.update(ledger.status())
 
     def _due(self, now: float) -> int:
         """What the next order asks for; 0 where none is due."""
-        if not self.retries.are_due:
+        if self.paused or not self.retries.are_due:
             return 0
         if self.members <= self.idle:
             return SAVE | LAST
@@ -212,7 +212,7 @@ class Coordinator:
         self.writer.processes(health(self.board, self.processes()), self.ledger.restarts)
         self.display.update({**self.ledger.status(), "metrics": line})
 
-    def _order(self, what: int) -> None:
+    def order_checkpoint(self, what: int = SAVE) -> None:
         number = self.board.order[0] + 1
         try:
             checkpoint.open_draft(self.root, f"order_{number}")

@@ -1,11 +1,55 @@
-"""What failed and is tried again, for a while."""
+"""What failed and is tried again: for a while, within a budget, and not too soon."""
 
 from __future__ import annotations
 
-from coterie.parallel.clock import awake
+import time
+
+from coterie.parallel.clock import Budget, awake
 from coterie.types import CoterieError
 
-_LONGEST_S = 60.0
+_LONGEST_S = 60.0  # between two attempts
+_STABLE_S = 120.0  # once an actor has lived this long, its earlier deaths no longer count
+
+
+class RestartBudget(Budget):
+    """Restarts of one kind. `field`: the option that limits them."""
+
+    def __init__(self, field: str, limit: int) -> None:
+        super().__init__(limit)
+        self.field = field
+
+    def restart(self, reason: str) -> None:
+        """Count one restart. Raises `CoterieError` with the reason for it when there is none left."""
+        if not self.spend():
+            raise CoterieError(f"{reason}; {self.field} ({self.limit} in an hour) are used up")
+
+
+class BackOff:
+    """When the actors that died are restarted: later with each death soon after the last one."""
+
+    def __init__(self) -> None:
+        self._deaths: dict[int, tuple[float, int]] = {}  # of each actor: its last one, and how many came close together
+        self._at: dict[int, float] = {}
+
+    def died(self, row: int) -> None:
+        now = time.monotonic()
+        last, count = self._deaths.get(row, (now, 0))
+        count = count + 1 if now - last < _STABLE_S else 0
+        self._deaths[row] = now, count
+        self._at[row] = now + min(_LONGEST_S, 0.1 * 2**count)
+
+    def due(self) -> list[int]:
+        """The actors to restart now, each once."""
+        rows = [row for row, when in self._at.items() if time.monotonic() >= when]
+        self.forget(*rows)
+        return rows
+
+    def forget(self, *rows: int) -> None:
+        for row in rows:
+            self._at.pop(row, None)
+
+    def clear(self) -> None:
+        self._at.clear()
 
 
 class Retries:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from coterie.acting.table import acting_kind
 from coterie.config import ResolvedConfig
@@ -17,30 +17,24 @@ from coterie.exchange.table import exchange_kind
 from coterie.launch.chaos import FaultInjector
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
-from coterie.parallel.clock import Budget, awake
+from coterie.launch.retries import BackOff, RestartBudget
+from coterie.parallel.clock import awake
 from coterie.parallel.processes import Child, listen
-from coterie.roles.entry import Start, learner_process, worker_process
+from coterie.roles.entry import RESCUE_S, Start, learner_process, worker_process
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError
 
 _GRACE_S = 1.0  # wait for a dead learner's exit message after another learner has reported it lost
 _LEAVE_S = 5.0  # for actors to shut down at the end of a run
 _STARVED_S = 20.0  # for which all learners may wait after a signal
-_BACK_OFF_S = 60.0  # the longest wait before an actor is restarted
-_STABLE_S = 120.0  # once an actor has lived this long, its earlier deaths no longer count
 
 
-class RestartBudget(Budget):
-    """Restarts of one kind. `field`: the option that limits them."""
+class Rescue(NamedTuple):
+    """A learner is gone, and the others are saving what they have learned since the last checkpoint."""
 
-    def __init__(self, field: str, limit: int) -> None:
-        super().__init__(limit)
-        self.field = field
-
-    def restart(self, reason: str) -> None:
-        """Count one restart. Raises `CoterieError` with the reason for it when there is none left."""
-        if not self.spend():
-            raise CoterieError(f"{reason}; {self.field} ({self.limit} in an hour) are used up")
+    reason: str
+    order: int
+    end: float  # until when
 
 
 class Supervisor:
@@ -54,8 +48,8 @@ class Supervisor:
         self.group = self._place()
         self.learner_restarts = RestartBudget("restarts", config.restarts)
         self.actor_restarts = RestartBudget(f"{config.acting}.restarts", self.kind.restarts(config))
-        self.deaths: dict[int, tuple[float, int]] = {}  # of each actor: its last one, and how many came close together
-        self.restart_at: dict[int, float] = {}  # actors that are restarted then
+        self.back_off = BackOff()  # of actors
+        self.rescue: Rescue | None = None
         self.missed: tuple[float, str] | None = None  # when a learner could not reach another one, and its report
         self.waiting_since = awake()  # when all learners began to wait, after a signal
         self.joins = False  # whether the learners begin with another run's weights
@@ -68,7 +62,8 @@ class Supervisor:
         tensors = None
         if self.saved is not None:
             everything, self.state = checkpoint.load(self.saved)
-            tensors = checkpoint.learner(everything, self.state["present"][0])
+            source = checkpoint.source(self.state, 0, exchange_kind(self.config).in_lockstep)
+            tensors = checkpoint.learner(everything, source)
         group = Placement(self.config, self.run.spec, tensors)
         group.board.heartbeats[:] = time.monotonic()
         for rank in range(group.learners):
@@ -94,16 +89,18 @@ class Supervisor:
             for child, kind, content in listen(rows, 0.1):
                 if self.children.get(rows[child]) is child:  # and has not been replaced meanwhile
                     self._receive(rows[child], kind, content)
-            for row in [row for row, when in self.restart_at.items() if time.monotonic() >= when]:
+            for row in self.back_off.due():
                 self._start_actor(row)
             if self.chaos is not None:
                 calm = bool(run.idle) or run.board.stopping
                 self.chaos.poll({self._name(row): child for row, child in self.children.items()}, calm)
             for line in self.link.lines() if self.link is not None else ():
                 run.log(line)
-            if self.missed is not None and awake() - self.missed[0] > _GRACE_S:
+            if self.missed is not None and self.rescue is None and awake() - self.missed[0] > _GRACE_S:
                 self._restart_all(self.missed[1])
             run.poll()
+            if self.rescue is not None and (run.order != self.rescue.order or awake() > self.rescue.end):
+                self._restart_all(self.rescue.reason)
             if self._is_starved():
                 self._end_at_last_checkpoint()
             elif stalled := run.stalled():
@@ -170,11 +167,11 @@ class Supervisor:
         if manner.endswith("exit code 1") and self.missed is not None:
             return  # it ended because it lost another learner, whose death is reported next
         if not exchange_kind(self.config).rejoins:
-            self._restart_all(reason)
+            self._save_the_rest(rank, reason)
             return
         rows = self.group.rows(rank)
+        self.back_off.forget(*rows)
         for row in rows:
-            self.restart_at.pop(row, None)
             if (child := self.children.pop(row, None)) is not None:
                 child.kill()
         run.ledger.lose(rank, rows)
@@ -193,7 +190,20 @@ class Supervisor:
         # It starts from the checkpoint, then takes a peer's newer weights if there is a peer.
         self._start_learner(rank, checkpoint.latest(run.root), rejoin=True)
 
+    def _save_the_rest(self, gone: int, reason: str) -> None:
+        """Have the other learners save what they have learned, before all go back to that."""
+        run = self.run
+        run.members.discard(gone)
+        if self.rescue is None:
+            run.give_up_order()
+            run.paused = True
+            run.order_checkpoint()
+            self.rescue = Rescue(reason, run.order or 0, awake() + RESCUE_S)
+        if not run.members | run.saved.keys():  # all are gone
+            run.give_up_order()
+
     def _restart_all(self, reason: str) -> None:
+        self.rescue, self.run.paused = None, False
         self._end_all()
         if self.run.board.stopping:
             raise CoterieError(f"{reason}, while the run was ending")
@@ -212,7 +222,7 @@ class Supervisor:
         for child in self.children.values():
             child.kill()
         self.children.clear()
-        self.restart_at.clear()
+        self.back_off.clear()
         self.missed = None
 
     def _go_back(self, reason: str) -> str:
@@ -257,7 +267,6 @@ class Supervisor:
     # Actors
 
     def _start_actor(self, row: int) -> None:
-        self.restart_at.pop(row, None)
         links, number, cores = self.group.actor(row)
         ledger = self.run.ledger
         incarnation = ledger.resumes + 1000 * (ledger.restarts + self.actor_restarts.total)
@@ -266,23 +275,18 @@ class Supervisor:
         self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, worker_process, args)
 
     def _actor_ended(self, row: int, manner: str) -> None:
-        """Restart a dead actor after a back-off that grows with each death soon after the last one."""
         run, reason = self.run, f"{self._name(row)} {manner}"
         run.ledger.lose_actor(row, self.group.actor_ended(row))
         if run.over or run.board.closed:
             return
         self.actor_restarts.restart(reason)
         run.writer.log(f"{reason}; it is restarted")
-        now = time.monotonic()
-        last, count = self.deaths.get(row, (now, 0))
-        count = count + 1 if now - last < _STABLE_S else 0
-        self.deaths[row] = now, count
-        self.restart_at[row] = now + min(_BACK_OFF_S, 0.1 * 2**count)
+        self.back_off.died(row)
 
     def _dismiss_actors(self) -> None:
         """Nothing more is learned: the actors shut down with a last report, and their counts stay."""
         self.run.board.close()
-        self.restart_at.clear()
+        self.back_off.clear()
         end = awake() + _LEAVE_S
         leaving = {self.children.pop(row): row for row in list(self.children) if row >= self.group.learners}
         while leaving and awake() < end:

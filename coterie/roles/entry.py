@@ -18,14 +18,18 @@ from coterie.build.evaluate import Scores, Trial, evaluate
 from coterie.build.factory import EVAL_SEED, ProcessContext, seed_for, worker_setup
 from coterie.config import ResolvedConfig
 from coterie.envs.news import EnvNews
+from coterie.exchange.table import exchange_kind
 from coterie.models.build import Network
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST
+from coterie.parallel.clock import awake
+from coterie.parallel.processes import PeerLost
 from coterie.roles.callbacks import Callbacks, Given, Run
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.types import CoterieError, Post, Rollout
 
+RESCUE_S = 4.0  # for the others to save what they have learned when a learner is gone
 _REPORT_S = 0.25  # between two reports of a learner
 _GAUGES_S = 0.25  # least seconds between two readings of the gauges: some are slow to read
 
@@ -71,10 +75,9 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
     try:
         if start.saved is not None:
             tensors, state = checkpoint.load(start.saved)
-            if context.rank in state["present"]:
-                learner.load(checkpoint.learner(tensors, context.rank))
-            else:  # it was gone when the checkpoint was written: it takes another learner's weights
-                learner.model.load_state_dict(checkpoint.learner(tensors, state["present"][0])["model"])
+            source = checkpoint.source(state, context.rank, exchange_kind(config).in_lockstep)
+            part = checkpoint.learner(tensors, source)
+            learner.load(part if source == context.rank else part | {"rng": {}})  # each has other random numbers
         learner.start(start.counts, start.total)
         callbacks = () if context.rank else config.callbacks
         Service(learner, folder, post, _REPORT_S, start.done, callbacks).run()
@@ -123,7 +126,11 @@ class Service:
         # Given before the learners began: the checkpoint at step 0. One that rejoins has no weights worth saving yet.
         if self.has_order and not self.learner.context.rejoin:
             self.execute_order()
-        self.learner.run(self.after_rollout)
+        try:
+            self.learner.run(self.after_rollout)
+        except PeerLost:
+            self._save_for_all()
+            raise
         self.learner.write_counts()  # env hosts go on during the training on the last rollout
         self.report()
         posted = -math.inf
@@ -152,6 +159,15 @@ class Service:
         if order:
             self.execute_order()
         return stop or learner.exchange.env_steps >= learner.config.steps
+
+    def _save_for_all(self) -> None:
+        """Another learner is gone: save what was learned since the last checkpoint, if the parent orders it."""
+        end = awake() + RESCUE_S
+        while not self.has_order and awake() < end:
+            self.board.heartbeat(self.rank)
+            time.sleep(0.005)
+        if self.has_order:
+            self.execute_order()
 
     def report(self) -> None:
         progress, self.reported = self.learner.progress, time.monotonic()

@@ -151,6 +151,16 @@ def prune(root: Path, keep: int) -> None:
             _discard(path)
 
 
+def source(state: dict[str, Any], rank: int, alike: bool) -> int:
+    """The learner whose part learner `rank` continues from: its own, if it was there when the checkpoint was written.
+    Where all learners are `alike` it is the part of the one that was furthest.
+    """
+    present: list[int] = state["present"]
+    if alike:
+        return max(present, key=lambda one: (state["learners"][one]["learner_steps"], one == rank))
+    return rank if rank in present else present[0]
+
+
 def learner(tensors: Tensors, rank: int) -> Tensors:
     """The tensors of one learner; empty if the checkpoint has none."""
     prefix = f"learner_{rank}/"

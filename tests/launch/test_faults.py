@@ -181,6 +181,30 @@ def test_a_killed_learner_comes_back_and_every_row_is_accounted_for(meddler, tal
     meddler.check_nothing_left()
 
 
+@pytest.mark.parametrize("exchange", ["allreduce", "hogwild", "store"])
+def test_a_killed_learner_costs_what_it_was_at_and_no_more(meddler, tally, exchange):
+    """There is no checkpoint after the first: the others save what they have when the one is gone."""
+    known = []
+
+    def kill() -> None:
+        meddler.until(lambda: meddler.steps() > 600, "it has learned")
+        os.kill(meddler.pid(1), signal.SIGKILL)
+        known.append(meddler.steps())
+        meddler.until(lambda: meddler.starts(1) == 2, "it is started again")
+        meddler.until(lambda: meddler.steps() > known[0] + 200, "it goes on")
+        meddler.interrupt()
+
+    rollouts = {"env.num_envs": 4, "env.groups": 1, "algo.unroll_length": 8}
+    changes = {**ENDLESS, **tally.options, **rollouts, "log.every": 0.1, "log.checkpoint_every": 1e6}
+    assert meddler.run(inline_options(meddler.out, exchange, **changes), kill) == 75
+    rows = check_accounts(meddler.out)["rows"]
+    (back,) = re.findall(r"go back to step_(\d+)", meddler.log())
+    assert int(back) >= known[0]
+    assert rows["rolled_back"] <= 4 * 4 * 8  # what the others learned after they had saved
+    assert 0 <= tally.steps - rows["produced"] <= 2 * 4 * 8
+    meddler.check_nothing_left()
+
+
 def test_what_was_learned_survives_the_death_of_all_learners_at_the_same_moment(meddler):
     def kill_both() -> None:
         meddler.until(lambda: meddler.saved() >= 2500, "most of the run")

@@ -14,7 +14,7 @@ from coterie.acting.table import acting_kind
 from coterie.config import Config, Ray
 from coterie.extras import needs
 from coterie.launch.ray.allocation import Allocation, Machine, Part, Site, Worker
-from coterie.launch.supervisor import RestartBudget
+from coterie.launch.retries import RestartBudget
 from coterie.types import CoterieError, first_line, json_object, reason_of
 from coterie.wire.auth import make_keys, split
 
