@@ -125,7 +125,8 @@ def measure(streams: int, envs: int, processes: int, seconds: float, address: st
 
 def echo(address: str, envs: int, newest: bool, ready: Any) -> None:
     from coterie.wire.codec import action_layout, timestep_layout
-    from coterie.wire.server import Server, ServiceStream
+    from coterie.wire.server import Server
+    from coterie.wire.service import ServiceStream
 
     class Echo(ServiceStream):
         """A stream that answers at once."""

@@ -65,16 +65,16 @@ const { Coterie } = grpc.loadPackageDefinition(loaded).coterie.v1;
 const credentials = options.cert
   ? grpc.credentials.createSsl(fs.readFileSync(options.cert))
   : grpc.credentials.createInsecure();
-const metadata = new grpc.Metadata();
-if (options.token) metadata.set("authorization", `Bearer ${fs.readFileSync(options.token, "utf8").trim()}`);
-const me = { protocol: 1, client: "wire_client.js", env_id: "CartPole-v1", number: -1 };
+const token = options.token && fs.readFileSync(options.token, "utf8").trim();
+const me = { protocol: 2, client: "wire_client.js", env_id: "CartPole-v1", number: -1 };
 me.run_id = crypto.randomBytes(8).readBigUInt64LE().toString();
 const envs = Array.from({ length: ENVS }, () => new CartPole());
 let steps = 0;
 
 // Opens a stream; calls `on[kind](content, stream)` for each frame. Any other end of the stream ends the program.
 function connect(address, hello, on) {
-  const stream = new Coterie(address, credentials).Infer(metadata);
+  const stream = new Coterie(address, credentials).Infer();
+  const nonce = token ? crypto.randomBytes(32) : Buffer.alloc(0);
   const watch = setTimeout(() => stream.cancel(), SILENCE_MS);
   stream.on("data", (frame) => {
     watch.refresh();
@@ -82,6 +82,7 @@ function connect(address, hello, on) {
       console.log(`${steps} steps; over: ${frame.over.reason}`);
       process.exit(0);
     }
+    if (frame.kind === "challenge") return prove(frame.challenge, nonce, stream);
     if (frame.kind) on[frame.kind](frame[frame.kind], stream); // a frame of no kind is a heartbeat
   });
   stream.on("error", (error) => {
@@ -90,7 +91,17 @@ function connect(address, hello, on) {
     console.error(`${grpc.status[error.code]}: ${error.details}`);
     process.exit(1);
   });
-  stream.write({ hello: { ...me, ...hello } });
+  stream.write({ hello: { ...me, ...hello, nonce } });
+}
+
+// The token is never sent: both ends prove that they know it, the server first.
+function prove(server, nonce, stream) {
+  const proof = (side) => crypto.createHmac("sha256", token).update(side).update(nonce).update(server.nonce).digest();
+  if (server.proof.length !== 32 || !crypto.timingSafeEqual(server.proof, proof("server"))) {
+    console.error("the server does not know the token");
+    process.exit(1);
+  }
+  stream.write({ proof: proof("client") });
 }
 
 function show(number, stream) {

@@ -4,7 +4,9 @@ Needs grpcio, protobuf and numpy.
 """
 
 import argparse
+import hmac
 import itertools
+import os
 import queue
 import random
 import sys
@@ -55,8 +57,7 @@ def connect(address, desc, cert, token, **hello):
     tls = cert and grpc.ssl_channel_credentials(cert.read_bytes())
     channel = grpc.secure_channel(address, tls) if tls else grpc.insecure_channel(address)
     method = channel.stream_stream("/coterie.v1.Coterie/Infer", frame_type.SerializeToString, frame_type.FromString)
-    metadata = [("authorization", f"Bearer {token.read_text().strip()}")] if token else None
-    call = method(iter(outbox.get, None), metadata=metadata)
+    call = method(iter(outbox.get, None))
 
     def ask(**kind):
         outbox.put(frame_type(**kind))
@@ -71,7 +72,14 @@ def connect(address, desc, cert, token, **hello):
             if frame.WhichOneof("kind"):  # a frame of no kind is a heartbeat
                 return frame
 
-    return ask(hello={**hello, "protocol": 1, "env_id": "CartPole-v1", "number": -1}).welcome, ask
+    hello |= {"protocol": 2, "env_id": "CartPole-v1", "number": -1, "nonce": os.urandom(32) if token else b""}
+    frame = ask(hello=hello)
+    if token:  # it is never sent: both ends prove that they know it, the server first
+        nonces, secret = hello["nonce"] + frame.challenge.nonce, token.read_bytes().strip()
+        if not hmac.compare_digest(frame.challenge.proof, hmac.digest(secret, b"server" + nonces, "sha256")):
+            sys.exit("the server does not know the token")
+        frame = ask(proof=hmac.digest(secret, b"client" + nonces, "sha256"))
+    return frame.welcome, ask
 
 
 def main(address, **secrets):
@@ -98,5 +106,5 @@ if __name__ == "__main__":
     parser.add_argument("address", help="HOST:PORT or unix:PATH of learner 0")
     parser.add_argument("--desc", type=Path, default=Path(__file__).parents[1] / "coterie/wire/coterie.desc")
     parser.add_argument("--cert", type=Path, help="the run's certificate (PEM), where it has TLS")
-    parser.add_argument("--token", type=Path, help="a file with the run's token")
+    parser.add_argument("--token", type=Path, help="envs.token of the run's keys, where it needs one")
     main(**vars(parser.parse_args()))

@@ -15,6 +15,15 @@ from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 
 torch.set_num_threads(1)
 
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The tokens of loopback servers do not go to the user's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 VECTOR = Spec("made-up", {"": ObsSpec((3,), "float32")}, ActionSpec("categorical", (4,)))
 IMAGE = Spec("made-up", {"": ObsSpec((2, 36, 36), "uint8")}, ActionSpec("categorical", (4,)))
 

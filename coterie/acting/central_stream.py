@@ -19,7 +19,7 @@ from coterie.parallel.slots import columns_of
 from coterie.remote.admission import FIRST_REMOTE_ID
 from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep, counted
 from coterie.wire.codec import Newest, Refused, action_layout, check_values, timestep_layout
-from coterie.wire.server import Answer, ServiceStream
+from coterie.wire.service import Answer, ServiceStream
 
 
 @dataclass(frozen=True)

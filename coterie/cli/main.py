@@ -195,10 +195,13 @@ def work(options: Namespace, rest: list[str]) -> int:
 
 
 def keys(options: Namespace) -> int:
-    from coterie.wire.auth import make_keys
+    from coterie.wire.keys import make_keys
+    from coterie.wire.tokens import KINDS
 
-    token, cert, key = make_keys(options.folder, options.host or [socket.gethostname()])
-    print(f"{token}: for the run and its clients (--wire.token-file)")
+    token, cert, key, *others = make_keys(options.folder, options.host or [socket.gethostname()])
+    print(f"{token}: for the run (--wire.token-file)")
+    for path, clients in zip(others, KINDS.values(), strict=True):
+        print(f"{path}: for its {clients} (--wire.token-file)")
     print(f"{cert}: for the run and its clients (--wire.cert)")
     print(f"{key}: for the run alone (--wire.key)")
     return 0

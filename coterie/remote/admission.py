@@ -20,7 +20,8 @@ from coterie.envs.tasks import child_env, tasks
 from coterie.types import Array, Spec
 from coterie.wire.auth import read_token
 from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
-from coterie.wire.server import Answer, Limits, Server, Service, ServiceStream, server_credentials
+from coterie.wire.server import Server, server_credentials
+from coterie.wire.service import Answer, Limits, Service, ServiceStream
 
 FIRST_REMOTE_ID = 1 << 20  # numbers of remote hosts, and the env ids of remote clients, start here
 _REMEMBERED = 10_000  # remote clients

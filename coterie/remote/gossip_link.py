@@ -21,7 +21,7 @@ from coterie.types import Array, ConfigError, CoterieError
 from coterie.wire.auth import read_token
 from coterie.wire.client import Connection, ConnectionLost, Endpoint, RunEnded, Stream
 from coterie.wire.codec import Refused
-from coterie.wire.server import Answer, ServiceStream
+from coterie.wire.service import Answer, ServiceStream
 
 _PATIENCE_S = 600.0  # that a new run waits for the hub
 _ALONE_S = 30.0  # that a resumed run waits, before it trains alone

@@ -20,7 +20,7 @@ from coterie.remote.admission import ClientIds, SettingsRequest, check_hello, se
 from coterie.runs.config_io import to_dict
 from coterie.types import MASK, Array, CoterieError, Spec
 from coterie.wire.codec import Layout, Refused, Tensor, check_values
-from coterie.wire.server import Answer, ServiceStream
+from coterie.wire.service import Answer, ServiceStream
 
 _REMOTE_PRODUCER = 1 << 16  # remote actors are the slots' producers from here on
 _POLL_S = 1e-3

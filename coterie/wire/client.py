@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hmac
 import math
 import queue
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +21,7 @@ from coterie.types import Array, ConfigError, CoterieError
 from coterie.wire.auth import is_local, read_pem
 from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, layout_from, pack_info
 from coterie.wire.server import SERVICE
+from coterie.wire.tokens import NONCE_BYTES, SCOPES, known_token, proof, scoped
 
 T = TypeVar("T")
 _MOST_BYTES = 1 << 30  # of a frame that the server may declare
@@ -79,18 +83,18 @@ class Stream:
         silence: float = 60.0, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.sends, self.silence, self._check = sends, silence, check
-        self.number = 0
-        self.bytes_out = self.bytes_in = 0
+        self.number = self.bytes_out = self.bytes_in = 0
         self._out = queue.SimpleQueue[Any]()
         self._last_frame, self._waiting = time.monotonic(), True
         self._closed = threading.Event()
         stub: Any = channel.stream_stream(f"/{SERVICE}/{method}")  # of bytes, which are counted
-        metadata = (("authorization", f"Bearer {token}"),) if token else None
-        self._call: Any = stub(iter(self._out.get, None), metadata=metadata)
+        token = token and scoped(token, SCOPES[method])
+        nonce = secrets.token_bytes(NONCE_BYTES) if token else b""
+        self._call: Any = stub(iter(self._out.get, None))
         threading.Thread(target=self._watch, name="coterie-wire-watch", daemon=True).start()
         try:
-            self._put(Frame(hello={**hello, "protocol": PROTOCOL, "sends": sends.message()}))
-            frame = self._next()
+            self._put(Frame(hello={**hello, "protocol": PROTOCOL, "sends": sends.message(), "nonce": nonce}))
+            frame = self._prove(token, nonce) if token else self._next()
             if frame.WhichOneof("kind") != "welcome":
                 raise CoterieError("the server's first frame is not a welcome")
             self.welcome = frame.welcome
@@ -101,6 +105,18 @@ class Stream:
         except BaseException:
             self.close()  # else each failed attempt would leave two threads
             raise
+
+    def _prove(self, token: str, nonce: bytes) -> Any:
+        """Verify the server's proof that it knows the token, and only then send one; returns the next frame."""
+        challenge = self._next().challenge
+        if hmac.compare_digest(challenge.proof, proof(token, "server", nonce, challenge.nonce)):
+            self._put(Frame(proof=proof(token, "client", nonce, challenge.nonce)))
+            return self._next()
+        if challenge.proof:
+            self._out.put(None)
+            with suppress(ConnectionLost):
+                self._next()  # a run's server refuses, and logs it
+        raise CoterieError("the server does not know the token")
 
     def send(self, arrays: Mapping[str, Array], info: Mapping[str, tuple[float, int]] = {}) -> None:
         """Send a question without waiting for its answer, and what envs say in their info."""
@@ -271,8 +287,8 @@ class Connection:
         self, method: str, sends: Layout, check: Callable[[], None], *, silence: float = 60.0, **hello: int
     ) -> Stream:
         """A new stream; `check` ends a wait for an answer by raising."""
-        fields, token = {**self.hello, **hello}, self.endpoint.token
-        return Stream(self._channel, method, fields, sends, token=token, silence=silence, check=check)
+        token = known_token(self.endpoint.address, self.endpoint.token)
+        return Stream(self._channel, method, {**self.hello, **hello}, sends, token=token, silence=silence, check=check)
 
     def settings(self, method: str, check: Callable[[], None] = lambda: None) -> Any:
         """The `Welcome` alone, with the settings that a client needs before it makes its environments."""

@@ -17,7 +17,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from coterie.types import MASK, Array, Spec
 
-PROTOCOL = 1
+PROTOCOL = 2
 DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float64")
 
 _pool = descriptor_pool.DescriptorPool()

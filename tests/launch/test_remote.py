@@ -45,7 +45,7 @@ def test_hosts_behind_a_proxy_that_delays_throttles_and_cuts_lose_no_other_steps
     env = Env(tally.options["env.id"], kwargs=tally.options["env.kwargs"])
 
     def meddle(proxy: Proxy) -> None:
-        mine = [worker_threads(run_env_host, at, env) for at in (proxy.port, proxy.port, port)]
+        mine = [worker_threads(run_env_host, port, env, behind=at) for at in (proxy.port, proxy.port, port)]
         meddler.at_work()
         wait_until(lambda: proxy.connections >= 4, what="both have asked, and are connected")
         proxy.delayed, proxy.delay = 0.05, 0.1
@@ -164,7 +164,7 @@ def test_an_actor_reconnects_after_cuts_and_a_restart_of_the_learner(meddler, wo
     port = free_port()
 
     def meddle(proxy: Proxy) -> None:
-        mine = worker_threads(run_actor, proxy.port)
+        mine = worker_threads(run_actor, port, behind=proxy.port)
         meddler.at_work()
         wait_until(lambda: proxy.bytes > 20_000, what="it is at work")
         proxy.delayed, proxy.delay = 0.05, 0.1

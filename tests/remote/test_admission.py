@@ -22,7 +22,7 @@ from coterie.wire.codec import Layout, Tensor
 from tests.conftest import IMAGE, VECTOR, make_config
 from tests.support.services import INFER, MOST_ENVS, PULL, PUSH, UNROLL, WIDTH, InferenceServices, RolloutServices
 from tests.support.waiting import wait_until
-from tests.support.wire import TOKEN, channel_to, data_frame
+from tests.support.wire import channel_to, data_frame
 
 
 @pytest.fixture(params=[INFER, PUSH, PULL])
@@ -43,7 +43,7 @@ def services(method: str, tmp_path: Path) -> Iterator[Any]:
 def test_a_good_client_is_served_and_its_welcome_has_the_settings(services: Any, method: str):
     assert services.works()
     assert not services.server.refused
-    with closing(Connection(Endpoint(services.server.address, TOKEN), {})) as connection:
+    with closing(Connection(Endpoint(services.server.address), {})) as connection:
         welcome = connection.settings(method)
     settings = json.loads(welcome.settings)
     assert (settings["env_id"], settings["unroll_length"] > 0) == ("CartPole-v1", True)

@@ -18,7 +18,7 @@ from tests.remote.gossip_runs import DIGEST, LAYOUT, METHOD, agree, frame, hello
 from tests.support.net import free_port
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_until
-from tests.support.wire import Raw, channel_to, data_frame
+from tests.support.wire import TOKEN, Raw, channel_to, data_frame
 
 
 def test_gossiping_runs_join_and_leave(address, hubs, gossip_clients):
@@ -75,10 +75,12 @@ def test_the_end_of_the_run_that_listens_is_not_the_others(address, hubs, gossip
     assert one.client.gauges(1)["gossip/peers"] == 0
 
 
-def test_a_run_trains_on_without_its_link_and_gossips_again_after(hubs, gossip_clients):
+def test_a_run_trains_on_without_its_link_and_gossips_again_after(tmp_path, hubs, gossip_clients):
+    (token := tmp_path / "token").write_text(TOKEN)
+    token.chmod(0o600)
     with Proxy(free_port()) as proxy:
-        hub = hubs(f"127.0.0.1:{proxy.target}")
-        one = gossip_clients(f"127.0.0.1:{proxy.port}")
+        hub = hubs(f"127.0.0.1:{proxy.target}", **{"wire.token_file": str(token)})
+        one = gossip_clients(f"127.0.0.1:{proxy.port}", **{"wire.token_file": str(token)})
         assert not one.joins  # no weights were published: it keeps its own
         assert one.learner.params.data[:4].tolist() == [0, 1, 0, 0]
         agree(hub.learner, one.learner)
@@ -141,10 +143,11 @@ def test_a_client_needs_the_token(tmp_path, address, hubs, gossip_clients):
         (tmp_path / name).write_text(f"{name} and long enough")
         (tmp_path / name).chmod(0o600)
     hub = hubs(address, **{"wire.token_file": str(tmp_path / "right")})
-    for changes in ({}, {"wire.token_file": str(tmp_path / "wrong")}):
-        with pytest.raises(CoterieError, match="not the run's token"):
+    wrong = {"wire.token_file": str(tmp_path / "wrong")}
+    for changes, why in ({}, "the run's clients need its token"), (wrong, "not the run's token"):
+        with pytest.raises(CoterieError, match=why):
             gossip_clients(address, **changes)
-    assert hub.hub.lines() == ["refused unix: not the run's token"]
+    assert hub.hub.lines() == ["refused unix: the run's clients need its token"]
     agree(hub.learner, gossip_clients(address, **{"wire.token_file": str(tmp_path / "right")}).learner)
 
 

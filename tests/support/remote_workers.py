@@ -14,6 +14,7 @@ from coterie.build.resources import resolve_config
 from coterie.config import Config, Env
 from coterie.roles.remote_worker import Worker
 from coterie.wire.client import Endpoint
+from coterie.wire.tokens import own_token
 from tests.support.commands import PATIENCE
 from tests.support.meddler import Meddler
 from tests.support.runs import CROWD, ENDLESS, central_options, decoupled_options
@@ -33,17 +34,19 @@ def decoupled(out: Path, port: int, **changes: object) -> list[str]:
 
 
 class WorkerThread:
-    """A remote worker in a thread of this process. `times`: of its `Worker`."""
+    """A remote worker in a thread of this process. `times`: of its `Worker`. `behind`: the port of a proxy."""
 
     def __init__(
-        self, work: Callable[..., None], port: int, env: Env | None = None, times: tuple[float, ...] = ()
-    ) -> None:
+        self, work: Callable[..., None], port: int, env: Env | None = None, times: tuple[float, ...] = (),
+        behind: int = 0,
+    ) -> None:  # fmt: skip
         env = replace(env or Env("CartPole-v1"), num_envs=WIDTH, delay=0.005, threads=1)
         config = resolve_config(replace(Config(), env=env, device="cpu"))
         self.lines: list[str] = []
         self.error: Exception | None = None
         self.left = threading.Event()
-        endpoint = Endpoint(f"127.0.0.1:{port}", patience=60)
+        token = own_token(f"127.0.0.1:{port}") if behind else ""
+        endpoint = Endpoint(f"127.0.0.1:{behind or port}", token, patience=60)
 
         def leave() -> None:
             if self.left.is_set():

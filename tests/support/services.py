@@ -25,12 +25,12 @@ from coterie.remote.admission import FIRST_REMOTE_ID, EnvHostService
 from coterie.remote.rollout_service import VERSION, RolloutService
 from coterie.types import AgentOutput, Array, Inputs, Spec
 from coterie.wire.codec import Layout, Newest, layout_from, timestep_layout
-from coterie.wire.server import SERVICE, Limits, Server
+from coterie.wire.server import SERVICE, Server
+from coterie.wire.service import Limits
 from tests.conftest import VECTOR, make_config
 from tests.support.waiting import wait_until
-from tests.support.wire import TOKEN, Raw, channel_to, data_frame, hello_frame
+from tests.support.wire import Raw, channel_to, data_frame, hello_frame
 
-GIVEN = (("authorization", f"Bearer {TOKEN}"),)
 INFER, PUSH, PULL = "Infer", "PushRollouts", "PullParameters"
 UNROLL, WIDTH, SIZE, MOMENTS = 5, 2, 7, 3
 MOST = 1 << 17  # bytes of a message; more than any frame here has
@@ -66,15 +66,15 @@ def recorded(spec: Spec, core: tuple[int, ...] = (), version: int = 0) -> Rollou
 
 
 class Services:
-    """A server of some services, whose clients need a token. Subclasses have `hello`, `questions` and `works`."""
+    """A server of some services. Subclasses have `hello`, `questions` and `works`."""
 
     server: Server
 
     def serve(self, address: str, services: dict[str, Any]) -> None:
-        self.server = Server(address, services, token=TOKEN, limits=Limits(message_bytes=MOST))
+        self.server = Server(address, services, limits=Limits(message_bytes=MOST))
 
     def raw(self, channel: grpc.Channel, *frames: bytes, method: str) -> Raw:
-        return Raw(channel, *frames, method=f"/{SERVICE}/{method}", metadata=GIVEN)
+        return Raw(channel, *frames, method=f"/{SERVICE}/{method}")
 
     def ends(self, *frames: bytes, method: str = PUSH) -> tuple[StatusCode, str]:
         """How a stream of these frames ends."""

@@ -14,7 +14,9 @@ import numpy as np
 from coterie.types import Array
 from coterie.wire.client import Stream, open_channel
 from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, Tensor, layout_from
-from coterie.wire.server import SERVICE, Answer, ServiceStream
+from coterie.wire.server import SERVICE
+from coterie.wire.service import Answer, ServiceStream
+from coterie.wire.tokens import known_token
 
 LAYOUT = Layout([Tensor("m", "bool", (4,)), Tensor("x", "int64", (3,)), Tensor("y", "float32", (0, 2), "m")])
 METHOD = f"/{SERVICE}/Infer"
@@ -91,7 +93,8 @@ def channel_to(address: str, cert: str = "") -> Iterator[grpc.Channel]:
 def works(address: str, *, token: str = "", cert: str = "") -> bool:
     """A good client is served."""
     with channel_to(address, cert) as channel:
-        stream = Stream(channel, "Infer", {"envs": 1}, LAYOUT, token=token, silence=WAIT_S)
+        known = known_token(address, token)
+        stream = Stream(channel, "Infer", {"envs": 1}, LAYOUT, token=known, silence=WAIT_S)
         for at in range(2):
             stream.send(arrays(at))
             answer, version = stream.receive()
@@ -104,12 +107,12 @@ def works(address: str, *, token: str = "", cert: str = "") -> bool:
 class Raw:
     """A client that sends any bytes."""
 
-    def __init__(self, channel: grpc.Channel, *frames: bytes, metadata: Any = None, method: str = METHOD) -> None:
+    def __init__(self, channel: grpc.Channel, *frames: bytes, method: str = METHOD) -> None:
         self.out = queue.SimpleQueue[bytes | None]()
         for frame in frames:
             self.out.put(frame)
         # Without serializers bytes go as they are.
-        self.call: Any = channel.stream_stream(method)(iter(self.out.get, None), metadata=metadata, timeout=WAIT_S)
+        self.call: Any = channel.stream_stream(method)(iter(self.out.get, None), timeout=WAIT_S)
 
     def next(self) -> Any:
         return Frame.FromString(next(self.call))
@@ -132,13 +135,10 @@ class Ended(Exception):
 class Context:
     """gRPC's side of a stream without a socket: the frames of one client, and how the stream ended."""
 
-    def __init__(self, frames: list[bytes], token: str = "", peer: str = "unix:") -> None:
-        self.frames, self.token, self.peer = frames, token, lambda: peer
+    def __init__(self, frames: list[bytes], peer: str = "unix:") -> None:
+        self.frames, self.peer = frames, lambda: peer
         self.taken = self.written = 0
         self.status, self.reason = grpc.StatusCode.OK, ""
-
-    def invocation_metadata(self) -> Any:
-        return (("authorization", f"Bearer {self.token}"),)
 
     async def read(self) -> Any:
         if self.taken == len(self.frames):

@@ -1,4 +1,4 @@
-"""Access to servers: local addresses, tokens, and the files of `coterie keys`."""
+"""Access to servers: addresses, token files, and the files of `coterie keys`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from cryptography import x509
 
 from coterie.types import ConfigError
-from coterie.wire.auth import is_local, make_keys, offset, read_token, split
+from coterie.wire.auth import is_local, offset, read_token, split
+from coterie.wire.keys import make_keys
 from coterie.wire.server import Server, server_credentials
 from tests.support.wire import TOKEN, EchoService
 
@@ -82,8 +83,8 @@ def test_a_token_file_that_is_public_or_has_no_token_is_refused(tmp_path: Path, 
 
 def test_keys_hold_a_token_and_a_certificate_for_the_hosts(tmp_path: Path):
     folder = tmp_path / "some" / "keys"
-    token, cert, key = make_keys(str(folder), ["10.1.2.3", "learner.example.org", "::1", "localhost"])
-    for path in (token, cert, key):
+    token, cert, key, *others = make_keys(str(folder), ["10.1.2.3", "learner.example.org", "::1", "localhost"])
+    for path in (token, cert, key, *others):
         assert path.parent == folder
         assert os.stat(path).st_mode & 0o777 == 0o600
     assert len(read_token(str(token))) >= 32
@@ -96,7 +97,7 @@ def test_keys_hold_a_token_and_a_certificate_for_the_hosts(tmp_path: Path):
     assert read_token(str(make_keys(str(tmp_path / "others"), [])[0])) != read_token(str(token))
 
 
-@pytest.mark.parametrize("there", ["token", "cert.pem", "key.pem"])
+@pytest.mark.parametrize("there", ["token", "cert.pem", "key.pem", "actor.token"])
 def test_keys_are_never_overwritten(tmp_path: Path, there: str):
     (tmp_path / there).write_text("mine")
     with pytest.raises(ConfigError, match="exists; name another folder"):
@@ -123,7 +124,7 @@ def test_a_missing_token_or_certificate_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("address", ["0.0.0.0:5000", "[::]:5000", "10.0.0.1:5000", "learner.example.org:5000"])
 def test_a_server_for_other_machines_needs_tls_and_a_token(tmp_path: Path, address: str):
-    _, cert, key = make_keys(str(tmp_path), [])
+    _, cert, key, *_ = make_keys(str(tmp_path), [])
     credentials = server_credentials(str(cert), str(key))
     for token, tls in (("", None), (TOKEN, None), ("", credentials)):
         with pytest.raises(ConfigError, match=r"^wire\.bind: .* needs TLS and a token$"):

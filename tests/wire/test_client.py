@@ -25,7 +25,8 @@ from coterie.wire.client import (
     open_channel,
 )
 from coterie.wire.codec import Frame, Layout, Refused, Tensor
-from coterie.wire.server import SERVICE, Limits
+from coterie.wire.server import SERVICE
+from coterie.wire.service import Limits
 from tests.support.net import free_port
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_until
@@ -115,7 +116,7 @@ def test_a_connection_that_nothing_comes_through_is_given_up_at_both_ends(serve:
     served = serve(f"127.0.0.1:{free_port()}")
     served.service.late = True
     with Proxy(int(served.address.rpartition(":")[2])) as proxy, channel_to(f"127.0.0.1:{proxy.port}") as channel:
-        stream = connect(channel, silence=120)
+        stream = connect(channel, silence=120, token=served.server.token)
         proxy.frozen.set()
         stream.send(arrays())
         begin = time.monotonic()
@@ -141,10 +142,8 @@ def test_a_refusal_is_no_lost_connection(serve: Serve):
     """It would be the same at the next try."""
     served = serve(token=TOKEN)
     with channel_to(served.address) as channel:
-        for token in ("", "x"):
-            with pytest.raises(
-                CoterieError, match=r"^the server refused: not the run's token \(unauthenticated\)$"
-            ) as caught:
+        for token, why in ("", "the run's clients need its token"), ("x", "not the run's token"):
+            with pytest.raises(CoterieError, match=rf"^the server refused: {why} \(unauthenticated\)$") as caught:
                 connect(channel, token=token)
             assert not isinstance(caught.value, ConnectionLost)
         stream = connect(channel, token=TOKEN)

@@ -21,8 +21,10 @@ from coterie import presets
 from coterie.build.resources import resolve_config
 from coterie.remote.admission import FIRST_REMOTE_ID, EnvHostService, SettingsRequest
 from coterie.roles.learner_process import LearnerProcess
-from coterie.wire.auth import make_keys, read_token
-from coterie.wire.server import Limits, Server, server_credentials
+from coterie.wire.auth import read_token
+from coterie.wire.keys import make_keys
+from coterie.wire.server import Server, server_credentials
+from coterie.wire.service import Limits
 from tests.support.net import free_port, free_ports
 from tests.support.waiting import wait_until
 
@@ -149,9 +151,9 @@ def check_physics(rows):
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
     """Arguments of a server and of a client: TLS and a token."""
-    token, cert, key = make_keys(str(tmp_path_factory.mktemp("keys")), [])
+    token, cert, key, envs, *_ = make_keys(str(tmp_path_factory.mktemp("keys")), [])
     access = {"token": read_token(str(token)), "credentials": server_credentials(str(cert), str(key))}
-    return access, ["--token", str(token), "--cert", str(cert)]
+    return access, ["--token", str(envs), "--cert", str(cert)]
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
@@ -190,7 +192,7 @@ def test_a_refused_foreign_client_prints_the_reason(client, tmp_path, keys):
     finally:
         server.close()
     assert process.returncode == 1, out
-    assert err.splitlines()[-1] == "UNAUTHENTICATED: not the run's token"
+    assert err.splitlines()[-1] == "the server does not know the token"
 
 
 def test_the_example_client_imports_nothing_of_coterie():

@@ -4,50 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
 import pytest
 from grpc import StatusCode
 
 from coterie.wire.codec import Frame, Layout, Tensor
-from coterie.wire.server import Limits
+from coterie.wire.service import Limits
 from tests.support.waiting import wait_until
-from tests.support.wire import LAYOUT, TOKEN, Context, Ended, Raw, arrays, channel_to, data_frame, hello_frame, works
+from tests.support.wire import LAYOUT, Context, Ended, Raw, arrays, channel_to, data_frame, hello_frame, works
 from tests.wire.conftest import Serve, Served
 
 MOST = 1 << 16
 
 
-def raw_end(served: Served, *frames: bytes, metadata: Any = None) -> tuple[StatusCode, str]:
+def raw_end(served: Served, *frames: bytes) -> tuple[StatusCode, str]:
     """How a stream of these frames ends, after which the server must be as good as new."""
     with channel_to(served.address) as channel:
-        end = Raw(channel, *frames, metadata=metadata).end()
+        end = Raw(channel, *frames).end()
     wait_until(lambda: not served.server._streams)
     return end
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        None,
-        (("authorization", f"Bearer {TOKEN[:-1]}"),),
-        (("authorization", TOKEN),),
-        (("authorization", f"Bearer {TOKEN}"), ("authorization", "Bearer x")),
-        (("authorization-bin", f"Bearer {TOKEN}".encode()),),
-    ],
-)
-def test_a_client_without_the_token_is_refused(serve: Serve, metadata: Any):
-    served = serve(token=TOKEN)
-    status, why = raw_end(served, hello_frame(), metadata=metadata)
-    assert (status, why) == (StatusCode.UNAUTHENTICATED, "not the run's token")
-    assert not served.service.streams
-    assert served.server.refused == {"unix": 1}
-    assert works(served.address, token=TOKEN)
-
-
 REFUSED = {
     "no hello": ([data_frame()], "first frame must be a hello"),
-    "another protocol": ([hello_frame(protocol=2)], "protocol 2 is not 1"),
+    "another protocol": ([hello_frame(protocol=1)], "protocol 1 is not 2"),
     "other tensors": ([hello_frame(Layout([Tensor("x", "uint8", (3,))]))], "other tensors"),
     "huge tensors": ([hello_frame(Layout([Tensor("x", "uint8", (2**31,) * 4)]))], "more than"),
     "a second hello": ([hello_frame(), hello_frame()], "only data frames may follow"),
@@ -115,7 +95,7 @@ def test_too_many_streams_of_all_clients_are_refused(serve: Serve):
 def test_refused_clients_are_counted_by_address_up_to_a_limit(serve: Serve):
     """A client is the same at any port. One with many addresses cannot fill the memory."""
     served = serve(limits=Limits(all_streams=4))
-    handle, clients = served.server.handler(served.service), ["ipv6:[::1]", *(f"ipv4:10.0.0.{k}" for k in range(9))]
+    handle, clients = served.server.handler("Infer"), ["ipv6:[::1]", *(f"ipv4:10.0.0.{k}" for k in range(9))]
     for client in clients:
         for port in range(2):
             with pytest.raises(Ended):

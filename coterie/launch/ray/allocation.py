@@ -18,6 +18,7 @@ from coterie.runs.config_io import get
 from coterie.runs.config_io import replace as changed
 from coterie.types import ConfigError
 from coterie.wire.auth import join
+from coterie.wire.keys import token_file
 
 _LINKS = [setting for kind in EXCHANGES.values() for setting in kind.link_settings("", "", 0).items()]
 _ADDRESSES = ("wire.bind", *(name for name, value in _LINKS if value == ""))
@@ -244,5 +245,5 @@ def worker_args(allocation: Allocation, worker: Worker, address: tuple[str, int]
         if ":" in (path := get(config, name)):
             args += [f"--{name}", path]
     if keys:
-        args += ["--wire.token-file", "{here}/token", "--wire.cert", "{here}/cert.pem"]
+        args += ["--wire.token-file", f"{{here}}/{token_file(worker.kind)}", "--wire.cert", "{here}/cert.pem"]
     return args

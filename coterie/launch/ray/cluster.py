@@ -16,7 +16,8 @@ from coterie.extras import needs
 from coterie.launch.ray.allocation import Allocation, Machine, Part, Site, Worker
 from coterie.launch.retries import RestartBudget
 from coterie.types import CoterieError, first_line, json_object, reason_of
-from coterie.wire.auth import make_keys, split
+from coterie.wire.auth import split
+from coterie.wire.keys import make_keys
 
 _CONNECT_S = 10.0
 Address = tuple[str, int]  # and the first of a site's ports

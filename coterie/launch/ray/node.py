@@ -22,7 +22,7 @@ from coterie.parallel.processes import scratch_folder
 from coterie.runs import checkpoint
 from coterie.runs.config_io import to_dict
 from coterie.types import EXIT_INTERRUPTED, CoterieError, first_line
-from coterie.wire.auth import CERT, TOKEN
+from coterie.wire.keys import CERT, token_file
 
 _POLL_S = 0.5
 _SILENT_S = 60.0  # for the board to answer: a node that is out of reach for longer gives up
@@ -136,7 +136,7 @@ class Node:
     def _start_worker(self, worker: Worker, address: Address, terms: Terms) -> None:
         assert terms.peer is not None
         args = worker_args(self.allocation, worker, terms.peer, bool(terms.keys))
-        self.start(args, {name: x for name, x in terms.keys.items() if name in (TOKEN, CERT)})
+        self.start(args, {name: x for name, x in terms.keys.items() if name in (CERT, token_file(worker.kind))})
         self.ask("say", f"{worker.name}: at {address[0]}, for site {worker.site}")
 
     def start(self, args: list[str], files: dict[str, bytes]) -> None:

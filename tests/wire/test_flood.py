@@ -1,0 +1,131 @@
+"""What a server gives to unknown clients: a few connections, for a few seconds, and little memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import StatusCode
+
+from coterie.types import CoterieError
+from coterie.wire.auth import read_token
+from coterie.wire.client import Stream
+from coterie.wire.keys import make_keys
+from coterie.wire.service import Limits
+from tests.support.http2 import PREFACE, SETTINGS
+from tests.support.net import free_port
+from tests.support.waiting import wait_until
+from tests.support.wire import LAYOUT, METHOD, TOKEN, WAIT_S, arrays, channel_to, hello_frame, works
+from tests.wire.conftest import Serve
+
+DESCRIPTORS, CONNECTIONS = 256, 1000
+SERVER = f"""
+import resource, sys
+from coterie.wire.auth import read_token
+from coterie.wire.server import Server, server_credentials
+from tests.support.wire import EchoService
+address, token, cert, key = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS // 2}, {DESCRIPTORS}))
+server = Server(address, {{"Infer": EchoService()}}, token=read_token(token), credentials=server_credentials(cert, key))
+print("ready", flush=True)
+for line in sys.stdin:  # a checkpoint: a few files at once
+    try:
+        files = [open("/dev/null") for _ in range(20)]
+        print("saved", resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
+    except OSError as error:
+        print(error.strerror, flush=True)
+"""
+
+
+@contextmanager
+def flood(port: int, first: bytes) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        made = list[socket.socket]()
+        for _ in range(CONNECTIONS):
+            made.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)))
+            if first:
+                with suppress(OSError):  # it was closed at once
+                    made[-1].sendall(first)
+        yield made
+
+
+@pytest.mark.parametrize("first", [b"", b"\x16\x03\x01"], ids=["silent", "half a TLS hello"])
+def test_idle_connections_leave_descriptors_for_the_run_and_room_for_its_clients(tmp_path: Path, first: bytes):
+    token, cert, key, *_ = map(str, make_keys(str(tmp_path / "keys"), []))
+    port = free_port()
+    command = [sys.executable, "-c", SERVER, f"127.0.0.1:{port}", token, cert, key]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            with flood(port, first):
+                process.stdin.write("\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == f"saved {DESCRIPTORS}\n"
+                folder = f"/proc/{process.pid}/fd"
+                assert len(os.listdir(folder)) < DESCRIPTORS - 50
+
+                def admitted() -> bool:
+                    try:
+                        return works(f"127.0.0.1:{port}", token=read_token(token), cert=cert)
+                    except CoterieError:  # all places are taken for the moment
+                        return False
+
+                wait_until(admitted, 10.0, "a good client is served")
+                wait_until(lambda: len(os.listdir(folder)) < 50, 15.0, "silent connections are closed")
+        finally:
+            process.kill()
+
+
+def is_open(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(4096):  # what the server says of itself
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def test_one_address_has_a_few_connections_without_a_stream(serve: Serve):
+    """However many good clients it has."""
+    served = serve(f"127.0.0.1:{free_port()}", token=TOKEN, limits=Limits(strangers=5))
+    with ExitStack() as stack:
+        streams = list[Stream]()
+        for _ in range(8):
+            channel = stack.enter_context(channel_to(served.address))
+            streams.append(Stream(channel, "Infer", {}, LAYOUT, token=TOKEN, silence=WAIT_S))
+            stack.callback(streams[-1].close)
+        strangers = list[socket.socket]()
+        for _ in range(30):
+            strangers.append(stack.enter_context(socket.create_connection(("127.0.0.1", served.server.port))))
+            strangers[-1].sendall(PREFACE + SETTINGS)
+            strangers[-1].setblocking(False)
+        wait_until(lambda: sum(map(is_open, strangers)) == 5, 5.0, "those beyond the limit are closed")
+        for stream in streams:
+            stream.send(arrays())
+            assert stream.receive()[1] == 7
+
+
+def test_a_small_message_that_would_become_a_large_one_is_refused(serve: Serve):
+    served = serve(limits=Limits(message_bytes=1 << 26))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    frames = iter([hello_frame(), bytes(1 << 26)])
+    with channel_to(served.address) as channel:
+        call = channel.stream_stream(METHOD)(frames, compression=grpc.Compression.Gzip, timeout=WAIT_S)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    assert caught.value.code() == StatusCode.UNIMPLEMENTED
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10
+    assert served.server.bytes_in == 0
+    assert works(served.address)
