@@ -2,7 +2,7 @@
 
     sum(x):    x <- the group's sum,  or the group is broken and x is unchanged
     join(s):   after a rollout, when the group is broken or a machine joins or leaves: form a new group of the machines
-               that are connected; all take the state s of the one that took part in most sums
+               that are connected; all take the state s of the listening one (lineage.py)
 
 No machine trains without the others, and no update uses a part of the gradients: the rest of a rollout is lost when
 its group breaks. torch.distributed (Gloo) carries the numbers; its groups cannot change, so each rendezvous makes
@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from coterie.exchange.rendezvous import Machine, Place, RendezvousClient, RendezvousHost, Request
+from coterie.exchange.lineage import Request
+from coterie.exchange.rendezvous import Machine, Place, RendezvousClient, RendezvousHost
 from coterie.parallel.processes import location
 from coterie.types import CoterieError, first_line
 

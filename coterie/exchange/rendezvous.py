@@ -26,6 +26,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from coterie.exchange.lineage import Request, source_of
 from coterie.types import first_line
 
 LEFT = "gone"
@@ -55,19 +56,6 @@ class Machine:
     seed: int  # different for each
     patience: float  # seconds
     timing: Timing = Timing()
-
-
-@dataclass(frozen=True)
-class Request:
-    """A machine that wants to be in the next group."""
-
-    uid: str
-    name: str  # for messages
-    kind: str  # what it trains
-    seed: int  # of its envs
-    sums: int  # that it took part in
-    group: int  # the one that it was in; 0: none
-    first: bool  # it is the listening machine
 
 
 @dataclass(frozen=True)
@@ -183,7 +171,7 @@ class RendezvousHost:
             if now - self.begin < (self.timing.back if before else self.machine.patience):
                 return
         self.group = max(self.group, before) + 1
-        source = max(range(len(chosen)), key=lambda i: (requests[i].sums, requests[i].first))
+        source = source_of(requests)
         for rank, (number, _) in enumerate(chosen):
             self._answer(number, asdict(Place(self.group, rank, len(chosen), source)))
         self.members = {request.uid: request for request in requests}

@@ -13,8 +13,9 @@ import torch
 from torch.distributed import TCPStore
 
 from coterie.exchange.elastic import MachineGroup
+from coterie.exchange.lineage import Request, source_of
 from coterie.exchange.rendezvous import Machine as Settings
-from coterie.exchange.rendezvous import Request, Timing
+from coterie.exchange.rendezvous import Timing
 from coterie.types import CoterieError
 from tests.support.net import free_port
 from tests.support.waiting import wait_until
@@ -27,12 +28,14 @@ class Machine:
     """Weights that go up by the sum of all machines' numbers: each step is a sum, then the end of a rollout."""
 
     def __init__(
-        self, port: int, number: int, machines: int = 0, kind: str = "it", patience: float = PATIENCE_S, name: str = ""
-    ) -> None:
+        self, port: int, number: int, machines: int = 0, kind: str = "it", patience: float = PATIENCE_S, name: str = "",
+        claim: int = 0,
+    ) -> None:  # fmt: skip
         self.over = threading.Event()
         settings = Settings(("127.0.0.1", port), machines, kind, number, patience, TIMING)
         self.group = MachineGroup(settings, self.over.is_set)
         self.group.name = name or str(number)
+        self.group.sums = self.group.number = claim
         self.lines = list[str]()
         self.group.report = self.lines.append
         self.number, self.weights = number, torch.full((3,), float(number))
@@ -151,6 +154,35 @@ def test_a_machine_that_hangs_is_lost_and_rejoins(machine, monkeypatch):
     hangs.pause.clear()
     train(machines, 3)
     rest(machines)
+
+
+def test_a_newcomer_does_not_choose_the_weights(machine):
+    machines = [machine(1, machines=2), machine(2)]
+    train(machines, 2)
+    machines.append(machine(4, claim=2**40))
+    train(machines, 3)
+    rest(machines)
+    assert machines[0].group.sums < 2**40
+    assert machines[0].weights[0] > 3.0 * machines[0].made, "it started from 1, and has all sums"
+
+
+@pytest.mark.parametrize(
+    ("claims", "source"),
+    [
+        ([(0, 0, True), (0, 0, False)], 0),
+        ([(0, 0, False), (0, 0, True)], 1),
+        ([(0, 0, True), (9, 2**62, False)], 1),  # the listening machine is new, and only one has trained
+        ([(3, 50, True), (3, 51, False), (9, 2**62, False)], 0),
+        ([(3, 2**62, False), (3, 50, True)], 1),
+        ([(0, 0, True), (3, 50, False), (9, 2**62, False), (3, 51, False)], 3),
+        ([(0, 0, True), (3, 2**62, False), (3, 50, False), (3, 51, False)], 3),
+        ([(0, 0, True), (3, 0, False), (3, 50, False), (3, 51, False)], 2),
+    ],
+)
+def test_the_state_of_a_group_is_not_what_one_machine_claims(claims, source):
+    """(group, sums, first) of each."""
+    requests = [Request(str(k), "", "it", k, sums, group, first) for k, (group, sums, first) in enumerate(claims)]
+    assert source_of(requests) == source
 
 
 def test_the_listening_machine_takes_the_others_weights_after_it_was_lost(machine):
