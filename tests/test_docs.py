@@ -93,7 +93,7 @@ def lend(words: list[str], env: dict[str, str]) -> None:
     train = ["coterie", "train", *preset, "--env", "CartPole-v1", "--wire.bind", address, *keys, "--out", "run"]
     for option, value in (
         ("--connect", address),
-        ("--wire.token-file", "keys/token"),
+        ("--wire.token-file", f"keys/{words[1]}.token"),
         ("--wire.cert", "keys/cert.pem"),
     ):
         words[words.index(option) + 1] = value
