@@ -52,8 +52,10 @@ def descriptors() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
+        with suppress(OSError, ValueError):  # macOS allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    return most if soft == resource.RLIM_INFINITY else soft
 
 
 class Server:
@@ -151,7 +153,10 @@ class Server:
         while True:
             await asyncio.sleep(_WATCH_S)
             admitted, strangers = {one.port for one in self.open}, Counter[str]()
-            for name in os.listdir("/dev/fd"):
+            names = list[str]()
+            with suppress(OSError):  # no descriptor to list them with
+                names = os.listdir("/dev/fd")
+            for name in names:
                 with suppress(OSError):  # no connection, or closed meanwhile
                     connection = socket.socket(fileno=int(name))  # not a copy: closing one would release file locks
                     try:

