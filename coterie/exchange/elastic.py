@@ -91,6 +91,8 @@ class MachineGroup:
         begin, client = time.monotonic(), self.client
         assert client is not None
         while True:
+            if client.broken or (self.size == 1 and client.silent):  # alone in a group, it waits for no other machine
+                return client.silent or "another machine has given it up, or has no heartbeat"
             try:
                 work.wait(timedelta(seconds=self.timing.poll))
                 return ""
@@ -98,8 +100,6 @@ class MachineGroup:
                 if work.is_completed():  # it failed, or was done a moment later
                     work.wait()
                     return ""
-            if client.broken:
-                return "another machine has given it up, or has no heartbeat"
             if client.silent:
                 return client.silent
             if self.ended() and time.monotonic() - begin > self.timing.silent:

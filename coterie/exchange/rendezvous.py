@@ -163,6 +163,8 @@ class RendezvousHost:
     def _form(self, now: float) -> None:
         chosen = sorted(self.waiting.values(), key=lambda x: x[0])
         requests = [request for _, request in chosen]
+        if not any(request.first for request in requests):  # it was stopped and is back: only it can call the others
+            return
         before = max(request.group for request in requests)
         if not self.group and len(chosen) < self.machine.machines:  # some may be on their way
             if now > self.warn_at:

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from coterie.exchange.elastic import MachineGroup
 from coterie.exchange.lineage import Request, source_of
 from coterie.exchange.rendezvous import Machine as Settings
-from coterie.exchange.rendezvous import Timing
+from coterie.exchange.rendezvous import RendezvousHost, Timing
 from coterie.types import CoterieError
 from tests.support.net import free_port
 from tests.support.waiting import wait_until
@@ -247,3 +247,31 @@ def test_a_request_to_join_that_cannot_be_read_is_refused(machine):
         assert b"another version" in store.get(f"call/{number}")
     machines.append(machine(3))
     train(machines, 3)
+
+
+def test_a_machine_that_is_alone_in_its_group_notices_that_it_was_given_up(machine):
+    only = machine(1, machines=1)
+    train([only], 1)
+    store = TCPStore(*only.group.machine.address, None, False, wait_for_workers=False)
+    store.set(f"broken/{only.group.number}", "1")
+    wait_until(lambda: only.group.number == 2, 10, "another group")
+    train([only], 1)
+
+
+def test_no_group_forms_without_the_listening_machine():
+    """It was stopped for long, and is back: its thread sees the others' requests before its own."""
+    store = TCPStore("127.0.0.1", free_port(), None, True, wait_for_workers=False)
+    host = RendezvousHost(store, Settings(("127.0.0.1", 1), 1, "it", 1, PATIENCE_S, TIMING), lambda line: None)
+    try:
+        for number, uid in enumerate(("other", "first"), 1):
+            store.set(f"beat/{uid}", "1")
+            request = Request(uid, uid, "it", number, 0, 0, uid == "first")
+            store.set(f"ticket/{number}", json.dumps(asdict(request)))
+            store.add("tickets", 1)
+            if uid == "other":
+                time.sleep(4 * TIMING.settle)
+                assert not store.check(["call/1"])
+        wait_until(lambda: store.check(["call/1", "call/2"]), 10, "both have a place")
+        assert json.loads(store.get("call/1"))["size"] == 2
+    finally:
+        host.close(over=False)
