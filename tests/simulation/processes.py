@@ -1,0 +1,235 @@
+"""The processes of a simulated run: what its learners learn, and what its actors act, is only counted."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from coterie.acting.actor import ActorMailbox
+from coterie.acting.base import Stopped
+from coterie.acting.child_processes import WorkerReport
+from coterie.build.factory import ProcessContext, exchange_setup, make_exchange, make_model, normalizers
+from coterie.config import ResolvedConfig
+from coterie.envs.news import EnvNews, Means
+from coterie.exchange.solo import Solo
+from coterie.learner import Progress
+from coterie.parallel.board import COUNTS
+from coterie.parallel.params import FlatParams
+from coterie.parallel.processes import PeerLost
+from coterie.parallel.slots import Slots
+from coterie.parallel.stages import Stages
+from coterie.roles.learner_process import LearnerProcess
+from coterie.types import ConfigError, Post, Rollout, one_line
+from tests.conftest import VECTOR
+from tests.simulation.scheduler import Scheduler
+
+ROWS = 10  # of a rollout
+ROLLOUT_S = 0.2
+HOUR_S = 3600.0
+
+
+class World:
+    """What is outside of a run's processes: the clock, the disk, the wires; and the true counts."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.full = False  # the disk
+        self.trouble: dict[str, str] = {}  # by kind of message, what happens to the next one: "lost", "late", "twice"
+        self.produced = self.dropped = 0
+        self.unfilled = Counter[int]()  # rows of each actor's present rollout, by row of the board
+        self.stopped = set[int]()  # pids
+        self.pids = itertools.count(1 << 22)  # above those of this machine
+        self.children = dict[str, Child]()  # the latest of each name
+        self.deaths: list[tuple[float, str]] = []  # that the supervisor has seen: when, and "learner" or "actor"
+        self.restarts: list[tuple[float, str]] = []
+        self.rejoins = False  # learners are restarted alone
+        self.learners_at = 0.0  # when a learner was started last
+
+    def in_the_last_hour(self, events: list[tuple[float, str]], kind: str) -> int:
+        """How many there were up to the latest."""
+        times = [when for when, what in events if what == kind]
+        return sum(times[-1] - when <= HOUR_S for when in times)
+
+    def note_start(self, kind: str, number: str) -> None:
+        """The first start is no restart. All learners may be restarted together, and actors with their learners."""
+        now, before = self.scheduler.now, f"{kind}-{number}" in self.children
+        if kind == "learner":
+            together, self.learners_at = not self.rejoins and self.learners_at == now, now
+        else:
+            together = self.learners_at == now
+        if before and not together:
+            self.restarts.append((now, kind))
+
+    def post(self, kind: str, content: Any, to: Callable[[str, Any], None]) -> None:
+        trouble = self.trouble.pop(kind, "")
+        self.scheduler.pause(2.0 if trouble == "late" else 0.0)
+        for _ in range({"lost": 0, "twice": 2}.get(trouble, 1)):
+            to(kind, pickle.loads(pickle.dumps(content)))
+        self.scheduler.pause()
+
+
+class Child:
+    """Stands for `processes.Child`."""
+
+    def __init__(self, world: World, name: str, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.world, self.name = world, name.removeprefix("coterie-")
+        self.inbox, self.manner = deque[tuple[str, Any]](), ""
+        self.context: ProcessContext = next(x for x in args if isinstance(x, ProcessContext))
+        self.row: int = args[-1]  # of an actor
+        self.pid = next(world.pids)
+        self.process = SimpleNamespace(pid=self.pid)
+        self.thread = world.scheduler.start(self.name, lambda: self._enter(target, args))
+        self.kind, number = self.name.split("-")
+        world.note_start(self.kind, number)
+        world.children[self.name] = self
+
+    def _enter(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+        try:
+            target(lambda kind, content: self.world.post(kind, content, self._arrive), *args)
+        except Exception as error:
+            kind = "config" if isinstance(error, ConfigError) else "peer" if isinstance(error, PeerLost) else "error"
+            self.inbox.append((kind, (one_line(error), "")))
+            self.manner = "ended with exit code 1"
+
+    def _arrive(self, kind: str, content: Any) -> None:
+        self.inbox.append((kind, content))
+
+    def kill(self) -> None:
+        """By the supervisor."""
+        if self.thread.frozen and self.thread.alive:
+            self._note_death()
+        self.thread.kill()
+
+    def _note_death(self) -> None:
+        world, context = self.world, self.context
+        world.deaths.append((world.scheduler.now, self.kind))
+        if self.kind == "actor" and not context.board.closed:
+            world.dropped += world.unfilled.pop(self.row, 0)
+
+    def messages(self) -> Iterator[tuple[str, Any]]:
+        alive = self.thread.alive
+        while self.inbox:
+            yield self.inbox.popleft()
+        if not alive:
+            self._note_death()
+            yield "end", self.manner or ("was killed by SIGKILL" if self.thread.dead else "ended with exit code 0")
+
+    @property
+    def speaks(self) -> bool:
+        return bool(self.inbox) or not self.thread.alive
+
+
+class Learner(LearnerProcess):
+    """Counts rows instead of learning from them. Its checkpoints hold that count as well, beside the weights."""
+
+    def __init__(
+        self, world: World, config: ResolvedConfig, incarnation: int = 0, context: ProcessContext | None = None
+    ) -> None:
+        self.world, self.config, self.spec, self.before = world, config, VECTOR, {}
+        self.context = context = context or ProcessContext()
+        self.model = make_model(config, self.spec)
+        self.params = FlatParams(self.model)
+        self.progress, self.stages, self.secondary = Progress(), Stages(), None
+        self._counts_lock = threading.Lock()
+        moments = normalizers(config, self.model)
+        if config.exchange == "gossip":
+            self.exchange = make_exchange(config, self.params, moments, context)
+        else:  # its own weights, instead of those that learners share
+            self.exchange = Solo(exchange_setup(config, self.params, moments, context))
+        self.loaded, self.acted, self.tally = -1, 0, torch.zeros(1, dtype=torch.int64)
+        self.acting: Any = SimpleNamespace(counts=lambda: {"produced": self.acted})
+        self.algorithm: Any = SimpleNamespace(clock=SimpleNamespace(env_steps=0))
+        self.actor, self.refresh_actor = self.model, lambda: None
+
+    def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
+        with self.exchange as exchange:
+            while True:
+                rows = self._wait()
+                exchange.count(rows)
+                self.world.scheduler.pause()
+                exchange.step(self.params, 0.0)
+                self.tally += rows
+                self.progress.env_steps += rows
+                self.progress.learner_steps += 1
+                exchange.after_rollout(self.params)
+                if on_rollout(cast(Rollout, SimpleNamespace(episodes=[(1.0, rows)], episode_env=[0]))):
+                    return
+
+    def _wait(self) -> int:
+        """The rows of a rollout, once it is there."""
+        if self.context.acting is None:
+            time.sleep(ROLLOUT_S)
+            self.acted += ROWS
+            self.world.produced += ROWS
+            self.write_counts()
+            return ROWS
+        slots: Slots = self.context.acting.slots
+        slots.open(0, -1)
+        with self.context.board.blocked(self.context.rank):
+            while not slots.is_full(0):
+                time.sleep(ROLLOUT_S)
+        return slots.per_batch * ROWS
+
+    def describe(self) -> str:
+        return "a simulated learner"
+
+    def news(self) -> EnvNews:
+        return EnvNews([], Means())
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def lr(self, env_steps: int) -> float:
+        return 0.0
+
+    def close(self) -> None: ...
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        tally = {"rows": self.tally, "rank": torch.tensor(self.context.rank)}
+        return {"model": dict(self.model.state_dict()), "exchange": {}, "tally": tally}
+
+    def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        self.tally.copy_(tensors["tally"]["rows"])
+        self.loaded = int(tensors["tally"]["rank"])
+
+    def start(self, counts: dict[str, int], total: int) -> None:
+        super().start(counts, total)
+        if self.loaded != self.context.rank:  # it has no part in the checkpoint, and takes that of another
+            self.tally.fill_(counts.get("learned", 0))
+
+
+def act(
+    world: World, post: Post, config: ResolvedConfig, incarnation: int, context: ProcessContext, number: int, row: int
+) -> None:
+    """The process of an actor: real slots, which it fills with nothing."""
+    mailbox = ActorMailbox.__new__(ActorMailbox)
+    mailbox.slots, mailbox.weights = cast(Any, context.acting).slots, cast(Any, context.acting).weights
+    mailbox.board, mailbox.row, mailbox.number = context.board, row, number
+    mailbox.learner, mailbox.timeout, mailbox.stages, mailbox.recorders = context.rank, 1e9, Stages(), defaultdict()
+    counts, produced, delivered = context.board.counts[row], COUNTS.index("produced"), COUNTS.index("delivered")
+    mailbox.recorders.default_factory = lambda: None  # type: ignore[assignment]
+    try:
+        while True:
+            mailbox.next()
+            for _ in range(2):
+                time.sleep(ROLLOUT_S / 2)
+                mailbox.check()
+                counts[produced] += ROWS // 2
+                world.produced += ROWS // 2
+                world.unfilled[row] += ROWS // 2
+            mailbox.deliver()
+            world.unfilled[row] = 0
+            world.scheduler.pause()
+            counts[delivered] = counts[produced]
+    except Stopped:
+        post("acted", WorkerReport({}, math.inf, None, EnvNews([], Means()), []))

@@ -1,0 +1,98 @@
+"""The protocols of runs under a scheduler that stops, kills and delays their processes at every step.
+
+A test is a batch of seeds: `pytest tests/simulation -k "Gossiping-7"` repeats the one that failed, and hypothesis
+prints the shortest steps that fail.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from coterie.exchange import elastic
+from coterie.exchange.mailboxes import Relay
+from coterie.exchange.rendezvous import Place, RendezvousClient
+from coterie.launch.coordinator import Coordinator
+from coterie.launch.ledger import Ledger
+from coterie.parallel import clock
+from coterie.parallel.clock import Budget
+from coterie.parallel.slots import Slots
+from coterie.remote.gossip_link import GossipHub, GossipStream
+from coterie.roles import entry
+from tests.simulation.links import GossipLinks
+from tests.simulation.rings import Rings
+from tests.simulation.runs import GoingBack, Gossiping, OneProcess
+from tests.simulation.scheduler import Simulation
+
+SEEDS = 25  # of a batch
+BATCHES = {  # in `make test`, and in `make test-all`: 10,000 seeds of runs, of links and of rings
+    OneProcess: (2, 100), Gossiping: (3, 150), GoingBack: (3, 150), GossipLinks: (2, 400), Rings: (2, 400),
+}  # fmt: skip
+
+
+def batches() -> list[Any]:
+    return [
+        pytest.param(kind, number, id=f"{kind.__name__}-{number}", marks=[pytest.mark.slow] * (number >= few))
+        for kind, (few, many) in BATCHES.items()
+        for number in range(many)
+    ]
+
+
+def simulate(kind: type[Simulation], number: int, *phases: Phase) -> None:
+    once = settings(
+        max_examples=SEEDS, stateful_step_count=20, deadline=None, database=None, print_blob=True,
+        phases=[Phase.generate, *phases], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    run_state_machine_as_test(seed(number)(lambda: kind()), settings=once)
+
+
+@pytest.mark.parametrize(("kind", "number"), batches())
+def test_a_protocol_holds(kind: type[Simulation], number: int) -> None:
+    simulate(kind, number, Phase.shrink)
+
+
+def a_late_answer_counts(
+    self: Coordinator, row: int, kind: str, content: Any, receive: Any = Coordinator.receive
+) -> None:
+    receive(self, row, kind, content._replace(order=self.order) if kind == "saved" and self.order else content)
+
+
+def the_first_has_the_weights(**place: int) -> Place:
+    return Place(**{**place, "source": 0})
+
+
+def nobody_leaves(self: GossipHub, stream: GossipStream) -> None:
+    self.clients.pop(stream.run_id, None)
+
+
+SLOW = pytest.mark.slow  # it takes more than 100 seeds
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "name", "bug"),
+    [
+        pytest.param(OneProcess, entry, "_REPORT_S", math.inf, id="a lone learner says only once that it is idle"),
+        pytest.param(OneProcess, Coordinator, "_fail_order", lambda *_: None, id="an order is never given up"),
+        pytest.param(Gossiping, Coordinator, "_follow_order", Coordinator._seal, id="a part is missing"),
+        pytest.param(Gossiping, Coordinator, "receive", a_late_answer_counts, id="a late answer counts", marks=SLOW),
+        pytest.param(Gossiping, clock, "_HOUR_S", math.inf, id="a budget does not recover", marks=SLOW),
+        pytest.param(GoingBack, Budget, "spend", lambda *_: True, id="a budget is not kept"),
+        pytest.param(GoingBack, Slots, "delivered", lambda *_: 0, id="an actor's last rollout is lost", marks=SLOW),
+        pytest.param(Gossiping, Ledger, "lose", lambda *_: None, id="a dead learner's rows are lost", marks=SLOW),
+        pytest.param(GossipLinks, GossipHub, "leave", nobody_leaves, id="a client that is gone takes part"),
+        pytest.param(GossipLinks, Relay, "close", lambda *_: None, id="learners that are gone take part"),
+        pytest.param(Rings, elastic, "Place", the_first_has_the_weights, id="machines go back to old weights"),
+        pytest.param(Rings, RendezvousClient, "silent", "", id="a lost listening machine is waited for"),
+    ],
+)
+def test_a_simulation_sees_a_bug(
+    kind: type[Simulation], where: Any, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, bug)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for number in range(20):
+            simulate(kind, number)
