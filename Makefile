@@ -49,9 +49,11 @@ peers: $(VENV)/base $(PEERS:%=.peers/%/installed)
 	.peers/$*/bin/pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-# Faults on three machines (root, half an hour), then an hour of chaos on Pong: docs/benchmarks/faults.md.
+# Faults on three machines (root, half an hour), a kill every minute (25 minutes), then an hour of chaos on Pong:
+# docs/benchmarks/faults.md.
 chaos: $(VENV)/installed
 	COTERIE_FAULTS=runs/faults.json $(BIN)/python -m pytest tests/launch/test_fault_table.py $(ARGS)
+	COTERIE_EFFECTIVE_S=300 COTERIE_EFFECTIVE=runs/effective.json $(BIN)/python -m pytest tests/launch/test_effective_time.py $(ARGS)
 	COTERIE_CHAOS_S=3600 COTERIE_CHAOS=runs/chaos.json $(BIN)/python -m pytest tests/launch/test_long_chaos.py $(ARGS)
 
 # Every figure of the papers at its smallest budget (half an hour): docs/guides/reproduce.md.

@@ -115,7 +115,8 @@ class Decoupled:
         return EnvNews([], Means())
 
     def gauges(self) -> dict[str, float]:
-        return {"slots/waiting": self.waiting * self.slots.per_batch}
+        envs = {} if self.remote is None else {"slots/remote_envs": self.remote.envs}
+        return {"slots/waiting": self.waiting * self.slots.per_batch, **envs}
 
 
 def connect(setup: LearnerSetup, memory: ActorMemory) -> Acting:

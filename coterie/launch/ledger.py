@@ -21,7 +21,8 @@ from coterie.roles.entry import LearnerReport
 from coterie.runs.metrics import Episodes
 from coterie.types import Spec
 
-_SUMMED = ("wire/refused", "inference/envs", "inference/streams")  # gauges that learners add up; of others the mean
+# Gauges that learners add up; of others the mean.
+_SUMMED = ("wire/refused", "inference/envs", "inference/streams", "slots/remote_envs")
 
 
 class Ledger:

@@ -140,6 +140,11 @@ class RolloutService:
             self._newest = version, {"params": params.numpy(), "moments": moments.numpy()}
         return self._newest
 
+    @property
+    def envs(self) -> int:
+        """Of the remote actors that are connected."""
+        return self.streams.total() * self.slots.width
+
     def close(self) -> None:
         self._closed = True
         with self._changed:

@@ -29,6 +29,13 @@ PATIENCE_S = 900.0  # synchronous learners on a slow link take 8 minutes
 SOLVED = 400.0  # mean return of 100 episodes while training
 DELAY_S, RATE = 0.02, 1e6  # each way, and bytes per second
 CUT_S = 10.0
+NOTICED_S = 30.0  # within which a machine that went dark is missed; docs/explanation/faults.md says 10 to 20 s
+COUNTED = {  # the metric that counts the machines, or what runs on them
+    "sync PPO": "allreduce/machines",
+    "GALA-PPO": "gossip/peers",
+    "IMPALA": "slots/remote_envs",
+    "SEED": "inference/envs",
+}
 ENDLESS = "1000000000"
 
 
@@ -112,7 +119,7 @@ def note(row: dict[str, object]) -> None:
         Path(path).write_text(json.dumps([*rows, row], indent=1) + "\n")
 
 
-@pytest.mark.parametrize("fault", ["none", "lost", "slow", "cut"])
+@pytest.mark.parametrize("fault", ["none", "lost", "dark", "slow", "cut"])
 @pytest.mark.parametrize("kind", ["sync PPO", "GALA-PPO", "IMPALA", "SEED"])
 def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
     here, made, links = machines
@@ -136,8 +143,16 @@ def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
         )
         goes_on(5.0)
         at = time.monotonic()
-        before = hub.rate(at - 4.0, at)
+        before, noticed = hub.rate(at - 4.0, at), 0.0
         if fault == "lost":
+            parts.pop(1).close()
+            learners = [part for part in parts if part.trains]
+        elif fault == "dark":  # as without power: no FIN, no RST, for ever
+            there = parts[0].lines()[-1][COUNTED[kind]]
+            links[0].down = True
+            until(lambda: hub.look() or parts[0].lines()[-1].get(COUNTED[kind], there) < there, "it is noticed", parts)
+            noticed = time.monotonic() - at
+            assert noticed < NOTICED_S
             parts.pop(1).close()
             learners = [part for part in parts if part.trains]
         elif fault == "slow":
@@ -165,6 +180,7 @@ def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
             "fault": fault,
             "steps_per_s_before": round(before),
             "steps_per_s_after": round(after),
+            **({"seconds_to_notice": round(noticed, 1)} if noticed else {}),
             "seconds_without_a_step": round(hub.still(at), 1),
             "steps_dropped": sum(one["rows"]["dropped"] + one["rows"]["rolled_back"] for one in found),
             "updates_lost": max((part.lines()[-1].get("allreduce/updates_lost", 0) for part in learners), default=0),
