@@ -33,11 +33,12 @@ RUNS = {  # the preset, its processes, and the names of those that are killed by
 
 
 def effective(times: list[float], steps: list[float], lost: float) -> float:
-    """The share of the time in which a run learned what it kept, from its lines of metrics. `lost`: rows that it acted in
-    vain. In windows of 5 s, less than three quarters of the usual rate counts as the part that it is; the rest is noise.
+    """The share of the time in which a run learned what it kept, from its lines of metrics. `lost`: rows acted in vain.
+
+    A window of 5 s below three quarters of the usual rate counts as the part of it that it is; the rest is noise.
     """
-    edges = np.arange(times[0], times[-1], WINDOW_S)
-    rates = np.diff(np.interp(edges, times, steps)) / WINDOW_S
+    edges = np.linspace(times[0], times[-1], 1 + round((times[-1] - times[0]) / WINDOW_S))
+    rates = np.diff(np.interp(edges, times, steps)) / np.diff(edges)
     usual = float(np.median(rates))
     parts = np.where(rates < 0.75 * usual, rates / usual, 1.0)
     return float(parts.mean()) - lost / usual / (edges[-1] - edges[0])
