@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import TypeVar
 
 from coterie.config import Config
+from coterie.plugins import reach
 from coterie.types import ConfigError, reason_of
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ def register(table: Choices[T], name: str, kind: T) -> None:
 def choose(table: Choices[T], part: str, name: str, config: Config) -> T:
     """The choice that a config names, after the modules were imported that may have registered it."""
     for module in config.plugins.modules:
+        reach("plugins.modules", module)
         try:
             importlib.import_module(module)
         except ImportError as error:

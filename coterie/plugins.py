@@ -15,24 +15,29 @@ import os
 import pickle
 import re
 import stat
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from coterie.config import Config
+from coterie.config import Config, Ray
 from coterie.types import ConfigError, one_line, reason_of
 
 PARTS = ("acting", "exchange")
 NETWORKS = ("model.torso", "model.core", "model.network")
 FIELDS = ("env.id", "env.backend", "algorithm", *NETWORKS, *(f"plugins.{part}" for part in PARTS))
 GIVEN = ("env", *PARTS, *FIELDS)  # what they are called in Python
+IMPORTED_BY_ACTORS = ("algorithm", *NETWORKS, "plugins.modules")  # of the learner's config
+LAB = "dmlab/"  # before a level of DeepMind Lab, whose module is the user's copy of examples/envs/dmlab.py
 Part = str | Callable[..., Any]  # a part's name, or the part itself
 P = ParamSpec("P")
 T = TypeVar("T")
 _PICKLED = re.compile(r"pickle:((\w+)\.\w+)@(\w+)")  # a file, the object's label, and the end of its folder's name
 OBJECTS: dict[str, Any] = {}  # by name: what this process was given, or has read from another
+_typed_in = [""]  # the folder where the command was typed, if a command line runs this process
 
 
 def label(name: str) -> str:
@@ -63,6 +68,37 @@ def _unpickled(field: str, pickled: re.Match[str]) -> Any:
     return OBJECTS[name]
 
 
+def code_of(config: Config) -> dict[str, str]:
+    """The settings that make a run import or run code of others, by field, as they are typed. Built-in parts and
+    registered envs are none.
+    """
+    found = {field: attrgetter(field)(config) for field in ("preset", *FIELDS)}
+    found = {field: name for field, name in found.items() if ":" in name or LAB in name}
+    found |= {field: " ".join(attrgetter(field)(config)) for field in ("callbacks", "plugins.modules")}
+    if config.ray.runtime_env != Ray.runtime_env:
+        found["ray.runtime_env"] = config.ray.runtime_env  # it installs packages
+    return {field: name for field, name in found.items() if name}
+
+
+def typed_in(folder: str) -> None:
+    """Let user code also be found in `folder`, once a name of such code is resolved."""
+    _typed_in[0] = folder
+
+
+def reach(field: str, module: str) -> None:
+    """Prepare to import a module that a setting names; refuses those of the standard library.
+
+    The folder of the command is on Python's path from here on, at its end, and not before: until then a package that is
+    optional, such as pynvml, cannot come from it. It stays, as user code may import its neighbors at any time, and
+    child processes inherit the path.
+    """
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        raise ConfigError(f"{field}: {module} is a module of Python's standard library")
+    if top not in ("", "coterie") and _typed_in[0] and _typed_in[0] not in sys.path:
+        sys.path.append(_typed_in[0])
+
+
 def named(field: str, path: str) -> Any:
     """What `path` names. Raises a `ConfigError` about `field` where there is no such thing, or it cannot be called."""
     if pickled := _PICKLED.fullmatch(path):
@@ -71,6 +107,7 @@ def named(field: str, path: str) -> Any:
     try:
         if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
             raise ImportError("it is not package.module:callable")
+        reach(field, module)
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
@@ -79,6 +116,17 @@ def named(field: str, path: str) -> Any:
         raise ConfigError(f"{field}: cannot import {path!r}: {reason_of(error)}{hint}") from error
     if not callable(found):
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")
+    if isinstance(found, type) or inspect.isroutine(found):  # numpy:os.system is os.system
+        reach(field, getattr(found, "__module__", None) or "")
+    return found
+
+
+def named_env(field: str, path: str) -> Any:
+    """What `path` names, which makes an env: a class with `reset` and `step`, or a function written in Python."""
+    found = named(field, path)
+    is_env = hasattr(found, "reset") and hasattr(found, "step")
+    if inspect.isbuiltin(found) or (isinstance(found, type) and not is_env):
+        raise ConfigError(f"{field}: {label(path)} is not an env, nor a Python function that makes one")
     return found
 
 

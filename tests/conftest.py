@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,8 @@ from coterie.runs.config_io import replace
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 
 torch.set_num_threads(1)
+_HOME = tempfile.TemporaryDirectory(prefix="coterie-tests-")
+os.environ["XDG_STATE_HOME"] = _HOME.name  # the tests' runs are signed with a key of their own
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,10 +23,11 @@ from coterie.envs.news import Means
 from coterie.envs.spaces import flatten
 from coterie.envs.tasks import are_normalized, overall, task_config, tasks
 from coterie.models.build import Network
-from coterie.plugins import GIVEN, Part, label
+from coterie.plugins import GIVEN, Part, code_of, label
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
 from coterie.runs.config_io import replace as override
+from coterie.runs.trust import check_code
 from coterie.types import MASK, Array, ConfigError, CoterieError, Inputs, Obs, Spec, entries, from_entries, reason_of
 
 _MOST_ENVS = 16
@@ -205,13 +206,18 @@ class Policy:
         return self.actions.nested(self.actions.to_env(action))
 
 
-def open_run(folder: Path, new: Mapping[str, Part] = {}) -> Config:
-    """The config of a run's folder, or one clear line. `new`: as for `load`."""
+def open_run(folder: Path, new: Mapping[str, Part] = {}, trust: bool = False) -> Config:
+    """The config of a run's folder, or one clear line. `new` and `trust`: as for `load`."""
     for name in new.keys() - {*GIVEN}:
         raise ConfigError(f"{name}: is not one of {', '.join(GIVEN)}, which can be given again")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")
-    return override(load_config(folder / "config.json"), dict(new))
+    saved = load_config(folder / "config.json")
+    config, given = override(saved, dict(new)), code_of(override(Config(), dict(new)))
+    if not trust:
+        advice = "give --trust (from Python: trust=True)"
+        check_code(folder, saved, config, given, f"{folder} was not made here by you, and", advice)
+    return config
 
 
 def check_spec(folder: Path, config: Config) -> Spec:
@@ -223,15 +229,16 @@ def check_spec(folder: Path, config: Config) -> Spec:
     return spec
 
 
-def load(folder: str | Path, learner: str | int = "0", **new: Part) -> Policy:
+def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, **new: Part) -> Policy:
     """The policy of a run's best checkpoint, or of its last where none was marked best.
 
     `learner`: its index (learner 0 is the one that is evaluated during training), "mean" for the mean of all learners'
     weights, or "secondary" for the secondary learner. `new`: what takes the place of the run's own, above all of an
-    object of a process that has ended: `env=MyEnv`, `**{"model.torso": Torso}`.
+    object of a process that has ended: `env=MyEnv`, `**{"model.torso": Torso}`. `trust`: import what the run names even
+    if its folder was not made by this user (docs/explanation/security.md).
     """
     folder = Path(folder)
-    config, root = open_run(folder, new), folder / "checkpoints"
+    config, root = open_run(folder, new, trust), folder / "checkpoints"
     path = checkpoint.best(root) or checkpoint.latest(root)
     if path is None:
         raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")
@@ -268,14 +275,15 @@ def evaluate_run(
     sampled: bool = False,
     seed: int = 1,
     learner: str | int = "0",
+    trust: bool = False,
     **new: Part,
 ) -> dict[str, Any]:
     """Score a run's policy: mean over whole episodes +- standard error, human-normalized where a reference exists.
-    `new`: as for `load`.
+    `trust` and `new`: as for `load`.
     """
     if episodes < 1:
         raise ConfigError(f"episodes: {episodes} must be at least 1")
-    policy = load(folder, learner, **new)
+    policy = load(folder, learner, trust=trust, **new)
     trial = Trial(episodes, sampled, seed, max_steps=episodes * _LONGEST_EPISODE)
     scores = evaluate(policy.algorithm, policy.model, policy.config, trial)
     return {"run": str(folder), "checkpoint_env_steps": policy.step, "sampled": sampled, **scores.to_json()}

@@ -26,8 +26,10 @@ _RUN = arg("run", help="run folder")
 _LEARNER = arg("--learner", default="0", help="an index (0 is evaluated during training), mean, or secondary [0]")
 _SETTINGS = "--SECTION.FIELD VALUE: `coterie train PRESET --help` lists all options of a run."
 _JSON = flag("--json", "print one JSON object")
+_TRUST = flag("--trust", "run the code that the folder names, though it was not made here by you")
 _POLICY = (
     _RUN,
+    _TRUST,
     _LEARNER,
     arg("--seed", type=int, default=1),
     flag("--sampled", "sample actions instead of taking the most likely one"),
@@ -75,6 +77,7 @@ COMMANDS = {
         "continue from the last checkpoint",
         _RUN,
         arg("--steps", type=float, default=0, help="a new total of env steps"),
+        _TRUST,
     ),
     "eval": Command(
         "RUN [--episodes N] [--learner INDEX|mean]",
@@ -96,6 +99,7 @@ COMMANDS = {
         _RUN,
         arg("--out", default="", help="FILE.html; default: RUN/report.html"),
         flag("--video", "record an episode first (coterie watch)"),
+        _TRUST,
         run="tools.report.command:report",
     ),
     "compare": Command(
@@ -118,6 +122,7 @@ COMMANDS = {
         _RUN,
         arg("--out", default="", help="a folder; default: RUN/export"),
         _LEARNER,
+        _TRUST,
         flag("--web", "add a page on which the policy plays"),
         run="tools.export.command:export",
     ),

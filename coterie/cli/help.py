@@ -89,6 +89,7 @@ def full_tree() -> tuple[Parser, dict[str, Parser]]:
 def _add_config(name: str, parser: Parser) -> None:
     if COMMANDS[name].settings == "preset":
         parser.add_argument("--config", metavar="FILE", help="TOML, YAML or JSON: fields in place of the preset's")
+        parser.add_argument("--trust", action="store_true", help="run the code that FILE names")
 
 
 def _is_used(section: str, config: Config) -> bool:
@@ -98,7 +99,7 @@ def _is_used(section: str, config: Config) -> bool:
 
 def warned(args: list[str], config: Config, before: Callable[[], None] = lambda: None) -> Config:
     """`config`, which `args` give, after a line for what a user may not expect of it. `before`: each line."""
-    for line in _surprises(words_of(args)[2], config):
+    for line in _surprises(words_of(args)[3], config):
         before()
         print(f"coterie: {line}", file=sys.stderr)
     return config

@@ -25,6 +25,7 @@ from coterie.config import Config
 from coterie.extras import needs
 from coterie.parallel.processes import start_server
 from coterie.parallel.signals import on_signals
+from coterie.plugins import typed_in
 from coterie.runs.starting import Starting
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
@@ -70,7 +71,7 @@ def resume(options: Namespace) -> int:
     with _starts("importing torch", options) as starting:
         from coterie.launch.session import resume as run
 
-        summary = run(options.run, steps=int(options.steps), starting=starting)
+        summary = run(options.run, steps=int(options.steps), starting=starting, trust=options.trust)
     return _report(summary)
 
 
@@ -102,31 +103,27 @@ def _report(summary: dict[str, Any]) -> int:
 
 
 def evaluate(options: Namespace) -> int:
-    _check_seed(options.seed)
     from coterie.build.evaluate import evaluate_run, show
     from coterie.runs.metrics import clean
 
-    result = evaluate_run(
-        options.run, episodes=options.episodes, sampled=options.sampled, seed=options.seed, learner=options.learner
-    )
+    result = evaluate_run(options.run, episodes=options.episodes, **_policy(options))
     print(json.dumps(clean(result)) if options.json else show(result))
     return 0
 
 
 def watch(options: Namespace) -> int:
-    _check_seed(options.seed)
     from coterie.tools.watch import watch as run
 
-    path, score, frames = run(
-        options.run, options.out, sampled=options.sampled, seed=options.seed, learner=options.learner
-    )
+    path, score, frames = run(options.run, options.out, **_policy(options))
     print(f"{path}: {frames} frames, return {score:.1f}")
     return 0
 
 
-def _check_seed(seed: int) -> None:
-    if seed < 0:
-        raise ConfigError(f"--seed: {seed} must not be negative")
+def _policy(options: Namespace) -> dict[str, Any]:
+    """The options of `eval` and `watch` alike."""
+    if options.seed < 0:
+        raise ConfigError(f"--seed: {options.seed} must not be negative")
+    return {name: getattr(options, name) for name in ("sampled", "seed", "learner", "trust")}
 
 
 def bench(options: Namespace, rest: list[str]) -> int:
@@ -249,8 +246,7 @@ def run(args: list[str], begin: float = 0.0) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     with contextlib.suppress(OSError):  # the folder may be gone
-        if (here := os.getcwd()) not in sys.path:
-            sys.path.append(here)  # for package.module:callable; not "", which children take for another folder
+        typed_in(os.getcwd())  # not "", which children take for another folder
     if not args or args[0] in ("-h", "--help"):
         print(overview(), end="")
         return 0

@@ -16,6 +16,7 @@ from coterie import config as config_module
 from coterie.cli.arguments import Parser
 from coterie.config import Config
 from coterie.extras import needs
+from coterie.plugins import code_of
 from coterie.types import ConfigError, CoterieError, Spec, reason_of
 
 _FILES = (".json", ".toml", ".yaml", ".yml")
@@ -26,17 +27,18 @@ _WHOLE = {
 }  # fmt: skip
 
 
-def words_of(args: list[str]) -> tuple[str, str, dict[str, Any]]:
-    """The preset or file that is named first, the file after --config, and the options by dotted field."""
+def words_of(args: list[str]) -> tuple[str, str, bool, dict[str, Any]]:
+    """The preset or file that is named first, the file after --config, --trust, and the options by dotted field."""
     from coterie.runs.config_io import read_options
 
     parser = Parser("coterie train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default="")
+    parser.add_argument("--trust", action="store_true")
     known, rest = parser.parse_known_args(args)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
     if name.endswith(_FILES) and not known.config:
         name, known.config = "", name
-    return name, known.config, read_options(rest)
+    return name, known.config, known.trust, read_options(rest)
 
 
 def config_of(args: list[str], spec: Spec | None = None) -> Config:
@@ -45,13 +47,15 @@ def config_of(args: list[str], spec: Spec | None = None) -> Config:
     """
     from coterie import presets
     from coterie.runs.config_io import from_dict, replace
+    from coterie.runs.trust import check_code
     from coterie.runs.validate import validate
 
-    name, file, options = words_of(args)
+    name, file, trust, options = words_of(args)
     preset, path, values = str(options.pop("preset", name)), Path(file), dict[str, Any]()
     if name not in ("", preset):
         raise ConfigError(f"--preset: {preset!r} is not {name!r}, which is named before the options")
     if file:
+        mine = code_of(replace(Config(preset=preset), options))
         data = _read(path)
         given = str(data.pop("preset", ""))
         if data.keys() >= _WHOLE:
@@ -59,9 +63,15 @@ def config_of(args: list[str], spec: Spec | None = None) -> Config:
                 raise ConfigError(f"preset: {path} has the whole config of {given!r}, not of {preset!r}")
             with _errors_in(path):
                 config = from_dict({"preset": given, **data})
-            return validate(replace(config, options))
-        values = _values(path, data)
-        preset = preset or given
+        else:
+            values = _values(path, data)
+            config = replace(Config(preset=given), values)
+        asked = replace(replace(config, options), {"preset": preset or given})
+        if not trust:
+            check_code(path.parent, config, asked, mine, f"{path}", "give --trust, or name it again as options")
+        if data.keys() >= _WHOLE:
+            return validate(asked)
+        preset = asked.preset
     if not preset:
         where = f"{path} names none: " if file else ""
         raise ConfigError(f"PRESET: {where}give one of {', '.join(presets.PRESETS)}; see `coterie list presets`")

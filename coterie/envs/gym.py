@@ -16,10 +16,9 @@ from gymnasium.wrappers import TimeLimit
 from coterie.envs.backend import Declared, StepResults, declare
 from coterie.envs.spaces import action_map, leaf_of, obs_fields, on_host
 from coterie.envs.team import ZOO, Team
-from coterie.plugins import label, named
+from coterie.plugins import LAB, label, named_env, reach
 from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_entries, one_line
 
-LAB = "dmlab/"  # before a level of DeepMind Lab
 ALE = "ALE/"  # before a game of ale-py, which registers it
 PLAY = "selfplay/"  # before a game for two, of PettingZoo
 _LAB_EXAMPLE = "dmlab:DMLab"  # examples/envs/dmlab.py
@@ -49,8 +48,9 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
     if env_id.startswith(LAB):
         path, kwargs = _LAB_EXAMPLE, {"level": env_id.removeprefix(LAB), **kwargs}
     if env_id.startswith(PLAY):
-        path, kwargs = "coterie.tools.duel:Duel", {"game": env_id.removeprefix(PLAY), **kwargs}
+        path, kwargs = "coterie.tools.duel:Duel", {**kwargs, "game": env_id.removeprefix(PLAY)}
     if is_gym_id(env_id):
+        reach("env.id", env_id.rpartition(":")[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gymnasium on older versions and on the precision of bounds
             return gymnasium.make(
@@ -60,7 +60,7 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
                 **kwargs,
             )
     try:
-        make = named("env.id", path)
+        make = named_env("env.id", path)
     except ConfigError as error:
         hint = " (put the folder examples/envs of the repository on PYTHONPATH)" if path == _LAB_EXAMPLE else ""
         raise ConfigError(f"{error}{hint}") from error

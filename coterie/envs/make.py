@@ -13,7 +13,7 @@ import gymnasium
 from coterie import config
 from coterie.envs.backend import Backend, Declared, MakeBackend
 from coterie.envs.group import Envs
-from coterie.envs.gym import ALE, LAB, PLAY
+from coterie.envs.gym import ALE, PLAY
 from coterie.envs.local import LocalBackend
 from coterie.envs.pool import PoolBackend, has_env, modules, pool_declared
 from coterie.envs.repeat import Repeat
@@ -22,6 +22,7 @@ from coterie.envs.team import ZOO, zoo_ids
 from coterie.envs.vector import APART, make_together, together_declared
 from coterie.envs.workers import WorkerBackend, worker_declared
 from coterie.extras import install, missing
+from coterie.plugins import LAB
 from coterie.types import Array, ConfigError, Spec, json_object
 
 

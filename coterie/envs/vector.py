@@ -21,7 +21,7 @@ from coterie import config
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.gym import is_gym_id, numbers, open_gym
 from coterie.envs.spaces import flatten, on_host
-from coterie.plugins import label, named
+from coterie.plugins import label, named_env, reach
 from coterie.types import MASK, Array, ConfigError, CoterieError, Obs, entries, from_entries, json_object, map_obs
 
 APART = ("auto", "pool", "workers")  # the other values of env.backend are simulators that step all envs together
@@ -33,9 +33,10 @@ def make_together(env: config.Env, seeds: Sequence[int]) -> Backend:
     def make(env_id: str, kwargs: Mapping[str, Any], limit: int) -> Any:
         kwargs = {"max_episode_steps": limit, **kwargs} if limit else kwargs
         if env.backend != "vector":
-            return named("env.backend", env.backend)(env_id, seeds, **kwargs)
-        named_env = partial(gymnasium.make_vec, env_id) if is_gym_id(env_id) else named("env.id", env_id)
-        return VectorBackend(env, named_env(num_envs=len(seeds), **kwargs), seeds[0])
+            return named_env("env.backend", env.backend)(env_id, seeds, **kwargs)
+        reach("env.id", env_id.rpartition(":")[0])
+        make = partial(gymnasium.make_vec, env_id) if is_gym_id(env_id) else named_env("env.id", env_id)
+        return VectorBackend(env, make(num_envs=len(seeds), **kwargs), seeds[0])
 
     made = open_gym(env.id, json_object("env.kwargs", env.kwargs), env.max_episode_steps, make)
     if not isinstance(made, Backend):

@@ -50,6 +50,7 @@ from coterie.runs.machine import describe
 from coterie.runs.metrics import file_name
 from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
+from coterie.runs.trust import sign
 from coterie.runs.validate import validate
 from coterie.types import ConfigError, CoterieError, Spec, reason_of
 
@@ -93,11 +94,11 @@ def train(
 
 def resume(
     folder: str | Path, *, steps: int = 0, callbacks: Sequence[Given] = (), quiet: bool = False,
-    starting: Starting | None = None, **new: Part,
+    starting: Starting | None = None, trust: bool = False, **new: Part,
 ) -> dict[str, Any]:  # fmt: skip
     """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps).
-    A URL (a run stored by `ray.storage`) is first downloaded to `runs/`. `callbacks`: as for `train`; `new`: for
-    `coterie.load`.
+    A URL (a run stored by `ray.storage`) is first downloaded to `runs/`. `callbacks`: as for `train`; `trust` and
+    `new`: for `coterie.load`.
     """
     if "://" in str(folder):
         url, folder = str(folder), Path("runs") / str(folder).rstrip("/").rpartition("/")[2]
@@ -105,7 +106,7 @@ def resume(
 
         fetch(url, folder)
     folder = Path(folder)
-    config = open_run(folder, new)
+    config = open_run(folder, new, trust)
     if steps:
         config = validate(replace(config, steps=steps))
     with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
@@ -161,10 +162,10 @@ def _go(
             learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
             learner.start(state["learners"][0], state["env_steps"])
             learner.write_counts()
-        signals = _prepare(folder, kept, spec, state is None, held)
+        signals, unsigned = _prepare(folder, kept, spec, state is None, held)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting, signals=signals)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
-        for line in filter(None, (begun, link_error, alone if kind.is_alone(config) else "")):
+        for line in filter(None, (begun, link_error, unsigned, alone if kind.is_alone(config) else "")):
             run.log(line)
         del board  # its memory is freed with the last reference: the run's, until it has the children's board
         supervisor = Supervisor(run, config, saved, link) if learner is None else None
@@ -186,21 +187,22 @@ def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any]]:
     return saved, state
 
 
-def _prepare(folder: Path, config: Config, spec: Spec, new: bool, held: ExitStack) -> list[signal.Signals]:
-    """The first files of a run's folder. Returns the list of the signals from now on: with a config and no checkpoint
-    the run could not be resumed, so that it handles them itself.
+def _prepare(folder: Path, config: Config, spec: Spec, new: bool, held: ExitStack) -> tuple[list[signal.Signals], str]:
+    """The first files of a run's folder. Returns the list of the signals from now on, since with a config and no
+    checkpoint the run could not be resumed, so that it handles them itself; and `sign`'s line.
     """
     signals = list[signal.Signals]()
     held.enter_context(on_signals(signals.append))
     if new:
         held.enter_context(sole_writer(folder))
     with writing(folder, "out: "):
+        unsigned = sign(folder, config)
         save_config(folder / "config.json", config)  # a later resume goes on towards the same total
         if new:
             write_whole(folder / "spec.json", json.dumps(spec.to_json(), indent=1) + "\n")
             write_whole(folder / "machine.json", json.dumps(describe(), indent=1) + "\n")
         (folder / "summary.json").unlink(missing_ok=True)  # of the run before it was resumed
-    return signals
+    return signals, unsigned
 
 
 def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Given]) -> dict[str, Any]:

@@ -25,10 +25,11 @@ from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.news import Means
 from coterie.parallel.stages import Stages
-from coterie.plugins import NETWORKS
+from coterie.plugins import IMPORTED_BY_ACTORS, code_of
 from coterie.remote.admission import ENV_SETTINGS
 from coterie.remote.rollout_service import VERSION, rollout_tensors, weights_tensors
-from coterie.runs.config_io import from_dict, get
+from coterie.runs.config_io import from_dict
+from coterie.runs.trust import refuse_code
 from coterie.runs.validate import validate
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.auth import offset
@@ -251,9 +252,8 @@ def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfi
     """The run's config, and the same with this actor's envs."""
     try:
         given = from_dict(session.settings["config"])
-        for field in ("algorithm", *NETWORKS):  # before anything is imported
-            if ":" in (path := get(given, field)) and path != get(base, field):
-                raise CoterieError(f"the run's {field} is {path}: if you trust it, name it with --{field}")
+        code = {f: x for f, x in code_of(given).items() if f in IMPORTED_BY_ACTORS and x != code_of(base).get(f)}
+        refuse_code(code, "it", "name it here, too: " + " ".join(f"--{f} {x}" for f, x in code.items()))
         run = resolve_config(given)
     except ConfigError as error:
         raise CoterieError(f"the run's config: {error}") from None

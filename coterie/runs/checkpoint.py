@@ -29,6 +29,7 @@ from coterie.types import CoterieError, reason_of
 
 Tensors = dict[str, dict[str, Tensor]]
 _MANIFEST, _OLD = "manifest.json", ".old"
+FORMAT = 1  # of what this version writes; manifests of the first versions do not name it
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised by reading a garbled file
 
 
@@ -70,7 +71,7 @@ def seal(root: Path, draft: Path, step: int, state: dict[str, Any]) -> Path:
             sync(file)
             name = file.relative_to(draft).as_posix()
             files[name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
-        body: dict[str, Any] = {"step": step, "files": files}
+        body: dict[str, Any] = {"format": FORMAT, "step": step, "files": files}
         (draft / _MANIFEST).write_text(json.dumps({**body, "sha256": _seal(body)}, indent=1))
         sync(draft / _MANIFEST)
         for folder in {draft, *(p.parent for p in draft.rglob("*"))}:
@@ -129,8 +130,8 @@ def _best(root: Path) -> tuple[Path | None, float | None]:
     """What best.json says, if its checkpoint is there."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         entry = json.loads((root / "best.json").read_text())
-        if (root / entry["checkpoint"] / _MANIFEST).is_file():
-            return root / entry["checkpoint"], float(entry["score"])
+        if (path := root / entry["checkpoint"]) in _complete(root):  # and not ../../elsewhere
+            return path, float(entry["score"])
     return None, None
 
 
@@ -188,8 +189,12 @@ def _seal(body: dict[str, Any]) -> str:
 
 
 def _verify(path: Path) -> list[str]:
-    """The names of a checkpoint's files. Raises one of `_DAMAGE` if a file is not as it was written."""
+    """The names of a checkpoint's files. Raises one of `_DAMAGE` if a file is not as it was written, `CoterieError` if
+    a newer version has written it.
+    """
     manifest = json.loads((path / _MANIFEST).read_text())
+    if (found := int(manifest.get("format", 1))) > FORMAT:
+        raise CoterieError(f"checkpoint {path} has format {found}, and this version of coterie reads 1 to {FORMAT}")
     if manifest.pop("sha256") != _seal(manifest):
         raise ValueError(f"{_MANIFEST} does not match its checksum")
     for name, entry in manifest["files"].items():
@@ -204,7 +209,7 @@ def _verify(path: Path) -> list[str]:
 def _intact(path: Path) -> bool:
     try:
         return bool(_verify(path))
-    except _DAMAGE:
+    except (*_DAMAGE, CoterieError):
         return False
 
 

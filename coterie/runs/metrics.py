@@ -20,6 +20,7 @@ from coterie.extras import needs
 from coterie.parallel.processes import location
 from coterie.runs.config_io import fields, get, to_dict
 from coterie.runs.files import Journal, write_whole, writing
+from coterie.runs.trust import SIGNATURE
 from coterie.types import CoterieError, reason_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 # The files of a run's folder, besides checkpoints/ and TensorBoard's events.
 RUN_FILES = (
-    "config.json", "spec.json", "machine.json", "metrics.jsonl", "log.txt", "processes.json", "summary.json",
+    "config.json", SIGNATURE, "spec.json", "machine.json", "metrics.jsonl", "log.txt", "processes.json", "summary.json",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 
 from coterie.extras import needs
-from coterie.plugins import named
+from coterie.plugins import named_env
 from coterie.types import MASK, ConfigError, map_obs
 
 RANDOM = "random"  # the member of every pool that plays at random
@@ -29,7 +29,7 @@ def frozen(folder: Path, name: str) -> Any:
 
     from coterie.build.evaluate import load
 
-    policy = load(folder.parent)
+    policy = load(folder.parent, trust=True)  # the run that plays
     policy.model.load_state_dict(load_file(folder / f"{name}.safetensors"))
     return policy
 
@@ -42,7 +42,7 @@ class Duel(gymnasium.Env[Any, Any]):
     def __init__(self, game: str, newest: float = 0.5, **kwargs: Any) -> None:
         with needs("self-play", "pettingzoo"):
             import pettingzoo
-        made: Any = named("env.id", game)(**kwargs) if ":" in game else pettingzoo.make("aec", game, **kwargs)
+        made: Any = named_env("env.id", game)(**kwargs) if ":" in game else pettingzoo.make("aec", game, **kwargs)
         self.game = made if hasattr(made, "agent_iter") else pettingzoo.utils.parallel_to_aec(made)
         spaces = [(made.observation_space(side), made.action_space(side)) for side in made.possible_agents]
         if len(spaces) != 2 or spaces[0] != spaces[1]:

@@ -68,9 +68,11 @@ class Job:
         """Begin it, or resume it from its last checkpoint. Raises `ConfigError` if another process runs it."""
         begun, train = self._begun(), self.verb == "train"
         resumed = train and begun and checkpoint.latest(self.folder / "checkpoints") is not None
-        words = ["resume", str(self.folder)] if resumed else [self.verb, *self.args]
+        trust = ["--trust"] * ("--trust" in self.args)
+        words = ["resume", str(self.folder), *trust] if resumed else [self.verb, *self.args]
         if not resumed:
             words += ["--out", str(self.folder)] if train else ["--json"]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with self.beside(".args.json").open("a+") as note, self.beside(".txt").open("ab" if resumed else "wb") as log:
             try:
@@ -84,8 +86,9 @@ class Job:
             note.flush()
             with log if train else self.beside(".json").open("wb") as out:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "coterie", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log,
-                    pass_fds=[note.fileno()], process_group=0,  # Ctrl-C reaches this process only, which passes it on
+                    [sys.executable, "-P", "-m", "coterie", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log,
+                    env=env, pass_fds=[note.fileno()],
+                    process_group=0,  # Ctrl-C reaches this process only, which passes it on
                 )  # fmt: skip
         if hasattr(os, "sched_setaffinity"):
             with suppress(OSError):

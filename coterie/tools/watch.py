@@ -20,12 +20,14 @@ _MOST_FRAMES = 27_000
 
 
 def watch(
-    folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "0"
+    folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "0", trust: bool = False
 ) -> tuple[Path, float, int]:
-    """Record an episode; returns the file, the episode's return (its agents' mean) and the number of frames."""
+    """Record an episode; returns the file, the episode's return (its agents' mean) and the number of frames.
+    `trust`: as for `load`.
+    """
     with needs("watch", "video"):
         import imageio
-    policy = load(folder, learner)
+    policy = load(folder, learner, trust=trust)
     path = Path(out) if out else Path(folder) / "watch.mp4"
     first = tasks(policy.config.env.id)[0]
     config = task_config(policy.config, first)  # the first of several tasks

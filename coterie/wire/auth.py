@@ -60,18 +60,25 @@ def read_token(path: str) -> str:
     """The token in a file that only its owner may read. Raises `ConfigError`."""
     try:
         token = Path(path).read_text().strip()
-        open_to_others = os.stat(path).st_mode & 0o077
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"wire.token_file: cannot read {path}: {reason_of(error)}") from None
     if len(token) < 16 or not token.isascii() or not token.isprintable():
         raise ConfigError(f"wire.token_file: {path} must hold a token of at least 16 printable ASCII characters")
-    if open_to_others:
-        raise ConfigError(f"wire.token_file: others may read {path}; use chmod 600")
+    _check_private(path, "wire.token_file")
     return token
 
 
+def _check_private(path: str, what: str) -> None:
+    if os.stat(path).st_mode & 0o077:
+        raise ConfigError(f"{what}: others may read {path}; use chmod 600")
+
+
 def read_pem(path: str, what: str) -> bytes:
+    """The bytes of a certificate, or of a key, which only its owner may read. Raises `ConfigError`."""
     try:
-        return Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{what}: cannot read {path}: {reason_of(error)}") from None
+    if what == "wire.key":
+        _check_private(path, what)
+    return data

@@ -130,7 +130,7 @@ def test_images_of_other_families_have_numbered_actions_and_count_their_frames(e
         ({"id": "coterie.envs.testing:Nope"}, "no attribute 'Nope'"),
         ({"id": "nowhere.at.all:make"}, "No module named"),
         ({"id": "nowhere:Walker-v0"}, "No module named 'nowhere'"),
-        ({"id": "json:Walker-v0"}, "env.id 'json:Walker-v0' cannot be made: NameNotFound"),
+        ({"id": "numpy:Walker-v0"}, "env.id 'numpy:Walker-v0' cannot be made: NameNotFound"),
         ({"id": COUNTING, "kwargs": '{"color": 1}'}, "env.kwargs: .*'color'"),
         ({"id": COUNTING, "num_envs": 3}, "env.num_envs must be even"),
         ({"id": "selfplay/classic/chess_v9"}, "PettingZoo has no such game; nearest: selfplay/classic/chess_v6"),

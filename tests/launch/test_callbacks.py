@@ -167,7 +167,7 @@ def test_callbacks_by_name_are_in_the_config_and_resume_calls_them_again(tmp_pat
     assert (out / "calls").read_text().split().count("start") == 4
     for name, reason, folder in (
         ("mine:three", "cannot import", False),
-        ("collections:Counter", "not a subclass of coterie.Callback", False),
+        ("numpy:ndarray", "not a subclass of coterie.Callback", False),
         ("typo:Typo", "Typo.on_rollouts would never be called; there are on_start, on_rollout,", False),
         ("levels:make", "not a Callb", True),
     ):

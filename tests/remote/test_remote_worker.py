@@ -62,15 +62,20 @@ def serve(tmp_path) -> Iterator[Serve]:
         (run_actor, {"env": {"max_episode_steps": "x"}}, "env.max_episode_steps: 'x' is not an integer"),
         (run_actor, {"config": 3}, "the run's config: config: 3 is not an object"),
         # Code from the other machine.
-        (run_actor, {"algorithm": "m:M"}, "the run's algorithm is m:M: if you trust it"),
-        (run_actor, {"model": {"torso": "m:M"}}, "the run's model.torso is m:M: if you trust it, name it"),
+        (
+            run_actor,
+            {"algorithm": "m:M"},
+            "names code: algorithm m:M; if you trust it, name it here, too: --algorithm m:M",
+        ),
+        (run_actor, {"plugins": {"modules": ["m"]}}, "names code: plugins.modules m; if you trust it"),
+        (run_actor, {"model": {"torso": "m:M"}}, "names code: model.torso m:M; if you trust it"),
     ],
 )
 def test_settings_that_a_worker_cannot_use_are_refused_with_one_line(serve: Serve, work: Any, changes: Any, why: str):
     config = resolve_config(Config())
     settings: dict[str, Any] = settings_of(config, VECTOR, 20) | {"envs": 4, "core": [], "config": to_dict(config)}
     for name, value in changes.items():
-        into = settings["config"] if name in ("algorithm", "model") else settings
+        into = settings["config"] if name in ("algorithm", "model", "plugins") else settings
         into[name] = {**into[name], **value} if isinstance(value, dict) else value
     method = "Infer" if work is run_env_host else "PushRollouts"
     endpoint = serve({method: lambda hello: SettingsRequest({"learners": 1, "settings": json.dumps(settings)})})

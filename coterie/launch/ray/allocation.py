@@ -13,7 +13,7 @@ from coterie.config import Config, Env
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.ops.optim import scaled_lr
-from coterie.plugins import NETWORKS
+from coterie.plugins import IMPORTED_BY_ACTORS, NETWORKS, code_of
 from coterie.runs.config_io import get
 from coterie.runs.config_io import replace as changed
 from coterie.types import ConfigError
@@ -241,9 +241,9 @@ def worker_args(allocation: Allocation, worker: Worker, address: tuple[str, int]
         value = getattr(config.env, field.name)
         if field.name not in _NOT_PASSED_ON and value != field.default:
             args += [f"--env.{field.name.replace('_', '-')}", str(value)]
-    for name in (*NETWORKS, *(["algorithm"] if worker.kind == "actor" else [])):
-        if ":" in (path := get(config, name)):
-            args += [f"--{name}", path]
+    code, needed = code_of(config), IMPORTED_BY_ACTORS if worker.kind == "actor" else NETWORKS
+    for name in (name for name in needed if name in code):
+        args += [f"--{name}", *code[name].split()]
     if keys:
         args += ["--wire.token-file", f"{{here}}/{token_file(worker.kind)}", "--wire.cert", "{here}/cert.pem"]
     return args

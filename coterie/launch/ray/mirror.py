@@ -19,9 +19,10 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from coterie.runs.trust import SIGNATURE
 from coterie.types import CoterieError, reason_of
 
-OF_THE_RUN = ("config.json", "ray.txt")  # files in the run folder that are not its first site's
+OF_THE_RUN = ("config.json", SIGNATURE, "ray.txt")  # files in the run folder that are not its first site's
 _CHECKPOINTS, _MANIFEST, _BEST = "checkpoints", "manifest.json", "best.json"
 _LOCAL_S, _REMOTE_S = 1.0, 10.0  # between updates of a local path and of a URL
 

@@ -123,12 +123,13 @@ class Node:
         files = {"config.json": json.dumps(to_dict(config)).encode(), **terms.keys}
         self.mirror = Mirror(self.run_folder, url, skip=() if site.site else OF_THE_RUN)
         self.mirror.remove("summary.json")  # of an earlier start
+        # --trust: the process that started the run has checked its config.
         if checkpoint.latest(self.run_folder / "checkpoints") is None:
             shutil.rmtree(self.run_folder, ignore_errors=True)
-            self.start(["train", "{here}/config.json", "--out", "{here}/run"], files)
+            self.start(["train", "{here}/config.json", "--out", "{here}/run", "--trust"], files)
         else:
             self.mirror.take_as_equal()
-            self.start(["resume", "{here}/run"], files)
+            self.start(["resume", "{here}/run", "--trust"], files)
         learners = f"{site.learners} learners" if site.learners > 1 else "a learner"
         self.ask("say", f"{site.name}: {learners} at {address[0]}")
         return True

@@ -25,6 +25,7 @@ from coterie.runs.config_io import save_config
 from coterie.runs.files import sole_writer, write_whole, writing
 from coterie.runs.metrics import clean
 from coterie.runs.starting import Starting
+from coterie.runs.trust import SIGNATURE, sign
 from coterie.types import ConfigError, CoterieError, first_line, reason_of
 
 _POLL_S = 0.5
@@ -117,9 +118,12 @@ class RayRun:
             for own in self.folders:
                 own.mkdir(parents=True, exist_ok=True)
                 (own / "summary.json").unlink(missing_ok=True)
+            unsigned = sign(folder, config)
             save_config(folder / "config.json", config)
             self.log = (folder / "ray.txt").open("a")
-        self.push("config.json")
+        if unsigned:
+            self.say(unsigned)
+        self.push("config.json", *([SIGNATURE] if (folder / SIGNATURE).exists() else []))
         here, hosts = cluster.machines[0], {m.address for m in cluster.machines}
         self.board = cluster.start(Board, (allocation, hosts), here, cpus=0)
         self.pending: dict[Any, Part] = {}  # parts by the calls that end with them

@@ -22,10 +22,10 @@ def export(options: Namespace) -> int:
     """Write a run's policy, verified, and with `--web` a page."""
     if not all(map(importlib.util.find_spec, _NEEDS)):
         raise missing("export", "export")
-    config = open_run(Path(options.run))
+    config = open_run(Path(options.run), trust=options.trust)
     if options.web:
         playable(config)
-    policy = load(options.run, options.learner)
+    policy = load(options.run, options.learner, trust=options.trust)
     static = page() if options.web else {}
     graph = Graph(policy.model, policy.actions)
     onnx = to_onnx(graph)

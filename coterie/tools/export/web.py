@@ -5,6 +5,8 @@ The env must run in the browser, so its dynamics exist in JavaScript: only CartP
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import json
 import shutil
@@ -16,10 +18,11 @@ from pathlib import Path
 from typing import IO, cast
 
 from coterie.config import Config
-from coterie.types import ConfigError, CoterieError, first_line
+from coterie.types import ConfigError, CoterieError
 
 ENVS = ("CartPole-v0", "CartPole-v1")
 PACKAGE = "onnxruntime-web@1.30.0"
+SHA512 = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ=="  # of its archive
 _OURS = ("index.html", "play.mjs", "cartpole.mjs")
 # The CPU build: its script, and the WebAssembly that it loads.
 _THEIRS = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
@@ -57,8 +60,7 @@ def onnxruntime_web(timeout: float = 180.0) -> dict[str, bytes]:
             said = " ".join(done.stderr.decode(errors="replace").split())
             raise CoterieError(f"--web: npm cannot fetch {PACKAGE}: {said[:200]}")
         data = made[0].read_bytes()
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            return {name: cast(IO[bytes], tar.extractfile(f"package/dist/{name}")).read() for name in _THEIRS}
-    except (tarfile.TarError, KeyError, AttributeError) as error:  # AttributeError: the name is not a file
-        raise CoterieError(f"--web: {PACKAGE} has an unexpected content: {first_line(error)}") from None
+    if base64.b64encode(hashlib.sha512(data).digest()).decode() != SHA512:
+        raise CoterieError(f"--web: what npm fetched is not the {PACKAGE} that this version of coterie was tested with")
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        return {name: cast(IO[bytes], tar.extractfile(f"package/dist/{name}")).read() for name in _THEIRS}

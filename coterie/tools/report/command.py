@@ -21,7 +21,7 @@ def report(options: Namespace) -> int:
     if options.video:
         from coterie.tools.watch import watch
 
-        watch(run.folder)
+        watch(run.folder, trust=options.trust)
     print(write(of_runs(runs, run.title), Path(options.out) if options.out else run.folder / "report.html"))
     return 0
 

@@ -67,11 +67,13 @@ def of_runs(runs: Sequence[RecordedRun], title: str, live: bool = False) -> Page
 
 
 def _changes(run: RecordedRun) -> Table | None:
-    """Without the env: a preset needs its spaces only, which the run has recorded."""
+    """Of a built-in preset, and without the env: a preset needs its spaces only, which the run has recorded."""
+    if run.preset not in presets.PRESETS:
+        return None
     try:
         spec = Spec.from_json(read_json(run.folder / "spec.json"))
         return sections.changes(run, flat(to_dict(presets.make(run.preset, run.env, spec))))
-    except (ConfigError, KeyError, ValueError, TypeError):  # not a preset, or an older or damaged spec.json
+    except (ConfigError, KeyError, ValueError, TypeError):  # an older or damaged spec.json
         return None
 
 

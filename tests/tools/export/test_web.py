@@ -214,8 +214,8 @@ def test_a_page_without_npm_is_refused_and_nothing_is_written(tmp_path, capsys, 
 def test_an_npm_that_hangs_or_fetches_something_else_is_refused(tmp_path, monkeypatch):
     for name, body, timeout, error in (
         ("hangs", "exec sleep 60", 0.5, "has not fetched"),
-        ("empty", "tar czf other.tgz --files-from /dev/null", 30, "has an unexpected content"),
-        ("rubbish", "echo rubbish > some.tgz", 30, "has an unexpected content"),
+        ("empty", "tar czf other.tgz --files-from /dev/null", 30, "is not the onnxruntime-web@"),
+        ("rubbish", "echo rubbish > some.tgz", 30, "is not the onnxruntime-web@"),
     ):
         monkeypatch.setenv("PATH", npm(tmp_path / name, body))
         with pytest.raises(CoterieError, match=error):

@@ -1,0 +1,86 @@
+"""Which code a run folder may name. A folder that names code is signed where it is made, with a key of its user. Names
+of another folder, or of a config file, are imported only if the user gives them again, or says so with `--trust`.
+
+The signature (HMAC-SHA256) is over the names alone: a folder of one's own can be moved, copied and stored elsewhere.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from coterie.config import Config
+from coterie.plugins import code_of, label
+from coterie.runs.files import write_whole
+from coterie.types import ConfigError, reason_of
+
+SIGNATURE = "signature"
+_KEY = "COTERIE_TRUST_KEY"  # the key's file, in place of the one in the user's state folder
+_UNUSABLE = (OSError, RuntimeError, ValueError)  # raised where there is no key; RuntimeError: no home folder
+
+
+def refuse_code(code: Mapping[str, str], what: str, advice: str) -> None:
+    """Raise a one-line `ConfigError` if there is `code`, which was not given here. `what`: names it."""
+    if code:
+        names = {field: label(name) for field, name in code.items()}
+        listed = ", ".join(f"{field} {name if name.isprintable() else repr(name)}" for field, name in names.items())
+        raise ConfigError(f"{what} names code: {listed}; if you trust it, {advice}")
+
+
+def check_code(folder: Path, saved: Config, config: Config, given: Collection[str], what: str, advice: str) -> None:
+    """Refuse the code of `config` that is not in the fields `given`, unless `saved`, the config that is read from
+    `folder`, names what this user's signature there is of.
+    """
+    if not _is_signed(folder, code_of(saved)):
+        refuse_code({field: name for field, name in code_of(config).items() if field not in given}, what, advice)
+
+
+def sign(folder: Path, config: Config) -> str:
+    """Sign a run's folder if its config names code. Returns a line where this user can have no key."""
+    if not (code := code_of(config)):
+        return ""
+    try:
+        key = _key(make=True)
+    except _UNUSABLE as error:
+        return f"this run cannot be signed ({reason_of(error)}): `resume`, `eval` and others will need --trust"
+    write_whole(folder / SIGNATURE, _digest(key, code) + "\n")
+    return ""
+
+
+def _is_signed(folder: Path, code: Mapping[str, str]) -> bool:
+    with suppress(*_UNUSABLE):
+        found = (folder / SIGNATURE).read_bytes().strip()
+        return hmac.compare_digest(found, _digest(_key(make=False), code).encode())
+    return False
+
+
+def _digest(key: bytes, code: Mapping[str, str]) -> str:
+    return hmac.new(key, json.dumps(code, sort_keys=True).encode(), "sha256").hexdigest()
+
+
+def _key(make: bool) -> bytes:
+    """This user's key. Raises one of `_UNUSABLE` if there is none, or if others may read it."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    path = Path(os.environ.get(_KEY) or Path(state, "coterie", "trust.key"))
+    if make and not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(32))
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileExistsError):  # another process was faster
+                os.link(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+    if path.stat().st_mode & 0o077:
+        raise PermissionError(f"others may read {path}; use chmod 600")
+    if len(key := path.read_bytes()) < 32:
+        raise ValueError(f"{path} has less than 32 bytes")
+    return key
