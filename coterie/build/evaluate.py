@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,9 @@ from coterie.envs.news import Means
 from coterie.envs.spaces import flatten
 from coterie.envs.tasks import are_normalized, overall, task_config, tasks
 from coterie.models.build import Network
-from coterie.plugins import GIVEN, Part, code_of, label
+from coterie.plugins import Part, label
 from coterie.runs import checkpoint
-from coterie.runs.config_io import load_config
-from coterie.runs.config_io import replace as override
-from coterie.runs.trust import check_code
+from coterie.runs.trust import open_run
 from coterie.types import MASK, Array, ConfigError, CoterieError, Inputs, Obs, Spec, entries, from_entries, reason_of
 
 _MOST_ENVS = 16
@@ -204,20 +202,6 @@ class Policy:
         action = self.player.act(obs, self._first, np.zeros(batch) if reward is None else reward, sampled)
         self._first = np.zeros(batch, bool)
         return self.actions.nested(self.actions.to_env(action))
-
-
-def open_run(folder: Path, new: Mapping[str, Part] = {}, trust: bool = False) -> Config:
-    """The config of a run's folder, or one clear line. `new` and `trust`: as for `load`."""
-    for name in new.keys() - {*GIVEN}:
-        raise ConfigError(f"{name}: is not one of {', '.join(GIVEN)}, which can be given again")
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")
-    saved = load_config(folder / "config.json")
-    config, given = override(saved, dict(new)), code_of(override(Config(), dict(new)))
-    if not trust:
-        advice = "give --trust (from Python: trust=True)"
-        check_code(folder, saved, config, given, f"{folder} was not made here by you, and", advice)
-    return config
 
 
 def check_spec(folder: Path, config: Config) -> Spec:

@@ -22,7 +22,7 @@ from typing import Any
 from coterie import presets
 from coterie.acting.table import acting_kind
 from coterie.algorithms.table import algorithm_class
-from coterie.build.evaluate import check_spec, open_run
+from coterie.build.evaluate import check_spec
 from coterie.build.factory import ProcessContext, make_model, net_of, normalizers
 from coterie.build.resources import resolve_config, resolve_resources
 from coterie.build.validity import check, check_objects
@@ -50,7 +50,7 @@ from coterie.runs.machine import describe
 from coterie.runs.metrics import file_name
 from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
-from coterie.runs.trust import sign
+from coterie.runs.trust import open_run, sign
 from coterie.runs.validate import validate
 from coterie.types import ConfigError, CoterieError, Spec, reason_of
 

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from coterie.config import Config
-from coterie.plugins import code_of, label
+from coterie.plugins import GIVEN, Part, code_of, label
+from coterie.runs.config_io import load_config, replace
 from coterie.runs.files import write_whole
 from coterie.types import ConfigError, reason_of
 
@@ -38,6 +39,20 @@ def check_code(folder: Path, saved: Config, config: Config, given: Collection[st
     """
     if not _is_signed(folder, code_of(saved)):
         refuse_code({field: name for field, name in code_of(config).items() if field not in given}, what, advice)
+
+
+def open_run(folder: Path, new: Mapping[str, Part] = {}, trust: bool = False) -> Config:
+    """The config of a run's folder, or one clear line. `new` and `trust`: as for `load`."""
+    for name in new.keys() - {*GIVEN}:
+        raise ConfigError(f"{name}: is not one of {', '.join(GIVEN)}, which can be given again")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")
+    saved = load_config(folder / "config.json")
+    config, given = replace(saved, dict(new)), code_of(replace(Config(), dict(new)))
+    if not trust:
+        advice = "give --trust (from Python: trust=True)"
+        check_code(folder, saved, config, given, f"{folder} was not made here by you, and", advice)
+    return config
 
 
 def sign(folder: Path, config: Config) -> str:

@@ -97,6 +97,16 @@ def test_keys_hold_a_token_and_a_certificate_for_the_hosts(tmp_path: Path):
     assert read_token(str(make_keys(str(tmp_path / "others"), [])[0])) != read_token(str(token))
 
 
+def test_a_private_key_that_others_may_read_is_refused(tmp_path: Path):
+    _, cert, key, *_ = map(str, make_keys(str(tmp_path / "keys"), []))
+    server_credentials(cert, key)
+    os.chmod(cert, 0o644)
+    server_credentials(cert, key)
+    os.chmod(key, 0o640)
+    with pytest.raises(ConfigError, match=f"^wire.key: others may read {key}; use chmod 600$"):
+        server_credentials(cert, key)
+
+
 @pytest.mark.parametrize("there", ["token", "cert.pem", "key.pem", "actor.token"])
 def test_keys_are_never_overwritten(tmp_path: Path, there: str):
     (tmp_path / there).write_text("mine")

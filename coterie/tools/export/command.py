@@ -7,8 +7,9 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from coterie.build.evaluate import load, open_run
+from coterie.build.evaluate import load
 from coterie.extras import missing
+from coterie.runs.trust import open_run
 from coterie.tools.export.check import TOLERANCE, check
 from coterie.tools.export.describe import describe
 from coterie.tools.export.graph import Graph, to_onnx
