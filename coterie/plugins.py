@@ -19,18 +19,16 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from coterie.config import Config, Ray
+from coterie.config import Config
 from coterie.types import ConfigError, one_line, reason_of
 
 PARTS = ("acting", "exchange")
 NETWORKS = ("model.torso", "model.core", "model.network")
 FIELDS = ("env.id", "env.backend", "algorithm", *NETWORKS, *(f"plugins.{part}" for part in PARTS))
 GIVEN = ("env", *PARTS, *FIELDS)  # what they are called in Python
-IMPORTED_BY_ACTORS = ("algorithm", *NETWORKS, "plugins.modules")  # of the learner's config
 LAB = "dmlab/"  # before a level of DeepMind Lab, whose module is the user's copy of examples/envs/dmlab.py
 Part = str | Callable[..., Any]  # a part's name, or the part itself
 P = ParamSpec("P")
@@ -66,18 +64,6 @@ def _unpickled(field: str, pickled: re.Match[str]) -> Any:
     except Exception as error:
         raise ConfigError(f"{field}: {text} cannot be unpickled here: {one_line(error)}") from error
     return OBJECTS[name]
-
-
-def code_of(config: Config) -> dict[str, str]:
-    """The settings that make a run import or run code of others, by field, as they are typed. Built-in parts and
-    registered envs are none.
-    """
-    found = {field: attrgetter(field)(config) for field in ("preset", *FIELDS)}
-    found = {field: name for field, name in found.items() if ":" in name or LAB in name}
-    found |= {field: " ".join(attrgetter(field)(config)) for field in ("callbacks", "plugins.modules")}
-    if config.ray.runtime_env != Ray.runtime_env:
-        found["ray.runtime_env"] = config.ray.runtime_env  # it installs packages
-    return {field: name for field, name in found.items() if name}
 
 
 def typed_in(folder: str) -> None:

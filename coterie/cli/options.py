@@ -16,7 +16,6 @@ from coterie import config as config_module
 from coterie.cli.arguments import Parser
 from coterie.config import Config
 from coterie.extras import needs
-from coterie.plugins import code_of
 from coterie.types import ConfigError, CoterieError, Spec, reason_of
 
 _FILES = (".json", ".toml", ".yaml", ".yml")
@@ -47,7 +46,7 @@ def config_of(args: list[str], spec: Spec | None = None) -> Config:
     """
     from coterie import presets
     from coterie.runs.config_io import from_dict, replace
-    from coterie.runs.trust import check_code
+    from coterie.runs.trust import check_code, code_of
     from coterie.runs.validate import validate
 
     name, file, trust, options = words_of(args)

@@ -14,15 +14,28 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from coterie.config import Config
-from coterie.plugins import GIVEN, Part, code_of, label
-from coterie.runs.config_io import load_config, replace
+from coterie.config import Config, Ray
+from coterie.plugins import FIELDS, GIVEN, LAB, NETWORKS, Part, label
+from coterie.runs.config_io import get, load_config, replace
 from coterie.runs.files import write_whole
 from coterie.types import ConfigError, reason_of
 
 SIGNATURE = "signature"
+IMPORTED_BY_ACTORS = ("algorithm", *NETWORKS, "plugins.modules")  # of the learner's config
 _KEY = "COTERIE_TRUST_KEY"  # the key's file, in place of the one in the user's state folder
 _UNUSABLE = (OSError, RuntimeError, ValueError)  # raised where there is no key; RuntimeError: no home folder
+
+
+def code_of(config: Config) -> dict[str, str]:
+    """The settings that make a run import or run code of others, by field, as they are typed. Built-in parts and
+    registered envs are none.
+    """
+    found = {field: get(config, field) for field in ("preset", *FIELDS)}
+    found = {field: name for field, name in found.items() if ":" in name or LAB in name}
+    found |= {field: " ".join(get(config, field)) for field in ("callbacks", "plugins.modules")}
+    if config.ray.runtime_env != Ray.runtime_env:
+        found["ray.runtime_env"] = config.ray.runtime_env  # it installs packages
+    return {field: name for field, name in found.items() if name}
 
 
 def refuse_code(code: Mapping[str, str], what: str, advice: str) -> None:

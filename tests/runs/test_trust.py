@@ -18,9 +18,10 @@ from coterie import config
 from coterie.cli.main import main
 from coterie.envs.make import make_spec
 from coterie.launch.ray.mirror import fetch
-from coterie.plugins import FIELDS, code_of, typed_in
+from coterie.plugins import FIELDS, typed_in
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace
+from coterie.runs.trust import code_of
 from coterie.tools.report.dashboard import Live
 from coterie.types import ConfigError
 from tests.launch.test_session import tiny

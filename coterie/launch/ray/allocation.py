@@ -13,9 +13,10 @@ from coterie.config import Config, Env
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.ops.optim import scaled_lr
-from coterie.plugins import IMPORTED_BY_ACTORS, NETWORKS, code_of
+from coterie.plugins import NETWORKS
 from coterie.runs.config_io import get
 from coterie.runs.config_io import replace as changed
+from coterie.runs.trust import IMPORTED_BY_ACTORS, code_of
 from coterie.types import ConfigError
 from coterie.wire.auth import join
 from coterie.wire.keys import token_file
