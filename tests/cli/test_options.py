@@ -45,13 +45,14 @@ def test_a_partial_file_is_layered_on_its_preset_and_options_on_the_file(write, 
     expected = presets.ppo(CATCH, **changes)
     write(name, FILES[name].replace("ENV", CATCH) % PRESET[name])
     for args in ([name], ["--config", name], ["ppo", "--config", name]):
-        assert config_of(args) == expected
+        assert config_of([*args, "--trust"]) == expected
+        assert config_of([*args, "--env", CATCH]) == expected
     other = config_of(["a2c", f"--config={name}", "--env", "Pendulum-v1", "--optim.lr", "0.5", "--env.kwargs", "{}"])
     assert other == presets.a2c("Pendulum-v1", **{"optim.lr": 0.5, "steps": 10_000})
     write(name, FILES[name].replace("ENV", CATCH) % "")
-    assert config_of(["--config", name, "--preset", "ppo"]) == expected
+    assert config_of(["--config", name, "--preset", "ppo", "--trust"]) == expected
     with pytest.raises(ConfigError, match=rf"^PRESET: {name} names none: give one of a2c, ppo"):
-        config_of([name])
+        config_of([name, "--trust"])
 
 
 @pytest.mark.parametrize(

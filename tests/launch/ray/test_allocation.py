@@ -165,12 +165,8 @@ def test_a_workers_command_line_has_the_runs_env_torso_and_algorithm():
     path = "coterie.algorithms.vtrace:VTrace"  # a class: the run's layout asks it for its unroll length
     found = layout("impala", [HERE, THERE], **{"algorithm": path, "plugins.modules": ["coterie.choices"]})
     actor = next(worker for worker in found.workers if worker.kind == "actor")
-    assert worker_args(found, actor, ("::1", 7), keys=False)[-4:] == [
-        "--algorithm",
-        path,
-        "--plugins.modules",
-        "coterie.choices",
-    ]
+    args = worker_args(found, actor, ("::1", 7), keys=False)
+    assert args[-4:] == ["--algorithm", path, "--plugins.modules", "coterie.choices"]
 
 
 def board(preset: str, hosts: int = 1, **changes: object) -> Board:
