@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +18,8 @@ from coterie.runs.config_io import replace
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 
 torch.set_num_threads(1)
-_HOME = tempfile.TemporaryDirectory(prefix="coterie-tests-")
-os.environ["XDG_STATE_HOME"] = _HOME.name  # the tests' runs are signed with a key of their own
+os.environ["XDG_STATE_HOME"] = _STATE = tempfile.mkdtemp(prefix="coterie-tests-")  # for a key of the tests' own
+atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
