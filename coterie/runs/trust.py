@@ -1,7 +1,7 @@
 """Which code a run folder may name. A folder that names code is signed where it is made, with a key of its user. Names
 of another folder, or of a config file, are imported only if the user gives them again, or says so with `--trust`.
 
-The signature (HMAC-SHA256) is over the names alone: a folder of one's own can be moved, copied and stored elsewhere.
+The signature (HMAC-SHA256) is over the names alone: the user can move, copy and store the folder elsewhere.
 """
 
 from __future__ import annotations
