@@ -36,6 +36,7 @@ from tests.simulation.scheduler import Scheduler
 ROWS = 10  # of a rollout
 ROLLOUT_S = 0.2
 HOUR_S = 3600.0
+TOGETHER_S = 0.4  # within which all processes are started
 
 
 class World:
@@ -64,9 +65,9 @@ class World:
         """The first start is no restart. All learners may be restarted together, and actors with their learners."""
         now, before = self.scheduler.now, f"{kind}-{number}" in self.children
         if kind == "learner":
-            together, self.learners_at = not self.rejoins and self.learners_at == now, now
+            together, self.learners_at = not self.rejoins and now - self.learners_at < TOGETHER_S, now
         else:
-            together = self.learners_at == now
+            together = now - self.learners_at < TOGETHER_S
         if before and not together:
             self.restarts.append((now, kind))
 

@@ -23,7 +23,7 @@ from tests.simulation.scheduler import Process, Scheduler, Simulation
 
 MACHINES = 3
 TIMING = Timing(look=0.2, poll=0.5)
-PATIENCE_S = 120.0
+PATIENCE_S = 400.0  # no machine hangs for as long
 END_S = 300.0  # within which all train together that nothing disturbs any more
 
 

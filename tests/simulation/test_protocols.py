@@ -55,12 +55,6 @@ def test_a_protocol_holds(kind: type[Simulation], number: int) -> None:
     simulate(kind, number, Phase.shrink)
 
 
-def a_late_answer_counts(
-    self: Coordinator, row: int, kind: str, content: Any, receive: Any = Coordinator.receive
-) -> None:
-    receive(self, row, kind, content._replace(order=self.order) if kind == "saved" and self.order else content)
-
-
 def the_first_has_the_weights(**place: int) -> Place:
     return Place(**{**place, "source": 0})
 
@@ -78,7 +72,6 @@ SLOW = pytest.mark.slow  # it takes more than 100 seeds
         pytest.param(OneProcess, entry, "_REPORT_S", math.inf, id="a lone learner says only once that it is idle"),
         pytest.param(OneProcess, Coordinator, "_fail_order", lambda *_: None, id="an order is never given up"),
         pytest.param(Gossiping, Coordinator, "_follow_order", Coordinator._seal, id="a part is missing"),
-        pytest.param(Gossiping, Coordinator, "receive", a_late_answer_counts, id="a late answer counts", marks=SLOW),
         pytest.param(Gossiping, clock, "_HOUR_S", math.inf, id="a budget does not recover", marks=SLOW),
         pytest.param(GoingBack, Budget, "spend", lambda *_: True, id="a budget is not kept"),
         pytest.param(GoingBack, Slots, "delivered", lambda *_: 0, id="an actor's last rollout is lost", marks=SLOW),
