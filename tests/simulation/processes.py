@@ -63,13 +63,13 @@ class World:
 
     def note_start(self, kind: str, number: str) -> None:
         """The first start is no restart. All learners may be restarted together, and actors with their learners."""
-        now, before = self.scheduler.now, f"{kind}-{number}" in self.children
+        now, before = self.scheduler.now, self.children.get(f"{kind}-{number}")
         if kind == "learner":
             together, self.learners_at = not self.rejoins and now - self.learners_at < TOGETHER_S, now
         else:
             together = now - self.learners_at < TOGETHER_S
-        if before and not together:
-            self.restarts.append((now, kind))
+        if before is not None and not together:
+            self.restarts.append((before.died or now, kind))  # the budget counts it then
 
     def post(self, kind: str, content: Any, to: Callable[[str, Any], None]) -> None:
         trouble = self.trouble.pop(kind, "")
@@ -84,7 +84,7 @@ class Child:
 
     def __init__(self, world: World, name: str, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         self.world, self.name = world, name.removeprefix("coterie-")
-        self.inbox, self.manner = deque[tuple[str, Any]](), ""
+        self.inbox, self.manner, self.died = deque[tuple[str, Any]](), "", 0.0
         self.context: ProcessContext = next(x for x in args if isinstance(x, ProcessContext))
         self.row: int = args[-1]  # of an actor
         self.pid = next(world.pids)
@@ -113,7 +113,8 @@ class Child:
 
     def _note_death(self) -> None:
         world, context = self.world, self.context
-        world.deaths.append((world.scheduler.now, self.kind))
+        self.died = world.scheduler.now
+        world.deaths.append((self.died, self.kind))
         if self.kind == "actor" and not context.board.closed:
             world.dropped += world.unfilled.pop(self.row, 0)
 
