@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from gymnasium.envs.classic_control import CartPoleEnv
 
 import coterie
 from coterie import config
@@ -185,13 +186,7 @@ def test_what_is_given_again_from_python_needs_no_trust(foreign):
     change(foreign, env__id="run.evil:main")
     policy = coterie.load("run", env="CartPole-v1")
     assert policy.config.env.id == "CartPole-v1"
-    assert coterie.load("run", env=lambda: coterie_env()).spec.action.sizes == (2,)
-
-
-def coterie_env() -> object:
-    from gymnasium.envs.classic_control import CartPoleEnv
-
-    return CartPoleEnv()
+    assert coterie.load("run", env=lambda: CartPoleEnv()).spec.action.sizes == (2,)
 
 
 WITHOUT_NVML = """

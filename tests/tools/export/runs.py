@@ -18,6 +18,7 @@ from coterie.envs.make import make_spec
 from coterie.models.build import Network
 from coterie.models.heads import QHead
 from coterie.runs.config_io import save_config
+from coterie.runs.trust import sign
 from coterie.tools.export.check import made_up
 from tests.support.runs import save_checkpoint
 
@@ -34,6 +35,7 @@ def make_run(folder: Path, preset: str, env: str, **changes: Any) -> Path:
     for p in _heads(model):
         nn.init.normal_(p, std=0.3)
     folder.mkdir()
+    sign(folder, config)
     save_config(folder / "config.json", config)
     (folder / "spec.json").write_text(json.dumps(spec.to_json()))
     save_checkpoint(folder / "checkpoints", 5, {"learner_0/model": model.state_dict()}, {"env_steps": 5})
