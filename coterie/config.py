@@ -371,6 +371,7 @@ class Log:
     stall: PositiveFloat = 900.0  # seconds without progress until a process is taken to hang and is restarted
     unsaved_limit: PositiveFloat = 3600.0  # seconds for which no checkpoint can be written until the run ends
     checkpoint_every: NaturalFloat = 120.0  # seconds between checkpoints
+    checkpoint_on_warning: bool = False  # write one at SIGUSR1, too, and train on
     keep: Positive = 3  # checkpoints to keep, besides the best
     tensorboard: bool = True  # write TensorBoard events
     consensus: bool = False  # gossip: measure how far the learners' weights are from their mean, and the bound on it

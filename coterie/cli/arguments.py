@@ -69,6 +69,7 @@ COMMANDS = {
         arg("--jobs", metavar="K", help="with --seeds or --grid: runs at the same time"),
         arg("--grid", action="append", default=[], metavar="OPTION=V,V", help="one run for each value; repeatable"),
         flag("--chaos", "inject faults: --chaos.every 10"),
+        flag("--checkpoint-on-warning", "SIGUSR1: write a checkpoint and train on"),
         flag("--print-config", "print the whole config as a TOML file, and train nothing"),
         settings="preset",
     ),
@@ -208,6 +209,7 @@ Often used with train:
   --device auto|cpu|cuda  --precision auto|fp32|bf16
   --seeds 0..2 --jobs 2         one run for each seed, two at a time
   --grid optim.lr=1e-3,3e-4     one run for each value; several options are combined
+  --checkpoint-on-warning       at SIGUSR1: the machine may be taken away soon
   --chaos                       kill, stop and slow down the run's processes at random
 
 `coterie train PRESET --help` lists every option with its default and unit.

@@ -34,6 +34,8 @@ def train(options: Namespace, rest: list[str]) -> int:
     """`rest`: here and below, a preset and its options."""
     if options.chaos and not any(word.startswith("--chaos.every") for word in rest):
         rest = [*rest, "--chaos.every=10"]
+    if options.checkpoint_on_warning:
+        rest = [*rest, "--log.checkpoint-on-warning=True"]
     if options.print_config:
         from coterie.runs.config_io import to_dict
 

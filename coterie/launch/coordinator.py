@@ -24,7 +24,7 @@ from coterie.launch.retries import Retries
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.parallel.clock import awake
 from coterie.parallel.heartbeats import Heartbeats, health
-from coterie.parallel.signals import on_signals
+from coterie.parallel.signals import HANDLED, STOP, WARNING, on_signals
 from coterie.plugins import label
 from coterie.roles.entry import LearnerReport, Saved
 from coterie.runs import checkpoint
@@ -81,10 +81,10 @@ class Coordinator:
         return self.order is not None and bool(self.board.order[1] & LAST)
 
     def go(self, work: Callable[[], None], close: Callable[[], None]) -> dict[str, Any]:
-        """Do `work` until it ends, fails or is interrupted by a signal, then `close`, and write the summary."""
+        """Do `work` until it ends, fails or a signal comes, then `close`, and write the summary."""
         status, reason, trace = "finished", "", ""
         failure: BaseException | None = None
-        with on_signals(self._on_signal):
+        with on_signals(self._on_signal, HANDLED if self.config.log.checkpoint_on_warning else STOP):
             try:
                 for number in self.signals:
                     self._on_signal(number)
@@ -117,10 +117,8 @@ class Coordinator:
         if isinstance(failure, KeyboardInterrupt):
             raise failure
         if failure is not None:
-            checkpoint.sweep(self.root)
-            kept = checkpoint.latest(self.root)
             kind = type(failure) if isinstance(failure, CoterieError) else CoterieError
-            failed = kind(reason + (f"; last good checkpoint: {kept}" if kept else ""))
+            failed = kind(reason + checkpoint.last_good(self.root))
             failed.trace = trace  # without the constructor's note: the cause shows it
             raise failed from failure
         return summary
@@ -293,7 +291,10 @@ class Coordinator:
         return self.heartbeats.stalled(self.board, {row: pids.get(row) for row in watched}, self.config.log.stall)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """The first one asks for an end after this rollout. A second one ends the run at once."""
-        if self.signal is not None:
+        """A warning makes a checkpoint due. Another one ends the run after this rollout, a second one ends it at once."""
+        if number == WARNING:
+            self.last_checkpoint = -math.inf
+        elif self.signal is not None:
             raise KeyboardInterrupt
-        self.signal = number
+        else:
+            self.signal = number

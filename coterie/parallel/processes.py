@@ -29,7 +29,7 @@ from typing import Any, cast
 
 import psutil
 
-from coterie.parallel.signals import STOP, end_with_parent, ignore_signals
+from coterie.parallel.signals import HANDLED, end_with_parent, ignore_signals
 from coterie.types import ConfigError, CoterieError, one_line
 
 _END_S = 5.0  # for a child whose socket has closed to end
@@ -48,9 +48,10 @@ def start_server() -> None:
     context.set_forkserver_preload(["envpool", "coterie.roles.preload"])  # of these two, what is installed
     # A server that is only starting must not die of a signal to its group: roles/preload.py unblocks them.
     _short_socket_path()
-    resource_tracker.ensure_running()  # it would unblock them, if it were the server that started it
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     try:
+        resource_tracker.ensure_running()  # which unblocks some of them here
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         with _no_main():
             forkserver.ensure_running()
     finally:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a closed terminal
+WARNING = signal.SIGUSR1  # of a scheduler: the machine may be taken away soon
+HANDLED = (*STOP, WARNING)  # by the parent alone
 
 
 @contextmanager
@@ -33,20 +35,20 @@ def on_signals(note: Callable[[signal.Signals], None], numbers: Sequence[signal.
 
 def ignore_signals() -> None:
     """In a child process: a terminal or a batch system sends them to the whole group, and the parent handles them."""
-    for number in STOP:
+    for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_parent(grace: bool) -> None:
     """Have the kernel end this process when the thread that started it has ended, on Linux: a thread of Python that
-    watches the parent does not run while foreign code holds the interpreter. `grace`: it has ten seconds to clean up.
+    watches the parent does not run while foreign code holds the interpreter. `grace`: it has twelve seconds to end.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "prctl"):
         return
     number = signal.SIGKILL
     if grace:
-        number = signal.SIGUSR1  # which is 10; its handler is the C function `alarm`, called with that number
+        number = signal.SIGUSR2  # which is 12; its handler is the C function `alarm`, called with that number
         libc.signal(number, ctypes.cast(libc.alarm, ctypes.c_void_p))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     libc.prctl(_PR_SET_PDEATHSIG, number)

@@ -13,8 +13,8 @@ import coterie.roles.learner_process
 from coterie.acting.table import ACTING
 from coterie.algorithms.table import ALGORITHMS
 from coterie.exchange.table import EXCHANGES
-from coterie.parallel.signals import STOP, ignore_signals
+from coterie.parallel.signals import HANDLED, ignore_signals
 
 LOADED = [coterie.roles.learner_process, *ALGORITHMS.values(), *ACTING.values(), *EXCHANGES.values()]
 ignore_signals()
-signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)  # blocked while the server was started
+signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # blocked while the server was started

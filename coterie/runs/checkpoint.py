@@ -115,6 +115,13 @@ def latest(root: Path) -> Path | None:
     return max(_complete(root), key=_age, default=None)
 
 
+def last_good(root: Path) -> str:
+    """Which checkpoint a run that has failed can go on from, for the end of its reason. Removes drafts."""
+    sweep(root)
+    kept = latest(root)
+    return f"; last good checkpoint: {kept}" if kept else ""
+
+
 def mark_best(root: Path, path: Path, score: float) -> None:
     """Mark a checkpoint as the best one, which `prune` keeps, unless another has a higher score."""
     before = best_score(root)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import json
 import os
-import secrets
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from coterie.plugins import FIELDS, GIVEN, LAB, NETWORKS, Part, label
 from coterie.runs.config_io import get, load_config, replace
 from coterie.runs.files import write_whole
 from coterie.types import ConfigError, reason_of
+from coterie.wire.auth import own_secret
 
 SIGNATURE = "signature"
 IMPORTED_BY_ACTORS = ("algorithm", *NETWORKS, "plugins.modules")  # of the learner's config
@@ -73,7 +73,7 @@ def sign(folder: Path, config: Config) -> str:
     if not (code := code_of(config)):
         return ""
     try:
-        key = _key(make=True)
+        key = _key()
     except _UNUSABLE as error:
         return f"this run cannot be signed ({reason_of(error)}): `resume`, `eval` and others will need --trust"
     write_whole(folder / SIGNATURE, _digest(key, code) + "\n")
@@ -83,7 +83,7 @@ def sign(folder: Path, config: Config) -> str:
 def _is_signed(folder: Path, code: Mapping[str, str]) -> bool:
     with suppress(*_UNUSABLE):
         found = (folder / SIGNATURE).read_bytes().strip()
-        return hmac.compare_digest(found, _digest(_key(make=False), code).encode())
+        return hmac.compare_digest(found, _digest(_key(), code).encode())
     return False
 
 
@@ -91,22 +91,9 @@ def _digest(key: bytes, code: Mapping[str, str]) -> str:
     return hmac.new(key, json.dumps(code, sort_keys=True).encode(), "sha256").hexdigest()
 
 
-def _key(make: bool) -> bytes:
-    """This user's key. Raises one of `_UNUSABLE` if there is none, or if others may read it."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    path = Path(os.environ.get(_KEY) or Path(state, "coterie", "trust.key"))
-    if make and not path.exists():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        try:
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(32))
-                file.flush()
-                os.fsync(file.fileno())
-            with suppress(FileExistsError):  # another process was faster
-                os.link(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+def _key() -> bytes:
+    """This user's key. Raises one of `_UNUSABLE` if there can be none, or if others may read it."""
+    path = own_secret(os.path.abspath(file) if (file := os.environ.get(_KEY)) else "trust.key")
     if path.stat().st_mode & 0o077:
         raise PermissionError(f"others may read {path}; use chmod 600")
     if len(key := path.read_bytes()) < 32:

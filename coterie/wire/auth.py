@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from coterie.config import Config, Refusal
 from coterie.types import ConfigError, reason_of
@@ -54,6 +57,23 @@ def offset(address: str, by: int) -> str:
 
 def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def own_secret(name: str) -> Path:
+    """A file with a random token that only this user may read, made at its first use: `name` in the state folder,
+    unless it is an absolute path. Raises `OSError`, or `RuntimeError` where there is no home folder.
+    """
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    path = Path(state, "coterie", name)
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=path.parent) as file:
+            file.write(secrets.token_urlsafe(32))
+            file.flush()
+            os.fsync(file.fileno())
+            with suppress(FileExistsError):  # another process was faster
+                os.link(file.name, path)
+    return path
 
 
 def read_token(path: str) -> str:

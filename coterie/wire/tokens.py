@@ -9,14 +9,11 @@ from __future__ import annotations
 import hmac
 import os
 import re
-import secrets
 import socket
 from contextlib import suppress
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from coterie.types import ConfigError, reason_of
-from coterie.wire.auth import is_local, read_token, split
+from coterie.wire.auth import is_local, own_secret, read_token, split
 
 SCOPES = {"Infer": "envs", "PushRollouts": "actor", "PullParameters": "actor", "Gossip": "peer"}  # by RPC
 NONCE_BYTES = 32
@@ -42,18 +39,10 @@ def own_token(address: str) -> str:
     """The token for HOST:PORT on this machine, from a file that only this user may read, made at its first use. Each
     port has another: a process in the place of a server cannot pass the handshake on to a second one.
     """
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    path = state / "coterie" / f"token-{socket.gethostname()}"  # machines may share home folders
     try:
-        if not path.exists():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with NamedTemporaryFile("w", dir=path.parent) as file:
-                file.write(secrets.token_urlsafe(32))
-                file.flush()
-                with suppress(FileExistsError):  # another process has just made it
-                    os.link(file.name, path)
-    except OSError as error:
-        raise ConfigError(f"wire.token_file: give one: cannot write {path}: {reason_of(error)}") from None
+        path = own_secret(f"token-{socket.gethostname()}")  # machines may share home folders
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"wire.token_file: give one: there is none of this user ({reason_of(error)})") from None
     return f"{read_token(str(path))}:{split(address)[1]}"
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 SECONDS = float(os.environ.get("COTERIE_EFFECTIVE_S", "60"))
 EVERY_S = 60.0  # between two kills; the first comes in the middle of the first minute
 WINDOW_S, LEAST = 5.0, 0.9
+PAUSE_S = 10.0  # without a step, after a learner was killed
 RUNS = {  # the preset, its processes, and the names of those that are killed by turns
     "sync PPO": (["ppo", "--exchange", "allreduce", "--learners", "2"], ("learner 0", "learner 1")),
     "Hogwild A3C": (["a3c", "--learners", "2"], ("learner 0", "learner 1")),
@@ -84,12 +86,18 @@ def test_a_run_trains_nine_tenths_of_its_time(tmp_path, kind):
         run.end(signal.SIGTERM, 75)
         rows = check_rows(run.out)["rows"]  # what was rolled back has no line, so its time is still
         share = effective([x["seconds"] for x in lines], [x["env_steps"] for x in lines], rows["dropped"])
-        row = {"what": kind, "seconds": round(SECONDS), "kills": kills, "effective": round(share, 3), "rows": rows}
+        progress = [b["seconds"] for a, b in pairwise(lines) if b["env_steps"] > a["env_steps"]]
+        pause = float(np.diff(progress).max())
+        row = {
+            "what": kind, "seconds": round(SECONDS), "kills": kills, "effective": round(share, 3),
+            "longest_pause_s": round(pause, 1), "rows": rows,
+        }  # fmt: skip
         if path := os.environ.get("COTERIE_EFFECTIVE"):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             before = json.loads(Path(path).read_text()) if Path(path).exists() else []
             Path(path).write_text(json.dumps([*(x for x in before if x["what"] != kind), row], indent=1) + "\n")
         assert kills >= SECONDS // EVERY_S
         assert share > LEAST, row
+        assert pause < PAUSE_S, row
     finally:
         run.close()

@@ -18,6 +18,7 @@ from coterie.cli.main import main
 from coterie.launch import session
 from coterie.parallel.processes import scratch_folder
 from coterie.parallel.signals import on_signals
+from coterie.runs import checkpoint
 from tests.support.process_table import named_memory
 from tests.support.runs import (
     ENDLESS,
@@ -69,6 +70,27 @@ def test_a_signal_checkpoints_and_no_process_or_named_memory_is_left(capsys, med
         assert total <= again["env_steps"] <= total + 4 * 128
         assert again["learner_steps"] > summary["learner_steps"]
         meddler.check_nothing_left()
+
+
+@pytest.mark.parametrize(("options", "exchange"), [(inline_options, "solo"), (central_options, "solo")])
+def test_a_warning_to_all_processes_writes_a_checkpoint_and_training_goes_on(command, options, exchange):
+    """As SLURM sends it to a job that it may take away."""
+    learners = {"learners": 1} if options is inline_options else COUNTING
+    changes = {"log.checkpoint_every": 1e6, "log.checkpoint_on_warning": True, "log.every": 0.1}
+    run = command(options, exchange, **ENDLESS | learners | changes)
+    for _ in range(2):
+        saved = checkpoint.latest(run.out / "checkpoints")
+        steps = run.line().get("env_steps", 0)
+        run.until(lambda steps=steps: run.line().get("env_steps", 0) > steps + 200, "it trains")
+        os.killpg(run.process.pid, signal.SIGUSR1)
+        run.until(lambda saved=saved: checkpoint.latest(run.out / "checkpoints") != saved, "a checkpoint")
+    processes = set(run.processes())
+    if options is central_options:
+        time.sleep(14)  # after which a worker that took it for the death of its parent would be gone
+    assert processes <= set(run.processes())
+    run.end(signal.SIGTERM, 75)
+    summary = check_rows(run.out)
+    assert (summary["envs_replaced"], summary["status"]) == (0, "interrupted")
 
 
 def test_a_second_signal_ends_a_run_at_once(capsys, meddler):
