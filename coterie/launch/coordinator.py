@@ -291,7 +291,7 @@ class Coordinator:
         return self.heartbeats.stalled(self.board, {row: pids.get(row) for row in watched}, self.config.log.stall)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """A warning makes a checkpoint due. Another one ends the run after this rollout, a second one ends it at once."""
+        """A warning makes a checkpoint due. Another signal ends the run after this rollout, a second one at once."""
         if number == WARNING:
             self.last_checkpoint = -math.inf
         elif self.signal is not None:
