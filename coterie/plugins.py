@@ -102,8 +102,9 @@ def named(field: str, path: str) -> Any:
         raise ConfigError(f"{field}: cannot import {path!r}: {reason_of(error)}{hint}") from error
     if not callable(found):
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")
-    if isinstance(found, type) or inspect.isroutine(found):  # numpy:os.system is os.system
-        reach(field, getattr(found, "__module__", None) or "")
+    home = getattr(found, "__module__", None) or ""
+    if getattr(sys.modules.get(home), getattr(found, "__name__", ""), None) is found:  # numpy:os.system is os.system
+        reach(field, home)
     return found
 
 

@@ -6,8 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
+import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
@@ -27,9 +29,16 @@ class Process:
         self.name, self.work, self.scheduler = name, work, scheduler
         self.wakes = self.seen = scheduler.now
         self.stopped = 0.0  # seconds that `awake` has skipped in this process
+        self.grad = True  # torch keeps this by threads, of which all processes are one
         self.dead = self.frozen = False  # killed; does not get a turn (SIGSTOP)
         self.error: BaseException | None = None
         self.let = greenlet(self._enter)
+
+    def run(self, switch: Callable[[], object]) -> None:
+        """Enter it by `switch`, until its next wait."""
+        with torch.set_grad_enabled(self.grad):
+            switch()
+            self.grad = torch.is_grad_enabled()
 
     @property
     def alive(self) -> bool:
@@ -80,7 +89,7 @@ class Scheduler:
             return
         clock._last, clock._stopped = process.seen, process.stopped
         self.running = process
-        process.let.switch()
+        process.run(process.let.switch)
         self.running = None
         process.seen, process.stopped = clock._last, clock._stopped
 
@@ -103,7 +112,7 @@ class Scheduler:
     def close(self) -> None:
         self.closed = True
         for process in self.processes:
-            process.let.throw(GreenletExit)
+            process.run(partial(process.let.throw, GreenletExit))
 
 
 class Simulation(RuleBasedStateMachine):
