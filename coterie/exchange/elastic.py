@@ -154,7 +154,7 @@ class MachineGroup:
     def _place(self, client: RendezvousClient) -> Place | None:
         """Request a place and wait for it; None once this run ends or trains alone."""
         m = self.machine
-        client.ask(Request(client.uid, client.own, m.kind, m.seed, self.sums, self.number, m.machines > 0))
+        client.ask(Request(client.uid, client.own, m.kind, m.seed, self.sums, self.number))
         answer = self._wait_for(client, lambda: client.answer)
         if answer is None:
             return None
@@ -191,7 +191,7 @@ class MachineGroup:
         self.store = TCPStore(
             host, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self.host = RendezvousHost(self.store, self.machine, lambda line: self.report(line))
+        self.host = RendezvousHost(self.store, self.machine, self.name, lambda line: self.report(line))
 
     def close(self, over: bool) -> None:
         """Leave, and report it to the others. `over`: for good."""

@@ -16,7 +16,7 @@ class Request:
     seed: int  # of its envs
     sums: int  # that it took part in
     group: int  # the one that it was in; 0: none
-    first: bool  # it is the listening machine
+    first: bool = False  # whether it is the listening machine, which only that one can say
 
 
 def source_of(requests: list[Request]) -> int:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -74,9 +74,10 @@ def clone(store: TCPStore) -> TCPStore:
 
 
 class RendezvousHost:
-    """Forms groups, in a thread of the listening machine."""
+    """Forms groups, in a thread of the listening machine. `name`: of its client."""
 
-    def __init__(self, store: TCPStore, machine: Machine, report: Callable[[str], None]) -> None:
+    def __init__(self, store: TCPStore, machine: Machine, name: str, report: Callable[[str], None]) -> None:
+        self.name = name
         self.store, self.machine, self.timing, self.report = clone(store), machine, machine.timing, report
         self.waiting: dict[str, tuple[int, Request]] = {}  # by uid: (ticket number, request)
         self.members: dict[str, Request] = {}  # of the present group, by uid
@@ -130,7 +131,8 @@ class RendezvousHost:
             return age > self.timing.store
         try:
             request = Request(**json.loads(self.store.get(f"ticket/{number}")))
-        except (TypeError, ValueError):
+            request = replace(request, first=request.uid.partition(" ")[2] == self.name)
+        except (TypeError, ValueError, AttributeError):
             self._answer(number, {"refused": "the run there is of another version of Coterie"})
             return True
         others = (*self.members.values(), *(other for _, other in self.waiting.values()))

@@ -259,19 +259,23 @@ def test_a_machine_that_is_alone_in_its_group_notices_that_it_was_given_up(machi
 
 
 def test_no_group_forms_without_the_listening_machine():
-    """It was stopped for long, and is back: its thread sees the others' requests before its own."""
+    """It was stopped for long, and is back: its thread sees the others' requests before its own. Another one claims to
+    be the listening machine.
+    """
     store = TCPStore("127.0.0.1", free_port(), None, True, wait_for_workers=False)
-    host = RendezvousHost(store, Settings(("127.0.0.1", 1), 1, "it", 1, PATIENCE_S, TIMING), lambda line: None)
+    settings = Settings(("127.0.0.1", 1), 1, "it", 1, PATIENCE_S, TIMING)
+    host = RendezvousHost(store, settings, "first", lambda line: None)
     try:
-        for number, uid in enumerate(("other", "first"), 1):
+        for number, uid in enumerate(("here other", "here first"), 1):
             store.set(f"beat/{uid}", "1")
-            request = Request(uid, uid, "it", number, 0, 0, uid == "first")
+            request = Request(uid, uid, "it", number, 0, 0, True)
             store.set(f"ticket/{number}", json.dumps(asdict(request)))
             store.add("tickets", 1)
-            if uid == "other":
+            if uid == "here other":
                 time.sleep(4 * TIMING.settle)
                 assert not store.check(["call/1"])
         wait_until(lambda: store.check(["call/1", "call/2"]), 10, "both have a place")
-        assert json.loads(store.get("call/1"))["size"] == 2
+        place = json.loads(store.get("call/1"))
+        assert (place["size"], place["source"]) == (2, 1)
     finally:
         host.close(over=False)

@@ -234,7 +234,8 @@ class Rings(Simulation):
         def listen(group: MachineGroup) -> None:
             network.server, network.servers = {}, network.servers + 1
             group.store = Store(network, network.here)  # type: ignore[assignment]
-            group.host = RendezvousHost(group.store, group.machine, lambda line: group.report(line))  # type: ignore[arg-type]
+            report = lambda line: group.report(line)  # noqa: E731
+            group.host = RendezvousHost(group.store, group.machine, group.name, report)  # type: ignore[arg-type]
 
         put(rendezvous, "threading", SimpleNamespace(Thread=Thread, Event=Event))
         put(rendezvous, "socket", SimpleNamespace(create_connection=connect))
