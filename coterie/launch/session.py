@@ -45,14 +45,14 @@ from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
-from coterie.runs.files import sole_writer, write_whole, writing
+from coterie.runs.files import refuse_run, sole_writer, write_whole, writing
 from coterie.runs.machine import describe
 from coterie.runs.metrics import file_name
 from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
 from coterie.runs.trust import open_run, sign
 from coterie.runs.validate import validate
-from coterie.types import ConfigError, CoterieError, Spec, reason_of
+from coterie.types import ConfigError, CoterieError, Spec
 
 __all__ = ["resume", "train"]
 
@@ -81,13 +81,7 @@ def train(
     folder = Path(config.out) if config.out else _new_folder(config)
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
         raise missing("log.wandb", "wandb")
-    try:
-        if (folder / "config.json").exists():
-            raise ConfigError(
-                f"out: {folder} already holds a run; go on with `coterie resume {folder}` or name another"
-            )
-    except OSError as error:
-        raise CoterieError(f"out: cannot read {folder}: {reason_of(error)}") from None
+    refuse_run(folder)
     with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
         return _go(config, folder, False, quiet, starting, callbacks, held)
 
@@ -194,7 +188,7 @@ def _prepare(folder: Path, config: Config, spec: Spec, new: bool, held: ExitStac
     signals = list[signal.Signals]()
     held.enter_context(on_signals(signals.append))
     if new:
-        held.enter_context(sole_writer(folder))
+        held.enter_context(sole_writer(folder, new))
     with writing(folder, "out: "):
         unsigned = sign(folder, config)
         save_config(folder / "config.json", config)  # a later resume goes on towards the same total

@@ -68,11 +68,23 @@ class Journal:
             os.close(self._fd)
 
 
+def refuse_run(folder: Path) -> None:
+    """Raise a one-line error if the folder holds a run."""
+    try:
+        if (folder / "config.json").exists():
+            raise ConfigError(
+                f"out: {folder} already holds a run; go on with `coterie resume {folder}` or name another"
+            )
+    except OSError as error:
+        raise CoterieError(f"out: cannot read {folder}: {reason_of(error)}") from None
+
+
 @contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
+def sole_writer(folder: Path, new: bool = False) -> Iterator[None]:
     """Hold the lock of a run folder. The kernel frees it with this process, whatever ends that.
 
-    Raises `ConfigError` with the pid and host of another process that holds it.
+    Raises `ConfigError` with the pid and host of another process that holds it, or where another one has made a run in
+    a folder that is to be `new`.
     """
     with writing(folder, "out: "):
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,4 +101,6 @@ def sole_writer(folder: Path) -> Iterator[None]:
             lock.truncate(0)
             lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
             lock.flush()
+        if new:
+            refuse_run(folder)
         yield

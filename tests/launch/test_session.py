@@ -14,6 +14,7 @@ import coterie
 from coterie import presets
 from coterie.algorithms import a2c
 from coterie.build.resources import resolve_config
+from coterie.launch import session
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace, save_config
@@ -145,6 +146,20 @@ def test_a_folder_that_holds_a_run_cannot_be_written_or_had_another_env_is_refus
         coterie.train(tiny(blocked / "run"), quiet=True)
     with pytest.raises(ConfigError, match=r"^config: 'ppo' is not a Config; coterie\.presets\.ppo"):
         coterie.train("ppo", quiet=True)
+
+
+def test_a_run_that_another_process_has_just_begun_is_left_alone(tmp_path, monkeypatch):
+    prepare, out = session._prepare, tmp_path / "run"
+
+    def late(*args: object) -> object:
+        out.mkdir()
+        (out / "config.json").write_text("another's")
+        return prepare(*args)
+
+    monkeypatch.setattr(session, "_prepare", late)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        coterie.train(tiny(out), quiet=True)
+    assert (out / "config.json").read_text() == "another's"
 
 
 def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):

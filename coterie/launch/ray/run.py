@@ -51,7 +51,7 @@ def run_on_ray(
         sites = 1 + len(list(folder.glob("sites/*"))) if resumed else 0
         allocation = allocate(config, cluster.machines, sites)
         if not resumed:
-            held.enter_context(sole_writer(folder))
+            held.enter_context(sole_writer(folder, new=True))
         run = RayRun(cluster, allocation, folder, quiet)
         result: dict[str, Any] = {"status": "failed", "reason": ""}
         starting.close()
