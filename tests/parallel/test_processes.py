@@ -12,6 +12,7 @@ import threading
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -79,6 +80,14 @@ def test_a_child_that_stops_in_the_middle_of_a_message_does_not_block_its_parent
     finally:
         child.kill()
     assert received == [("large", b"x" * 10_000_000), ("small", None), ("end", "ended with exit code 0")]
+
+
+def test_a_child_that_the_kernel_does_not_let_go_does_not_block_its_parent():
+    child = Child.__new__(Child)
+    child.socket, child.process = MagicMock(), MagicMock(exitcode=None)
+    child.kill()
+    assert child.process.join.call_count > 0
+    assert all(0 < float(call.args[0]) < 60 for call in child.process.join.mock_calls)
 
 
 def post_result(post, what: object) -> None:
