@@ -8,12 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from coterie.config import ResolvedConfig
+from coterie.config import Ray, ResolvedConfig
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.remote.admission import ClientIds, SettingsRequest, check_hello, settings_of
@@ -77,7 +78,9 @@ class RolloutService:
         self.ids = ClientIds(config, rank)
         fields = self.slots.columns(0, 0)
         core = list(fields["core"].shape[1:]) if "core" in fields else []
-        more = {"envs": self.slots.width, "core": core, "config": to_dict(config)}
+        # An actor gives its envs' arguments itself; those of the run may be secret, as may Ray's variables.
+        sent = to_dict(replace(config, env=replace(config.env, kwargs="{}"), ray=Ray()))
+        more = {"envs": self.slots.width, "core": core, "config": sent}
         self.settings = json.dumps(settings_of(config, spec, len(fields["log_prob"])) | more)
         self.reads = rollout_tensors(fields)
         self.learners = config.learners

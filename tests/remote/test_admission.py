@@ -74,6 +74,17 @@ def test_settings_are_json_where_an_action_has_no_bounds():
     assert json.loads(text)["action"] == ["continuous", [], [None, -2.0], [None, 2.0]]
 
 
+def test_what_may_be_secret_is_not_sent(tmp_path: Path):
+    services = RolloutServices(f"unix:{tmp_path}/s")
+    secret = {"env.kwargs": '{"key": "swordfish"}', "ray.runtime_env": '{"env_vars": {"KEY": "swordfish"}}'}
+    config = resolve_config(make_config(**{"acting": "decoupled", "algo.unroll_length": UNROLL, **secret}))
+    service = RolloutService(config, VECTOR, 0, services.slots, services.weights, services.service.sizes, 1)
+    assert "swordfish" not in service.settings
+    assert json.loads(service.settings)["config"]["algo"]["unroll_length"] == UNROLL
+    service.close()
+    services.close()
+
+
 def test_remote_envs_have_ids_of_their_own_that_a_client_keeps():
     ids = ClientIds(resolve_config(make_config()), 0)
     streams = [(7, 0, 4), (8, 0, 4), (7, 0, 8), (9, 0, 1)]
