@@ -151,7 +151,7 @@ def test_a_folder_that_holds_a_run_cannot_be_written_or_had_another_env_is_refus
 def test_a_run_that_another_process_has_just_begun_is_left_alone(tmp_path, monkeypatch):
     prepare, out = session._prepare, tmp_path / "run"
 
-    def late(*args: object) -> object:
+    def late(*args):
         out.mkdir()
         (out / "config.json").write_text("another's")
         return prepare(*args)
