@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from grpc import StatusCode
 
 from coterie.build.resources import resolve_config
 from coterie.build.validity import room_of
+from coterie.config import Ray
 from coterie.remote.admission import ClientIds, settings_of
 from coterie.remote.rollout_service import RolloutService
 from coterie.types import ActionSpec, Spec
@@ -76,8 +78,9 @@ def test_settings_are_json_where_an_action_has_no_bounds():
 
 def test_what_may_be_secret_is_not_sent(tmp_path: Path):
     services = RolloutServices(f"unix:{tmp_path}/s")
-    secret = {"env.kwargs": '{"key": "swordfish"}', "ray.runtime_env": '{"env_vars": {"KEY": "swordfish"}}'}
-    config = resolve_config(make_config(**{"acting": "decoupled", "algo.unroll_length": UNROLL, **secret}))
+    config = resolve_config(make_config(**{"acting": "decoupled", "algo.unroll_length": UNROLL}))
+    env = replace(config.env, kwargs='{"key": "swordfish"}')
+    config = replace(config, env=env, ray=Ray(runtime_env='{"env_vars": {"KEY": "swordfish"}}'))
     service = RolloutService(config, VECTOR, 0, services.slots, services.weights, services.service.sizes, 1)
     assert "swordfish" not in service.settings
     assert json.loads(service.settings)["config"]["algo"]["unroll_length"] == UNROLL
