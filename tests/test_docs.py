@@ -297,11 +297,3 @@ def test_the_generated_pages_are_current_and_every_setting_of_a_preset_has_its_s
 def test_links_lead_to_files(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_tests_that_a_page_names_exist(page):
-    path = ""
-    for file, name in re.findall(r"`([\w/]+\.py)?::(test_\w+)", page.read_text()):
-        path = file or path
-        assert re.search(rf"^ *def {name}\(", (ROOT / "tests" / path).read_text(), re.M), f"{path}::{name}"

@@ -137,6 +137,15 @@ def test_pages_are_plain_english(page: Path) -> None:
     assert [odd[0] for odd in ODD.finditer(text)] == []
 
 
+@pytest.mark.parametrize("page", [*ROOT.parent.glob("docs/**/*.md")], ids=str)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    path = ""
+    for file, name in re.findall(r"`([\w/]+\.py)?::(test_\w+)", page.read_text()):
+        path = file or path
+        text = (Path(__file__).parent / path).read_text()
+        assert re.search(rf"^ *def {name}\(", text, re.M), f"{path}::{name}"
+
+
 def test_every_folder_with_modules_is_a_package() -> None:
     """A wheel leaves out the others."""
     folders = {module.parent for module in ROOT.rglob("*.py")}
