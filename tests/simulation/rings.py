@@ -234,8 +234,7 @@ class Rings(Simulation):
         def listen(group: MachineGroup) -> None:
             network.server, network.servers = {}, network.servers + 1
             group.store = Store(network, network.here)  # type: ignore[assignment]
-            report = lambda line: group.report(line)  # noqa: E731
-            group.host = RendezvousHost(group.store, group.machine, group.name, report)  # type: ignore[arg-type]
+            group.host = RendezvousHost(group.store, group.machine, group.name, group.report)  # type: ignore[arg-type]
 
         put(rendezvous, "threading", SimpleNamespace(Thread=Thread, Event=Event))
         put(rendezvous, "socket", SimpleNamespace(create_connection=connect))
