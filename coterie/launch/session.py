@@ -37,7 +37,7 @@ from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import start_server
-from coterie.parallel.signals import on_signals
+from coterie.parallel.signals import HANDLED, STOP, on_signals
 from coterie.plugins import Part, label, named
 from coterie.replay.storage import require_room
 from coterie.roles.callbacks import Given
@@ -186,7 +186,7 @@ def _prepare(folder: Path, config: Config, spec: Spec, new: bool, held: ExitStac
     checkpoint the run could not be resumed, so that it handles them itself; and `sign`'s line.
     """
     signals = list[signal.Signals]()
-    held.enter_context(on_signals(signals.append))
+    held.enter_context(on_signals(signals.append, HANDLED if config.log.checkpoint_on_warning else STOP))
     if new:
         held.enter_context(sole_writer(folder, new))
     with writing(folder, "out: "):

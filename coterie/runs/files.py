@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -93,6 +94,7 @@ def sole_writer(folder: Path, new: bool = False) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            time.sleep(0.2)  # the other one may have only just taken it, and not yet written its name
             lock.seek(0)
             raise ConfigError(f"{folder} is being trained by {lock.read().strip() or 'another process'}") from None
         except OSError:

@@ -232,17 +232,20 @@ def make():
 """
 
 
-def test_a_signal_between_a_run_s_first_files_and_its_training_checkpoints(tmp_path, monkeypatch):
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM)])
+def test_a_signal_between_a_run_s_first_files_and_its_training_checkpoints(tmp_path, monkeypatch, numbers):
     prepare = session._prepare
 
     def then_signal(*args: Any) -> Any:
         signals = prepare(*args)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for number in numbers:
+            os.kill(os.getpid(), number)
         return signals
 
     monkeypatch.setattr(session, "_prepare", then_signal)
     out = tmp_path / "run"
-    assert main(inline_options(out, "solo", learners=1, **ENDLESS)) == 75
+    warned = {"log.checkpoint_on_warning": len(numbers) > 1}
+    assert main(inline_options(out, "solo", learners=1, **ENDLESS, **warned)) == 75
     monkeypatch.undo()
     total = last_checkpoint(out)[1]["env_steps"] + 500
     assert main(["resume", str(out), "--steps", str(total)]) == 0

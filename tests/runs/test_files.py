@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from coterie.runs.files import Journal
+from coterie.runs.files import Journal, sole_writer
+from coterie.types import ConfigError
 
 
 def test_a_journal_loses_no_line_and_writes_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +37,13 @@ def test_a_journal_loses_no_line_and_writes_none_twice(tmp_path: Path, monkeypat
     room[0] = 1000
     journal.close()
     assert (tmp_path / "lines").read_text() == "".join(lines)
+
+
+def test_a_writer_that_has_only_just_taken_the_lock_is_named(tmp_path: Path) -> None:
+    with (tmp_path / ".lock").open("w", buffering=1) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        thread = threading.Timer(0.05, other.write, ["pid 1 on afar\n"])
+        thread.start()
+        with pytest.raises(ConfigError, match=r"is being trained by pid 1 on afar$"), sole_writer(tmp_path):
+            raise AssertionError("it has two writers")
+        thread.join()
