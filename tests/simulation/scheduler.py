@@ -66,6 +66,8 @@ class Scheduler:
         patch.setattr(time, "monotonic", lambda: self.now)
         patch.setattr(time, "sleep", lambda s: self.pause(max(s, _NAP_S)) if self.running else sleep(s))
         patch.setattr(os, "fsync", lambda fd: self.pause())
+        for name in ("_last", "_stopped"):  # of the clock `awake`, which goes on as it was
+            patch.setattr(clock, name, getattr(clock, name))
 
     def start(self, name: str, work: Callable[[], None]) -> Process:
         self.processes.append(Process(name, work, self))
