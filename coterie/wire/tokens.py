@@ -42,7 +42,8 @@ def own_token(address: str) -> str:
     try:
         path = own_secret(f"token-{socket.gethostname()}")  # machines may share home folders
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"wire.token_file: give one: there is none of this user ({reason_of(error)})") from None
+        where = getattr(error, "filename", None) or "into the home folder"
+        raise ConfigError(f"wire.token_file: give one: cannot write {where}: {reason_of(error)}") from None
     return f"{read_token(str(path))}:{split(address)[1]}"
 
 
