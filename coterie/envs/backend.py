@@ -10,6 +10,7 @@ rows without meaning (`first`) until the env restarts, and so has one that has n
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 from gymnasium import Space
 
 from coterie.envs.spaces import ActionMap, ObsField, action_map, obs_fields, with_mask
-from coterie.types import Array, ConfigError, Obs, Spec, entries
+from coterie.types import Array, ConfigError, CoterieError, Obs, Spec, entries
 
 
 class Declared(NamedTuple):
@@ -58,7 +59,11 @@ def declare(
     return Declared(spec, fields, actions, mask)
 
 
-class Backend:
+class CannotReplace(CoterieError):
+    """A backend cannot restart some of its instances without the others."""
+
+
+class Backend(ABC):
     """What runs the instances. A user's own implements `reset`, `step` and `recv` (docs/guides/vector-envs.md)."""
 
     tensors = False  # `step` takes a torch tensor, on the observations' device; results may be what DLPack shares
@@ -68,25 +73,27 @@ class Backend:
         self.spec, self.fields, self.action_map, self.mask = declared
         self.num_instances = num_instances
 
+    @abstractmethod
     def reset(self, ids: Array) -> None:
         """Start a reset of instances `ids` (int32): all of them at first, later those that were replaced."""
 
+    @abstractmethod
     def step(self, ids: Array, actions: Any) -> None:
         """Start a step of instances `ids` (int32) with the env's own actions; of a user's own backend, all of them."""
 
+    @abstractmethod
     def recv(self) -> StepResults:
         """Wait for the answer to the last request."""
-        raise NotImplementedError
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         """Make new instances in the place of these. Each must be reset before it is stepped."""
-        raise NotImplementedError
+        raise CannotReplace("it cannot be restarted without the others")
 
     def set_attributes(self, attributes: Mapping[str, object]) -> None:
         """Set these attributes of all instances, and of those that will replace them."""
         raise ConfigError("set_env: these envs have no attributes; use gymnasium's, with env.backend workers")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (not every backend has something to end)
         """End every thread and process; free all memory."""
 
 

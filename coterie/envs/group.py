@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from coterie import config
-from coterie.envs.backend import Backend, MakeBackend, StepResults
+from coterie.envs.backend import Backend, CannotReplace, MakeBackend, StepResults
 from coterie.envs.gym import numbers
 from coterie.envs.news import Reports
 from coterie.envs.spaces import on_host, random_actions
@@ -133,8 +133,8 @@ class Group:
             keys = [(int(self.env_id[i]), _REPLACED, self._replacements[i]) for i in ids]
             try:
                 self.backend.replace(ids, [env_seed(self._seed, *key) for key in keys])
-            except NotImplementedError:
-                raise CoterieError(f"{reasons[-1]}, and it cannot be restarted without the others") from None
+            except CannotReplace as error:
+                raise CoterieError(f"{reasons[-1]}, and {error}") from None
             self._asked, self._first[ids] = np.array(ids, np.int32), True
             self.backend.reset(self._asked)
             answer = receive(self.backend)

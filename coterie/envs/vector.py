@@ -144,7 +144,7 @@ class VectorBackend(Backend):
 
     def replace(self, ids: Sequence[int], seeds: Sequence[int]) -> None:
         if not self._masks:
-            raise NotImplementedError  # otherwise the reset that follows does it
+            super().replace(ids, seeds)  # which refuses it; otherwise the reset that follows does it
 
     def close(self) -> None:
         self.env.close()
