@@ -184,7 +184,7 @@ class Supervisor:
                 raise CoterieError(f"{reason}, while the run was ending")
             return
         self._count_restart(reason, f"learner {rank} rejoins with a peer's weights")
-        run.board.heartbeat(rank)
+        run.board.start(rank)
         if rows:
             self.group.renew(rank)
         # It starts from the checkpoint, then takes a peer's newer weights if there is a peer.
@@ -270,7 +270,7 @@ class Supervisor:
         links, number, cores = self.group.actor(row)
         ledger = self.run.ledger
         incarnation = ledger.resumes + 1000 * (ledger.restarts + self.actor_restarts.total)
-        self.run.board.heartbeat(row)
+        self.run.board.start(row)
         args = (self.config, incarnation, links, number, row)
         self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, worker_process, args)
 

@@ -37,6 +37,7 @@ class Board(InSharedMemory):
             "counts": ((rows, len(COUNTS)), "int64"),
             "active": ((learners,), "int64"),
             "heartbeat": ((rows,), "float64"),
+            "alive": ((rows,), "float64"),
             "blocked": ((rows,), "int64"),
             "order": ((5,), "int64"),
             "arrivals": ((learners,), "int64"),
@@ -49,6 +50,7 @@ class Board(InSharedMemory):
         self.counts: Array = arrays["counts"]
         self.active: Array = arrays["active"]  # 1 while a learner takes part
         self.heartbeats: Array = arrays["heartbeat"]  # monotonic time of its last heartbeat
+        self.alive: Array = arrays["alive"]  # when its interpreter last ran; 0: it does not show that
         self._blocked: Array = arrays["blocked"]
         self._order: Array = arrays["order"]  # number, what, stop, closed, sealed
         self._arrivals: Array = arrays["arrivals"]
@@ -62,6 +64,11 @@ class Board(InSharedMemory):
 
     def heartbeat(self, row: int) -> None:
         self.heartbeats[row] = time.monotonic()
+
+    def start(self, row: int) -> None:
+        """A process is started in place of one that may have been killed at any point."""
+        self._blocked[row] = self.alive[row] = 0
+        self.heartbeat(row)
 
     def read(self, row: int) -> dict[str, int]:
         return dict(zip(COUNTS, self.counts[row].tolist(), strict=True))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -12,32 +13,57 @@ import psutil
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import Board
 from coterie.parallel.clock import awake
+from coterie.types import Array
 
 _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP}
+
+
+@contextmanager
+def shown_alive(board: Board, row: int, limit: float) -> Iterator[None]:
+    """Meanwhile a thread shows that this process is alive, which is less than that it makes progress. A wait in C (a
+    collective, a lock) does not stop that thread, foreign code that holds the interpreter does. `limit`: of `stalled`.
+    """
+    ended = threading.Event()
+
+    def show() -> None:
+        while True:
+            board.alive[row] = time.monotonic()
+            if ended.wait(min(1.0, limit / 4)):
+                return
+
+    threading.Thread(target=show, name="coterie-alive", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class Heartbeats:
     """For how long the processes of a board have been silent, in seconds that this process was awake."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[float, float]] = {}  # of each row: its last heartbeat, and when it was seen
+        self._last: dict[tuple[int, str], tuple[float, float]] = {}  # of each row: the last sign, and when it was seen
 
     def silent(self, board: Board, rows: Iterable[int]) -> dict[int, float]:
         """Seconds without a new heartbeat, by row."""
-        now = awake()
-        for row in (found := {row: float(board.heartbeats[row]) for row in rows}):
-            if row not in self._last or self._last[row][0] != found[row]:
-                self._last[row] = found[row], now
-        return {row: now - self._last[row][1] for row in found}
+        return {row: self._age(row, "heartbeat", board.heartbeats) for row in rows}
+
+    def _age(self, row: int, kind: str, signs: Array) -> float:
+        """Seconds since the sign of this row last changed."""
+        now, sign = awake(), float(signs[row])
+        if (last := self._last.get((row, kind))) is None or last[0] != sign:
+            self._last[row, kind] = last = sign, now
+        return now - last[1]
 
     def stalled(self, board: Board, pids: Mapping[int, int | None], limit: float) -> tuple[int, float] | None:
         """The row of a process that was silent for more than `limit` seconds, if there is one, and for how many.
         `pids`: of the rows to watch, None where no process is running.
         """
         silent = self.silent(board, pids)
-        # A process may be stopped while it waits for others: they need not miss it.
-        stopped = [row for row, seconds in silent.items() if seconds > limit and _is_stopped(pids[row])]
-        stale = stopped or board.stale(silent, limit)
+        frozen = {row for row in pids if self._age(row, "alive", board.alive) > limit and board.alive[row]}
+        # A process may be stopped or frozen while it waits for others: they need not miss it.
+        late = [row for row, seconds in silent.items() if seconds > limit]
+        stale = [row for row in late if row in frozen or _is_stopped(pids[row])] or board.stale(silent, limit)
         return (stale[0], silent[stale[0]]) if stale else None
 
 

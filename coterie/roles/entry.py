@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from coterie.models.build import Network
 from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST
 from coterie.parallel.clock import awake
+from coterie.parallel.heartbeats import shown_alive
 from coterie.parallel.processes import PeerLost
 from coterie.roles.callbacks import Callbacks, Given, Run
 from coterie.roles.learner_process import LearnerProcess
@@ -71,8 +73,10 @@ class Saved(NamedTuple):
 
 def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: ProcessContext, start: Start) -> None:
     """A child process: one learner, from the beginning or from its part of a checkpoint."""
-    learner = LearnerProcess(config, start.incarnation, context)
-    try:
+    with ExitStack() as opened:
+        opened.enter_context(shown_alive(context.board, context.rank, config.log.stall))
+        learner = LearnerProcess(config, start.incarnation, context)
+        opened.callback(learner.close)
         if start.saved is not None:
             tensors, state = checkpoint.load(start.saved)
             source = checkpoint.source(state, context.rank, exchange_kind(config).in_lockstep)
@@ -81,19 +85,16 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
         learner.start(start.counts, start.total)
         callbacks = () if context.rank else config.callbacks
         Service(learner, folder, post, _REPORT_S, start.done, callbacks).run()
-    finally:
-        learner.close()
 
 
 def worker_process(
     post: Post, config: ResolvedConfig, incarnation: int, context: ProcessContext, number: int, row: int
 ) -> None:
     """A child process of the run's acting: one actor, or one env host."""
-    worker = acting_kind(config).worker(worker_setup(config, incarnation, context, number, row), context.acting)
-    try:
-        worker.run(post)
-    finally:
-        worker.close()
+    with shown_alive(context.board, row, config.log.stall):
+        worker = acting_kind(config).worker(worker_setup(config, incarnation, context, number, row), context.acting)
+        with closing(worker):
+            worker.run(post)
 
 
 class Service:

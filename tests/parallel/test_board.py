@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
 from functools import partial
 
 import pytest
@@ -13,7 +16,8 @@ from coterie.exchange.solo import Solo
 from coterie.parallel import clock
 from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board
 from coterie.parallel.clock import Budget
-from coterie.parallel.heartbeats import Heartbeats
+from coterie.parallel.heartbeats import Heartbeats, shown_alive
+from coterie.parallel.processes import listen
 from coterie.types import CoterieError, Post
 from tests.exchange.harness import collect, flat, make_setup, start, together
 
@@ -129,6 +133,39 @@ def test_a_blocked_process_is_not_the_one_that_hangs():
     # Of those that all wait: one was stopped while it waited, the other went on until it had to wait for it.
     with board.blocked(0), board.blocked(1):
         assert board.stale({0: 80.0, 1: 81.0}, 50.0) == [1, 0]
+
+
+def wait_for_others(post: Post, board: Board, row: int, how: str) -> None:
+    """For ever; where it is `held`, foreign code holds the interpreter."""
+    with shown_alive(board, row, 2.0), board.blocked(row):
+        post("waits", None)
+        if how == "held":
+            threading.Thread(target=ctypes.PyDLL(None).sleep, args=(60,), daemon=True).start()
+        if how == "in C":
+            ctypes.CDLL(None).sleep(60)
+        while True:
+            time.sleep(0.01)
+
+
+def test_a_process_that_is_frozen_while_it_waits_is_noticed_and_one_that_waits_is_not():
+    """Beside another one that is at work."""
+    board, heartbeats, late = Board(4), Heartbeats(), set[int]()
+    children = [start(wait_for_others, board, row, how) for row, how in enumerate(("polls", "in C", "held"))]
+    try:
+        said = [kind for child in children for _, kind, _ in listen([child], 60.0)]
+        assert said == ["waits"] * 3
+        pids, end = {row: child.process.pid for row, child in enumerate(children)}, time.monotonic() + 8
+        while time.monotonic() < end:
+            board.heartbeat(3)
+            stalled = heartbeats.stalled(board, pids | {3: None}, 2.0)
+            late |= {stalled[0]} if stalled else set()
+            time.sleep(0.05)
+        assert late == {2}
+        board.start(2)  # another process takes its place
+        assert heartbeats.stalled(board, pids | {3: None}, 2.0) is None
+    finally:
+        for child in children:
+            child.kill()
 
 
 def test_a_process_is_silent_only_while_its_watcher_is_awake(monkeypatch):
