@@ -1,8 +1,30 @@
-"""`python -m coterie`: the command line."""
+"""`coterie` and `python -m coterie`: the command line. Signals are handled before anything that loads slowly."""
 
+import os
+import signal
 import sys
+from types import FrameType
 
-from coterie.cli.main import main
+
+def main() -> int:
+    stop = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if sys.argv[1:2] in (["resume"], ["train"]) else []
+    if stop and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+        stop.pop()
+    for number in stop:
+        signal.signal(number, _leave)
+    from coterie.cli.main import main as run
+
+    code = run()
+    for number in stop:  # nothing is left but the exit, whose code says how the run has ended
+        signal.signal(number, signal.SIG_IGN)
+    return code
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Until the command handles signals. Not by an exception: a module that is being imported may catch it."""
+    os.write(2, f"coterie: {signal.Signals(number).name} before the run began; nothing was written\n".encode())
+    os._exit(75 if sys.argv[1] == "resume" else 128 + number)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -63,8 +63,7 @@ def train(options: Namespace, rest: list[str]) -> int:
         starting.doing("importing torch")
         from coterie.launch.session import train as run
 
-        summary = run(warned(rest, config, starting.prints), starting=starting)
-    return _report(summary)
+        return _report(run(warned(rest, config, starting.prints), starting=starting))
 
 
 def resume(options: Namespace) -> int:
@@ -73,20 +72,27 @@ def resume(options: Namespace) -> int:
     with _starts("importing torch", options) as starting:
         from coterie.launch.session import resume as run
 
-        summary = run(options.run, steps=int(options.steps), starting=starting, trust=options.trust)
-    return _report(summary)
+        return _report(run(options.run, steps=int(options.steps), starting=starting, trust=options.trust))
 
 
 @contextlib.contextmanager
 def _starts(step: str, options: Namespace) -> Iterator[Starting]:
     """The start of a run. A signal ends it at once, until the run's folder is written to."""
+    starting = Starting(step, options.begin)
 
     def stop(number: signal.Signals) -> None:
-        print(f"coterie: {number.name} before the run began; nothing was written", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_INTERRUPTED if options.command == "resume" else 128 + number)
+        if starting.step:  # else the run has begun, and is over
+            print(f"coterie: {number.name} before the run began; nothing was written", file=sys.stderr, flush=True)
+            starting.code = EXIT_INTERRUPTED if options.command == "resume" else 128 + number
+            raise SystemExit(starting.code)
 
-    with on_signals(stop), contextlib.closing(Starting(step, options.begin)) as starting:
-        yield starting
+    with on_signals(stop), contextlib.closing(starting):
+        try:
+            yield starting
+        except BaseException:
+            if starting.code:  # a module that was being imported may have made another error of it
+                raise SystemExit(starting.code) from None
+            raise
 
 
 def _report(summary: dict[str, Any]) -> int:

@@ -19,6 +19,7 @@ class Starting:
 
     def __init__(self, step: str = "", begin: float = 0.0, quiet: bool = False) -> None:
         self.step, self.begin = step, begin or time.time()
+        self.code = 0  # of the exit that a signal has asked for
         self._printed = time.monotonic() - (time.time() - self.begin)  # when the silence began
         self._said, self._in_place = "", False
         self._lock, self._over = threading.Lock(), threading.Event()
@@ -26,6 +27,8 @@ class Starting:
             threading.Thread(target=self._watch, name="coterie-start", daemon=True).start()
 
     def doing(self, step: str) -> None:
+        if self.code:  # what a signal's handler raises may be swallowed
+            raise SystemExit(self.code)
         self.step = step
 
     def prints(self) -> None:

@@ -7,15 +7,11 @@ import re
 import signal
 import sys
 import time
-from functools import partial
-from pathlib import Path
 from socket import gethostname
-from typing import Any
 
 import pytest
 
 from coterie.cli.main import main
-from coterie.launch import session
 from coterie.parallel.processes import scratch_folder
 from coterie.parallel.signals import on_signals
 from coterie.runs import checkpoint
@@ -191,64 +187,6 @@ def test_nohup_lets_a_run_go_on_when_its_terminal_closes():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.parametrize(("resumed", "code"), [(False, 143), (True, 75)])
-def test_a_signal_while_a_run_starts_leaves_its_folder_as_it_was(command, tmp_path, monkeypatch, resumed, code):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    (tmp_path / "slow_env.py").write_text(SLOW_ENV)
-    slow = {"learners": 1, "env.id": "slow_env:make", "env.num_envs": 1, "steps": 300}
-
-    def files() -> dict[Path, bytes]:
-        found = [path for path in tmp_path.glob("run/**/*") if path.is_file() and path.name != ".lock"]
-        return {path: path.read_bytes() for path in found}
-
-    if resumed:
-        command(inline_options, "solo", **slow).end()
-    before = files()
-    (tmp_path / "wait").touch()
-    new = partial(inline_options, exchange="solo", **slow)
-    run = command((lambda out: ["resume", str(out), "--steps", "600"]) if resumed else new)
-    run.until(lambda: (tmp_path / "waits").exists(), "it makes the env")
-    run.end(signal.SIGTERM, code)
-    assert "SIGTERM before the run began; nothing was written" in run.text()
-    assert files() == before
-
-
-# Its constructor takes a minute once there is a file `wait`.
-SLOW_ENV = """
-import time
-from pathlib import Path
-
-from coterie.envs.testing import CountingEnv
-
-
-def make():
-    here = Path(__file__).parent
-    if (here / "wait").exists():
-        (here / "waits").touch()
-        time.sleep(60)
-    return CountingEnv()
-"""
-
-
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM)])
-def test_a_signal_between_a_run_s_first_files_and_its_training_checkpoints(tmp_path, monkeypatch, numbers):
-    prepare = session._prepare
-
-    def then_signal(*args: Any) -> Any:
-        signals = prepare(*args)
-        for number in numbers:
-            os.kill(os.getpid(), number)
-        return signals
-
-    monkeypatch.setattr(session, "_prepare", then_signal)
-    out = tmp_path / "run"
-    warned = {"log.checkpoint_on_warning": len(numbers) > 1}
-    assert main(inline_options(out, "solo", learners=1, **ENDLESS, **warned)) == 75
-    monkeypatch.undo()
-    total = last_checkpoint(out)[1]["env_steps"] + 500
-    assert main(["resume", str(out), "--steps", str(total)]) == 0
 
 
 def test_a_run_folder_has_one_writer(command, capsys):
