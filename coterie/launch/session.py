@@ -35,6 +35,7 @@ from coterie.extras import missing
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
+from coterie.parallel.guard import Guard
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import start_server
 from coterie.parallel.signals import HANDLED, STOP, on_signals
@@ -201,11 +202,14 @@ def _prepare(folder: Path, config: Config, spec: Spec, new: bool, held: ExitStac
 
 def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Given]) -> dict[str, Any]:
     """Train in this process, so that a debugger and a notebook work."""
-    ended = threading.Event()
+    ended, guard = threading.Event(), Guard(run.config.log.stall, str(run.folder))
 
     def watch() -> None:
-        """End the process when nothing moves: a simulator that hangs cannot be interrupted."""
+        """End the process when nothing moves: a simulator that hangs cannot be interrupted. The guard ends it where
+        this thread cannot run, either.
+        """
         while not ended.wait(min(1.0, run.config.log.stall / 4)):
+            guard.alive()
             if stalled := run.stalled():
                 reason = f"no rollout for {stalled[1]:.0f} s (log.stall): an environment or the learner hangs"
                 with suppress(Exception):
@@ -214,13 +218,15 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
                 sys.stderr.flush()
                 os._exit(1)
 
-    run.poll()
-    threading.Thread(target=watch, name="coterie-watchdog", daemon=True).start()
+    thread = threading.Thread(target=watch, name="coterie-watchdog", daemon=True)
     try:
+        run.poll()
+        thread.start()
         service = Service(learner, run.folder, partial(run.receive, 0), callbacks=callbacks)
         return run.go(service.run, learner.close)
     finally:
         ended.set()
+        guard.close()
 
 
 def _link(

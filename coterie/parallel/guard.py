@@ -1,0 +1,70 @@
+"""A second process beside a run of one process: it ends the run where foreign code holds the interpreter, since no
+thread of Python can do that then. It ends with its input, and loads little.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+
+_TRACE_S = 5.0  # for the process to print where it is
+
+
+class Guard:
+    """Ends this process once `alive` was not called for `limit` seconds, and says so with a traceback of all threads.
+    `folder`: of the run. Time for which the process was stopped does not count.
+    """
+
+    def __init__(self, limit: float, folder: str) -> None:
+        if not faulthandler.is_enabled():
+            faulthandler.enable(2)  # a crash in C leaves a traceback, too
+        command = [sys.executable, "-P", "-m", "coterie.parallel.guard", str(os.getpid()), str(limit), folder]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        # In a session of its own, no signal to the process group reaches it.
+        self._popen = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+        assert self._popen.stdin is not None
+        self._pipe = self._popen.stdin
+        os.set_blocking(self._pipe.fileno(), False)
+
+    def alive(self) -> None:
+        with suppress(OSError):  # it is slow, or gone
+            self._pipe.write(b".")
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._popen.kill()
+        self._popen.wait(_TRACE_S)
+
+
+def main(pid: int, limit: float, folder: str) -> None:
+    silent, last = 0.0, time.monotonic()
+    while silent <= limit:
+        ready, _, _ = select.select([0], [], [], min(1.0, limit / 4))
+        if ready and not os.read(0, 4096):
+            return  # the run has ended
+        now = time.monotonic()
+        silent = 0.0 if ready else silent + min(now - last, 2.0) * _runs(pid)  # and this process may have been stopped
+        last = now
+    line = f"coterie: no sign of life for {silent:.0f} s (log.stall): foreign code holds the interpreter. It is ended"
+    print(f"{line}; go on with: coterie resume {folder}", file=sys.stderr, flush=True)
+    os.kill(pid, signal.SIGABRT)
+    if not select.select([0], [], [], _TRACE_S)[0]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
