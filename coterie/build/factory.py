@@ -30,6 +30,7 @@ from coterie.ops.optim import make_rule
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
+from coterie.parallel.weights import Weights
 from coterie.plugins import substitute
 from coterie.types import AgentOutput, Inputs, Spec
 
@@ -124,6 +125,7 @@ class ProcessContext(Peers):
     changes: SharedArrays | None = None  # and the lengths of their updates, for the bound on their distance
     gpu: int = 0
     acting: Memory | None = None  # shared with the child processes
+    kept: Weights | None = None  # where a lone learner leaves what must outlive it
 
 
 def worker_setup(

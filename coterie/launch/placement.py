@@ -19,6 +19,7 @@ from coterie.parallel.affinity import available_cores, place
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import scratch_folder
+from coterie.parallel.weights import Weights
 from coterie.runs import checkpoint
 from coterie.types import Spec
 
@@ -46,7 +47,10 @@ class Placement:
             kind.restore(self.memory, tensors["exchange"], moments.read())
         self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
         self.changes = change_memory(self.learners) if config.log.consensus and self.mixing is not None else None
-        self.context = replace(context, memory=self.memory, gradients=self.gradients, changes=self.changes)
+        # Several learners need none: those that are left save what all have learned.
+        self.kept = Weights(len(params.data), moments.size) if self.learners == 1 and not kind.rejoins else None
+        context = replace(context, memory=self.memory, kept=self.kept)
+        self.context = replace(context, gradients=self.gradients, changes=self.changes)
         self._memory_setup = memory_setup(config, spec, model, params)
         self.acting: dict[int, Memory | None] = {}
         for rank in range(self.learners):
@@ -107,6 +111,8 @@ class Placement:
 
     def close(self) -> None:
         self.board.release()
+        if self.kept is not None:
+            self.kept.release()
         if self.meeting is not None:
             shutil.rmtree(self.meeting, ignore_errors=True)
         for memory in (self.memory, self.gradients, self.changes, *self.acting.values()):

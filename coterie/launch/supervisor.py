@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from coterie.acting.table import acting_kind
 from coterie.config import ResolvedConfig
@@ -17,24 +17,17 @@ from coterie.exchange.table import exchange_kind
 from coterie.launch.chaos import FaultInjector
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
+from coterie.launch.rescue import Rescue
 from coterie.launch.retries import BackOff, RestartBudget
 from coterie.parallel.clock import awake
 from coterie.parallel.processes import Child, listen
-from coterie.roles.entry import RESCUE_S, Start, learner_process, worker_process
+from coterie.roles.entry import Start, learner_process, worker_process
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError
 
 _GRACE_S = 1.0  # wait for a dead learner's exit message after another learner has reported it lost
 _LEAVE_S = 5.0  # for actors to shut down at the end of a run
 _STARVED_S = 20.0  # for which all learners may wait after a signal
-
-
-class Rescue(NamedTuple):
-    """A learner is gone, and the others are saving what they have learned since the last checkpoint."""
-
-    reason: str
-    order: int
-    end: float  # until when
 
 
 class Supervisor:
@@ -49,7 +42,7 @@ class Supervisor:
         self.learner_restarts = RestartBudget("restarts", config.restarts)
         self.actor_restarts = RestartBudget(f"{config.acting}.restarts", self.kind.restarts(config))
         self.back_off = BackOff()  # of actors
-        self.rescue: Rescue | None = None
+        self.rescue: Rescue | None = None  # while a learner is gone and what was learned is being saved
         self.missed: tuple[float, str] | None = None  # when a learner could not reach another one, and its report
         self.waiting_since = awake()  # when all learners began to wait, after a signal
         self.joins = False  # whether the learners begin with another run's weights
@@ -99,7 +92,7 @@ class Supervisor:
             if self.missed is not None and self.rescue is None and awake() - self.missed[0] > _GRACE_S:
                 self._restart_all(self.missed[1])
             run.poll()
-            if self.rescue is not None and (run.order != self.rescue.order or awake() > self.rescue.end):
+            if self.rescue is not None and self.rescue.is_over:
                 self._restart_all(self.rescue.reason)
             if self._is_starved():
                 self._end_at_last_checkpoint()
@@ -167,7 +160,8 @@ class Supervisor:
         if manner.endswith("exit code 1") and self.missed is not None:
             return  # it ended because it lost another learner, whose death is reported next
         if not exchange_kind(self.config).rejoins:
-            self._save_the_rest(rank, reason)
+            self.rescue = self.rescue or Rescue(run, reason)
+            self.rescue.lose(rank, self.group.kept)
             return
         rows = self.group.rows(rank)
         self.back_off.forget(*rows)
@@ -189,18 +183,6 @@ class Supervisor:
             self.group.renew(rank)
         # It starts from the checkpoint, then takes a peer's newer weights if there is a peer.
         self._start_learner(rank, checkpoint.latest(run.root), rejoin=True)
-
-    def _save_the_rest(self, gone: int, reason: str) -> None:
-        """Have the other learners save what they have learned, before all go back to that."""
-        run = self.run
-        run.members.discard(gone)
-        if self.rescue is None:
-            run.give_up_order()
-            run.paused = True
-            run.order_checkpoint()
-            self.rescue = Rescue(reason, run.order or 0, awake() + RESCUE_S)
-        if not run.members | run.saved.keys():  # all are gone
-            run.give_up_order()
 
     def _restart_all(self, reason: str) -> None:
         self.rescue, self.run.paused = None, False

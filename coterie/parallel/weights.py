@@ -64,6 +64,11 @@ class Weights(InSharedMemory):
                 raise CoterieError(f"no whole weights were published for {timeout:g} s: the learner hangs")
             time.sleep(1e-4)
 
+    def read_version(self, version: int, weights: Tensor, moments: Tensor) -> bool:
+        """Copy out the weights of this version, if they are among the last two that were published."""
+        copies = (self._lock.read(k, partial(self._copy, k, weights, moments)) for k in range(2))
+        return any(found == version for found in copies)
+
     def _copy(self, which: int, weights: Tensor, moments: Tensor) -> int:
         weights.copy_(self._weights[which])
         moments.copy_(self._moments[which, : len(moments)])

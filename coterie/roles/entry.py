@@ -33,6 +33,7 @@ from coterie.types import CoterieError, Post, Rollout
 
 RESCUE_S = 4.0  # for the others to save what they have learned when a learner is gone
 _REPORT_S = 0.25  # between two reports of a learner
+_KEEP_SHARE = 0.05  # most of the time that goes into keeping the weights, once with each report
 _GAUGES_S = 0.25  # least seconds between two readings of the gauges: some are slow to read
 
 
@@ -61,6 +62,7 @@ class LearnerReport(NamedTuple):
     lr: float
     rss_mb: float | None
     gauges: dict[str, float]
+    counts: dict[str, int]
 
 
 class Saved(NamedTuple):
@@ -108,7 +110,7 @@ class Service:
         self.root = folder / "checkpoints"
         self.board, self.rank = learner.context.board, learner.context.rank
         self.episodes: list[tuple[float, int, int]] = []  # return, length, env id
-        self.reported = self.gauged = 0.0
+        self.next_report = self.gauged = 0.0
         self.gauges: dict[str, float] = {}
         self.done = done  # the last order that was carried out
         self.last = self.over = False  # whether the last order was carried out here, and by all
@@ -153,7 +155,7 @@ class Service:
         learner = self.learner
         self.episodes += [(*episode, i) for episode, i in zip(rollout.episodes, rollout.episode_env, strict=True)]
         learner.write_counts()
-        if time.monotonic() - self.reported >= self.every:
+        if time.monotonic() >= self.next_report:
             self.report()
         self.callbacks.after_rollout()
         order, stop = learner.exchange.agree(self.has_order, self.board.stopping)
@@ -171,14 +173,17 @@ class Service:
             self.execute_order()
 
     def report(self) -> None:
-        progress, self.reported = self.learner.progress, time.monotonic()
-        if self.reported - self.gauged > _GAUGES_S:
-            self.gauged, self.gauges = self.reported, self.learner.gauges()
+        """Keep the weights, then post what is new: the last report that arrives is of one of the last two weights."""
+        progress, begin = self.learner.progress, time.monotonic()
+        counts, now = self.learner.keep(), time.monotonic()
+        self.next_report = now + max(self.every, (now - begin) / _KEEP_SHARE)
+        if now - self.gauged > _GAUGES_S:
+            self.gauged, self.gauges = now, self.learner.gauges()
         content = LearnerReport(
             self.episodes, progress.metrics, progress.batches, dict(progress.lags), progress.lag_by_row,
             progress.rollouts, self.learner.news(), dict(self.learner.stages.seconds),
             self.learner.stages.first_step, self.learner.lr(self.learner.exchange.env_steps), rss_mb(),
-            self.gauges | self.callbacks.run.recorded,
+            self.gauges | self.callbacks.run.recorded, counts,
         )  # fmt: skip
         self.episodes, progress.metrics, progress.batches = [], {}, 0
         progress.lags.clear()

@@ -70,7 +70,7 @@ class LearnerProcess:
         self.progress, self.stages = Progress(), Stages()
         self._counts_lock = threading.Lock()
         self.before: dict[str, int] = {}  # this learner's counts when it was started
-        moments = normalizers(config, self.model)
+        self.moments = moments = normalizers(config, self.model)
         self.exchange = make_exchange(config, self.params, moments, context)
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
@@ -173,6 +173,13 @@ class LearnerProcess:
         """Write the counts to the board. The thread that receives rows does so, too: after a kill all are counted."""
         with self._counts_lock:
             self.context.board.write(self.context.rank, self.counts())
+
+    def keep(self) -> dict[str, int]:
+        """Leave the weights and normalizers where they outlive this process; returns the counts that belong to them."""
+        counts = self.counts()
+        if (kept := self.context.kept) is not None:
+            kept.publish(self.params.data, self.moments.read(), counts["learned"] + counts["masked"])
+        return counts
 
     def news(self) -> EnvNews:
         """Of its envs, and of remote ones and their clients."""

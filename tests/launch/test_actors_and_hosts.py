@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from functools import partial
 
 import pytest
+import torch
 
 from coterie.cli.main import main
 from coterie.launch.ledger import Ledger
 from coterie.parallel.board import Board
 from coterie.parallel.slots import Slots
+from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
 from tests.conftest import VECTOR, make_config
 from tests.support.remote_workers import goes_on
-from tests.support.runs import CROWD, ENDLESS, central_options, check_rows, decoupled_options, inline_options
+from tests.support.runs import (
+    CROWD,
+    ENDLESS,
+    central_options,
+    check_rows,
+    decoupled_options,
+    inline_options,
+    last_checkpoint,
+)
 
 slow = pytest.mark.slow
 OPTIONS = {"decoupled": decoupled_options, "central": central_options}
@@ -127,5 +140,41 @@ def test_a_killed_learner_comes_back_with_its_actors_or_hosts(meddler, tally, ac
     if acting == "decoupled":  # what was rolled back is not in the histogram either
         assert sum(summary["policy_lag"].values()) == summary["env_steps"] + summary["masked_steps"]
     assert meddler.starts(0) == meddler.starts("actor 0") == 2
-    assert summary["rows"]["rolled_back"] > 0
+    meddler.check_nothing_left()
+
+
+@pytest.mark.parametrize("acting", ["decoupled", "central"])
+def test_a_lone_learner_that_is_killed_goes_on_from_what_it_had_last_reported(meddler, tally, acting):
+    """There is no checkpoint between the first and its death."""
+    known = []
+
+    def kill() -> None:
+        meddler.until(lambda: meddler.steps() > 400, "it has learned")
+        known.append(read_metrics(meddler.out)[-1])
+        meddler.until(lambda: meddler.steps() > known[0]["env_steps"] + 300, "it has reported that")
+        os.kill(meddler.pid(0), signal.SIGKILL)
+        meddler.until(lambda: meddler.starts(0) == 2, "it is started again")
+        known.append(last_checkpoint(meddler.out))
+        meddler.until(lambda: meddler.steps() > known[0]["env_steps"] + 600, "it goes on")
+        meddler.interrupt()
+
+    changes = {**ENDLESS, **tally.options, "log.checkpoint_every": 1e6, "log.keep": 100, "env.num_envs": CROWD}
+    assert meddler.run(OPTIONS[acting](meddler.out, **changes), kill) == 75
+    before, (tensors, state) = known
+    (counts,) = state["learners"]
+    (back,) = re.findall(r"go back to step_(\d+)", meddler.log())
+    assert int(back) == counts["learned"] >= before["env_steps"]
+    assert counts["learner_steps"] >= before["learner_steps"]
+    first, _ = checkpoint.load(min((meddler.out / "checkpoints").glob("step_*")))
+    for name in ("torso.weight_0", "obs_norm.obs_.count"):
+        assert not torch.equal(tensors["learner_0/model"][name], first["learner_0/model"][name])
+    assert all(torch.equal(x, first["learner_0/exchange"][k]) for k, x in tensors["learner_0/exchange"].items())
+    summary = check_rows(meddler.out)
+    assert summary["learner_steps"] > counts["learner_steps"]
+    rows, actors = summary["rows"], sum(isinstance(one, str) for one, _ in meddler.started)
+    assert rows["rolled_back"] <= 200  # 400 in a second
+    assert rows["produced"] <= tally.steps <= rows["produced"] + 2 * actors * CROWD
+    assert sum(summary["policy_lag"].values()) == summary["env_steps"] + summary["masked_steps"]
+    steps = [line["learner_steps"] for line in read_metrics(meddler.out)]
+    assert steps == sorted(steps)
     meddler.check_nothing_left()

@@ -22,7 +22,8 @@ from coterie.runs.metrics import read_metrics
 from coterie.types import CoterieError
 from tests.conftest import VECTOR, make_config
 
-REPORT = LearnerReport([], {}, 0, {}, [], 0, EnvNews([], Means()), {}, first_step=1e9, lr=0.1, rss_mb=1.0, gauges={})
+NEWS = EnvNews([], Means())
+REPORT = LearnerReport([], {}, 0, {}, [], 0, NEWS, {}, first_step=1e9, lr=0.1, rss_mb=1.0, gauges={}, counts={})
 
 
 @pytest.fixture

@@ -48,6 +48,18 @@ def test_readers_never_see_torn_weights_also_after_their_writers_were_killed():
     weights.release()
 
 
+def test_the_last_two_versions_can_be_read():
+    weights, mine, sums = Weights(SIZE, 3), torch.empty(SIZE), torch.empty(3, dtype=torch.float64)
+    assert not weights.read_version(0, mine, sums)
+    for version in range(3):
+        publish(weights, version)
+    for version in (1, 2):
+        assert weights.read_version(version, mine, sums)
+        assert float(mine.min()) == float(sums.max()) == version % 2
+    assert not weights.read_version(0, mine, sums)
+    weights.release()
+
+
 def test_nothing_published_is_an_error_with_a_reason():
     weights, none = Weights(8, 0), torch.empty(0, dtype=torch.float64)
     with pytest.raises(CoterieError, match=r"no whole weights were published for 0\.01 s"):

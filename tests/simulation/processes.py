@@ -53,6 +53,7 @@ class World:
         self.children = dict[str, Child]()  # the latest of each name
         self.deaths: list[tuple[float, str]] = []  # that the supervisor has seen: when, and "learner" or "actor"
         self.restarts: list[tuple[float, str]] = []
+        self.weight = ""  # the name of one of a learner's
         self.rejoins = False  # learners are restarted alone
         self.learners_at = 0.0  # when a learner was started last
 
@@ -132,7 +133,7 @@ class Child:
 
 
 class Learner(LearnerProcess):
-    """Counts rows instead of learning from them. Its checkpoints hold that count as well, beside the weights."""
+    """Counts rows instead of learning from them. Each of its weights is that count, except under gossip."""
 
     def __init__(
         self, world: World, config: ResolvedConfig, incarnation: int = 0, context: ProcessContext | None = None
@@ -143,15 +144,22 @@ class Learner(LearnerProcess):
         self.params = FlatParams(self.model)
         self.progress, self.stages, self.secondary = Progress(), Stages(), None
         self._counts_lock = threading.Lock()
-        moments = normalizers(config, self.model)
+        self.moments = moments = normalizers(config, self.model)
         if config.exchange == "gossip":
             self.exchange = make_exchange(config, self.params, moments, context)
         else:  # its own weights, instead of those that learners share
             self.exchange = Solo(exchange_setup(config, self.params, moments, context))
-        self.loaded, self.acted, self.tally = -1, 0, torch.zeros(1, dtype=torch.int64)
+        world.weight = next(iter(self.params.slices))
+        self.loaded, self.acted = -1, 0
+        self.set_tally(0)
         self.acting: Any = SimpleNamespace(counts=lambda: {"produced": self.acted})
         self.algorithm: Any = SimpleNamespace(clock=SimpleNamespace(env_steps=0))
         self.actor, self.refresh_actor = self.model, lambda: None
+
+    def set_tally(self, rows: int) -> None:
+        self.tally = rows
+        if self.config.exchange != "gossip":
+            self.params.data.fill_(rows)
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         with self.exchange as exchange:
@@ -160,7 +168,7 @@ class Learner(LearnerProcess):
                 exchange.count(rows)
                 self.world.scheduler.pause()
                 exchange.step(self.params, 0.0)
-                self.tally += rows
+                self.set_tally(self.tally + rows)
                 self.progress.env_steps += rows
                 self.progress.learner_steps += 1
                 exchange.after_rollout(self.params)
@@ -197,17 +205,17 @@ class Learner(LearnerProcess):
     def close(self) -> None: ...
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        tally = {"rows": self.tally, "rank": torch.tensor(self.context.rank)}
+        tally = {"rank": torch.tensor(self.context.rank)}
         return {"model": dict(self.model.state_dict()), "exchange": {}, "tally": tally}
 
     def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
-        self.tally.copy_(tensors["tally"]["rows"])
+        self.set_tally(int(tensors["model"][self.world.weight].flatten()[0]))
         self.loaded = int(tensors["tally"]["rank"])
 
     def start(self, counts: dict[str, int], total: int) -> None:
         super().start(counts, total)
         if self.loaded != self.context.rank:  # it has no part in the checkpoint, and takes that of another
-            self.tally.fill_(counts.get("learned", 0))
+            self.set_tally(counts.get("learned", 0))
 
 
 def act(

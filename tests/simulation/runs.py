@@ -45,6 +45,7 @@ class RunSimulation(Simulation):
 
     settings: ClassVar[dict[str, Any]] = {}
     limits: ClassVar[dict[str, int]] = {}  # restarts in an hour
+    cost: ClassVar[int] = 10**9  # rows that are rolled back when a learner dies
 
     def begin(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="coterie-simulation-", dir=MEMORY))
@@ -55,7 +56,7 @@ class RunSimulation(Simulation):
         }  # fmt: skip
         self.config = resolve_config(make_config(**{**changes, **self.settings}), cores=1)
         self.sealed = dict[int, Path]()
-        world.rejoins = self.config.exchange == "gossip"
+        world.rejoins, self.alone = self.config.exchange == "gossip", self.config.actors + self.config.learners == 1
         self.runs = list[Coordinator]()
         self._replace_processes(self.patch.setattr)
         self.lives, self.lost = 0, False
@@ -98,7 +99,7 @@ class RunSimulation(Simulation):
         config, memory = self.config, Board(self.config.learners)
         self.run = run = Coordinator(config, self.folder, VECTOR, memory, state=state, quiet=True)
         self.runs.append(run)
-        if self.config.exchange == "solo":
+        if self.alone:
             learner = Learner(self.world, self.config, self.lives, ProcessContext(board=run.board))
             if saved is not None and state is not None:
                 learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
@@ -111,7 +112,7 @@ class RunSimulation(Simulation):
             work, close = over.work, over.close
 
         def main() -> None:
-            if self.config.exchange == "solo":
+            if self.alone:
                 run.poll()
             self.over = run.go(work, close)
 
@@ -210,7 +211,8 @@ class RunSimulation(Simulation):
             part = checkpoint.learner(tensors, rank)
             assert part, f"{path.name} lacks the part of learner {rank}"
             if self.config.exchange != "gossip":  # there, weights are a peer's after a restart
-                assert int(part["tally"]["rows"]) == counts[rank]["learned"], f"{path.name}: rows lost or learned twice"
+                tally = int(part["model"][self.world.weight].flatten()[0])
+                assert tally == counts[rank]["learned"], f"{path.name}: rows lost or learned twice"
 
     @invariant()
     def budgets_are_kept(self) -> None:
@@ -248,7 +250,9 @@ class RunSimulation(Simulation):
         assert rows["produced"] == parts, rows
         if not self.lives:  # the accounts of a lost machine are those of its last checkpoint
             assert rows["produced"] == self.world.produced, f"{rows}, and {self.world.produced} were acted"
-            if not any(kind == "learner" for _, kind in self.world.deaths):
+            deaths = [kind for _, kind in self.world.deaths].count("learner")
+            assert rows["rolled_back"] <= deaths * self.cost, "they go back to an old checkpoint"
+            if not deaths:
                 assert rows["dropped"] == self.world.dropped, f"{rows}, and {self.world.dropped} were dropped"
 
     def describe(self) -> str:
@@ -266,7 +270,6 @@ class OneProcess(RunSimulation):
     """A lone learner in the process of its coordinator."""
 
     settings: ClassVar = {"exchange": "solo", "learners": 1}
-    limits: ClassVar = {}
     kill = hang = garble = None
 
 
@@ -285,3 +288,13 @@ class GoingBack(RunSimulation):
         "decoupled.restarts": 2, "algorithm": "vtrace",
     }  # fmt: skip
     limits: ClassVar = {"learner": 2, "actor": 2}
+
+
+class Lone(GoingBack):
+    """A lone learner with actors. What it had reported is not lost when it dies."""
+
+    settings: ClassVar = {
+        **GoingBack.settings, "exchange": "solo", "learners": 1, "actors": 2, "log.checkpoint_every": 30.0,
+    }  # fmt: skip
+    cost: ClassVar = 60
+    fill_the_disk = delete_drafts = None

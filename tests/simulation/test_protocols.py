@@ -12,25 +12,29 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
+from torch import Tensor
 
 from coterie.exchange import elastic
 from coterie.exchange.mailboxes import Relay
 from coterie.exchange.rendezvous import Place, RendezvousClient
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.ledger import Ledger
+from coterie.launch.rescue import Rescue
 from coterie.parallel import clock
 from coterie.parallel.clock import Budget
 from coterie.parallel.slots import Slots
+from coterie.parallel.weights import Weights
 from coterie.remote.gossip_link import GossipHub, GossipStream
 from coterie.roles import entry
 from tests.simulation.links import GossipLinks
 from tests.simulation.rings import Rings
-from tests.simulation.runs import GoingBack, Gossiping, OneProcess
+from tests.simulation.runs import GoingBack, Gossiping, Lone, OneProcess
 from tests.simulation.scheduler import Simulation
 
 SEEDS = 25  # of a batch
 BATCHES = {  # in `make test`, and in `make test-all`: 10,000 seeds of runs, of links and of rings
-    OneProcess: (2, 100), Gossiping: (3, 150), GoingBack: (3, 150), GossipLinks: (2, 400), Rings: (2, 400),
+    OneProcess: (2, 50), Lone: (2, 50), Gossiping: (3, 150), GoingBack: (3, 150),
+    GossipLinks: (2, 400), Rings: (2, 400),
 }  # fmt: skip
 
 
@@ -59,6 +63,10 @@ def the_first_has_the_weights(**place: int) -> Place:
     return Place(**{**place, "source": 0})
 
 
+def the_newest(self: Weights, version: int, *into: Tensor) -> bool:
+    return self.read(*into) >= 0
+
+
 def nobody_leaves(self: GossipHub, stream: GossipStream) -> None:
     self.clients.pop(stream.run_id, None)
 
@@ -73,6 +81,8 @@ SLOW = pytest.mark.slow  # it takes more than 100 seeds
         pytest.param(OneProcess, Coordinator, "_fail_order", lambda *_: None, id="an order is never given up"),
         pytest.param(Gossiping, Coordinator, "_follow_order", Coordinator._seal, id="a part is missing"),
         pytest.param(Gossiping, clock, "_HOUR_S", math.inf, id="a budget does not recover", marks=SLOW),
+        pytest.param(Lone, Rescue, "_save", lambda *_: False, id="what a learner has left is not taken"),
+        pytest.param(Lone, Weights, "read_version", the_newest, id="weights of other counts are taken", marks=SLOW),
         pytest.param(GoingBack, Budget, "spend", lambda *_: True, id="a budget is not kept"),
         pytest.param(GoingBack, Slots, "delivered", lambda *_: 0, id="an actor's last rollout is lost", marks=SLOW),
         pytest.param(Gossiping, Ledger, "lose", lambda *_: None, id="a dead learner's rows are lost", marks=SLOW),

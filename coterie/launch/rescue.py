@@ -1,0 +1,65 @@
+"""What a run saves of a learner that is gone, before all go back to that."""
+
+from __future__ import annotations
+
+from coterie.build.factory import make_model, normalizers
+from coterie.launch.coordinator import Coordinator
+from coterie.parallel.clock import awake
+from coterie.parallel.params import FlatParams
+from coterie.parallel.weights import Weights
+from coterie.roles.entry import RESCUE_S, Saved
+from coterie.runs import checkpoint
+from coterie.types import CoterieError
+
+
+class Rescue:
+    """An order to save. The learners that are left carry it out, or the run itself does with what the last one kept.
+
+    `reason`: of the death.
+    """
+
+    def __init__(self, run: Coordinator, reason: str) -> None:
+        self.run, self.reason = run, reason
+        run.give_up_order()
+        run.paused = True
+        run.order_checkpoint()
+        self.order, self.end = run.order, awake() + RESCUE_S
+
+    @property
+    def is_over(self) -> bool:
+        return self.order is None or self.run.order != self.order or awake() > self.end
+
+    def lose(self, rank: int, kept: Weights | None) -> None:
+        """A learner is gone. `kept`: what it has left."""
+        run = self.run
+        run.members.discard(rank)
+        if run.members | run.saved.keys() or self.is_over:
+            return
+        try:
+            if kept is None or not self._save(rank, kept):
+                run.give_up_order()
+        except CoterieError as error:
+            run.receive(rank, "unsaved", (self.order, str(error)))
+
+    def _save(self, rank: int, kept: Weights) -> bool:
+        """Write a learner's part of a checkpoint: that of the last one, with the weights and normalizers that it kept
+        and the counts that it reported with them. False if there is nothing newer.
+        """
+        run, report, last = self.run, self.run.ledger.reports.get(rank), checkpoint.latest(self.run.root)
+        if report is None or last is None or self.order is None:
+            return False
+        tensors, state = checkpoint.load(last)
+        part = checkpoint.learner(tensors, checkpoint.source(state, rank, alike=False))
+        before, now = (row["learned"] + row["masked"] for row in (state["learners"][rank], report.counts))
+        model = make_model(run.config, run.spec)
+        model.load_state_dict(part["model"])
+        params, moments = FlatParams(model), normalizers(run.config, model)
+        sums = moments.read()
+        if now <= before or not kept.read_version(now, params.data, sums) or params.nonfinite(params.data):
+            return False
+        moments.write(sums)
+        part["model"] = dict(model.state_dict())
+        groups = {f"learner_{rank}/{name}": group for name, group in part.items()}
+        checkpoint.write(checkpoint.draft_path(run.root, f"order_{self.order}"), groups)
+        run.receive(rank, "saved", Saved(self.order, report.counts, ""))
+        return True
