@@ -225,7 +225,7 @@ class Coordinator:
         missing = sorted(self.members - self.saved.keys())
         if not missing:
             self._seal()
-        elif self.board.order[1] & EVALUATE and self.scores is None and not self.board.stopping:
+        elif self.board.order[1] & EVALUATE and self.board.evaluated[0] < self.order and not self.board.stopping:
             self.given = awake()  # an evaluation may take as long as it does
         elif awake() - self.given > self.config.log.stall:
             self._fail_order(f"no checkpoint: no part of learner {missing[0]} for {self.config.log.stall:g} s")

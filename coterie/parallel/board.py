@@ -40,6 +40,7 @@ class Board(InSharedMemory):
             "alive": ((rows,), "float64"),
             "blocked": ((rows,), "int64"),
             "order": ((5,), "int64"),
+            "evaluated": ((1,), "int64"),
             "arrivals": ((learners,), "int64"),
             "version": ((1,), "int64"),
             "attributes": ((_ATTRIBUTES,), "uint8"),
@@ -53,6 +54,7 @@ class Board(InSharedMemory):
         self.alive: Array = arrays["alive"]  # when its interpreter last ran; 0: it does not show that
         self._blocked: Array = arrays["blocked"]
         self._order: Array = arrays["order"]  # number, what, stop, closed, sealed
+        self.evaluated: Array = arrays["evaluated"]  # number of the last order whose evaluation has ended
         self._arrivals: Array = arrays["arrivals"]
         self._attributes: Array = arrays["attributes"]  # of all envs, as JSON
         self._lock, self._version = Seqlock(arrays["version"]), arrays["version"].data  # read at each env step

@@ -196,6 +196,7 @@ class Service:
         self.done = number
         if what & EVALUATE and self.rank == 0:
             self._evaluate(number)
+            self.board.evaluated[0] = number  # also where no message says so
         learner = self.learner
         if name := learner.params.nonfinite(learner.params.data):
             raise CoterieError(f"the weights of {name} are not finite at learner step {learner.progress.learner_steps}")

@@ -48,6 +48,7 @@ def save(run: Coordinator, rank: int, learned: int) -> None:
 
 
 def scores(run: Coordinator, mean: float, order: int) -> None:
+    run.board.evaluated[0] = order
     run.receive(0, "scores", (order, Scores("made-up", [mean, mean])))
 
 
@@ -182,6 +183,21 @@ def test_an_order_that_a_learner_does_not_answer_is_given_up_and_given_again(
     now[0] += 60
     run.poll()
     assert run.order == (first or 0) + 1
+
+
+def test_an_evaluation_of_which_all_messages_are_lost_is_made_again(run: Coordinator, now: list[float]) -> None:
+    learn(run, 600)
+    first = run.order or 0
+    run.board.evaluated[0] = first
+    now[0] += run.config.log.stall + 1
+    run.poll()
+    assert run.order is None
+    now[0] += 60
+    run.poll()
+    assert run.board.order == (first + 1, SAVE | EVALUATE)
+    now[0] += 10 * run.config.log.stall
+    run.poll()
+    assert run.order == first + 1, "this one may take long, too"
 
 
 def test_a_run_ends_although_a_draft_vanished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

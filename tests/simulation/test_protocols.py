@@ -21,6 +21,7 @@ from coterie.launch.coordinator import Coordinator
 from coterie.launch.ledger import Ledger
 from coterie.launch.rescue import Rescue
 from coterie.parallel import clock
+from coterie.parallel.board import EVALUATE
 from coterie.parallel.clock import Budget
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
@@ -63,6 +64,11 @@ def the_first_has_the_weights(**place: int) -> Place:
     return Place(**{**place, "source": 0})
 
 
+def evaluate_for_ever(self: Coordinator, follow: Any = Coordinator._follow_order) -> None:
+    if self.members <= self.saved.keys() or not self.board.order[1] & EVALUATE:
+        follow(self)
+
+
 def the_newest(self: Weights, version: int, *into: Tensor) -> bool:
     return self.read(*into) >= 0
 
@@ -81,6 +87,7 @@ SLOW = pytest.mark.slow  # it takes more than 100 seeds
         pytest.param(OneProcess, Coordinator, "_fail_order", lambda *_: None, id="an order is never given up"),
         pytest.param(Gossiping, Coordinator, "_follow_order", Coordinator._seal, id="a part is missing"),
         pytest.param(Gossiping, clock, "_HOUR_S", math.inf, id="a budget does not recover", marks=SLOW),
+        pytest.param(Lone, Coordinator, "_follow_order", evaluate_for_ever, id="an evaluation has no deadline"),
         pytest.param(Lone, Rescue, "_save", lambda *_: False, id="what a learner has left is not taken"),
         pytest.param(Lone, Weights, "read_version", the_newest, id="weights of other counts are taken", marks=SLOW),
         pytest.param(GoingBack, Budget, "spend", lambda *_: True, id="a budget is not kept"),
