@@ -22,7 +22,7 @@ from coterie.runs.metrics import Episodes
 from coterie.types import Spec
 
 # Gauges that learners add up; of others the mean.
-_SUMMED = ("wire/refused", "inference/envs", "inference/streams", "slots/remote_envs")
+_SUMMED = ("wire/refused", "normalizer/clamped", "inference/envs", "inference/streams", "slots/remote_envs")
 
 
 class Ledger:

@@ -86,15 +86,15 @@ class QHead(nn.Module):
         return cast(Tensor, (self.value(x)[..., None, :] + a - a.mean(-2, keepdim=True)).flatten(-2))
 
 
-_OUTLIER, _ENOUGH = 1e3, 1e4  # deviations; rows
+_NEAR, _RAISE = 10.0, 0.1  # deviations; the share of the variance that one row may add
 
 
 class Normalizer(nn.Module):
     """Running mean and deviation over all rows seen, as buffers: saved and published with the parameters.
 
     Chan et al.'s parallel update, in float64, so that the order of batches does not matter beyond rounding. One absurd
-    number must not blind the policy in that input: a row counts as no further from the mean than `_OUTLIER` deviations;
-    before there are enough rows, than `_OUTLIER` times the second furthest row of its batch.
+    number must not blind the policy in that input: a row counts as no further from the mean than `_NEAR` deviations, or
+    than what adds `_RAISE` of the variance. The more rows there are, the rarer may be what counts as it is.
     """
 
     mean: Tensor
@@ -106,6 +106,7 @@ class Normalizer(nn.Module):
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("m2", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.outliers = 0  # rows that counted as nearer than they are
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
@@ -120,15 +121,16 @@ class Normalizer(nn.Module):
         self.count.copy_(total)
 
     def _without_outliers(self, x: Tensor) -> Tensor:
-        if float(self.count) >= _ENOUGH:
-            center, spread = self.mean, (self.m2 / self.count + 1e-8).sqrt()
-        elif len(x) > 2:
-            center = x.median(0).values
-            spread = (x - center).abs().topk(2, 0).values[1]
-            spread = torch.where(spread > 0, spread, math.inf)  # a constant, but for one row
-        else:
+        center = self.mean if self.count else x.median(0).values
+        most = max(_NEAR, (_RAISE * (float(self.count) + len(x))) ** 0.5)
+        away, bound = (x - center).abs(), most * (self.m2 / self.count.clamp(min=1) + 1e-8).sqrt()
+        if not (away > bound).any():
             return x
-        return x.clamp(center - _OUTLIER * spread, center + _OUTLIER * spread)
+        # An input may begin to move: the deviation is at least that of this batch, without its furthest rows.
+        kept = away.sort(0).values[: -1 - len(x) // 100]
+        bound = torch.maximum(bound, most * (kept.square().sum(0) / len(x)).sqrt())
+        self.outliers += int((away > bound).reshape(len(x), -1).any(1).sum())
+        return x.clamp(center - bound, center + bound)
 
     def deviation(self) -> Tensor:
         """Float32; 1 before the second row."""

@@ -37,6 +37,7 @@ from coterie.instruments.norms import Norms
 from coterie.instruments.secondary import Secondary
 from coterie.learner import Gradients, Observer, Parts, Progress, learn
 from coterie.models.build import Network, acting_copy
+from coterie.models.heads import Normalizer
 from coterie.ops.optim import scaled_lr, schedule_value
 from coterie.parallel.affinity import keep_freed_memory
 from coterie.parallel.params import FlatParams
@@ -68,7 +69,7 @@ class LearnerProcess:
         self.params = FlatParams(self.model)
         self.algorithm = make_algorithm(config, self.spec, resources.compute, context.rank)
         self.progress, self.stages = Progress(), Stages()
-        self._counts_lock = threading.Lock()
+        self._counts_lock, self._outliers_said = threading.Lock(), False
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         self.moments = moments = normalizers(config, self.model)
         self.exchange = make_exchange(config, self.params, moments, context)
@@ -185,7 +186,16 @@ class LearnerProcess:
         """Of its envs, and of remote ones and their clients."""
         (failures, info), (refused, remote) = self.acting.news(), self.servers.news()
         info.add(remote)
-        return EnvNews(failures + refused, info)
+        outliers = []
+        if self._outliers and not self._outliers_said:
+            self._outliers_said = True
+            outliers = [f"{counted(self._outliers, 'observation')} far from the mean: clamped in its normalizer"]
+        return EnvNews(failures + refused + outliers, info)
+
+    @property
+    def _outliers(self) -> int:
+        """Observations that the normalizers have counted as nearer to the mean than they are."""
+        return sum(cast(Normalizer, norm).outliers for norm in self.model.obs_norm.values())
 
     def gauges(self) -> dict[str, float]:
         """Values of all parts for the metrics."""
@@ -193,6 +203,8 @@ class LearnerProcess:
         for observer in self.observers:
             found |= observer.gauges()
         found |= self.algorithm.gauges() | self.acting.gauges() | self.exchange.gauges()
+        if self.config.model.normalize_obs:
+            found["normalizer/clamped"] = self._outliers
         return found | self.servers.traffic(self.acting.counts().get("produced", 0))
 
     @property

@@ -43,6 +43,28 @@ def test_one_absurd_number_does_not_blind_a_normalizer(bad: float, rows: int) ->
     torch.testing.assert_close(spread[1:], torch.ones(3), rtol=0.03, atol=0)
 
 
+@pytest.mark.parametrize("bad", [1e6, -1e30])
+@pytest.mark.parametrize("first", [0, 5])
+def test_one_absurd_number_in_the_first_rollouts_is_forgotten(bad: float, first: int) -> None:
+    norm, without, rng = Normalizer((4,)), Normalizer((4,)), torch.Generator().manual_seed(0)
+    for number in range(40):
+        batch = 3 + 5 * torch.randn(128, 4, generator=rng)
+        without.update(batch)
+        batch[7, 0] = bad if number == first else batch[7, 0]
+        norm.update(batch)
+    assert (norm.outliers, without.outliers) == (1, 0)
+    torch.testing.assert_close(norm.deviation(), without.deviation(), rtol=0.02, atol=0)
+    assert float(((norm.mean - without.mean) / without.deviation()).abs().max()) < 0.01
+
+
+def test_what_is_only_rare_is_counted_as_it_is_in_time() -> None:
+    norm, rng = Normalizer(()), torch.Generator().manual_seed(0)
+    for _ in range(2000):
+        norm.update((torch.rand(64, generator=rng) < 0.01).double())
+    assert float(norm.mean) == pytest.approx(0.01, rel=0.2)
+    assert float(norm.deviation()) == pytest.approx(0.1, rel=0.1)
+
+
 def test_a_normalizer_follows_an_input_that_begins_to_move() -> None:
     norm = Normalizer((1,))
     norm.update(torch.full((20_000, 1), 3.0))

@@ -17,8 +17,8 @@ from coterie.envs.testing import CountingEnv
 class FlakyEnv(gymnasium.Env[Any, Any]):
     """A CountingEnv that breaks at its `at`-th step (counted over episodes), or at any step with `probability`.
 
-    `how`: raise, quit (SystemExit), nan_reward, nan_obs, exit (the process ends), kill (SIGKILL), hang, or construct
-    (the constructor raises). `marker`: a file that the first failure creates; with it no env breaks any more.
+    `how`: raise, quit (SystemExit), nan_reward, nan_obs, huge_obs, exit (the process ends), kill (SIGKILL), hang, or
+    construct (the constructor raises). `marker`: a file that the first failure creates; with it no env breaks any more.
     """
 
     def __init__(self, how: str, at: int = 0, probability: float = 0.0, marker: str = "", length: int = 5) -> None:
@@ -48,7 +48,7 @@ class FlakyEnv(gymnasium.Env[Any, Any]):
             if self.how == "hang":
                 time.sleep(3600)
             reward = float("nan") if self.how == "nan_reward" else reward
-            obs = np.full_like(obs, np.nan) if self.how == "nan_obs" else obs
+            obs = np.full_like(obs, {"nan_obs": np.nan, "huge_obs": 1e9}[self.how]) if "_obs" in self.how else obs
         return obs, reward, terminated, truncated, info
 
     def _breaks(self) -> bool:
