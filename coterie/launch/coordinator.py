@@ -149,7 +149,7 @@ class Coordinator:
         elif kind == "saved" and content.order == self.order:
             self.saved[row] = content
         elif kind == "unsaved" and content[0] == self.order:
-            self._fail_order(content[1])
+            self.give_up_order(content[1])
         elif kind == "stop" and (self.stop is None or content[1] is not None):
             self.stop = content
             self.board.stop()
@@ -215,7 +215,7 @@ class Coordinator:
         try:
             checkpoint.open_draft(self.root, f"order_{number}")
         except CoterieError as error:
-            self._fail_order(str(error))
+            self.give_up_order(str(error))
             return
         self.order, self.saved, self.scores, self.given = number, {}, None, awake()
         self.board.give(what)
@@ -228,19 +228,18 @@ class Coordinator:
         elif self.board.order[1] & EVALUATE and self.board.evaluated[0] < self.order and not self.board.stopping:
             self.given = awake()  # an evaluation may take as long as it does
         elif awake() - self.given > self.config.log.stall:
-            self._fail_order(f"no checkpoint: no part of learner {missing[0]} for {self.config.log.stall:g} s")
+            self.give_up_order(f"no checkpoint: no part of learner {missing[0]} for {self.config.log.stall:g} s")
 
-    def give_up_order(self) -> None:
-        """Abandon the current order, because a member or a file is gone, and make a new one due."""
+    def give_up_order(self, failure: str = "") -> None:
+        """Abandon the current order and make a new one due: at once where a learner is gone, after a while where there
+        was a `failure`.
+        """
         self.order, self.saved = None, {}
         self.last_checkpoint = -1e9
-
-    def _fail_order(self, reason: str) -> None:
-        """The current order cannot be carried out: training goes on, and it is given again later."""
-        self.give_up_order()
-        checkpoint.sweep(self.root)  # a full disk needs the room
-        if self.retries.fail(reason):
-            self.log(f"{reason}; training goes on, and it is tried again")
+        if failure:
+            checkpoint.sweep(self.root)  # a full disk needs the room
+            if self.retries.fail(failure):
+                self.log(f"{failure}; training goes on, and it is tried again")
 
     def join(self, board: Board, readers: list[Callable[[], dict[str, float]]], back: dict[str, Any] | None) -> None:
         """Begin with a new group of learners on this board. `back`: the state that they are rolled back to, if any."""
@@ -270,7 +269,7 @@ class Coordinator:
             if scores is not None and scores.returns and not scores.unfinished:
                 checkpoint.mark_best(self.root, path, scores.mean)
         except CoterieError as error:
-            self._fail_order(str(error))
+            self.give_up_order(str(error))
             return
         self.next_eval = next_eval
         if line:

@@ -80,10 +80,7 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
         learner = LearnerProcess(config, start.incarnation, context)
         opened.callback(learner.close)
         if start.saved is not None:
-            tensors, state = checkpoint.load(start.saved)
-            source = checkpoint.source(state, context.rank, exchange_kind(config).in_lockstep)
-            part = checkpoint.learner(tensors, source)
-            learner.load(part if source == context.rank else part | {"rng": {}})  # each has other random numbers
+            learner.load(checkpoint.load_part(start.saved, context.rank, exchange_kind(config).in_lockstep)[0])
         learner.start(start.counts, start.total)
         callbacks = () if context.rank else config.callbacks
         Service(learner, folder, post, _REPORT_S, start.done, callbacks).run()

@@ -159,14 +159,17 @@ def prune(root: Path, keep: int) -> None:
             _discard(path)
 
 
-def source(state: dict[str, Any], rank: int, alike: bool) -> int:
-    """The learner whose part learner `rank` continues from: its own, if it was there when the checkpoint was written.
-    Where all learners are `alike` it is the part of the one that was furthest.
+def load_part(path: Path, rank: int, alike: bool) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors that learner `rank` continues from, and the run's state: its own part, if it was there when the
+    checkpoint was written, else that of another learner. Where all are `alike` it is that of the one that was furthest.
     """
+    tensors, state = load(path)
     present: list[int] = state["present"]
+    one = rank if rank in present else present[0]
     if alike:
-        return max(present, key=lambda one: (state["learners"][one]["learner_steps"], one == rank))
-    return rank if rank in present else present[0]
+        one = max(present, key=lambda other: (state["learners"][other]["learner_steps"], other == rank))
+    part = learner(tensors, one)
+    return (part if one == rank else part | {"rng": {}}), state  # each has other random numbers
 
 
 def learner(tensors: Tensors, rank: int) -> Tensors:

@@ -84,7 +84,7 @@ SLOW = pytest.mark.slow  # it takes more than 100 seeds
     ("kind", "where", "name", "bug"),
     [
         pytest.param(OneProcess, entry, "_REPORT_S", math.inf, id="a lone learner says only once that it is idle"),
-        pytest.param(OneProcess, Coordinator, "_fail_order", lambda *_: None, id="an order is never given up"),
+        pytest.param(OneProcess, Coordinator, "give_up_order", lambda *_: None, id="an order is never given up"),
         pytest.param(Gossiping, Coordinator, "_follow_order", Coordinator._seal, id="a part is missing"),
         pytest.param(Gossiping, clock, "_HOUR_S", math.inf, id="a budget does not recover", marks=SLOW),
         pytest.param(Lone, Coordinator, "_follow_order", evaluate_for_ever, id="an evaluation has no deadline"),
