@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -82,7 +83,8 @@ def refuse_run(folder: Path) -> None:
 
 @contextmanager
 def sole_writer(folder: Path, new: bool = False) -> Iterator[None]:
-    """Hold the lock of a run folder. The kernel frees it with this process, whatever ends that.
+    """Hold the lock of a run folder. The kernel frees it with this process, whatever ends that. A file system without
+    locks has none, which is said on stderr: a file in its place could as well be one that a crash has left.
 
     Raises `ConfigError` with the pid and host of another process that holds it, or where another one has made a run in
     a folder that is to be `new`.
@@ -97,8 +99,9 @@ def sole_writer(folder: Path, new: bool = False) -> Iterator[None]:
             time.sleep(0.2)  # the other one may have only just taken it, and not yet written its name
             lock.seek(0)
             raise ConfigError(f"{folder} is being trained by {lock.read().strip() or 'another process'}") from None
-        except OSError:
-            pass  # this file system has no locks
+        except OSError as error:
+            line = f"{folder} has no lock ({reason_of(error)}): make sure that no other process trains this run"
+            print(f"coterie: {line}", file=sys.stderr, flush=True)
         with suppress(OSError):  # a full disk; the text is only a hint
             lock.truncate(0)
             lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")

@@ -7,6 +7,7 @@ import fcntl
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,3 +48,15 @@ def test_a_writer_that_has_only_just_taken_the_lock_is_named(tmp_path: Path) -> 
         with pytest.raises(ConfigError, match=r"is being trained by pid 1 on afar$"), sole_writer(tmp_path):
             raise AssertionError("it has two writers")
         thread.join()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named(number: int, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with sole_writer(tmp_path):
+        pass
+    reason = f"{tmp_path} has no lock ({os.strerror(number)})"
+    assert capsys.readouterr().err == f"coterie: {reason}: make sure that no other process trains this run\n"
