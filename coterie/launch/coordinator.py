@@ -58,10 +58,8 @@ class Coordinator:
         self.scores: Scores | None = None
         self.places, self.info = set[str](), Means()  # where envs have raised; numbers in their info
         self.given, self.retries = 0.0, Retries(config.log.unsaved_limit, "log.unsaved_limit")  # of orders
-        self.heartbeats = Heartbeats()
-        self.last_checkpoint = time.monotonic()
-        self.digests: dict[int, str] = {}
-        self.signals = signals  # that came while the run started
+        self.heartbeats, self.last_checkpoint = Heartbeats(), time.monotonic()
+        self.digests, self.signals = dict[int, str](), signals  # that came while the run started
         self.signal: signal.Signals | None = None
         self.stop: tuple[str, str | None] | None = None  # by a callback: the reason, and the traceback if it raised
         self.over = self.paused = False  # paused: no new order is due
@@ -175,6 +173,7 @@ class Coordinator:
         if self.signal is not None and not self.board.stopping:
             self.display.note(f"{self.signal.name}: saving a checkpoint, then exiting (signal again to stop at once)")
             self.board.stop()
+            self.retries.hurry(f"after {self.signal.name}")
         if self.order is not None:
             self._follow_order()
         if self.over:
@@ -198,7 +197,7 @@ class Coordinator:
             return SAVE | LAST
         if self.idle:  # the last order is near
             return 0
-        if self.ledger.resumes == 0 and checkpoint.latest(self.root) is None:
+        if self.ledger.resumes == 0 and not self.board.sealed:
             return SAVE  # from here on there is something to resume from
         if self.config.eval.every and self.ledger.env_steps >= self.next_eval and not self.board.stopping:
             return SAVE | EVALUATE
@@ -264,7 +263,8 @@ class Coordinator:
             next_eval += -(-max(1, steps - next_eval + 1) // every) * every
         state = {**ledger.state(counts, bool(what & LAST)), "present": sorted(self.saved), "next_eval": next_eval}
         try:
-            path = checkpoint.seal(self.root, checkpoint.draft_path(self.root, f"order_{self.order}"), steps, state)
+            draft = checkpoint.draft_path(self.root, f"order_{self.order}")
+            path = checkpoint.seal(self.root, draft, steps, state, self.config.log.stall / 2)
             # Episodes that end early are not a fair sample: a score that was cut short marks nothing.
             if scores is not None and scores.returns and not scores.unfinished:
                 checkpoint.mark_best(self.root, path, scores.mean)

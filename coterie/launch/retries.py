@@ -8,6 +8,7 @@ from coterie.parallel.clock import Budget, awake
 from coterie.types import CoterieError
 
 _LONGEST_S = 60.0  # between two attempts
+_LEAVE_S = 20.0  # for what fails after a signal
 _STABLE_S = 120.0  # once an actor has lived this long, its earlier deaths no longer count
 
 
@@ -53,7 +54,7 @@ class BackOff:
 
 
 class Retries:
-    """When to try again what failed. `limit`: seconds for which it may fail; `field`: the option that sets it."""
+    """When to try again what failed. `limit`: seconds for which it may fail; `field`: what limits it, an option."""
 
     def __init__(self, limit: float, field: str) -> None:
         self.limit, self.field = limit, field
@@ -61,6 +62,11 @@ class Retries:
 
     def succeed(self) -> None:
         self._since, self._count, self._reason, self._again = 0.0, 0, "", 0.0
+
+    def hurry(self, reason: str) -> None:
+        """Begin again, with little time left."""
+        self.limit, self.field = min(self.limit, _LEAVE_S), reason
+        self.succeed()
 
     @property
     def are_due(self) -> bool:

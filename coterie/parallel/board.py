@@ -125,7 +125,7 @@ class Board(InSharedMemory):
 
     def continue_orders(self, before: Board) -> None:
         """Count on from the orders of `before`: no two orders of a run have the same number, or the same draft."""
-        self._order[0] = before.order[0]
+        self._order[[0, 4]] = before._order[[0, 4]]
 
     def meet(self, rank: int, timeout: float) -> None:
         """Wait until every learner has arrived here as often as `rank`."""

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,8 @@ from coterie.parallel.processes import PeerLost
 from coterie.roles.callbacks import Callbacks, Given, Run
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
-from coterie.types import CoterieError, Post, Rollout
+from coterie.runs.files import answered
+from coterie.types import CoterieError, Post, Rollout, reason_of
 
 RESCUE_S = 4.0  # for the others to save what they have learned when a learner is gone
 _REPORT_S = 0.25  # between two reports of a learner
@@ -199,9 +201,10 @@ class Service:
             raise CoterieError(f"the weights of {name} are not finite at learner step {learner.progress.learner_steps}")
         groups, draft = learner.tensors(), checkpoint.draft_path(self.root, f"order_{number}")
         try:
-            checkpoint.write(draft, {f"learner_{self.rank}/{name}": group for name, group in groups.items()})
-        except CoterieError as error:
-            self.post("unsaved", (number, str(error)))
+            files = {f"learner_{self.rank}/{name}": group for name, group in groups.items()}
+            answered(partial(checkpoint.write, draft, files), learner.config.log.stall / 2)
+        except (CoterieError, OSError) as error:
+            self.post("unsaved", (number, reason_of(error)))
             return
         digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
         if what & LAST:

@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,7 +25,7 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coterie.runs.files import sync, write_whole
+from coterie.runs.files import answered, sync, write_whole
 from coterie.types import CoterieError, reason_of
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -40,10 +41,14 @@ def draft_path(root: Path, name: str) -> Path:
 def open_draft(root: Path, name: str) -> Path:
     """A folder for the learners' parts, which is not read before `seal`."""
     draft = draft_path(root, name)
-    with _writing(root, draft):
+
+    def make() -> None:
         root.mkdir(parents=True, exist_ok=True)
         sweep(root)
         draft.mkdir()
+
+    with _writing(root, draft):
+        answered(make)
     return draft
 
 
@@ -58,30 +63,35 @@ def write(draft: Path, tensors: Tensors) -> None:
             save_file(copies, file)
 
 
-def seal(root: Path, draft: Path, step: int, state: dict[str, Any]) -> Path:
+def seal(root: Path, draft: Path, step: int, state: dict[str, Any], seconds: float = 60.0) -> Path:
     """Complete a draft with its state and manifest; returns the checkpoint. An error leaves older checkpoints intact.
 
-    `state`: nested dicts with text keys, lists, numbers (NaN and infinities included), text, None.
+    `state`: nested dicts with text keys, lists, numbers (NaN and infinities included), text, None. `seconds`: for the
+    disk to answer.
     """
-    final = root / f"step_{step:012d}"
     with _writing(root, draft):
-        (draft / "state.json").write_text(json.dumps(state))
-        files = {}
-        for file in sorted(p for p in draft.rglob("*") if p.is_file()):
-            sync(file)
-            name = file.relative_to(draft).as_posix()
-            files[name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
-        body: dict[str, Any] = {"format": FORMAT, "step": step, "files": files}
-        (draft / _MANIFEST).write_text(json.dumps({**body, "sha256": _seal(body)}, indent=1))
-        sync(draft / _MANIFEST)
-        for folder in {draft, *(p.parent for p in draft.rglob("*"))}:
-            sync(folder)
-        old = root / f"{final.name}{_OLD}"
-        if final.exists():  # the same step again: after a resume, or at the end of a run
-            final.rename(old)  # still a checkpoint, until the new one has the name
-        draft.rename(final)
-        sync(root)
-        _discard(old)
+        return answered(partial(_seal_draft, root, draft, step, state), seconds)
+
+
+def _seal_draft(root: Path, draft: Path, step: int, state: dict[str, Any]) -> Path:
+    final = root / f"step_{step:012d}"
+    (draft / "state.json").write_text(json.dumps(state))
+    files = {}
+    for file in sorted(p for p in draft.rglob("*") if p.is_file()):
+        sync(file)
+        name = file.relative_to(draft).as_posix()
+        files[name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
+    body: dict[str, Any] = {"format": FORMAT, "step": step, "files": files}
+    (draft / _MANIFEST).write_text(json.dumps({**body, "sha256": _seal(body)}, indent=1))
+    sync(draft / _MANIFEST)
+    for folder in {draft, *(p.parent for p in draft.rglob("*"))}:
+        sync(folder)
+    old = root / f"{final.name}{_OLD}"
+    if final.exists():  # the same step again: after a resume, or at the end of a run
+        final.rename(old)  # still a checkpoint, until the new one has the name
+    draft.rename(final)
+    sync(root)
+    _discard(old)
     return final
 
 
@@ -118,17 +128,19 @@ def latest(root: Path) -> Path | None:
 def last_good(root: Path) -> str:
     """Which checkpoint a run that has failed can go on from, for the end of its reason. Removes drafts."""
     sweep(root)
-    kept = latest(root)
-    return f"; last good checkpoint: {kept}" if kept else ""
+    with suppress(OSError):
+        if kept := answered(partial(latest, root)):
+            return f"; last good checkpoint: {kept}"
+    return ""
 
 
 def mark_best(root: Path, path: Path, score: float) -> None:
     """Mark a checkpoint as the best one, which `prune` keeps, unless another has a higher score."""
-    before = best_score(root)
-    if before is not None and before > score:
-        return
+    text = json.dumps({"checkpoint": path.name, "score": score}) + "\n"
     try:
-        write_whole(root / "best.json", json.dumps({"checkpoint": path.name, "score": score}) + "\n")
+        before = answered(partial(best_score, root))
+        if before is None or before <= score:
+            answered(partial(write_whole, root / "best.json", text))
     except OSError as error:
         raise CoterieError(f"{root}/best.json cannot be written: {_reason(error)}") from None
 
@@ -153,10 +165,15 @@ def best_score(root: Path) -> float | None:
 
 def prune(root: Path, keep: int) -> None:
     """Delete all but the last `keep` and the best."""
-    marked = best(root)
-    for path in sorted(_complete(root), key=_age, reverse=True)[max(keep, 1) :]:
-        if path != marked:
-            _discard(path)
+
+    def delete() -> None:
+        marked = best(root)
+        for path in sorted(_complete(root), key=_age, reverse=True)[max(keep, 1) :]:
+            if path != marked:
+                _discard(path)
+
+    with suppress(OSError):  # later
+        answered(delete)
 
 
 def load_part(path: Path, rank: int, alike: bool) -> tuple[Tensors, dict[str, Any]]:
@@ -254,12 +271,17 @@ def _discard(path: Path) -> None:
 
 def sweep(root: Path) -> None:
     """Delete drafts, and old versions of checkpoints. A run folder has one writer."""
-    for path in root.glob(".draft-*"):
-        gone = path
-        with suppress(OSError):  # a disk may be too full for another name
-            gone = _aside(path)
-        shutil.rmtree(gone, ignore_errors=True)
-    for old in root.glob(f"step_*{_OLD}"):
-        final = old.with_name(old.name.removesuffix(_OLD))
-        with suppress(OSError):
-            _discard(old) if final.exists() else old.rename(final)
+
+    def delete() -> None:
+        for path in root.glob(".draft-*"):
+            gone = path
+            with suppress(OSError):  # a disk may be too full for another name
+                gone = _aside(path)
+            shutil.rmtree(gone, ignore_errors=True)
+        for old in root.glob(f"step_*{_OLD}"):
+            final = old.with_name(old.name.removesuffix(_OLD))
+            with suppress(OSError):
+                _discard(old) if final.exists() else old.rename(final)
+
+    with suppress(OSError):
+        answered(delete)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
+from coterie.parallel.clock import awake
 from coterie.types import ConfigError, CoterieError, reason_of
 
+T = TypeVar("T")
 _LOCK = ".lock"
+_ANSWER_S = 10.0  # for a few small files
+_waiting: list[threading.Thread] = []  # for a disk, given up
 
 
 @contextmanager
@@ -23,6 +31,33 @@ def writing(folder: Path, option: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise CoterieError(f"{option}cannot write to {folder}: {reason_of(error)}") from None
+
+
+def answered(call: Callable[[], T], seconds: float = _ANSWER_S) -> T:
+    """What `call` returns. A disk may never answer, such as a network's whose server is gone: then raises `OSError`
+    after `seconds`, and at once as long as that call waits on in its thread.
+    """
+    late = TimeoutError(errno.ETIMEDOUT, "the disk does not answer")
+    if any(thread.is_alive() for thread in _waiting):
+        raise late
+    _waiting.clear()
+    future = Future[T]()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=work, name="coterie-disk", daemon=True)
+    thread.start()
+    end = awake() + seconds
+    while not future.done():
+        wait([future], 0.5)
+        if awake() > end:
+            _waiting.append(thread)
+            raise late
+    return future.result()
 
 
 def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
@@ -60,12 +95,18 @@ class Journal:
     def write(self, text: str) -> None:
         """Raises `OSError` where it is not written yet."""
         self._left += text.encode()
-        while self._left:  # the kernel may take a part of a line
-            del self._left[: os.write(self._fd, self._left)]
+        answered(self._flush)
 
     def close(self) -> None:
+        answered(self._close)
+
+    def _flush(self) -> None:
+        while self._left:  # the kernel may take a part of a line
+            del self._left[: os.write(self._fd, bytes(self._left))]
+
+    def _close(self) -> None:
         try:
-            self.write("")
+            self._flush()
         finally:
             os.close(self._fd)
 

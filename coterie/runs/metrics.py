@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from coterie.config import Config
 from coterie.extras import needs
 from coterie.parallel.processes import location
 from coterie.runs.config_io import fields, get, to_dict
-from coterie.runs.files import Journal, write_whole, writing
+from coterie.runs.files import Journal, answered, write_whole, writing
 from coterie.runs.trust import SIGNATURE
 from coterie.types import CoterieError, reason_of
 
@@ -107,7 +107,7 @@ class RunWriter:
         # TensorBoard ignores what older event files have from the purge step on.
         purge = None if self._resumed_at is None else self._resumed_at + 1
         events = SummaryWriter(str(self.folder), purge_step=purge, flush_secs=10)
-        self._open.callback(events.close)
+        self._open.callback(answered, events.close)
         if purge is None:
             _describe(self._config, events)
         return events
@@ -122,12 +122,16 @@ class RunWriter:
         with self._trying():
             self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         with self._trying():
-            if self._events is not None:
-                for name, value in plain.items():
-                    if isinstance(value, int | float) and name != "env_steps":
-                        self._events.add_scalar(name, value, plain["env_steps"])
+            answered(partial(self._plot, plain))
         if self._wandb is not None:
             self._wandb.log(plain)
+
+    def _plot(self, line: dict[str, Any]) -> None:
+        """TensorBoard's queue is full while its disk does not answer."""
+        if self._events is not None:
+            for name, value in line.items():
+                if isinstance(value, int | float) and name != "env_steps":
+                    self._events.add_scalar(name, value, line["env_steps"])
 
     def log(self, text: str) -> None:
         with self._trying():
@@ -137,7 +141,8 @@ class RunWriter:
         """Replace processes.json: the health of the run's processes."""
         content = {"unix": round(time.time(), 3), "where": location(), "restarts": restarts, "processes": rows}
         with self._trying():
-            write_whole(self.folder / "processes.json", json.dumps(clean(content)) + "\n", durable=False)
+            text = json.dumps(clean(content)) + "\n"
+            answered(partial(write_whole, self.folder / "processes.json", text, durable=False))
 
     def summary(self, data: dict[str, Any]) -> None:
         """Replace summary.json atomically."""
@@ -145,7 +150,7 @@ class RunWriter:
             text = json.dumps(clean(data), indent=1, allow_nan=False) + "\n"
             # Lists of numbers on one line. A line break inside of a JSON text is always escaped.
             text = re.sub(r"\[\n[-+.\deE,\s]*\]", lambda found: " ".join(found[0].split()), text)
-            write_whole(self.folder / "summary.json", text)
+            answered(partial(write_whole, self.folder / "summary.json", text))
 
     def close(self) -> None:
         with writing(self.folder):

@@ -6,13 +6,15 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coterie.runs.files import Journal, sole_writer
+from coterie.runs.files import Journal, answered, sole_writer
 from coterie.types import ConfigError
+from tests.support.waiting import wait_until
 
 
 def test_a_journal_loses_no_line_and_writes_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +62,29 @@ def test_a_file_system_without_locks_is_named(number: int, tmp_path: Path, monke
         pass
     reason = f"{tmp_path} has no lock ({os.strerror(number)})"
     assert capsys.readouterr().err == f"coterie: {reason}: make sure that no other process trains this run\n"
+
+
+def test_what_a_disk_does_not_answer_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call is waited for once, and those after it not at all."""
+    answers, write = threading.Event(), os.write
+
+    def hang(handle: int, data: bytes) -> int:
+        assert answers.wait(60)
+        return write(handle, data)
+
+    journal = Journal(tmp_path / "lines")
+    monkeypatch.setattr(os, "write", hang)
+    with pytest.raises(TimeoutError, match="the disk does not answer"):
+        answered(lambda: os.write(journal._fd, b"line 0\n"), 0.1)
+    begin = time.monotonic()
+    for i in (1, 2):
+        with pytest.raises(TimeoutError, match="the disk does not answer"):
+            journal.write(f"line {i}\n")
+    assert time.monotonic() - begin < 5  # at once
+    answers.set()
+    wait_until(lambda: not any(thread.name == "coterie-disk" for thread in threading.enumerate()), 10, "it answers")
+    journal.write("line 3\n")
+    journal.close()
+    assert (tmp_path / "lines").read_text() == "".join(f"line {i}\n" for i in range(4))
+    with pytest.raises(ZeroDivisionError):
+        answered(lambda: 1 // 0)

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from coterie.parallel import clock
+from coterie.roles import entry
+from coterie.runs import checkpoint, files, metrics
 
 _NAP_S = 0.05  # the shortest sleep: a process may always sleep for longer than it asked
 _LATEST_S = 1.0  # of a process that waits for ever
@@ -66,6 +68,8 @@ class Scheduler:
         patch.setattr(time, "monotonic", lambda: self.now)
         patch.setattr(time, "sleep", lambda s: self.pause(max(s, _NAP_S)) if self.running else sleep(s))
         patch.setattr(os, "fsync", lambda fd: self.pause())
+        for module in (checkpoint, entry, files, metrics):
+            patch.setattr(module, "answered", lambda call, seconds=0.0: call())  # without a thread
         for name in ("_last", "_stopped"):  # of the clock `awake`, which goes on as it was
             patch.setattr(clock, name, getattr(clock, name))
 

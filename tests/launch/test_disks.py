@@ -1,0 +1,125 @@
+"""Runs whose disk turns read-only, or does not answer for a while: they train on, and write again when they can."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from coterie.runs.metrics import read_metrics
+from tests.support.runs import ENDLESS, check_rows, inline_options, last_line
+
+STALL = {"log.stall": 24}
+
+
+class Disk:
+    """A file system of its own. While it is frozen each write to it waits, and no signal ends that."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, image = folder / "disk", folder / "image"
+        self.path.mkdir()
+        with image.open("wb") as file:
+            file.truncate(1 << 25)
+        for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, self.path]):
+            if subprocess.run(command, capture_output=True).returncode:
+                pytest.skip("cannot mount a file system")
+
+    def freeze(self, how: str = "-f") -> None:
+        subprocess.run(["fsfreeze", how, self.path], check=True)
+
+    def become_read_only(self) -> None:
+        """As after an error, also while files are open."""
+        subprocess.run(["mount", "-o", "remount,abort", self.path], check=True)
+
+    def close(self) -> None:
+        subprocess.run(["fsfreeze", "-u", self.path], capture_output=True)
+        subprocess.run(["umount", "-l", self.path], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path)
+    yield disk
+    disk.close()
+
+
+@pytest.fixture
+def trains_on(meddler, tally) -> Callable[[], None]:
+    def wait() -> None:
+        """Until it has trained on without a pause."""
+        began, steps = time.monotonic(), tally.steps
+
+        def met() -> bool:
+            nonlocal began, steps
+            if tally.steps == steps:
+                began = time.monotonic()
+            steps = tally.steps
+            time.sleep(0.5)  # longer than an env step, and shorter than any wait for a disk
+            return time.monotonic() - began > 6
+
+        meddler.until(met, "it trains on")
+
+    return wait
+
+
+@pytest.mark.parametrize("exchange", ["solo", "gossip"])
+def test_a_disk_that_does_not_answer_costs_no_step(meddler, tally, disk, trains_on, exchange, capsys):
+    meddler.out, said = disk.path / "run", []
+
+    def is_said() -> bool:
+        said.append(capsys.readouterr().out)
+        return "the disk does not answer; training goes on" in "".join(said)
+
+    def freeze() -> None:
+        meddler.at_work()
+        disk.freeze()
+        meddler.until(is_said, "it is said")
+        trains_on()
+        disk.freeze("-u")
+        meddler.saves_again()
+        meddler.interrupt()
+
+    learners = 1 + (exchange == "gossip")
+    options = inline_options(meddler.out, exchange, **{**ENDLESS, **tally.options, **STALL, "learners": learners})
+    assert meddler.run(options, freeze) == 75
+    assert check_rows(meddler.out).get("restarts", 0) == 0
+    seen = [line["env_steps"] for line in read_metrics(meddler.out)]
+    assert seen == sorted(seen)
+    meddler.check_nothing_left()
+
+
+def test_a_signal_ends_a_run_whose_disk_does_not_answer(meddler, tally, disk, trains_on, capsys):
+    meddler.out = disk.path / "run"
+
+    def freeze() -> None:
+        meddler.at_work()
+        disk.freeze()
+        trains_on()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    options = inline_options(meddler.out, "solo", **{**ENDLESS, **tally.options, **STALL, "learners": 1})
+    assert meddler.run(options, freeze) == 1
+    assert "the disk does not answer, for 2" in (line := last_line(capsys))  # seconds, 20 of them or a few more
+    assert "(after SIGTERM)" in line
+
+
+@pytest.mark.parametrize("exchange", ["solo", "gossip"])
+def test_a_run_whose_disk_is_read_only_trains_on_until_its_limit(meddler, tally, disk, trains_on, exchange, capsys):
+    meddler.out = disk.path / "run"
+
+    def stop_writes() -> None:
+        meddler.at_work()
+        disk.become_read_only()
+        trains_on()
+
+    changes = {**ENDLESS, **tally.options, "learners": 1 + (exchange == "gossip"), "log.unsaved_limit": 15}
+    assert meddler.run(inline_options(meddler.out, exchange, **changes), stop_writes) == 1
+    said, line = capsys.readouterr()
+    assert "training goes on, and it is tried again" in said
+    assert "(log.unsaved_limit); last good checkpoint: " in line
+    meddler.check_nothing_left()
