@@ -320,7 +320,7 @@ class Allreduce:
     bind: str = ""  # HOST:PORT of this machine, for the others to connect to
     connect: str = ""  # HOST:PORT of the machine with allreduce.bind
     machines: Positive = 2  # with allreduce.bind: machines to wait for, this one included; more may join later
-    trusted_network: bool = False  # required: torch.distributed has no TLS and no token. True: the network is private
+    trusted_network: bool = False  # required: torch.distributed has no TLS. True: the network is private
 
 
 @dataclass(frozen=True)

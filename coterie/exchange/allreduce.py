@@ -32,7 +32,8 @@ from coterie.exchange.solo import Solo
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import PeerLost, scratch_folder
 from coterie.types import first_line
-from coterie.wire.auth import is_local, split
+from coterie.wire.auth import is_local, read_token, split
+from coterie.wire.tokens import own_token, scoped
 
 # A dead learner closes its connections, and the parent kills one that hangs: a time-out of Gloo's own would also pass
 # while the whole run is stopped.
@@ -239,7 +240,8 @@ def _between_machines(setup: Setup) -> MachineGroup | None:
         return peers.board.stopping
 
     machines = allreduce.machines if allreduce.bind else 0
-    return MachineGroup(Machine(split(at), machines, kind, config.seed, setup.timeout), ended)
+    token = scoped(read_token(file) if (file := config.wire.token_file) else own_token(at), "peer")
+    return MachineGroup(Machine(split(at), machines, kind, config.seed, setup.timeout, token=token), ended)
 
 
 KIND = ExchangeKind(
@@ -267,8 +269,13 @@ KIND = ExchangeKind(
         Refusal(
             lambda c, s: bool(address(c)) and not c.allreduce.trusted_network and not is_local(address(c)),
             "allreduce.trusted_network",
-            "must be True at an address that is not loopback: torch.distributed has neither TLS nor a token, so the "
-            "network must be private",
+            "must be True at an address that is not loopback: torch.distributed has no TLS, so the network must be "
+            "private",
+        ),
+        Refusal(
+            lambda c, s: bool(address(c)) and not c.wire.token_file and not is_local(address(c)),
+            "wire.token_file",
+            "must be a file with the run's token: other machines can reach allreduce.bind or allreduce.connect",
         ),
     ),
     simulation="coterie.tools.plan.learners:SimAllReduce",

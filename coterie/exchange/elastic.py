@@ -6,8 +6,8 @@
 
 No machine trains without the others, and no update uses a part of the gradients: the rest of a rollout is lost when
 its group breaks. torch.distributed (Gloo) carries the numbers; its groups cannot change, so each rendezvous makes
-another. The listening machine decides which machines are in it (rendezvous.py). There is neither TLS nor a token, so
-the network must be private.
+another. The listening machine decides which machines are in it (rendezvous.py). A machine must know the token to take
+part, but there is no TLS, and Gloo's own connections are not authenticated, so the network must be private.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from coterie.exchange.lineage import Request
 from coterie.exchange.rendezvous import Machine, Place, RendezvousClient, RendezvousHost
+from coterie.exchange.signed_store import SignedStore
 from coterie.parallel.processes import location
 from coterie.types import CoterieError, first_line
 
@@ -191,7 +192,8 @@ class MachineGroup:
         self.store = TCPStore(
             host, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self.host = RendezvousHost(self.store, self.machine, self.name, lambda line: self.report(line))
+        signed = SignedStore(self.store, self.machine.token)
+        self.host = RendezvousHost(signed, self.machine, self.name, lambda line: self.report(line))
 
     def close(self, over: bool) -> None:
         """Leave, and report it to the others. `over`: for good."""

@@ -17,6 +17,7 @@ class Request:
     sums: int  # that it took part in
     group: int  # the one that it was in; 0: none
     first: bool = False  # whether it is the listening machine, which only that one can say
+    nonce: str = ""  # that the answer repeats
 
 
 def source_of(requests: list[Request]) -> int:

@@ -9,12 +9,16 @@ one is stopped   torch: blocked for at least 19 s, and no public call reports it
 tickets          how many requests were made            ticket/N    a machine that wants to be in the next group
 call/N           the answer                            beat/UID    changes while a machine lives; LEFT: it has left
 broken/GROUP     a machine of that group is lost       over        the run of the listening machine has ended
+host             there once the listening machine forms groups
+
+All values are signed (signed_store.py). An answer repeats a number of its request, so that an old one is not taken.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import secrets
 import socket
 import threading
 import time
@@ -27,9 +31,11 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from coterie.exchange.lineage import Request, source_of
+from coterie.exchange.signed_store import SignedStore
 from coterie.types import first_line
 
 LEFT = "gone"
+_MOST = 1000  # requests that are read at once: anyone can move their number
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Machine:
     seed: int  # different for each
     patience: float  # seconds
     timing: Timing = Timing()
+    token: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,17 +75,12 @@ class Place:
     source: int
 
 
-def clone(store: TCPStore) -> TCPStore:
-    """Another connection: two threads on one wait for each other."""
-    return store.clone()  # type: ignore[attr-defined,no-any-return]
-
-
 class RendezvousHost:
     """Forms groups, in a thread of the listening machine. `name`: of its client."""
 
-    def __init__(self, store: TCPStore, machine: Machine, name: str, report: Callable[[str], None]) -> None:
+    def __init__(self, store: SignedStore, machine: Machine, name: str, report: Callable[[str], None]) -> None:
         self.name = name
-        self.store, self.machine, self.timing, self.report = clone(store), machine, machine.timing, report
+        self.store, self.machine, self.timing, self.report = store.clone(), machine, machine.timing, report
         self.waiting: dict[str, tuple[int, Request]] = {}  # by uid: (ticket number, request)
         self.members: dict[str, Request] = {}  # of the present group, by uid
         self.beats: dict[str, tuple[str, float]] = {}  # the last heartbeat of each, and when it was seen
@@ -87,6 +89,7 @@ class RendezvousHost:
         self.checked = 0.0  # when heartbeats were checked last: a few calls of the store for each
         self.begin = self.newest = time.monotonic()
         self.warn_at = self.begin + 10.0
+        self.store.set("host", "1")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="coterie-rendezvous-host", daemon=True)
         self._thread.start()
@@ -115,25 +118,26 @@ class RendezvousHost:
                 self.report(f"allreduce: {one.name} {'has left' if self.beats[uid][0] == LEFT else 'is lost'}")
                 self.store.set(f"broken/{self.group}", "1")
             if uid in self.waiting:  # it asks again if it was only out of reach
-                self._answer(self.waiting.pop(uid)[0], {"again": True})
+                number, request = self.waiting.pop(uid)
+                self._answer(number, {"again": True}, request.nonce)
 
     def _read(self, now: float) -> None:
-        last = self.store.add("tickets", 0)
+        last = min(self.store.add("tickets", 0), self.read + _MOST)
         self.unread += [(number, now) for number in range(self.read + 1, last + 1)]
-        self.read = last
+        self.read = max(self.read, last)
         self.unread = [(number, since) for number, since in self.unread if not self._admit(number, now, now - since)]
 
     def _admit(self, number: int, now: float, age: float) -> bool:
         """Read a request and put it into `waiting`, or refuse it; False if it has to be read again."""
         if not self.store.check([f"ticket/{number}"]):
             if age > self.timing.store:
-                self._answer(number, {"again": True})
+                self._answer(number, {"again": True}, "")
             return age > self.timing.store
         try:
             request = Request(**json.loads(self.store.get(f"ticket/{number}")))
             request = replace(request, first=request.uid.partition(" ")[2] == self.name)
         except (TypeError, ValueError, AttributeError):
-            self._answer(number, {"refused": "the run there is of another version of Coterie"})
+            self._answer(number, {"refused": "the run there is of another version of Coterie"}, "")
             return True
         others = (*self.members.values(), *(other for _, other in self.waiting.values()))
         twin = any(other.seed == request.seed and other.uid != request.uid for other in others)
@@ -145,15 +149,15 @@ class RendezvousHost:
         elif twin:
             reason = f"a run with --seed {request.seed} is there and has the same episodes: give this one another seed"
         if reason:
-            self._answer(number, {"refused": reason})
+            self._answer(number, {"refused": reason}, request.nonce)
         else:
             self.waiting[request.uid], self.newest = (number, request), now
             self.beats[request.uid] = "", now
         self.store.delete_key(f"ticket/{number}")
         return True
 
-    def _answer(self, number: int, content: dict[str, Any]) -> None:
-        self.store.set(f"call/{number}", json.dumps(content))
+    def _answer(self, number: int, content: dict[str, Any], nonce: str) -> None:
+        self.store.set(f"call/{number}", json.dumps({**content, "nonce": nonce}))
 
     def _lives(self, uid: str, now: float) -> bool:
         before, since = self.beats[uid]
@@ -176,8 +180,8 @@ class RendezvousHost:
                 return
         self.group = max(self.group, before) + 1
         source = source_of(requests)
-        for rank, (number, _) in enumerate(chosen):
-            self._answer(number, asdict(Place(self.group, rank, len(chosen), source)))
+        for rank, (number, request) in enumerate(chosen):
+            self._answer(number, asdict(Place(self.group, rank, len(chosen), source)), request.nonce)
         self.members = {request.uid: request for request in requests}
         self.waiting = {}
 
@@ -202,9 +206,9 @@ class RendezvousClient:
     """
 
     def __init__(self, machine: Machine, name: str) -> None:
-        self.address, self.name, self.timing = machine.address, name, machine.timing
+        self.address, self.name, self.timing, self.token = machine.address, name, machine.timing, machine.token
         self.own = self.uid = ""  # this machine's address on the way to the store, and the key of its run
-        self.store: TCPStore | None = None  # for the group's connections to be made
+        self.store: SignedStore | None = None  # for the group's connections to be made
         self.error = ""
         self.over = False  # the run of the listening machine has ended
         self.group, self.broken = 0, False  # the group that it is in, and whether a member reports it broken
@@ -225,7 +229,8 @@ class RendezvousClient:
         return self.error
 
     def ask(self, request: Request) -> None:
-        self.answer, self._number, self._request = None, 0, request
+        self._nonce = secrets.token_hex(16)
+        self.answer, self._number, self._request = None, 0, replace(request, nonce=self._nonce)
         self._wake.set()
 
     def enter(self, group: int) -> None:
@@ -239,14 +244,16 @@ class RendezvousClient:
     def _work(self) -> None:
         timing = self.timing
         try:
-            with socket.create_connection(self.address, timeout=timing.store) as connection:
-                self.own = connection.getsockname()[0]
+            with socket.create_connection(self.address, timeout=timing.store) as way:
+                self.own = way.getsockname()[0]
             self.uid = f"{self.own} {self.name}"
             timeout = timedelta(seconds=timing.store)
-            store = TCPStore(*self.address, None, False, timeout=timeout, wait_for_workers=False)
+            connection = TCPStore(*self.address, None, False, timeout=timeout, wait_for_workers=False)
+            store = SignedStore(connection, self.token)
+            store.get("host")  # waits for it, and fails where it has another token
             beat, last = 0, -timing.heartbeat
             store.set(f"beat/{self.uid}", "0")
-            self.store = clone(store)
+            self.store = store.clone()
             while not self._closed.is_set():
                 if time.monotonic() - last >= timing.heartbeat:
                     store.set(f"beat/{self.uid}", str(beat := beat + 1))
@@ -265,7 +272,7 @@ class RendezvousClient:
         except (RuntimeError, OSError) as error:
             self.error = first_line(error)
 
-    def exchange(self, store: TCPStore) -> None:
+    def exchange(self, store: SignedStore) -> None:
         """Send what is pending, and read the answer."""
         if self._to_break:
             store.set(f"broken/{self._to_break}", "1")
@@ -275,7 +282,9 @@ class RendezvousClient:
             self._number = number = store.add("tickets", 1)
             store.set(f"ticket/{number}", json.dumps(asdict(request)))
         if self._number and self.answer is None and store.check([f"call/{self._number}"]):
-            self.answer = json.loads(store.get(f"call/{self._number}"))
+            answer = json.loads(store.get(f"call/{self._number}"))
+            if answer.pop("nonce") in (self._nonce, ""):
+                self.answer = answer
 
     def close(self) -> None:
         """Leave, and report it."""

@@ -141,6 +141,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "allreduce.bind": {"allreduce.bind": "127.0.0.1:8791", "exchange": "gossip", "learners": 2},
         "allreduce.connect": {"allreduce.connect": "127.0.0.1:8791", "exchange": "gossip", "learners": 2},
         "allreduce.trusted_network": {**RING, "allreduce.bind": "10.0.0.1:8791"},
+        "wire.token_file": {**RING, "allreduce.bind": "10.0.0.1:8791", "allreduce.trusted_network": True},
         **{f"gossip.{end}": {f"gossip.{end}": "127.0.0.1:8790"} for end in ("bind", "connect")},
         "decoupled.batch_size": {"algorithm": "vtrace", "acting": "decoupled", "actors": 2, "decoupled.batch_size": 20},
         "ACTING.batch_size": {**DECOUPLED, "actors": 2, "decoupled.batch_size": 20},

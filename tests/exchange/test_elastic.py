@@ -1,115 +1,23 @@
-"""All-reduce between machines that come, go, hang and return, as threads: each has its own `MachineGroup`."""
+"""All-reduce between machines that come, go, hang and return."""
 
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
-from coterie.exchange.elastic import MachineGroup
 from coterie.exchange.lineage import Request, source_of
 from coterie.exchange.rendezvous import Machine as Settings
-from coterie.exchange.rendezvous import RendezvousHost, Timing
+from coterie.exchange.rendezvous import RendezvousHost
+from coterie.exchange.signed_store import SignedStore
 from coterie.types import CoterieError
+from tests.exchange.elastic_harness import PATIENCE_S, TIMING, TOKEN, rest, store_of, train
 from tests.support.net import free_port
 from tests.support.waiting import wait_until
-
-PATIENCE_S = 30.0
-TIMING = Timing(heartbeat=0.2, silent=4.0, poll=0.2, form=5.0)
-
-
-class Machine:
-    """Weights that go up by the sum of all machines' numbers: each step is a sum, then the end of a rollout."""
-
-    def __init__(
-        self, port: int, number: int, machines: int = 0, kind: str = "it", patience: float = PATIENCE_S, name: str = "",
-        claim: int = 0,
-    ) -> None:  # fmt: skip
-        self.over = threading.Event()
-        settings = Settings(("127.0.0.1", port), machines, kind, number, patience, TIMING)
-        self.group = MachineGroup(settings, self.over.is_set)
-        self.group.name = name or str(number)
-        self.group.sums = self.group.number = claim
-        self.lines = list[str]()
-        self.group.report = self.lines.append
-        self.number, self.weights = number, torch.full((3,), float(number))
-        self.error: BaseException | None = None
-        self.pause = threading.Event()
-        self.paused = threading.Event()
-        self.made = self.lost = 0
-        self.thread = threading.Thread(target=self._work, daemon=True)
-        self.thread.start()
-
-    def _work(self) -> None:
-        try:
-            self.group.join([self.weights])
-            while not self.over.is_set():
-                self._step()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.group.close(over=self.error is None)
-
-    def _step(self) -> None:
-        if self.pause.is_set():
-            self.paused.set()
-            while self.pause.is_set():
-                time.sleep(0.01)
-            self.paused.clear()
-        message = torch.tensor([float(self.number), 1.0, float(self.group.requested())])
-        if self.group.sum(message):
-            self.weights += message[0]
-            self.made += 1
-        else:
-            self.lost += 1
-        if self.group.broken or message[2] > 0:
-            self.group.join([self.weights])
-
-    def end(self) -> None:
-        self.pause.clear()
-        self.over.set()
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive()
-
-
-@pytest.fixture
-def machine() -> Iterator[Callable[..., Machine]]:
-    port, made = free_port(), list[Machine]()
-
-    def make(number: int, **options: object) -> Machine:
-        made.append(Machine(port, number, **options))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for one in reversed(made):
-        one.end()
-
-
-def train(machines: list[Machine], size: int) -> None:
-    """All go on, as one group of this size."""
-    wait_until(
-        lambda: all(m.group.size == size and not m.group.broken for m in machines), PATIENCE_S, f"a group of {size}"
-    )
-    before = [m.made for m in machines]
-    wait_until(lambda: all(m.made > b + 3 for m, b in zip(machines, before, strict=True)), what="sums")
-    assert not any(m.error for m in machines)
-
-
-def rest(machines: list[Machine]) -> None:
-    """All stop at the same sum, with the same weights."""
-    machines[0].pause.set()
-    assert machines[0].paused.wait(PATIENCE_S)
-    wait_until(lambda: len({m.group.sums for m in machines}) == 1, 10, "the others wait in the next sum")
-    wait_until(
-        lambda: all(torch.equal(m.weights, machines[0].weights) for m in machines), 10, "all have the same weights"
-    )
-    machines[0].pause.clear()
 
 
 def test_all_begin_together_with_the_first_ones_state_and_stay_equal(machine):
@@ -226,7 +134,7 @@ def test_a_machine_that_is_lost_while_a_group_forms_leaves_the_others_with_equal
     wait_until(
         lambda: first.group.client is not None and first.group.client.store is not None, PATIENCE_S, "it listens"
     )
-    store = TCPStore(*first.group.machine.address, None, False, wait_for_workers=False)
+    store = store_of(first)
     store.set("beat/lost", "0")
     lost = Request("lost", "lost", "it", 9, 0, 0, False)
     store.set(f"ticket/{store.add('tickets', 1)}", json.dumps(asdict(lost)))
@@ -239,7 +147,7 @@ def test_a_machine_that_is_lost_while_a_group_forms_leaves_the_others_with_equal
 def test_a_request_to_join_that_cannot_be_read_is_refused(machine):
     machines = [machine(1, machines=2), machine(2)]
     train(machines, 2)
-    store = TCPStore(*machines[0].group.machine.address, None, False, wait_for_workers=False)
+    store = store_of(machines[0])
     for text in ("{", "[]", '{"uid": "x"}', '{"uid": "x", "more": 1}'):
         number = store.add("tickets", 1)
         store.set(f"ticket/{number}", text)
@@ -252,7 +160,7 @@ def test_a_request_to_join_that_cannot_be_read_is_refused(machine):
 def test_a_machine_that_is_alone_in_its_group_notices_that_it_was_given_up(machine):
     only = machine(1, machines=1)
     train([only], 1)
-    store = TCPStore(*only.group.machine.address, None, False, wait_for_workers=False)
+    store = store_of(only)
     store.set(f"broken/{only.group.number}", "1")
     wait_until(lambda: only.group.number == 2, 10, "another group")
     train([only], 1)
@@ -262,7 +170,7 @@ def test_no_group_forms_without_the_listening_machine():
     """It was stopped for long, and is back: its thread sees the others' requests before its own. Another one claims to
     be the listening machine.
     """
-    store = TCPStore("127.0.0.1", free_port(), None, True, wait_for_workers=False)
+    store = SignedStore(TCPStore("127.0.0.1", free_port(), None, True, wait_for_workers=False), TOKEN)
     settings = Settings(("127.0.0.1", 1), 1, "it", 1, PATIENCE_S, TIMING)
     host = RendezvousHost(store, settings, "first", lambda line: None)
     try:

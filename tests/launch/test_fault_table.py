@@ -56,7 +56,8 @@ def commands(kind: str, here: str, keys: Path) -> tuple[list[str], list[str]]:
     token = ["token-file", f"{keys}/token", "cert", f"{keys}/cert.pem"]
     wire = [word if i % 2 else f"--wire.{word}" for i, word in enumerate([*token, "key", f"{keys}/key.pem"])]
     client = ["--connect", at, *env, *(word if i % 2 else f"--{word}" for i, word in enumerate(token))]
-    sync = ["train", "ppo", *env, "--exchange", "allreduce", "--learners", "1", "--allreduce.trusted-network", "True"]
+    sync = ["train", "ppo", *env, "--exchange", "allreduce", "--learners", "1", *wire[:2]]
+    sync += ["--allreduce.trusted-network", "True"]
     gala = ["train", "gala-ppo", *env, "--learners", "1"]
     return {
         "sync PPO": (

@@ -19,7 +19,9 @@ from coterie.exchange import elastic, rendezvous
 from coterie.exchange.elastic import MachineGroup
 from coterie.exchange.rendezvous import Machine as Settings
 from coterie.exchange.rendezvous import RendezvousHost, Timing
+from coterie.exchange.signed_store import SignedStore
 from tests.simulation.scheduler import Process, Scheduler, Simulation
+from tests.simulation.threads import threads
 
 MACHINES = 3
 TIMING = Timing(look=0.2, poll=0.5)
@@ -59,8 +61,11 @@ class Store:
             self.network.scheduler.pause(0.2)
         return self._data() if self.server is not self.network.server else self.server
 
-    def set(self, key: str, value: str) -> None:
-        self._data()[key] = value.encode()
+    def clone(self) -> Store:
+        return self
+
+    def set(self, key: str, value: bytes) -> None:
+        self._data()[key] = value
 
     def get(self, key: str) -> bytes:
         if key not in (data := self._data()):
@@ -161,7 +166,7 @@ class Machine:
 
     def _work(self) -> None:
         kind = MACHINES if self.number == 0 else 0
-        settings = Settings(("127.0.0.1", 1), kind, "it", self.number, PATIENCE_S, TIMING)
+        settings = Settings(("127.0.0.1", 1), kind, "it", self.number, PATIENCE_S, TIMING, "a token")
         self.group = group = MachineGroup(settings, lambda: False)
         group.name = str(self.number)
         while True:
@@ -194,36 +199,6 @@ class Rings(Simulation):
         self.network = network = Network(self.scheduler)
         scheduler, put = self.scheduler, self.patch.setattr
 
-        class Thread:
-            def __init__(self, target: Callable[[], None], name: str, daemon: bool) -> None:
-                self.target, self.name = target, name
-
-            def start(self) -> None:
-                self.process = network.here.start(self.name, self.target)
-
-            def join(self, seconds: float) -> None:
-                end = scheduler.now + seconds
-                while self.process.alive and scheduler.now < end:
-                    scheduler.pause(0.2)
-
-        class Event:
-            flag = False
-
-            def set(self) -> None:
-                self.flag = True
-
-            def clear(self) -> None:
-                self.flag = False
-
-            def is_set(self) -> bool:
-                return self.flag
-
-            def wait(self, seconds: float) -> bool:
-                end = scheduler.now + seconds
-                while not self.flag and scheduler.now < end:
-                    scheduler.pause(0.2)
-                return self.flag
-
         @contextlib.contextmanager
         def connect(address: tuple[str, int], timeout: float) -> Iterator[Any]:
             scheduler.pause()
@@ -234,13 +209,14 @@ class Rings(Simulation):
         def listen(group: MachineGroup) -> None:
             network.server, network.servers = {}, network.servers + 1
             group.store = Store(network, network.here)  # type: ignore[assignment]
-            group.host = RendezvousHost(group.store, group.machine, group.name, group.report)  # type: ignore[arg-type]
+            group.host = RendezvousHost(
+                SignedStore(group.store, group.machine.token), group.machine, group.name, group.report
+            )
 
-        put(rendezvous, "threading", SimpleNamespace(Thread=Thread, Event=Event))
+        put(rendezvous, "threading", threads(scheduler, lambda name, work: network.here.start(name, work)))
         put(rendezvous, "socket", SimpleNamespace(create_connection=connect))
         put(rendezvous, "TCPStore", lambda *address, **how: Store(network, network.here))
-        put(rendezvous, "clone", lambda store: store)
-        put(elastic, "PrefixStore", lambda prefix, store: (prefix, store))
+        put(elastic, "PrefixStore", lambda prefix, store: (prefix, store.store))
         put(elastic, "interface", lambda address: "lo")
         put(elastic.dist, "ProcessGroupGloo", Ring)
         put(MachineGroup, "_listen", listen)
@@ -271,6 +247,15 @@ class Rings(Simulation):
         """From the listening machine."""
         self.network.machines[who].cut_off = off
         self.scheduler.wait(seconds)
+
+    @rule(name=st.sampled_from(["over", "broken/", "call/", "ticket/", "beat/"]), which=st.integers(1, 9))
+    def forge(self, name: str, which: int) -> None:
+        """A process without the token writes what it has read elsewhere, and moves the number of requests."""
+        if data := self.network.server:
+            key = f"{name}{which}" if "/" in name else name
+            value = list(data.values())[which % len(data)]
+            data.setdefault(key, value if len(value) > 32 else b"1")
+            data["tickets"] = str(int(data.get("tickets", b"0")) + which % 3).encode()
 
     @rule(fragile=st.booleans())
     def end_of_a_sum(self, fragile: bool) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from coterie.exchange import elastic
 from coterie.exchange.mailboxes import Relay
 from coterie.exchange.rendezvous import Place, RendezvousClient
+from coterie.exchange.signed_store import SignedStore
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.ledger import Ledger
 from coterie.launch.rescue import Rescue
@@ -96,6 +97,7 @@ SLOW = pytest.mark.slow  # it takes more than 100 seeds
         pytest.param(GossipLinks, GossipHub, "leave", nobody_leaves, id="a client that is gone takes part"),
         pytest.param(GossipLinks, Relay, "close", lambda *_: None, id="learners that are gone take part"),
         pytest.param(Rings, elastic, "Place", the_first_has_the_weights, id="machines go back to old weights"),
+        pytest.param(Rings, SignedStore, "get", lambda self, key: self.store.get(key)[32:], id="values are not signed"),
         pytest.param(Rings, RendezvousClient, "silent", "", id="a lost listening machine is waited for"),
     ],
 )
