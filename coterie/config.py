@@ -148,6 +148,8 @@ class PPO:
     clip_value: NaturalFloat = 0.0  # clip the change of the value to +-this; 0: off
     target_kl: NaturalFloat = 0.0  # skip the remaining epochs of a rollout above this KL divergence; 0: off
     batch_size: Natural = 0  # samples per rollout; algo.unroll_length becomes batch_size / num_envs. 0: off
+    proximal: bool = False  # clip around the weights at the start of training on a rollout: learns from older policies
+    rho_max: PositiveFloat = 100.0  # proximal: clip of the importance weight, proximal / acting policy
 
 
 @dataclass(frozen=True)

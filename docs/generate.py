@@ -67,7 +67,8 @@ or a larger one, and a run says so at its start. The others have our settings, f
 MATRIX = f"""# Combinations
 
 A run is four choices: algorithm x acting x exchange x launch. Every combination below trains; "lockstep" means that
-actors and learner take turns, because the algorithm needs data of the present policy. `coterie list matrix` prints this
+actors and learner take turns, because the algorithm needs data of the present policy; `ppo.proximal` lets PPO learn
+from older ones. `coterie list matrix` prints this
 table. A custom acting or exchange adds rows ([custom parts](../guides/custom-acting-exchange.md)).
 
 {NOTE}

@@ -44,6 +44,7 @@ class RolloutBatch:
     envs: int = 1  # number of envs if rows are in [T, B] order; 1: shuffled
     metrics: dict[str, float] = field(default_factory=dict)  # the whole batch's, after it was trained on
     priority: Tensor | None = None
+    log_rho: Tensor | None = None  # log of the importance weight, 0 on masked rows; None: the newest weights acted
 
     @property
     def valid(self) -> int:

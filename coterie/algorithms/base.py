@@ -122,6 +122,11 @@ class AlgorithmBase:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"settings: {reason_of(error)}") from error
 
+    @classmethod
+    def corrects(cls, config: Config) -> bool:
+        """Whether it can learn from rollouts of older weights."""
+        return not cls.on_policy
+
     @staticmethod
     def make_model(config: Config, spec: Spec) -> Model | None:
         """A network of the algorithm's own, with initial weights. None: that of section `model`."""

@@ -2,10 +2,14 @@
 
 Several epochs of shuffled minibatches over each rollout. Acting, rewards and advantages are A2C's; what differs is
 here. With a core a minibatch is a set of whole env columns, so that each sequence starts at its `core_state`.
+
+`ppo.proximal` decouples the policy that acted from the one that the clip is around (Hilton et al. 2021, arXiv
+2110.00641): the latter has the weights from before the rollout's first minibatch. Left out: its moving average.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -13,7 +17,7 @@ from torch import Tensor
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.a2c import A2C, RolloutBatch
-from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
+from coterie.algorithms.base import ON_CPU, Compute, Loss, autocast, combine
 from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal
 from coterie.exchange.table import exchange_kind
@@ -45,8 +49,12 @@ class PPO(A2C):
 
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
-        self.ppo = config.ppo
+        self.ppo, self.dtype = config.ppo, compute.dtype
         self.rng = torch.Generator().manual_seed(seed)
+
+    @classmethod
+    def corrects(cls, config: Config) -> bool:
+        return config.ppo.proximal
 
     @staticmethod
     def unroll_length(config: Config) -> int:
@@ -68,6 +76,8 @@ class PPO(A2C):
     def batches(self, model: Model, rollout: Rollout) -> Iterator[RolloutBatch]:
         """`ppo.epochs` passes over shuffled minibatches, until `ppo.target_kl` is exceeded."""
         whole = self.prepare(model, rollout)
+        if self.ppo.proximal:
+            self._decouple(model, whole)
         t, b = rollout.mask.shape
         columns = b if model.recurrent else t * b
         size = max(1, self.ppo.minibatch_size // t) if model.recurrent else self.ppo.minibatch_size
@@ -78,9 +88,23 @@ class PPO(A2C):
                 batch = whole.take(index)
                 if self.algo.normalize_advantage:
                     batch.advantage = normalize(batch.advantage, batch.mask)
+                if batch.log_rho is not None:  # above 0, so that it may as well be the objective's factor
+                    batch.advantage = batch.advantage * batch.log_rho.clamp(max=math.log(self.ppo.rho_max)).exp()
                 yield batch
                 if self.ppo.target_kl and batch.metrics["kl"] > 1.5 * self.ppo.target_kl:
                     return
+
+    @torch.no_grad()
+    def _decouple(self, model: Model, whole: RolloutBatch) -> None:
+        """Clip around the learner's weights of now, and weigh each sample by their ratio to those that acted.
+
+        Advantages and value targets stay those of the values while acting, as in the authors' code.
+        """
+        with autocast(whole.mask.device, self.dtype)():  # as in `loss`, so that the first ratio is 1
+            found = [self.dist.log_prob(model(p.inputs, p.core_state)[0], p.action) for p in whole.parts()]
+        proximal = torch.cat(found, -1)
+        whole.log_rho = torch.where(whole.mask, proximal - whole.behavior_log_prob, 0.0)
+        whole.behavior_log_prob = proximal
 
     def loss(self, model: Model, batch: RolloutBatch) -> Loss:
         """The clipped objective, (clipped) squared value error, entropy bonus."""
@@ -98,7 +122,11 @@ class PPO(A2C):
             "entropy": (-self.entropy_coef(), entropy),
         }
         clipped, kl = ppo_stats(log_prob, batch.behavior_log_prob, clip)
-        return combine(terms, {"kl": kl, "clip_fraction": clipped}, batch.mask, batch.count)
+        watched = {"kl": kl, "clip_fraction": clipped}
+        if batch.log_rho is not None:
+            watched["rho"] = batch.log_rho.clamp(max=math.log(1e3)).exp()
+            watched["rho_clipped"] = (batch.log_rho > math.log(self.ppo.rho_max)).float()
+        return combine(terms, watched, batch.mask, batch.count)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {**super().state_dict(), "minibatch_rng": self.rng.get_state()}

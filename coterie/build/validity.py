@@ -9,7 +9,7 @@ from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.replay_size import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class
 from coterie.build.factory import make_model
-from coterie.config import Config, Refusal, ResolvedConfig
+from coterie.config import PPO, Config, Refusal, ResolvedConfig
 from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.build import try_out
@@ -46,14 +46,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "needs one learner with a replay: dqn or r2d2 with exchange solo",
     ),
     Refusal(
-        lambda c, s: algorithm_class(c).on_policy and not acting_kind(c).lockstep(c),
+        lambda c, s: not algorithm_class(c).corrects(c) and not acting_kind(c).lockstep(c),
         "ACTING.lockstep",
-        "must be True with a2c and ppo, which cannot correct for an older policy; or use vtrace",
+        "must be True with a2c and ppo, which cannot correct for an older policy; or use vtrace, or ppo.proximal",
     ),
     Refusal(
-        lambda c, s: algorithm_class(c).on_policy and acting_kind(c).publish_every(c) > 1,
+        lambda c, s: not algorithm_class(c).corrects(c) and acting_kind(c).publish_every(c) > 1,
         "ACTING.publish_every",
-        "must be 1 with a2c and ppo, which cannot correct for an older policy",
+        "must be 1 with a2c and ppo, which cannot correct for an older policy; or use vtrace, or ppo.proximal",
     ),
     Refusal(
         lambda c, s: c.algo.entropy_target != 0 and c.algo.entropy_coef == 0,
@@ -149,9 +149,11 @@ def check_objects(config: Config) -> None:
 
 def table() -> str:
     """The valid combinations, as a Markdown table."""
+    decoupled = Config(ppo=PPO(proximal=True))
     rows = ["| algorithm | acting | exchange | launch |", "|---|---|---|---|"]
     for algorithm, kind in ALGORITHMS.items():
         for acting in ACTING:
-            lockstep = " (lockstep)" if ACTING[acting].apart and kind.on_policy else ""
+            how = " (lockstep, or `ppo.proximal`)" if kind.corrects(decoupled) else " (lockstep)"
+            lockstep = how if ACTING[acting].apart and kind.on_policy else ""
             rows.append(f"| {algorithm} | {acting}{lockstep} | {', '.join(EXCHANGES)} | {', '.join(LAUNCHES)} |")
     return "\n".join(rows)

@@ -158,7 +158,8 @@ def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
     kind = acting_kind(config)
     was = kind.section(config)
     batch = 0 if was is None else was.batch_size
-    lockstep = algorithm_class(config).on_policy or (config.acting == acting and was is not None and was.lockstep)
+    held = config.acting == acting and was is not None and was.lockstep
+    lockstep = held or not algorithm_class(config).corrects(config)
     batch = 0 if lockstep else batch
     actors = config.actors if config.acting == acting and kind.apart else "auto"
     if EXCHANGES[exchange].one_learner and actors != "auto" and config.learners != "auto":
