@@ -4,7 +4,8 @@ A service turns a client's `Hello` into a `ServiceStream`, which receives the cl
 each when it can. Every frame is checked against the handshake first; a client that breaks it loses its stream.
 
 A connection costs a descriptor of the learner's before its token is known. gRPC limits how many there are in all, and
-for how long one may be silent; `_watch` limits those of one address that have no stream.
+for how long one may be silent; `_watch` limits those of one address that have no stream. Where an address has too many
+clients, the oldest that has not proven yet that it knows the token makes room: one that knows it is quick.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import grpc
@@ -35,6 +37,7 @@ _START_S = 30.0
 _IDLE_MS = 10_000  # that a connection may be without a stream
 _WATCH_S = 0.5
 _DESCRIPTORS = 1 << 16  # at most, where the system allows more
+_LEAST = 0.1  # of the time for a handshake, where many of one address wait
 _REASON = 400  # characters of a reason: it travels in a header, of which gRPC takes 8 KiB
 
 # A client may send an undecodable header, and is refused; it may be gone before it receives the reason. gRPC would
@@ -81,6 +84,7 @@ class Server:
         self.bytes_in = self.bytes_out = 0
         self._streams = Counter[str]()
         self._handshakes: dict[str, asyncio.Semaphore] = {}
+        self._unproven: dict[str, list[asyncio.Task[Any]]] = {}  # handshakes by client, the oldest first
         self.open = set[ServerStream]()  # after the handshake
         self.over: str | None = None  # why the run has ended, once it has
         self._loop = asyncio.new_event_loop()
@@ -149,10 +153,11 @@ class Server:
         self._watcher = asyncio.create_task(self._watch()) if self.port else None
 
     async def _watch(self) -> None:
-        """Close connections of one address beyond its limit that have no stream."""
-        while True:
+        """Close the oldest connections of one address beyond its limit that have no stream, but none that is new."""
+        since = dict[tuple[str, int], int]()  # by address and port: when a connection without a stream was seen first
+        for tick in count():
             await asyncio.sleep(_WATCH_S)
-            admitted, strangers = {one.port for one in self.open}, Counter[str]()
+            admitted, strangers = {one.port for one in self.open}, dict[str, list[tuple[int, int, str]]]()
             names = list[str]()
             with suppress(OSError):  # no descriptor to list them with
                 names = os.listdir("/dev/fd")
@@ -164,10 +169,17 @@ class Server:
                             continue
                         host, port = connection.getpeername()[:2]
                         if connection.getsockname()[1] == self.port and str(port) not in admitted:
-                            strangers[host] += 1
-                            if strangers[host] > self.limits.strangers:
-                                connection.shutdown(socket.SHUT_RDWR)
+                            one = since.get((host, port), tick), port, name
+                            strangers.setdefault(host, []).append(one)
                     finally:
+                        connection.detach()
+            since = {(host, port): first for host, found in strangers.items() for first, port, _ in found}
+            for found in strangers.values():
+                for first, _, name in sorted(found)[: -self.limits.strangers]:
+                    with suppress(OSError):
+                        connection = socket.socket(fileno=int(name))
+                        if first < tick:
+                            connection.shutdown(socket.SHUT_RDWR)
                         connection.detach()
 
     async def _stop(self) -> None:
@@ -184,15 +196,12 @@ class Server:
 
         async def handle(_: Any, context: grpc.aio.ServicerContext[bytes, Any]) -> None:
             client = client_name(context.peer())
-            if self._streams[client] >= self.limits.streams:
-                await self._refuse(context, client, StatusCode.RESOURCE_EXHAUSTED, "too many streams of one client")
-            if self._streams.total() >= self.limits.all_streams:
-                await self._refuse(context, client, StatusCode.RESOURCE_EXHAUSTED, "too many streams")
+            if reason := self._make_room(client):
+                await self._refuse(context, client, StatusCode.RESOURCE_EXHAUSTED, reason)
             self._streams[client] += 1
             connection = ServerStream(self, context)
             try:
-                async with self._handshakes.setdefault(client, asyncio.Semaphore(self.limits.handshakes)):
-                    hello = await connection.handshake(self.tokens[rpc])
+                hello = await self._handshake(client, connection, self.tokens[rpc])
                 if hello is not None:
                     await connection.serve(hello, self.services[rpc])
             except Refused as error:
@@ -203,11 +212,46 @@ class Server:
                 self.open.discard(connection)
                 self._streams[client] -= 1
                 if not self._streams[client]:
-                    del self._streams[client], self._handshakes[client]
+                    for by_client in (self._streams, self._handshakes, self._unproven):
+                        by_client.pop(client, None)
                 if connection.stream is not None:
                     connection.stream.leave()
 
         return handle
+
+    def _make_room(self, client: str) -> str:
+        """Why there is no room for another stream; empty where there is, or where a handshake was ended for it."""
+        if self._streams[client] >= self.limits.streams:
+            among, reason = self._unproven.get(client), "too many streams of one client"
+        elif self._streams.total() >= self.limits.all_streams:
+            among, reason = max(self._unproven.values(), key=len, default=None), "too many streams"
+        else:
+            return ""
+        if not among:
+            return reason
+        among.pop(0).cancel()
+        return ""
+
+    async def _handshake(self, client: str, connection: ServerStream, token: str) -> Any:
+        """A client's Hello. Those of one address wait for each other, and share the time of one."""
+        turn, limits = self._handshakes.setdefault(client, asyncio.Semaphore(self.limits.handshakes)), self.limits
+        unproven = self._unproven.setdefault(client, [])
+
+        async def in_turn() -> Any:
+            async with turn:
+                share = max(_LEAST, min(1.0, limits.handshakes / len(unproven)))
+                return await connection.handshake(token, limits.hello_s * share)
+
+        unproven.append(task := asyncio.ensure_future(in_turn()))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task in unproven:
+                raise
+            raise Refused("no token in time: newer clients of this address came", too_much=True) from None
+        finally:
+            if task in unproven:
+                unproven.remove(task)
 
     async def _refuse(self, context: Any, client: str, status: StatusCode, reason: str) -> None:
         # It may repeat names that the client chose.

@@ -34,7 +34,7 @@ class Limits:
     connections: int = 4096
     strangers: int = 64  # connections of one address without a stream
     handshakes: int = 16  # of one address at a time: their messages are read before anything is known of the client
-    hello_s: float = 10.0  # for each of a client's first frames
+    hello_s: float = 10.0  # for each of a client's first frames; less where others of its address wait
     heartbeat_s: float = 5.0  # between two empty frames while an answer takes long
 
 
@@ -73,9 +73,11 @@ class ServerStream:
         self.number = 0
         self._writing = asyncio.Lock()
 
-    async def handshake(self, token: str) -> Any:
-        """The client's Hello, once it has proven that it knows `token`; None if it left before."""
-        if (frame := await self._first("hello")) is None:
+    async def handshake(self, token: str, seconds: float) -> Any:
+        """The client's Hello, once it has proven that it knows `token`; None if it left before. `seconds`: for each of
+        its frames.
+        """
+        if (frame := await self._first("hello", seconds)) is None:
             return None
         hello = frame.hello
         if hello.protocol != PROTOCOL:
@@ -85,13 +87,12 @@ class ServerStream:
                 raise NoToken("the run's clients need its token")
             nonce = secrets.token_bytes(NONCE_BYTES)
             await self._write(Frame(challenge={"nonce": nonce, "proof": proof(token, "server", hello.nonce, nonce)}))
-            frame = await self._first("proof")
+            frame = await self._first("proof", seconds)
             if frame is None or not hmac.compare_digest(frame.proof, proof(token, "client", hello.nonce, nonce)):
                 raise NoToken("not the run's token")
         return hello
 
-    async def _first(self, kind: str) -> Any:
-        seconds = self.server.limits.hello_s
+    async def _first(self, kind: str, seconds: float) -> Any:
         try:
             frame = await asyncio.wait_for(self._read(_HELLO_BYTES), seconds)
         except TimeoutError:

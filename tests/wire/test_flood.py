@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,11 +19,13 @@ from coterie.types import CoterieError
 from coterie.wire.auth import read_token
 from coterie.wire.client import Stream
 from coterie.wire.keys import make_keys
+from coterie.wire.server import _WATCH_S
 from coterie.wire.service import Limits
+from coterie.wire.tokens import NONCE_BYTES
 from tests.support.http2 import PREFACE, SETTINGS
 from tests.support.net import free_port
 from tests.support.waiting import wait_until
-from tests.support.wire import LAYOUT, METHOD, TOKEN, WAIT_S, arrays, channel_to, hello_frame, works
+from tests.support.wire import LAYOUT, METHOD, TOKEN, WAIT_S, Raw, arrays, channel_to, hello_frame, works
 from tests.wire.conftest import Serve
 
 DESCRIPTORS, CONNECTIONS = 256, 1000
@@ -114,6 +117,37 @@ def test_one_address_has_a_few_connections_without_a_stream(serve: Serve):
         for stream in streams:
             stream.send(arrays())
             assert stream.receive()[1] == 7
+
+
+def test_the_oldest_connection_without_a_stream_makes_room(serve: Serve):
+    served = serve(f"127.0.0.1:{free_port()}", token=TOKEN, limits=Limits(strangers=3))
+    with ExitStack() as stack:
+
+        def stranger() -> socket.socket:
+            made = stack.enter_context(socket.create_connection(("127.0.0.1", served.server.port)))
+            made.sendall(PREFACE + SETTINGS)
+            made.setblocking(False)
+            return made
+
+        strangers = [stranger() for _ in range(3)]
+        time.sleep(2.5 * _WATCH_S)
+        assert all(map(is_open, strangers))
+        for oldest in list(strangers):
+            strangers.append(stranger())
+            wait_until(lambda oldest=oldest: not is_open(oldest), 5.0, "the oldest is closed")
+            assert all(map(is_open, strangers[-3:])), "a client that is slow to begin is cut off"
+
+
+def test_a_client_with_the_token_gets_in_where_others_of_its_address_have_taken_all_places(serve: Serve):
+    limits = Limits(streams=4, all_streams=6, handshakes=1, hello_s=4.0)
+    served = serve(f"127.0.0.1:{free_port()}", token=TOKEN, limits=limits)
+    with channel_to(served.address) as channel:
+        silent = [Raw(channel, hello_frame(nonce=b"c" * NONCE_BYTES)) for _ in range(4)]
+        wait_until(lambda: served.server._streams.total() == 4)
+        assert works(served.address, token=TOKEN)
+        status, why = silent[0].end()
+        assert (status, why.partition(":")[0]) == (StatusCode.RESOURCE_EXHAUSTED, "no token in time")
+    wait_until(lambda: not served.server._streams and not served.server._unproven)
 
 
 def test_a_small_message_that_would_become_a_large_one_is_refused(serve: Serve):
