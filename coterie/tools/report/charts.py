@@ -85,8 +85,9 @@ def lines(
         if log_y:
             axes.set_yscale("log")
         if log_x:
-            axes.set_xscale("log", base=2)
             ticks = sorted({float(at) for line in series for at in line.x})
+            least = next((at for at in ticks if at > 0), 1.0)
+            axes.set_xscale("symlog", base=2, linthresh=least)  # logarithmic, with room for 0 below the least value
             axes.set_xticks(ticks, [f"{at:g}" for at in ticks])
             axes.minorticks_off()
         if len(series) > 1:

@@ -1,1 +1,1 @@
-"""The figures and tables of the five papers as experiments (`coterie reproduce`)."""
+"""The figures and tables of the five papers, and one of our own, as experiments (`coterie reproduce`)."""

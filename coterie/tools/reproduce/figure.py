@@ -201,5 +201,5 @@ def read_figures(text: str) -> dict[str, Figure]:
 
 _FOLDER = files("coterie.tools.reproduce") / "figures"
 FIGURES: dict[str, Figure] = {}
-for _paper in ("gala", "a3c-gae", "accelerated", "impala", "seed"):
+for _paper in ("gala", "a3c-gae", "accelerated", "impala", "seed", "staleness"):
     FIGURES |= read_figures((_FOLDER / f"{_paper}.toml").read_text())
