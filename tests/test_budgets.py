@@ -14,8 +14,8 @@ TESTS = Path(__file__).parent
 
 # On the way down: 16,000 for the library, 4,500 for the tools and 18,000 for the tests.
 LIBRARY_LINES = 23_522
-TOOLS_LINES = 5_009
-TESTS_LINES = 25_798
+TOOLS_LINES = 5_047
+TESTS_LINES = 25_837
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 300
 FUNCTION_LINES = 60
