@@ -376,6 +376,8 @@ class Log:
     checkpoint_on_warning: bool = False  # write one at SIGUSR1, too, and train on
     keep: Positive = 3  # checkpoints to keep, besides the best
     tensorboard: bool = True  # write TensorBoard events
+    flight: bool = True  # record the schedule, for `coterie replay`
+    digest_every: Positive = 100  # learner steps between check sums of the weights in that record
     consensus: bool = False  # gossip: measure how far the learners' weights are from their mean, and the bound on it
     cosines: Natural = 0  # env steps of each learner between comparisons of the learners' gradients; 0: none
     norms: Natural = 0  # env steps of each learner between measurements of its layers' norms; 0: none

@@ -25,6 +25,9 @@ from coterie.types import CoterieError, Rollout
 class Observer:
     """Measures training without changing it (implementations: `instruments/`). A run has none by default."""
 
+    def begin(self, rollout: Rollout, env_steps: int) -> None:
+        """Called before the first batch of a rollout. `env_steps`: of all learners."""
+
     def gradient(self, env_steps: int, algorithm: AnyAlgorithm, batch: AnyBatch) -> None:
         """Called after a batch's gradient is computed. `env_steps`: env steps learned before this rollout."""
 
@@ -183,7 +186,10 @@ def learn(parts: Parts, on_rollout: Callable[[Rollout], bool]) -> None:
 
     for rollout in parts.acting.rollouts(refresh):
         stages.start()
-        lr = parts.lr(progress.begin(rollout, exchange, algorithm.clock, parts.learners))
+        total = progress.begin(rollout, exchange, algorithm.clock, parts.learners)
+        lr = parts.lr(total)
+        for observer in parts.observers:
+            observer.begin(rollout, total)
         for batch in algorithm.batches(model, rollout):
             batch.metrics = parts.gradients.compute(algorithm, batch)
             stages.lap("train")

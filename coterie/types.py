@@ -211,6 +211,7 @@ class Rollout:
     core_state: Tensor | None = None  # [B, ...] before obs[0]; None without a core
     episodes: list[tuple[float, int]] = field(default_factory=list)  # (return, length) of episodes that ended in it
     episode_env: list[int] = field(default_factory=list)  # and their envs' ids
+    origins: list[tuple[int, int, int]] = field(default_factory=list)  # of actors: (actor, its life, number in it)
 
     @property
     def mask(self) -> Tensor:

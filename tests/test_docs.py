@@ -220,7 +220,7 @@ def test_a_command_runs(page, line, page_modules, capsys):
         assert words[0] == "coterie", line
         if "--web" in words and shutil.which("npm") is None:
             pytest.skip("no npm here: apt install npm")
-        if words[1] in ("eval", "watch", "resume", "report", "compare", "dashboard", "export"):
+        if words[1] in ("eval", "watch", "resume", "report", "compare", "dashboard", "export", "replay"):
             for out in [words[2]] if words[1] != "compare" else [f"{words[2]}/a", f"{words[2]}/b"]:
                 start = ["coterie", "train", "ppo", "--env", "CartPole-v1", "--out", out]
                 assert run(shrink(start)) == 0

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1] / "coterie"
 # From the bottom up: a room imports from the rooms before it.
 ROOMS = [
     "types", "config", "extras", "wire", "parallel", "ops", "plugins", "choices", "envs", "models", "replay", "runs",
-    "exchange", "presets", "remote", "acting", "algorithms", "learner", "build", "instruments", "roles", "launch",
-    "tools", "cli", "__main__",
+    "flight", "exchange", "presets", "remote", "acting", "algorithms", "learner", "build", "instruments", "roles",
+    "launch", "tools", "cli", "__main__",
 ]  # fmt: skip
 UPWARDS: set[tuple[str, str]] = set()
 

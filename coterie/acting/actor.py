@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Protocol, cast
@@ -93,11 +93,16 @@ class RolloutLoop:
         )
         self.report = Reporter("actor", self.stages, self.acting.news)
 
+    def rollouts(self) -> Iterator[None]:
+        """Act for one rollout after another, and deliver it."""
+        for _ in self.acting.rollouts(self._refresh):
+            self.sink.deliver()
+            yield
+
     def run(self, on_delivered: Callable[[], None]) -> None:
         """Act until the run has ended; `on_delivered` is called after each rollout."""
         with closing(self.acting), suppress(Stopped):
-            for _ in self.acting.rollouts(self._refresh):
-                self.sink.deliver()
+            for _ in self.rollouts():
                 on_delivered()
 
     def close(self) -> None:
@@ -138,6 +143,7 @@ class ActorMailbox:
             for s in range(self.slots.per_batch)
         }
         self.slot = (0, 0)  # the one that is being filled
+        self.life, self.filled = setup.life, 0
         self.sums = agent.moments.read()
 
     @property
@@ -176,7 +182,8 @@ class ActorMailbox:
 
     def deliver(self) -> None:
         self.slots.promise(self.number, self.slot, self.board.read(self.row)["produced"])
-        self.slots.fill(self.slot)
+        self.slots.fill(self.slot, (self.number, self.life, self.filled))
+        self.filled += 1
 
 
 class Actor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from torch import Tensor
 from coterie.acting.recorder import Envs
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.news import EnvNews
+from coterie.flight.life import Life, Note, unrecorded
 from coterie.models.base import Model
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
-from coterie.types import AgentOutput, CoterieError, Inputs, Post, Rollout, Spec
+from coterie.plugins import named
+from coterie.types import AgentOutput, ConfigError, CoterieError, Inputs, Post, Rollout, Spec
 
 # (network, inputs, core state, global ids of the envs, random numbers) -> output and the next core state
 Policy = Callable[[Model, Inputs, Tensor | None, Tensor, torch.Generator], tuple[AgentOutput, Tensor | None]]
@@ -77,6 +79,8 @@ class Agent:
     moments: Moments  # the network's running normalizers
     policy: Policy
     acts_at: Callable[[int], None]  # to be called with the learner step of new weights
+    apart: Policy  # for another thread than the learner's: explores as of the last `look`
+    look: Callable[[int | None], int]  # explore as of these env steps, or those of the learner now; returns them
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,25 @@ class MemorySetup:
 
 
 @dataclass(frozen=True)
+class WorkerSetup:
+    """The parts of a child process. `number`: among its learner's children; `row`: its row of the board."""
+
+    config: ResolvedConfig
+    envs: EnvShare
+    make_agent: Callable[[], Agent]
+    board: Board
+    rank: int
+    number: int
+    row: int
+    timeout: float  # seconds to wait for the learner
+    life: int = 0  # different at each start of the process
+
+
+def _none(number: int, life: int) -> WorkerSetup:
+    raise CoterieError("acting: only a replay has child processes in the learner's")
+
+
+@dataclass(frozen=True)
 class LearnerSetup:
     """The parts of a learner that its acting is made of."""
 
@@ -147,20 +170,9 @@ class LearnerSetup:
     timeout: float  # seconds to wait for rollouts
     on_produced: Callable[[], None]  # to be called when rows have arrived from another process
     is_over: Callable[[], bool]  # whether to end instead of waiting for rollouts
-
-
-@dataclass(frozen=True)
-class WorkerSetup:
-    """The parts of a child process. `number`: among its learner's children; `row`: its row of the board."""
-
-    config: ResolvedConfig
-    envs: EnvShare
-    make_agent: Callable[[], Agent]
-    board: Board
-    rank: int
-    number: int
-    row: int
-    timeout: float  # seconds to wait for the learner
+    note: Note = unrecorded  # an event of the flight record
+    life: Life | None = None  # a replay: goes along this record
+    worker: Callable[[int, int], WorkerSetup] = _none  # of a child process, by its number and life; for a replay
 
 
 M = TypeVar("M")
@@ -199,12 +211,19 @@ class ActingKind(Generic[M]):
     section: Callable[[Config], Section | None] = lambda config: None  # its settings
     # Overrides that set lockstep and batch_size.
     batch_settings: Callable[[bool, int], dict[str, Any]] = lambda lockstep, batch_size: {}
+    replay: str = ""  # package.module:callable, a `connect` along the flight record `setup.life`; empty: impossible
     publish_every: Callable[[Config], int] = lambda config: 1  # learner steps between updates of the acting weights
     max_envs: Callable[[Config], int] = lambda config: sys.maxsize  # of one learner
     batch_max: Callable[[Config], int] = lambda config: 0  # most envs in one forward pass; 0: no limit
     one_group: Callable[[Config], bool] = lambda config: False  # all envs of a process are acted on at once
     refusals: tuple[Refusal, ...] = ()
     simulation: str = ""  # package.module:class, a `SimActing` of `coterie plan`; empty: plan leaves it out
+
+    def along(self, setup: LearnerSetup) -> Acting:
+        """Acting along a flight record."""
+        if not self.replay:
+            raise ConfigError(f"acting: {setup.config.acting} cannot be replayed: it has no `replay`")
+        return cast(Acting, named("acting", self.replay)(setup, None))
 
     @property
     def apart(self) -> bool:

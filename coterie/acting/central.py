@@ -21,12 +21,19 @@ from torch import Tensor
 
 from coterie.acting.base import Acting, ActingKind, LearnerSetup, core_shape
 from coterie.acting.batching import choose_batch, choose_turn, has_room
-from coterie.acting.central_stream import BatchAssembly, CentralConfig, EnvStream, EnvStreams, InferenceRequest, join
-from coterie.acting.child_processes import apart_refusals
+from coterie.acting.central_stream import (
+    REFUSALS,
+    BatchAssembly,
+    CentralConfig,
+    EnvStream,
+    EnvStreams,
+    InferenceRequest,
+    join,
+)
 from coterie.acting.env_host import EnvHost, HostSocket
 from coterie.acting.recorder import Fields, as_rollout, local_fields
 from coterie.acting.twin_models import Twin, TwinModels
-from coterie.config import Refusal, ResolvedConfig
+from coterie.config import ResolvedConfig
 from coterie.envs.news import EnvNews, Means
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
@@ -62,13 +69,14 @@ class Central(EnvStreams):
         batches = [make_fields(config.batch_size) for _ in range(config.batches)]
         self.assembly = BatchAssembly(config.batch_size, batches, device, lambda: self.inbox.put(None))
         self.on_produced: Callable[[], None] = lambda: None  # called after each change of `produced`
+        self.look: Callable[[int | None], int] = lambda env_steps: 0  # `Agent.look`
         self.is_over: Callable[[], bool] = lambda: False  # whether to end instead of waiting for rollouts
         self.completed: dict[tuple[int, int], int] = {}  # in lockstep: finished rollouts by client and group
         self._error: BaseException | None = None
         self.closed = False
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=f"coterie-{name}", daemon=True)
-            for name, work in (("inference", self._infer), ("prefetch", self.assembly.run))
+            for name, work in self._work().items()
         ]
         for thread in self._threads:
             thread.start()
@@ -84,6 +92,9 @@ class Central(EnvStreams):
                 if isinstance(news := self.inbox.get(), EnvStream):
                     self.dropped += news.abandon()
             self.left = self.assembly.left() + sum(stream.valid for stream in self.streams.values())
+
+    def _work(self) -> dict[str, Callable[[], None]]:  # of its threads
+        return {"inference": self._infer, "prefetch": self.assembly.run}
 
     # The training thread.
 
@@ -188,7 +199,8 @@ class Central(EnvStreams):
         self.on_produced()
         states = [q.stream.state for q in batch if q.stream.state is not None]
         ids = torch.from_numpy(np.concatenate([q.stream.ids for q in batch]))
-        with self.models.newest() as (model, version):
+        with self.models.newest() as (model, version, publication):
+            self.note("infer", publication, self.look(None), [q.stream.serial for q in batch])
             out, after = self.policy(model, join(inputs), torch.cat(states) if states else None, ids)
         action, at, waiting = out.action.cpu().numpy(), 0, list[InferenceRequest]()
         for request in batch:
@@ -232,26 +244,26 @@ class Central(EnvStreams):
         }
 
 
-def connect(setup: LearnerSetup, memory: HostSocket | None) -> Acting:
-    """`memory` is None if the run starts no env hosts."""
+def make_central(setup: LearnerSetup, kind: Callable[..., Central]) -> Central:
     config, share, agent, unroll = setup.config, setup.envs, setup.agent, setup.unroll_length
     rng = share.make_rng(setup.rank)
 
     def policy(model: Model, inputs: Inputs, state: Tensor | None, env_id: Tensor) -> tuple[AgentOutput, Tensor | None]:
-        return agent.policy(model, inputs, state, env_id.to(share.device), rng)
+        return agent.apart(model, inputs, state, env_id.to(share.device), rng)
 
-    own = config.central
-    settings = CentralConfig(
-        share.spec, config.env.num_envs if config.actors else 0, unroll, KIND.batch_size(config),
-        1 if own.lockstep else 2 + own.queue, own.batch_min, own.batch_max, own.wait, own.lockstep,
-        own.newest_frame, min(own.max_envs, setup.max_envs), setup.timeout,
-    )  # fmt: skip
+    settings = CentralConfig.of(setup, KIND.batch_size(config))
     twins = [acting_copy(cast(Network, agent.model), share.dtype, apart=True) for _ in range(2)]
     make_fields = partial(local_fields, share.spec, unroll, device=share.device, core=core_shape(agent.model))
-    central = substitute(config, "acting", Central)(
-        settings, twins, policy, make_fields, setup.board, setup.rank, setup.stages, share.device
-    )
+    central = kind(settings, twins, policy, make_fields, setup.board, setup.rank, setup.stages, share.device)
     central.is_over, central.on_produced = setup.is_over, setup.on_produced
+    central.note, central.look = setup.note, agent.look
+    return central
+
+
+def connect(setup: LearnerSetup, memory: HostSocket | None) -> Acting:
+    """`memory` is None if the run starts no env hosts."""
+    config, share = setup.config, setup.envs
+    central = make_central(setup, substitute(config, "acting", Central))
     serve = partial(EnvHostService, config, share.spec, setup.rank, central)
     try:
         if memory is not None:
@@ -280,19 +292,7 @@ KIND = ActingKind(
     max_envs=lambda config: config.central.max_envs,
     batch_max=lambda config: config.central.batch_max,
     one_group=lambda config: config.central.lockstep,
-    refusals=(
-        *apart_refusals(lambda config: config.central, optional=True),
-        Refusal(
-            lambda c, s: c.central.lockstep and c.env.groups == 2,
-            "env.groups",
-            "must be 0 or 1 in lockstep: the policy acts for all envs of a host at once",
-        ),
-        Refusal(lambda c, s: c.env.num_envs > c.central.max_envs, "central.max_envs", "must not be below env.num_envs"),
-        Refusal(
-            lambda c, s: 0 < c.central.batch_max < c.central.batch_min,
-            "central.batch_max",
-            "must not be below central.batch_min",
-        ),
-    ),
+    refusals=REFUSALS,
+    replay="coterie.acting.central_again:replay",
     simulation="coterie.tools.plan.acting:SimCentral",
 )

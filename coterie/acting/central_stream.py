@@ -13,13 +13,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.acting.base import LearnerSetup
 from coterie.acting.batching import may_go
+from coterie.acting.child_processes import apart_refusals
 from coterie.acting.recorder import ON_HOST, Fields, Recorder, valid_rows
+from coterie.config import Refusal
+from coterie.flight.life import Note, unrecorded
 from coterie.parallel.slots import columns_of
 from coterie.remote.admission import FIRST_REMOTE_ID
 from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep, counted
 from coterie.wire.codec import Newest, Refused, action_layout, check_values, timestep_layout
 from coterie.wire.service import Answer, ServiceStream
+
+REFUSALS = (
+    *apart_refusals(lambda config: config.central, optional=True),
+    Refusal(
+        lambda c, s: c.central.lockstep and c.env.groups == 2,
+        "env.groups",
+        "must be 0 or 1 in lockstep: the policy acts for all envs of a host at once",
+    ),
+    Refusal(lambda c, s: c.env.num_envs > c.central.max_envs, "central.max_envs", "must not be below env.num_envs"),
+    Refusal(
+        lambda c, s: 0 < c.central.batch_max < c.central.batch_min,
+        "central.batch_max",
+        "must not be below central.batch_min",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +57,15 @@ class CentralConfig:
     newest: bool = False
     max_envs: int = 4096
     timeout: float = 900.0
+
+    @classmethod
+    def of(cls, setup: LearnerSetup, batch_size: int) -> CentralConfig:
+        config, own = setup.config, setup.config.central
+        return cls(
+            setup.envs.spec, config.env.num_envs if config.actors else 0, setup.unroll_length, batch_size,
+            1 if own.lockstep else 2 + own.queue, own.batch_min, own.batch_max, own.wait, own.lockstep,
+            own.newest_frame, min(own.max_envs, setup.max_envs), setup.timeout,
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -77,6 +105,7 @@ class EnvStream(ServiceStream):
         self.row, self.valid = 0, 0  # of the unfinished rollout: the next row, valid rows
         self.seen = 0  # valid rows that are not in `Central.produced` yet
         self.new = True
+        self.serial = 0  # among its learner's streams
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         """In the server's thread: check the arrays, and pass them to the inference thread."""
@@ -146,11 +175,12 @@ class EnvStreams:
         self.config, self.initial_state, self.make_fields, self.device = config, initial_state, make_fields, device
         self.unroll_length = config.unroll_length
         self.streams: dict[tuple[int, int], EnvStream] = {}  # by client and group
-        self.envs = 0  # of all streams
+        self.envs = self.opened = 0  # of all streams; streams that were ever opened
+        self.note: Note = unrecorded  # an event of the flight record
         self.inbox = queue.SimpleQueue[InferenceRequest | EnvStream | None]()  # requests, closed streams, wake-ups
         self._streams_lock = threading.RLock()  # the servers for local and for remote hosts have a thread each
 
-    def open_stream(self, number: int, group: int, first_env: int, width: int) -> EnvStream:
+    def open_stream(self, number: int, group: int, first_env: int, width: int, life: int = -1) -> EnvStream:
         """Open a stream, with new rollouts and recurrent states. It replaces an older one of the same client."""
         with self._streams_lock:
             config, old = self.config, self.streams.get((number, group))
@@ -168,6 +198,8 @@ class EnvStreams:
             recorders = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
             state = self.initial_state(width)
             stream = EnvStream(config, (number, group), first_env, recorders, state, self.inbox.put, self.leave)
+            stream.serial, self.opened = self.opened, self.opened + 1
+            self.note("open", stream.serial, number, group, life, first_env, width)
             self.streams = {**self.streams, stream.place: stream}  # a copy: another thread may iterate
             self.envs += width
             return stream

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -77,7 +78,7 @@ class Decoupled:
             if self.waiting and self.slots.is_full(opened[0]):
                 self.uploads.send(opened[0])
             self.stages.lap("upload")
-            yield as_rollout(self.slots.fields[batch], self.device, copies)
+            yield replace(as_rollout(self.slots.fields[batch], self.device, copies), origins=self.slots.origins(batch))
             self.uploads.free(batch)
             free.append(batch)
 
@@ -161,5 +162,6 @@ KIND = ActingKind(
             "must be a multiple of the envs of an actor (env.num_envs x learners / actors)",
         ),
     ),
+    replay="coterie.acting.actors_again:ActorsAgain",
     simulation="coterie.tools.plan.acting:SimDecoupled",
 )

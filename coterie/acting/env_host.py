@@ -88,7 +88,7 @@ class EnvHost:
     def __init__(self, setup: WorkerSetup, memory: HostSocket) -> None:
         self.board, self.row = setup.board, setup.row
         share, newest = setup.envs, setup.config.central.newest_frame
-        hello = {"env_id": share.config.env.id, "number": setup.number}
+        hello = {"env_id": share.config.env.id, "number": setup.number, "run_id": setup.life}
         self.connection = Connection(Endpoint(memory.address, patience=setup.timeout), hello)
 
         def connect(group: int, width: int) -> GroupStream:

@@ -133,5 +133,6 @@ KIND = ActingKind(
             "must be a single task with inline acting; set acting to decoupled or central",
         ),
     ),
+    replay="coterie.acting.inline:connect",  # nothing is left to chance
     simulation="coterie.tools.plan.acting:SimInline",
 )

@@ -17,7 +17,7 @@ class TwinModels:
     def __init__(self, twins: Sequence[Twin]) -> None:
         self.twins = twins
         self.published = 0  # calls of `publish`
-        self._newest, self._in_use, self._version = 0, -1, 0
+        self._newest, self._in_use, self._version = 0, -1, (0, 0)
         self._lock = threading.Lock()  # guards the three
 
     def publish(self, version: int) -> None:
@@ -25,16 +25,18 @@ class TwinModels:
         with self._lock:
             idle = 1 - self._in_use if self._in_use >= 0 else 1 - self._newest
             self.twins[idle][1]()
-            self._newest, self._version = idle, version
-        self.published += 1
+            self.published += 1
+            self._newest, self._version = idle, (version, self.published)
 
     @contextmanager
-    def newest(self) -> Iterator[tuple[Model, int]]:
-        """The copy to act with and its learner step; it keeps its weights until the end of the block."""
+    def newest(self) -> Iterator[tuple[Model, int, int]]:
+        """The copy to act with, its learner step, and which publication it is of. It keeps its weights until the end of
+        the block. Normalizers change without a learner step, so that a step may be published again.
+        """
         with self._lock:
             self._in_use, version = self._newest, self._version
         try:
-            yield self.twins[self._in_use][0], version
+            yield self.twins[self._in_use][0], *version
         finally:
             with self._lock:
                 self._in_use = -1

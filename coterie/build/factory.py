@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.base import Agent, EnvShare, Memory, MemorySetup, Policy, WorkerSetup, core_shape
-from coterie.algorithms.base import ON_CPU, AnyAlgorithm, Compute
+from coterie.algorithms.base import ON_CPU, AnyAlgorithm, Clock, Compute
 from coterie.algorithms.table import algorithm_class
 from coterie.build.resources import Resources, resolve_resources
 from coterie.config import Config, ResolvedConfig
@@ -23,6 +25,7 @@ from coterie.envs.make import make_envs, make_spec
 from coterie.envs.tasks import child_env
 from coterie.exchange.base import Exchange, Guard, Peers, Setup
 from coterie.exchange.table import exchange_kind
+from coterie.flight.life import Note, unrecorded
 from coterie.models.base import Model
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
@@ -93,7 +96,14 @@ def policy_of(algorithm: AnyAlgorithm) -> Policy:
 
 
 def agent_of(algorithm: AnyAlgorithm, model: Network, params: FlatParams, moments: Moments) -> Agent:
-    return Agent(model, params, moments, policy_of(algorithm), algorithm.acts_at)
+    twin = copy.copy(algorithm)
+    twin.clock = Clock()
+
+    def look(env_steps: int | None) -> int:
+        twin.clock.env_steps = algorithm.clock.env_steps if env_steps is None else env_steps
+        return twin.clock.env_steps
+
+    return Agent(model, params, moments, policy_of(algorithm), algorithm.acts_at, policy_of(twin), look)
 
 
 def make_agent(config: ResolvedConfig, spec: Spec) -> Agent:
@@ -126,6 +136,8 @@ class ProcessContext(Peers):
     gpu: int = 0
     acting: Memory | None = None  # shared with the child processes
     kept: Weights | None = None  # where a lone learner leaves what must outlive it
+    folder: Path | None = None  # of the run, for its flight record
+    note: Note | None = None  # a replay: takes the events
 
 
 def worker_setup(
@@ -135,7 +147,7 @@ def worker_setup(
     spec, (mine, first_env) = make_spec(config.env, config.atari), child_env(config, number, context.rank)
     share = cpu_share(config, mine, spec, incarnation, first_env, context.board)
     make = partial(make_agent, config, spec)
-    return WorkerSetup(config, share, make, context.board, context.rank, number, row, patience(config))
+    return WorkerSetup(config, share, make, context.board, context.rank, number, row, patience(config), incarnation)
 
 
 def normalizers(config: Config, model: Network) -> Moments:
@@ -155,13 +167,17 @@ def patience(config: Config) -> float:
     return 10 + 2 * config.log.stall
 
 
-def exchange_setup(config: Config, params: FlatParams, moments: Moments, peers: Peers) -> Setup:
+def exchange_setup(
+    config: Config, params: FlatParams, moments: Moments, peers: Peers, note: Note = unrecorded
+) -> Setup:
     """What the exchange of one learner is made of."""
     same, exchange = algorithm_class(config).steps_kind(config), partial(substitute, config, "exchange")
     rule, optim = make_rule(config.optim), config.optim
     guard = Guard(optim.max_grad_norm, optim.on_nonfinite == "skip")
-    return Setup(config, params, moments, peers, patience(config), rule, guard, same, exchange)
+    return Setup(config, params, moments, peers, patience(config), rule, guard, same, exchange, note)
 
 
-def make_exchange(config: Config, params: FlatParams, moments: Moments, peers: Peers) -> Exchange:
-    return exchange_kind(config).connect(exchange_setup(config, params, moments, peers))
+def make_exchange(
+    config: Config, params: FlatParams, moments: Moments, peers: Peers, note: Note = unrecorded
+) -> Exchange:
+    return exchange_kind(config).connect(exchange_setup(config, params, moments, peers, note))

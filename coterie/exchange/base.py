@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from coterie.config import Config, Refusal, ResolvedConfig
+from coterie.flight.life import Life, Note, unrecorded
 from coterie.models.heads import Moments
 from coterie.ops.optim import Rule, flat_norm_clip
 from coterie.parallel.board import COUNTS, Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
-from coterie.types import Array, CoterieError
+from coterie.plugins import named
+from coterie.types import Array, ConfigError, CoterieError
 
 _MOST_IN_A_ROW = 1000  # batches that are skipped, until it is clear that nothing more is learned
 
@@ -104,6 +106,8 @@ class Peers:
     mixing: list[Array] | None = None  # gossip: the matrices of the run's learners
     rejoin: bool = False  # the other learners are training already
     core: int = -1  # the core that this learner shares with others; -1: it has its own
+    life: Life | None = None  # a replay: it goes along this record
+    replayed: Any = None  # and what its learners share, made by `ExchangeKind.replayed`
 
     @property
     def learners(self) -> int:
@@ -123,6 +127,7 @@ class Setup:
     guard: Guard
     same: tuple[object, ...] = ()  # settings of the algorithm that all learners in lockstep must share
     substitute: Callable[[Any], Callable[..., Exchange]] = lambda kind: kind  # a user-defined class
+    note: Note = unrecorded  # an event of the flight record
 
 
 @dataclass(frozen=True)
@@ -147,11 +152,26 @@ class ExchangeKind:
     on_gpu: bool = True
     gpu_learners: int = 1  # that share a machine's only GPU where learners are auto
     refusals: tuple[Refusal, ...] = ()
+    # For replays along flight records: package.module:callable; empty: there is none, and nothing is shared.
+    replay: str = ""  # (setup) -> exchange along `setup.peers.life`
+    replayed: str = ""  # lives that ran together -> what their learners share, in one process
     simulation: str = ""  # package.module:class, a `SimExchange` of `coterie plan`; empty: plan leaves it out
 
     def is_alone(self, config: ResolvedConfig) -> bool:
         """True if the exchange needs several learners and the run has one."""
         return config.learners == 1 and not self.one_learner and not self.address(config)
 
+    def check_replay(self, config: Config) -> None:
+        """Raise a `ConfigError` if its learners cannot be replayed."""
+        if not self.replay:
+            why = "the order of writes to shared weights is not recorded" if self.shared_weights else "no `replay`"
+            raise ConfigError(f"exchange: {config.exchange} cannot be replayed: {why}")
+        if self.address(config):
+            raise ConfigError(
+                f"exchange: {config.exchange} with other machines cannot be replayed: they are not recorded"
+            )
+
     def connect(self, setup: Setup) -> Exchange:
+        if setup.peers.life is not None:
+            return cast(Exchange, named("exchange", self.replay)(setup))
         return setup.substitute(self.exchange)(setup)

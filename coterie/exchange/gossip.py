@@ -81,6 +81,9 @@ class Gossip(Solo):
         self.updates, self.skipped_messages, self.waited = 0, 0, 0.0
         self.averaged: dict[int, int] = {}  # version of the last message from each mailbox that was averaged
         self.remote_messages = 0
+        self.note = setup.note
+        self.sent = list[int]()  # messages published in the present mix
+        self.taken: tuple[int, list[int]] | None = None  # its number, and the in-peers averaged with
 
     @property
     def env_steps(self) -> int:
@@ -114,6 +117,8 @@ class Gossip(Solo):
     def mix(self, params: FlatParams) -> None:
         """Algorithm 1, lines 5 to 8. Past the bound `tau`, wait for what would otherwise be skipped."""
         self.due += 1
+        self.sent.clear()
+        self.taken = None
         begin = awake()
         if self.tau == 0:  # lockstep: publish what has not been mixed yet, then mix
             self._wait(lambda: self.publish(params), "an out-peer has not read the last message", begin)
@@ -123,6 +128,7 @@ class Gossip(Solo):
             if not self.receive(params) and 0 < self.tau < self.due:
                 self._wait(lambda: self._publish_and_receive(params), "no message from an in-peer", begin)
         self.waited += awake() - begin
+        self.note("mix", self.sent, self.taken)
         if self.mailboxes.remote:
             self._mix_with_other_runs(params)
 
@@ -151,12 +157,13 @@ class Gossip(Solo):
                 self.sums[i].copy_(self.moments.read())
             fence()
             self.published[i] = number + 1
+        self.sent.append(number)
         return True
 
     def receive(self, params: FlatParams) -> bool:
         """Average with the in-peers' messages for this mix, if all have arrived."""
         i, number = self.rank, int(self.mixed[self.rank])
-        expected = []
+        expected = list[int]()
         for j in self.in_peers[number % len(self.sequence)][i]:
             if j == i or self.joined[j] > number:
                 continue
@@ -165,16 +172,20 @@ class Gossip(Solo):
                     return False
                 if self.published[j] <= number:  # it may have published just before it left
                     continue
-            expected.append(j)
+            expected.append(int(j))
         fence()
-        if expected:
-            row = self.sequence[number % len(self.sequence)][i]
-            total = float(row[i] + row[expected].sum())
-            self._average(row[i] / total, [(row[j] / total, self.message[j], self.sums[j]) for j in expected])
+        self._mix_in(number, expected, lambda j: (self.message[j], self.sums[j]))
         fence()
         self.mixed[i] = number + 1
-        self.due = 0
+        self.due, self.taken = 0, (number, expected)
         return True
+
+    def _mix_in(self, number: int, peers: list[int], message: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        """Mix number `number`, with the messages of these in-peers."""
+        if peers:
+            row = self.sequence[number % len(self.sequence)][self.rank]
+            total = float(row[self.rank] + row[peers].sum())
+            self._average(row[self.rank] / total, [(row[j] / total, *message(j)) for j in peers])
 
     def _mix_with_other_runs(self, params: FlatParams) -> None:
         """Write the weights to this learner's mailbox; average with remote learners' new messages, equally weighted."""
@@ -211,6 +222,7 @@ class Gossip(Solo):
             for _ in range(_READS if reads else 0):
                 if found := next((message for read in reads if (message := read())), None):
                     weights, moments = found.tensors
+                    self.note("took", found.sender, found.version - 1)
                     self.params.data.copy_(weights)
                     self.moments.write(moments)
                     return
@@ -219,7 +231,7 @@ class Gossip(Solo):
     def _read(self, j: int) -> Message | None:
         """Learner j's last message, unless it has none or is writing one."""
         message, sums = self.message[j].numpy(), self.sums[j].numpy()
-        return self.lock.read(j, lambda: Message(int(self.published[j]), message.copy(), sums.copy()))
+        return self.lock.read(j, lambda: Message(int(self.published[j]), message.copy(), sums.copy(), j))
 
     def _join(self) -> None:
         """Take part again, from a number that no learner has reached."""
@@ -280,5 +292,7 @@ KIND = ExchangeKind(
             "cannot be combined with gossip.bind: a run either listens or connects",
         ),
     ),
+    replay="coterie.exchange.gossip_again:GossipAgain",
+    replayed="coterie.exchange.gossip_again:Messages",
     simulation="coterie.tools.plan.learners:SimGossip",
 )

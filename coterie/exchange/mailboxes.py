@@ -55,6 +55,7 @@ class Message(NamedTuple):
     version: int
     weights: Array
     moments: Array
+    sender: int = -1  # a learner of this run
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:

@@ -59,5 +59,6 @@ KIND = ExchangeKind(
             "must be 1 with exchange solo; for several use allreduce, hogwild, store or gossip",
         ),
     ),
+    replay="coterie.exchange.solo:Solo",
     simulation="coterie.tools.plan.learners:SimExchange",
 )

@@ -146,7 +146,7 @@ def _go(
     incarnation = 0 if state is None else state["life"] + 1
     starting.doing(f"{config.env.num_envs} envs" if here else "memory that the processes share")
     with ExitStack() as opened:  # closed where the run cannot start
-        learner = LearnerProcess(config, incarnation, ProcessContext(board=board)) if here else None
+        learner = LearnerProcess(config, incarnation, ProcessContext(board=board, folder=folder)) if here else None
         if learner is not None:
             opened.callback(learner.close)
         kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
@@ -154,7 +154,7 @@ def _go(
         if link is not None:
             opened.callback(link.close, True)
         if learner is not None and saved is not None and state is not None:
-            learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
+            learner.resume(checkpoint.load_part(saved, 0, alike=False))
             learner.start(state["learners"][0], state["env_steps"])
             learner.write_counts()
         signals, unsigned = _prepare(folder, kept, spec, state is None, held)

@@ -54,7 +54,7 @@ class Supervisor:
         """A new place for all learners, with the weights and counts of the checkpoint `saved`."""
         tensors = None
         if self.saved is not None:
-            tensors, self.state = checkpoint.load_part(self.saved, 0, exchange_kind(self.config).in_lockstep)
+            tensors, self.state, *_ = checkpoint.load_part(self.saved, 0, exchange_kind(self.config).in_lockstep)
         group = Placement(self.config, self.run.spec, tensors)
         group.board.heartbeats[:] = time.monotonic()
         for rank in range(group.learners):

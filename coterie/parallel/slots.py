@@ -37,14 +37,16 @@ class Slots(InSharedMemory):
     def __init__(self, layout: Layout, batches: int, batch_size: int, width: int, producers: int = 1) -> None:
         self.width = width
         arrays = {f"field/{k}": ((batches, *shape), dtype) for k, (shape, dtype) in layout.items()}
-        control = dict.fromkeys(("ticket", "holder", "need", "full"), ((batches, batch_size // width), "int64"))
-        control["promised"] = ((producers, 3), "int64")
-        super().__init__({**arrays, **control}, "coterie-slots")
+        slots = batches, batch_size // width
+        control = dict.fromkeys(("ticket", "holder", "need", "full"), (slots, "int64"))
+        more = {"origin": ((*slots, 3), "int64"), "promised": ((producers, 3), "int64")}
+        super().__init__({**arrays, **control, **more}, "coterie-slots")
 
     def _bind(self, arrays: Mapping[str, Array]) -> None:
         self.ticket, self.need = arrays["ticket"], arrays["need"]  # written by the consumer
         self.batches, self.per_batch = len(self.ticket), len(self.ticket[0])
         self.holder, self.full = arrays["holder"], arrays["full"]  # written by the producers
+        self.origin = arrays["origin"]  # of each slot's rollout: its producer, the producer's life, the number in it
         self.promised = arrays["promised"]  # of each producer: its next slot, the ticket, the rows delivered with it
         self.fields = [
             {k.removeprefix("field/"): torch.from_numpy(x[j]) for k, x in arrays.items() if k.startswith("field/")}
@@ -114,10 +116,15 @@ class Slots(InSharedMemory):
         slot, ticket, rows = self.promised[producer].tolist()
         return rows if self.full.reshape(-1)[slot] >= ticket else 0
 
-    def fill(self, at: tuple[int, int]) -> None:
+    def fill(self, at: tuple[int, int], origin: tuple[int, int, int] = (-1, 0, 0)) -> None:
         """Producer: the slot is full."""
+        self.origin[at] = origin
         fence()
         self.full[at] = self.ticket[at]
+
+    def origins(self, batch: int) -> list[tuple[int, int, int]]:
+        """Consumer: where the rollouts of a full batch come from."""
+        return [(producer, life, number) for producer, life, number in self.origin[batch].tolist()]
 
     def columns(self, batch: int, slot: int) -> dict[str, Tensor]:
         """A slot's arrays."""

@@ -141,7 +141,8 @@ class Inference(Protocol):
 
     unroll_length: int
 
-    def open_stream(self, number: int, group: int, first_env: int, width: int) -> ServiceStream: ...
+    # `life`: of a host of the run; -1: it is another client's
+    def open_stream(self, number: int, group: int, first_env: int, width: int, life: int) -> ServiceStream: ...
 
 
 class EnvHostService:
@@ -165,6 +166,7 @@ class EnvHostService:
             first = child_env(self.config, number, self.rank)[1] + hello.group * hello.envs
         else:
             first, number = self.ids.first_env(hello.run_id, hello.group, hello.envs), FIRST_REMOTE_ID + number
-        stream = self.central.open_stream(number, hello.group, first, hello.envs)
+        life = hello.run_id if self.local else -1
+        stream = self.central.open_stream(number, hello.group, first, hello.envs, life)
         stream.welcome = {**welcome, "first_env_id": first}
         return stream

@@ -183,7 +183,7 @@ class RolloutService:
             into["env_id"].numpy()[:] = np.arange(stream.first_env_id, stream.first_env_id + self.slots.width)
             self.produced += int(np.count_nonzero(~arrays["is_first"][1:]))
             self.on_produced()
-            self.slots.fill(at)
+            self.slots.fill(at, (producer, 0, 0))
             answer({}, self.weights.version)
 
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -79,10 +80,10 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
     """A child process: one learner, from the beginning or from its part of a checkpoint."""
     with ExitStack() as opened:
         opened.enter_context(shown_alive(context.board, context.rank, config.log.stall))
-        learner = LearnerProcess(config, start.incarnation, context)
+        learner = LearnerProcess(config, start.incarnation, replace(context, folder=folder))
         opened.callback(learner.close)
         if start.saved is not None:
-            learner.load(checkpoint.load_part(start.saved, context.rank, exchange_kind(config).in_lockstep)[0])
+            learner.resume(checkpoint.load_part(start.saved, context.rank, exchange_kind(config).in_lockstep))
         learner.start(start.counts, start.total)
         callbacks = () if context.rank else config.callbacks
         Service(learner, folder, post, _REPORT_S, start.done, callbacks).run()
@@ -154,6 +155,8 @@ class Service:
         learner = self.learner
         self.episodes += [(*episode, i) for episode, i in zip(rollout.episodes, rollout.episode_env, strict=True)]
         learner.write_counts()
+        if line := learner.life.trouble():
+            self.post("said", line)
         if time.monotonic() >= self.next_report:
             self.report()
         self.callbacks.after_rollout()
@@ -206,6 +209,7 @@ class Service:
         except (CoterieError, OSError) as error:
             self.post("unsaved", (number, reason_of(error)))
             return
+        learner.life.note("saved", learner.progress.learner_steps)
         digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
         if what & LAST:
             learner.write_counts()  # nothing acts any more: what is in flight stays so

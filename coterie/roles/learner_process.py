@@ -24,6 +24,7 @@ from coterie.build.factory import (
     make_exchange,
     normalizers,
     patience,
+    worker_setup,
 )
 from coterie.build.resources import resolve_resources
 from coterie.build.validity import check, room_of
@@ -32,7 +33,9 @@ from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.news import EnvNews
 from coterie.exchange.table import exchange_kind
+from coterie.flight.life import unrecorded
 from coterie.instruments.consensus import Changes, GradientSamples
+from coterie.instruments.flight import Schedule
 from coterie.instruments.norms import Norms
 from coterie.instruments.secondary import Secondary
 from coterie.learner import Gradients, Observer, Parts, Progress, learn
@@ -44,7 +47,9 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
 from coterie.remote.admission import Servers
-from coterie.types import Rollout, counted
+from coterie.roles.life import LifeRecord
+from coterie.runs.checkpoint import Part
+from coterie.types import Rollout, counted, one_line
 
 
 class LearnerProcess:
@@ -71,8 +76,9 @@ class LearnerProcess:
         self.progress, self.stages = Progress(), Stages()
         self._counts_lock, self._outliers_said = threading.Lock(), False
         self.before: dict[str, int] = {}  # this learner's counts when it was started
+        self.life = LifeRecord(config, context, incarnation)
         self.moments = moments = normalizers(config, self.model)
-        self.exchange = make_exchange(config, self.params, moments, context)
+        self.exchange = make_exchange(config, self.params, moments, context, self.life.note)
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
         self.servers = Servers(config.wire)
@@ -94,14 +100,28 @@ class LearnerProcess:
             timeout=patience(config),
             on_produced=self.write_counts,
             is_over=self._is_over,
+            note=self.life.note,
+            life=context.life,
+            worker=lambda number, life: worker_setup(config, life, context, number, 0),
         )
-        self.acting: Acting = acting_kind(config).connect(setup, context.acting)
+        kind = acting_kind(config)
+        self.acting: Acting = kind.along(setup) if context.life else kind.connect(setup, context.acting)
         self.trainers = Team(resources.torch_threads if config.model.compile == "none" else 1)
         self.gradients = Gradients(self.model, self.params, self.trainers, autocast(resources.device, resources.dtype))
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
             self.gradients.models[0] = cast(Network, compiled)
+        self.life.describe(self.params.slices, resources)
         self.observers: list[Observer] = []
+        self.secondary: Secondary | None = None
+        self._observe(setup.unroll_length)
+
+    def _observe(self, unroll_length: int) -> None:
+        """Make the observers that the config asks for."""
+        config, context, resources = self.config, self.context, self.resources
+        if (note := self.life.note) is not unrecorded:
+            poll, every = config.algo.poll or unroll_length, config.log.digest_every
+            self.observers.append(Schedule(self.params, self.moments, self.progress, poll, every, note))
         if context.gradients is not None:
             self.observers.append(GradientSamples(self.params, context.gradients, context.rank, config.log.cosines))
         if context.changes is not None and context.memory is not None:
@@ -110,7 +130,6 @@ class LearnerProcess:
             policy = replace(config, algo=replace(config.algo, value_coef=0.0))
             twin = None if algorithm_class(config).has_replay else make_algorithm(policy, self.spec, resources.compute)
             self.observers.append(Norms(self.gradients, config.log.norms, twin))
-        self.secondary: Secondary | None = None
         if config.q.secondary_batch:
             self.secondary = Secondary(config, self.spec, resources, cast(Any, self.algorithm), self.trainers)
             self.observers.append(self.secondary)
@@ -149,6 +168,7 @@ class LearnerProcess:
             setattr(self.progress, name, counts.get(name, 0))
         self.progress.env_steps = counts.get("learned", 0)
         self.before = counts
+        self.life.start(counts, total)
         self.exchange.guard.skipped = counts.get("skipped", 0)
         self.exchange.start(self.progress.env_steps, total)
         self.algorithm.clock.env_steps = total  # the first rollout is acted before the loop sets the clock
@@ -220,7 +240,9 @@ class LearnerProcess:
         with self.exchange, self._open_parts():
             try:
                 learn(self.parts, on_rollout)
-            except BaseException:
+                self.life.end("")
+            except BaseException as error:
+                self.life.end(one_line(error))
                 self.servers.close(over=False)  # only this learner ends, and not the run: its clients reconnect
                 raise
 
@@ -233,6 +255,7 @@ class LearnerProcess:
         return parts
 
     def close(self) -> None:
+        self.life.close()
         self.trainers.close()
         self._open_parts().close()
         torch.set_num_threads(self._torch_threads)
@@ -247,12 +270,17 @@ class LearnerProcess:
             **{name: x for observer in self.observers for name, x in observer.tensors().items()},
         }
 
+    def resume(self, part: Part) -> None:
+        """Go on from a part of a checkpoint."""
+        self.load(part.tensors)
+        self.life.resume(part, self.rngs)
+
     def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         self.model.load_state_dict(tensors["model"])  # copies into the flat views
         self.exchange.load_state_dict(tensors["exchange"])
         self.algorithm.load_state_dict(tensors["algorithm"])
         for g, rng in enumerate(self.rngs):
-            if (saved := tensors["rng"].get(f"policy_{g}")) is not None:  # another machine may have fewer groups
-                rng.set_state(saved)
+            if (state := tensors["rng"].get(f"policy_{g}")) is not None:  # another machine may have fewer groups
+                rng.set_state(state)
         for observer in self.observers:
             observer.load(tensors)

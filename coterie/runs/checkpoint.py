@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -176,9 +176,18 @@ def prune(root: Path, keep: int) -> None:
         answered(delete)
 
 
-def load_part(path: Path, rank: int, alike: bool) -> tuple[Tensors, dict[str, Any]]:
-    """The tensors that learner `rank` continues from, and the run's state: its own part, if it was there when the
-    checkpoint was written, else that of another learner. Where all are `alike` it is that of the one that was furthest.
+class Part(NamedTuple):
+    """What a learner continues from: the tensors that learner `of` has written, and the run's `state`."""
+
+    tensors: Tensors
+    state: dict[str, Any]
+    saved: str  # the checkpoint's name
+    of: int
+
+
+def load_part(path: Path, rank: int, alike: bool) -> Part:
+    """What learner `rank` continues from: its own part, if it was there when the checkpoint was written, else that of
+    another learner. Where all are `alike` it is that of the one that was furthest.
     """
     tensors, state = load(path)
     present: list[int] = state["present"]
@@ -186,7 +195,7 @@ def load_part(path: Path, rank: int, alike: bool) -> tuple[Tensors, dict[str, An
     if alike:
         one = max(present, key=lambda other: (state["learners"][other]["learner_steps"], other == rank))
     part = learner(tensors, one)
-    return (part if one == rank else part | {"rng": {}}), state  # each has other random numbers
+    return Part(part if one == rank else part | {"rng": {}}, state, path.name, one)  # each has other random numbers
 
 
 def learner(tensors: Tensors, rank: int) -> Tensors:

@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
     name = Path(sys.argv[0]).name
     return {
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": len(available_cores()),
         "gpus": torch.cuda.device_count(),  # their names would take a CUDA context in a process that needs none
         "versions": {"python": platform.python_version()} | {p: v for p in packages if (v := version(p))},
@@ -32,7 +32,8 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

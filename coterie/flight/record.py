@@ -1,0 +1,135 @@
+"""The flight record: everything about a learner's life that is left to chance, so that it can be executed again.
+
+    RUN/flight/learner_0.life_0
+
+Env seeds, sampled actions and the order of additions are fixed by a run's config. What is not is the schedule: which
+rollouts made a batch, which weights chose their actions, whose message was averaged when. The file begins with the
+line `coterie flight 1`. Blocks follow: length and CRC-32 (4 bytes each, little-endian), then lines of JSON, compressed
+with zlib. The first line is the header, the others are events (docs/reference/flight.md). The lines of the last second
+are in a second file, `.tail`, behind the length of the first one to which they belong: a killed process leaves them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from coterie.flight.life import Life
+from coterie.types import ConfigError, reason_of
+
+MAGIC = b"coterie flight 1\n"
+EVERY_S = 1.0  # between two blocks
+_HEAD = struct.Struct("<II")
+_MOST_LINES = 200_000  # that wait for the disk
+
+
+def path_of(folder: Path, rank: int, life: int) -> Path:
+    return folder / "flight" / f"learner_{rank}.life_{life}"
+
+
+def _tail(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tail")
+
+
+class FlightRecorder:
+    """Writes the record of one life in a thread, so that a disk that does not answer delays nothing. One that refuses a
+    block ends the record, and not the run: `failed` then has the reason. `header`: called once.
+    """
+
+    def __init__(self, path: Path, header: Callable[[], dict[str, Any]]) -> None:
+        self.path, self.failed = path, ""
+        self._header, self._lines = header, deque[str]()
+        self._open = list[str]()  # written to the tail only
+        self._news, self._over = threading.Event(), False
+        self._thread = threading.Thread(target=self._work, name="coterie-flight", daemon=True)
+
+    def note(self, *event: Any) -> None:
+        """Add an event. Any thread may call this. Those of inference are many, and are written with others."""
+        if self.failed or self._over:
+            return
+        self._lines.append(json.dumps(event, separators=(",", ":")))
+        if event[0] != "infer":
+            if self._thread.ident is None:
+                self._thread.start()
+            self._news.set()
+        if len(self._lines) > _MOST_LINES:
+            self.failed = "the disk does not answer"
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Write what was noted as a last block."""
+        self._over = True
+        self._news.set()
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+    def _work(self) -> None:
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            with self.path.open("wb", buffering=0) as file, _tail(self.path).open("wb", buffering=0) as tail:
+                file.write(MAGIC)
+                self._open.append(json.dumps(self._header()))
+                due = 0.0
+                while not self.failed:
+                    self._news.wait()
+                    self._news.clear()
+                    over, lines = self._over, [self._lines.popleft() for _ in range(len(self._lines))]
+                    self._open += lines
+                    if over or time.monotonic() >= due:
+                        self._write_block(file, tail)
+                        due = time.monotonic() + EVERY_S
+                    else:
+                        tail.write("".join(f"{line}\n" for line in lines).encode())
+                    if over:
+                        return
+        except OSError as error:
+            self.failed = reason_of(error)
+
+    def _write_block(self, file: FileIO, tail: FileIO) -> None:
+        if not self._open:
+            return
+        body = zlib.compress("\n".join(self._open).encode(), 6)
+        file.write(_HEAD.pack(len(body), zlib.crc32(body)) + body)
+        tail.truncate(0)
+        tail.seek(0)
+        tail.write(b"%d\n" % file.tell())
+        self._open.clear()
+
+
+def read_life(path: Path) -> Life:
+    """Read a record up to its end, or to the first block that is damaged. Raises `ConfigError` without a header."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {reason_of(error)}") from None
+    if not data.startswith(MAGIC):
+        raise ConfigError(f"{path} is not a flight record of this version")
+    lines, at = list[Any](), len(MAGIC)
+    while at + _HEAD.size <= len(data):
+        size, crc = _HEAD.unpack_from(data, at)
+        body = data[at + _HEAD.size : at + _HEAD.size + size]
+        if len(body) < size or zlib.crc32(body) != crc:
+            break
+        lines += map(json.loads, zlib.decompress(body).decode().split("\n"))
+        at += _HEAD.size + size
+    with suppress(OSError):
+        length, *more = _tail(path).read_bytes().split(b"\n")[:-1]
+        lines += map(json.loads, more if int(length) == at else ())
+    if not lines:
+        raise ConfigError(f"{path} ends before its header")
+    return Life(path, lines[0], lines[1:])
+
+
+def lives(folder: Path, rank: int) -> list[Life]:
+    """A learner's lives in a run folder, the first one first."""
+    found = (folder / "flight").glob(f"learner_{rank}.life_*")
+    each = [read_life(path) for path in found if path.suffix != ".tail"]
+    return sorted(each, key=lambda life: float(life.header["began"]))

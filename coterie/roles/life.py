@@ -1,0 +1,80 @@
+"""The flight record of one life of a learner's process: what it begins with, and how it ends."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from coterie.build.factory import ProcessContext
+from coterie.build.resources import Resources
+from coterie.config import ResolvedConfig
+from coterie.flight.life import Note, unrecorded
+from coterie.flight.record import FlightRecorder, path_of
+from coterie.runs.checkpoint import Part, Tensors, digest
+from coterie.runs.machine import processor
+
+
+class LifeRecord:
+    """`note` takes its events. In a replay that is the context's; without a record it does nothing."""
+
+    def __init__(self, config: ResolvedConfig, context: ProcessContext, life: int) -> None:
+        self.header: dict[str, Any] = {"learner": context.rank, "life": life, "digest_every": config.log.digest_every}
+        self.recorder: FlightRecorder | None = None
+        if context.folder is not None and config.log.flight:
+            self.recorder = FlightRecorder(path_of(context.folder, context.rank, life), lambda: self.header)
+        self.note: Note = context.note or (self.recorder.note if self.recorder is not None else unrecorded)
+
+    def describe(self, tensors: Iterable[str], resources: Resources) -> None:
+        """What another process must have in common with this one to repeat its arithmetic."""
+        self.header |= {
+            "began": time.time(),
+            "tensors": [*tensors, "normalizers"],
+            "device": resources.device.type,
+            "precision": "bf16" if resources.dtype == torch.bfloat16 else "fp32",
+            "torch_threads": resources.torch_threads,
+            "chunk": resources.chunk,
+            "groups": resources.groups,
+            "torch": torch.__version__,
+            "processor": processor(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        }
+
+    def resume(self, part: Part, rngs: Iterable[torch.Generator]) -> None:
+        """It goes on from a part of a checkpoint. Central acting draws random numbers while a checkpoint is written, so
+        that only this record has those that the life begins with.
+        """
+        self.header |= {
+            "checkpoint": part.saved,
+            "part": part.of,
+            "part_steps": part.state["learners"][part.of]["learner_steps"],
+            "digest": digest_of_state(part.tensors),
+            "rng": [base64.b64encode(rng.get_state().numpy().data).decode() for rng in rngs],
+        }
+
+    def start(self, counts: Mapping[str, int], env_steps: int) -> None:
+        """`env_steps`: of the whole run."""
+        self.header |= {"counts": dict(counts), "env_steps": env_steps}
+
+    def end(self, reason: str) -> None:
+        """The training has ended; `reason`: the error, if one ended it."""
+        self.note("end", reason)
+
+    def close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def trouble(self) -> str:
+        """A line for the user where the record has ended too early, once."""
+        if self.recorder is None or not self.recorder.failed:
+            return ""
+        reason, self.recorder = self.recorder.failed, None
+        return f"the flight record ends here, so that a replay does, too: {reason}"
+
+
+def digest_of_state(tensors: Tensors) -> str:
+    """Of what a learner begins with, without its random numbers."""
+    return digest({group: x for group, x in tensors.items() if group != "rng"})

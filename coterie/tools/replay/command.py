@@ -1,0 +1,176 @@
+"""`coterie replay`."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coterie.build.factory import make_model, normalizers
+from coterie.build.resources import resolve_config
+from coterie.config import Config, ResolvedConfig
+from coterie.envs.make import make_spec
+from coterie.exchange.table import exchange_kind
+from coterie.flight.life import Life
+from coterie.flight.record import lives
+from coterie.learner import Observer
+from coterie.roles.learner_process import LearnerProcess
+from coterie.roles.life import digest_of_state
+from coterie.runs import checkpoint
+from coterie.runs.config_io import read_options, replace
+from coterie.runs.trust import open_run
+from coterie.runs.validate import validate
+from coterie.tools.replay.compare import machine_differences
+from coterie.tools.replay.engine import Place, Replay, Result, Tensors
+from coterie.tools.replay.moment import Hold, Moment, debug
+from coterie.types import ConfigError, CoterieError
+
+Together = Mapping[int, Sequence[Life]]
+_EDITABLE = ("algo", "ppo", "vtrace", "q", "r2d2", "sac", "optim", "reward")  # sections of the config
+_FIXED = ("algo.unroll_length", "algo.poll")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to replay: all that is recorded, unless `origin` names the checkpoint that the lives began with ("start":
+    none). `edits`: settings that are to be others, from there on; then nothing is compared.
+    """
+
+    origin: str = ""
+    until: int | None = None  # the last learner step
+    edits: Mapping[str, Any] = field(default_factory=dict)
+    at: int = 0  # a learner step, which `call` is called with
+    call: Callable[[Moment], None] = debug
+    learner: int = 0  # whose step that is
+
+
+def replay(options: Namespace) -> int:
+    folder = Path(options.run)
+    config = open_run(folder, trust=options.trust)
+    begin, found = time.monotonic(), list[Result]()
+    edits = read_options([f"--{edit}" for edit in options.edit])
+    at, call = options.break_at or 0, debug
+    if options.export_step is not None:
+        path = Path(options.out or folder / f"learner_step_{options.export_step}.safetensors")
+        at, call = options.export_step, partial(_export, path)
+    for result in replay_run(
+        folder, config, Asked(options.origin, options.to, edits, at, call, options.learner), print
+    ):
+        print(_shown(result), flush=True)
+        found.append(result)
+    print(f"in {time.monotonic() - begin:.0f} s")
+    return int(any(result.difference for result in found))
+
+
+def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], None]) -> Iterator[Result]:
+    """Replay the lives of a run's learners, up to those of which one differs. Raises `ConfigError` where it cannot be
+    done, and `CoterieError` where a life's first state is gone. `say`: takes lines about the machine.
+    """
+    for name in what.edits:
+        if name.partition(".")[0] not in _EDITABLE or name in _FIXED:
+            raise ConfigError(
+                f"--edit: {name} would change the schedule; settings of {', '.join(_EDITABLE)} may change"
+            )
+    config = resolve_config(validate(replace(asked, dict(what.edits))))
+    exchange_kind(config).check_replay(config)
+    groups = [each for each in together(folder, config) if what.origin in ("", _began(each))]
+    if not groups:
+        raise ConfigError(f"RUN: {folder} has no flight record" + (f" from {what.origin}" if what.origin else ""))
+    for line in machine_differences(next(iter(groups[0].values()))[0].header):
+        say(f"note: {line}")
+    states = States(folder / "checkpoints", config, groups)
+
+    def observers(learner: LearnerProcess) -> list[Observer]:
+        return [Hold(learner, what.at, what.call)] if what.at and learner.context.rank == what.learner else []
+
+    for each in groups:
+        one = Replay(config, each, states.begin, what.until, not what.edits, observers, states.wanted, states.known)
+        yield from one.run()
+        if any(result.difference for result in one.results):
+            return
+
+
+def _export(path: Path, moment: Moment) -> None:
+    moment.save(path)
+    print(f"{path}: the batch, the gradient and the weights of learner step {moment.step}")
+
+
+def together(folder: Path, config: ResolvedConfig) -> list[Together]:
+    """The lives of a run's learners that exchanged with each other, in their order."""
+    rejoins, groups = exchange_kind(config).rejoins, dict[int, dict[int, list[Life]]]()
+    for rank in range(config.learners):
+        for life in lives(folder, rank):
+            number = int(life.header["life"])
+            groups.setdefault(number % 1000 if rejoins else number, {}).setdefault(rank, []).append(life)
+    return sorted(groups.values(), key=lambda group: min(x[0].header["began"] for x in group.values()))
+
+
+def _began(group: Together) -> str:
+    return str(next(iter(group.values()))[0].header.get("checkpoint", "start"))
+
+
+@dataclass
+class States:
+    """What lives begin with: checkpoints, or, where those were pruned, what replays of earlier lives came to."""
+
+    root: Path
+    config: ResolvedConfig
+    groups: Sequence[Together]
+    wanted: set[Place] = field(default_factory=set)
+    known: dict[Place, Tensors] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        everything = [life for group in self.groups for each in group.values() for life in each]
+        later = [life.header for life in everything if "checkpoint" in life.header]
+        if all((self.root / header["checkpoint"]).exists() for header in later):
+            return
+        self.wanted = {(header["part"], header["part_steps"]) for header in later}
+        for life in everything:  # a rescue has taken what is not in the weights from one of these
+            self.wanted |= {(life.header["learner"], steps) for (steps,) in life.of("saved")[-2:]}
+
+    def begin(self, life: Life) -> Tensors | None:
+        header = life.header
+        if "checkpoint" not in header:
+            return None
+        path, part = self.root / header["checkpoint"], header["part"]
+        for found in self._candidates(path, part, header["part_steps"]):
+            if digest_of_state(found) == header["digest"]:
+                return found if part == header["learner"] else {**found, "rng": {}}
+        raise CoterieError(
+            f"{path.name}, which life {header['life']} began with, was pruned (log.keep); replay from start"
+        )
+
+    def _candidates(self, path: Path, part: int, steps: int) -> Iterator[Tensors]:
+        if path.exists():
+            yield checkpoint.learner(checkpoint.load(path)[0], part)
+        if newest := self.known.get((part, steps)):
+            yield newest
+            for (learner, _), older in self.known.items():
+                if learner == part:
+                    yield self._rescued(newest, older)
+
+    def _rescued(self, newest: Tensors, older: Tensors) -> Tensors:
+        """What a run saves of a lone learner that was killed: new weights and normalizers, and the rest as it was."""
+        model = make_model(self.config, make_spec(self.config.env, self.config.atari))
+        model.load_state_dict(newest["model"])
+        moments = normalizers(self.config, model)
+        moments.write(moments.read())
+        return {**older, "model": dict(model.state_dict())}
+
+
+def _shown(result: Result) -> str:
+    header = result.life.header
+    name = f"learner {header['learner']}, life {header['life']}"
+    if result.difference:
+        return f"{name} differs: {result.difference}"
+    equal = f"{result.rollouts:,} rollouts and {result.digests:,} digests of weights are equal"
+    if not result.compared:
+        equal = "not compared: it has other settings"
+    if result.returns:
+        equal += f", mean return {sum(result.returns) / len(result.returns):.1f}"
+    ends = f"; it ends as recorded: {result.error}" if result.error else ""
+    return f"{name}, up to learner step {result.steps:,}: {equal}{ends}"

@@ -1,0 +1,147 @@
+"""Executes lives of learners again, with the rollouts, weights and messages that their records name."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.build.factory import ProcessContext
+from coterie.config import ResolvedConfig
+from coterie.exchange.table import exchange_kind
+from coterie.flight.life import Life, unrecorded
+from coterie.learner import Observer
+from coterie.parallel.board import Board
+from coterie.plugins import named
+from coterie.roles.learner_process import LearnerProcess
+from coterie.tools.replay.compare import Comparison, Differs
+from coterie.types import CoterieError, Rollout, one_line
+
+Tensors = dict[str, dict[str, Tensor]]
+Observers = Callable[[LearnerProcess], Sequence[Observer]]
+Place = tuple[int, int]  # a learner and its learner step
+
+
+@dataclass
+class Result:
+    """What came of a life's replay."""
+
+    life: Life
+    steps: int = 0  # the last learner step
+    compared: bool = True
+    returns: deque[float] = field(default_factory=lambda: deque(maxlen=100))  # of its last episodes
+    rollouts: int = 0  # as recorded
+    digests: int = 0
+    difference: str = ""  # the first one
+    error: str = ""  # that ended it
+
+
+@dataclass
+class Replay:
+    """Lives that ran together, by learner, each learner's in their order.
+
+    `begin`: what a life begins with, or None for the run's first weights.
+    """
+
+    config: ResolvedConfig
+    lives: Mapping[int, Sequence[Life]]
+    begin: Callable[[Life], Tensors | None] = lambda life: None
+    until: int | None = None  # learner step to stop at
+    compare: bool = True  # stop at the first event that is not as recorded
+    observers: Observers = lambda learner: ()
+    wanted: set[Place] = field(default_factory=set)  # where to take a snapshot of a learner's state
+    snapshots: dict[Place, Tensors] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+
+    def run(self) -> list[Result]:
+        """Raises what is not Coterie's error."""
+        everything = [life for each in self.lives.values() for life in each]
+        kind = exchange_kind(self.config)
+        self._board, self._making = Board(self.config.learners), threading.Lock()
+        self._mixing = kind.mixing(self.config, self.config.learners)
+        self._shared = named("replay", kind.replayed)(everything) if kind.replayed else None
+        counts = [len(life.of("rollout")) for life in everything]
+        self._most = min(counts) if kind.in_lockstep else max(counts)
+        bugs = list[BaseException]()
+
+        def work(lives: Sequence[Life]) -> None:
+            try:
+                for life in lives:
+                    self._live(life)
+            except BaseException as error:
+                bugs.append(error)
+            finally:
+                if self._shared is not None:
+                    self._shared.end()
+
+        threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in self.lives.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for bug in bugs:
+            raise bug
+        return self.results
+
+    def _live(self, life: Life) -> None:
+        result, comparison = Result(life, compared=self.compare), Comparison(life)
+        self.results.append(result)
+        try:
+            self._train(life, comparison, result)
+        except Differs as difference:
+            result.difference = str(difference)
+        except CoterieError as error:
+            if life.end != one_line(error):
+                raise
+            result.error = str(error)
+        result.rollouts, result.digests = comparison.equal["rollout"], comparison.equal["weights"]
+
+    def _train(self, life: Life, comparison: Comparison, result: Result) -> None:
+        header = life.header
+        left = min(self._most, len(life.of("rollout")))
+        context = ProcessContext(
+            rank=header["learner"], board=self._board, mixing=self._mixing, life=life, replayed=self._shared,
+            note=comparison.note if self.compare else unrecorded,
+        )  # fmt: skip
+        with self._making:  # it sets torch's own random numbers
+            learner = LearnerProcess(as_recorded(self.config, header), header["life"], context)
+
+        def look() -> None:
+            result.steps = learner.progress.learner_steps
+            if (place := (context.rank, result.steps)) in self.wanted:
+                self.snapshots[place] = copied(learner.tensors())
+
+        def after_rollout(rollout: Rollout) -> bool:
+            nonlocal left
+            left -= 1
+            look()
+            result.returns.extend(score for score, _ in rollout.episodes)
+            return left == 0 or (self.until is not None and result.steps >= self.until)
+
+        with closing(learner):
+            if (tensors := self.begin(life)) is not None:
+                learner.load(tensors)
+                for rng, state in zip(learner.rngs, header["rng"], strict=True):
+                    rng.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+            learner.start(header.get("counts", {}), header.get("env_steps", 0))
+            look()
+            learner.observers[:0] = [comparison, *self.observers(learner)]
+            if left:
+                learner.run(after_rollout)
+
+
+def as_recorded(config: ResolvedConfig, header: dict[str, Any]) -> ResolvedConfig:
+    """The config with what the recording process chose for its machine."""
+    optim, names = replace(config.optim, chunk=header["chunk"]), ("torch_threads", "precision", "device")
+    return replace(config, optim=optim, **{name: header[name] for name in names})
+
+
+def copied(tensors: Tensors) -> Tensors:
+    return {group: {name: x.detach().clone() for name, x in each.items()} for group, each in tensors.items()}

@@ -1,0 +1,108 @@
+"""The flight record: what was noted is read back, whatever ended the writer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from coterie.flight import record
+from coterie.flight.record import FlightRecorder, path_of, read_life
+from coterie.types import ConfigError
+from tests.support.waiting import wait_until
+
+HEADER = {"learner": 1, "life": 2, "began": 0.0}
+
+
+def write(folder, events, close=True):
+    recorder = FlightRecorder(path_of(folder, 1, 2), lambda: HEADER)
+    for event in events:
+        recorder.note(*event)
+        wait_until(lambda: not (recorder._lines or recorder._news.is_set()), 10, "the thread takes it")
+    if close:
+        recorder.note("end", "")
+    recorder.close()
+    return recorder.path
+
+
+@pytest.mark.parametrize("every", [0.0, 1e9])  # a block for each event, or one for all
+def test_events_are_read_back_in_their_order(tmp_path, monkeypatch, every):
+    monkeypatch.setattr(record, "EVERY_S", every)
+    events = [["rollout", k, [1, 2], "x\ny"] for k in range(30)]
+    life = read_life(write(tmp_path, events))
+    assert (life.header, life.events, life.end) == (HEADER, [*events, ["end", ""]], "")
+    assert life.of("rollout") == [event[1:] for event in events]
+
+
+def test_a_record_without_an_end_has_all_that_was_noted(tmp_path):
+    life = read_life(write(tmp_path, [["a", 1], ["b", 2]], close=False))
+    assert (life.events, life.end) == ([["a", 1], ["b", 2]], None)
+
+
+def test_a_killed_process_leaves_all_but_the_inferences_of_its_last_moment(tmp_path):
+    code = f"""
+import os, signal, time
+from pathlib import Path
+from coterie.flight.record import FlightRecorder
+recorder = FlightRecorder(Path({str(tmp_path)!r}) / "flight" / "learner_0.life_0", dict)
+for k in range(1000):
+    recorder.note("infer", k)
+    recorder.note("rollout", k)
+recorder.note("infer", 1000)
+time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    found = read_life(path_of(tmp_path, 0, 0)).events
+    assert found[:2000] == [[kind, k] for k in range(1000) for kind in ("infer", "rollout")]
+    assert len(found) <= 2001
+
+
+def test_a_damaged_block_ends_the_record_before_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "EVERY_S", 0.0)
+    path = write(tmp_path, [["a", k] for k in range(5)])
+    whole = path.read_bytes()
+    for cut in (len(whole) - 1, len(whole) - 40):
+        path.write_bytes(whole[:cut])
+        life = read_life(path)
+        assert life.end is None
+        assert life.events == [["a", k] for k in range(len(life.events))]
+    path.write_bytes(whole[:-3] + b"xyz")
+    assert read_life(path).events == [["a", k] for k in range(5)]
+
+
+def test_the_tail_of_an_older_block_does_not_count(tmp_path):
+    """The process was killed after it had written a block, and before it began a new tail."""
+    path = write(tmp_path, [["a", 0]])
+    path.with_name(path.name + ".tail").write_text(f'{path.stat().st_size - 1}\n["a",0]\n')
+    assert read_life(path).events == [["a", 0], ["end", ""]]
+
+
+def test_half_a_line_of_the_tail_is_left_out(tmp_path):
+    path = write(tmp_path, [["a", 0]], close=False)
+    with path.with_name(path.name + ".tail").open("a") as file:
+        file.write('["b",1]\n["c')
+    assert read_life(path).events == [["a", 0], ["b", 1]]
+
+
+@pytest.mark.parametrize("text", ["", "coterie flight 2\n", "coterie flight 1\n"])
+def test_a_file_that_is_no_record_is_refused(tmp_path, text):
+    path = tmp_path / "x"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"x (is not a flight record|ends before its header)"):
+        read_life(path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path):
+    path = path_of(tmp_path, 1, 2)
+    path.parent.mkdir()
+    path.symlink_to("/dev/full")
+    recorder = FlightRecorder(path, lambda: HEADER)
+    for k in range(3):
+        recorder.note("a", k)
+    recorder.close()
+    assert recorder.failed == "No space left on device"

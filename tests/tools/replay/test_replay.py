@@ -1,0 +1,284 @@
+"""A run is executed again along its flight record, and comes to the same weights, bit by bit."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coterie.cli.main import main
+from coterie.envs.testing import CountingEnv
+from coterie.flight.record import FlightRecorder, lives
+from coterie.launch.session import resume, train
+from coterie.roles.callbacks import Callback, Run
+from coterie.runs.trust import open_run
+from coterie.tools.replay import compare
+from coterie.tools.replay.command import Asked, replay_run
+from coterie.types import CoterieError
+from tests.conftest import make_config
+
+SECONDS = float(os.environ.get("COTERIE_REPLAY_S", "120"))
+TWO, ACTORS = {"learners": 2}, {"actors": 2, "decoupled.queue": 1}
+SHORT = {"r2d2.burn_in": 8, "r2d2.length": 8, "r2d2.stride": 8}
+LAYOUTS = {
+    "a2c": {"algorithm": "a2c"},
+    "ppo, synchronous": {"algorithm": "ppo", "exchange": "allreduce", "model.normalize_obs": True, **TWO},
+    "a2c, gossip": {"algorithm": "a2c", "exchange": "gossip", **TWO},
+    "ppo, gossip": {"algorithm": "ppo", "exchange": "gossip", "model.normalize_obs": True, **TWO},
+    "impala": {"algorithm": "vtrace", "acting": "decoupled", "model.normalize_obs": True, **ACTORS},
+    "impala, synchronous": {"algorithm": "vtrace", "acting": "decoupled", "exchange": "allreduce", **TWO, **ACTORS},
+    "impala, gossip": {"algorithm": "vtrace", "acting": "decoupled", "exchange": "gossip", **TWO, **ACTORS},
+    "dqn, actors": {"algorithm": "dqn", "acting": "decoupled", **ACTORS},
+    "seed": {"algorithm": "vtrace", "acting": "central", "actors": 2, "model.normalize_obs": True},
+    "seed, gossip": {"algorithm": "vtrace", "acting": "central", "exchange": "gossip", "actors": 2, **TWO},
+    "seed, r2d2": {"algorithm": "r2d2", "acting": "central", "actors": 2, "model.core": "lstm", **SHORT},
+}  # fmt: skip
+
+
+def run(out, callbacks=(), **changes: Any):
+    own = {
+        "env.num_envs": 4, "algo.unroll_length": 8, "steps": 1500, "log.digest_every": 1, "log.tensorboard": False,
+        "q.learn_start": 200, "q.epsilon_steps": 1000, "replay.capacity": 2000, "ppo.minibatch_size": 16,
+        "out": str(out), **changes,
+    }  # fmt: skip
+    return train(make_config(**own), callbacks=callbacks, quiet=True)
+
+
+def replayed(folder, *asked, say=lambda line: None):
+    return list(replay_run(folder, open_run(folder), Asked(*asked), say))
+
+
+def assert_equal(results, until=False):
+    """All that was recorded, up to the last learner step."""
+    assert any(result.digests for result in results)
+    for result in results:
+        assert (result.difference, result.error) == ("", "")
+        rollouts, weights = (len(result.life.of(kind)) for kind in ("rollout", "weights"))
+        assert until or (result.rollouts, result.digests) == (rollouts, weights)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_replay_comes_to_the_same_weights(tmp_path, layout):
+    run(tmp_path / "run", **LAYOUTS[layout])
+    results = replayed(tmp_path / "run")
+    assert len(results) == LAYOUTS[layout].get("learners", 1)
+    assert_equal(results)
+
+
+class Enough(Callback):
+    """Ends the run after some time."""
+
+    def on_start(self, run: Run) -> None:
+        self.end = float((run.folder.parent / "end").read_text())
+
+    def should_stop(self, run: Run) -> bool:
+        return time.time() > self.end
+
+
+def disturbed(out, seconds, **changes):
+    """A run with faults; returns how often its processes were killed."""
+    (out.parent / "end").write_text(str(time.time() + seconds))
+    budgets = dict.fromkeys(("restarts", "decoupled.restarts", "central.restarts"), 10**6)
+    every = max(0.8, seconds / 20)
+    chaos = {"chaos.every": every, "chaos.seed": 25, "log.checkpoint_every": every / 2, "steps": 10**9}
+    return run(out, callbacks=(Enough,), **{**changes, **budgets, **chaos})["chaos"].get("kill", 0)
+
+
+@pytest.mark.parametrize("layout", ["impala", "a2c, gossip", "seed"])
+def test_a_replay_goes_through_kills(tmp_path, layout):
+    """Of learners, which go on from checkpoints that were pruned since, and of actors and env hosts."""
+    assert disturbed(tmp_path / "run", 12, **LAYOUTS[layout])
+    assert_equal(replayed(tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "a2c"])  # which has one process
+def test_two_minutes_with_kills_are_replayed(tmp_path, layout):
+    assert disturbed(tmp_path / "run", SECONDS, **LAYOUTS[layout])
+    results = replayed(tmp_path / "run")
+    assert len(results) > LAYOUTS[layout].get("learners", 1), "no learner was killed"
+    assert_equal(results)
+
+
+def test_a_resumed_run_is_replayed_as_two_lives(tmp_path):
+    run(tmp_path / "run", **LAYOUTS["impala"], **{"log.keep": 1})
+    resume(tmp_path / "run", steps=3000, quiet=True)
+    results = replayed(tmp_path / "run")
+    assert [result.life.header["life"] for result in results] == [0, 1]
+    assert_equal(results)
+    second = results[1].life.header["checkpoint"]
+    with pytest.raises(CoterieError, match=rf"{second}, which life 1 began with, was pruned \(log.keep\)"):
+        replayed(tmp_path / "run", second)
+    assert_equal(replayed(tmp_path / "run", "start"))
+
+
+def test_a_replay_stops_at_a_learner_step(tmp_path):
+    run(tmp_path / "run", **LAYOUTS["impala"])
+    (result,) = replayed(tmp_path / "run", "", 7)
+    assert (result.steps, result.digests, result.difference) == (7, 7, "")
+
+
+class Fickle(CountingEnv):
+    """Not deterministic from its 30th step on."""
+
+    def __init__(self) -> None:
+        super().__init__(length=1000)
+        self.steps = 0
+
+    def step(self, action):
+        obs, reward, *more = super().step(action)
+        self.steps += 1
+        return obs, reward + (time.time() % 1 if self.steps > 30 else 0.0), *more
+
+
+class Poisonous(CountingEnv):
+    """Its reward becomes infinite."""
+
+    def step(self, action):
+        obs, reward, *more = super().step(action)
+        return obs, 1e25 if reward > 60 else 0.0, *more
+
+
+def test_an_env_that_is_not_deterministic_is_named(tmp_path):
+    run(tmp_path / "run", algorithm="a2c", **{"env.id": "tests.tools.replay.test_replay:Fickle", "env.threads": 1})
+    (result,) = replayed(tmp_path / "run")
+    assert (
+        "rollout 1, before learner step 2: weights and first actions are equal, but what env 0, 1, 2, 3 ret"
+        in result.difference
+    )
+
+
+def edited(folder, edit):
+    """Write learner 0's record again, with other events."""
+    (life,) = lives(folder, 0)
+    recorder = FlightRecorder(life.path, lambda: life.header)
+    for event in life.events:
+        edit(event)
+        recorder.note(*event)
+    recorder.close()
+
+
+def test_a_difference_of_the_weights_names_the_step_and_the_tensor(tmp_path, monkeypatch):
+    run(tmp_path / "run", algorithm="a2c", **{"log.digest_every": 5})
+
+    def edit(event):
+        if event[:2] == ["weights", 15]:
+            event[2][3] += 1
+
+    edited(tmp_path / "run", edit)
+    (result,) = replayed(tmp_path / "run")
+    name = lives(tmp_path / "run", 0)[0].header["tensors"][3]
+    assert result.difference.startswith(f"learner steps 11 to 15: {name} differ after equal rollouts; processor")
+    monkeypatch.setattr(compare, "processor", lambda: "another one")
+    said = list[str]()
+    (result,) = replayed(tmp_path / "run", say=said.append)
+    assert "; processor: " in result.difference
+    assert len(said) == 1
+    assert said[0].endswith("recorded, another one here")
+
+
+def test_a_policy_that_acts_otherwise_is_not_taken_for_an_env(tmp_path):
+    run(tmp_path / "run", **LAYOUTS["impala"])
+
+    def edit(event):
+        if event[:2] == ["rollout", 4]:
+            event[5] += 1
+
+    edited(tmp_path / "run", edit)
+    (result,) = replayed(tmp_path / "run")
+    assert "rollout 4, before learner step 5: from equal weights the policy's first actions differ" in result.difference
+
+
+@pytest.mark.parametrize("exchange", ["hogwild", "store"])
+def test_shared_weights_have_no_replay(tmp_path, exchange, capsys):
+    run(tmp_path / "run", algorithm="a2c", exchange=exchange, **TWO)
+    assert main(["replay", str(tmp_path / "run")]) == 2
+    line = f"coterie: exchange: {exchange} cannot be replayed: the order of writes to shared weights is not recorded\n"
+    assert capsys.readouterr().err == line
+
+
+def test_the_command_says_what_is_equal(tmp_path, capsys):
+    run(tmp_path / "run", algorithm="a2c")
+    assert main(["replay", str(tmp_path / "run")]) == 0
+    said = "learner 0, life 0, up to learner step 49: 49 rollouts and 49 digests of weights are equal, mean return "
+    assert said in capsys.readouterr().out
+    edited(tmp_path / "run", lambda event: event.append(0) if event[0] == "weights" else None)
+    assert main(["replay", str(tmp_path / "run")]) == 1
+    assert "learner 0, life 0 differs: learner steps 1 to 1: " in capsys.readouterr().out
+    assert main(["replay", str(tmp_path / "run"), "--from", "step_1"]) == 2
+    assert capsys.readouterr().err == f"coterie: RUN: {tmp_path / 'run'} has no flight record from step_1\n"
+
+
+def test_a_run_without_a_record_is_refused(tmp_path, capsys):
+    run(tmp_path / "run", algorithm="a2c", **{"log.flight": False})
+    assert not (tmp_path / "run" / "flight").exists()
+    assert main(["replay", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == f"coterie: RUN: {tmp_path / 'run'} has no flight record\n"
+
+
+def test_a_learner_step_is_exported_and_holds_what_the_update_was_made_of(tmp_path, capsys):
+    """The gradient of the exported batch and weights is the exported gradient; the update makes the next weights."""
+    folder = tmp_path / "run"
+    run(folder, **LAYOUTS["impala"], **{"optim.rule": "rmsprop", "optim.max_grad_norm": 0.0})
+    assert main(["replay", str(folder), "--export-step", "5", "--to", "5"]) == 0
+    assert f"{folder}/learner_step_5.safetensors: the batch, the gradient" in capsys.readouterr().out
+    kept = load_file(folder / "learner_step_5.safetensors")
+    seen = list[tuple[int, Any, Any]]()
+
+    def look(moment):
+        seen.append((moment.step, moment.weights, moment.gradient))
+        for name, x in moment.weights.items():
+            assert torch.equal(x, kept[f"weights/{name}"])
+            assert torch.equal(moment.gradient[name], kept[f"gradient/{name}"])
+        parts = list(moment.batch.parts())
+        before = moment.learner.params.grad.clone()
+        moment.learner.params.grad.zero_()
+        for part in parts:
+            moment.learner.algorithm.loss(moment.learner.model, part).total.backward()
+        torch.testing.assert_close(moment.learner.params.grad, before)
+
+    asked = Asked(until=6, at=5, call=look)
+    assert_equal(list(replay_run(folder, open_run(folder), asked, print)), until=True)
+    assert [step for step, *_ in seen] == [5]
+    rewards = [name for name in kept if name.endswith("/reward")]
+    assert rewards
+    assert kept[rewards[0]].shape == (8, 4)
+
+
+def test_the_debugger_opens_at_a_learner_step(tmp_path, monkeypatch, capsys):
+    run(tmp_path / "run", algorithm="a2c")
+    monkeypatch.setattr("sys.stdin", io.StringIO("p moment.step, batch.count, len(weights)\nc\n"))
+    assert main(["replay", str(tmp_path / "run"), "--break-at", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "learner step 3: moment, batch, weights, gradient; c goes on" in out
+    assert re.search(r"\(3, 32, \d+\)\n", out)
+    assert "49 digests of weights are equal" in out  # the look has changed nothing
+
+
+def test_a_counterfactual_has_the_same_schedule_and_another_setting(tmp_path, capsys):
+    run(tmp_path / "run", **LAYOUTS["impala"])
+    command = ["replay", str(tmp_path / "run")]
+    assert main([*command, "--edit", "algo.entropy_coef=0.5"]) == 0
+    assert "not compared: it has other settings, mean return " in capsys.readouterr().out
+    assert main([*command, "--edit", "env.num_envs=8"]) == 2
+    assert "coterie: --edit: env.num_envs would change the schedule; settings of algo, ppo, " in capsys.readouterr().err
+    assert main([*command, "--edit", "algo.gama=1"]) == 2
+    assert "gama" in capsys.readouterr().err
+
+
+def test_a_nan_is_met_again(tmp_path, capsys):
+    """The same error at the same learner step, from the folder alone."""
+    nan = {"env.id": "tests.tools.replay.test_replay:Poisonous", "env.threads": 1}
+    with pytest.raises(CoterieError, match="is not finite at learner step") as failed:
+        run(tmp_path / "run", **LAYOUTS["impala"], **nan)
+    (result,) = replayed(tmp_path / "run")
+    assert result.error in str(failed.value)
+    assert result.difference == ""
+    assert main(["replay", str(tmp_path / "run")]) == 0
+    assert "; it ends as recorded: the gradient of " in capsys.readouterr().out
