@@ -34,7 +34,9 @@ class Process:
         self.grad = True  # torch keeps this by threads, of which all processes are one
         self.dead = self.frozen = False  # killed; does not get a turn (SIGSTOP)
         self.error: BaseException | None = None
-        self.let = greenlet(self._enter)
+        self.let = greenlet(
+            self._enter, scheduler.main
+        )  # where it ends; else the process that has started it would run
 
     def run(self, switch: Callable[[], object]) -> None:
         """Enter it by `switch`, until its next wait."""

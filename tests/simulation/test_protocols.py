@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from torch import Tensor
 
+from coterie.acting.central_stream import EnvStream, EnvStreams
 from coterie.exchange import elastic
 from coterie.exchange.mailboxes import Relay
 from coterie.exchange.rendezvous import Place, RendezvousClient
@@ -27,16 +28,21 @@ from coterie.parallel.clock import Budget
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.remote.gossip_link import GossipHub, GossipStream
+from coterie.remote.rollout_service import RolloutService
 from coterie.roles import entry
+from coterie.roles.remote_worker import RemoteSink
+from tests.simulation.env_hosts import EnvHosts
 from tests.simulation.links import GossipLinks
+from tests.simulation.remote_actors import RemoteActors
 from tests.simulation.rings import Rings
 from tests.simulation.runs import GoingBack, Gossiping, Lone, OneProcess
 from tests.simulation.scheduler import Simulation
 
 SEEDS = 25  # of a batch
-BATCHES = {  # in `make test`, and in `make test-all`: 10,000 seeds of runs, of links and of rings
+BATCHES = {  # in `make test`, and in `make test-all`: 10,000 seeds of runs, and of each other
     OneProcess: (2, 50), Lone: (2, 50), Gossiping: (3, 150), GoingBack: (3, 150),
-    GossipLinks: (2, 400), Rings: (2, 400),
+    GossipLinks: (8, 400), Rings: (8, 400),
+    EnvHosts: (2, 400), RemoteActors: (2, 400),
 }  # fmt: skip
 
 
@@ -78,6 +84,14 @@ def nobody_leaves(self: GossipHub, stream: GossipStream) -> None:
     self.clients.pop(stream.run_id, None)
 
 
+def sent_again(self: RemoteSink) -> None:
+    self._push.ask(lambda: {k: x.numpy() for k, x in self._fields.items()})
+
+
+def keeps_its_version(self: RemoteSink, method: str, sends: Any, check: Any) -> Any:
+    return self._connection.stream(method, sends, check)
+
+
 SLOW = pytest.mark.slow  # it takes more than 100 seeds
 
 
@@ -96,6 +110,18 @@ SLOW = pytest.mark.slow  # it takes more than 100 seeds
         pytest.param(Gossiping, Ledger, "lose", lambda *_: None, id="a dead learner's rows are lost", marks=SLOW),
         pytest.param(GossipLinks, GossipHub, "leave", nobody_leaves, id="a client that is gone takes part"),
         pytest.param(GossipLinks, Relay, "close", lambda *_: None, id="learners that are gone take part"),
+        pytest.param(EnvHosts, EnvStreams, "leave", lambda *_: None, id="an env host that is gone has a place"),
+        pytest.param(EnvHosts, EnvStream, "abandon", lambda _: 0, id="an unfinished rollout is not counted"),
+        pytest.param(
+            EnvHosts,
+            EnvStream,
+            "alive",
+            property(lambda _: True, lambda *_: None),
+            id="a stream that was replaced goes on",
+        ),
+        pytest.param(RemoteActors, RolloutService, "forget", lambda *_: None, id="an actor that is gone has a place"),
+        pytest.param(RemoteActors, RemoteSink, "deliver", sent_again, id="a rollout is sent again after a loss"),
+        pytest.param(RemoteActors, RemoteSink, "_connect", keeps_its_version, id="weights of a lost learner are kept"),
         pytest.param(Rings, elastic, "Place", the_first_has_the_weights, id="machines go back to old weights"),
         pytest.param(Rings, SignedStore, "get", lambda self, key: self.store.get(key)[32:], id="values are not signed"),
         pytest.param(Rings, RendezvousClient, "silent", "", id="a lost listening machine is waited for"),
