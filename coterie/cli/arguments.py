@@ -104,8 +104,8 @@ COMMANDS = {
         run="tools.report.command:report",
     ),
     "replay": Command(
-        "RUN [--from CHECKPOINT] [--to STEP]",
-        "execute a run again along its flight record, and compare",
+        "RUN [--to STEP]",
+        "execute a run again, bit by bit",
         _RUN,
         arg("--from", dest="origin", default="", metavar="NAME", help="only from this checkpoint, or start"),
         arg("--to", type=int, metavar="STEP", help="the last learner step; default: all that is recorded"),

@@ -22,7 +22,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 CORE = {"--model.core", *(f"--model.core-{x}" for x in ("heads", "layers", "memory", "size"))}
 CASES = [
-    (["re"], {"resume", "report", "reproduce"}),
+    (["re"], {"resume", "report", "reproduce", "replay"}),
     (["train", "imp"], {"impala", "impala-deep"}),
     (
         ["train", "ppo", "--model.co"],

@@ -29,6 +29,7 @@ from coterie.parallel.processes import PeerLost
 from coterie.parallel.slots import Slots
 from coterie.parallel.stages import Stages
 from coterie.roles.learner_process import LearnerProcess
+from coterie.roles.life import LifeRecord
 from coterie.types import ConfigError, Post, Rollout, one_line
 from tests.conftest import VECTOR
 from tests.simulation.scheduler import Scheduler
@@ -143,6 +144,7 @@ class Learner(LearnerProcess):
         self.model = make_model(config, self.spec)
         self.params = FlatParams(self.model)
         self.progress, self.stages, self.secondary = Progress(), Stages(), None
+        self.life, self.rngs = LifeRecord(config, ProcessContext(), incarnation), []  # which writes nothing
         self._counts_lock = threading.Lock()
         self.moments = moments = normalizers(config, self.model)
         if config.exchange == "gossip":
@@ -225,6 +227,7 @@ def act(
     mailbox = ActorMailbox.__new__(ActorMailbox)
     mailbox.slots, mailbox.weights = cast(Any, context.acting).slots, cast(Any, context.acting).weights
     mailbox.board, mailbox.row, mailbox.number = context.board, row, number
+    mailbox.life = mailbox.filled = 0
     mailbox.learner, mailbox.timeout, mailbox.stages, mailbox.recorders = context.rank, 1e9, Stages(), defaultdict()
     counts, produced, delivered = context.board.counts[row], COUNTS.index("produced"), COUNTS.index("delivered")
     mailbox.recorders.default_factory = lambda: None  # type: ignore[assignment]
