@@ -82,7 +82,7 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
         raise ConfigError(f"RUN: {folder} has no flight record" + (f" from {what.origin}" if what.origin else ""))
     for line in machine_differences(next(iter(groups[0].values()))[0].header):
         say(f"note: {line}")
-    states = States(folder / "checkpoints", config, groups)
+    states, reached = States(folder / "checkpoints", config, groups), 0
 
     def observers(learner: LearnerProcess) -> list[Observer]:
         return [Hold(learner, what.at, what.call)] if what.at and learner.context.rank == what.learner else []
@@ -92,6 +92,9 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
         yield from one.run()
         if any(result.difference for result in one.results):
             return
+        reached = max([reached, *(x.steps for x in one.results if x.life.header["learner"] == what.learner)])
+    if what.at > reached:
+        raise ConfigError(f"learner {what.learner} has {reached:,} recorded learner steps, and no step {what.at:,}")
 
 
 def _export(path: Path, moment: Moment) -> None:

@@ -251,6 +251,14 @@ def test_a_learner_step_is_exported_and_holds_what_the_update_was_made_of(tmp_pa
     assert kept[rewards[0]].shape == (8, 4)
 
 
+def test_a_learner_step_that_is_not_recorded_is_refused(tmp_path, capsys):
+    run(tmp_path / "run", algorithm="a2c")
+    assert main(["replay", str(tmp_path / "run"), "--export-step", "50"]) == 2
+    assert capsys.readouterr().err == "coterie: learner 0 has 49 recorded learner steps, and no step 50\n"
+    assert main(["replay", str(tmp_path / "run"), "--break-at", "5", "--learner", "1"]) == 2
+    assert "learner 1 has 0 recorded learner steps, and no step 5" in capsys.readouterr().err
+
+
 def test_the_debugger_opens_at_a_learner_step(tmp_path, monkeypatch, capsys):
     run(tmp_path / "run", algorithm="a2c")
     monkeypatch.setattr("sys.stdin", io.StringIO("p moment.step, batch.count, len(weights)\nc\n"))
