@@ -71,6 +71,8 @@ class Line:
         return self.scheduler.now >= self.noticed
 
     def _serve(self) -> None:
+        if self.broken:  # it cannot prove any more that it knows the token; those of one unix socket come in order
+            return
         try:
             self.stream = stream = self.service(self.hello)
         except Refused as error:
