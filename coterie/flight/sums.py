@@ -23,14 +23,14 @@ def weight_sums(params: FlatParams, moments: Tensor) -> list[int]:
 
 def rollout_sums(rollout: Rollout) -> tuple[int, str]:
     """CRC-32 of the policy's first row (actions and their log-probabilities), and 16 bits for each env of what the env
-    gave (rewards, ends of episodes, last observation), in base64. Tensors on a GPU are left out.
+    gave (rewards, ends of episodes, last observation), in base64. Observations on a GPU are left out: they are large.
 
     Where the weights were equal, a difference of the first comes from the arithmetic; of the second alone, from an env.
     """
     first = zlib.crc32(b"".join(_bytes(x[0]).tobytes() for x in (rollout.action, rollout.behavior_log_prob)))
     rows, envs = rollout.reward.shape
     total = _odd(rows) @ (_words(rollout.reward).reshape(rows, envs) + _ends(rollout))
-    for x in entries(rollout.obs).values():
+    for x in (x for x in entries(rollout.obs).values() if x.device.type == "cpu"):
         words = _words(x[-1]).reshape(envs, -1)
         total = total + words @ _odd(words.shape[1])
     return first, base64.b64encode((total >> np.uint32(16)).astype(np.uint16).tobytes()).decode()
@@ -39,18 +39,18 @@ def rollout_sums(rollout: Rollout) -> tuple[int, str]:
 def differing_envs(a: str, b: str, env_id: Tensor) -> list[int]:
     """The ids of the envs whose sums differ."""
     x, y = (np.frombuffer(base64.b64decode(text), np.uint16) for text in (a, b))
-    return sorted({int(i) for i in env_id.numpy()[x != y]}) if x.shape == y.shape else []
+    return sorted({int(i) for i in env_id.cpu().numpy()[x != y]}) if x.shape == y.shape else []
 
 
 def _ends(rollout: Rollout) -> Array:
     """`[T, B]`: 0 in the middle of an episode, and other numbers at terminations and truncations."""
-    terminated, truncated = (x.numpy().view(np.uint8) for x in (rollout.terminated, rollout.truncated))
+    terminated, truncated = (x.cpu().numpy().view(np.uint8) for x in (rollout.terminated, rollout.truncated))
     return terminated + np.uint32(2) * truncated
 
 
 def _bytes(x: Tensor) -> Array:
-    """What a tensor holds; nothing if it is on a GPU."""
-    return np.ascontiguousarray(x.numpy()) if x.device.type == "cpu" else np.zeros(0, np.uint8)
+    """What a tensor holds."""
+    return np.ascontiguousarray(x.cpu().numpy())
 
 
 def _words(x: Tensor) -> Array:
