@@ -39,7 +39,9 @@ class ActorMemory:
         batch_size = section.batch_size or config.env.num_envs
         layout = rollout_layout(setup.spec, setup.unroll_length, batch_size, setup.core)
         self.actors = max(1, config.actors // config.learners)
-        self.slots = Slots(layout, 1 if section.lockstep else 2 + section.queue, batch_size, width, self.actors)
+        # One in training, `queue` that wait, and a slot for each actor to fill.
+        batches = 1 if section.lockstep else 1 + section.queue + -(-config.env.num_envs // batch_size)
+        self.slots = Slots(layout, batches, batch_size, width, self.actors)
         self.weights = Weights(setup.weights, setup.moments)
 
     def abandon(self, child: int) -> None:

@@ -30,7 +30,7 @@ from coterie.acting.central_stream import (
     InferenceRequest,
     join,
 )
-from coterie.acting.env_host import EnvHost, HostSocket
+from coterie.acting.env_host import EnvHost, HostMemory
 from coterie.acting.recorder import Fields, as_rollout, local_fields
 from coterie.acting.twin_models import Twin, TwinModels
 from coterie.config import ResolvedConfig
@@ -40,6 +40,7 @@ from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
 from coterie.parallel.clock import awake
 from coterie.parallel.stages import Stages
+from coterie.parallel.upload import Pinned, finish_kernels, urgent_stream
 from coterie.plugins import substitute
 from coterie.remote.admission import EnvHostService
 from coterie.types import AgentOutput, CoterieError, Inputs, Rollout, counted
@@ -74,6 +75,9 @@ class Central(EnvStreams):
         self.completed: dict[tuple[int, int], int] = {}  # in lockstep: finished rollouts by client and group
         self._error: BaseException | None = None
         self.closed = False
+        # On a GPU its threads have a stream of their own, so that no answer waits for a learner step.
+        self._gpu_stream = urgent_stream(device)
+        self.on_close: Callable[[], None] = lambda: None
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=f"coterie-{name}", daemon=True)
             for name, work in self._work().items()
@@ -92,6 +96,7 @@ class Central(EnvStreams):
                 if isinstance(news := self.inbox.get(), EnvStream):
                     self.dropped += news.abandon()
             self.left = self.assembly.left() + sum(stream.valid for stream in self.streams.values())
+            self.on_close()
 
     def _work(self) -> dict[str, Callable[[], None]]:  # of its threads
         return {"inference": self._infer, "prefetch": self.assembly.run}
@@ -99,7 +104,7 @@ class Central(EnvStreams):
     # The training thread.
 
     def publish(self, version: int) -> None:
-        self.models.publish(version)
+        self.models.publish(version, self.device)
         self.inbox.put(None)
 
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
@@ -109,6 +114,7 @@ class Central(EnvStreams):
                 return
             self.columns -= self.config.batch_size
             yield as_rollout(fields, self.device)
+            finish_kernels(self.device)
             self.assembly.free.put(fields)
 
     def rest(self) -> int:
@@ -150,8 +156,7 @@ class Central(EnvStreams):
             if batch:
                 for request in batch:
                     del pending[request.stream]
-                for request in self._answer(batch):
-                    pending[request.stream] = request
+                pending |= {request.stream: request for request in self._answer(batch)}
                 continue
             try:
                 news = self.inbox.get(timeout=wait)
@@ -170,19 +175,15 @@ class Central(EnvStreams):
         if not self.models.published:
             return [], _CHECK_S
         config = self.config
-        if config.lockstep:
-            return self._turn(pending), _CHECK_S
+        if config.lockstep:  # all envs, always in the same order; one that is behind catches up while the others rest
+            due = choose_turn(self.streams.values(), config.envs, self._rests, lambda x: x in pending and x.may_go())
+            return [pending[stream] for stream in sorted(due, key=lambda stream: stream.first_env_id)], _CHECK_S
         # Finished rollouts of closed streams count against the limit.
         room = has_room(self.columns, self.envs, config.batches * config.batch_size)
         ready = [q for q in pending.values() if q.stream.may_go(room)]
         least = min(config.batch_min, self.envs)
         picked, wait = choose_batch(ready, time.perf_counter(), least, config.batch_max, config.wait)
         return picked, min(wait, _CHECK_S)
-
-    def _turn(self, pending: dict[EnvStream, InferenceRequest]) -> list[InferenceRequest]:
-        """In lockstep: all envs, always in the same order. One that is behind catches up while the others rest."""
-        due = choose_turn(self.streams.values(), self.config.envs, self._rests, lambda x: x in pending and x.may_go())
-        return [pending[stream] for stream in sorted(due, key=lambda stream: stream.first_env_id)]
 
     def _rests(self, stream: EnvStream) -> bool:
         """Whether it waits for the weights trained on its last rollout."""
@@ -198,18 +199,19 @@ class Central(EnvStreams):
             request.stream.seen = 0
         self.on_produced()
         states = [q.stream.state for q in batch if q.stream.state is not None]
-        ids = torch.from_numpy(np.concatenate([q.stream.ids for q in batch]))
+        ids = torch.from_numpy(np.concatenate([q.stream.ids for q in batch])).to(self.device)
         with self.models.newest() as (model, version, publication):
             self.note("infer", publication, self.look(None), [q.stream.serial for q in batch])
             out, after = self.policy(model, join(inputs), torch.cat(states) if states else None, ids)
-        action, at, waiting = out.action.cpu().numpy(), 0, list[InferenceRequest]()
+            action = out.action.cpu().numpy()  # waits for a GPU, which then has read the weights, and the hosts' memory
+        at, waiting = 0, list[InferenceRequest]()
         for request in batch:
             stream = request.stream
             mine = slice(at, at + stream.width)
             at = mine.stop
             part = AgentOutput(out.action[mine], out.log_prob[mine], out.value[mine])
             if stream.row == self.config.unroll_length:
-                self.assembly.finished.put((stream, stream.finish(part.value)))
+                self.assembly.finished.put((stream, stream.finish(request, part.value)))
                 self.columns += stream.width
                 if self.config.lockstep:
                     self.completed[stream.place] = self.completed.get(stream.place, 0) + 1
@@ -223,7 +225,8 @@ class Central(EnvStreams):
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
-            work()
+            with self._gpu_stream():
+                work()
         except BaseException as error:
             self._error = error
 
@@ -247,29 +250,27 @@ class Central(EnvStreams):
 def make_central(setup: LearnerSetup, kind: Callable[..., Central]) -> Central:
     config, share, agent, unroll = setup.config, setup.envs, setup.agent, setup.unroll_length
     rng = share.make_rng(setup.rank)
-
-    def policy(model: Model, inputs: Inputs, state: Tensor | None, env_id: Tensor) -> tuple[AgentOutput, Tensor | None]:
-        return agent.apart(model, inputs, state, env_id.to(share.device), rng)
-
     settings = CentralConfig.of(setup, KIND.batch_size(config))
     twins = [acting_copy(cast(Network, agent.model), share.dtype, apart=True) for _ in range(2)]
     make_fields = partial(local_fields, share.spec, unroll, device=share.device, core=core_shape(agent.model))
+    policy: CentralPolicy = lambda model, inputs, state, ids: agent.apart(model, inputs, state, ids, rng)  # noqa: E731
     central = kind(settings, twins, policy, make_fields, setup.board, setup.rank, setup.stages, share.device)
     central.is_over, central.on_produced = setup.is_over, setup.on_produced
     central.note, central.look = setup.note, agent.look
     return central
 
 
-def connect(setup: LearnerSetup, memory: HostSocket | None) -> Acting:
+def connect(setup: LearnerSetup, memory: HostMemory | None) -> Acting:
     """`memory` is None if the run starts no env hosts."""
     config, share = setup.config, setup.envs
     central = make_central(setup, substitute(config, "acting", Central))
     serve = partial(EnvHostService, config, share.spec, setup.rank, central)
     try:
         if memory is not None:
-            setup.servers.serve(memory.address, {"Infer": serve(local=True)})
+            central.on_close = Pinned(memory.memory, share.device).close
+            setup.servers.serve(memory.address, {"Infer": serve(local=memory.obs)})
         if config.wire.bind:
-            setup.servers.serve(offset(config.wire.bind, setup.rank), {"Infer": serve(local=False)}, "wire.bind")
+            setup.servers.serve(offset(config.wire.bind, setup.rank), {"Infer": serve()}, "wire.bind")
     except BaseException:
         central.close()
         raise
@@ -284,7 +285,7 @@ def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
 KIND = ActingKind(
     connect,
     describe,
-    HostSocket,
+    HostMemory,
     EnvHost,
     child="host",
     section=lambda config: config.central,

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -88,13 +89,16 @@ class EnvStream(ServiceStream):
     def __init__(
         self, config: CentralConfig, place: tuple[int, int], first_env: int, recorders: Sequence[Recorder],
         state: Tensor | None, post: Callable[[InferenceRequest], None], on_leave: Callable[[EnvStream], None],
+        shared: Mapping[str, Array],
     ) -> None:  # fmt: skip
         super().__init__({})  # the service fills the welcome
         self.config, self.place, self.first_env_id = config, place, first_env
         self.width = width = int(recorders[0].is_first.shape[1])
         self.post, self.on_leave = post, on_leave
         self.alive = self.counted = True  # counted: its unfinished rollout is not dropped yet
-        self.reads, self.writes = timestep_layout(config.spec, width, config.newest), action_layout(config.spec, width)
+        self.shared = shared  # observations that are not in the frames
+        self.reads = timestep_layout(config.spec, width, config.newest and not shared, bool(shared))
+        self.writes = action_layout(config.spec, width)
         self.newest = Newest(self.reads)
         self.ids = np.arange(first_env, first_env + width, dtype=np.int64)
         self.recorders = deque(recorders)  # free ones
@@ -109,7 +113,7 @@ class EnvStream(ServiceStream):
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         """In the server's thread: check the arrays, and pass them to the inference thread."""
-        arrays = self.newest.join(arrays)
+        arrays = {**self.newest.join(arrays), **self.shared}
         check_values(self.config.spec, arrays)
         obs = {k.removeprefix("obs/"): x for k, x in arrays.items() if k.startswith("obs/")}
         seen = TimeStep(
@@ -156,10 +160,12 @@ class EnvStream(ServiceStream):
         self.valid, self.counted = 0, False
         return dropped
 
-    def finish(self, value: Tensor) -> Recorder:
-        """Complete the rollout; the next `see` begins another."""
+    def finish(self, request: InferenceRequest, value: Tensor) -> Recorder:
+        """Complete the rollout; the next `see` begins another, with the observations that this one ends with."""
         assert self.recorder is not None
         done = self.recorder
+        # A GPU may not have read the host's memory for a second time when the host goes on.
+        request.seen = request.seen._replace(obs=done.inputs(0, self.row).obs)
         done.bootstrap(0, value)
         self.recorder, self.last, self.valid = None, done.last(), 0
         return done
@@ -180,7 +186,10 @@ class EnvStreams:
         self.inbox = queue.SimpleQueue[InferenceRequest | EnvStream | None]()  # requests, closed streams, wake-ups
         self._streams_lock = threading.RLock()  # the servers for local and for remote hosts have a thread each
 
-    def open_stream(self, number: int, group: int, first_env: int, width: int, life: int = -1) -> EnvStream:
+    def open_stream(
+        self, number: int, group: int, first_env: int, width: int, life: int = -1,
+        shared: Mapping[str, Array] = MappingProxyType({}),
+    ) -> EnvStream:  # fmt: skip
         """Open a stream, with new rollouts and recurrent states. It replaces an older one of the same client."""
         with self._streams_lock:
             config, old = self.config, self.streams.get((number, group))
@@ -197,7 +206,9 @@ class EnvStreams:
             # Two: one is written while the other waits for the prefetch thread.
             recorders = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
             state = self.initial_state(width)
-            stream = EnvStream(config, (number, group), first_env, recorders, state, self.inbox.put, self.leave)
+            stream = EnvStream(config, (number, group), first_env, recorders, state, self.inbox.put, self.leave, shared)
+            if self.device.type == "cuda":  # other streams of the GPU write there
+                torch.cuda.synchronize(self.device)
             stream.serial, self.opened = self.opened, self.opened + 1
             self.note("open", stream.serial, number, group, life, first_env, width)
             self.streams = {**self.streams, stream.place: stream}  # a copy: another thread may iterate

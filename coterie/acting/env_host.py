@@ -6,9 +6,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -16,28 +17,32 @@ import torch
 from coterie.acting.base import EnvShare, MemorySetup, Stopped, WorkerSetup
 from coterie.acting.child_processes import Reporter, WorkerReport
 from coterie.acting.recorder import Envs, env_loop
+from coterie.envs.tasks import envs_per_child
 from coterie.parallel.affinity import available_cores, keep_freed_memory
 from coterie.parallel.board import COUNTS
 from coterie.parallel.processes import scratch_folder
+from coterie.parallel.shm import InSharedMemory, Layout
 from coterie.parallel.stages import Stages
 from coterie.types import Array, Post, TimeStep, entries
+from coterie.wire import codec
 from coterie.wire.client import Connection, Endpoint, ReconnectingStream, RunEnded, Stream
-from coterie.wire.codec import Layout, Newest, timestep_layout
+from coterie.wire.codec import Newest, timestep_layout
 
 _SILENCE_S = 30.0  # without a frame from the learner
 
 
 class GroupStream(ReconnectingStream):
     """One group's stream to the learner. `wanted` ends a wait for an answer by raising; `check` is called before each
-    attempt to connect, and may raise.
+    attempt to connect, and may raise. `shared`: where observations go that are not in the frames, see `HostMemory`.
     """
 
     def __init__(
-        self, connection: Connection, layout: Layout, group: int, wanted: Callable[[], None],
-        check: Callable[[], None],
+        self, connection: Connection, layout: codec.Layout, group: int, wanted: Callable[[], None],
+        check: Callable[[], None], shared: Mapping[str, Array] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__(self._new_stream, connection, check)
         self._connection, self._layout, self._group, self._wanted = connection, layout, group, wanted
+        self._shared = shared
         self._newest, self.rows = Newest(layout), 0  # rows: sent on the present stream
 
     def _new_stream(self) -> Stream:
@@ -50,6 +55,8 @@ class GroupStream(ReconnectingStream):
 
         def question() -> dict[str, Array]:
             self.rows += 1
+            for name, into in self._shared.items():
+                into[...] = seen[name]
             return self._newest.split(seen)
 
         return self.ask(question)[0]["action"]
@@ -63,13 +70,26 @@ def host_envs(share: EnvShare) -> Envs:
     return share.make(share.config.env.threads or len(available_cores()) * share.groups)
 
 
-class HostSocket:
-    """The unix socket at which a learner's env hosts connect."""
+class HostMemory(InSharedMemory):
+    """The unix socket at which a learner's env hosts connect, and each env's newest observation in shared memory.
+
+    A host writes the observations of a group before its question, and again only after the answer. A frame would be
+    copied six times on its way through the socket.
+    """
 
     def __init__(self, setup: MemorySetup) -> None:
+        hosts, width = setup.config.actors // setup.config.learners, envs_per_child(setup.config)
+        layout: Layout = {f"obs/{k}": ((hosts, width, *s.shape), s.dtype) for k, s in setup.spec.obs.items()}
+        super().__init__(layout, "coterie-obs")
         # A socket's path has 107 bytes at most.
         self.folder = scratch_folder(None if len(tempfile.gettempdir()) < 60 else "/tmp")
         self.address = f"unix:{self.folder / 'learner'}"
+
+    def _bind(self, arrays: Mapping[str, Array]) -> None:
+        self.obs, self.memory = dict(arrays), self._shared.memory
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), "address": self.address}
 
     def abandon(self, child: int) -> None:
         """A stream ends with its host."""
@@ -79,21 +99,23 @@ class HostSocket:
         return 0
 
     def close(self) -> None:
+        self.release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class EnvHost:
     """The work of an env host that the run started."""
 
-    def __init__(self, setup: WorkerSetup, memory: HostSocket) -> None:
+    def __init__(self, setup: WorkerSetup, memory: HostMemory) -> None:
         self.board, self.row = setup.board, setup.row
-        share, newest = setup.envs, setup.config.central.newest_frame
+        share = setup.envs
         hello = {"env_id": share.config.env.id, "number": setup.number, "run_id": setup.life}
         self.connection = Connection(Endpoint(memory.address, patience=setup.timeout), hello)
 
         def connect(group: int, width: int) -> GroupStream:
-            layout = timestep_layout(share.spec, width, newest)
-            return GroupStream(self.connection, layout, group, lambda: None, self._check)
+            layout, mine = timestep_layout(share.spec, width, shared=True), slice(group * width, (group + 1) * width)
+            shared = {name: x[setup.number, mine] for name, x in memory.obs.items()}
+            return GroupStream(self.connection, layout, group, lambda: None, self._check, shared)
 
         self.loop = EnvLoop(host_envs(share), connect, self._check)
         self.loop.waits = partial(setup.board.blocked, setup.row)  # an answer may take as long as an evaluation

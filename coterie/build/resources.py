@@ -85,13 +85,15 @@ def resolve_config(config: Config, cores: int = 0) -> ResolvedConfig:
     several on a lone one), or else for each core; one actor for each core, as far as the envs can be shared out evenly.
     """
     config = with_modules(config)
-    cores, kind = cores or len(available_cores()), acting_kind(config)
+    cores, kind, gpus = cores or len(available_cores()), acting_kind(config), gpus_of(config)
     learners = config.learners
     if learners == "auto":
-        exchange, gpus = exchange_kind(config), gpus_of(config)
+        exchange = exchange_kind(config)
         least = min(exchange.gpu_learners, cores) if gpus else cores
         learners = 1 if exchange.one_learner else least if gpus < 2 else gpus
     config = replace(config, learners=learners)
+    if kind.apart:
+        cores = max(1, cores - min(gpus, learners))  # one core drives each GPU, see `place`
     if not config.env.num_envs:
         config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))
     actors = config.actors

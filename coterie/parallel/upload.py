@@ -1,8 +1,13 @@
-"""Batches from shared memory to a learner's device, the next one while the last one trains."""
+"""Memory and streams of a GPU: batches from shared memory to the learner's device, the next while the last one trains.
+
+On the CPU nothing here does anything.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,21 +17,43 @@ from coterie.types import Array
 Fields = dict[str, Tensor]
 
 
-class Uploads:
-    """Copies of `batches` on a GPU, made on a separate stream. `memory`, which holds the batches, is pinned for that.
+def urgent_stream(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """A context in which a GPU's kernels go before those of the default stream, which does not wait for them."""
+    if device.type == "cpu":
+        return nullcontext
+    return partial(torch.cuda.stream, torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
 
-    On the CPU nothing is copied.
-    """
+
+def finish_kernels(device: torch.device) -> None:
+    """Wait until a GPU has done all that this thread has asked for."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+class Pinned:
+    """Memory that a GPU reads without a copy on the host, until it is closed. If pinning fails, copies are slower."""
+
+    def __init__(self, memory: Array, device: torch.device) -> None:
+        self.memory, self.device, self.done = memory, device, False
+        if device.type == "cuda":
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            self.done = int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0
+
+    def close(self) -> None:
+        if self.done:
+            self.done = False
+            torch.cuda.synchronize(self.device)
+            torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)  # type: ignore[no-untyped-call]
+
+
+class Uploads:
+    """Copies of `batches` on a GPU, made on a separate stream. `memory`, which holds them, is pinned for that."""
 
     def __init__(self, batches: Sequence[Fields], memory: Array, device: torch.device) -> None:
-        self.batches, self.memory, self.device = batches, memory, device
-        self.pinned = False
+        self.batches, self.device, self.pinned = batches, device, Pinned(memory, device)
         self.copied: dict[int, tuple[Fields, torch.cuda.Event]] = {}
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            # If pinning fails, the copies are slower.
-            self.pinned = int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0
 
     def send(self, batch: int) -> None:
         """Start to copy a whole batch."""
@@ -55,7 +82,4 @@ class Uploads:
             self.copied.pop(batch)[1].synchronize()
 
     def close(self) -> None:
-        if self.pinned:
-            self.pinned = False
-            torch.cuda.synchronize(self.device)
-            torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)  # type: ignore[no-untyped-call]
+        self.pinned.close()

@@ -141,32 +141,43 @@ class Inference(Protocol):
 
     unroll_length: int
 
-    # `life`: of a host of the run; -1: it is another client's
-    def open_stream(self, number: int, group: int, first_env: int, width: int, life: int) -> ServiceStream: ...
+    # `life`: of a host of the run; -1: it is another client's. `shared`: observations that are not in the frames
+    def open_stream(
+        self, number: int, group: int, first_env: int, width: int, life: int, shared: Mapping[str, Array]
+    ) -> ServiceStream: ...
 
 
 class EnvHostService:
-    """The service of central acting. `local`: for the run's own env hosts, which know their numbers."""
+    """The service of central acting. `local`: for the run's own env hosts, which know their numbers, with where each
+    host's observations are, `[hosts, envs, ..]`.
+    """
 
-    def __init__(self, config: ResolvedConfig, spec: Spec, rank: int, central: Inference, local: bool) -> None:
+    def __init__(
+        self, config: ResolvedConfig, spec: Spec, rank: int, central: Inference,
+        local: Mapping[str, Array] | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.spec, self.rank, self.central, self.local = config, spec, rank, central, local
         self.ids = ClientIds(config, rank)
         self.settings = json.dumps(settings_of(config, spec, central.unroll_length), allow_nan=False)
 
     def __call__(self, hello: Any) -> ServiceStream:
-        number = hello.number if self.local else self.ids.number(hello.run_id)
+        local = self.local
+        number = self.ids.number(hello.run_id) if local is None else hello.number
         welcome = {"number": number, "learners": self.config.learners, "settings": self.settings}
         if hello.envs == 0:
             return SettingsRequest(welcome)
         if hello.envs > self.config.central.max_envs:
             raise Refused(f"{hello.envs} envs are more than central.max_envs, {self.config.central.max_envs}")
-        expected = timestep_layout(self.spec, hello.envs, self.config.central.newest_frame)
+        newest = self.config.central.newest_frame and local is None
+        expected = timestep_layout(self.spec, hello.envs, newest, shared=local is not None)
         check_hello(hello, tasks(self.config.env.id), expected)
-        if self.local:
-            first = child_env(self.config, number, self.rank)[1] + hello.group * hello.envs
+        if local is None:
+            first, life, shared = self.ids.first_env(hello.run_id, hello.group, hello.envs), -1, {}
+            number += FIRST_REMOTE_ID
         else:
-            first, number = self.ids.first_env(hello.run_id, hello.group, hello.envs), FIRST_REMOTE_ID + number
-        life = hello.run_id if self.local else -1
-        stream = self.central.open_stream(number, hello.group, first, hello.envs, life)
+            mine = slice(hello.group * hello.envs, (hello.group + 1) * hello.envs)
+            first, life = child_env(self.config, number, self.rank)[1] + mine.start, hello.run_id
+            shared = {name: x[number, mine] for name, x in local.items()}
+        stream = self.central.open_stream(number, hello.group, first, hello.envs, life, shared)
         stream.welcome = {**welcome, "first_env_id": first}
         return stream

@@ -181,10 +181,12 @@ WHOLE = "whole"  # tensor: the envs whose whole stack of frames is sent
 _NEWEST, _STACK = "newest/", "stack/"
 
 
-def timestep_layout(spec: Spec, envs: int, newest: bool = False) -> Layout:
-    """A TimeStep on the wire. `newest`: only the last frame of a stack, except where an episode begins."""
+def timestep_layout(spec: Spec, envs: int, newest: bool = False, shared: bool = False) -> Layout:
+    """A TimeStep on the wire. `newest`: only the last frame of a stack, except where an episode begins. `shared`:
+    without the observations, which are in shared memory.
+    """
     obs: list[Tensor] = []
-    for key, s in spec.obs.items():
+    for key, s in () if shared else spec.obs.items():
         if newest and s.is_image and s.shape[0] > 1:
             obs += [
                 Tensor(f"{_NEWEST}{key}", s.dtype, (envs, *s.shape[1:])),

@@ -107,7 +107,7 @@ def test_on_a_gpu_each_copy_is_what_was_written_before_it():
     device, memory = torch.device("cuda"), np.zeros((2, 1 << 22), np.float32)
     uploads = Uploads([{"x": torch.from_numpy(row)} for row in memory], memory, device)
     try:
-        assert uploads.pinned
+        assert uploads.pinned.done
         for k in range(20):
             memory[k % 2] = k
             uploads.send(k % 2)

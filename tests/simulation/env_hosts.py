@@ -38,7 +38,10 @@ class Host(Client):
 
     def begin(self) -> None:
         self.at, self.action = 0, np.zeros(WIDTH, np.int64)
-        self.stream = GroupStream(self.link, timestep_layout(VECTOR, WIDTH), 0, self.check, self.check)  # type: ignore[arg-type]
+        local: bool = self.number < HOSTS
+        layout = timestep_layout(VECTOR, WIDTH, shared=local)
+        shared = {k: x[self.number] for k, x in self.simulation.memory.items()} if local else {}  # type: ignore[attr-defined]
+        self.stream = GroupStream(self.link, layout, 0, self.check, self.check, shared)  # type: ignore[arg-type]
 
     def step(self) -> None:
         self.action = self.stream.actions(self._seen())
@@ -73,7 +76,8 @@ class CentralLearner(Learner):
         )  # fmt: skip
         acting.is_over = lambda: self.over
         serve = partial(EnvHostService, config, VECTOR, 0, acting)
-        self.local, self.services = {"Infer": serve(local=True)}, {"Infer": serve(local=False)}
+        self.local = {"Infer": serve(local=self.simulation.memory)}  # type: ignore[attr-defined]
+        self.services = {"Infer": serve()}
 
         def refresh() -> None:
             weight.add_(1)
@@ -115,6 +119,10 @@ class EnvHosts(Clients):
     """Env hosts of the run's own, and remote ones, which must leave those their places."""
 
     client, learner_kind, numbers = Host, CentralLearner, range(HOSTS + REMOTE)
+
+    def begin(self) -> None:
+        self.memory = {"obs/": np.zeros((HOSTS, WIDTH, 3), np.float32)}  # shared with the run's own hosts
+        super().begin()
 
     def serving(self, local: bool) -> tuple[Peer | None, Mapping[str, Service]]:
         learner: Any = self.learner

@@ -106,7 +106,7 @@ class InferenceServices(Services):
             Stages(), CPU,
         )  # fmt: skip
         self.central.publish(0)
-        self.serve(address, {INFER: EnvHostService(config, spec, 0, self.central, local=False)})
+        self.serve(address, {INFER: EnvHostService(config, spec, 0, self.central)})
 
     def layout(self, envs: int) -> Layout:
         return timestep_layout(self.spec, envs, self.newest)

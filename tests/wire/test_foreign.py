@@ -84,7 +84,7 @@ def learning(address, **access):
     """A learner of central acting without local hosts, and its server, which sends heartbeats often."""
     changes = {"log.stall": 20.0, "algo.unroll_length": UNROLL, "central.batch_size": ENVS}
     learner = LearnerProcess(config := resolve_config(presets.make("seed-vtrace", "CartPole-v1", **changes)))
-    service = EnvHostService(config, learner.spec, 0, learner.acting, local=False)
+    service = EnvHostService(config, learner.spec, 0, learner.acting)
     server = Server(address, {"Infer": service}, limits=Limits(heartbeat_s=0.02), **access)
     try:
         yield learner, server

@@ -135,13 +135,15 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     unroll = algorithm_class(own).unroll_length(own)
     steps, samples = algorithm_class(own).updates(own, batch, unroll)
     section, lockstep = kind.section(own), kind.apart and kind.lockstep(own)
-    queue = 0 if section is None else section.queue
+    waiting = 1 + (0 if section is None else section.queue)
+    filled = -(-own.env.num_envs // batch) if kind.own_policy else 1  # at a time
     trainers = 1 if gpu else mine.torch_threads
     return RunLayout(
         acting=acting, exchange=exchange, config=own, hardware=h, learners=everywhere, producers=producers, width=width,
         groups=groups, env_threads=max(1, -(-threads // groups)), act_threads=min(groups, trainers),
         train_threads=trainers, unroll=unroll, batch=batch, steps=steps, samples=samples,
-        chunk=own.optim.chunk if gpu else mine.chunk, batches=1 if lockstep else 2 + queue, lockstep=lockstep,
+        chunk=own.optim.chunk if gpu else mine.chunk, batches=1 if lockstep else waiting + filled,
+        lockstep=lockstep,
     )  # fmt: skip
 
 
