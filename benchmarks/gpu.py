@@ -21,19 +21,17 @@ import torch
 from coterie.runs.machine import describe
 
 NATURE = "--env Breakout-v5 --model.torso nature"
+MANY = "--algo.unroll-length 20 --central.batch-size 128 --env.num-envs 512"
 CASES = {
     "a2c": f"a2c {NATURE} --env.num-envs 256",
-    "a2c, V-trace": f"a2c {NATURE} --env.num-envs 256 --algorithm vtrace --algo.unroll-length 20",
+    "a2c, V-trace": f"a2c {NATURE} --env.num-envs 512 --algorithm vtrace --algo.unroll-length 20",
     "ppo": f"ppo {NATURE} --env.num-envs 128 --ppo.batch-size 16384 --ppo.minibatch-size 2048 --ppo.epochs 4",
     "impala": f"impala {NATURE}",
-    "seed-vtrace": f"seed-vtrace {NATURE} --env.num-envs 256 --algo.unroll-length 20 --central.batch-size 128",
-    "seed-vtrace, newest frame": (
-        f"seed-vtrace {NATURE} --env.num-envs 256 --algo.unroll-length 20 --central.batch-size 128"
-        " --central.newest-frame True"
-    ),
+    "seed-vtrace": f"seed-vtrace {NATURE} {MANY}",
+    "seed-vtrace, 4 hosts": f"seed-vtrace {NATURE} {MANY} --actors 4",
     "gala-a2c, 4 learners": f"gala-a2c {NATURE} --learners 4 --env.num-envs 64",
     "impala-deep": "impala-deep --env Breakout-v5",
-    "seed-vtrace, ResNet": "seed-vtrace --env Breakout-v5 --env.num-envs 256",
+    "seed-vtrace, ResNet": "seed-vtrace --env Breakout-v5 --env.num-envs 512 --central.batch-size 64",
     "dqn": "dqn --env Breakout-v5 --replay.capacity 100000",
     "seed-r2d2": "seed-r2d2 --env Breakout-v5 --env.num-envs 128 --replay.capacity 100000",
 }
@@ -43,7 +41,7 @@ def measure(options: str, seconds: float) -> dict[str, Any]:
     """The result of one bench, or its error."""
     command = [sys.executable, "-m", "coterie", "bench", *options.split(), "--seconds", str(seconds), "--json"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 3 * seconds)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=25 + 3 * seconds)
     except subprocess.TimeoutExpired as error:
         return {"error": f"not done in {error.timeout:g} s"}
     if done.returncode:

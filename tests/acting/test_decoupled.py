@@ -8,8 +8,11 @@ from itertools import count, islice
 import pytest
 import torch
 
+from coterie.acting.actor import ActorMemory
+from coterie.acting.base import MemorySetup
+from coterie.build.resources import resolve_config
 from coterie.types import CoterieError, Inputs
-from tests.conftest import make_config
+from tests.conftest import VECTOR, make_config
 from tests.support.crew import crewed
 
 
@@ -77,3 +80,14 @@ def test_decoupled_acting_without_rollouts_ends_with_a_reason():
         learner.context.board.close()  # the actors leave
         with pytest.raises(CoterieError, match=r"no batch of rollouts for 0\.3 s: the actors hang"):
             deque(steps(learner))
+
+
+@pytest.mark.parametrize(("actors", "envs", "batch", "batches"), [(2, 32, 32, 3), (15, 240, 32, 10), (4, 16, 8, 4)])
+def test_each_actor_has_a_slot_while_one_batch_trains_and_one_waits(actors, envs, batch, batches):
+    settings = {"actors": actors, "env.num_envs": envs, "decoupled.batch_size": batch}
+    memory = ActorMemory(MemorySetup(resolve_config(config(**settings)), VECTOR, 2, (), 4, 0))
+    try:
+        assert memory.slots.batches == batches
+        assert (batches - 2) * memory.slots.per_batch >= actors
+    finally:
+        memory.close()
