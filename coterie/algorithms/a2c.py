@@ -73,7 +73,7 @@ class RolloutBatch:
 
     def half(self) -> RolloutBatch:
         """The rows of half the envs (steps of one env are correlated); of shuffled rows the first half."""
-        rows = torch.arange(self.mask.shape[-1])
+        rows = torch.arange(self.mask.shape[-1], device=self.mask.device)
         turns = rows.view(-1, self.envs if self.envs > 1 else len(rows))
         return self.take(turns[:, : max(1, turns.shape[1] // 2)].flatten())
 

@@ -55,10 +55,10 @@ def test_a_change_of_the_weights_is_seen_in_the_actors_policy(image):
                 assert (own_log_prob(learner, rollout)[0] - rollout.behavior_log_prob).abs().max() > 0.1
             before = learner.params.data.clone()
             with torch.no_grad():
-                rng = torch.Generator().manual_seed(step)
+                rng = torch.Generator(learner.params.data.device).manual_seed(step)
                 learner.model.policy.weight.normal_(0, 0.1 if image else 0.5, generator=rng)
             for norm in learner.model.obs_norm.values():  # normalizers travel with the weights
-                norm.update(torch.randn(50, 4) * (step + 2))
+                norm.update(torch.randn(50, 4, device=rng.device) * (step + 2))
                 before = None
 
 

@@ -110,7 +110,7 @@ def test_auto_is_a_word_of_this_option_only_and_is_settled_before_the_run(tmp_pa
 
 def test_a_thread_of_dqn_has_work_for_it():
     def threads(*options):
-        config = parse_cli(presets.make("dqn", "Breakout-v5"), list(options))
+        config = parse_cli(presets.make("dqn", "Breakout-v5"), ["--device", "cpu", *options])
         return resources.resolve_resources(config, make_spec(config.env, config.atari), cores=4).torch_threads
 
     assert threads() == 1  # batches of 32
