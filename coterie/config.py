@@ -398,6 +398,7 @@ class Config:
     launch: Literal["local", "ray"] = "local"  # ray: on the machines of a Ray cluster
     learners: Learners = 1  # auto: one for each GPU, or for each core if there are none
     actors: Actors = "auto"  # actors, or env hosts, of all learners together
+    max_lag: Natural = 0  # most learner steps by which acting weights may be older than those trained; 0: no such limit
     restarts: Natural = 3  # of learners that died or hung, in an hour, before the run fails
     steps: Positive = 1_000_000  # env steps of the whole run
     init_from: str = ""  # folder of a run: begin with its network's weights and normalizers

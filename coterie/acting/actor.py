@@ -15,6 +15,7 @@ from coterie.acting.base import Agent, EnvShare, MemorySetup, Stopped, WorkerSet
 from coterie.acting.child_processes import Reporter
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, rollout_layout
+from coterie.config import ResolvedConfig
 from coterie.envs.tasks import envs_per_child
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.affinity import keep_freed_memory
@@ -30,6 +31,23 @@ _POLL_S, _SLOW_POLL_S = 2e-4, 1e-3  # between two looks at shared memory: in the
 _SOON_S = 0.01
 
 
+def batches_of(config: ResolvedConfig, updates: int) -> int:
+    """Batches that a learner has memory for: one in training, `queue` that wait, and a slot for each actor to fill; no
+    more than `max_lag` allows. They are trained in the order in which they were opened, with the weights of that time
+    or newer ones.
+    """
+    section = config.decoupled
+    most = 1 + section.queue + -(-config.env.num_envs // (section.batch_size or config.env.num_envs))
+    if config.max_lag:
+        most = min(most, 1 + max(0, config.max_lag - unpublished(config, updates)) // updates)
+    return 1 if section.lockstep else most
+
+
+def unpublished(config: ResolvedConfig, updates: int) -> int:
+    """Most learner steps since the weights were published, when a batch is opened."""
+    return (-(-config.decoupled.publish_every // updates) - 1) * updates
+
+
 class ActorMemory:
     """Shared memory between a learner and its actors: weights, and slots for rollouts."""
 
@@ -39,9 +57,7 @@ class ActorMemory:
         batch_size = section.batch_size or config.env.num_envs
         layout = rollout_layout(setup.spec, setup.unroll_length, batch_size, setup.core)
         self.actors = max(1, config.actors // config.learners)
-        # One in training, `queue` that wait, and a slot for each actor to fill.
-        batches = 1 if section.lockstep else 1 + section.queue + -(-config.env.num_envs // batch_size)
-        self.slots = Slots(layout, batches, batch_size, width, self.actors)
+        self.slots = Slots(layout, batches_of(config, setup.updates), batch_size, width, self.actors)
         self.weights = Weights(setup.weights, setup.moments)
 
     def abandon(self, child: int) -> None:

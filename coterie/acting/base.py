@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -130,6 +130,7 @@ class MemorySetup:
     core: tuple[int, ...]
     weights: int
     moments: int
+    updates: int = 1  # learner steps for each batch of rollouts
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class LearnerSetup:
     timeout: float  # seconds to wait for rollouts
     on_produced: Callable[[], None]  # to be called when rows have arrived from another process
     is_over: Callable[[], bool]  # whether to end instead of waiting for rollouts
+    updates: int = 1  # learner steps for each batch of rollouts
     note: Note = unrecorded  # an event of the flight record
     life: Life | None = None  # a replay: goes along this record
     worker: Callable[[int, int], WorkerSetup] = _none  # of a child process, by its number and life; for a replay
@@ -195,6 +197,15 @@ class Section(Protocol):
     def restarts(self) -> int: ...  # of children that died, before the run fails
 
 
+class Lag(NamedTuple):
+    """Policy lag: learner steps between the choice of an action and the first batch that it is in. The second argument:
+    learner steps for each batch of rollouts.
+    """
+
+    worst: Callable[[ResolvedConfig, int], int | None] = lambda config, updates: 0  # None: no bound
+    least: Callable[[ResolvedConfig, int], int] = lambda config, updates: 0  # the lowest `max_lag` that can be kept
+
+
 @dataclass(frozen=True)
 class ActingKind(Generic[M]):
     """One choice of acting, as the rest of the program knows it. Each module of this folder has its `KIND`.
@@ -213,6 +224,7 @@ class ActingKind(Generic[M]):
     batch_settings: Callable[[bool, int], dict[str, Any]] = lambda lockstep, batch_size: {}
     replay: str = ""  # package.module:callable, a `connect` along the flight record `setup.life`; empty: impossible
     publish_every: Callable[[Config], int] = lambda config: 1  # learner steps between updates of the acting weights
+    lag: Lag = Lag()  # noqa: RUF009 - a constant
     max_envs: Callable[[Config], int] = lambda config: sys.maxsize  # of one learner
     batch_max: Callable[[Config], int] = lambda config: 0  # most envs in one forward pass; 0: no limit
     one_group: Callable[[Config], bool] = lambda config: False  # all envs of a process are acted on at once

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.acting.base import Acting, ActingKind, LearnerSetup, core_shape
+from coterie.acting.base import Acting, ActingKind, Lag, LearnerSetup, core_shape
 from coterie.acting.batching import choose_batch, choose_turn, has_room
 from coterie.acting.central_stream import (
     REFUSALS,
@@ -33,8 +33,9 @@ from coterie.acting.central_stream import (
 from coterie.acting.env_host import EnvHost, HostMemory
 from coterie.acting.recorder import Fields, as_rollout, local_fields
 from coterie.acting.twin_models import Twin, TwinModels
+from coterie.acting.window import least_lag, worst_lag
 from coterie.config import ResolvedConfig
-from coterie.envs.news import EnvNews, Means
+from coterie.envs.news import reported_elsewhere
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
@@ -115,6 +116,7 @@ class Central(EnvStreams):
             self.columns -= self.config.batch_size
             yield as_rollout(fields, self.device)
             finish_kernels(self.device)
+            self.window.train(self.config.batch_size)
             self.assembly.free.put(fields)
 
     def rest(self) -> int:
@@ -235,9 +237,7 @@ class Central(EnvStreams):
     def counts(self) -> dict[str, int]:
         return {"produced": self.produced, "dropped": self.dropped, "in_flight": self.left}
 
-    def news(self) -> EnvNews:
-        """Env hosts report it themselves."""
-        return EnvNews([], Means())
+    news = staticmethod(reported_elsewhere)
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -293,6 +293,7 @@ KIND = ActingKind(
     max_envs=lambda config: config.central.max_envs,
     batch_max=lambda config: config.central.batch_max,
     one_group=lambda config: config.central.lockstep,
+    lag=Lag(worst_lag, least_lag),
     refusals=REFUSALS,
     replay="coterie.acting.central_again:replay",
     simulation="coterie.tools.plan.acting:SimCentral",

@@ -18,6 +18,7 @@ from coterie.acting.base import LearnerSetup
 from coterie.acting.batching import may_go
 from coterie.acting.child_processes import apart_refusals
 from coterie.acting.recorder import ON_HOST, Fields, Recorder, valid_rows
+from coterie.acting.window import Window, window_of
 from coterie.config import Refusal
 from coterie.flight.life import Note, unrecorded
 from coterie.parallel.slots import columns_of
@@ -58,6 +59,7 @@ class CentralConfig:
     newest: bool = False
     max_envs: int = 4096
     timeout: float = 900.0
+    window: int = 0  # columns, see `batching.Window`
 
     @classmethod
     def of(cls, setup: LearnerSetup, batch_size: int) -> CentralConfig:
@@ -66,6 +68,7 @@ class CentralConfig:
             setup.envs.spec, config.env.num_envs if config.actors else 0, setup.unroll_length, batch_size,
             1 if own.lockstep else 2 + own.queue, own.batch_min, own.batch_max, own.wait, own.lockstep,
             own.newest_frame, min(own.max_envs, setup.max_envs), setup.timeout,
+            0 if setup.life else window_of(config.max_lag, batch_size, setup.updates),  # a replay keeps the record
         )  # fmt: skip
 
 
@@ -87,14 +90,13 @@ class EnvStream(ServiceStream):
     """One stream's envs: their recurrent state and their unfinished rollout."""
 
     def __init__(
-        self, config: CentralConfig, place: tuple[int, int], first_env: int, recorders: Sequence[Recorder],
-        state: Tensor | None, post: Callable[[InferenceRequest], None], on_leave: Callable[[EnvStream], None],
-        shared: Mapping[str, Array],
+        self, among: EnvStreams, place: tuple[int, int], first_env: int, recorders: Sequence[Recorder],
+        state: Tensor | None, shared: Mapping[str, Array],
     ) -> None:  # fmt: skip
         super().__init__({})  # the service fills the welcome
-        self.config, self.place, self.first_env_id = config, place, first_env
+        self.among, self.place, self.first_env_id = among, place, first_env
+        self.config = config = among.config
         self.width = width = int(recorders[0].is_first.shape[1])
-        self.post, self.on_leave = post, on_leave
         self.alive = self.counted = True  # counted: its unfinished rollout is not dropped yet
         self.shared = shared  # observations that are not in the frames
         self.reads = timestep_layout(config.spec, width, config.newest and not shared, bool(shared))
@@ -106,6 +108,7 @@ class EnvStream(ServiceStream):
         action, reward = self.recorders[0].last()
         self.last = torch.zeros_like(action), torch.zeros_like(reward)
         self.state = state
+        self.window, self.ticket = among.window, -1  # of the unfinished rollout
         self.row, self.valid = 0, 0  # of the unfinished rollout: the next row, valid rows
         self.seen = 0  # valid rows that are not in `Central.produced` yet
         self.new = True
@@ -127,22 +130,24 @@ class EnvStream(ServiceStream):
             env_id=self.ids,
         )
         self.new = False
-        self.post(InferenceRequest(self, seen, answer))
+        self.among.inbox.put(InferenceRequest(self, seen, answer))
 
     def leave(self) -> None:
-        self.on_leave(self)
+        self.among.leave(self)
 
     # In the inference thread:
 
     def may_go(self, room: bool = True) -> bool:
         """Whether the next row can be written. `room`: another rollout may begin."""
         row = -1 if self.recorder is None else self.row
-        return may_go(row, self.config.unroll_length, self.config.lockstep, room and bool(self.recorders))
+        room = room and bool(self.recorders) and self.window.may_begin(self.width)
+        return may_go(row, self.config.unroll_length, self.config.lockstep, room)
 
     def see(self, seen: TimeStep) -> Inputs:
         """Write the next row, of a new rollout if the last one is finished."""
         if self.recorder is None:
             self.recorder, self.row = self.recorders.popleft(), 0
+            self.ticket = self.window.begin(self.width)
             self.recorder.begin([self.state], self.last)
         else:
             valid = int(np.count_nonzero(~seen.is_first))
@@ -158,12 +163,15 @@ class EnvStream(ServiceStream):
         """Drop the unfinished rollout of a closed stream; returns its valid rows."""
         dropped = self.valid if self.counted else 0
         self.valid, self.counted = 0, False
+        if self.recorder is not None:
+            self.window.abandon(self.ticket)
         return dropped
 
     def finish(self, request: InferenceRequest, value: Tensor) -> Recorder:
         """Complete the rollout; the next `see` begins another, with the observations that this one ends with."""
         assert self.recorder is not None
         done = self.recorder
+        self.window.finish(self.ticket)
         # A GPU may not have read the host's memory for a second time when the host goes on.
         request.seen = request.seen._replace(obs=done.inputs(0, self.row).obs)
         done.bootstrap(0, value)
@@ -179,7 +187,7 @@ class EnvStreams:
         make_fields: Callable[[int], Fields], device: torch.device,
     ) -> None:  # fmt: skip
         self.config, self.initial_state, self.make_fields, self.device = config, initial_state, make_fields, device
-        self.unroll_length = config.unroll_length
+        self.unroll_length, self.window = config.unroll_length, Window(config.window)
         self.streams: dict[tuple[int, int], EnvStream] = {}  # by client and group
         self.envs = self.opened = 0  # of all streams; streams that were ever opened
         self.note: Note = unrecorded  # an event of the flight record
@@ -201,12 +209,13 @@ class EnvStreams:
                 local = f", {kept} of them reserved for the run's local hosts" if kept else ""
                 room = f"the limit is {config.max_envs}{local} (central.max_envs, replay.envs)"
                 raise Refused(f"cannot add {counted(width, 'env')} to {others}: {room}")
+            self.window.check(width, config.batch_size)
             if old is not None:
                 self.leave(old)
             # Two: one is written while the other waits for the prefetch thread.
             recorders = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
             state = self.initial_state(width)
-            stream = EnvStream(config, (number, group), first_env, recorders, state, self.inbox.put, self.leave, shared)
+            stream = EnvStream(self, (number, group), first_env, recorders, state, shared)
             if self.device.type == "cuda":  # other streams of the GPU write there
                 torch.cuda.synchronize(self.device)
             stream.serial, self.opened = self.opened, self.opened + 1

@@ -16,13 +16,13 @@ from dataclasses import replace
 
 import torch
 
-from coterie.acting.actor import Actor, ActorMemory
-from coterie.acting.base import Acting, ActingKind, Agent, LearnerSetup
+from coterie.acting.actor import Actor, ActorMemory, batches_of, unpublished
+from coterie.acting.base import Acting, ActingKind, Agent, Lag, LearnerSetup
 from coterie.acting.child_processes import apart_refusals, shares_evenly
 from coterie.acting.recorder import as_rollout, valid_rows
 from coterie.config import Decoupled as DecoupledConfig
 from coterie.config import Refusal, ResolvedConfig
-from coterie.envs.news import EnvNews, Means
+from coterie.envs.news import reported_elsewhere
 from coterie.envs.tasks import envs_per_child
 from coterie.parallel.board import Board
 from coterie.parallel.clock import awake
@@ -111,9 +111,7 @@ class Decoupled:
             found["in_flight"] = sum(valid_rows(self.slots.columns(*at)) for at in left)
         return found
 
-    def news(self) -> EnvNews:
-        """Actors report it themselves."""
-        return EnvNews([], Means())
+    news = staticmethod(reported_elsewhere)
 
     def gauges(self) -> dict[str, float]:
         envs = {} if self.remote is None else {"slots/remote_envs": self.remote.envs}
@@ -138,6 +136,13 @@ def connect(setup: LearnerSetup, memory: ActorMemory) -> Acting:
     return acting
 
 
+def worst_lag(config: ResolvedConfig, updates: int) -> int:
+    """A batch waits for those that were opened before it. Remote actors take weights before they have a slot: theirs
+    has no bound.
+    """
+    return (batches_of(config, updates) - 1) * updates + unpublished(config, updates)
+
+
 def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
     width, actors = envs_per_child(config), counted(config.actors // config.learners, "actor")
     batch = f"batches of {KIND.batch_size(config) // width} x {width} rollouts"
@@ -154,6 +159,7 @@ KIND = ActingKind(
     section=lambda config: config.decoupled,
     batch_settings=lambda lockstep, size: {"decoupled.lockstep": lockstep, "decoupled.batch_size": size},
     publish_every=lambda config: config.decoupled.publish_every,
+    lag=Lag(worst_lag, unpublished),
     refusals=(
         *apart_refusals(lambda config: config.decoupled),
         Refusal(

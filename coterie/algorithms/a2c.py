@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, combine, slices
+from coterie.algorithms.off_policy import OffPolicy
 from coterie.config import Config
 from coterie.models.base import Model
 from coterie.ops.dist import make_distribution
@@ -89,6 +90,7 @@ class A2C(AlgorithmBase):
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
         self.config, self.algo, self.dist = config, config.algo, make_distribution(spec.action)
+        self.off_policy = OffPolicy()
         self.entropy_adjustment = 0.0  # log of a factor of the entropy coefficient
         self.explained: tuple[Tensor, Tensor, Tensor] | None = None  # values, targets and mask of the last rollout
 
@@ -151,8 +153,14 @@ class A2C(AlgorithmBase):
         }
         return combine(terms, {}, batch.mask, batch.count)
 
+    def warning(self) -> str:
+        return self.off_policy.warning()
+
     def after_step(self, model: Model, batch: Batch[object]) -> None:
-        """Adapt the entropy bonus towards the target entropy, where there is one (SEED RL)."""
+        """Measure how far from the policy the data is, where the loss says so (`OffPolicy`). Adapt the entropy bonus
+        towards the target entropy, where there is one (SEED RL).
+        """
+        self.off_policy.measure(batch)
         target = self.algo.entropy_target
         if target and (valid := batch.valid):
             # The metric is divided by T x B, masked rows and all.

@@ -88,6 +88,7 @@ class Algorithm(Protocol[Part]):
     def after_step(self, model: Model, batch: Batch[Part]) -> None: ...  # once per batch
     def after_rollout(self, model: Model, rollout: Rollout) -> None: ...  # after its last batch
     def gauges(self) -> dict[str, float]: ...  # for the metrics, beside the loss's
+    def warning(self) -> str: ...  # one line for the user, or nothing
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
@@ -179,6 +180,10 @@ class AlgorithmBase:
     def gauges(self) -> dict[str, float]:
         """No metrics beside the loss's."""
         return {}
+
+    def warning(self) -> str:
+        """Nothing to say."""
+        return ""
 
     def after_rollout(self, model: Model, rollout: Rollout) -> None:
         """Update the running normalizers, once the last batch has used the old ones."""

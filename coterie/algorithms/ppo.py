@@ -124,8 +124,7 @@ class PPO(A2C):
         clipped, kl = ppo_stats(log_prob, batch.behavior_log_prob, clip)
         watched = {"kl": kl, "clip_fraction": clipped}
         if batch.log_rho is not None:
-            watched["rho"] = batch.log_rho.clamp(max=math.log(1e3)).exp()
-            watched["rho_clipped"] = (batch.log_rho > math.log(self.ppo.rho_max)).float()
+            watched |= self.off_policy.watch(batch.log_rho, self.ppo.rho_max)
         return combine(terms, watched, batch.mask, batch.count)
 
     def state_dict(self) -> dict[str, Tensor]:

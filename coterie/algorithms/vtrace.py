@@ -158,7 +158,8 @@ class VTrace(A2C):
             "value_loss": (self.algo.value_coef, value_loss(value, target)),
             "entropy": (-self.entropy_coef(), entropy),
         }
-        watched = {"rho": log_ratio.clamp(max=math.log(1e3)).exp()}
+        watched = self.off_policy.watch(log_ratio, self.vtrace.rho_bar)
+        watched["c_clipped"] = (log_ratio > math.log(self.vtrace.c_bar or math.inf)).float()
         if self.algo.normalize_advantage:
             watched["advantage_square"] = squares
         loss = combine(terms, watched, batch.mask, batch.count)

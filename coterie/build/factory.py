@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.base import Agent, EnvShare, Memory, MemorySetup, Policy, WorkerSetup, core_shape
+from coterie.acting.table import acting_kind
 from coterie.algorithms.base import ON_CPU, AnyAlgorithm, Clock, Compute
 from coterie.algorithms.table import algorithm_class
 from coterie.build.resources import Resources, resolve_resources
@@ -125,7 +127,13 @@ def make_model(config: Config, spec: Spec) -> Network:
 def memory_setup(config: ResolvedConfig, spec: Spec, model: Network, params: FlatParams) -> MemorySetup:
     """The sizes of what a learner shares with its child processes."""
     unroll, moments = algorithm_class(config).unroll_length(config), normalizers(config, model).size
-    return MemorySetup(config, spec, unroll, core_shape(model), len(params.data), moments)
+    return MemorySetup(config, spec, unroll, core_shape(model), len(params.data), moments, updates_of(config))
+
+
+def updates_of(config: ResolvedConfig) -> int:
+    """Learner steps for each batch of rollouts, at most."""
+    kind, columns = algorithm_class(config), acting_kind(config).batch_size(config)
+    return max(1, math.ceil(kind.updates(config, columns, kind.unroll_length(config))[0]))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.replay_size import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class
-from coterie.build.factory import make_model
+from coterie.build.factory import make_model, updates_of
 from coterie.config import PPO, Config, Refusal, ResolvedConfig
 from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
@@ -77,6 +77,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "needs decoupled or central acting, a single task, and no lockstep",
     ),
     without_keys("wire.bind"),
+    Refusal(
+        lambda c, s: c.max_lag > 0 and c.max_lag < acting_kind(c).lag.least(c, updates_of(c)),
+        "max_lag",
+        "must be higher for this layout (docs/guides/staleness.md), or 0; with lockstep there is no lag",
+    ),
     Refusal(
         lambda c, s: c.chaos.every > 0 and not acting_kind(c).apart and exchange_kind(c).one_learner,
         "chaos.every",

@@ -24,6 +24,7 @@ from coterie.build.factory import (
     make_exchange,
     normalizers,
     patience,
+    updates_of,
     worker_setup,
 )
 from coterie.build.resources import resolve_resources
@@ -100,6 +101,7 @@ class LearnerProcess:
             timeout=patience(config),
             on_produced=self.write_counts,
             is_over=self._is_over,
+            updates=updates_of(config),
             note=self.life.note,
             life=context.life,
             worker=lambda number, life: worker_setup(config, life, context, number, 0),
@@ -160,7 +162,10 @@ class LearnerProcess:
             where = " on disk" if config.replay.disk else ""
             acting += f", replay of {config.replay.capacity:,} env steps in {need / 2**30:.2f} GiB{where}"
         threads = counted(resources.torch_threads, "training thread")
-        return f"{acting}, {threads}, {resources.device}, {kind}; {count:,} weights"
+        lag, updates = acting_kind(config).lag.worst(config, updates_of(config)), updates_of(config)
+        old = "without a bound" if lag is None else f"up to {counted(lag, 'learner step')}"
+        more = f" (and {updates - 1} within a batch)" if updates > 1 and not algorithm_class(config).has_replay else ""
+        return f"{acting}, {threads}, {resources.device}, {kind}; {count:,} weights; policy lag {old}{more}"
 
     def start(self, counts: dict[str, int], total: int) -> None:
         """Resume from this learner's earlier counts, and from the env steps of the whole run."""
@@ -210,7 +215,8 @@ class LearnerProcess:
         if self._outliers and not self._outliers_said:
             self._outliers_said = True
             outliers = [f"{counted(self._outliers, 'observation')} far from the mean: clamped in its normalizer"]
-        return EnvNews(failures + refused + outliers, info)
+        warnings = [line] if (line := self.algorithm.warning()) else []
+        return EnvNews(failures + refused + outliers + warnings, info)
 
     @property
     def _outliers(self) -> int:

@@ -85,6 +85,7 @@ def test_a_subclass_that_overrides_every_method_is_obeyed(name: str) -> None:
         learner.run(enough)
         learner.algorithm.acts_at(1)
         learner.gauges()
+        learner.news()
         saved = learner.tensors()
         learner.load(saved)
         assert int(saved[part]["mine"]) == 7

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace as swap
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from coterie.algorithms.a2c import A2C
+from coterie.algorithms.base import combine
+from coterie.algorithms.off_policy import OffPolicy
 from coterie.algorithms.vtrace import VTrace
 from coterie.models.build import Network
 from coterie.replay.trajectories import TrajectoryReplay
@@ -144,3 +148,23 @@ def test_replayed_rollouts_are_what_they_were_and_the_oldest_leave(core):
 def test_replay_that_does_not_fit_is_refused_with_the_number():
     with pytest.raises(ConfigError, match=r"^vtrace\.replay_capacity: 100,000,000,000 rollouts need [\d.]+ GiB"):
         TrajectoryReplay(10**11, 0).add(make_rollout(VECTOR, 5, 8))
+
+
+def test_the_effective_sample_size_is_that_of_the_valid_rows_and_a_small_one_is_said_once():
+    measure, valid, said = OffPolicy(), torch.rand(6, 4) < 0.7, []
+    log_ratio = torch.randn(6, 4) * 3
+    weight = log_ratio[valid].exp().double()
+    for _ in range(120):
+        watched = measure.watch(log_ratio, bar=1.0)
+        loss = combine({"none": (0.0, torch.zeros(6, 4))}, watched, valid, valid.numel()).metrics
+        metrics = {k: float(x) for k, x in loss.items()}
+        batch: Any = SimpleNamespace(metrics=metrics, count=valid.numel(), valid=int(valid.sum()))
+        measure.measure(batch)
+        said += [line] if (line := measure.warning()) else []
+    assert batch.metrics["ess"] == pytest.approx(float(weight.sum() ** 2 / (weight**2).sum()) / len(weight), rel=1e-4)
+    assert set(batch.metrics) == {"none", "rho", "rho_clipped", "ess"}
+    share = float((log_ratio > 0)[valid].float().mean())
+    assert said == [
+        f"off-policy: the samples of a batch count as {100 * batch.metrics['ess']:.0f}% of their number (ess), and "
+        f"{100 * share:.0f}% of the importance weights are clipped. Lower max_lag or optim.lr"
+    ]

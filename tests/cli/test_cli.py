@@ -131,6 +131,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "model.last_action_reward": {"model.last_action_reward": True},
         "model.share": {"model.share": "no", "model.core": "lstm"},
         "acting": {"actors": 2},
+        "max_lag": {"algorithm": "vtrace", "acting": "central", "actors": 1, "max_lag": 1},
         "ppo.minibatch_size": {"ppo.minibatch_size": 10**6},
         "model.normalize_obs": {"env": "Pong-v5", "model.normalize_obs": True},
         "ACTING.lockstep": {"acting": "decoupled", "actors": 2},

@@ -137,10 +137,12 @@ def aggregates(methods: Sequence[Method]) -> tuple[list[Chart], Table]:
 
 
 def diagnostics(method: Method) -> list[Chart]:
-    """A method's first run: policy lag, distance to consensus, gradient cosines, and time spent in each stage."""
+    """A method's first run: policy lag, importance weights, distance to consensus, gradient cosines, and time spent in
+    each stage.
+    """
     run = method.runs[0]
     title = f"{method.label} on {run.env}, seed {run.seed}"
-    found = [_lag_chart(run, title), consensus_chart(run, title), _cosine_chart(run, title)]
+    found = [_lag_chart(run, title), _weights_chart(run, title), consensus_chart(run, title), _cosine_chart(run, title)]
     return [chart for chart in found if chart is not None] + _stage_charts(run, title)
 
 
@@ -151,6 +153,13 @@ def _lag_chart(run: RecordedRun, title: str) -> Chart | None:
     mean = sum(k * v for k, v in lags.items()) / sum(lags.values())
     text = f"Mean {mean:.3g}, at most {max(lags)} learner steps."
     return histogram(f"Policy lag: {title}", lags, "age of the acting weights, learner steps", "env steps", text)
+
+
+def _weights_chart(run: RecordedRun, title: str) -> Chart | None:
+    """How much of a batch the importance weights leave, and how many of them are clipped."""
+    names = {"ess": "effective sample size", "rho_clipped": "rho clipped", "c_clipped": "c clipped"}
+    found = [Line(label, *run.series(name)) for name, label in names.items() if len(run.series(name)[0]) > 1]
+    return lines(f"Importance weights: {title}", found, "env steps", "fraction of the samples") if found else None
 
 
 def consensus_chart(run: RecordedRun, title: str) -> Chart | None:

@@ -30,6 +30,7 @@ AXES = (
     (r".+: evaluations", "env steps", "return of evaluation episodes"),
     (r"Final scores: .+", r"return|human-normalized score \(0 random, 1 human\)", "method"),
     (r"Policy lag: .+", "age of the acting weights, learner steps", "env steps"),
+    (r"Importance weights: .+", "env steps", "fraction of the samples"),
     (r"Consensus: .+", "env steps", "Frobenius norm"),
     (r"Gradients: .+", "learner", "learner", "cosine of two learners' gradients"),
     (r"Where the (learner|actors|env hosts)'s? time goes: .+", "env steps", "share, %"),
@@ -42,7 +43,7 @@ def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     for k in range(3):
         record(folder / f"a{k}", "gala-a2c", seed=k, level=100.0 + k)
-    add(record(folder / "b", "ppo", level=50.0), **{"stage/host/act": 0.2})
+    add(record(folder / "b", "ppo", level=50.0), **{"stage/host/act": 0.2, "ess": 0.7, "rho_clipped": 0.4})
     (folder / "b/watch.mp4").write_bytes(b"not really a video")
     out = folder / "page.html"
     assert main(["compare", str(folder), "--out", str(out)]) == 0

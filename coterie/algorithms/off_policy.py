@@ -1,0 +1,49 @@
+"""How far the data of a batch is from the policy that learns from it, by its importance weights."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from coterie.algorithms.base import AnyBatch
+
+_RATE = 0.01  # of the running means
+_STEPS = 100  # before a warning
+_LEAST = 0.25  # of a batch's samples: below that, a few samples decide alone. Ours
+
+
+class OffPolicy:
+    """The effective sample size of the importance weights, as a fraction of a batch: (sum w)^2 / (n sum w^2), which is
+    1 where data and policy agree. `watch` goes into a loss's metrics, `measure` makes `ess` of them.
+    """
+
+    def __init__(self) -> None:
+        self.ess, self.clipped, self.steps, self.warned = 1.0, 0.0, 0, False
+
+    def watch(self, log_ratio: Tensor, bar: float) -> dict[str, Tensor]:
+        """Of log ratios `[..]`; `bar`: above which a ratio is clipped, 0: none is."""
+        rho = log_ratio.clamp(max=math.log(1e3)).exp()
+        clipped = log_ratio > math.log(bar or math.inf)
+        return {"rho": rho, "rho_square": rho**2, "rho_clipped": clipped.float()}
+
+    def measure(self, batch: AnyBatch) -> None:
+        """After a learner step: replace the second moment of the ratios by the effective sample size."""
+        square, valid = batch.metrics.pop("rho_square", 0.0), batch.valid
+        if not (square > 0 and math.isfinite(square) and valid):
+            return
+        batch.metrics["ess"] = ess = batch.metrics["rho"] ** 2 / square * batch.count / valid
+        self.steps += 1
+        rate = max(_RATE, 1 / self.steps)
+        self.ess += rate * (ess - self.ess)
+        self.clipped += rate * (batch.metrics["rho_clipped"] * batch.count / valid - self.clipped)
+
+    def warning(self) -> str:
+        """One line, once, where most of the data no longer counts."""
+        if self.warned or self.steps < _STEPS or self.ess >= _LEAST:
+            return ""
+        self.warned = True
+        return (
+            f"off-policy: the samples of a batch count as {100 * self.ess:.0f}% of their number (ess), and "
+            f"{100 * self.clipped:.0f}% of the importance weights are clipped. Lower max_lag or optim.lr"
+        )
