@@ -259,7 +259,7 @@ class Central:
     batch_min: Natural = 0  # wait for this many envs before actions are chosen; 0: do not wait
     batch_max: Natural = 0  # most envs in one forward pass; 0: no limit
     wait: NaturalFloat = 0.002  # longest wait for central.batch_min, in seconds
-    newest_frame: bool = False  # send only the newest frame of a stack; the learner restores the stack
+    newest_frame: bool = False  # remote hosts send only the newest frame of a stack; the learner restores it
     max_envs: Positive = 4096  # maximum envs per learner, including those of remote hosts
 
 

@@ -39,13 +39,8 @@ def batches_of(config: ResolvedConfig, updates: int) -> int:
     section = config.decoupled
     most = 1 + section.queue + -(-config.env.num_envs // (section.batch_size or config.env.num_envs))
     if config.max_lag:
-        most = min(most, 1 + max(0, config.max_lag - unpublished(config, updates)) // updates)
+        most = min(most, 1 + max(0, config.max_lag - section.publish_every + 1) // updates)
     return 1 if section.lockstep else most
-
-
-def unpublished(config: ResolvedConfig, updates: int) -> int:
-    """Most learner steps since the weights were published, when a batch is opened."""
-    return (-(-config.decoupled.publish_every // updates) - 1) * updates
 
 
 class ActorMemory:

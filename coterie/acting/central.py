@@ -33,7 +33,7 @@ from coterie.acting.central_stream import (
 from coterie.acting.env_host import EnvHost, HostMemory
 from coterie.acting.recorder import Fields, as_rollout, local_fields
 from coterie.acting.twin_models import Twin, TwinModels
-from coterie.acting.window import least_lag, worst_lag
+from coterie.acting.window import going, least_lag, worst_lag
 from coterie.config import ResolvedConfig
 from coterie.envs.news import reported_elsewhere
 from coterie.models.base import Model
@@ -62,7 +62,7 @@ class Central(EnvStreams):
         board: Board, rank: int, stages: Stages, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__(config, twins[0][0].initial_state, make_fields, device)
-        self.models, self.policy = TwinModels(twins), policy
+        self.models, self.policy = TwinModels(twins, device), policy
         self.board, self.rank, self.stages = board, rank, stages
         self.produced = self.dropped = 0  # valid rows received; valid rows of abandoned rollouts
         self.calls = self.rows = 0  # of the policy
@@ -73,7 +73,7 @@ class Central(EnvStreams):
         self.on_produced: Callable[[], None] = lambda: None  # called after each change of `produced`
         self.look: Callable[[int | None], int] = lambda env_steps: 0  # `Agent.look`
         self.is_over: Callable[[], bool] = lambda: False  # whether to end instead of waiting for rollouts
-        self.completed: dict[tuple[int, int], int] = {}  # in lockstep: finished rollouts by client and group
+        self.completed: dict[tuple[int, int], int] = {}  # finished rollouts by client and group
         self._error: BaseException | None = None
         self.closed = False
         # On a GPU its threads have a stream of their own, so that no answer waits for a learner step.
@@ -105,7 +105,7 @@ class Central(EnvStreams):
     # The training thread.
 
     def publish(self, version: int) -> None:
-        self.models.publish(version, self.device)
+        self.models.publish(version)
         self.inbox.put(None)
 
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
@@ -116,7 +116,7 @@ class Central(EnvStreams):
             self.columns -= self.config.batch_size
             yield as_rollout(fields, self.device)
             finish_kernels(self.device)
-            self.window.train(self.config.batch_size)
+            self.window.trained(self.config.batch_size)
             self.assembly.free.put(fields)
 
     def rest(self) -> int:
@@ -182,7 +182,7 @@ class Central(EnvStreams):
             return [pending[stream] for stream in sorted(due, key=lambda stream: stream.first_env_id)], _CHECK_S
         # Finished rollouts of closed streams count against the limit.
         room = has_room(self.columns, self.envs, config.batches * config.batch_size)
-        ready = [q for q in pending.values() if q.stream.may_go(room)]
+        ready = going(pending.values(), room)
         least = min(config.batch_min, self.envs)
         picked, wait = choose_batch(ready, time.perf_counter(), least, config.batch_max, config.wait)
         return picked, min(wait, _CHECK_S)
@@ -215,8 +215,8 @@ class Central(EnvStreams):
             if stream.row == self.config.unroll_length:
                 self.assembly.finished.put((stream, stream.finish(request, part.value)))
                 self.columns += stream.width
-                if self.config.lockstep:
-                    self.completed[stream.place] = self.completed.get(stream.place, 0) + 1
+                self.completed[stream.place] = self.completed.get(stream.place, 0) + 1
+                if self.config.lockstep or self.config.window:  # the next one begins with weights of that time
                     waiting.append(request)
                     continue
                 stream.see(request.seen)

@@ -22,6 +22,7 @@ from coterie.acting.window import Window, window_of
 from coterie.config import Refusal
 from coterie.flight.life import Note, unrecorded
 from coterie.parallel.slots import columns_of
+from coterie.parallel.upload import finish_kernels
 from coterie.remote.admission import FIRST_REMOTE_ID
 from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep, counted
 from coterie.wire.codec import Newest, Refused, action_layout, check_values, timestep_layout
@@ -59,7 +60,7 @@ class CentralConfig:
     newest: bool = False
     max_envs: int = 4096
     timeout: float = 900.0
-    window: int = 0  # columns, see `batching.Window`
+    window: int = 0  # columns, see `window.Window`
 
     @classmethod
     def of(cls, setup: LearnerSetup, batch_size: int) -> CentralConfig:
@@ -68,7 +69,7 @@ class CentralConfig:
             setup.envs.spec, config.env.num_envs if config.actors else 0, setup.unroll_length, batch_size,
             1 if own.lockstep else 2 + own.queue, own.batch_min, own.batch_max, own.wait, own.lockstep,
             own.newest_frame, min(own.max_envs, setup.max_envs), setup.timeout,
-            0 if setup.life else window_of(config.max_lag, batch_size, setup.updates),  # a replay keeps the record
+            0 if setup.life or own.lockstep else window_of(config.max_lag, batch_size, setup.updates),
         )  # fmt: skip
 
 
@@ -137,10 +138,10 @@ class EnvStream(ServiceStream):
 
     # In the inference thread:
 
-    def may_go(self, room: bool = True) -> bool:
-        """Whether the next row can be written. `room`: another rollout may begin."""
+    def may_go(self, room: bool = True, before: int = 0) -> bool:
+        """Whether the next row can be written. `room`: for another rollout. `before`: columns that begin before it."""
         row = -1 if self.recorder is None else self.row
-        room = room and bool(self.recorders) and self.window.may_begin(self.width)
+        room = room and bool(self.recorders) and (row >= 0 or self.window.may_begin(before + self.width))
         return may_go(row, self.config.unroll_length, self.config.lockstep, room)
 
     def see(self, seen: TimeStep) -> Inputs:
@@ -275,10 +276,10 @@ class BatchAssembly:
                     x.copy_(source[name], non_blocking=name not in ON_HOST)
                 done, at = done + n, at + n
                 if at == self.size:
-                    if self.device.type == "cuda":
-                        torch.cuda.current_stream(self.device).synchronize()
+                    finish_kernels(self.device)
                     self.ready.put(filling)
                     filling = None
+            finish_kernels(self.device)  # of a closed stream the recorder's memory may be free at once
             stream.recorders.append(recorder)
             self.on_copied()
         if filling is not None:

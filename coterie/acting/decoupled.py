@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from coterie.acting.actor import Actor, ActorMemory, batches_of, unpublished
+from coterie.acting.actor import Actor, ActorMemory, batches_of
 from coterie.acting.base import Acting, ActingKind, Agent, Lag, LearnerSetup
 from coterie.acting.child_processes import apart_refusals, shares_evenly
 from coterie.acting.recorder import as_rollout, valid_rows
@@ -136,11 +136,10 @@ def connect(setup: LearnerSetup, memory: ActorMemory) -> Acting:
     return acting
 
 
-def worst_lag(config: ResolvedConfig, updates: int) -> int:
-    """A batch waits for those that were opened before it. Remote actors take weights before they have a slot: theirs
-    has no bound.
-    """
-    return (batches_of(config, updates) - 1) * updates + unpublished(config, updates)
+def worst_lag(config: ResolvedConfig, updates: int) -> int | None:
+    """A batch waits for those that were opened before it. Remote actors take weights before they have a slot."""
+    lag = (batches_of(config, updates) - 1) * updates + config.decoupled.publish_every - 1
+    return None if config.wire.bind else lag
 
 
 def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
@@ -159,9 +158,14 @@ KIND = ActingKind(
     section=lambda config: config.decoupled,
     batch_settings=lambda lockstep, size: {"decoupled.lockstep": lockstep, "decoupled.batch_size": size},
     publish_every=lambda config: config.decoupled.publish_every,
-    lag=Lag(worst_lag, unpublished),
+    lag=Lag(worst_lag, lambda config, updates: config.decoupled.publish_every - 1),
     refusals=(
         *apart_refusals(lambda config: config.decoupled),
+        Refusal(
+            lambda c, s: c.max_lag > 0 and bool(c.wire.bind),
+            "max_lag",
+            "must be 0 with wire.bind and decoupled acting: remote actors take weights before they have a slot",
+        ),
         Refusal(
             lambda c, s: shares_evenly(c) and (c.decoupled.batch_size or c.env.num_envs) % envs_per_child(c) != 0,
             "decoupled.batch_size",

@@ -11,26 +11,24 @@ import torch
 from coterie.models.base import Model
 from coterie.parallel.upload import finish_kernels
 
-CPU = torch.device("cpu")
-
 Twin = tuple[Model, Callable[[], None]]  # a copy of the network for acting, and a call that updates it
 
 
 class TwinModels:
     """The newest weights for one acting thread, updated by another thread without waiting for it."""
 
-    def __init__(self, twins: Sequence[Twin]) -> None:
-        self.twins = twins
+    def __init__(self, twins: Sequence[Twin], device: torch.device) -> None:
+        self.twins, self.device = twins, device
         self.published = 0  # calls of `publish`
         self._newest, self._in_use, self._version = 0, -1, (0, 0)
         self._lock = threading.Lock()  # guards the three
 
-    def publish(self, version: int, device: torch.device = CPU) -> None:
+    def publish(self, version: int) -> None:
         """Update the copy that is not in use, and act with it from the next batch on."""
         with self._lock:
             idle = 1 - self._in_use if self._in_use >= 0 else 1 - self._newest
             self.twins[idle][1]()
-            finish_kernels(device)
+            finish_kernels(self.device)
             self.published += 1
             self._newest, self._version = idle, (version, self.published)
 

@@ -4,66 +4,93 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
 
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import envs_per_child
 from coterie.wire.codec import Refused
 
 
+class Request(Protocol):
+    """Of an `EnvStream`."""
+
+    stream: Any
+
+
+R = TypeVar("R", bound=Request)
+
+
 class Window:
-    """Keeps rollouts that are trained together from being of very different age: none begins while one that began more
-    than `columns` columns before it is not trained yet (0: no limit). What has begun is never dropped for that.
+    """Keeps rollouts from waiting long for their training: none begins while `columns` columns are not trained yet, or
+    while one that is still unfinished began `columns` columns before (0: no limit). What has begun always finishes, and
+    is never dropped for that.
 
     Between its beginning and its training at most 2 x (`columns` - its width) columns are then trained: those that
-    began before it and were not trained yet, and those that begin after it.
+    began before it and were not trained yet, and those that begin after it and overtake it.
     """
 
     def __init__(self, columns: int) -> None:
         self.columns, self.begun = columns, 0
-        self.untrained: dict[int, int] = {}  # width by ticket, the columns that began before it; the oldest first
-        self.finished = deque[tuple[int, int]]()  # ticket and columns, in the order of training
+        self.unfinished: dict[int, int] = {}  # width by ticket, the columns that began before it; the oldest first
+        self.finished = deque[int]()  # widths, in the order of training
         self._lock = threading.Lock()  # between acting and training
 
     def check(self, width: int, batch_size: int) -> None:
-        """Raise `Refused` for a group of envs that may be kept from beginning for ever."""
+        """Raise `Refused` for a group of envs that might never begin."""
         if self.columns and width > (widest := self.columns - batch_size + 1):
             raise Refused(f"max_lag allows groups of at most {widest} envs, not {width}")
 
     def may_begin(self, width: int) -> bool:
         with self._lock:
-            oldest = next(iter(self.untrained), self.begun)
-            return not self.columns or self.begun + width - oldest <= self.columns
+            oldest = next(iter(self.unfinished), self.begun)
+            untrained = sum(self.unfinished.values()) + sum(self.finished)
+            return not self.columns or max(self.begun - oldest, untrained) + width <= self.columns
 
     def begin(self, width: int) -> int:
         """Begin a rollout; returns its ticket."""
         with self._lock:
             ticket, self.begun = self.begun, self.begun + width
-            self.untrained[ticket] = width
+            if self.columns:
+                self.unfinished[ticket] = width
             return ticket
 
     def abandon(self, ticket: int) -> None:
+        """A rollout will never finish."""
         with self._lock:
-            self.untrained.pop(ticket, None)
+            self.unfinished.pop(ticket, None)
 
     def finish(self, ticket: int) -> None:
         with self._lock:
-            self.finished.append((ticket, self.untrained[ticket]))
+            if self.columns:
+                self.finished.append(self.unfinished.pop(ticket))
 
-    def train(self, columns: int) -> None:
+    def trained(self, columns: int) -> None:
         """This number of columns was trained, of the rollouts that finished first."""
         with self._lock:
-            while columns:
-                ticket, left = self.finished.popleft()
-                if left > columns:
-                    self.finished.appendleft((ticket, left - columns))
-                else:
-                    del self.untrained[ticket]
-                columns -= min(left, columns)
+            while columns and self.finished:
+                taken = min(columns, self.finished[0])
+                self.finished[0] -= taken
+                columns -= taken
+                if not self.finished[0]:
+                    self.finished.popleft()
+
+
+def going(requests: Iterable[R], room: bool) -> list[R]:
+    """Those that may go, all of them at once."""
+    found, begun = list[R](), 0
+    for request in requests:
+        if request.stream.may_go(room, begun):
+            found.append(request)
+            begun += request.stream.width if request.stream.recorder is None else 0
+    return found
 
 
 def window_of(max_lag: int, batch_size: int, updates: int) -> int:
-    """Columns of the `Window` that keeps `max_lag`, of batches of `batch_size` with `updates` learner steps each."""
-    return max_lag // updates * batch_size // 2
+    """Columns of the `Window` that keeps `max_lag`, of batches of `batch_size` with `updates` learner steps each. One
+    batch is left for weights that are not published yet when a rollout begins.
+    """
+    return max(1, max_lag // updates - 1) * batch_size // 2 if max_lag else 0
 
 
 def worst_lag(config: ResolvedConfig, updates: int) -> int | None:
@@ -74,4 +101,4 @@ def worst_lag(config: ResolvedConfig, updates: int) -> int | None:
 def least_lag(config: ResolvedConfig, updates: int) -> int:
     """Its `Window` has room for a batch and for the envs of a host beside it."""
     batch = config.central.batch_size or config.env.num_envs
-    return 0 if config.central.lockstep else -(-2 * (batch + envs_per_child(config) - 1) // batch) * updates
+    return 0 if config.central.lockstep else (1 - (-2 * (batch + envs_per_child(config) - 1) // batch)) * updates

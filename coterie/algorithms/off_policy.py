@@ -45,5 +45,6 @@ class OffPolicy:
         self.warned = True
         return (
             f"off-policy: the samples of a batch count as {100 * self.ess:.0f}% of their number (ess), and "
-            f"{100 * self.clipped:.0f}% of the importance weights are clipped. Lower max_lag or optim.lr"
+            f"{100 * self.clipped:.0f}% of the importance weights are clipped. Set max_lag (0: no limit) or "
+            "optim.lr lower"
         )

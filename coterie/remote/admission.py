@@ -176,6 +176,8 @@ class EnvHostService:
             number += FIRST_REMOTE_ID
         else:
             mine = slice(hello.group * hello.envs, (hello.group + 1) * hello.envs)
+            if not all(0 <= number < len(x) and 0 <= mine.start < mine.stop <= len(x[0]) for x in local.values()):
+                raise Refused(f"host {number} has no group {hello.group} of {hello.envs} envs")
             first, life = child_env(self.config, number, self.rank)[1] + mine.start, hello.run_id
             shared = {name: x[number, mine] for name, x in local.items()}
         stream = self.central.open_stream(number, hello.group, first, hello.envs, life, shared)

@@ -166,5 +166,5 @@ def test_the_effective_sample_size_is_that_of_the_valid_rows_and_a_small_one_is_
     share = float((log_ratio > 0)[valid].float().mean())
     assert said == [
         f"off-policy: the samples of a batch count as {100 * batch.metrics['ess']:.0f}% of their number (ess), and "
-        f"{100 * share:.0f}% of the importance weights are clipped. Lower max_lag or optim.lr"
+        f"{100 * share:.0f}% of the importance weights are clipped. Set max_lag (0: no limit) or optim.lr lower"
     ]

@@ -92,6 +92,7 @@ def test_bad_usage_is_one_line_and_exit_2(capsys, args, says):
 
 CENTRAL = {"acting": "central", "central.lockstep": True}
 DECOUPLED = {"acting": "decoupled", "decoupled.lockstep": True}
+ACTORS = {"algorithm": "vtrace", "acting": "decoupled"}
 R2D2 = {"algorithm": "r2d2", "model.core": "lstm", "algo.unroll_length": 20}
 GOSSIP = {"exchange": "gossip", "gossip.bind": "127.0.0.1:8790"}
 RING = {"learners": 2, "exchange": "allreduce", "allreduce.bind": "127.0.0.1:8791"}
@@ -112,6 +113,11 @@ AMBIGUOUS = [
     ("allreduce.bind", "not 0.0.0.0", {**RING, "allreduce.bind": "0.0.0.0:8791"}),
     ("allreduce.connect", "a machine either", {**RING, "allreduce.connect": "127.0.0.1:8791"}),
     ("wire.bind", "other machines", {"algorithm": "vtrace", "acting": "decoupled", "wire.bind": "0.0.0.0:8765"}),
+    (
+        "max_lag",
+        "before they have a slot",
+        {"algorithm": "vtrace", "acting": "decoupled", "wire.bind": "unix:x", "max_lag": 1},
+    ),
     ("gossip.bind", "other machines", {**GOSSIP, "learners": 2, "gossip.bind": "0.0.0.0:8790"}),
     ("gossip.connect", "a run either", {**GOSSIP, "gossip.connect": "127.0.0.1:8790"}),
 ]

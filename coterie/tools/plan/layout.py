@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from coterie.acting.actor import batches_of
 from coterie.acting.base import ActingKind
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.table import algorithm_class
@@ -135,14 +136,14 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     unroll = algorithm_class(own).unroll_length(own)
     steps, samples = algorithm_class(own).updates(own, batch, unroll)
     section, lockstep = kind.section(own), kind.apart and kind.lockstep(own)
-    waiting = 1 + (0 if section is None else section.queue)
-    filled = -(-own.env.num_envs // batch) if kind.own_policy else 1  # at a time
+    waiting = 2 + (0 if section is None else section.queue)
+    batches = batches_of(own, math.ceil(steps)) if kind.own_policy else 1 if lockstep else waiting
     trainers = 1 if gpu else mine.torch_threads
     return RunLayout(
         acting=acting, exchange=exchange, config=own, hardware=h, learners=everywhere, producers=producers, width=width,
         groups=groups, env_threads=max(1, -(-threads // groups)), act_threads=min(groups, trainers),
         train_threads=trainers, unroll=unroll, batch=batch, steps=steps, samples=samples,
-        chunk=own.optim.chunk if gpu else mine.chunk, batches=1 if lockstep else waiting + filled,
+        chunk=own.optim.chunk if gpu else mine.chunk, batches=batches,
         lockstep=lockstep,
     )  # fmt: skip
 
