@@ -43,7 +43,7 @@ class WorkerThread:
         env = replace(env or Env("CartPole-v1"), num_envs=WIDTH, delay=0.005, threads=1)
         config = resolve_config(replace(Config(), env=env, device="cpu"))
         self.lines: list[str] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.left = threading.Event()
         token = own_token(f"127.0.0.1:{port}") if behind else ""
         endpoint = Endpoint(f"127.0.0.1:{behind or port}", token, patience=60)
@@ -52,13 +52,18 @@ class WorkerThread:
             if self.left.is_set():
                 raise Stopped
 
+        def report(line: str) -> None:
+            print(line)  # shown if the test fails
+            self.lines.append(line)
+
         def run() -> None:
             try:
-                work(config, endpoint, Worker(self.lines.append, leave, *times))
+                work(config, endpoint, Worker(report, leave, *times))
             except Stopped:
                 pass
-            except Exception as error:
+            except BaseException as error:
                 self.error = error
+                report(f"the worker has failed: {error!r}")
 
         self.thread = threading.Thread(target=run)
         self.thread.start()
