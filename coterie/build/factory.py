@@ -35,7 +35,7 @@ from coterie.ops.optim import make_rule
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
-from coterie.parallel.threads import one_thread
+from coterie.parallel.threads import making
 from coterie.parallel.weights import Weights
 from coterie.plugins import substitute
 from coterie.types import AgentOutput, Inputs, Spec
@@ -117,8 +117,7 @@ def make_agent(config: ResolvedConfig, spec: Spec) -> Agent:
 
 def make_model(config: Config, spec: Spec) -> Network:
     """The network with the run's initial weights: the same for every learner."""
-    with torch.random.fork_rng(devices=[]), one_thread():
-        torch.manual_seed(seed_for(config.seed))
+    with making(seed_for(config.seed)):
         kind = algorithm_class(config)
         own = cast(Network | None, kind.make_model(config, spec))
         return own or Network(spec, config.model, config.q if kind.value_based else None)

@@ -22,6 +22,7 @@ from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import ILLEGAL, make_distribution
 from coterie.ops.q import support
+from coterie.parallel.threads import making
 from coterie.plugins import call
 from coterie.types import MASK, ConfigError, Inputs, Obs, ObsSpec, Spec, entries, from_entries, map_obs
 
@@ -245,7 +246,7 @@ def try_out(model: Network) -> None:
 
 def state_shape(spec: Spec, config: ModelConfig) -> tuple[int, ...]:
     """Shape of one env's recurrent state."""
-    with torch.random.fork_rng(devices=[]):
+    with making():
         state = Network(spec, config).initial_state(1)
     return () if state is None else tuple(state.shape[1:])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -154,3 +156,14 @@ def test_a_process_with_one_core_computes_its_first_weights_with_one_thread(monk
         assert (seen, torch.get_num_threads()) == ({1}, 3)
     finally:
         torch.set_num_threads(before)
+
+
+def test_threads_that_make_networks_at_once_get_the_same_weights(monkeypatch):
+    """As the learners and actors of a replay do."""
+    config, make = presets.make("impala", env="CartPole-v1"), torch.nn.init.orthogonal_
+    monkeypatch.setattr(torch.nn.init, "orthogonal_", lambda *args: (time.sleep(0.005), make(*args))[1])
+    with ThreadPoolExecutor(4) as pool:
+        models = list(pool.map(lambda _: make_model(config, make_spec(config.env, config.atari)), range(4)))
+    for model in models[1:]:
+        for x, first in zip(model.parameters(), models[0].parameters(), strict=True):
+            assert torch.equal(x, first)

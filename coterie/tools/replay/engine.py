@@ -64,7 +64,7 @@ class Replay:
         """Raises what is not Coterie's error."""
         everything = [life for each in self.lives.values() for life in each]
         kind = exchange_kind(self.config)
-        self._board, self._making = Board(self.config.learners), threading.Lock()
+        self._board = Board(self.config.learners)
         self._mixing = kind.mixing(self.config, self.config.learners)
         self._shared = named("replay", kind.replayed)(everything) if kind.replayed else None
         counts = [len(life.of("rollout")) for life in everything]
@@ -110,8 +110,7 @@ class Replay:
             rank=header["learner"], board=self._board, mixing=self._mixing, life=life, replayed=self._shared,
             note=comparison.note if self.compare else unrecorded,
         )  # fmt: skip
-        with self._making:  # it sets torch's own random numbers
-            learner = LearnerProcess(as_recorded(self.config, header), header["life"], context)
+        learner = LearnerProcess(as_recorded(self.config, header), header["life"], context)
 
         def look() -> None:
             result.steps = learner.progress.learner_steps
