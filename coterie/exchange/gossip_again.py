@@ -67,7 +67,6 @@ class GossipAgain(Gossip):
         """The run's, as this learner saw them."""
         total: int = self.totals[min(self.begun, len(self.totals) - 1)]
         return total
-        return total
 
     def count(self, rows: int) -> None:
         super().count(rows)
