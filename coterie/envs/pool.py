@@ -18,6 +18,7 @@ import numpy as np
 
 from coterie import config
 from coterie.envs.backend import Backend, Declared, StepResults, declare
+from coterie.envs.families import import_envpool
 from coterie.envs.gym import numbers
 from coterie.types import Array, ConfigError, from_entries
 
@@ -47,10 +48,10 @@ _TEXT = {"minigrid": ("mission",)}
 def modules() -> dict[str, str]:
     """EnvPool's module of each env id; empty where EnvPool is not installed."""
     try:
-        from envpool.registration import registry
+        specs = import_envpool().registration.registry.specs
     except ImportError:
         return {}
-    return {env_id: spec[0].removeprefix("envpool.") for env_id, spec in registry.specs.items()}
+    return {env_id: spec[0].removeprefix("envpool.") for env_id, spec in specs.items()}
 
 
 def has_env(env_id: str) -> bool:
@@ -125,11 +126,9 @@ def _guarded(env_id: str, make: Any, options: dict[str, Any]) -> Any:
 @functools.lru_cache(maxsize=64)
 def pool_declared(env: config.Env, atari: config.Atari) -> Declared:
     """What an EnvPool environment takes and gives; nothing is started."""
-    import envpool
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gymnasium on the precision of the bounds that EnvPool declares
-        found = _guarded(env.id, envpool.make_spec, _options(env, atari, True))
+        found = _guarded(env.id, import_envpool().make_spec, _options(env, atari, True))
         if found.config.max_num_players > 1 or len(found.action_array_spec) != 3:
             raise ConfigError(f"env.id {env.id!r} has several players or actions; Coterie runs envs with one of each")
         frames = found.config.frame_skip if is_atari(env.id) or _is_doom(env.id) else 1
@@ -150,14 +149,12 @@ class PoolBackend(Backend):
         training: bool = True,
         render: bool = False,
     ) -> None:
-        import envpool
-
         super().__init__(pool_declared(env, atari), n := len(seeds))
         counts = {"num_envs": n, "batch_size": n, "num_threads": min(threads, n), "env_seed": list(seeds)}
         options = {**_options(env, atari, training), **counts}
         if render:
             options["render_mode"] = "rgb_array"
-        self._pool = _guarded(env.id, functools.partial(envpool.make, env_type="gymnasium"), options)
+        self._pool = _guarded(env.id, functools.partial(import_envpool().make, env_type="gymnasium"), options)
         action = list(self._pool.spec.action_array_spec.values())[-1]
         self._action_dtype, self._action_shape = action.dtype, tuple(s for s in action.shape if s != -1)
         names = list(self._pool._state_keys)

@@ -45,7 +45,7 @@ class PeerLost(CoterieError):
 def start_server() -> None:
     """Start the server that children are forked from, if it is not running. It loads torch while the caller goes on."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["envpool", "coterie.roles.preload"])  # of these two, what is installed
+    context.set_forkserver_preload(["coterie.roles.preload"])
     # A server that is only starting must not die of a signal to its group: roles/preload.py unblocks them.
     _short_socket_path()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
