@@ -136,8 +136,8 @@ def _policy(options: Namespace) -> dict[str, Any]:
 
 def bench(options: Namespace, rest: list[str]) -> int:
     config = warned(rest, config_of(rest))
-    from coterie.tools.bench import bench as run
-    from coterie.tools.bench import show
+    from coterie.tools.bench.command import bench as run
+    from coterie.tools.bench.command import show
 
     if not 0.1 <= options.seconds <= 86400:
         raise ConfigError(f"--seconds: {options.seconds:g} is not a number of seconds from 0.1 to 86400")

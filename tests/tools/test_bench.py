@@ -1,15 +1,38 @@
-"""`coterie bench`: what a turn counts, and that the acting cost is measured on the learner's device."""
+"""`coterie bench`: what a turn counts, when its rounds end, and what the parts of a step cost."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import gymnasium
+import numpy as np
+import pytest
 import torch
 
 from coterie import presets
 from coterie.build.resources import resolve_config
 from coterie.roles.learner_process import LearnerProcess
-from coterie.tools.bench import Training, Turn, _costs
+from coterie.tools.bench import command
+from coterie.tools.bench.command import bench, show, spread
+from coterie.tools.bench.turns import EnvOnly, Parts, Training, Turn
+
+
+class Slow(gymnasium.Env[Any, Any]):
+    """A step takes 2 ms of a core."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        end = time.process_time() + 0.002
+        while time.process_time() < end:
+            pass
+        return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
 def test_a_turn_starts_again_after_the_rollouts_that_were_acted_before_it():
@@ -21,6 +44,8 @@ def test_a_turn_starts_again_after_the_rollouts_that_were_acted_before_it():
     assert len(turn.ends) == 3
     assert not turn.over
     assert turn.rate > 50 / 0.05  # without the time of the first two
+    time.sleep(0.05)
+    assert turn.rate > 50 / 0.05  # nor is the time of an unfinished one counted
 
 
 def test_the_cost_of_acting_is_measured_with_the_envs_own_exploration(monkeypatch):
@@ -35,9 +60,48 @@ def test_the_cost_of_acting_is_measured_with_the_envs_own_exploration(monkeypatc
         with learner.exchange:
             training.turn(1.0)
             devices.clear()
-            costs = _costs(learner, training.last)
+            costs = Parts(learner, training.last).turn(0.5)
     finally:
         training.close()
     assert set(devices) == {torch.device(learner.resources.device)}
     assert costs["act"] > 0
     assert costs["train"] > 0
+
+
+def test_the_spread_is_that_of_the_middle_half():
+    assert spread([0.1, 0.98, 1.0, 1.0, 1.01, 9.0]) == pytest.approx(0.0225)
+    assert spread([1.0] * 4) == np.inf
+
+
+@pytest.mark.parametrize(("preset", "options"), [("a2c", {}), ("gala-a2c", {"learners": 2}), ("impala", {})])
+def test_rounds_end_once_the_ratio_has_settled_or_the_time_is_over(monkeypatch, preset, options):
+    """Other processes measure only in a run with several learners: there the limits are those of the module."""
+    config = presets.make(preset, env="CartPole-v1", **{"env.num_envs": 4, **options})
+    monkeypatch.setattr(command, "_SPREAD", 0.0 if preset == "a2c" else np.inf)
+    begin = time.monotonic()
+    found = bench(config, 3.0)
+    assert time.monotonic() - begin < 60
+    rounds = found["rounds"]
+    assert len({len(values) for values in rounds.values()}) == 1
+    assert all(min(values) > 0 for values in rounds.values())
+    assert found["ceiling"] == pytest.approx(np.median(rounds["ceiling"]))
+    costs = sum(found["core_us_per_step"].values()) / 1e6
+    assert found["cores"] / costs == pytest.approx(found["ceiling"], rel=0.5)
+    text = show(found)
+    assert f"median of {len(rounds['training'])} alternating turn" in text
+    assert (found["spread"] is None) == (len(rounds["training"]) < 5)
+    if preset == "a2c":
+        assert "give it more --seconds" in text
+
+
+def test_the_cost_of_an_env_step_counts_the_time_of_worker_processes():
+    """A step of this env takes a core for 2 ms, whatever the number of its workers."""
+    options = {"env.num_envs": 4, "env.backend": "workers", "env.threads": 2}
+    learner = LearnerProcess(resolve_config(presets.a2c(env="tests.tools.test_bench:Slow", **options)))
+    env_only = EnvOnly(learner)
+    try:
+        _, cost = env_only.turn(1.5)
+    finally:
+        env_only.envs.close()
+        learner.close()
+    assert 0.0018 < cost < 0.004

@@ -16,7 +16,7 @@ from coterie.config import ResolvedConfig
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
 from coterie.roles.learner_process import LearnerProcess
-from coterie.tools.bench import Training
+from coterie.tools.bench.turns import Training
 from coterie.types import Post, Spec
 
 _ROUNDS = 3

@@ -1,0 +1,195 @@
+"""What `coterie bench` measures in turns: the envs alone, the learner's own loop, and the parts of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import cycle
+
+import psutil
+import torch
+from numpy.random import default_rng
+
+from coterie.acting.table import acting_kind
+from coterie.algorithms.base import autocast
+from coterie.build.factory import policy_of
+from coterie.envs.make import make_envs
+from coterie.envs.spaces import random_actions
+from coterie.envs.tasks import envs_per_child
+from coterie.exchange.table import exchange_kind
+from coterie.learner import Gradients
+from coterie.learner import learn as train
+from coterie.parallel.threads import Team
+from coterie.roles.learner_process import LearnerProcess
+from coterie.types import Inputs, Rollout, map_obs
+
+_LEAD = 3  # rollouts
+
+
+@dataclass
+class Turn:
+    """A period in which env steps are counted. `ahead`: rollouts that were acted before it; the clock and the count
+    start again after the last of them.
+    """
+
+    seconds: float
+    ahead: int = 0
+    steps: int = 0
+    ends: list[float] = field(default_factory=lambda: [time.perf_counter()])  # of its rollouts, after its beginning
+
+    @property
+    def over(self) -> bool:
+        return time.perf_counter() >= self.ends[0] + self.seconds
+
+    @property
+    def rate(self) -> float:
+        """Env steps/s up to the end of the last rollout."""
+        return self.steps / (self.ends[-1] - self.ends[0]) if self.steps else 0.0
+
+    def count(self, steps: int) -> None:
+        self.steps += steps
+        self.ends.append(time.perf_counter())
+        if self.ahead:
+            self.ahead -= 1
+            self.steps, self.ends = 0, self.ends[-1:]
+
+
+class EnvOnly:
+    """The learner's envs in one group on the same threads, stepped with precomputed actions."""
+
+    def __init__(self, learner: LearnerProcess) -> None:
+        config, threads = learner.config, learner.resources.env_threads
+        env = replace(config.env, delay=0.0)
+        self.envs = make_envs(env, config.atari, seed=config.seed, threads=threads, groups=1)
+        self.choose = partial(random_actions, learner.spec.action, default_rng(config.seed), config.env.num_envs)
+        self.actions = cycle([self.choose() for _ in range(64)])
+        self.masked, self.seen = learner.spec.masked, self.envs.recv(0)
+
+    def turn(self, seconds: float) -> tuple[float, float]:
+        """Env steps/s, and the processor's seconds for each, of all threads and worker processes."""
+        turn, before = Turn(seconds), _processor_s()
+        while not turn.over:
+            self.envs.send(0, self.choose(self.seen.obs) if self.masked else next(self.actions))
+            self.seen = self.envs.recv(0)
+            turn.count(int((~self.seen.is_first).sum()))
+        return turn.rate, (_processor_s() - before) / max(1, turn.steps)
+
+
+def _processor_s() -> float:
+    """Processor time that this process and its worker processes have used, in seconds."""
+    workers = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return time.process_time() + sum(float(times.user + times.system) for times in workers)
+
+
+class Training:
+    """The learner's own loop, paused after each turn; `learn=False` discards its rollouts untrained."""
+
+    def __init__(self, learner: LearnerProcess) -> None:
+        self.learner = learner
+        self.last: Rollout | None = None
+        self.source = learner.acting.rollouts(self._refresh)
+        self.news = learner.acting.news
+        self.now = Turn(0.0)
+
+    def rest(self) -> int:
+        """Wait until nothing acts, because actors have filled all slots."""
+        self.now.ahead = self.learner.acting.rest()
+        return self.now.ahead
+
+    def _refresh(self) -> None:
+        self.learner.stages.start()
+        self.learner.exchange.pull(self.learner.params)
+        self.learner.stages.lap("pull")
+        self.learner.acting.publish(self.learner.progress.learner_steps)
+
+    def turn(self, seconds: float, learn: bool = True) -> float:
+        """Env steps/s."""
+        learner = self.learner
+        # Actors that have waited for nothing run ahead of a learner that begins to train.
+        lead = _LEAD if learn and acting_kind(learner.config).apart else 0
+        self.now = Turn(seconds, max(self.now.ahead, lead))
+        if learn:
+            learner.exchange.agree(False, False)
+            train(replace(learner.parts, acting=self, observers=[]), self._over)
+        else:
+            while not self.now.over:
+                self.last = next(self.source)
+                if exchange_kind(learner.config).shared_weights:  # others may wait for this learner's core
+                    learner.exchange.after_rollout(learner.params)
+                self.now.count(int(self.last.mask.sum()))
+        return self.now.rate
+
+    def _over(self, rollout: Rollout) -> bool:
+        self.now.count(int(rollout.mask.sum()))
+        return self.learner.exchange.agree(False, self.now.over)[1]
+
+    def publish(self, version: int) -> None:
+        """`source` publishes before each rollout."""
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
+        for rollout in self.source:
+            self.last = rollout
+            yield rollout
+
+    def close(self) -> None:
+        self.learner.close()
+
+
+class Parts:
+    """The acting forward and the training of an env step, each alone on one torch thread."""
+
+    def __init__(self, learner: LearnerProcess, rollout: Rollout) -> None:
+        self.learner, self.rollout = learner, rollout
+        self.device = learner.resources.device
+        self.width = self._most_at_once()
+        columns = torch.arange(self.width, device=self.device) % len(rollout.env_id)
+        fields = (rollout.is_first, rollout.prev_action, rollout.prev_reward)
+        self.inputs = Inputs(map_obs(lambda x: x[0, columns], rollout.obs), *(x[0, columns] for x in fields))
+        self.ids, self.rng = torch.arange(self.width, device=self.device), torch.Generator(self.device)
+        self.state = learner.model.initial_state(self.width)
+        compute = autocast(self.device, learner.resources.dtype)
+        self.alone = Gradients(learner.model, learner.params, Team(1), compute)
+
+    def _most_at_once(self) -> int:
+        """Envs in one forward pass, the most where that varies."""
+        config = self.learner.config
+        kind = acting_kind(config)
+        if kind.own_policy:
+            return envs_per_child(config)
+        if kind.hosted:
+            return kind.batch_max(config) or config.env.num_envs
+        return config.env.num_envs // self.learner.resources.groups
+
+    def _act(self) -> None:
+        policy = policy_of(self.learner.algorithm)
+        policy(self.learner.actor, self.inputs, self.state, self.ids, self.rng)
+
+    def _train(self) -> None:
+        for batch in self.learner.algorithm.batches(self.learner.model, self.rollout):
+            batch.metrics = self.alone.compute(self.learner.algorithm, batch)
+            self.learner.params.grad.zero_()
+
+    def turn(self, seconds: float) -> dict[str, float]:
+        """Seconds of a core for each env step, of both."""
+        # Of the processor: other learners may share the core, and a value method prepares its next batch meanwhile.
+        clock = time.perf_counter if self.device.type == "cuda" else time.process_time
+        act = _mean(self._act, seconds / 2, clock) / self.width
+        return {"act": act, "train": _mean(self._train, seconds / 2, clock) / self.rollout.mask.numel()}
+
+
+def _mean(call: Callable[[], object], seconds: float, clock: Callable[[], float]) -> float:
+    """What a call takes. The first one is not counted."""
+    call()
+    calls, begin, end = 0, clock(), time.perf_counter() + seconds
+    while not calls or time.perf_counter() < end:
+        call()
+        calls += 1
+    return (clock() - begin) / calls
