@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import select
 import struct
 import threading
 import time
 from collections import deque
+from multiprocessing.connection import wait
 
 _TUNSETIFF, _TAP, _NO_PI = 0x400454CA, 0x0002, 0x1000
 _ROOM = 1 << 18  # bytes on their way in each direction; what comes on top is dropped, as by a router
@@ -31,7 +31,7 @@ class SlowLink:
         while not self._closed.is_set():
             now = time.monotonic()
             due = [queue[0][0] for queue in self._queues if queue]
-            ready, _, _ = select.select(self._ends, [], [], min([0.1, *(max(0.0, x - now) for x in due)]))
+            ready = wait(self._ends, min([0.1, *(max(0.0, x - now) for x in due)]))
             for k, end in enumerate(self._ends):
                 if end in ready:
                     self._take(k, os.read(end, 1 << 16))

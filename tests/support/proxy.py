@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import select
 import socket
 import threading
 import time
 from contextlib import suppress
+from multiprocessing.connection import wait  # select() fails above 1,023 descriptors
 
 _CHUNK = 1 << 14
 
@@ -79,7 +79,7 @@ class Proxy:
     def _pass_on(self, source: socket.socket, to: socket.socket) -> None:
         with suppress(OSError, ValueError):
             while not self._closed.is_set():
-                if self.frozen.is_set() or not select.select([source], [], [], 0.1)[0]:
+                if self.frozen.is_set() or not wait([source], 0.1):
                     time.sleep(0.01 * self.frozen.is_set())
                     continue
                 data = source.recv(_CHUNK if not self.rate else max(1, min(_CHUNK, int(self.rate / 20))))
