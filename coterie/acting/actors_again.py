@@ -18,10 +18,10 @@ from coterie.acting.base import Agent, LearnerSetup, core_shape
 from coterie.acting.history import History
 from coterie.acting.recorder import Fields, Recorder, as_rollout, local_fields
 from coterie.envs.news import EnvNews, Means
-from coterie.flight.life import Life
+from coterie.flight.life import Life, RecordEnds
 from coterie.parallel.slots import columns_of
 from coterie.parallel.stages import Stages
-from coterie.types import CoterieError, Rollout
+from coterie.types import Rollout
 
 
 class ActorAgain:
@@ -43,7 +43,7 @@ class ActorAgain:
             return self.ahead.pop(number)
         while True:
             if self.done not in self.versions:
-                raise CoterieError(f"the record has no weights for rollout {self.done} of an actor")
+                raise RecordEnds(f"no further: rollout {self.done} of an actor was trained on after the record's end")
             self.left = list(self.versions[self.done])
             next(self.rollouts)
             self.done += 1

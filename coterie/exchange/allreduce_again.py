@@ -21,7 +21,7 @@ class Meeting:
     def __init__(self, lives: Sequence[Life]) -> None:
         self.store, self.learners = HashStore(), len(lives)
 
-    def end(self) -> None:
+    def end(self, learner: int) -> None:
         """The others find their connections closed."""
 
 

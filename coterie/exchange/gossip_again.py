@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -11,9 +12,8 @@ from torch import Tensor
 
 from coterie.exchange.base import Setup
 from coterie.exchange.gossip import Gossip
-from coterie.flight.life import Life
+from coterie.flight.life import Life, RecordEnds
 from coterie.parallel.params import FlatParams
-from coterie.types import CoterieError
 
 _WAIT_S = 1.0  # between two looks at whether another thread has ended
 
@@ -22,34 +22,36 @@ class Messages:
     """Messages by sender and number, kept until all that averaged them have done so again."""
 
     def __init__(self, lives: Sequence[Life]) -> None:
-        self.uses = Counter[tuple[int, int]]()
+        self.uses, self.sent = Counter[tuple[int, float]](), set[tuple[int, int]]()
         for life in lives:
+            self.sent.update((life.header["learner"], number) for sent, _ in life.of("mix") for number in sent)
             self.uses.update((j, taken[0]) for _, taken in life.of("mix") if taken for j in taken[1])
             self.uses.update((j, number) for j, number in life.of("took"))
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.kept: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
         self.changed = threading.Condition()
-        self.left = len({life.header["learner"] for life in lives})  # learners that still act
+        self.over: dict[int, float] = {}  # by sender: earlier messages than this one will not come any more
 
-    def put(self, sender: int, number: int, weights: Tensor, moments: Tensor) -> None:
+    def put(self, sender: int, number: float, weights: Tensor, moments: Tensor) -> None:
         if self.uses[sender, number]:
             with self.changed:
                 self.kept[sender, number] = weights.cpu().clone(), moments
                 self.changed.notify_all()
 
     def take(self, sender: int, number: int) -> tuple[Tensor, Tensor]:
-        """Wait for a message."""
+        """Wait for a message. Raises `RecordEnds` where its sender's replay has ended, or went on, without it."""
         with self.changed:
             while (sender, number) not in self.kept:
-                if self.left == 1:
-                    raise CoterieError(f"message {number} of learner {sender} is missing: all other replays have ended")
+                if self.over.get(sender, 0) > number:
+                    raise RecordEnds(f"no further: the replay of learner {sender} ended before its message {number}")
                 self.changed.wait(_WAIT_S)
             self.uses[sender, number] -= 1
             return self.kept[sender, number] if self.uses[sender, number] else self.kept.pop((sender, number))
 
-    def end(self) -> None:
-        """A learner's replay has ended."""
+    def end(self, learner: int, number: float = math.inf) -> None:
+        """A learner's life has ended before this message, or its replay for good: an earlier one will not come."""
         with self.changed:
-            self.left -= 1
+            later = (k for j, k in self.sent if j == learner and k >= number)
+            self.over[learner] = max(self.over.get(learner, 0), min(later, default=math.inf))
             self.changed.notify_all()
 
 
@@ -60,7 +62,8 @@ class GossipAgain(Gossip):
         self.messages: Messages = setup.peers.replayed
         self.mixes, self.took = deque(life.of("mix")), life.of("took")
         self.totals, self.begun = [event[1] for event in life.of("rollout")], 0
-        self.number = 0  # of the next message
+        self.recorded = [number + 1 for sent, _ in self.mixes for number in sent]
+        self.number: float = -math.inf if self.took else 0  # of the next message, where the record tells it
 
     @property
     def env_steps(self) -> int:
@@ -78,6 +81,9 @@ class GossipAgain(Gossip):
             self.params.data.copy_(weights)
             self.moments.write(moments)
         return self
+
+    def __exit__(self, *error: object) -> None:
+        self.messages.end(self.rank, max([self.number, *self.recorded]))
 
     def mix(self, params: FlatParams) -> None:
         """What the learner did; past the end of its record, publish: it may have been killed just after that."""

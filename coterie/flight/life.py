@@ -15,6 +15,10 @@ def unrecorded(*event: Any) -> None:
     """The `Note` of a run without a record."""
 
 
+class RecordEnds(Exception):
+    """A replay needs what came after the end of a record, so that it can compare no further."""
+
+
 @dataclass(frozen=True)
 class Life:
     """The record of a learner's life."""

@@ -176,4 +176,5 @@ def _shown(result: Result) -> str:
     if result.returns:
         equal += f", mean return {sum(result.returns) / len(result.returns):.1f}"
     ends = f"; it ends as recorded: {result.error}" if result.error else ""
+    ends += f"; {result.stopped}" if result.stopped else ""
     return f"{name}, up to learner step {result.steps:,}: {equal}{ends}"

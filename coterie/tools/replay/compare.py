@@ -34,6 +34,11 @@ class Comparison(Observer):
     def begin(self, rollout: Rollout, env_steps: int) -> None:
         self.last = rollout
 
+    def rest(self) -> None:
+        """Compare no further."""
+        for expected in self.expected.values():
+            expected.clear()
+
     def note(self, kind: str, *event: Any) -> None:
         if kind not in _COMPARED or not self.expected[kind]:
             return

@@ -16,7 +16,7 @@ from torch import Tensor
 from coterie.build.factory import ProcessContext
 from coterie.config import ResolvedConfig
 from coterie.exchange.table import exchange_kind
-from coterie.flight.life import Life, unrecorded
+from coterie.flight.life import Life, RecordEnds, unrecorded
 from coterie.learner import Observer
 from coterie.parallel.board import Board
 from coterie.plugins import named
@@ -41,6 +41,7 @@ class Result:
     digests: int = 0
     difference: str = ""  # the first one
     error: str = ""  # that ended it
+    stopped: str = ""  # why it ends here, without an error
 
 
 @dataclass
@@ -69,19 +70,21 @@ class Replay:
         self._shared = named("replay", kind.replayed)(everything) if kind.replayed else None
         counts = [len(life.of("rollout")) for life in everything]
         self._most = min(counts) if kind.in_lockstep else max(counts)
+        self._apart, self._cut = not kind.in_lockstep, False
+        self._short = set(self.lives)  # learners that have not come to `until`
         bugs = list[BaseException]()
 
-        def work(lives: Sequence[Life]) -> None:
+        def work(rank: int, lives: Sequence[Life]) -> None:
             try:
-                for life in lives:
-                    self._live(life)
+                all(map(self._live, lives))  # up to the first that differs
             except BaseException as error:
                 bugs.append(error)
             finally:
+                self._short.discard(rank)
                 if self._shared is not None:
-                    self._shared.end()
+                    self._shared.end(rank)
 
-        threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in self.lives.values()]
+        threads = [threading.Thread(target=work, args=each, daemon=True) for each in self.lives.items()]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -90,39 +93,58 @@ class Replay:
             raise bug
         return self.results
 
-    def _live(self, life: Life) -> None:
-        result, comparison = Result(life, compared=self.compare), Comparison(life)
-        self.results.append(result)
+    def _live(self, life: Life) -> bool:
+        """Whether the life was as recorded, as far as it could be compared."""
+        result, comparison, rank = Result(life, compared=self.compare), Comparison(life), life.header["learner"]
+        if rank in self._short:
+            self.results.append(result)
+        else:  # it goes on for the others, which take its messages
+            comparison.rest()
         try:
             self._train(life, comparison, result)
         except Differs as difference:
             result.difference = str(difference)
+        except RecordEnds as end:
+            result.stopped, self._cut = str(end), True
         except CoterieError as error:
-            if life.end != one_line(error):
+            if life.end == one_line(error):
+                result.error = str(error)
+            elif self._cut:  # what the life began with was pruned, and the replay has not come to it
+                result.stopped = str(error)
+            else:
                 raise
-            result.error = str(error)
+        else:
+            longer = self._most < len(life.of("rollout"))
+            if rank in self._short and (longer or life.end is None):
+                result.stopped = f"the record{' of another learner' * longer} breaks off there"
         result.rollouts, result.digests = comparison.equal["rollout"], comparison.equal["weights"]
+        return not result.difference
 
     def _train(self, life: Life, comparison: Comparison, result: Result) -> None:
-        header = life.header
+        header, rank = life.header, life.header["learner"]
         left = min(self._most, len(life.of("rollout")))
         context = ProcessContext(
-            rank=header["learner"], board=self._board, mixing=self._mixing, life=life, replayed=self._shared,
+            rank=rank, board=self._board, mixing=self._mixing, life=life, replayed=self._shared,
             note=comparison.note if self.compare else unrecorded,
         )  # fmt: skip
         learner = LearnerProcess(as_recorded(self.config, header), header["life"], context)
 
         def look() -> None:
-            result.steps = learner.progress.learner_steps
-            if (place := (context.rank, result.steps)) in self.wanted:
-                self.snapshots[place] = copied(learner.tensors())
+            steps = learner.progress.learner_steps
+            if (rank, steps) in self.wanted:
+                self.snapshots[rank, steps] = copied(learner.tensors())
+            result.steps = steps if rank in self._short else result.steps
 
         def after_rollout(rollout: Rollout) -> bool:
             nonlocal left
             left -= 1
             look()
-            result.returns.extend(score for score, _ in rollout.episodes)
-            return left == 0 or (self.until is not None and result.steps >= self.until)
+            if rank in self._short:
+                result.returns.extend(score for score, _ in rollout.episodes)
+                if self.until is not None and result.steps >= self.until:
+                    self._short.discard(rank)
+                    comparison.rest()
+            return left == 0 or not self._short or not (self._apart or rank in self._short)
 
         with closing(learner):
             if (tensors := self.begin(life)) is not None:
@@ -132,7 +154,7 @@ class Replay:
             learner.start(header.get("counts", {}), header.get("env_steps", 0))
             look()
             learner.observers[:0] = [comparison, *self.observers(learner)]
-            if left:
+            if left and self._short:
                 learner.run(after_rollout)
 
 

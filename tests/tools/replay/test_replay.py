@@ -72,10 +72,13 @@ def test_a_replay_comes_to_the_same_weights(tmp_path, layout):
 
 
 class Enough(Callback):
-    """Ends the run after some time."""
+    """Ends the run some time after its first learner has started."""
 
     def on_start(self, run: Run) -> None:
-        self.end = float((run.folder.parent / "end").read_text())
+        end = run.folder.parent / "end"
+        if not end.exists():
+            end.write_text(str(time.time() + float((run.folder.parent / "seconds").read_text())))
+        self.end = float(end.read_text())
 
     def should_stop(self, run: Run) -> bool:
         return time.time() > self.end
@@ -83,14 +86,14 @@ class Enough(Callback):
 
 def disturbed(out, seconds, **changes):
     """A run with faults; returns how often its processes were killed."""
-    (out.parent / "end").write_text(str(time.time() + seconds))
+    (out.parent / "seconds").write_text(str(seconds))
     budgets = dict.fromkeys(("restarts", "decoupled.restarts", "central.restarts"), 10**6)
     every = max(0.8, seconds / 20)
     chaos = {"chaos.every": every, "chaos.seed": 25, "log.checkpoint_every": every / 2, "steps": 10**9}
     return run(out, callbacks=(Enough,), **{**changes, **budgets, **chaos})["chaos"].get("kill", 0)
 
 
-@pytest.mark.parametrize("layout", ["impala", "a2c, gossip", "seed"])
+@pytest.mark.parametrize("layout", ["impala", "seed"])
 def test_a_replay_goes_through_kills(tmp_path, layout):
     """Of learners, which go on from checkpoints that were pruned since, and of actors and env hosts."""
     assert disturbed(tmp_path / "run", 12, **LAYOUTS[layout])
@@ -116,12 +119,6 @@ def test_a_resumed_run_is_replayed_as_two_lives(tmp_path):
     with pytest.raises(CoterieError, match=rf"{second}, which life 1 began with, was pruned \(log.keep\)"):
         replayed(tmp_path / "run", second)
     assert_equal(replayed(tmp_path / "run", "start"))
-
-
-def test_a_replay_stops_at_a_learner_step(tmp_path):
-    run(tmp_path / "run", **LAYOUTS["impala"])
-    (result,) = replayed(tmp_path / "run", "", 7)
-    assert (result.steps, result.digests, result.difference) == (7, 7, "")
 
 
 class Fickle(CountingEnv):

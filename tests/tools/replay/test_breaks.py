@@ -1,0 +1,74 @@
+"""A replay that ends early: at a learner step, and where a record breaks off."""
+
+from __future__ import annotations
+
+import re
+import time
+from multiprocessing import current_process
+
+import pytest
+
+from coterie.cli.main import main
+from coterie.envs.testing import CountingEnv
+from coterie.flight.record import FlightRecorder, read_life
+from tests.tools.replay.test_replay import LAYOUTS, assert_equal, disturbed, replayed, run
+
+
+class Uneven(CountingEnv):
+    """Slow in the run's first learner."""
+
+    def step(self, action):
+        time.sleep(2e-3 * (current_process().name == "coterie-learner-0"))
+        return super().step(action)
+
+
+@pytest.mark.parametrize("layout", ["impala", "ppo, synchronous", "a2c, gossip"])
+def test_a_replay_stops_at_a_learner_step(tmp_path, layout):
+    """The fast one of two gossiping learners goes on for the slow one, which needs its messages."""
+    uneven = {"env.id": "tests.tools.replay.test_breaks:Uneven", "env.threads": 1, "gossip.tau": 2}
+    run(tmp_path / "run", **LAYOUTS[layout], **uneven)
+    last = 16 if "ppo" in layout else 7  # there are 8 in a rollout of ppo
+    results = replayed(tmp_path / "run", "", last)
+    assert len(results) == LAYOUTS[layout].get("learners", 1)
+    for result in results:
+        assert (result.steps, result.digests, result.difference) == (last, last, "")
+
+
+def cut(path, rollouts):
+    """Let a record end after some rollouts, as that of a killed process."""
+    life = read_life(path)
+    recorder = FlightRecorder(path, lambda: life.header)
+    for event in life.events:
+        if event[0] == "rollout":
+            rollouts -= 1
+        if rollouts < 0:
+            break
+        recorder.note(*event)
+    recorder.close()
+
+
+@pytest.mark.parametrize("layout", ["a2c, gossip", "impala, gossip", "ppo, synchronous"])
+def test_a_record_that_breaks_off_is_compared_up_to_there(tmp_path, layout, capsys):
+    """With others that took a message of which it has no rollout, too."""
+    folder = tmp_path / "run"
+    run(folder, **LAYOUTS[layout], **{"gossip.tau": 2})
+    cut(folder / "flight" / "learner_1.life_0", 5)
+    assert main(["replay", str(folder)]) == 0
+    first, second = sorted(capsys.readouterr().out.splitlines()[:2])
+    steps = r"up to learner step \d+: \d+ rollouts and \d+ digests of weights are equal(, mean return \d+\.\d)?"
+    why = "no further: the replay of learner 1 ended before its message \\d+"
+    if "synchronous" in layout:
+        why = "the record of another learner breaks off there"
+    assert re.fullmatch(rf"learner 0, life 0, {steps}; {why}", first)
+    assert re.fullmatch(rf"learner 1, life 0, {steps}; the record breaks off there", second)
+    assert ": 5 rollouts and" in second
+
+
+def test_gossip_goes_through_kills_and_a_record_that_breaks_off_before(tmp_path):
+    assert disturbed(tmp_path / "run", 12, **LAYOUTS["a2c, gossip"])
+    assert_equal(results := replayed(tmp_path / "run"))
+    longest = max((x for x in results if x.life.end is None), key=lambda x: x.rollouts)
+    cut(longest.life.path, longest.rollouts // 2)
+    again = replayed(tmp_path / "run")
+    assert any(result.stopped.startswith("no further: ") for result in again)
+    assert not any(result.difference for result in again)
