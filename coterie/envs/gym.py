@@ -11,9 +11,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
 
-from coterie.envs.backend import Declared, StepResults, declare
+from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.spaces import action_map, leaf_of, obs_fields, on_host
 from coterie.envs.team import ZOO, Team
 from coterie.plugins import LAB, label, named_env, reach
@@ -64,6 +65,9 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
     except ConfigError as error:
         hint = " (put the folder examples/envs of the repository on PYTHONPATH)" if path == _LAB_EXAMPLE else ""
         raise ConfigError(f"{error}{hint}") from error
+    for kind, setting in ((VectorEnv, "vector"), (Backend, path)):
+        if isinstance(make, type) and issubclass(make, kind):
+            raise ConfigError(f"env.id {label(env_id)!r}: it is a {kind.__name__}: set env.backend to {setting}")
     env: Any = make(**kwargs)
     if hasattr(env, "agent_iter"):
         why = f"it is a game by turns: use {PLAY}..., or make a parallel env of it (pettingzoo.utils.aec_to_parallel)"

@@ -6,11 +6,12 @@ action masks, a few bytes for each env, are copied to the host. Loads torch only
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
@@ -20,6 +21,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from coterie import config
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.gym import is_gym_id, numbers, open_gym
+from coterie.envs.pool import has_env
 from coterie.envs.spaces import flatten, on_host
 from coterie.plugins import label, named_env, reach
 from coterie.types import MASK, Array, ConfigError, CoterieError, Obs, entries, from_entries, json_object, map_obs
@@ -33,10 +35,9 @@ def make_together(env: config.Env, seeds: Sequence[int]) -> Backend:
     def make(env_id: str, kwargs: Mapping[str, Any], limit: int) -> Any:
         kwargs = {"max_episode_steps": limit, **kwargs} if limit else kwargs
         if env.backend != "vector":
-            return named_env("env.backend", env.backend)(env_id, seeds, **kwargs)
-        reach("env.id", env_id.rpartition(":")[0])
-        make = partial(gymnasium.make_vec, env_id) if is_gym_id(env_id) else named_env("env.id", env_id)
-        return VectorBackend(env, make(num_envs=len(seeds), **kwargs), seeds[0])
+            return _own_backend(env.backend)(env_id, seeds, **kwargs)
+        made = _vector_maker(env_id)(num_envs=len(seeds), **kwargs)
+        return VectorBackend(env, made, seeds[0]) if hasattr(made, "single_observation_space") else _no_vector(env_id)
 
     made = open_gym(env.id, json_object("env.kwargs", env.kwargs), env.max_episode_steps, make)
     if not isinstance(made, Backend):
@@ -44,6 +45,32 @@ def make_together(env: config.Env, seeds: Sequence[int]) -> Backend:
     if made.num_instances != len(seeds):
         raise ConfigError(f"env.num_envs: {label(env.id)} has {made.num_instances} envs instead of {len(seeds)}")
     return made
+
+
+def _own_backend(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = named_env("env.backend", name)
+    if isinstance(found, type) and not issubclass(found, Backend):
+        raise ConfigError(f"env.backend {label(name)}: it is not a Backend; envs go to env.id, a VectorEnv with vector")
+    return found
+
+
+def _vector_maker(env_id: str) -> Callable[..., Any]:
+    """What makes a vector env, called with `num_envs`."""
+    if is_gym_id(env_id):
+        reach("env.id", env_id.rpartition(":")[0])
+        pools = has_env(env_id) and env_id not in gymnasium.registry
+        return _no_vector(env_id) if pools else partial(gymnasium.make_vec, env_id)
+    make: Callable[..., Any] = named_env("env.id", env_id) if ":" in env_id else _no_vector(env_id)
+    try:
+        inspect.signature(make).bind_partial(num_envs=1)
+    except TypeError:
+        _no_vector(env_id)
+    return make
+
+
+def _no_vector(env_id: str) -> NoReturn:
+    what = "env.backend vector needs a VectorEnv, made with num_envs; for a single env leave env.backend auto"
+    raise ConfigError(f"env.id {label(env_id)!r}: {what}")
 
 
 @lru_cache(maxsize=32)

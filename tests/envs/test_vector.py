@@ -14,12 +14,20 @@ import pytest
 import coterie
 from coterie import config
 from coterie.envs.make import make_envs, make_spec
+from coterie.envs.testing import Catch
 from coterie.types import CoterieError
 from tests.conftest import make_config
 from tests.envs.env_harness import check_counting, make, play
 from tests.support import vectors
 
 COUNTING, GYMNASIUMS, MASKED = (f"tests.support.vectors:{name}" for name in ("Counting", "gymnasiums", "masked"))
+
+
+NO_VECTOR = "env.backend vector needs a VectorEnv, made with num_envs; for a single env leave env.backend auto"
+
+
+def one(num_envs: int) -> Catch:
+    return Catch()
 
 
 def refused(says: str) -> Any:
@@ -113,7 +121,12 @@ def test_an_env_with_a_nan_is_restarted_alone_where_that_can_be(kind: str) -> No
     ("options", "says"),
     [
         ({"id": "NoSuch-v0"}, "env.id 'NoSuch-v0' cannot be made: NameNotFound"),
-        ({"id": "coterie.envs.testing:Catch"}, "env.kwargs: TypeError: .*unexpected keyword argument 'num_envs'"),
+        ({"id": "coterie.envs.testing:Catch"}, f"env.id 'coterie.envs.testing:Catch': {NO_VECTOR}"),
+        ({"id": "tests.envs.test_vector:one"}, f"env.id 'tests.envs.test_vector:one': {NO_VECTOR}"),
+        ({"id": "Catch-v0"}, f"env.id 'Catch-v0': {NO_VECTOR}"),  # EnvPool's
+        ({"id": "pettingzoo/classic/rps_v2"}, f"env.id 'pettingzoo/classic/rps_v2': {NO_VECTOR}"),
+        ({"backend": COUNTING}, "env.backend .*:Counting: it is not a Backend; envs go to env.id, a VectorEnv with"),
+        ({"backend": "auto"}, "env.id .*:Counting': it is a VectorEnv: set env.backend to vector"),
         (
             {"kwargs": '{"lacks": "envs"}'},
             "env.num_envs: .*:Counting has 0 envs instead of 1",
