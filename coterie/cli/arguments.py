@@ -194,10 +194,12 @@ COMMANDS = {
         run="cli.listing:listing",
     ),
     "check-env": Command(
-        "ID [--env.kwargs JSON]",
+        "ID [--env.kwargs JSON] [--env.backend NAME]",
         "what to mend in an environment",
         arg("env", metavar="ID", help="as --env of a run"),
         arg("--env.kwargs", dest="kwargs", default="{}", metavar="JSON", help="arguments of its constructor"),
+        arg("--env.backend", dest="backend", default="auto", metavar="NAME", help="vector, or package.module:callable"),
+        arg("--env.num-envs", dest="num_envs", type=int, default=4, metavar="N", help="of such a backend"),
         arg("--steps", type=int, default=1000, help="random steps to take"),
         flag("--render", "check its frames, too"),
         run="tools.check_env:command",

@@ -25,40 +25,54 @@ from coterie.envs.local import LocalBackend
 from coterie.envs.make import env_edges, make_spec
 from coterie.envs.pool import PoolBackend, has_env
 from coterie.envs.spaces import leaf_of, leaf_spaces, random_actions
+from coterie.envs.vector import APART, make_together
 from coterie.plugins import Part
 from coterie.runs.objects import name_of
+from coterie.tools.check_backend import Watched
 from coterie.types import MASK, ConfigError, CoterieError, entries, one_line
 
 _SAME, _LONGEST_S = 100, 30.0  # steps of two copies; seconds of random play
 _SLOW, _LARGE = 1000, 10.0  # env steps/s; reward
+_SEEDS = "draw from the seeds that it is made with"
+_SEED = dict.fromkeys(APART, "call super().reset(seed=seed), use self.np_random") | {"vector": "use the seed of reset"}
 # What the checkers say of things that are right here, or that are checked below, entry by entry.
 _KNOWN = re.compile(
     "infinity|symmetric and normalized|unwrapped version|creation API|not within|dtype to be|(NaN|inf) value"
 )
 
 
-def check_env(env: Part, *, kwargs: str = "{}", steps: int = 1000, render: bool = False) -> list[str]:
-    """What to mend in an env, a line for each finding, after `steps` random steps. `env` and `kwargs`: as `env.id` and
-    `env.kwargs` of a run. `render`: check the frames, too. Raises `ConfigError` where Coterie cannot use the env.
+def check_env(
+    env: Part, *, kwargs: str = "{}", steps: int = 1000, render: bool = False, backend: Part = "auto", num_envs: int = 4
+) -> list[str]:
+    """What to mend in an env, a line for each finding, after `steps` random steps. `env`, `kwargs` and `backend`: as in
+    section env of a run; `num_envs`: of a vector env or the user's own backend. `render`: check the frames, too. Raises
+    `ConfigError` where Coterie cannot use the env.
     """
-    return _check(Env(name_of("env.id", env), kwargs=kwargs), steps, render)[0]
+    asked = Env(name_of("env.id", env), name_of("env.backend", backend), num_envs, kwargs=kwargs)
+    return _check(asked, steps, render)[0]
 
 
 def command(options: Namespace) -> int:
-    mend, facts = _check(Env(options.env, kwargs=options.kwargs), options.steps, options.render)
+    asked = Env(options.env, options.backend, options.num_envs, kwargs=options.kwargs)
+    mend, facts = _check(asked, options.steps, options.render)
     print("\n".join([*facts, *(f"MEND: {line}" for line in mend or ["nothing"])]))
     return int(bool(mend))
 
 
 def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
     """What to mend, and what else is worth knowing."""
-    spec, pool, mend, edges = make_spec(env, Atari()), has_env(env.id), dict[str, str](), env_edges(env, Atari())
+    spec, mend, edges = make_spec(env, Atari()), dict[str, str](), env_edges(env, Atari())
+    together, pool = env.backend not in APART, has_env(env.id) and env.backend in ("auto", "pool")
+    if together and render:
+        raise ConfigError("--render: only envs that run apart are drawn, with env.backend auto")
     facts = [f"{_label(f.name)}: {f.spec.dtype} {f.spec.shape}, {f.form}" for f in edges.fields]
     facts.append(f"action: {spec.action.kind}, {spec.action.sizes or spec.action.shape}")
     if spec.agents > 1:
         facts.append(f"agents: {spec.agents}, each an env of env.num_envs")
 
-    def copy(rendered: bool = False) -> PoolBackend | LocalBackend:
+    def copy(rendered: bool = False) -> Any:
+        if together:
+            return Watched(make_together(env, [*range(1, max(1, env.num_envs) + 1)]), mend)
         if pool:
             return PoolBackend(env, Atari(), [1], 1, False, rendered)
         backend = LocalBackend(env, [1])
@@ -73,15 +87,17 @@ def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
             for k, (a, b) in enumerate(zip(islice(_play(one), _SAME), _play(other), strict=False)):
                 if any(x.tobytes() != y.tobytes() for x, y in zip(a.rows(), b.rows(), strict=True)):
                     when = f"differ after {k} equal actions" if k else "begin differently"
-                    mend["seed"] = f"two copies with one seed {when}: call super().reset(seed=seed), use self.np_random"
+                    mend["seed"] = f"two copies with one seed {when}: {_SEED.get(env.backend, _SEEDS)}"
                     break
+            if together and not other.restarted_alone():
+                facts.append("a NaN ends the run: no env can be restarted without the others")
     except CoterieError as error:
         mend["refused"] = str(error)
     except (Exception, SystemExit) as error:
         mend["raised"] = f"it raises {raised(error)}"
     if spec.masked and (edges.mask or spec.agents == 1):
         facts.append("gymnasium's or PettingZoo's checker was left out: it does not know this action mask")
-    elif not pool:
+    elif not (pool or together):
         return [*mend.values(), *_by_checker(env)], facts
     return [*mend.values()], facts
 
@@ -137,11 +153,16 @@ def _random_steps(backend: Backend, steps: int, limit: int, mend: dict[str, str]
     hint = "; is that a time limit? then return truncated" if over == len(ends) > 2 and len(set(lengths)) == 1 else ""
     which = f"of {min(lengths)} to {max(lengths)} steps, {over} terminated{hint}" if ends else "ended"
     scale = "" if largest <= _LARGE else f"; try --reward.scale {10.0 ** -math.ceil(math.log10(largest)):g}"
-    slow = "" if rate > _SLOW else "; the policy will wait for the env: more --env.threads, or a cheaper step"
+    one, more = (
+        ("one copy", "threads")
+        if backend.num_instances == backend.spec.agents
+        else (f"{backend.num_instances} envs", "num-envs")
+    )
+    slow = "" if rate > _SLOW else f"; the policy will wait for the env: more --env.{more}, or a cheaper step"
     return [
         f"episodes: {len(ends)} {which}",
         f"reward: {min(rewards):.3g} to {max(rewards):.3g}{scale if largest else '; random actions find none'}",
-        f"speed: {rate:,.0f} env steps/s of one copy{slow}",
+        f"speed: {rate:,.0f} env steps/s of {one}{slow}",
     ]
 
 
