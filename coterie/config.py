@@ -224,8 +224,8 @@ class SAC:
 
     tau: Fraction = 0.005  # of the way from the target critics to the trained ones, in every optimizer step
     alpha: PositiveFloat = 1.0  # weight of the entropy, at the start if it is learned
-    learn_alpha: bool = True  # adapt alpha until the policy has the entropy target
-    entropy_target: float = 0.0  # nats, of a whole action; 0: minus the number of its components (for 0 give 1e-9)
+    learn_alpha: bool = True  # adapt alpha until the policy has the target entropy
+    target_entropy: float | Literal["auto"] = "auto"  # nats, of a whole action; auto: minus its number of components
 
 
 @dataclass(frozen=True)

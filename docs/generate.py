@@ -84,7 +84,7 @@ def accepted(annotated: Any) -> str:
     if get_origin(kind) is tuple:
         words = {int: "list of integers", float: "list of numbers", str: "list of strings"}[get_args(kind)[0]]
     if not isinstance(kind, type) and get_origin(kind) is not tuple:
-        words = "integer or `auto`"
+        words = f"{'number' if float in get_args(kind) else 'integer'} or `auto`"
     found = [one.text for one in getattr(annotated, "__metadata__", ()) if isinstance(one, Range)]
     short = re.sub(r", or auto$|^must (not )?be ", lambda m: "not " if m[1] else "", found[0]) if found else ""
     return f"{words}, {short}" if short else words

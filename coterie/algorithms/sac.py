@@ -128,7 +128,8 @@ class SAC(ReplayLearning[Transitions]):
         super().__init__(config, spec, compute, seed)
         self.sac, self.actions = config.sac, len(spec.action.low)
         self.sampled = 0.0  # of the policy; 1 is uniform-random, see `explore`
-        self.entropy_target = self.sac.entropy_target or -float(self.actions)
+        given = self.sac.target_entropy
+        self.target_entropy = -float(self.actions) if given == "auto" else given
         self.pairs: tuple[list[Tensor], list[Tensor]] = ([], [])  # weights of the target and of what it follows
 
     @staticmethod
@@ -207,7 +208,7 @@ class SAC(ReplayLearning[Transitions]):
             "policy_loss": (1.0, alpha * log_prob - q),
         }
         if self.sac.learn_alpha:
-            terms["alpha_loss"] = (1.0, -net.log_alpha * (log_prob.detach() + self.entropy_target))
+            terms["alpha_loss"] = (1.0, -net.log_alpha * (log_prob.detach() + self.target_entropy))
         watched = {"q": q.detach(), "entropy": -log_prob.detach(), "alpha": alpha.expand_as(q)}
         loss = combine(terms, watched, batch.mask, batch.count)
         return replace(loss, priority=error.detach().abs().amax(0))

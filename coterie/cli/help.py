@@ -156,7 +156,7 @@ def _add_settings(parser: Parser, config: Config, hidden: list[str], choices: di
             continue
         values = choices.get(name) or (get_args(kind) if get_origin(kind) is Literal else None)
         values = ("true", "false") if kind is bool else values
-        listed = "N ..." if get_origin(kind) is tuple else "N|auto"
+        listed = "N ..." if get_origin(kind) is tuple else "X|auto" if float in get_args(kind) else "N|auto"
         shown = "|".join(values) if values else {int: "N", float: "X", str: "TEXT"}.get(kind, listed)
         groups[section].add_argument(*names, choices=values, metavar=shown, help=_text(name, get(config, name)))
 

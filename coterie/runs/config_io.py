@@ -36,6 +36,7 @@ OLD: dict[str, tuple[Any, str]] = {
     "central.lag_alarm": (0, "was removed; metrics.jsonl has policy_lag"),
     "decoupled.lag_alarm": (0, "was removed; metrics.jsonl has policy_lag"),
     "gossip.seats": (None, "was removed; a run gossips with at most 256 learners of other runs"),
+    "sac.entropy_target": (0.0, "is now sac.target_entropy"),
     "store.fixed_turns": (False, "was removed; exchange allreduce, or gossip with tau 0, is reproducible"),
 }
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}

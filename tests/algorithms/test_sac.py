@@ -56,8 +56,11 @@ def test_both_critics_are_mlps_and_frozen_ones_pass_gradients_to_their_input_onl
     assert x.grad.abs().sum() > 0
 
 
-def test_the_loss_is_the_papers_and_the_target_follows() -> None:
-    config = make_config(algorithm="sac", **SMALL, **{"env.num_envs": 8, "algo.unroll_length": 6, "algo.gamma": 0.9})
+@pytest.mark.parametrize(("given", "nats"), [("auto", -2.0), (0.0, 0.0), (-3.5, -3.5)])
+def test_the_loss_is_the_papers_and_the_target_follows(given: Any, nats: float) -> None:
+    assert config_of(["sac", "--env", "Pendulum-v1", f"--sac.target-entropy={given}"]).sac.target_entropy == given
+    sizes = {"env.num_envs": 8, "algo.unroll_length": 6, "algo.gamma": 0.9}
+    config = make_config(algorithm="sac", **SMALL, **sizes, **{"sac.target_entropy": given})
     algorithm, model = make_algorithm(config, SPEC), make_model(config, SPEC)  # type: ignore[arg-type]
     assert isinstance(algorithm, SAC)
     assert isinstance(model, SACNetwork)
@@ -80,10 +83,10 @@ def test_the_loss_is_the_papers_and_the_target_follows() -> None:
     best = critics(torch.cat((rows.obs, action), -1)).min(0).values
     torch.testing.assert_close(loss.metrics["critic_loss"], (q - wanted).square().sum(0).mean().detach())
     torch.testing.assert_close(loss.metrics["policy_loss"], (alpha * log_prob - best).mean().detach())
-    torch.testing.assert_close(loss.metrics["alpha_loss"], -(model.log_alpha * (log_prob - 2)).mean().detach())
+    torch.testing.assert_close(loss.metrics["alpha_loss"], -(model.log_alpha * (log_prob + nats)).mean().detach())
     names = [name for name, _ in model.named_parameters() if not name.startswith("critics")]
     parameters = dict(model.named_parameters())
-    policy_part = (alpha.detach() * log_prob - best).mean() - (model.log_alpha * (log_prob.detach() - 2)).mean()
+    policy_part = (alpha.detach() * log_prob - best).mean() - (model.log_alpha * (log_prob.detach() + nats)).mean()
     used = [parameters[name] for name in names]
     expected = torch.autograd.grad(policy_part, used, allow_unused=True)
     found = torch.autograd.grad(loss.total, used, allow_unused=True)
