@@ -152,6 +152,8 @@ class Coordinator:
             self.stop = content
             self.board.stop()
             self.log(f"a callback ends the run: {content[0]}")
+        elif kind == "recorded":  # by callbacks, after the last line
+            self.writer.write({"env_steps": self.ledger.env_steps, "seconds": round(self.ledger.seconds, 3), **content})
         elif kind == "idle":
             self.idle.add(row)
         self.poll()
@@ -163,8 +165,7 @@ class Coordinator:
         else:
             self.ledger.take(row, report)
         self.info.add(report.news.info)
-        for reason in report.news.failures:
-            text = first_time(self.places, reason)  # of all processes
+        for text in (first_time(self.places, reason) for reason in report.news.failures):  # of all processes
             (self.log if "\n" in text else self.writer.log)(text)
 
     def poll(self) -> None:

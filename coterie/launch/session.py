@@ -41,7 +41,7 @@ from coterie.parallel.processes import start_server
 from coterie.parallel.signals import HANDLED, STOP, on_signals
 from coterie.plugins import Part, label, named
 from coterie.replay.storage import require_room
-from coterie.roles.callbacks import Given
+from coterie.roles.callbacks import Given, make_callback
 from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
@@ -115,6 +115,7 @@ def _go(
 ) -> dict[str, Any]:  # fmt: skip
     """Run from config to summary, in this process or in others. A run that cannot start writes no files."""
     check_objects(asked)
+    made = [make_callback(one) for one in (*asked.callbacks, *callbacks)]
     if asked.launch == "ray":
         if callbacks:
             raise ConfigError("callbacks: launch ray takes the config's only, each package.module:callable")
@@ -140,9 +141,8 @@ def _go(
         require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
     board = Board(config.learners)  # for start-up only: child processes get another one
     board.release()
-    callbacks = (*config.callbacks, *callbacks)
-    if not here:  # learner 0's process finds them by name
-        config = replace(config, callbacks=tuple(name_of("callbacks", one) for one in callbacks))
+    if not here:  # learner 0's process finds them by name, and makes them again
+        config = replace(config, callbacks=(*config.callbacks, *(name_of("callbacks", one) for one in callbacks)))
     incarnation = 0 if state is None else state["life"] + 1
     starting.doing(f"{config.env.num_envs} envs" if here else "memory that the processes share")
     with ExitStack() as opened:  # closed where the run cannot start
@@ -166,7 +166,7 @@ def _go(
         supervisor = Supervisor(run, config, saved, link) if learner is None else None
         opened.pop_all()
     if learner is not None:
-        return _run_here(run, learner, callbacks)
+        return _run_here(run, learner, [*made, *(one for one in config.callbacks if one not in asked.callbacks)])
     assert supervisor is not None
     return run.go(supervisor.work, supervisor.close)
 

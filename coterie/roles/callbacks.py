@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 import traceback
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from coterie.build.evaluate import Policy, Scores
+from coterie.envs.gym import raised
 from coterie.parallel.clock import awake
-from coterie.plugins import call
+from coterie.plugins import label, named
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError, Post, one_line
@@ -52,6 +54,28 @@ class Callback:
 Given = str | Callable[[], Callback]  # a name, a class, or an instance
 
 
+def make_callback(given: Given) -> Callback:
+    """A `ConfigError` where it cannot be made, or a `CoterieError` with the traceback of its own exception."""
+    name = label(given) if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+    make = named("callbacks", given) if isinstance(given, str) else given
+    if isinstance(make, type) and not issubclass(make, Callback):
+        raise ConfigError(f"callbacks: {name} is not a subclass of coterie.Callback")
+    try:
+        inspect.signature(make).bind()
+    except (TypeError, ValueError) as error:
+        how = "give a function without arguments that makes it, or, from Python, an instance"
+        raise ConfigError(f"callbacks: {name} must take no arguments ({error}); {how}") from None
+    try:
+        made = make()
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise CoterieError(f"callbacks: {name} cannot be made: {raised(error)}", traceback.format_exc()) from error
+    if not isinstance(made, Callback):
+        raise ConfigError(f"callbacks: {name} makes {type(made).__name__}, not a Callback")
+    return made
+
+
 class Run:
     """A run as its callbacks see it. `config`: with the layout decided; `model`: the network of learner 0."""
 
@@ -89,7 +113,9 @@ class Run:
         self._post("said", line)
 
     def record(self, name: str, value: float) -> None:
-        """Make `value` the metric `custom/NAME` of each line of metrics until the next call."""
+        """Make `value` the metric `custom/NAME` of each line of metrics until the next call, and of one after the last
+        call of the run.
+        """
         self.recorded[f"custom/{name}"] = float(value)
 
     def set_env(self, name: str, value: Any) -> None:
@@ -110,11 +136,7 @@ class Callbacks:
         self._sealed = self._board.sealed
 
     def start(self) -> None:
-        for given in self._given:
-            made = call("callbacks", given) if isinstance(given, str) else given()
-            if not isinstance(made, Callback):
-                raise ConfigError(f"callbacks: {given!r:.60} makes {type(made).__name__}, not a Callback")
-            self._made.append(made)
+        self._made = [make_callback(given) for given in self._given]
         self.call("on_start")
 
     def after_rollout(self) -> None:
@@ -133,6 +155,9 @@ class Callbacks:
             time.sleep(0.005)
         self._after_checkpoint()
         self.call("on_end")
+        written = self.run.metrics if self.run.recorded else {}
+        if new := {name: x for name, x in self.run.recorded.items() if written.get(name) != x}:
+            self._post("recorded", new)
 
     def call(self, hook: str, *args: Any) -> list[tuple[str, Any]]:
         """Call a method of each; returns its full name and what it returned."""

@@ -99,6 +99,7 @@ class Diary(coterie.Callback):
         policy = run.policy()
         assert policy([[0.0, 0.0]]).shape == (1,)
         assert policy.step == run.env_steps
+        run.record("ended", run.env_steps)
         self.write(run, "end")
         run.log("the last line")
 
@@ -124,6 +125,7 @@ def test_a_callback_sees_the_run_sets_its_envs_and_stops_it(tmp_path, config, la
     custom = [line["custom/steps"] for line in read_metrics(out) if "custom/steps" in line]
     assert custom == sorted(custom)
     assert 0 < custom[-1] <= summary["env_steps"]
+    assert read_metrics(out)[-1]["custom/ended"] == summary["env_steps"]
 
 
 class Broken(coterie.Callback):
@@ -165,15 +167,36 @@ def test_callbacks_by_name_are_in_the_config_and_resume_calls_them_again(tmp_pat
     assert load_config(out / "config.json").callbacks == ("mine:One", "mine:two")
     assert main(["resume", str(out), "--steps", "128"]) == 0
     assert (out / "calls").read_text().split().count("start") == 4
-    for name, reason, folder in (
-        ("mine:three", "cannot import", False),
-        ("numpy:ndarray", "not a subclass of coterie.Callback", False),
-        ("typo:Typo", "Typo.on_rollouts would never be called; there are on_start, on_rollout,", False),
-        ("levels:make", "not a Callb", True),
+    for name, reason in (
+        ("mine:three", "cannot import"),
+        ("numpy:ndarray", "not a subclass of coterie.Callback"),
+        ("typo:Typo", "Typo.on_rollouts would never be called; there are on_start, on_rollout,"),
+        ("levels:make", "callbacks: levels:make makes TimeLimit, not a Callback"),
+        ("tests.launch.test_callbacks:Sets", "Sets must take no arguments (missing a required argument: 'name'); give"),
     ):
         assert main([*small, "--out", str(tmp_path / "other"), "--callbacks", name]) == 2
         assert reason in last_line(capsys)
-        assert (tmp_path / "other").exists() == folder
+        assert not (tmp_path / "other").exists()
+
+
+class NoKey(coterie.Callback):
+    def __init__(self) -> None:
+        self.key = {}["key"]
+
+
+@pytest.mark.parametrize("layout", ["inline", "gossip"])
+def test_a_callback_that_cannot_be_made_ends_the_run_before_it_writes_anything(tmp_path, config, layout, capsys):
+    with pytest.raises(
+        CoterieError, match=r"^callbacks: NoKey cannot be made: KeyError: 'key' \(.*, in __init__\)"
+    ) as no:
+        coterie.train(config(layout), callbacks=[NoKey], quiet=True)
+    assert 'self.key = {}["key"]' in no.value.trace
+    name = f"{__name__}:NoKey"
+    assert main([*arguments("a2c", tmp_path / "run", {**SMALL, **LAYOUTS[layout]}), "--callbacks", name]) == 1
+    shown = capsys.readouterr().err
+    assert 'self.key = {}["key"]' in shown
+    assert f"callbacks: {name} cannot be made: KeyError" in shown.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_cannot_work_is_refused_in_one_line(config):

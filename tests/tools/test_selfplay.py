@@ -103,8 +103,9 @@ def test_a_run_keeps_a_pool_that_it_resumes_with(preset: str, game: str, tmp_pat
     pool = json.loads((tmp_path / "run" / "selfplay" / "pool.json").read_text())
     assert len(pool["members"]) >= 2
     assert pool["members"]["random"] == 0
-    last = [line for line in read_metrics(tmp_path / "run") if "selfplay/elo" in line][-1]
-    assert 0 < last["selfplay/win_rate"] < 1
+    lines = [line for line in read_metrics(tmp_path / "run") if "selfplay/win_rate" in line]
+    assert 0 < lines[-1]["selfplay/win_rate"] < 1
+    assert read_metrics(tmp_path / "run")[-1]["selfplay/elo"] == pool["elo"]
     coterie.resume(tmp_path / "run", steps=3000, quiet=True)
     after = json.loads((tmp_path / "run" / "selfplay" / "pool.json").read_text())
     assert len(after["members"]) > len(pool["members"])
