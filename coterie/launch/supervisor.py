@@ -140,12 +140,12 @@ class Supervisor:
 
     def _end_hung(self, row: int, silent: float) -> None:
         """Kill a process that hangs: it is restarted like one that died."""
-        if row in self.children:
-            self.children[row].kill()
-            self._ended(row, f"hung (no rollout for {silent:.0f} s: log.stall) and was killed")
+        if (child := self.children.get(row)) is not None:  # else it died after its part of a checkpoint that failed
+            child.kill()
+        self._ended(row, f"hung (no rollout for {silent:.0f} s: log.stall) and was killed" if child else "is gone")
 
     def _ended(self, row: int, manner: str) -> None:
-        del self.children[row]
+        self.children.pop(row, None)
         (self._learner_ended if row < self.group.learners else self._actor_ended)(row, manner)
 
     # Learners
@@ -256,12 +256,12 @@ class Supervisor:
 
     def _actor_ended(self, row: int, manner: str) -> None:
         run, reason = self.run, f"{self._name(row)} {manner}"
-        run.ledger.lose_actor(row, self.group.actor_ended(row))
-        if run.over or run.board.closed:
-            return
-        self.actor_restarts.restart(reason)
-        run.writer.log(f"{reason}; it is restarted")
-        self.back_off.died(row)
+        if not (run.board.closed and manner.endswith("exit code 0")):  # else it has left, and its counts stay
+            run.ledger.lose_actor(row, self.group.actor_ended(row))
+        if not run.board.closed:
+            self.actor_restarts.restart(reason)
+            run.writer.log(f"{reason}; it is restarted")
+            self.back_off.died(row)
 
     def _dismiss_actors(self) -> None:
         """Nothing more is learned: the actors shut down with a last report, and their counts stay."""
@@ -274,7 +274,7 @@ class Supervisor:
                 if kind == "acted":
                     self.run.take(leaving[child], content)
                 elif kind == "end":
-                    del leaving[child]
+                    self._actor_ended(leaving.pop(child), content)
         for child, row in leaving.items():
             child.kill()
-            self.run.ledger.lose_actor(row, self.group.actor_ended(row))
+            self._actor_ended(row, "did not leave")
