@@ -9,6 +9,8 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,12 +24,16 @@ from coterie.build.factory import ProcessContext, exchange_setup, make_exchange,
 from coterie.config import ResolvedConfig
 from coterie.envs.news import EnvNews, Means
 from coterie.exchange.solo import Solo
+from coterie.launch import supervisor
+from coterie.launch.supervisor import Supervisor
 from coterie.learner import Progress
-from coterie.parallel.board import COUNTS
+from coterie.parallel import heartbeats
+from coterie.parallel.board import COUNTS, Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import PeerLost
 from coterie.parallel.slots import Slots
 from coterie.parallel.stages import Stages
+from coterie.roles import entry
 from coterie.roles.learner_process import LearnerProcess
 from coterie.roles.life import LifeRecord
 from coterie.types import ConfigError, Post, Rollout, one_line
@@ -37,6 +43,7 @@ from tests.simulation.scheduler import Scheduler
 ROWS = 10  # of a rollout
 ROLLOUT_S = 0.2
 HOUR_S = 3600.0
+STALL_S = 8.0
 TOGETHER_S = 0.4  # within which all processes are started
 
 
@@ -46,7 +53,7 @@ class World:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.full = False  # the disk
-        self.trouble: dict[str, str] = {}  # by kind of message, what happens to the next one: "lost", "late", "twice"
+        self.trouble: dict[str, str] = {}  # by kind of message, what happens to the next one
         self.produced = self.dropped = 0
         self.unfilled = Counter[int]()  # rows of each actor's present rollout, by row of the board
         self.stopped = set[int]()  # pids
@@ -57,6 +64,24 @@ class World:
         self.weight = ""  # the name of one of a learner's
         self.rejoins = False  # learners are restarted alone
         self.learners_at = 0.0  # when a learner was started last
+
+    def replace_processes(self, put: Callable[..., None]) -> None:
+        end_hung = Supervisor._end_hung
+
+        def end_what_hangs(over: Supervisor, row: int, silent: float) -> None:
+            if (child := cast(dict[int, Child], over.children).get(row)) is not None:
+                # One that gets no turns looks the same.
+                hangs = child.thread.frozen or child.thread.wakes < self.scheduler.now - STALL_S / 2
+                assert hangs, f"{child.name} does not hang"
+                child.thread.frozen = True
+            end_hung(over, row, silent)
+
+        put(Supervisor, "_end_hung", end_what_hangs)
+        put(supervisor, "Child", lambda name, cores, target, args: Child(self, name, target, args))
+        put(supervisor, "worker_process", partial(act, self))
+        put(entry, "LearnerProcess", partial(Learner, self))
+        put(entry, "shown_alive", self.shown_alive)
+        put(heartbeats, "_is_stopped", lambda pid: pid in self.stopped)
 
     def in_the_last_hour(self, events: list[tuple[float, str]], kind: str) -> int:
         """How many there were up to the latest."""
@@ -73,8 +98,21 @@ class World:
         if before is not None and not together:
             self.restarts.append((before.died or now, kind))  # the budget counts it then
 
+    @contextmanager
+    def shown_alive(self, board: Board, row: int, limit: float) -> Iterator[None]:
+        """Stands for `heartbeats.shown_alive`, whose thread has the system's clock."""
+
+        def show() -> None:
+            board.alive[row] = self.scheduler.now
+
+        cast(Any, self.scheduler.running).sign = show
+        show()
+        yield
+
     def post(self, kind: str, content: Any, to: Callable[[str, Any], None]) -> None:
         trouble = self.trouble.pop(kind, "")
+        if trouble == "dies":
+            cast(Any, self.scheduler.running).kill()
         self.scheduler.pause(2.0 if trouble == "late" else 0.0)
         for _ in range({"lost": 0, "twice": 2}.get(trouble, 1)):
             to(kind, pickle.loads(pickle.dumps(content)))
@@ -87,7 +125,6 @@ class Child:
     def __init__(self, world: World, name: str, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         self.world, self.name = world, name.removeprefix("coterie-")
         self.inbox, self.manner, self.died = deque[tuple[str, Any]](), "", 0.0
-        self.context: ProcessContext = next(x for x in args if isinstance(x, ProcessContext))
         self.row: int = args[-1]  # of an actor
         self.pid = next(world.pids)
         self.process = SimpleNamespace(pid=self.pid)
@@ -114,10 +151,10 @@ class Child:
         self.thread.kill()
 
     def _note_death(self) -> None:
-        world, context = self.world, self.context
+        world = self.world
         self.died = world.scheduler.now
         world.deaths.append((self.died, self.kind))
-        if self.kind == "actor" and not context.board.closed:
+        if self.kind == "actor" and not self.thread.let.dead:  # one that leaves loses nothing
             world.dropped += world.unfilled.pop(self.row, 0)
 
     def messages(self) -> Iterator[tuple[str, Any]]:
@@ -231,7 +268,7 @@ def act(
     mailbox.learner, mailbox.timeout, mailbox.stages, mailbox.recorders = context.rank, 1e9, Stages(), defaultdict()
     counts, produced, delivered = context.board.counts[row], COUNTS.index("produced"), COUNTS.index("delivered")
     mailbox.recorders.default_factory = lambda: None  # type: ignore[assignment]
-    try:
+    with world.shown_alive(context.board, row, config.log.stall), suppress(Stopped):
         while True:
             mailbox.next()
             for _ in range(2):
@@ -242,7 +279,6 @@ def act(
                 world.unfilled[row] += ROWS // 2
             mailbox.deliver()
             world.unfilled[row] = 0
-            world.scheduler.pause()
+            world.scheduler.pause(ROLLOUT_S / 4)
             counts[delivered] = counts[produced]
-    except Stopped:
-        post("acted", WorkerReport({}, math.inf, None, EnvNews([], Means()), []))
+    post("acted", WorkerReport({}, math.inf, None, EnvNews([], Means()), []))

@@ -96,11 +96,6 @@ class RemoteActors(Clients):
         self.weights, self.version = Weights(SIZE, 0), 0
         super().begin()
 
-    def _close(self) -> None:
-        super()._close()
-        self.slots.release()
-        self.weights.release()
-
     @invariant()
     def there_is_no_more_than_the_room(self) -> None:
         if (service := getattr(getattr(self, "learner", None), "service", None)) is not None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from coterie.parallel import clock
+from coterie.parallel.shm import SharedArrays
 from coterie.roles import entry
 from coterie.runs import checkpoint, files, metrics
 
@@ -34,6 +36,7 @@ class Process:
         self.grad = True  # torch keeps this by threads, of which all processes are one
         self.dead = self.frozen = False  # killed; does not get a turn (SIGSTOP)
         self.error: BaseException | None = None
+        self.sign: Callable[[], None] = lambda: None  # of life, which another thread of it gives
         self.let = greenlet(
             self._enter, scheduler.main
         )  # where it ends; else the process that has started it would run
@@ -107,6 +110,8 @@ class Scheduler:
         if not (awake := [process for process in able if process.wakes <= self.now]):
             self.now = min((process.wakes for process in able), default=self.now + _LATEST_S)
             awake = [process for process in able if process.wakes <= self.now]
+        for process in self.living:
+            process.sign()
         for process in awake:
             self.turn(process)
 
@@ -119,7 +124,7 @@ class Scheduler:
 
     def close(self) -> None:
         self.closed = True
-        for process in self.processes:
+        for process in reversed(self.processes):  # each puts back the handlers of signals that it has found
             process.run(partial(process.let.throw, GreenletExit))
 
 
@@ -132,6 +137,13 @@ class Simulation(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.scheduler = Scheduler(self.patch)
+        self.mapped, make = list[SharedArrays](), SharedArrays.__init__
+
+        def keep(memory: SharedArrays, *args: Any, **more: Any) -> None:
+            make(memory, *args, **more)
+            self.mapped.append(memory)
+
+        self.patch.setattr(SharedArrays, "__init__", keep)
         try:
             self.begin()
         except BaseException:
@@ -164,3 +176,5 @@ class Simulation(RuleBasedStateMachine):
     def _close(self) -> None:
         self.scheduler.close()
         self.patch.undo()
+        for memory in self.mapped:
+            memory.close()  # those that were killed did not

@@ -23,7 +23,7 @@ from coterie.launch.coordinator import Coordinator
 from coterie.launch.ledger import Ledger
 from coterie.launch.rescue import Rescue
 from coterie.parallel import clock
-from coterie.parallel.board import EVALUATE
+from coterie.parallel.board import EVALUATE, Board
 from coterie.parallel.clock import Budget
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
@@ -67,6 +67,39 @@ def test_a_protocol_holds(kind: type[Simulation], number: int) -> None:
     simulate(kind, number, Phase.shrink)
 
 
+def test_the_last_rollout_of_an_actor_that_is_killed_as_it_leaves_is_counted_once() -> None:
+    """It was handed over, and the actor had not counted that."""
+    run = GoingBack()
+    try:
+        run.scheduler.wait(0.5)
+        actor, board = run.world.children["actor-0"], run.run.board
+
+        def has_only_filled_a_slot() -> bool:
+            counts = board.read(actor.row)
+            return counts["produced"] > counts["delivered"] and not run.world.unfilled[actor.row]
+
+        assert run.scheduler.wait(5.0, has_only_filled_a_slot)
+        actor.thread.frozen = True
+        assert run.scheduler.wait(5.0, lambda: board.closed)
+        actor.thread.kill()
+    finally:
+        run.teardown()
+
+
+def test_a_learner_that_died_after_its_last_part_is_not_waited_for() -> None:
+    """Another one hangs, so that all must write that part again."""
+    run = Gossiping()
+    try:
+        assert run.scheduler.wait(30.0, lambda: run.run.ending)
+        run.world.children["learner-1"].thread.frozen = True
+        assert run.scheduler.wait(5.0, lambda: 2 in run.run.saved)
+        run.world.children["learner-2"].thread.kill()
+    finally:
+        run.teardown()
+    assert run.over is not None
+    assert run.run.members == {0}
+
+
 def the_first_has_the_weights(**place: int) -> Place:
     return Place(**{**place, "source": 0})
 
@@ -78,6 +111,10 @@ def evaluate_for_ever(self: Coordinator, follow: Any = Coordinator._follow_order
 
 def the_newest(self: Weights, version: int, *into: Tensor) -> bool:
     return self.read(*into) >= 0
+
+
+def all_that_are_silent(self: Board, silent: dict[int, float], limit: float) -> list[int]:
+    return [row for row, seconds in silent.items() if seconds > limit]
 
 
 def nobody_leaves(self: GossipHub, stream: GossipStream) -> None:
@@ -102,9 +139,10 @@ SLOW = pytest.mark.slow  # it takes more than 100 seeds
         pytest.param(OneProcess, Coordinator, "give_up_order", lambda *_: None, id="an order is never given up"),
         pytest.param(Gossiping, Coordinator, "_follow_order", Coordinator._seal, id="a part is missing"),
         pytest.param(Gossiping, clock, "_HOUR_S", math.inf, id="a budget does not recover", marks=SLOW),
-        pytest.param(Lone, Coordinator, "_follow_order", evaluate_for_ever, id="an evaluation has no deadline"),
+        pytest.param(Lone, Coordinator, "_follow_order", evaluate_for_ever, id="an evaluation may hang", marks=SLOW),
         pytest.param(Lone, Rescue, "_save", lambda *_: False, id="what a learner has left is not taken"),
         pytest.param(Lone, Weights, "read_version", the_newest, id="weights of other counts are taken", marks=SLOW),
+        pytest.param(GoingBack, Board, "stale", all_that_are_silent, id="one that waits is killed as one that hangs"),
         pytest.param(GoingBack, Budget, "spend", lambda *_: True, id="a budget is not kept"),
         pytest.param(GoingBack, Slots, "delivered", lambda *_: 0, id="an actor's last rollout is lost", marks=SLOW),
         pytest.param(Gossiping, Ledger, "lose", lambda *_: None, id="a dead learner's rows are lost", marks=SLOW),
