@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 # On the way down: 16,000 for the library, 4,500 for the tools and 18,000 for the tests.
 LIBRARY_LINES = 24_947
 TOOLS_LINES = 5_798
-TESTS_LINES = 27_660
+TESTS_LINES = 27_739
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 300
 FUNCTION_LINES = 60
