@@ -11,9 +11,11 @@ import random
 import signal
 import socket
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -251,6 +253,15 @@ def run(args: list[str], begin: float = 0.0) -> int:
     return code
 
 
+def _typed() -> float:
+    """Unix time at which this process was started."""
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except OSError:  # not Linux, where psutil knows the time of the boot in whole seconds only
+        return float(psutil.Process().create_time())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     with contextlib.suppress(OSError):  # the folder may be gone
@@ -264,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     try:
-        return run(args, psutil.Process().create_time() if argv is None else 0.0)
+        return run(args, _typed() if argv is None else 0.0)
     except ConfigError as error:
         print(f"coterie: {error}", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import envpool
 import gymnasium
@@ -263,6 +264,15 @@ def test_train_eval_and_bench_print_what_follows(tmp_path, capsys):
 def test_the_package_runs_as_a_module_and_prints_its_version():
     done = subprocess.run([sys.executable, "-m", "coterie", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == __version__
+
+
+def test_the_time_at_which_a_command_was_typed_is_known():
+    """Not in whole seconds of the system's boot, which could make the start of a run up to a second longer."""
+    before = time.time()
+    code = "import time; from coterie.cli.main import _typed; print(_typed(), time.time() - time.process_time())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    typed, ready = map(float, done.stdout.split())
+    assert before - 0.02 < typed < ready + 0.02  # the system counts in ticks of 10 ms
 
 
 def test_doctor_finds_this_machine_fit():
