@@ -8,7 +8,7 @@ ifndef RUN
 RUN := runs/lunar-lander-$(shell date +%Y%m%d-%H%M%S)
 endif
 
-.PHONY: train test test-all chaos reproduce-smoke lint docs dist peers proto clean
+.PHONY: train test test-all bench chaos reproduce-smoke lint docs dist peers proto clean
 
 # What training needs.
 $(VENV)/base: pyproject.toml
@@ -48,6 +48,14 @@ peers: $(VENV)/base $(PEERS:%=.peers/%/installed)
 	$(PYTHON) -m venv .peers/$*
 	.peers/$*/bin/pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+
+# docs/benchmarks/speed.md, as far as this machine can repeat it, in an hour without anything beside it: each layout,
+# the start, then the other frameworks (first: make peers).
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/layouts.py cpu --out docs/benchmarks/data/layouts.json --page
+	$(BIN)/python benchmarks/startup.py --out docs/benchmarks/data/startup.json --page
+	$(BIN)/python benchmarks/peers/compare.py --seconds 15
+	$(BIN)/python benchmarks/peers/chart.py
 
 # Faults on three machines (root, half an hour), a kill every minute (25 minutes), then an hour of chaos on Pong:
 # docs/benchmarks/faults.md.

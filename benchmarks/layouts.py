@@ -1,0 +1,132 @@
+"""Rates of the architectures on Breakout: `coterie bench` for one case after the other, on a CPU or on a GPU.
+
+    python benchmarks/layouts.py cpu [--seconds 60] [--only NAME ...] [--out FILE.json] [--page]
+
+Each case is a process of its own with a time limit, so that one that fails leaves the others. `--out` keeps what is in
+the file of other cases; `--page` writes the table of docs/benchmarks/speed.md from it. Measure on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from datetime import date
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie.runs.machine import describe
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "speed.md"
+NATURE = "--env Breakout-v5 --model.torso nature"
+MANY = "--algo.unroll-length 20 --central.batch-size 128 --env.num-envs 512"
+GPU = {
+    "a2c": f"a2c {NATURE} --env.num-envs 256",
+    "a2c, V-trace": f"a2c {NATURE} --env.num-envs 512 --algorithm vtrace --algo.unroll-length 20",
+    "ppo": f"ppo {NATURE} --env.num-envs 128 --ppo.batch-size 16384 --ppo.minibatch-size 2048 --ppo.epochs 4",
+    "impala": f"impala {NATURE}",
+    "seed-vtrace": f"seed-vtrace {NATURE} {MANY}",
+    "seed-vtrace, 4 hosts": f"seed-vtrace {NATURE} {MANY} --actors 4",
+    "gala-a2c, 4 learners": f"gala-a2c {NATURE} --learners 4 --env.num-envs 64",
+    "impala-deep": "impala-deep --env Breakout-v5",
+    "seed-vtrace, ResNet": "seed-vtrace --env Breakout-v5 --env.num-envs 512 --central.batch-size 64",
+    "dqn": "dqn --env Breakout-v5 --replay.capacity 100000",
+    "seed-r2d2": "seed-r2d2 --env Breakout-v5 --env.num-envs 128 --replay.capacity 100000",
+}
+TWO = "--learners 2 --env.num-envs 64 --env.decorrelate 0"
+LAYOUTS = {
+    "inline": "a2c --learners 1",
+    "gossip": "gala-a2c --learners 2 --env.num-envs 64 --algo.unroll-length 5",
+    "hogwild": f"a2c {TWO} --exchange hogwild",
+    "allreduce": f"a2c {TWO}",
+    "decoupled (IMPALA)": "impala",
+    "central (SEED)": "seed-vtrace --algo.unroll-length 20",
+}
+CPU = {
+    f"{layout}, {net}, {precision}": f"{options} --env Breakout-v5 --model.torso {net} --precision {precision}"
+    for net, precision, (layout, options) in product(("a3c", "nature"), ("fp32", "bf16"), LAYOUTS.items())
+}
+CASES = {"cpu": CPU, "gpu": GPU}
+FIRST, LAST = "<!-- layouts: written by python benchmarks/layouts.py cpu --page -->", "<!-- layouts: end -->"
+
+
+def measure(options: str, seconds: float) -> dict[str, Any]:
+    """The result of one bench, or its error."""
+    command = [sys.executable, "-m", "coterie", "bench", *options.split(), "--seconds", str(seconds), "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 2 * seconds)
+    except subprocess.TimeoutExpired as error:
+        return {"error": f"not done in {error.timeout:g} s"}
+    if done.returncode:
+        return {"error": done.stderr[-2000:]}
+    return dict(json.loads(done.stdout))
+
+
+def describe_rates(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return str(result["error"])
+    rates = (f"{k} {result[k]:,.0f}" for k in ("env_only", "acting", "training", "ceiling"))
+    reached = f"{result['training_over_ceiling']:.3f} of the ceiling, spread {result['spread']}"
+    return f"{', '.join(rates)}; {reached}; {result['core_us_per_step']} {result['stages']}"
+
+
+def table(found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    lines = [
+        f"{machine['processor']}, {machine['cores']} cores; {found['recorded']}; [raw data](data/layouts.json).",
+        "",
+        "| layout | net, precision | env only | acting | training (range) | / env only | / ceiling | spread | turns |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, r in found["cases"].items():
+        layout, _, net = name.partition(", ")
+        if "error" in r:
+            lines.append(f"| {layout} | {net} | {r['error']} | | | | | | |")
+            continue
+        rates = r["rounds"]["training"]
+        spread = "" if r["spread"] is None else f"{100 * r['spread']:.1f}%"
+        lines.append(
+            f"| {layout} | {net} | {r['env_only']:,.0f} | {r['acting']:,.0f} "
+            f"| {r['training']:,.0f} ({min(rates):,.0f} to {max(rates):,.0f}) | {r['training_over_env_only']:.2f} "
+            f"| {r['training_over_ceiling']:.2f} | {spread} | {len(rates)} of {r['turn_s']:.1f} s |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", choices=CASES)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="cases whose names have this in them")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", action="store_true")
+    options = parser.parse_args()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    machine = {k: describe()[k] for k in ("processor", "cores", "versions")}
+    found: dict[str, Any] = {"recorded": str(date.today()), "machine": machine, "gpu": gpu, "cores": os.cpu_count()}
+    cases = CASES[options.cases]
+    before = json.loads(options.out.read_text()) if options.out and options.out.exists() else found
+    if before["machine"] != machine:
+        parser.error(f"{options.out} was measured on another machine: {before['machine']}")
+    found["cases"] = {name: result for name, result in before.get("cases", {}).items() if name in cases}
+    for name in cases:
+        if options.only is None or any(part in name for part in options.only):
+            found["cases"][name] = result = {"options": cases[name], **measure(cases[name], options.seconds)}
+            found["cases"] = {name: found["cases"][name] for name in cases if name in found["cases"]}
+            print(f"{name}: {describe_rates(result)}", flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+    if options.page:
+        text = PAGE.read_text()
+        between = re.compile(re.escape(FIRST) + ".*?" + re.escape(LAST), re.DOTALL)
+        PAGE.write_text(between.sub(lambda _: f"{FIRST}\n\n{table(found)}\n\n{LAST}", text))
+
+
+if __name__ == "__main__":
+    main()
