@@ -31,8 +31,8 @@ from coterie.types import ConfigError, Post, counted
 
 _SPREAD = 0.05  # of the ratios of the rounds, below which they have settled
 _ROUNDS = 5  # at least, where the time is enough
-_ROLLOUTS = 6  # in a turn, at least
-_SHORTEST_S, _LONGEST = 0.5, 1 / 12  # a turn: in seconds, and as a part of the whole time
+_ROLLOUTS = 6  # in a turn
+_SHORTEST_S, _LONGEST = 0.5, 1 / 16  # a turn: in seconds, and as a part of the whole time
 
 Round = dict[str, float]  # rates in env steps/s, and the seconds of a core that an env step costs
 
@@ -109,19 +109,20 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
             sync()
             training.turn(turn := seconds * _LONGEST)  # and warms up
             turn = min(turn, max(_SHORTEST_S, _ROLLOUTS * float(np.mean(np.diff(training.now.ends)))))
+            brief = max(turn / 4, min(turn, _SHORTEST_S))  # where no rollouts are counted
             assert training.last is not None
             training.rest()
             parts = Parts(learner, training.last)
             sync()
-            env_only.turn(turn / 4)
+            env_only.turn(brief)
             end = time.monotonic() + seconds * (1 - _LONGEST)
             while not board.stopping:
                 rates = dict[str, float]()
                 training.rest()
                 sync()
-                rates["env_only"], rates["env"] = env_only.turn(turn)
+                rates["env_only"], rates["env"] = env_only.turn(brief)
                 sync()
-                rates |= parts.turn(turn)
+                rates |= parts.turn(brief)
                 sync()
                 rates["acting"] = training.turn(turn, learn=False)
                 stages.subtract(learner.stages.seconds)
