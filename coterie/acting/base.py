@@ -219,6 +219,7 @@ class ActingKind(Generic[M]):
     worker: Callable[[WorkerSetup, M], Worker] = _no_worker  # in a child process
     child: str = ""  # what its child processes are called; empty: the learner steps the envs itself
     own_policy: bool = False  # the children choose actions, one core each; else the learner does for them
+    niceness: int = 0  # by which they are below the learner, so that it does not wait for a core
     section: Callable[[Config], Section | None] = lambda config: None  # its settings
     # Overrides that set lockstep and batch_size.
     batch_settings: Callable[[bool, int], dict[str, Any]] = lambda lockstep, batch_size: {}

@@ -155,6 +155,7 @@ KIND = ActingKind(
     Actor,
     child="actor",
     own_policy=True,
+    niceness=5,
     section=lambda config: config.decoupled,
     batch_settings=lambda lockstep, size: {"decoupled.lockstep": lockstep, "decoupled.batch_size": size},
     publish_every=lambda config: config.decoupled.publish_every,

@@ -7,6 +7,7 @@ learners) gives orders on the board and takes messages by `post`.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -93,8 +94,10 @@ def worker_process(
     post: Post, config: ResolvedConfig, incarnation: int, context: ProcessContext, number: int, row: int
 ) -> None:
     """A child process of the run's acting: one actor, or one env host."""
+    kind = acting_kind(config)
+    os.nice(kind.niceness)
     with shown_alive(context.board, row, config.log.stall):
-        worker = acting_kind(config).worker(worker_setup(config, incarnation, context, number, row), context.acting)
+        worker = kind.worker(worker_setup(config, incarnation, context, number, row), context.acting)
         with closing(worker):
             worker.run(post)
 

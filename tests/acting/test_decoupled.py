@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import count, islice
 
+import psutil
 import pytest
 import torch
 
@@ -91,3 +92,11 @@ def test_each_actor_has_a_slot_while_one_batch_trains_and_one_waits(actors, envs
         assert (batches - 2) * memory.slots.per_batch >= actors
     finally:
         memory.close()
+
+
+def test_actors_give_way_to_the_learner():
+    """Where they share its cores it would wait for one while they act for rollouts that it cannot take yet."""
+    with crewed(config()) as learner:
+        next(learner.acting.rollouts(lambda: learner.acting.publish(0)))
+        children = psutil.Process().children(recursive=True)
+        assert sorted(child.nice() - psutil.Process().nice() for child in children)[-2:] == [5, 5]

@@ -16,6 +16,7 @@ from coterie.build import resources
 from coterie.build.factory import make_model
 from coterie.build.resources import resolve_config
 from coterie.build.validity import check
+from coterie.cli.options import config_of
 from coterie.config import Config, Env
 from coterie.envs.make import make_spec
 from coterie.runs.config_io import load_config
@@ -93,6 +94,21 @@ def test_no_preset_refuses_it_whatever_the_machine(cores, preset, env):
         for groups in ("0", "2"):
             args = "--env.num-envs", "auto", "--env.groups", groups, *ARGS.get(preset, ())
             assert settled(preset, env, *args).env.num_envs >= 1
+
+
+@pytest.mark.parametrize(
+    ("args", "groups"),
+    [
+        (["a2c", "--env", "Breakout-v5"], 2),
+        (["impala", "--env", "Breakout-v5"], 1),  # an actor has one core, on which nothing overlaps
+        (["impala", "--env", "Breakout-v5", "--env.delay", "0.01"], 2),  # but waiting
+        (["a2c", "--env", "CartPole-v1", "--env.num-envs", "16"], 1),
+        (["a2c", "--env", "CartPole-v1", "--env.num-envs", "32"], 2),
+    ],
+)
+def test_groups_of_envs_are_chosen(args, groups):
+    config = resolve_config(config_of(args))
+    assert resources.resolve_resources(config, make_spec(config.env, config.atari)).groups == groups
 
 
 def test_auto_is_a_word_of_this_option_only_and_is_settled_before_the_run(tmp_path):
