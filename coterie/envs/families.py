@@ -7,12 +7,17 @@ its module `registration` as usual; the library of a family is imported when one
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_LOCK = threading.Lock()
 
 
 class _EmptyFamilies(MetaPathFinder, Loader):
@@ -38,16 +43,27 @@ class _EmptyFamilies(MetaPathFinder, Loader):
         sys.meta_path.remove(self)
         for module in self.made:
             package, _, name = module.__name__.rpartition(".")
-            del sys.modules[module.__name__]
-            delattr(sys.modules[package], name)
+            sys.modules.pop(module.__name__, None)
+            if (parent := sys.modules.get(package)) is not None and name in vars(parent):
+                delattr(parent, name)
+                vars(parent)["__getattr__"] = partial(_family, package)
+
+
+def _family(package: str, name: str) -> Any:
+    """What `envpool.atari` is for code that imports no more than `envpool`."""
+    try:
+        return import_module(f"{package}.{name}")
+    except ModuleNotFoundError:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
 
 
 def import_envpool() -> Any:
     """The package, with all envs registered. Raises `ImportError` where it is not installed."""
-    if "envpool" not in sys.modules:
-        sys.meta_path.insert(0, families := _EmptyFamilies())
-        try:
-            import envpool  # noqa: F401
-        finally:
-            families.leave()
+    with _LOCK:
+        if "envpool" not in sys.modules:
+            sys.meta_path.insert(0, families := _EmptyFamilies())
+            try:
+                import envpool  # noqa: F401
+            finally:
+                families.leave()
     return sys.modules["envpool"]

@@ -37,4 +37,16 @@ def test_code_of_the_user_finds_all_of_it():
         "from coterie.envs.pool import modules; modules(); import envpool, envpool.mujoco.gym, envpool.atari;"
         "envpool.atari.AtariEnvSpec; envpool.make_gymnasium('FrozenLake-v1', num_envs=1)"
     )
+    after = "from coterie.envs.pool import modules; modules(); import envpool;"
+    run(f"{after} envpool.mujoco.gym, envpool.atari.AtariEnvSpec; assert not hasattr(envpool, 'nothing')")
     run("import envpool; from coterie.envs.pool import modules; assert modules(); envpool.atari.AtariEnvSpec")
+
+
+def test_an_envpool_that_cannot_be_imported_counts_as_not_installed(tmp_path):
+    family = tmp_path / "envpool" / "atari"
+    family.mkdir(parents=True)
+    (family / "__init__.py").write_text("")
+    (family / "registration.py").write_text("")
+    (family.parent / "__init__.py").write_text("import envpool.atari.registration\nraise ImportError('broken')\n")
+    code = "from coterie.envs.pool import modules; assert modules() == {}"
+    run(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}")
