@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ class Watched(Backend):
         self._kept = list[tuple[str, Array, Array]]()  # the last arrays, and copies of them
         self._ends = self._overs = 0
         self._device: Any = "cpu"
+        self.seconds = 0.0  # that `inner` has taken to step
 
     def reset(self, ids: Array) -> None:
         self._ended[ids] = False
@@ -36,10 +38,15 @@ class Watched(Backend):
             import torch
 
             actions = torch.as_tensor(actions, device=self._device)
+        begin = time.perf_counter()
         self.inner.step(ids, actions)
+        self.seconds += time.perf_counter() - begin
 
     def recv(self) -> StepResults:
-        return self._seen(self.inner.recv(), self.num_instances)
+        begin = time.perf_counter()
+        answer = self.inner.recv()
+        self.seconds += time.perf_counter() - begin
+        return self._seen(answer, self.num_instances)
 
     def close(self) -> None:
         self.inner.close()
@@ -79,6 +86,7 @@ class Watched(Backend):
         obs = entries(answer.obs)
         if obs.keys() != self.spec.obs.keys():
             raise ConfigError(f"the observations are {sorted(obs)}, where the space has {sorted(self.spec.obs)}")
+        obs = {name: obs[name] for name in self.spec.obs}
         self._device = next((x.device for x in obs.values() if hasattr(x, "detach")), "cpu")
         want = {f"observation {k!r}" if k else "observation": (s.shape, s.dtype) for k, s in self.spec.obs.items()}
         want |= {"reward": ((), "float32"), **dict.fromkeys(FLAGS, ((), "bool"))}

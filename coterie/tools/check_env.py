@@ -145,7 +145,7 @@ def _random_steps(backend: Backend, steps: int, limit: int, mend: dict[str, str]
         ends += zip(length[done].tolist(), answer.terminated[done].tolist(), strict=True)
         if time.monotonic() - begin > _LONGEST_S:
             break
-    rate = len(rewards) / (time.monotonic() - begin)
+    rate = len(rewards) / (backend.seconds if isinstance(backend, Watched) else time.monotonic() - begin)
     largest = max((abs(x) for x in rewards if math.isfinite(x)), default=0.0)
     lengths, over = [n for n, _ in ends], sum(terminated for _, terminated in ends)
     if not ends and not limit:
