@@ -107,13 +107,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
+    if options.page and not (options.out and options.cases == "cpu"):
+        parser.error("--page: the page's table is that of the cases `cpu`, from a file: give --out")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     machine = {k: describe()[k] for k in ("processor", "cores", "versions")}
     found: dict[str, Any] = {"recorded": str(date.today()), "machine": machine, "gpu": gpu, "cores": os.cpu_count()}
     cases = CASES[options.cases]
     before = json.loads(options.out.read_text()) if options.out and options.out.exists() else found
-    if before["machine"] != machine:
-        parser.error(f"{options.out} was measured on another machine: {before['machine']}")
+    if before.get("machine") != machine:
+        print(f"{options.out} is written anew: it was measured on another machine, or with other versions")
+        before = found
     found["cases"] = {name: result for name, result in before.get("cases", {}).items() if name in cases}
     for name in cases:
         if options.only is None or any(part in name for part in options.only):

@@ -101,6 +101,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
+    if options.page and options.only != list(COMMANDS):
+        parser.error("--page: the page has all commands: leave out --only")
     load = round(os.getloadavg()[0], 2)
     runs = measure(options.only, options.turns)
     result = {"date": date.today().isoformat(), "load": load, "machine": describe(), "runs": runs}

@@ -77,7 +77,8 @@ def _groups(config: Config, threaded: bool, agents: int) -> int:
     n = config.env.num_envs
     workers = config.env.backend == "workers" or not has_env(config.env.id)
     together = acting_kind(config).one_group(config) or config.env.backend not in APART
-    one_core = threaded and acting_kind(config).own_policy and not workers and not config.env.delay
+    overlaps = workers or config.env.delay or config.env.threads > 1
+    one_core = threaded and acting_kind(config).own_policy and not overlaps
     two = (threaded or workers or 32 <= n <= 128) and not (together or one_core) and n % (2 * agents) == 0
     return 2 if two else 1
 

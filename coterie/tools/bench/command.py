@@ -38,9 +38,9 @@ Round = dict[str, float]  # rates in env steps/s, and the seconds of a core that
 
 
 def bench(asked: Config, seconds: float) -> dict[str, Any]:
-    """Rates in env steps/s (env_only, acting, training), their ratios, and what the parts of a step cost; `seconds` at
-    most, besides the start. Several learners are measured at once, each on its own cores, in common turns; rates are
-    sums over them.
+    """Rates in env steps/s (env_only, acting, training), their ratios, and what the parts of a step cost. No round
+    begins when `seconds` are over, without the start. Several learners are measured at once, each on its own cores, in
+    common turns; rates are sums over them.
     """
     config = resolve_config(asked)
     if (kind := algorithm_class(config)).has_replay:
@@ -108,7 +108,8 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
         with learner.exchange:
             sync()
             training.turn(turn := seconds * _LONGEST)  # and warms up
-            turn = min(turn, max(_SHORTEST_S, _ROLLOUTS * float(np.mean(np.diff(training.now.ends)))))
+            if learner.config.learners == 1:  # others would need the same turn
+                turn = min(turn, max(_SHORTEST_S, _ROLLOUTS * float(np.mean(np.diff(training.now.ends)))))
             brief = max(turn / 4, min(turn, _SHORTEST_S))  # where no rollouts are counted
             assert training.last is not None
             training.rest()

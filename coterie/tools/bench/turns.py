@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -41,7 +42,7 @@ class Turn:
 
     @property
     def over(self) -> bool:
-        return time.perf_counter() >= self.ends[0] + self.seconds
+        return not self.ahead and time.perf_counter() >= self.ends[0] + self.seconds
 
     @property
     def rate(self) -> float:
@@ -66,21 +67,26 @@ class EnvOnly:
         self.choose = partial(random_actions, learner.spec.action, default_rng(config.seed), config.env.num_envs)
         self.actions = cycle([self.choose() for _ in range(64)])
         self.masked, self.seen = learner.spec.masked, self.envs.recv(0)
+        self.workers = psutil.Process().children(recursive=True)
 
     def turn(self, seconds: float) -> tuple[float, float]:
         """Env steps/s, and the processor's seconds for each, of all threads and worker processes."""
-        turn, before = Turn(seconds), _processor_s()
+        before = self._processor_s()
+        turn = Turn(seconds)
         while not turn.over:
             self.envs.send(0, self.choose(self.seen.obs) if self.masked else next(self.actions))
             self.seen = self.envs.recv(0)
             turn.count(int((~self.seen.is_first).sum()))
-        return turn.rate, (_processor_s() - before) / max(1, turn.steps)
+        return turn.rate, (self._processor_s() - before) / max(1, turn.steps)
 
-
-def _processor_s() -> float:
-    """Processor time that this process and its worker processes have used, in seconds."""
-    workers = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    return time.process_time() + sum(float(times.user + times.system) for times in workers)
+    def _processor_s(self) -> float:
+        """Processor time that this process and its worker processes have used, in seconds."""
+        used = time.process_time()
+        for worker in self.workers:
+            with suppress(psutil.NoSuchProcess):  # replaced
+                times = worker.cpu_times()
+                used += float(times.user + times.system)
+        return used
 
 
 class Training:
@@ -186,8 +192,7 @@ class Parts:
 
 
 def _mean(call: Callable[[], object], seconds: float, clock: Callable[[], float]) -> float:
-    """What a call takes. The first one is not counted."""
-    call()
+    """What a call takes."""
     calls, begin, end = 0, clock(), time.perf_counter() + seconds
     while not calls or time.perf_counter() < end:
         call()
