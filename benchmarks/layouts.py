@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 from datetime import date
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from marked import replaced
 
 from coterie.runs.machine import describe
 
@@ -53,7 +53,6 @@ CPU = {
     for net, precision, (layout, options) in product(("a3c", "nature"), ("fp32", "bf16"), LAYOUTS.items())
 }
 CASES = {"cpu": CPU, "gpu": GPU}
-FIRST, LAST = "<!-- layouts: written by python benchmarks/layouts.py cpu --page -->", "<!-- layouts: end -->"
 
 
 def measure(options: str, seconds: float) -> dict[str, Any]:
@@ -117,18 +116,17 @@ def main() -> None:
     if before.get("machine") != machine:
         print(f"{options.out} is written anew: it was measured on another machine, or with other versions")
         before = found
-    found["cases"] = {name: result for name, result in before.get("cases", {}).items() if name in cases}
+    done = dict(before.get("cases", {}))
+    found["cases"] = {name: done[name] for name in cases if name in done}
     for name in cases:
         if options.only is None or any(part in name for part in options.only):
-            found["cases"][name] = result = {"options": cases[name], **measure(cases[name], options.seconds)}
-            found["cases"] = {name: found["cases"][name] for name in cases if name in found["cases"]}
-            print(f"{name}: {describe_rates(result)}", flush=True)
+            done[name] = {"options": cases[name], **measure(cases[name], options.seconds)}
+            found["cases"] = {name: done[name] for name in cases if name in done}
+            print(f"{name}: {describe_rates(done[name])}", flush=True)
             if options.out:
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
     if options.page:
-        text = PAGE.read_text()
-        between = re.compile(re.escape(FIRST) + ".*?" + re.escape(LAST), re.DOTALL)
-        PAGE.write_text(between.sub(lambda _: f"{FIRST}\n\n{table(found)}\n\n{LAST}", text))
+        PAGE.write_text(replaced(PAGE.read_text(), "layouts", "python benchmarks/layouts.py cpu --page", table(found)))
 
 
 if __name__ == "__main__":

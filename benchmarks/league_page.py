@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from league_entries import RECORDS, ROOT, TABLE, Entry, Record, listed
+from marked import replaced
 
 from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
 
@@ -32,7 +33,6 @@ so this does not compare the two implementations.
 *Written by `python benchmarks/league.py page`.*
 """
 
-BEGIN, END = "<!-- league: written by python benchmarks/league.py page -->", "<!-- league end -->"  # in README
 
 Group = dict[str, list[tuple[Entry, Record]]]  # of one env, by method
 
@@ -205,9 +205,7 @@ def readme(text: str) -> str:
         elif "older" in shown:
             old.append(row(f"{env.split()[0]} *", f"`coterie train {method} --env {env}`", *shown["older"]))
     head = table("environment", "command", "seeds", "env steps", "score", "seconds")
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    return before + "\n".join([BEGIN, *head, *new, *old, end]) + after
+    return replaced(text, "league", "python benchmarks/league.py page", "\n".join([*head, *new, *old]))
 
 
 def write() -> None:

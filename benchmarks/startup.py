@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -22,11 +21,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from marked import replaced
+
 import coterie
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks" / "speed.md"
-FIRST, LAST = "<!-- startup: written by python benchmarks/startup.py --page -->", "<!-- startup: end -->"
 COMMANDS = {
     "ppo": "ppo --env CartPole-v1",
     "ppo, 2 learners": "ppo --env LunarLander-v3 --learners 2",
@@ -110,9 +110,7 @@ def main() -> None:
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     if options.page:
-        text = PAGE.read_text()
-        between = re.compile(re.escape(FIRST) + ".*?" + re.escape(LAST), re.DOTALL)
-        PAGE.write_text(between.sub(lambda _: f"{FIRST}\n\n{table(result)}\n\n{LAST}", text))
+        PAGE.write_text(replaced(PAGE.read_text(), "startup", "python benchmarks/startup.py --page", table(result)))
 
 
 if __name__ == "__main__":
