@@ -14,8 +14,8 @@ TESTS = Path(__file__).parent
 
 # On the way down: 16,000 for the library, 4,500 for the tools and 18,000 for the tests.
 LIBRARY_LINES = 24_982
-TOOLS_LINES = 5_813
-TESTS_LINES = 27_786
+TOOLS_LINES = 5_819
+TESTS_LINES = 27_805
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 300
 FUNCTION_LINES = 60

@@ -15,7 +15,7 @@ from coterie.build.resources import resolve_config
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.exchange.table import exchange_kind
-from coterie.flight.life import Life
+from coterie.flight.life import Life, RecordEnds
 from coterie.flight.record import lives
 from coterie.learner import Observer
 from coterie.roles.learner_process import LearnerProcess
@@ -68,7 +68,7 @@ def replay(options: Namespace) -> int:
 
 def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], None]) -> Iterator[Result]:
     """Replay the lives of a run's learners, up to those of which one differs. Raises `ConfigError` where it cannot be
-    done, and `CoterieError` where a life's first state is gone. `say`: takes lines about the machine.
+    done, and `CoterieError` where the first state of `origin` is gone. `say`: takes lines about the machine.
     """
     for name in what.edits:
         if name.partition(".")[0] not in _EDITABLE or name in _FIXED:
@@ -82,7 +82,7 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
         raise ConfigError(f"RUN: {folder} has no flight record" + (f" from {what.origin}" if what.origin else ""))
     for line in machine_differences(next(iter(groups[0].values()))[0].header):
         say(f"note: {line}")
-    states, reached = States(folder / "checkpoints", config, groups), 0
+    states, reached = States(folder / "checkpoints", config, groups, what.origin), 0
 
     def observers(learner: LearnerProcess) -> list[Observer]:
         return [Hold(learner, what.at, what.call)] if what.at and learner.context.rank == what.learner else []
@@ -123,6 +123,7 @@ class States:
     root: Path
     config: ResolvedConfig
     groups: Sequence[Together]
+    origin: str  # as asked
     wanted: set[Place] = field(default_factory=set)
     known: dict[Place, Tensors] = field(default_factory=dict)
 
@@ -143,9 +144,11 @@ class States:
         for found in self._candidates(path, part, header["part_steps"]):
             if digest_of_state(found) == header["digest"]:
                 return found if part == header["learner"] else {**found, "rng": {}}
-        raise CoterieError(
-            f"{path.name}, which life {header['life']} began with, was pruned (log.keep); replay from start"
-        )
+        if self.origin:
+            raise CoterieError(
+                f"{path.name}, which life {header['life']} began with, was pruned (log.keep); replay from start"
+            )
+        raise RecordEnds(f"no further: {path.name} was pruned (log.keep), and no replay came to it")
 
     def _candidates(self, path: Path, part: int, steps: int) -> Iterator[Tensors]:
         if path.exists():

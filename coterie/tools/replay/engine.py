@@ -48,7 +48,7 @@ class Result:
 class Replay:
     """Lives that ran together, by learner, each learner's in their order.
 
-    `begin`: what a life begins with, or None for the run's first weights.
+    `begin`: what a life begins with, or None for the run's first weights. It raises `RecordEnds` where that is gone.
     """
 
     config: ResolvedConfig
@@ -70,13 +70,13 @@ class Replay:
         self._shared = named("replay", kind.replayed)(everything) if kind.replayed else None
         counts = [len(life.of("rollout")) for life in everything]
         self._most = min(counts) if kind.in_lockstep else max(counts)
-        self._apart, self._cut = not kind.in_lockstep, False
+        self._apart = not kind.in_lockstep
         self._short = set(self.lives)  # learners that have not come to `until`
         bugs = list[BaseException]()
 
         def work(rank: int, lives: Sequence[Life]) -> None:
             try:
-                all(map(self._live, lives))  # up to the first that differs
+                all(map(self._live, lives))  # up to the first that differs or has nothing to begin with
             except BaseException as error:
                 bugs.append(error)
             finally:
@@ -101,16 +101,19 @@ class Replay:
         else:  # it goes on for the others, which take its messages
             comparison.rest()
         try:
-            self._train(life, comparison, result)
+            tensors = self.begin(life)
+        except RecordEnds as gone:
+            result.stopped = str(gone)
+            return False
+        try:
+            self._train(life, comparison, result, tensors)
         except Differs as difference:
             result.difference = str(difference)
         except RecordEnds as end:
-            result.stopped, self._cut = str(end), True
+            result.stopped = str(end)
         except CoterieError as error:
             if life.end == one_line(error):
                 result.error = str(error)
-            elif self._cut:  # what the life began with was pruned, and the replay has not come to it
-                result.stopped = str(error)
             else:
                 raise
         else:
@@ -120,7 +123,7 @@ class Replay:
         result.rollouts, result.digests = comparison.equal["rollout"], comparison.equal["weights"]
         return not result.difference
 
-    def _train(self, life: Life, comparison: Comparison, result: Result) -> None:
+    def _train(self, life: Life, comparison: Comparison, result: Result, tensors: Tensors | None) -> None:
         header, rank = life.header, life.header["learner"]
         left = min(self._most, len(life.of("rollout")))
         context = ProcessContext(
@@ -147,7 +150,7 @@ class Replay:
             return left == 0 or not self._short or not (self._apart or rank in self._short)
 
         with closing(learner):
-            if (tensors := self.begin(life)) is not None:
+            if tensors is not None:
                 learner.load(tensors)
                 for rng, state in zip(learner.rngs, header["rng"], strict=True):
                     rng.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))

@@ -11,6 +11,7 @@ import pytest
 from coterie.cli.main import main
 from coterie.envs.testing import CountingEnv
 from coterie.flight.record import FlightRecorder, read_life
+from coterie.launch.session import resume
 from tests.tools.replay.test_replay import LAYOUTS, assert_equal, disturbed, replayed, run
 
 
@@ -72,3 +73,16 @@ def test_gossip_goes_through_kills_and_a_record_that_breaks_off_before(tmp_path)
     again = replayed(tmp_path / "run")
     assert any(result.stopped.startswith("no further: ") for result in again)
     assert not any(result.difference for result in again)
+
+
+def test_a_life_whose_beginning_is_gone_does_not_hide_the_earlier_ones(tmp_path, capsys):
+    folder = tmp_path / "run"
+    run(folder, **LAYOUTS["impala"], **{"log.keep": 1})
+    resume(folder, steps=3000, quiet=True)
+    cut(folder / "flight" / "learner_0.life_0", 5)
+    assert main(["replay", str(folder)]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("learner 0, life 0, up to learner step 5: ")
+    assert first.endswith("breaks off there")
+    begun = read_life(folder / "flight" / "learner_0.life_1").header["checkpoint"]
+    assert second.endswith(f"; no further: {begun} was pruned (log.keep), and no replay came to it")
