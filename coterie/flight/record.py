@@ -51,6 +51,7 @@ class FlightRecorder:
         self._open = list[str]()  # written to the tail only
         self._news, self._over = threading.Event(), False
         self._thread = threading.Thread(target=self._work, name="coterie-flight", daemon=True)
+        self._starting = threading.Lock()
 
     def note(self, *event: Any) -> None:
         """Add an event. Any thread may call this. Those of inference are many, and are written with others."""
@@ -58,8 +59,9 @@ class FlightRecorder:
             return
         self._lines.append(json.dumps(event, separators=(",", ":")))
         if event[0] != "infer":
-            if self._thread.ident is None:
-                self._thread.start()
+            with self._starting:
+                if self._thread.ident is None:
+                    self._thread.start()
             self._news.set()
         if len(self._lines) > _MOST_LINES:
             self.failed = "the disk does not answer"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -106,3 +107,23 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path):
         recorder.note("a", k)
     recorder.close()
     assert recorder.failed == "No space left on device"
+
+
+def test_threads_that_note_their_first_event_at_once_start_one_writer(tmp_path, monkeypatch):
+    errors = list[object]()
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    for i in range(100):
+        recorder, barrier = FlightRecorder(tmp_path / str(i), lambda: {}), threading.Barrier(8)
+
+        def note(recorder=recorder, barrier=barrier):
+            barrier.wait()
+            recorder.note("x")
+
+        threads = [threading.Thread(target=note) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        recorder.close()
+        assert len(read_life(tmp_path / str(i)).events) == 8
+    assert not errors
