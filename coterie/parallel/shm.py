@@ -88,6 +88,10 @@ class SharedArrays:
             # Never `mmap.close()`: numpy does not keep the map open for its arrays, and reading one would crash.
             self.arrays, self.memory = {}, np.zeros(0, np.uint8)
 
+    def __del__(self) -> None:  # of one that was not closed, in a program that trains again and again
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
+
 
 class InSharedMemory:
     """Base of objects over `SharedArrays`: passed to a process that is being started, one has the same memory there."""

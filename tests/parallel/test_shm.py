@@ -43,6 +43,9 @@ def test_closed_shared_memory_frees_its_descriptor_and_views_stay_readable():
     assert view.sum() == 18
     del view
     assert not descriptors()
+    shared = SharedArrays(LAYOUT, name="this-test")
+    del shared  # without being closed
+    assert not descriptors()
 
 
 def test_memory_that_is_too_small_for_the_layout_is_refused():
