@@ -109,6 +109,7 @@ COMMANDS = {
         _RUN,
         arg("--from", dest="origin", default="", metavar="NAME", help="only from this checkpoint, or start"),
         arg("--to", type=int, metavar="STEP", help="the last learner step; default: all that is recorded"),
+        flag("--until-differs", "end at the first difference, as a replay always does"),
         arg("--break-at", type=int, metavar="STEP", help="open a debugger at this learner step"),
         arg("--export-step", type=int, metavar="STEP", help="write this learner step's batch, gradient and weights"),
         arg("--out", default="", help="FILE.safetensors of --export-step; default: in RUN"),

@@ -206,7 +206,7 @@ def test_the_command_says_what_is_equal(tmp_path, capsys):
     said = "learner 0, life 0, up to learner step 49: 49 rollouts and 49 digests of weights are equal, mean return "
     assert said in capsys.readouterr().out
     edited(tmp_path / "run", lambda event: event.append(0) if event[0] == "weights" else None)
-    assert main(["replay", str(tmp_path / "run")]) == 1
+    assert main(["replay", str(tmp_path / "run"), "--until-differs"]) == 1
     assert "learner 0, life 0 differs: learner steps 1 to 1: " in capsys.readouterr().out
     assert main(["replay", str(tmp_path / "run"), "--from", "step_1"]) == 2
     assert capsys.readouterr().err == f"coterie: RUN: {tmp_path / 'run'} has no flight record from step_1\n"
