@@ -107,7 +107,7 @@ COMMANDS = {
         "RUN [--to STEP]",
         "execute a run again, bit by bit",
         _RUN,
-        arg("--from", dest="origin", default="", metavar="NAME", help="only from this checkpoint, or start"),
+        arg("--from", dest="origin", default="", metavar="STEP|NAME", help="a learner step, a checkpoint, or start"),
         arg("--to", type=int, metavar="STEP", help="the last learner step; default: all that is recorded"),
         flag("--until-differs", "end at the first difference, as a replay always does"),
         arg("--break-at", type=int, metavar="STEP", help="open a debugger at this learner step"),

@@ -25,19 +25,25 @@ from coterie.runs.config_io import read_options, replace
 from coterie.runs.trust import open_run
 from coterie.runs.validate import validate
 from coterie.tools.replay.compare import machine_differences
-from coterie.tools.replay.engine import Place, Replay, Result, Tensors
+from coterie.tools.replay.engine import EDITABLE, Place, Replay, Result, Tensors
 from coterie.tools.replay.moment import Hold, Moment, debug
 from coterie.types import ConfigError, CoterieError
 
 Together = Mapping[int, Sequence[Life]]
-_EDITABLE = ("algo", "ppo", "vtrace", "q", "r2d2", "sac", "optim", "reward")  # sections of the config
-_FIXED = ("algo.unroll_length", "algo.poll")
+_FIXED = ("algo.unroll_length", "algo.poll", "ppo.batch_size")
+SWITCHED = (  # what a learner reads at each use, and not as it is made
+    "algo.gae_lambda", "algo.value_coef", "algo.entropy_coef", "algo.entropy_schedule", "algo.normalize_advantage",
+    "ppo.clip", "ppo.clip_schedule", "ppo.clip_value", "vtrace.correction", "vtrace.rho_bar", "vtrace.c_bar",
+    "vtrace.pg_rho_bar", "vtrace.loss", "q.double", "q.huber", "q.target_every", "r2d2.eta", "r2d2.rescale", "sac.tau",
+    "sac.learn_alpha", "optim.lr", "optim.schedule", "optim.max_grad_norm", "reward.clip", "reward.scale",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Asked:
     """What to replay: all that is recorded, unless `origin` names the checkpoint that the lives began with ("start":
-    none). `edits`: settings that are to be others, from there on; then nothing is compared.
+    none), or a learner step: the last lives with it. `edits`: settings that are to be others, from that step or from
+    the beginning of each life on; then nothing is compared. Lives after the one with that step are left out.
     """
 
     origin: str = ""
@@ -70,25 +76,32 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
     """Replay the lives of a run's learners, up to those of which one differs. Raises `ConfigError` where it cannot be
     done, and `CoterieError` where the first state of `origin` is gone. `say`: takes lines about the machine.
     """
+    since = int(what.origin) if what.origin.isdecimal() else None
     for name in what.edits:
-        if name.partition(".")[0] not in _EDITABLE or name in _FIXED:
-            raise ConfigError(
-                f"--edit: {name} would change the schedule; settings of {', '.join(_EDITABLE)} may change"
-            )
-    config = resolve_config(validate(replace(asked, dict(what.edits))))
+        if name.partition(".")[0] not in EDITABLE or name in _FIXED:
+            raise ConfigError(f"--edit: {name} would change the schedule; settings of {', '.join(EDITABLE)} may change")
+        if since is not None and not name.startswith(SWITCHED):
+            raise ConfigError(f"--edit: {name} is read as a life begins, and not after --from {since}")
+    config, edited = resolve_config(validate(asked)), resolve_config(validate(replace(asked, dict(what.edits))))
     exchange_kind(config).check_replay(config)
-    groups = [each for each in together(folder, config) if what.origin in ("", _began(each))]
+    groups = together(folder, config)
+    if since is None:
+        groups = [each for each in groups if what.origin in ("", _began(each))]
+    elif groups:
+        groups = _with_step(groups, since, what, folder / "checkpoints")
     if not groups:
         raise ConfigError(f"RUN: {folder} has no flight record" + (f" from {what.origin}" if what.origin else ""))
     for line in machine_differences(next(iter(groups[0].values()))[0].header):
         say(f"note: {line}")
-    states, reached = States(folder / "checkpoints", config, groups, what.origin), 0
+    states, reached = States(folder / "checkpoints", config, groups, "" if since is not None else what.origin), 0
 
     def observers(learner: LearnerProcess) -> list[Observer]:
         return [Hold(learner, what.at, what.call)] if what.at and learner.context.rank == what.learner else []
 
     for each in groups:
-        one = Replay(config, each, states.begin, what.until, not what.edits, observers, states.wanted, states.known)
+        one = Replay(config, each, states.begin, what.until, None, since or 0, observers, states.wanted, states.known)
+        if what.edits and (since is None or each is groups[-1]):
+            one.edited = edited
         yield from one.run()
         if any(result.difference for result in one.results):
             return
@@ -110,6 +123,25 @@ def together(folder: Path, config: ResolvedConfig) -> list[Together]:
             number = int(life.header["life"])
             groups.setdefault(number % 1000 if rejoins else number, {}).setdefault(rank, []).append(life)
     return sorted(groups.values(), key=lambda group: min(x[0].header["began"] for x in group.values()))
+
+
+def _with_step(groups: list[Together], step: int, what: Asked, checkpoints: Path) -> list[Together]:
+    """From the newest checkpoint that is there and has the learner step before it: the last lives with that step, what
+    comes before them if need be, and, without edits, what comes after them.
+    """
+    last, found = 0, -1
+    for i, group in enumerate(groups):
+        for life in group.get(what.learner, ()):
+            if rollouts := life.of("rollout"):
+                last = max(last, rollouts[-1][0])
+                if life.header.get("counts", {}).get("learner_steps", 0) <= step <= rollouts[-1][0]:
+                    found = i
+    if found < 0:
+        raise ConfigError(
+            f"--from: learner {what.learner} has rollouts up to learner step {last:,}, none after {step:,}"
+        )
+    kept = (i for i in range(found, 0, -1) if (checkpoints / _began(groups[i])).exists())
+    return groups[next(kept, 0) : found + 1 if what.edits else None]
 
 
 def _began(group: Together) -> str:
@@ -176,6 +208,8 @@ def _shown(result: Result) -> str:
     equal = f"{result.rollouts:,} rollouts and {result.digests:,} digests of weights are equal"
     if not result.compared:
         equal = "not compared: it has other settings"
+    if result.switched is not None:
+        equal += f" up to learner step {result.switched:,}, and from there on it has other settings"
     if result.returns:
         equal += f", mean return {sum(result.returns) / len(result.returns):.1f}"
     ends = f"; it ends as recorded: {result.error}" if result.error else ""

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from coterie.types import CoterieError, Rollout, one_line
 Tensors = dict[str, dict[str, Tensor]]
 Observers = Callable[[LearnerProcess], Sequence[Observer]]
 Place = tuple[int, int]  # a learner and its learner step
+EDITABLE = ("algo", "ppo", "vtrace", "q", "r2d2", "sac", "optim", "reward")  # sections of the config
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Result:
     life: Life
     steps: int = 0  # the last learner step
     compared: bool = True
+    switched: int | None = None  # from this learner step on with other settings
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=100))  # of its last episodes
     rollouts: int = 0  # as recorded
     digests: int = 0
@@ -55,7 +58,8 @@ class Replay:
     lives: Mapping[int, Sequence[Life]]
     begin: Callable[[Life], Tensors | None] = lambda life: None
     until: int | None = None  # learner step to stop at
-    compare: bool = True  # stop at the first event that is not as recorded
+    edited: ResolvedConfig | None = None  # other settings, with which nothing is compared
+    since: int = 0  # the learner step from which on those hold
     observers: Observers = lambda learner: ()
     wanted: set[Place] = field(default_factory=set)  # where to take a snapshot of a learner's state
     snapshots: dict[Place, Tensors] = field(default_factory=dict)
@@ -95,7 +99,7 @@ class Replay:
 
     def _live(self, life: Life) -> bool:
         """Whether the life was as recorded, as far as it could be compared."""
-        result, comparison, rank = Result(life, compared=self.compare), Comparison(life), life.header["learner"]
+        result, comparison, rank = Result(life), Comparison(life), life.header["learner"]
         if rank in self._short:
             self.results.append(result)
         else:  # it goes on for the others, which take its messages
@@ -126,14 +130,25 @@ class Replay:
     def _train(self, life: Life, comparison: Comparison, result: Result, tensors: Tensors | None) -> None:
         header, rank = life.header, life.header["learner"]
         left = min(self._most, len(life.of("rollout")))
+        counts = header.get("counts", {})
+        edited = None if self.edited is None else as_recorded(self.edited, header)
+        if edited is not None and counts.get("learner_steps", 0) >= self.since:
+            config, edited, result.compared = edited, None, False
+        else:
+            config = as_recorded(self.config, header)
         context = ProcessContext(
             rank=rank, board=self._board, mixing=self._mixing, life=life, replayed=self._shared,
-            note=comparison.note if self.compare else unrecorded,
+            note=comparison.note if result.compared else unrecorded,
         )  # fmt: skip
-        learner = LearnerProcess(as_recorded(self.config, header), header["life"], context)
+        learner = LearnerProcess(config, header["life"], context)
 
         def look() -> None:
+            nonlocal edited
             steps = learner.progress.learner_steps
+            if edited is not None and steps >= self.since:
+                comparison.rest()
+                switch(learner, edited)
+                edited, result.switched = None, steps
             if (rank, steps) in self.wanted:
                 self.snapshots[rank, steps] = copied(learner.tensors())
             result.steps = steps if rank in self._short else result.steps
@@ -154,7 +169,7 @@ class Replay:
                 learner.load(tensors)
                 for rng, state in zip(learner.rngs, header["rng"], strict=True):
                     rng.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
-            learner.start(header.get("counts", {}), header.get("env_steps", 0))
+            learner.start(counts, header.get("env_steps", 0))
             look()
             learner.observers[:0] = [comparison, *self.observers(learner)]
             if left and self._short:
@@ -162,9 +177,17 @@ class Replay:
 
 
 def as_recorded(config: ResolvedConfig, header: dict[str, Any]) -> ResolvedConfig:
-    """The config with what the recording process chose for its machine."""
-    optim, names = replace(config.optim, chunk=header["chunk"]), ("torch_threads", "precision", "device")
-    return replace(config, optim=optim, **{name: header[name] for name in names})
+    """The config with what the recording process chose for its machine, and with sections of its own (`switch`)."""
+    sections = {name: copy(getattr(config, name)) for name in EDITABLE}
+    sections["optim"], names = replace(config.optim, chunk=header["chunk"]), ("torch_threads", "precision", "device")
+    return replace(config, **sections, **{name: header[name] for name in names})
+
+
+def switch(learner: LearnerProcess, config: ResolvedConfig) -> None:
+    """Go on with other settings: its parts share these sections, and read them at each use."""
+    for name in EDITABLE:
+        vars(getattr(learner.config, name)).update(vars(getattr(config, name)))
+    learner.exchange.guard.max_grad_norm = config.optim.max_grad_norm
 
 
 def copied(tensors: Tensors) -> Tensors:
