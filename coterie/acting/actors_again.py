@@ -21,6 +21,7 @@ from coterie.envs.news import EnvNews, Means
 from coterie.flight.life import Life, RecordEnds
 from coterie.parallel.slots import columns_of
 from coterie.parallel.stages import Stages
+from coterie.remote.rollout_service import REMOTE_PRODUCER
 from coterie.types import Rollout
 
 
@@ -103,6 +104,8 @@ class ActorsAgain:
             yield replace(as_rollout(self.fields, self.setup.envs.device), origins=origins)
 
     def _actor(self, key: tuple[int, int]) -> ActorAgain:
+        if key[0] >= REMOTE_PRODUCER:
+            raise RecordEnds("no further: the next batch has a remote actor's rollout, and those actors have no record")
         if key not in self.actors:
             self.actors[key] = ActorAgain(self.setup, key, self.history, self.versions[key])
         return self.actors[key]

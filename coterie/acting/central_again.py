@@ -15,10 +15,10 @@ from coterie.acting.central_stream import EnvStream, InferenceRequest
 from coterie.acting.env_host import as_arrays, host_envs
 from coterie.acting.history import History
 from coterie.acting.recorder import as_rollout
-from coterie.flight.life import Life
+from coterie.flight.life import Life, RecordEnds
 from coterie.models.base import Model
 from coterie.models.build import acting_copy
-from coterie.types import Array, CoterieError, Rollout
+from coterie.types import Array, Rollout
 from coterie.wire.codec import Newest
 
 _PATIENCE_S = 60.0  # for the thread that copies rollouts into batches
@@ -108,7 +108,7 @@ class CentralAgain(Central):
     def _open(self, serial: int) -> StreamAgain:
         number, group, life, first_env, width = self.opening[serial]
         if life < 0:
-            raise CoterieError("central: remote env hosts are not recorded, so that there is no replay with them")
+            raise RecordEnds("no further: the next actions are for a remote env host, and those hosts have no record")
         if (number, life) not in self.hosts:
             self.hosts[number, life] = host_envs(self.setup.worker(number, life).envs)
         stream = self.open_stream(number, group, first_env, width, life)

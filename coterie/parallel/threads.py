@@ -42,7 +42,9 @@ class Team:
 
     def __init__(self, size: int) -> None:
         self.size = max(1, size)
-        self._pool = ThreadPoolExecutor(self.size - 1, "coterie-team") if self.size > 1 else None
+        self._pool = None
+        if self.size > 1:  # without a number of its own, a thread takes the process's as it first computes
+            self._pool = ThreadPoolExecutor(self.size - 1, "coterie-team", torch.set_num_threads, (1,))
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Make all calls, in parallel as far as there are members; raises the first exception once all have ended."""

@@ -23,7 +23,7 @@ from coterie.types import MASK, Array, CoterieError, Spec
 from coterie.wire.codec import Layout, Refused, Tensor, check_values
 from coterie.wire.service import Answer, ServiceStream
 
-_REMOTE_PRODUCER = 1 << 16  # remote actors are the slots' producers from here on
+REMOTE_PRODUCER = 1 << 16  # remote actors are the slots' producers from here on
 _POLL_S = 1e-3
 _ROUNDING = 1e-4  # by which the logarithm of a certain action's probability may be above 0
 VERSION = Layout([Tensor("version", "int64", (1,))])  # a request for weights: the version that the client has
@@ -165,7 +165,7 @@ class RolloutService:
     def _work(self) -> None:
         while (item := self._next()) is not None:
             stream, arrays, answer = item
-            producer = _REMOTE_PRODUCER + stream.welcome["number"]
+            producer = REMOTE_PRODUCER + stream.welcome["number"]
             at = None
             while at is None:
                 if self._closed:

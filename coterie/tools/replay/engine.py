@@ -89,10 +89,13 @@ class Replay:
                     self._shared.end(rank)
 
         threads = [threading.Thread(target=work, args=each, daemon=True) for each in self.lives.items()]
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in a learner's process; one that ends here sets back what it found
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        torch.set_num_threads(before)
         for bug in bugs:
             raise bug
         return self.results

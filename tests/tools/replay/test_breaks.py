@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from multiprocessing import current_process
 
 import pytest
+import torch
 
 from coterie.cli.main import main
 from coterie.envs.testing import CountingEnv
-from coterie.flight.record import FlightRecorder, read_life
+from coterie.flight.record import FlightRecorder, lives, read_life
 from coterie.launch.session import resume
-from tests.tools.replay.test_replay import LAYOUTS, assert_equal, disturbed, replayed, run
+from coterie.roles.learner_process import LearnerProcess
+from coterie.tools.replay import engine
+from tests.tools.replay.test_replay import LAYOUTS, assert_equal, disturbed, edited, replayed, run
 
 
 class Uneven(CountingEnv):
@@ -63,6 +67,65 @@ def test_a_record_that_breaks_off_is_compared_up_to_there(tmp_path, layout, caps
     assert re.fullmatch(rf"learner 0, life 0, {steps}; {why}", first)
     assert re.fullmatch(rf"learner 1, life 0, {steps}; the record breaks off there", second)
     assert ": 5 rollouts and" in second
+
+
+@pytest.mark.parametrize(("layout", "kind", "what"), [("impala", "rollout", "actor"), ("seed", "open", "env host")])
+def test_a_replay_ends_where_a_remote_client_comes_in(tmp_path, layout, kind, what, capsys):
+    run(tmp_path / "run", **LAYOUTS[layout])
+    events = 0
+
+    def edit(event):
+        nonlocal events
+        events += event[0] == "rollout"
+        if layout == "impala" and event[0] == "rollout" and events > 7:
+            event[3][-1][0] = 1 << 16  # a remote actor's number
+        elif event[0] == "open" and event[1] == max(serials):
+            event[4] = -1  # no life of a host of this run
+
+    (life,) = lives(tmp_path / "run", 0)
+    serials = [event[0] for event in life.of("open")]
+    edited(tmp_path / "run", edit)
+    assert main(["replay", str(tmp_path / "run")]) == 0
+    ends = rf"up to learner step \d+: .+; no further: the next .+ a remote {what}.+ no record\n"
+    assert re.search(ends, capsys.readouterr().out)
+
+
+class Apart(LearnerProcess):
+    """Learner 1 ends at once, and learner 0, which was made after it, then begins a thread."""
+
+    made, closed, found = (threading.Event(), threading.Event()), threading.Event(), list[int]()
+
+    def __init__(self, *given):
+        assert given[2].rank == 1 or self.made[1].wait(60)
+        super().__init__(*given)
+        self.made[self.context.rank].set()
+
+    def run(self, on_rollout):
+        if self.context.rank == 1:
+            assert self.made[0].wait(60)
+        else:
+            assert self.closed.wait(60)
+            thread = threading.Thread(target=lambda: self.found.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+
+    def close(self):
+        super().close()
+        if self.context.rank == 1:
+            self.closed.set()
+
+
+def test_a_replay_computes_with_one_thread_whatever_its_process_does(tmp_path, monkeypatch):
+    """A learner that has ended does not change that of the others."""
+    run(tmp_path / "run", **LAYOUTS["a2c, gossip"])
+    monkeypatch.setattr(engine, "LearnerProcess", Apart)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        replayed(tmp_path / "run")
+        assert (Apart.found, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_gossip_goes_through_kills_and_a_record_that_breaks_off_before(tmp_path):
