@@ -17,7 +17,6 @@ import torch
 
 T = TypeVar("T")
 
-
 _making = threading.RLock()  # the threads of a process share torch's own random numbers
 
 

@@ -179,6 +179,12 @@ def test_actors_keep_the_bound_that_is_asked_for(max_lag, worst):
     assert max(lags) == worst
 
 
+def test_a_learner_for_actors_of_other_machines_states_no_bound(tmp_path):
+    wire = {"actors": 2, "wire.bind": f"unix:{tmp_path / 'wire'}"}
+    with crewed(resolve_config(make_config(algorithm="vtrace", acting="decoupled", **wire))) as learner:
+        assert learner.describe().endswith("policy lag without a bound")
+
+
 def test_no_rollout_begins_while_too_much_is_untrained_or_the_oldest_would_be_overtaken_too_often():
     window = Window(6)
     first = window.begin(2)
