@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, combine, slices
+from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, combine, even, slices
 from coterie.algorithms.off_policy import OffPolicy
 from coterie.config import Config
 from coterie.models.base import Model
@@ -22,7 +23,7 @@ from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import normalize, policy_gradient, value_loss
 from coterie.ops.returns import explained_variance, gae
-from coterie.types import AgentOutput, Inputs, Rollout, Spec, map_tensors
+from coterie.types import AgentOutput, Inputs, Rollout, Spec, map_obs, map_tensors
 
 _ENTROPY_MOST = 7.0  # bound of the log of the adapted factor, for a target entropy that is out of reach
 _ENTROPY_RATE = 0.01  # largest change of the log of the entropy coefficient in one learner step
@@ -61,9 +62,7 @@ class RolloutBatch:
         if len(pieces) <= 1:
             yield self
             return
-        for at in pieces:
-            cut = itemgetter((slice(None), at) if axis else at)
-            yield map_tensors(cut, self, core_state=self._cores(at), metrics={})
+        yield from map(self._cut, pieces)
 
     def take(self, index: Tensor) -> RolloutBatch:
         """The rows `[n]` of a flat batch, or the columns of one with time, at `index`; copied."""
@@ -72,11 +71,28 @@ class RolloutBatch:
         batch.count, batch.envs = batch.mask.numel(), 1
         return batch
 
+    def shuffled(self, order: Tensor, pieces: int) -> Iterator[RolloutBatch]:
+        """Minibatches of the rows, or columns, in `order` `[n]`. What is small is copied for all of them at once, which
+        takes fewer calls; observations for one of them at a time.
+        """
+        axis, inputs = self.mask.dim() - 1, self.inputs
+        rest = replace(self, inputs=inputs._replace(obs={}), metrics={})
+        rest = map_tensors(lambda x: x.index_select(axis, order), rest, core_state=self._cores(order))
+        for at in even(len(order), pieces):
+            batch = rest._cut(at)
+            obs = map_obs(partial(torch.index_select, dim=axis, index=order[at]), inputs.obs)
+            batch.inputs, batch.count, batch.envs = batch.inputs._replace(obs=obs), batch.mask.numel(), 1
+            yield batch
+
     def half(self) -> RolloutBatch:
         """The rows of half the envs (steps of one env are correlated); of shuffled rows the first half."""
         rows = torch.arange(self.mask.shape[-1], device=self.mask.device)
         turns = rows.view(-1, self.envs if self.envs > 1 else len(rows))
         return self.take(turns[:, : max(1, turns.shape[1] // 2)].flatten())
+
+    def _cut(self, at: slice) -> RolloutBatch:
+        cut = itemgetter((slice(None), at) if self.mask.dim() > 1 else at)
+        return map_tensors(cut, self, core_state=self._cores(at), metrics={})
 
     def _cores(self, columns: slice | Tensor) -> Tensor | None:
         return None if self.core_state is None else self.core_state[columns]

@@ -198,20 +198,27 @@ class AlgorithmBase:
 
 def slices(length: int, size: int, ways: int) -> list[slice]:
     """Even pieces of at most `size` (0: any), in a multiple of `ways` if `length` allows."""
-    pieces = min(length, math.ceil(math.ceil(length / (size or length)) / ways) * ways)
+    return even(length, min(length, math.ceil(math.ceil(length / (size or length)) / ways) * ways))
+
+
+def even(length: int, pieces: int) -> list[slice]:
+    """So many pieces, whose sizes differ by 1 at most."""
     return [slice(length * i // pieces, length * (i + 1) // pieces) for i in range(pieces)]
 
 
 def combine(terms: dict[str, tuple[float, Tensor]], watched: dict[str, Tensor], mask: Tensor, count: int) -> Loss:
     """The weighted sum of the terms' means, and as metrics these means and those of `watched`, over the valid rows.
 
-    One reduction instead of one per term: for a small net the calls take most of the time.
+    Few calls, which take most of a small net's time: one sum with a graph, and one reduction of all metrics without.
     """
-    columns = torch.stack([*(x for _, x in terms.values()), *watched.values()])
-    means = masked_mean(columns, mask, count)
-    weights = means.new_tensor([weight for weight, _ in terms.values()])
-    total = torch.dot(means[: len(terms)], weights)
-    return Loss(total, dict(zip([*terms, *watched], means.detach().unbind(), strict=True)))
+    (first, x), *rest = terms.values()
+    rows = x if first == 1 else x * first
+    for weight, x in rest:
+        rows = torch.add(rows, x, alpha=weight)
+    with torch.no_grad():
+        columns = torch.stack([*(x for _, x in terms.values()), *watched.values()])
+        means = masked_mean(columns, mask, count).unbind()
+    return Loss(masked_mean(rows, mask, count), dict(zip([*terms, *watched], means, strict=True)))
 
 
 class Rewards:
@@ -238,7 +245,7 @@ class Rewards:
     def normalized(self, model: Model, rollout: Rollout) -> Tensor:
         """Clipped rewards, divided by the running deviation of the return if `reward.normalize` is set."""
         reward = self.clipped(rollout.reward)
-        return (reward / model.return_norm.deviation()).clamp(-10, 10) if self.config.normalize else reward
+        return (reward / model.return_norm.deviation).clamp(-10, 10) if self.config.normalize else reward
 
     def update(self, model: Model, rollout: Rollout) -> None:
         """Update the running normalizers, once the last batch has used the old ones."""

@@ -119,7 +119,7 @@ class BC(A2C):
             everything = torch.ones(len(returns), dtype=torch.bool, device=device)
             model.observe(map_obs(lambda x: x.to(device), steps.obs), everything)
             model.return_norm.update(returns.to(device))
-        return steps, returns / model.return_norm.deviation().cpu() if self.config.reward.normalize else returns
+        return steps, returns / model.return_norm.deviation.cpu() if self.config.reward.normalize else returns
 
     def _draw(self, model: Model, steps: Steps, returns: Tensor, t: int, b: int, device: torch.device) -> RolloutBatch:
         start = torch.randint(max(1, len(returns) - t + 1), (b,), generator=self.rng)

@@ -29,8 +29,8 @@ class OffPolicy:
 
     def measure(self, batch: AnyBatch) -> None:
         """After a learner step: replace the second moment of the ratios by the effective sample size."""
-        square, valid = batch.metrics.pop("rho_square", 0.0), batch.valid
-        if not (square > 0 and math.isfinite(square) and valid):
+        square = batch.metrics.pop("rho_square", 0.0)
+        if not (square > 0 and math.isfinite(square) and (valid := batch.valid)):
             return
         batch.metrics["ess"] = ess = batch.metrics["rho"] ** 2 / square * batch.count / valid
         self.steps += 1

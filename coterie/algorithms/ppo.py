@@ -84,8 +84,7 @@ class PPO(A2C):
         pieces = max(1, columns // size)  # equal sizes: a ragged last minibatch would weigh its samples more
         for _ in range(self.ppo.epochs):
             order = torch.randperm(columns, generator=self.rng).to(whole.mask.device)
-            for index in order.tensor_split(pieces):
-                batch = whole.take(index)
+            for batch in whole.shuffled(order, pieces):
                 if self.algo.normalize_advantage:
                     batch.advantage = normalize(batch.advantage, batch.mask)
                 if batch.log_rho is not None:  # above 0, so that it may as well be the objective's factor

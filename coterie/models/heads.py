@@ -100,12 +100,18 @@ class Normalizer(nn.Module):
     mean: Tensor
     m2: Tensor
     count: Tensor
+    center: Tensor
+    deviation: Tensor
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("m2", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        # What `forward` needs of them, computed once; buffers, so that copies and other devices have them.
+        self.register_buffer("center", torch.zeros(shape), persistent=False)
+        self.register_buffer("deviation", torch.ones(shape), persistent=False)
+        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
         self.outliers = 0  # rows that counted as nearer than they are
 
     @torch.no_grad()
@@ -119,6 +125,7 @@ class Normalizer(nn.Module):
         self.m2 += ((x - mean) ** 2).sum(0) + delta**2 * self.count * n / total
         self.mean += delta * n / total
         self.count.copy_(total)
+        self.changed()
 
     def _without_outliers(self, x: Tensor) -> Tensor:
         center = self.mean if self.count else x.median(0).values
@@ -132,13 +139,19 @@ class Normalizer(nn.Module):
         self.outliers += int((away > bound).reshape(len(x), -1).any(1).sum())
         return x.clamp(center - bound, center + bound)
 
-    def deviation(self) -> Tensor:
-        """Float32; 1 before the second row."""
-        var = torch.where(self.count > 1, self.m2 / self.count.clamp(min=1), torch.ones_like(self.m2))
-        return (var + 1e-8).sqrt().float()
+    @torch.no_grad()
+    def changed(self) -> None:
+        """Follow `mean`, `m2` and `count`. The deviation is 1 before the second row."""
+        var = torch.where(self.count > 1, self.m2 / self.count.clamp(min=1), 1.0)
+        self.center.copy_(self.mean)
+        self.deviation.copy_((var + 1e-8).sqrt_())
 
     def forward(self, x: Tensor) -> Tensor:
-        return ((x.float() - self.mean.float()) / self.deviation()).clamp(-10, 10)
+        return ((x.float() - self.center) / self.deviation).clamp(-10, 10)
+
+
+def _loaded(normalizer: nn.Module, keys: object) -> None:  # a method would be the original's in a copy
+    cast(Normalizer, normalizer).changed()
 
 
 class Moments:
@@ -165,4 +178,5 @@ class Moments:
             x.count.copy_(count)
             x.mean.copy_(mean.view_as(x.mean))
             x.m2.copy_((squares - mean * total).clamp(min=0).view_as(x.m2))
+            x.changed()
             at += 2 * n + 1

@@ -5,6 +5,8 @@ All float32. Advantages, behavior terms and targets are constants: no gradient f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,28 @@ def policy_gradient(log_prob: Tensor, advantage: Tensor) -> Tensor:
     return log_prob * -advantage.detach()
 
 
+class _PPOClip(torch.autograd.Function):
+    """Its derivative is known with its value. Left to autograd, the backward pass is 15 calls instead of one."""
+
+    @staticmethod
+    def forward(ctx: Any, log_prob: Tensor, behavior_log_prob: Tensor, advantage: Tensor, clip: float) -> Tensor:
+        log_ratio = log_prob - behavior_log_prob
+        ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp_()
+        plain, clipped = ratio * advantage, ratio.clamp(1 - clip, 1 + clip).mul_(advantage)
+        active = (plain <= clipped).logical_and_(log_ratio.abs_() <= _MAX_LOG_RATIO)
+        ctx.save_for_backward(torch.where(active, plain, 0.0))  # the derivative of the ratio is the ratio
+        return torch.minimum(plain, clipped).neg_()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        (plain,) = ctx.saved_tensors
+        return -grads[0] * plain, None, None, None
+
+
 def ppo_clip(log_prob: Tensor, behavior_log_prob: Tensor, advantage: Tensor, clip: float) -> Tensor:
     """-min(ratio A, clip(ratio, 1 - clip, 1 + clip) A) (https://arxiv.org/abs/1707.06347, eq. 7)."""
     _same(log_prob, behavior_log_prob, advantage)
-    ratio = (log_prob - behavior_log_prob.detach()).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-    loss = -advantage.detach()
-    return torch.maximum(ratio * loss, ratio.clamp(1 - clip, 1 + clip) * loss)
+    return _PPOClip.apply(log_prob, behavior_log_prob, advantage, clip)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @torch.no_grad()
@@ -59,6 +77,9 @@ def value_loss_clipped(value: Tensor, behavior_value: Tensor, target: Tensor, cl
 def normalize(advantage: Tensor, mask: Tensor) -> Tensor:
     """(A - mean) / (deviation + 1e-8) with the moments of the valid rows; masked rows are 0."""
     _same(advantage, mask)
+    if bool(mask.all()):  # less than half as many calls
+        deviation, mean = torch.std_mean(advantage, correction=0)
+        return (advantage - mean) / (deviation + 1e-8)
     count = mask.sum().clamp_(min=1)
     centered = torch.where(mask, advantage, 0.0)
     centered = torch.where(mask, centered - centered.sum() / count, 0.0)

@@ -45,6 +45,24 @@ def test_half_a_batch_is_that_of_half_of_the_envs(kind, core):
     assert rows.tolist() == rollout.action[:, :4].flatten().tolist()
 
 
+@pytest.mark.parametrize("core", [{}, LSTM], ids=["mlp", "lstm"])
+@pytest.mark.parametrize("pieces", [1, 3, 4])
+def test_shuffled_minibatches_are_the_rows_in_that_order(core, pieces):
+    rollout = make_rollout(VECTOR, 5, 8, core_size=8 if core else 0)
+    algorithm = A2C(make_config(**core), VECTOR)
+    (batch,) = algorithm.batches(Network(VECTOR, algorithm.config.model), rollout)
+    order = torch.randperm(batch.mask.shape[-1])
+    found = list(batch.shuffled(order, pieces))
+    assert sum(x.count for x in found) == 40 == sum(x.mask.numel() for x in found)
+    whole, last = batch.take(order), len(batch.mask.shape) - 1
+    for name in ("action", "advantage", "behavior_log_prob", "mask"):
+        assert torch.equal(torch.cat([getattr(x, name) for x in found], last), getattr(whole, name))
+    for k, all_of_them in enumerate(whole.inputs):
+        assert torch.equal(torch.cat([x.inputs[k] for x in found], last), all_of_them)
+    if core:
+        assert torch.equal(torch.cat([x.core_state for x in found]), whole.core_state)
+
+
 def test_the_values_target_may_be_the_n_step_return_whatever_lambda_is():
     """A3C with GAE, Algorithm 1: R for the value, GAE for the policy."""
     rollout = make_rollout(VECTOR, 6, 8)

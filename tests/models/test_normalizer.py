@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
-from coterie.models.heads import Normalizer
+from coterie.models.heads import Moments, Normalizer
 
 
 def test_normalizer_agrees_with_numpy_whatever_the_batches():
@@ -18,9 +20,21 @@ def test_normalizer_agrees_with_numpy_whatever_the_batches():
         norm.update(torch.from_numpy(part))
     norm.update(torch.zeros(0, 4))
     np.testing.assert_allclose(norm.mean.numpy(), x.mean(0), rtol=1e-5)
-    np.testing.assert_allclose(norm.deviation().numpy(), x.std(0), rtol=1e-5)
+    np.testing.assert_allclose(norm.deviation.numpy(), x.std(0), rtol=1e-5)
     got = norm(torch.from_numpy(x)).numpy()
     np.testing.assert_allclose(got, np.clip((x - x.mean(0)) / x.std(0), -10, 10), atol=1e-4)
+
+
+def test_a_copy_that_takes_over_what_was_seen_normalizes_as_the_original():
+    norm, rows = Normalizer((4,)), torch.randn(100, 4) * 3 + 1
+    loaded, written = copy.deepcopy(norm), Normalizer((4,))
+    norm.update(rows)
+    loaded.load_state_dict(norm.state_dict())
+    Moments([written]).write(Moments([norm]).read())
+    assert set(norm.state_dict()) == {"mean", "m2", "count"}
+    torch.testing.assert_close(norm(rows).std(0, correction=0), torch.ones(4))
+    assert torch.equal(loaded(rows), norm(rows))
+    torch.testing.assert_close(written(rows), norm(rows))
 
 
 @pytest.mark.parametrize("bad", [1e6, 1e15, 1e30])
@@ -53,8 +67,8 @@ def test_one_absurd_number_in_the_first_rollouts_is_forgotten(bad: float, first:
         batch[7, 0] = bad if number == first else batch[7, 0]
         norm.update(batch)
     assert (norm.outliers, without.outliers) == (1, 0)
-    torch.testing.assert_close(norm.deviation(), without.deviation(), rtol=0.02, atol=0)
-    assert float(((norm.mean - without.mean) / without.deviation()).abs().max()) < 0.01
+    torch.testing.assert_close(norm.deviation, without.deviation, rtol=0.02, atol=0)
+    assert float(((norm.mean - without.mean) / without.deviation).abs().max()) < 0.01
 
 
 def test_what_is_only_rare_is_counted_as_it_is_in_time() -> None:
@@ -62,7 +76,7 @@ def test_what_is_only_rare_is_counted_as_it_is_in_time() -> None:
     for _ in range(2000):
         norm.update((torch.rand(64, generator=rng) < 0.01).double())
     assert float(norm.mean) == pytest.approx(0.01, rel=0.2)
-    assert float(norm.deviation()) == pytest.approx(0.1, rel=0.1)
+    assert float(norm.deviation) == pytest.approx(0.1, rel=0.1)
 
 
 def test_a_normalizer_follows_an_input_that_begins_to_move() -> None:
@@ -70,4 +84,4 @@ def test_a_normalizer_follows_an_input_that_begins_to_move() -> None:
     norm.update(torch.full((20_000, 1), 3.0))
     for _ in range(50):
         norm.update(torch.where(torch.rand(1000, 1) < 0.1, 10.0, 3.0))
-    assert float(norm.deviation()) == pytest.approx((0.072 * 0.928) ** 0.5 * 7, rel=0.1)
+    assert float(norm.deviation) == pytest.approx((0.072 * 0.928) ** 0.5 * 7, rel=0.1)

@@ -52,6 +52,15 @@ def test_ppo_gradient_is_the_policy_gradient_at_ratio_one_and_none_past_the_clip
     assert (moved.grad == 0).all()  # type: ignore[union-attr]
 
 
+def test_the_ppo_gradient_is_that_of_the_equation() -> None:
+    old, adv = normal(2, 500), normal(3, 500)
+    ours, autograd = (normal(2, 500).add(0.3 * normal(4, 500)).requires_grad_() for _ in range(2))
+    ppo_clip(ours, old, adv, 0.2).sum().backward()
+    ratio = (autograd - old).exp()
+    torch.minimum(ratio * adv, ratio.clamp(0.8, 1.2) * adv).sum().neg().backward()
+    torch.testing.assert_close(ours.grad, autograd.grad)
+
+
 @pytest.mark.parametrize("gap", [-1000.0, 1000.0])
 @pytest.mark.parametrize("adv", [-1.0, 1.0])
 def test_an_absurd_ratio_gives_finite_loss_and_gradient(gap: float, adv: float) -> None:
@@ -100,6 +109,7 @@ def test_normalize_has_mean_zero_and_deviation_one_on_valid_rows_only() -> None:
     assert valid.mean().item() == pytest.approx(0, abs=1e-6)
     assert valid.std(correction=0).item() == pytest.approx(1, abs=1e-5)
     assert (out[~mask] == 0).all()
+    torch.testing.assert_close(normalize(x[mask], torch.ones_like(x[mask], dtype=torch.bool)), out[mask])
     assert torch.equal(normalize(torch.full((3, 2), 4.0), torch.ones(3, 2, dtype=torch.bool)), torch.zeros(3, 2))
     assert torch.equal(normalize(torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.bool)), torch.zeros(3, 2))
 

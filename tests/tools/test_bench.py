@@ -83,7 +83,9 @@ def test_rounds_end_once_the_ratio_has_settled_or_the_time_is_over(monkeypatch, 
     assert time.monotonic() - begin < 60
     rounds = found["rounds"]
     assert len({len(values) for values in rounds.values()}) == 1
-    assert all(min(values) > 0 for values in rounds.values())
+    assert all(min(values) > 0 for name, values in rounds.items() if not name.endswith("_fixed"))
+    calls = found["core_us_per_call"]
+    assert all(0 <= calls[f"{name}_fixed"] < 2 * calls[name] for name in ("forward", "step"))
     assert found["ceiling"] == pytest.approx(np.median(rounds["ceiling"]))
     costs = sum(found["core_us_per_step"].values()) / 1e6
     assert found["cores"] / costs == pytest.approx(found["ceiling"], rel=0.5)
@@ -92,6 +94,31 @@ def test_rounds_end_once_the_ratio_has_settled_or_the_time_is_over(monkeypatch, 
     assert (found["spread"] is None) == (len(rounds["training"]) < 5)
     if preset == "a2c":
         assert "give it more --seconds" in text
+
+
+def test_what_a_call_costs_is_told_from_what_its_rows_cost(monkeypatch):
+    """A pass that takes 2 ms, and 0.1 ms more for each row."""
+    learner = LearnerProcess(resolve_config(presets.a2c(env="CartPole-v1", **{"env.num_envs": 16})))
+    training = Training(learner)
+
+    def busy(model, inputs, *rest):
+        end = time.process_time() + 2e-3 + 1e-4 * len(inputs.is_first)
+        while time.process_time() < end:
+            pass
+
+    try:
+        with learner.exchange:
+            training.turn(0.5)
+            monkeypatch.setattr(learner.algorithm, "act", busy)
+            parts = Parts(learner, training.last)
+            found = parts.calls(1.0)
+            assert set(found) == {"forward", "forward_fixed"}  # no learner step was seen
+            parts.turn(0.1)
+            assert {"step", "step_fixed"} < set(parts.calls(0.1))
+    finally:
+        training.close()
+    assert found["forward"] == pytest.approx(2e-3 + 1e-4 * parts.width, rel=0.1)
+    assert found["forward_fixed"] == pytest.approx(2e-3, rel=0.2)
 
 
 def test_the_cost_of_an_env_step_counts_the_time_of_worker_processes():

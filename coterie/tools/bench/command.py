@@ -34,6 +34,8 @@ _ROUNDS = 5  # at least, where the time is enough
 _ROLLOUTS = 6  # in a turn
 _SHORTEST_S, _LONGEST = 0.5, 1 / 16  # a turn: in seconds, and as a part of the whole time
 
+_CALLS = {"forward": "a forward pass of the policy", "step": "a learner step's gradient"}
+
 Round = dict[str, float]  # rates in env steps/s, and the seconds of a core that an env step costs
 
 
@@ -73,6 +75,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
         "turn_s": found[0]["turn"],
         "frames_per_s": middle["training"] * found[0]["action_repeat"],
         "core_us_per_step": {k: 1e6 * v for k, v in parts.items()},
+        "core_us_per_call": {k: 1e6 * v for k, v in middle.items() if k.startswith(tuple(_CALLS))},
         "stages": {k: round(v, 3) for k, v in stages.items()},
         "exchange_share": (stages.get("exchange", 0.0) + pulled) / max(sum(stages.values()), 1e-9),
         "gauges": found[0]["gauges"],
@@ -84,9 +87,9 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
 def _sum(learners: list[list[Round]]) -> dict[str, Any]:
     """The rounds of all learners: summed rates, mean costs of an env step, and the ceiling of each round."""
     by_key = {k: np.array([[one[k] for one in rounds] for rounds in learners]) for k in learners[0][0]}
-    costs = {k: by_key.pop(k).mean(0) for k in ("env", "act", "train")}
-    ceiling = len(available_cores()) / sum(costs.values())
-    return {**{k: rates.sum(0) for k, rates in by_key.items()}, **costs, "ceiling": ceiling}
+    rates = {k: by_key.pop(k).sum(0) for k in ("env_only", "acting", "training")}
+    costs = {k: x.mean(0) for k, x in by_key.items()}
+    return {**rates, **costs, "ceiling": len(available_cores()) / sum(costs[k] for k in ("env", "act", "train"))}
 
 
 def spread(ratio: Any) -> float:
@@ -123,7 +126,7 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
                 sync()
                 rates["env_only"], rates["env"] = env_only.turn(brief)
                 sync()
-                rates |= parts.turn(brief)
+                rates |= parts.turn(brief) | parts.calls(brief / 2)
                 sync()
                 rates["acting"] = training.turn(turn, learn=False)
                 stages.subtract(learner.stages.seconds)
@@ -172,7 +175,9 @@ def _measure_children(config: ResolvedConfig, seconds: float) -> list[dict[str, 
 def show(r: dict[str, Any]) -> str:
     """A result as a few lines of text."""
     parts = ", ".join(f"{name} {cost:.0f}" for name, cost in r["core_us_per_step"].items())
-    count = len(r["rounds"]["training"])
+    per_call, count = r["core_us_per_call"], len(r["rounds"]["training"])
+    known = [(what, per_call[k], per_call[f"{k}_fixed"]) for k, what in _CALLS.items() if k in per_call]
+    fixed = ", ".join(f"{what} {whole:,.0f} ({rest:,.0f})" for what, whole, rest in known)
     settled = "too few turns for a spread" if r["spread"] is None else f"spread {100 * r['spread']:.1f}%"
     if r["spread"] is None or r["spread"] >= _SPREAD:
         settled += ": give it more --seconds, and the machine nothing else to do"
@@ -185,4 +190,5 @@ training   {r["training"]:>10,.0f}   {r["training_over_env_only"]:.2f} of env on
 ceiling    {r["ceiling"]:>10,.0f}   training reaches {r["training_over_ceiling"]:.2f} of it, {settled}
 exchange   {100 * r["exchange_share"]:.1f}% of a learner's time
 core time of an env step, microseconds: {parts}
+core time of {fixed} microseconds; in brackets what does not depend on the batch: Python and calls of operators
 bottleneck: {r["bottleneck"]}"""

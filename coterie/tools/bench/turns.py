@@ -14,7 +14,7 @@ import torch
 from numpy.random import default_rng
 
 from coterie.acting.table import acting_kind
-from coterie.algorithms.base import autocast
+from coterie.algorithms.base import AnyBatch, autocast
 from coterie.build.factory import policy_of
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
@@ -163,6 +163,7 @@ class Parts:
         self.state = learner.model.initial_state(self.width)
         compute = autocast(self.device, learner.resources.dtype)
         self.alone = Gradients(learner.model, learner.params, Team(1), compute)
+        self.batch: AnyBatch | None = None  # the last
 
     def _most_at_once(self) -> int:
         """Envs in one forward pass, the most where that varies."""
@@ -174,27 +175,44 @@ class Parts:
             return kind.batch_max(config) or config.env.num_envs
         return config.env.num_envs // self.learner.resources.groups
 
-    def _act(self) -> None:
-        policy = policy_of(self.learner.algorithm)
-        policy(self.learner.actor, self.inputs, self.state, self.ids, self.rng)
+    def _act(self, width: int) -> None:
+        inputs, state = self.inputs.map(lambda x: x[:width]), None if self.state is None else self.state[:width]
+        policy_of(self.learner.algorithm)(self.learner.actor, inputs, state, self.ids[:width], self.rng)
 
     def _train(self) -> None:
         for batch in self.learner.algorithm.batches(self.learner.model, self.rollout):
-            batch.metrics = self.alone.compute(self.learner.algorithm, batch)
-            self.learner.params.grad.zero_()
+            self._step(batch)
+            self.batch = batch
+
+    def _step(self, batch: AnyBatch) -> None:
+        batch.metrics = self.alone.compute(self.learner.algorithm, batch)
+        self.learner.params.grad.zero_()
 
     def turn(self, seconds: float) -> dict[str, float]:
         """Seconds of a core for each env step, of both."""
-        # Of the processor: other learners may share the core, and a value method prepares its next batch meanwhile.
+        act = self._mean(partial(self._act, self.width), seconds / 2) / self.width
+        return {"act": act, "train": self._mean(self._train, seconds / 2) / self.rollout.mask.numel()}
+
+    def calls(self, seconds: float) -> dict[str, float]:
+        """Seconds of a core for the policy's forward pass and for the gradient of a learner step, and the part of each
+        that does not depend on the size of the batch, by batches of half the size: Python, and calls of operators.
+        """
+        pairs = {"forward": (partial(self._act, self.width), partial(self._act, max(1, self.width // 2)))}
+        if self.batch is not None:
+            pairs["step"] = (partial(self._step, self.batch), partial(self._step, self.batch.half()))
+        found = dict[str, float]()
+        for name, calls in pairs.items():
+            whole, half = (self._mean(call, seconds / len(pairs) / 2) for call in calls)
+            found |= {name: whole, f"{name}_fixed": max(0.0, 2 * half - whole)}
+        return found
+
+    def _mean(self, call: Callable[[], object], seconds: float) -> float:
+        """Seconds of processor time that a call takes: other learners may share the core, and a value method prepares
+        its next batch meanwhile.
+        """
         clock = time.perf_counter if self.device.type == "cuda" else time.process_time
-        act = _mean(self._act, seconds / 2, clock) / self.width
-        return {"act": act, "train": _mean(self._train, seconds / 2, clock) / self.rollout.mask.numel()}
-
-
-def _mean(call: Callable[[], object], seconds: float, clock: Callable[[], float]) -> float:
-    """What a call takes."""
-    calls, begin, end = 0, clock(), time.perf_counter() + seconds
-    while not calls or time.perf_counter() < end:
-        call()
-        calls += 1
-    return (clock() - begin) / calls
+        calls, begin, end = 0, clock(), time.perf_counter() + seconds
+        while not calls or time.perf_counter() < end:
+            call()
+            calls += 1
+        return (clock() - begin) / calls
