@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -40,8 +41,8 @@ Autocast = Callable[[], AbstractContextManager[object]]
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> Autocast:
-    """Mixed precision for the loss's forward pass; float32 where `dtype` is."""
-    return lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    """Mixed precision for the loss's forward pass; none where `dtype` is float32."""
+    return nullcontext if dtype == torch.float32 else partial(torch.autocast, device.type, dtype=dtype)
 
 
 @dataclass
