@@ -203,7 +203,7 @@ def slices(length: int, size: int, ways: int) -> list[slice]:
 
 
 def even(length: int, pieces: int) -> list[slice]:
-    """So many pieces, whose sizes differ by 1 at most."""
+    """Slices of `length` whose sizes differ by 1 at most."""
     return [slice(length * i // pieces, length * (i + 1) // pieces) for i in range(pieces)]
 
 
