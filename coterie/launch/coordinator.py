@@ -63,6 +63,7 @@ class Coordinator:
         self.signal: signal.Signals | None = None
         self.stop: tuple[str, str | None] | None = None  # by a callback: the reason, and the traceback if it raised
         self.over = self.paused = False  # paused: no new order is due
+        self.sealed: Path | None = None  # the last checkpoint that this run has made
         # Set by the supervisor. `on_end`: called before the last order, after which no process may act. `processes`:
         # name and pid of the process behind each row of the board.
         self.on_end: Callable[[], None] = lambda: None
@@ -215,8 +216,7 @@ class Coordinator:
         try:
             checkpoint.open_draft(self.root, f"order_{number}")
         except CoterieError as error:
-            self.give_up_order(str(error))
-            return
+            return self.give_up_order(str(error))
         self.order, self.saved, self.scores, self.given = number, {}, None, awake()
         self.board.give(what)
 
@@ -265,7 +265,7 @@ class Coordinator:
         state = {**ledger.state(counts, bool(what & LAST)), "present": sorted(self.saved), "next_eval": next_eval}
         try:
             draft = checkpoint.draft_path(self.root, f"order_{self.order}")
-            path = checkpoint.seal(self.root, draft, steps, state, self.config.log.stall / 2)
+            path = self.sealed = checkpoint.seal(self.root, draft, steps, state, self.config.log.stall / 2)
             # Episodes that end early are not a fair sample: a score that was cut short marks nothing.
             if scores is not None and scores.returns and not scores.unfinished:
                 checkpoint.mark_best(self.root, path, scores.mean)

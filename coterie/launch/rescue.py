@@ -48,7 +48,7 @@ class Rescue:
         run, report, last = self.run, self.run.ledger.reports.get(rank), checkpoint.latest(self.run.root)
         if report is None or last is None or self.order is None:
             return False
-        part, state, *_ = checkpoint.load_part(last, rank, alike=False)
+        part, state, *_ = checkpoint.load_part(last, rank, False, run.config.log.stall / 2)
         before, now = (row["learned"] + row["masked"] for row in (state["learners"][rank], report.counts))
         model = make_model(run.config, run.spec)
         model.load_state_dict(part["model"])

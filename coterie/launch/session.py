@@ -154,7 +154,7 @@ def _go(
         if link is not None:
             opened.callback(link.close, True)
         if learner is not None and saved is not None and state is not None:
-            learner.resume(checkpoint.load_part(saved, 0, alike=False))
+            learner.resume(checkpoint.load_part(saved, 0, False, config.log.stall / 2))
             learner.start(state["learners"][0], state["env_steps"])
             learner.write_counts()
         signals, unsigned = _prepare(folder, kept, spec, state is None, held)
@@ -175,7 +175,7 @@ def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that a run goes on from, and its state."""
     if (saved := checkpoint.latest(folder / "checkpoints")) is None:
         raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
-    state = checkpoint.load(saved)[1]
+    state = checkpoint.load(saved, asked.log.stall / 2)[1]
     if state["env_steps"] >= asked.steps:
         raise ConfigError(f"--steps: the run already has {state['env_steps']:,} env steps; give a larger total")
     check_spec(folder, asked)

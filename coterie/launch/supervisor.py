@@ -54,7 +54,8 @@ class Supervisor:
         """A new place for all learners, with the weights and counts of the checkpoint `saved`."""
         tensors = None
         if self.saved is not None:
-            tensors, self.state, *_ = checkpoint.load_part(self.saved, 0, exchange_kind(self.config).in_lockstep)
+            alike, seconds = exchange_kind(self.config).in_lockstep, self.config.log.stall / 2
+            tensors, self.state, *_ = checkpoint.load_part(self.saved, 0, alike, seconds)
         group = Placement(self.config, self.run.spec, tensors)
         group.board.heartbeats[:] = time.monotonic()
         for rank in range(group.learners):
@@ -114,7 +115,7 @@ class Supervisor:
         """Whether chaos may not kill a process, because the run could not survive one more death after it."""
         if not name.startswith("learner "):
             return self.actor_restarts.left <= 1
-        return self.learner_restarts.left <= 1 or checkpoint.latest(self.run.root) is None
+        return self.learner_restarts.left <= 1 or (self.run.sealed or self.saved) is None
 
     def _is_starved(self) -> bool:
         """When stopping: whether all learners have waited too long for rollouts that no process produces (one without
@@ -180,7 +181,7 @@ class Supervisor:
         if rows:
             self.group.renew(rank)
         # It starts from the checkpoint, then takes a peer's newer weights if there is a peer.
-        self._start_learner(rank, checkpoint.latest(run.root), rejoin=True)
+        self._start_learner(rank, run.sealed or self.saved, rejoin=True)
 
     def _restart_all(self, reason: str) -> None:
         self.rescue, self.run.paused = None, False

@@ -7,6 +7,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -174,5 +175,7 @@ class Callbacks:
 
     def _after_checkpoint(self) -> None:
         if self._made and self._sealed != (sealed := self._board.sealed):
-            self._sealed = sealed
-            self.call("on_checkpoint", checkpoint.latest(self.run.folder / "checkpoints"))
+            with suppress(CoterieError):  # the disk does not answer: later
+                path = checkpoint.latest(self.run.folder / "checkpoints")
+                self._sealed = sealed
+                self.call("on_checkpoint", path)

@@ -84,7 +84,8 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
         learner = LearnerProcess(config, start.incarnation, replace(context, folder=folder))
         opened.callback(learner.close)
         if start.saved is not None:
-            learner.resume(checkpoint.load_part(start.saved, context.rank, exchange_kind(config).in_lockstep))
+            alike = exchange_kind(config).in_lockstep  # a disk that does not answer: this process hangs, others go on
+            learner.resume(checkpoint.load_part(start.saved, context.rank, alike, math.inf))
         learner.start(start.counts, start.total)
         callbacks = () if context.rank else config.callbacks
         Service(learner, folder, post, _REPORT_S, start.done, callbacks).run()

@@ -25,7 +25,7 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coterie.runs.files import answered, sync, write_whole
+from coterie.runs.files import answered, read, sync, write_whole
 from coterie.types import CoterieError, reason_of
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -105,8 +105,14 @@ def _writing(root: Path, draft: Path) -> Iterator[None]:
         raise CoterieError(f"checkpoint {path} cannot be written: {_reason(error)}") from None
 
 
-def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
-    """Read a checkpoint and verify its checksums. If it is damaged the error names the newest intact one before it."""
+def load(path: Path, seconds: float = 450.0) -> tuple[Tensors, dict[str, Any]]:
+    """Read a checkpoint and verify its checksums. If it is damaged the error names the newest intact one before it.
+    `seconds`: for the disk to answer.
+    """
+    return read(path, partial(_load, path), seconds)
+
+
+def _load(path: Path) -> tuple[Tensors, dict[str, Any]]:
     try:
         files = _verify(path)
         # From bytes, not mapped: the tensors are used while this very checkpoint may be pruned or replaced.
@@ -122,14 +128,14 @@ def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
 
 def latest(root: Path) -> Path | None:
     """The newest complete checkpoint. `load` verifies the checksums."""
-    return max(_complete(root), key=_age, default=None)
+    return read(root, lambda: max(_complete(root), key=_age, default=None))
 
 
 def last_good(root: Path) -> str:
     """Which checkpoint a run that has failed can go on from, for the end of its reason. Removes drafts."""
     sweep(root)
-    with suppress(OSError):
-        if kept := answered(partial(latest, root)):
+    with suppress(CoterieError):
+        if kept := latest(root):
             return f"; last good checkpoint: {kept}"
     return ""
 
@@ -138,7 +144,7 @@ def mark_best(root: Path, path: Path, score: float) -> None:
     """Mark a checkpoint as the best one, which `prune` keeps, unless another has a higher score."""
     text = json.dumps({"checkpoint": path.name, "score": score}) + "\n"
     try:
-        before = answered(partial(best_score, root))
+        before = answered(partial(_best, root))[1]
         if before is None or before <= score:
             answered(partial(write_whole, root / "best.json", text))
     except OSError as error:
@@ -156,18 +162,14 @@ def _best(root: Path) -> tuple[Path | None, float | None]:
 
 def best(root: Path) -> Path | None:
     """The checkpoint marked best."""
-    return _best(root)[0]
-
-
-def best_score(root: Path) -> float | None:
-    return _best(root)[1]
+    return read(root, partial(_best, root))[0]
 
 
 def prune(root: Path, keep: int) -> None:
     """Delete all but the last `keep` and the best."""
 
     def delete() -> None:
-        marked = best(root)
+        marked = _best(root)[0]
         for path in sorted(_complete(root), key=_age, reverse=True)[max(keep, 1) :]:
             if path != marked:
                 _discard(path)
@@ -185,11 +187,11 @@ class Part(NamedTuple):
     of: int
 
 
-def load_part(path: Path, rank: int, alike: bool) -> Part:
+def load_part(path: Path, rank: int, alike: bool, seconds: float) -> Part:
     """What learner `rank` continues from: its own part, if it was there when the checkpoint was written, else that of
     another learner. Where all are `alike` it is that of the one that was furthest.
     """
-    tensors, state = load(path)
+    tensors, state = load(path, seconds)
     present: list[int] = state["present"]
     one = rank if rank in present else present[0]
     if alike:

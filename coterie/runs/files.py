@@ -60,6 +60,14 @@ def answered(call: Callable[[], T], seconds: float = _ANSWER_S) -> T:
     return future.result()
 
 
+def read(path: Path, call: Callable[[], T], seconds: float = _ANSWER_S) -> T:
+    """What `call` reads of `path`, or one line where the disk does not answer in `seconds`."""
+    try:
+        return answered(call, seconds)
+    except OSError as error:
+        raise CoterieError(f"{path} cannot be read: {reason_of(error)}") from None
+
+
 def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
     """Replace a file atomically. `durable`: a crash of the machine, too, leaves the old file or the new one."""
     draft = path.with_name(f".{path.name}")

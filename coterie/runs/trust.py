@@ -16,7 +16,7 @@ from pathlib import Path
 from coterie.config import Config, Ray
 from coterie.plugins import FIELDS, GIVEN, LAB, NETWORKS, Part, label
 from coterie.runs.config_io import get, load_config, replace
-from coterie.runs.files import write_whole
+from coterie.runs.files import read, write_whole
 from coterie.types import ConfigError, reason_of
 from coterie.wire.auth import own_secret
 
@@ -58,9 +58,9 @@ def open_run(folder: Path, new: Mapping[str, Part] = {}, trust: bool = False) ->
     """The config of a run's folder, or one clear line. `new` and `trust`: as for `load`."""
     for name in new.keys() - {*GIVEN}:
         raise ConfigError(f"{name}: is not one of {', '.join(GIVEN)}, which can be given again")
-    if not (folder / "config.json").is_file():
+    file = folder / "config.json"
+    if (saved := read(folder, lambda: load_config(file) if file.is_file() else None)) is None:
         raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")
-    saved = load_config(folder / "config.json")
     config, given = replace(saved, dict(new)), code_of(replace(Config(), dict(new)))
     if not trust:
         advice = "give --trust (from Python: trust=True)"

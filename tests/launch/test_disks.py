@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
 from tests.support.runs import ENDLESS, check_rows, inline_options, last_line
 
@@ -122,4 +124,32 @@ def test_a_run_whose_disk_is_read_only_trains_on_until_its_limit(meddler, tally,
     said, line = capsys.readouterr()
     assert "training goes on, and it is tried again" in said
     assert "(log.unsaved_limit); last good checkpoint: " in line
+    meddler.check_nothing_left()
+
+
+@pytest.mark.parametrize("exchange", ["allreduce", "gossip"])
+def test_a_learner_dies_while_checkpoints_cannot_be_read(meddler, exchange, monkeypatch, capsys):
+    """Those that all go back end with the reason. Others train on without it, and the parent reads nothing for it."""
+    answers = threading.Event()
+
+    def kill() -> None:
+        meddler.at_work()
+        for name in ("_verify", "_complete"):
+            read = getattr(checkpoint, name)
+            monkeypatch.setattr(checkpoint, name, lambda path, read=read: answers.wait(60) and read(path))
+        for pid in [meddler.pid(rank) for rank in range(2) if exchange == "allreduce" or rank]:
+            os.kill(pid, signal.SIGKILL)
+        if exchange == "gossip":
+            meddler.until(lambda: meddler.starts(1) == 2, "it is started again")
+            answers.set()
+            meddler.saves_again()
+            meddler.interrupt()
+
+    options = inline_options(meddler.out, exchange, **ENDLESS, **STALL)
+    try:
+        assert meddler.run(options, kill) == (75 if exchange == "gossip" else 1)
+        if exchange == "allreduce":
+            assert "cannot be read: the disk does not answer" in last_line(capsys)
+    finally:
+        answers.set()
     meddler.check_nothing_left()

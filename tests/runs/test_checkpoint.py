@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from coterie.runs import checkpoint
 from coterie.types import CoterieError
 from tests.support.runs import save_checkpoint
+from tests.support.waiting import wait_until
 
 FILES = ["exchange.safetensors", "manifest.json", "model.safetensors", "state.json"]
 
@@ -147,7 +149,7 @@ def test_prune_keeps_the_last_checkpoints_and_the_best(tmp_path: Path) -> None:
     checkpoint.mark_best(tmp_path, paths[1], 7.5)
     checkpoint.prune(tmp_path, 2)
     assert sorted(tmp_path.glob("step_*")) == [paths[1], paths[4], paths[5]]
-    assert (checkpoint.best(tmp_path), checkpoint.best_score(tmp_path)) == (paths[1], 7.5)
+    assert checkpoint._best(tmp_path) == (paths[1], 7.5)
     checkpoint.mark_best(tmp_path, paths[5], 8.0)
     checkpoint.prune(tmp_path, 1)
     assert sorted(tmp_path.glob("step_*")) == [paths[5]]
@@ -159,7 +161,7 @@ def test_best_is_none_once_its_checkpoint_or_mark_is_gone(tmp_path: Path) -> Non
     path = save(tmp_path, 1)
     checkpoint.mark_best(tmp_path, path, 1.0)
     (tmp_path / "best.json").write_text('{"checkpoint": "step_00')
-    assert (checkpoint.best(tmp_path), checkpoint.best_score(tmp_path)) == (None, None)
+    assert checkpoint._best(tmp_path) == (None, None)
     checkpoint.mark_best(tmp_path, path, 1.0)
     (path / "manifest.json").unlink()
     assert checkpoint.best(tmp_path) is None
@@ -207,3 +209,18 @@ def test_an_abandoned_draft_is_renamed_before_its_files_are_deleted(
     checkpoint.open_draft(tmp_path, "order_2")
     assert there == [False, False]
     assert [p.name for p in tmp_path.iterdir()] == [".draft-order_2"]
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_once_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, answers, verify = save(tmp_path, 1), threading.Event(), checkpoint._verify
+    monkeypatch.setattr(checkpoint, "_verify", lambda path: answers.wait(60) and verify(path))
+    for what, read in ((path, lambda: checkpoint.load(path, 0.1)), (tmp_path, lambda: checkpoint.latest(tmp_path))):
+        with pytest.raises(CoterieError, match=f"^{what} cannot be read: the disk does not answer$"):
+            read()
+    assert checkpoint.last_good(tmp_path) == ""
+    answers.set()
+    wait_until(lambda: not any(thread.name == "coterie-disk" for thread in threading.enumerate()), 10, "it answers")
+    assert checkpoint.load(path)[1]["step"] == 1
+    assert checkpoint.latest(tmp_path) == path
