@@ -175,7 +175,7 @@ class Coordinator:
         if self.signal is not None and not self.board.stopping:
             self.display.note(f"{self.signal.name}: saving a checkpoint, then exiting (signal again to stop at once)")
             self.board.stop()
-            self.retries.hurry(f"after {self.signal.name}")
+            self.retries.hurry()
         if self.order is not None:
             self._follow_order()
         if self.over:
@@ -239,7 +239,7 @@ class Coordinator:
         if failure:
             checkpoint.sweep(self.root)  # a full disk needs the room
             if self.retries.fail(failure):
-                self.log(f"{failure}; training goes on, and it is tried again")
+                self.log(f"{failure}; {'' if self.board.stopping else 'training goes on, and '}it is tried again")
 
     def join(self, board: Board, readers: list[Callable[[], dict[str, float]]], back: dict[str, Any] | None) -> None:
         """Begin with a new group of learners on this board. `back`: the state that they are rolled back to, if any."""

@@ -8,7 +8,7 @@ from coterie.parallel.clock import Budget, awake
 from coterie.types import CoterieError
 
 _LONGEST_S = 60.0  # between two attempts
-_LEAVE_S = 20.0  # for what fails after a signal
+_HURRY_S = 5.0  # the same after a signal: the sender may not wait for long
 _STABLE_S = 120.0  # once an actor has lived this long, its earlier deaths no longer count
 
 
@@ -57,15 +57,15 @@ class Retries:
     """When to try again what failed. `limit`: seconds for which it may fail; `field`: what limits it, an option."""
 
     def __init__(self, limit: float, field: str) -> None:
-        self.limit, self.field = limit, field
+        self.limit, self.field, self.longest = limit, field, _LONGEST_S
         self.succeed()
 
     def succeed(self) -> None:
         self._since, self._count, self._reason, self._again = 0.0, 0, "", 0.0
 
-    def hurry(self, reason: str) -> None:
-        """Begin again, with little time left."""
-        self.limit, self.field = min(self.limit, _LEAVE_S), reason
+    def hurry(self) -> None:
+        """Begin again, and try more often from now on."""
+        self.longest = _HURRY_S
         self.succeed()
 
     @property
@@ -80,6 +80,6 @@ class Retries:
         self._since, self._count = (self._since if self._count else now), self._count + 1
         if now - self._since > self.limit:
             raise CoterieError(f"{reason}, for {now - self._since:.0f} s ({self.field})")
-        self._again = now + min(_LONGEST_S, 0.25 * 2**self._count, self.limit / 4)
+        self._again = now + min(self.longest, 0.25 * 2**self._count, self.limit / 4)
         new, self._reason = reason != self._reason, reason
         return new

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,6 +166,27 @@ def test_a_run_whose_checkpoints_fail_for_too_long_ends_with_the_reason(run: Coo
     run.poll()
     with pytest.raises(CoterieError, match=r"^the disk is full, for 3601 s \(log\.unsaved_limit\)$"):
         run.receive(0, "unsaved", (run.order, "the disk is full"))
+
+
+def test_after_a_signal_a_checkpoint_that_fails_is_tried_often_and_until_the_same_limit(
+    run: Coordinator, now: list[float]
+) -> None:
+    run.last_checkpoint = -math.inf
+    run._on_signal(signal.SIGTERM)
+    run.poll()
+
+    def fail() -> None:
+        last, end = now[0], now[0] + 4000
+        while now[0] < end:
+            run.poll()
+            if run.order is not None:
+                assert now[0] - last < 6
+                last = now[0]
+                run.receive(1, "unsaved", (run.order, "the disk is full"))
+            now[0] += 0.5
+
+    with pytest.raises(CoterieError, match=r"^the disk is full, for 360\d s \(log\.unsaved_limit\)$"):
+        fail()
 
 
 def test_an_order_that_a_learner_does_not_answer_is_given_up_and_given_again(
