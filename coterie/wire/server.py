@@ -4,8 +4,9 @@ A service turns a client's `Hello` into a `ServiceStream`, which receives the cl
 each when it can. Every frame is checked against the handshake first; a client that breaks it loses its stream.
 
 A connection costs a descriptor of the learner's before its token is known. gRPC limits how many there are in all, and
-for how long one may be silent; `_watch` limits those of one address that have no stream. Where an address has too many
-clients, the oldest that has not proven yet that it knows the token makes room: one that knows it is quick.
+for how long one may be silent; `_watch` limits those of one address that have no stream, and what one sends before it
+has proven that it knows the token. Where an address has too many clients, the oldest that has not proven it yet makes
+room: one that knows it is quick.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import resource
 import socket
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
@@ -36,6 +38,8 @@ _GRACE_S = 1.0  # for streams to end by themselves
 _START_S = 30.0
 _IDLE_MS = 10_000  # that a connection may be without a stream
 _WATCH_S = 0.5
+_LOOKS = 5  # in that time, while a client has not proven that it knows the token
+_STRANGERS_BYTES = 1 << 18  # of a connection before that: a few first frames
 _DESCRIPTORS = 1 << 16  # at most, where the system allows more
 _LEAST = 0.1  # of the time for a handshake, where many of one address wait
 _REASON = 400  # characters of a reason: it travels in a header, of which gRPC takes 8 KiB
@@ -59,6 +63,13 @@ def descriptors() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
     return most if soft == resource.RLIM_INFINITY else soft
+
+
+def _received(connection: socket.socket) -> int:
+    """How many bytes came in by a connection; 0 where the system does not say."""
+    with suppress(AttributeError, OSError):
+        return int.from_bytes(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)[128:], sys.byteorder)
+    return 0
 
 
 class Server:
@@ -86,6 +97,7 @@ class Server:
         self._handshakes: dict[str, asyncio.Semaphore] = {}
         self._unproven: dict[str, list[asyncio.Task[Any]]] = {}  # handshakes by client, the oldest first
         self.open = set[ServerStream]()  # after the handshake
+        self.proven = set[str]()  # ports of connections that had such a stream
         self.over: str | None = None  # why the run has ended, once it has
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="coterie-wire", daemon=True)
@@ -153,12 +165,17 @@ class Server:
         self._watcher = asyncio.create_task(self._watch()) if self.port else None
 
     async def _watch(self) -> None:
-        """Close the oldest connections of one address beyond its limit that have no stream, but none that is new."""
+        """Close connections without a stream: the oldest ones of an address beyond its limit, but none that is new, and
+        one that sends too much.
+        """
         since = dict[tuple[str, int], int]()  # by address and port: when a connection without a stream was seen first
         for tick in count():
-            await asyncio.sleep(_WATCH_S)
+            await asyncio.sleep(_WATCH_S / _LOOKS)
+            if tick % _LOOKS and not self._unproven:
+                continue
             admitted, strangers = {one.port for one in self.open}, dict[str, list[tuple[int, int, str]]]()
-            names = list[str]()
+            names, proven = list[str](), self.proven
+            self.proven = set(admitted)
             with suppress(OSError):  # no descriptor to list them with
                 names = os.listdir("/dev/fd")
             for name in names:
@@ -168,9 +185,16 @@ class Server:
                         if connection.family not in (socket.AF_INET, socket.AF_INET6):
                             continue
                         host, port = connection.getpeername()[:2]
-                        if connection.getsockname()[1] == self.port and str(port) not in admitted:
-                            one = since.get((host, port), tick), port, name
-                            strangers.setdefault(host, []).append(one)
+                        if connection.getsockname()[1] != self.port or str(port) in admitted:
+                            continue
+                        one = since.get((host, port), tick), port, name
+                        strangers.setdefault(host, []).append(one)
+                        if str(port) in proven:
+                            self.proven.add(str(port))
+                        elif _received(connection) > _STRANGERS_BYTES:
+                            connection.shutdown(socket.SHUT_RDWR)
+                            client = f"ipv6:[{host}]" if ":" in host else f"ipv4:{host}"
+                            self._note(client, f"more than {_STRANGERS_BYTES} bytes before it has proven the token")
                     finally:
                         connection.detach()
             since = {(host, port): first for host, found in strangers.items() for first, port, _ in found}
@@ -178,7 +202,7 @@ class Server:
                 for first, _, name in sorted(found)[: -self.limits.strangers]:
                     with suppress(OSError):
                         connection = socket.socket(fileno=int(name))
-                        if first < tick:
+                        if first <= tick - _LOOKS:
                             connection.shutdown(socket.SHUT_RDWR)
                         connection.detach()
 
@@ -256,11 +280,14 @@ class Server:
     async def _refuse(self, context: Any, client: str, status: StatusCode, reason: str) -> None:
         # It may repeat names that the client chose.
         reason = "".join(c if c.isprintable() else "?" for c in reason[:_REASON])
+        self._note(client, reason)
+        await context.abort(status, reason)
+
+    def _note(self, client: str, reason: str) -> None:
         if len(self.refused) < self.limits.all_streams or client in self.refused:
             if not self.refused[client]:
                 self.on_refused(f"refused {client}: {reason}")
             self.refused[client] += 1
-        await context.abort(status, reason)
 
     @property
     def is_closed(self) -> bool:

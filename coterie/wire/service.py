@@ -112,6 +112,7 @@ class ServerStream:
                 f"frames of up to {stream.reads.most} bytes; wire.max_message_mb allows {limits.message_bytes}"
             )
         self.server.open.add(self)
+        self.server.proven.add(self.port)
         await self._write(Frame(welcome={**stream.welcome, "credits": 1, "sends": stream.writes.message()}))
         loop = asyncio.get_running_loop()
         while (frame := await self._read(most + INFO_BYTES)) is not None:
