@@ -105,9 +105,10 @@ NAMES |= {"callbacks": ["run.evil:main"], "plugins.modules": ["run.evil"], "pres
 NAMES |= {"env.id": "CartPole-v1,run.evil:main", "ray.runtime_env": '{"pip": ["evil"]}'}
 
 
-@pytest.mark.parametrize("field", [*NAMES, "module of an id", "level of DeepMind Lab"])
+@pytest.mark.parametrize("field", [*NAMES, "module of an id", "level of DeepMind Lab", "env of old gym"])
 def test_every_setting_that_names_code_is_refused(foreign, field):
     more = {"module of an id": "run.evil:Walker-v0", "level of DeepMind Lab": "dmlab/rooms"}
+    more |= {"env of old gym": "GymV26Environment-v0"}
     change(foreign, **({"env__id": more[field]} if field in more else {field.replace(".", "__"): NAMES[field]}))
     with pytest.raises(ConfigError, match=r"^run was not made here by you, and names code: [^\n]+ --trust [^\n]+$"):
         coterie.load("run")
