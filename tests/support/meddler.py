@@ -91,7 +91,8 @@ class Meddler:
 
     def saved(self) -> int:
         """Env steps of the newest checkpoint; -1 where there is none."""
-        path = checkpoint.latest(self.out / "checkpoints")
+        # Not `latest`: in this process it is the run that waits for a disk.
+        path = max(checkpoint._complete(self.out / "checkpoints"), key=checkpoint._age, default=None)
         return -1 if path is None else int(path.name.removeprefix("step_").removesuffix(".old"))
 
     def log(self) -> str:
