@@ -148,7 +148,7 @@ class ExchangeKind:
     link_settings: Callable[[str, str, int], dict[str, Any]] = lambda bind, connect, machines: {}  # for that
     in_lockstep: bool = False  # all learners make every step together, and find each other by a file
     shared_weights: bool = False  # one set of weights: the learning rate is that of one learner
-    rejoins: bool = False  # a killed learner restarts alone; else all restart from the checkpoint
+    rejoins: bool = False  # a killed learner can restart alone, and take the weights of another one
     on_gpu: bool = True
     gpu_learners: int = 1  # that share a machine's only GPU where learners are auto
     refusals: tuple[Refusal, ...] = ()
@@ -160,6 +160,10 @@ class ExchangeKind:
     def is_alone(self, config: ResolvedConfig) -> bool:
         """True if the exchange needs several learners and the run has one."""
         return config.learners == 1 and not self.one_learner and not self.address(config)
+
+    def restarts_one(self, config: ResolvedConfig) -> bool:
+        """Whether a killed learner restarts alone, and joins others. Else all restart from the checkpoint."""
+        return self.rejoins and not self.is_alone(config)
 
     def check_replay(self, config: Config) -> None:
         """Raise a `ConfigError` if its learners cannot be replayed."""

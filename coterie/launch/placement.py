@@ -48,7 +48,8 @@ class Placement:
         self.gradients = cosine_memory(self.learners, len(params.data)) if config.log.cosines else None
         self.changes = change_memory(self.learners) if config.log.consensus and self.mixing is not None else None
         # Several learners need none: those that are left save what all have learned.
-        self.kept = Weights(len(params.data), moments.size) if self.learners == 1 and not kind.rejoins else None
+        rescued = self.learners == 1 and not kind.restarts_one(config)
+        self.kept = Weights(len(params.data), moments.size) if rescued else None
         context = replace(context, memory=self.memory, kept=self.kept)
         self.context = replace(context, gradients=self.gradients, changes=self.changes)
         self._memory_setup = memory_setup(config, spec, model, params)

@@ -158,7 +158,7 @@ class Supervisor:
             return  # its work was complete
         if manner.endswith("exit code 1") and self.missed is not None:
             return  # it ended because it lost another learner, whose death is reported next
-        if not exchange_kind(self.config).rejoins:
+        if not exchange_kind(self.config).restarts_one(self.config):
             self.rescue = self.rescue or Rescue(run, reason)
             self.rescue.lose(rank, self.group.kept)
             return

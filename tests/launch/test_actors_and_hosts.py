@@ -143,8 +143,8 @@ def test_a_killed_learner_comes_back_with_its_actors_or_hosts(meddler, tally, ac
     meddler.check_nothing_left()
 
 
-@pytest.mark.parametrize("acting", ["decoupled", "central"])
-def test_a_lone_learner_that_is_killed_goes_on_from_what_it_had_last_reported(meddler, tally, acting):
+@pytest.mark.parametrize(("acting", "exchange"), [("decoupled", "solo"), ("central", "solo"), ("decoupled", "gossip")])
+def test_a_lone_learner_that_is_killed_goes_on_from_what_it_had_last_reported(meddler, tally, acting, exchange):
     """There is no checkpoint between the first and its death."""
     known = []
 
@@ -159,7 +159,8 @@ def test_a_lone_learner_that_is_killed_goes_on_from_what_it_had_last_reported(me
         meddler.interrupt()
 
     changes = {**ENDLESS, **tally.options, "log.checkpoint_every": 1e6, "log.keep": 100, "env.num_envs": CROWD}
-    assert meddler.run(OPTIONS[acting](meddler.out, **changes), kill) == 75
+    changes |= {"learners": 1, "actors": 2}
+    assert meddler.run(OPTIONS[acting](meddler.out, exchange, **changes), kill) == 75
     before, (tensors, state) = known
     (counts,) = state["learners"]
     (back,) = re.findall(r"go back to step_(\d+)", meddler.log())

@@ -117,7 +117,7 @@ def _export(path: Path, moment: Moment) -> None:
 
 def together(folder: Path, config: ResolvedConfig) -> list[Together]:
     """The lives of a run's learners that exchanged with each other, in their order."""
-    rejoins, groups = exchange_kind(config).rejoins, dict[int, dict[int, list[Life]]]()
+    rejoins, groups = exchange_kind(config).restarts_one(config), dict[int, dict[int, list[Life]]]()
     for rank in range(config.learners):
         for life in lives(folder, rank):
             number = int(life.header["life"])
