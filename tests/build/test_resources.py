@@ -108,7 +108,15 @@ def test_no_preset_refuses_it_whatever_the_machine(cores, preset, env):
 )
 def test_groups_of_envs_are_chosen(args, groups):
     config = resolve_config(config_of(args))
-    assert resources.resolve_resources(config, make_spec(config.env, config.atari)).groups == groups
+    assert resources.resolve_resources(config, make_spec(config.env, config.atari), cores=2).groups == groups
+
+
+def test_a_learner_with_one_core_has_one_group(monkeypatch):
+    config = resolve_config(config_of(["gala-a2c", "--env", "Breakout-v5"]))
+    spec = make_spec(config.env, config.atari)
+    assert [resources.resolve_resources(config, spec, cores=n).groups for n in (1, 2)] == [1, 2]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a GPU computes while the core steps envs
+    assert resources.resolve_resources(replace(config, device="cuda", precision="fp32"), spec, cores=1).groups == 2
 
 
 def test_auto_is_a_word_of_this_option_only_and_is_settled_before_the_run(tmp_path):
