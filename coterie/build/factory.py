@@ -22,12 +22,14 @@ from coterie.algorithms.base import ON_CPU, AnyAlgorithm, Clock, Compute
 from coterie.algorithms.table import algorithm_class
 from coterie.build.resources import Resources, resolve_resources
 from coterie.config import Config, ResolvedConfig
+from coterie.envs.events import EnvEvents
 from coterie.envs.group import Envs
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.tasks import child_env
 from coterie.exchange.base import Exchange, Guard, Peers, Setup
 from coterie.exchange.table import exchange_kind
 from coterie.flight.life import Note, unrecorded
+from coterie.flight.record import FlightRecorder, path_of, read_life
 from coterie.models.base import Model
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
@@ -56,7 +58,7 @@ def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU
 
 def env_share(
     config: Config, mine: ResolvedConfig, spec: Spec, resources: Resources, incarnation: int, first_env: int,
-    board: Board | None = None,
+    board: Board | None = None, events: EnvEvents | None = None,
 ) -> EnvShare:  # fmt: skip
     """The envs of one process: those of `mine`, with global ids from `first_env` on. `config`: the run's."""
 
@@ -71,6 +73,7 @@ def env_share(
             union=mine.env.id != config.env.id,
         )
         envs.board = board
+        envs.follow(events or EnvEvents())
         return envs
 
     def make_rng(key: int) -> torch.Generator:
@@ -80,11 +83,12 @@ def env_share(
 
 
 def cpu_share(
-    config: Config, mine: ResolvedConfig, spec: Spec, incarnation: int, first_env: int, board: Board | None = None
-) -> EnvShare:
+    config: Config, mine: ResolvedConfig, spec: Spec, incarnation: int, first_env: int, board: Board | None = None,
+    events: EnvEvents | None = None,
+) -> EnvShare:  # fmt: skip
     """The envs of an actor or an env host."""
     own = resolve_resources(replace(mine, device="cpu"), spec)
-    return env_share(config, mine, spec, own, incarnation, first_env, board)
+    return env_share(config, mine, spec, own, incarnation, first_env, board, events)
 
 
 def policy_of(algorithm: AnyAlgorithm) -> Policy:
@@ -153,9 +157,21 @@ def worker_setup(
 ) -> WorkerSetup:
     """The parts of child process `number` of a learner, with the board's row `row`."""
     spec, (mine, first_env) = make_spec(config.env, config.atari), child_env(config, number, context.rank)
-    share = cpu_share(config, mine, spec, incarnation, first_env, context.board)
+    events = worker_events(config, context, number, incarnation)
+    share = cpu_share(config, mine, spec, incarnation, first_env, context.board, events)
     make = partial(make_agent, config, spec)
     return WorkerSetup(config, share, make, context.board, context.rank, number, row, patience(config), incarnation)
+
+
+def worker_events(config: ResolvedConfig, context: ProcessContext, number: int, life: int) -> EnvEvents:
+    """Those of a child process have a record of their own. It is made with the first of them."""
+    if context.life is not None:
+        path = path_of(context.life.path.parents[1], context.rank, life, number)
+        return EnvEvents(again=read_life(path).events if path.exists() else ())
+    if context.folder is None or not config.log.flight:
+        return EnvEvents()
+    header = {"learner": context.rank, "worker": number, "life": life}
+    return EnvEvents(FlightRecorder(path_of(context.folder, context.rank, life, number), lambda: header).note)
 
 
 def normalizers(config: Config, model: Network) -> Moments:

@@ -17,6 +17,7 @@ import numpy as np
 
 from coterie import config
 from coterie.envs.backend import Backend, CannotReplace, MakeBackend, StepResults
+from coterie.envs.events import EnvEvents
 from coterie.envs.gym import numbers
 from coterie.envs.news import Reports
 from coterie.envs.spaces import on_host, random_actions
@@ -54,6 +55,7 @@ class Group:
         self._excluded = np.zeros(n, bool)  # the episode began before the run did: its return is not reported
         self._start: TimeStep | None = None  # the first observations, until they are received
         self._version = 0  # of the attributes that callbacks set
+        self.events, self._answers = EnvEvents(), 0  # answers: from the backend, since the start
         backend.reset(self._all)
 
     def start(self, decorrelate: int) -> None:
@@ -68,10 +70,14 @@ class Group:
         zeros, nan = np.zeros(n, bool), np.full(n, np.nan)
         first = np.ones(n, bool)
         self._start = TimeStep(obs, np.zeros(n, np.float32), zeros, zeros.copy(), first, nan, nan.copy(), self.env_id)
+        self._answers = 0
 
     def send(self, action: Any, board: Board | None = None) -> None:
+        attributes = self.events.take("set", *self._now)
         if board is not None and (news := board.attributes(self._version)):
             self._version, attributes = news
+            self.events.note("set", *self._now, attributes)
+        if attributes is not None:
             self.backend.set_attributes(attributes)
         self._step(self._all, action)
 
@@ -87,6 +93,11 @@ class Group:
             for x in batch[1:5]:
                 x[renewed] = 0
         return self._time_step(batch, first)
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        """Where it is, for its events."""
+        return int(self.env_id[0]), self._answers
 
     def _time_step(self, batch: StepResults, first: Array) -> TimeStep:
         """Statistics, time limits, and which envs restart at the next step."""
@@ -160,12 +171,16 @@ class Group:
 
     def _bad(self, batch: StepResults) -> dict[int, str]:
         """Instances that failed or gave numbers that are not finite, with the other agents of their envs, and why."""
-        bad = dict(batch.failed)
+        self._answers += 1
+        bad = dict.fromkeys(self.events.take("replaced", *self._now) or (), "replaced as recorded") | dict(batch.failed)
         for what, x in [("reward", batch.reward), ("observation", batch.obs)]:
             for y in entries(x).values():
                 for i in self._asked[not_finite(y)].tolist():
                     bad.setdefault(i, f"{what} is not finite")
-        return {i - i % self._agents + k: reason for i, reason in bad.items() for k in range(self._agents)}
+        bad = {i - i % self._agents + k: reason for i, reason in bad.items() for k in range(self._agents)}
+        if bad:
+            self.events.note("replaced", *self._now, sorted(map(int, bad)))
+        return bad
 
     def _renew(self, obs: Obs, fresh: Mapping[int, Obs]) -> Array:
         """Write first observations into their rows of `obs`; returns these rows."""
@@ -235,6 +250,11 @@ class Envs:
         self._delay = env.delay * delayed
         self.board: Board | None = None  # from which the envs take attributes
         self._to_host = True  # whether observations are copied to the host
+
+    def follow(self, events: EnvEvents) -> None:
+        """Note and repeat events from now on: before the first step."""
+        for group in self._groups:
+            group.events = events
 
     @property
     def replaced(self) -> int:

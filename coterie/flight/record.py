@@ -32,8 +32,9 @@ _HEAD = struct.Struct("<II")
 _MOST_LINES = 200_000  # that wait for the disk
 
 
-def path_of(folder: Path, rank: int, life: int) -> Path:
-    return folder / "flight" / f"learner_{rank}.life_{life}"
+def path_of(folder: Path, rank: int, life: int, worker: int | None = None) -> Path:
+    """Of a learner, or of one of its child processes."""
+    return folder / "flight" / f"{f'learner_{rank}' if worker is None else f'worker_{rank}_{worker}'}.life_{life}"
 
 
 def _tail(path: Path) -> Path:

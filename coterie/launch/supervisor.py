@@ -7,6 +7,7 @@ last checkpoint. An actor that dies is restarted alone.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +253,7 @@ class Supervisor:
         ledger = self.run.ledger
         incarnation = ledger.resumes + 1000 * (ledger.restarts + self.actor_restarts.total)
         self.run.board.start(row)
-        args = (self.config, incarnation, links, number, row)
+        args = (self.config, incarnation, replace(links, folder=self.run.folder), number, row)
         self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, worker_process, args)
 
     def _actor_ended(self, row: int, manner: str) -> None:

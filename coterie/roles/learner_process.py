@@ -31,6 +31,7 @@ from coterie.build.resources import resolve_resources
 from coterie.build.validity import check, room_of
 from coterie.build.warm_start import first_model
 from coterie.config import ResolvedConfig
+from coterie.envs.events import EnvEvents
 from coterie.envs.make import make_spec
 from coterie.envs.news import EnvNews
 from coterie.exchange.table import exchange_kind
@@ -84,7 +85,8 @@ class LearnerProcess:
         self.rngs: list[torch.Generator] = []
         self.servers = Servers(config.wire)
         first_env = context.rank * config.env.num_envs
-        share = env_share(config, config, self.spec, resources, incarnation, first_env, context.board)
+        events = EnvEvents(self.life.note, context.life.events if context.life else ())
+        share = env_share(config, config, self.spec, resources, incarnation, first_env, context.board, events)
         setup = LearnerSetup(
             config=config,
             unroll_length=algorithm_class(config).unroll_length(config),

@@ -62,7 +62,7 @@ class Comparison(Observer):
         rows = len(self.last.reward)
         return (
             f"{step}: weights and first actions are equal, but what env {envs} returned within these {rows} steps is "
-            "not: the env is not deterministic, or it was replaced"
+            "not: the env is not deterministic"
         )
 
     def _weights(self, there: Event, here: Event) -> str:
