@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import time
 from typing import Any
 
@@ -85,12 +86,17 @@ class Enough(Callback):
 
 
 def disturbed(out, seconds, **changes):
-    """A run with faults; returns how often its processes were killed."""
-    (out.parent / "seconds").write_text(str(seconds))
+    """A run with faults; returns how often its processes were killed. A busy machine may need more time for that."""
     budgets = dict.fromkeys(("restarts", "decoupled.restarts", "central.restarts"), 10**6)
     every = max(0.8, seconds / 20)
     chaos = {"chaos.every": every, "chaos.seed": 25, "log.checkpoint_every": every / 2, "steps": 10**9}
-    return run(out, callbacks=(Enough,), **{**changes, **budgets, **chaos})["chaos"].get("kill", 0)
+    for longer in (1, 2, 4):
+        (out.parent / "seconds").write_text(str(seconds * longer))
+        (out.parent / "end").unlink(missing_ok=True)
+        if kills := run(out, callbacks=(Enough,), **{**changes, **budgets, **chaos})["chaos"].get("kill", 0):
+            break
+        shutil.rmtree(out)
+    return kills
 
 
 @pytest.mark.parametrize("layout", ["impala", "seed"])
