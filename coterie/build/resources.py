@@ -72,8 +72,8 @@ def _groups(config: Config, threaded: bool, one_core: bool, agents: int) -> int:
     """Groups of envs, none of which splits a team. `threaded`: each group has a thread of its own; otherwise one thread
     acts for them in turn, which pays while a group's step is short beside a thread's wake-up (LunarLander, acting: 32
     envs 51,200 steps/s with two groups and 38,700 with one; 256 envs 86,700 and 93,700). On one core, as every actor
-    has, nothing overlaps (Breakout, nature, acting: an actor 2,100 steps/s with one group and 1,800 with two; two
-    learners that gossip reach 0.91 of their ceiling with one and 0.885 with two).
+    has, nothing overlaps (Breakout, nature, acting: an actor 2,100 steps/s with one group and 1,800 with two;
+    training of two learners: docs/benchmarks/speed.md).
     """
     n = config.env.num_envs
     workers = config.env.backend == "workers" or not has_env(config.env.id)

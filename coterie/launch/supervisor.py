@@ -209,7 +209,7 @@ class Supervisor:
 
     def _go_back(self, reason: str) -> str:
         """A new place with the state of the last checkpoint; returns its name."""
-        self.saved = checkpoint.latest(self.run.root)
+        self.saved = checkpoint.latest(self.run.root, self.config.log.stall / 2)
         if self.saved is None:
             raise CoterieError(f"{reason}, before there was a checkpoint")
         self.group.close()

@@ -32,13 +32,13 @@ class _PPOClip(torch.autograd.Function):
         ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp_()
         plain, clipped = ratio * advantage, ratio.clamp(1 - clip, 1 + clip).mul_(advantage)
         active = (plain <= clipped).logical_and_(log_ratio.abs_() <= _MAX_LOG_RATIO)
-        ctx.save_for_backward(torch.where(active, plain, 0.0))  # the derivative of the ratio is the ratio
+        ctx.save_for_backward(torch.where(active, plain, 0.0).neg_())  # the derivative of the ratio is the ratio
         return torch.minimum(plain, clipped).neg_()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        (plain,) = ctx.saved_tensors
-        return -grads[0] * plain, None, None, None
+        (slope,) = ctx.saved_tensors
+        return grads[0] * slope, None, None, None
 
 
 def ppo_clip(log_prob: Tensor, behavior_log_prob: Tensor, advantage: Tensor, clip: float) -> Tensor:

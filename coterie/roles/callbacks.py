@@ -155,6 +155,8 @@ class Callbacks:
             self._board.heartbeat(0)
             time.sleep(0.005)
         self._after_checkpoint()
+        if self._made and self._sealed != self._board.sealed:
+            self.run.log("on_checkpoint was not called for the last checkpoint: the disk does not answer")
         self.call("on_end")
         written = self.run.metrics if self.run.recorded else {}
         if new := {name: x for name, x in self.run.recorded.items() if written.get(name) != x}:

@@ -25,7 +25,7 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coterie.runs.files import answered, read, sync, write_whole
+from coterie.runs.files import ANSWER_S, answered, read, sync, write_whole
 from coterie.types import CoterieError, reason_of
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -126,9 +126,9 @@ def _load(path: Path) -> tuple[Tensors, dict[str, Any]]:
         raise CoterieError(f"checkpoint {path} is damaged: {_reason(error)}{offer}") from None
 
 
-def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint. `load` verifies the checksums."""
-    return read(root, lambda: max(_complete(root), key=_age, default=None))
+def latest(root: Path, seconds: float = ANSWER_S) -> Path | None:
+    """The newest complete checkpoint. `load` verifies the checksums. `seconds`: for the disk's answer."""
+    return read(root, lambda: max(_complete(root), key=_age, default=None), seconds)
 
 
 def last_good(root: Path) -> str:

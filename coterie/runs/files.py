@@ -20,7 +20,7 @@ from coterie.types import ConfigError, CoterieError, reason_of
 
 T = TypeVar("T")
 _LOCK = ".lock"
-_ANSWER_S = 10.0  # for a few small files
+ANSWER_S = 10.0  # for a few small files
 _waiting: list[threading.Thread] = []  # for a disk, given up
 
 
@@ -33,7 +33,7 @@ def writing(folder: Path, option: str = "") -> Iterator[None]:
         raise CoterieError(f"{option}cannot write to {folder}: {reason_of(error)}") from None
 
 
-def answered(call: Callable[[], T], seconds: float = _ANSWER_S) -> T:
+def answered(call: Callable[[], T], seconds: float = ANSWER_S) -> T:
     """What `call` returns. A disk may never answer, such as a network's whose server is gone: then raises `OSError`
     after `seconds`, and at once as long as that call waits on in its thread.
     """
@@ -60,10 +60,13 @@ def answered(call: Callable[[], T], seconds: float = _ANSWER_S) -> T:
     return future.result()
 
 
-def read(path: Path, call: Callable[[], T], seconds: float = _ANSWER_S) -> T:
-    """What `call` reads of `path`, or one line where the disk does not answer in `seconds`."""
+def read(path: Path, call: Callable[[], T], seconds: float = ANSWER_S) -> T:
+    """What `call` reads of `path`, or one line where the disk does not answer in `seconds`, earlier calls included."""
+    end = awake() + seconds
+    for thread in _waiting:
+        thread.join(max(0.0, end - awake()))
     try:
-        return answered(call, seconds)
+        return answered(call, max(0.0, end - awake()))
     except OSError as error:
         raise CoterieError(f"{path} cannot be read: {reason_of(error)}") from None
 

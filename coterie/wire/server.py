@@ -97,7 +97,7 @@ class Server:
         self._handshakes: dict[str, asyncio.Semaphore] = {}
         self._unproven: dict[str, list[asyncio.Task[Any]]] = {}  # handshakes by client, the oldest first
         self.open = set[ServerStream]()  # after the handshake
-        self.proven = set[str]()  # ports of connections that had such a stream
+        self.proven = set[str]()  # peers of connections that had such a stream
         self.over: str | None = None  # why the run has ended, once it has
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="coterie-wire", daemon=True)
@@ -171,13 +171,14 @@ class Server:
         since = dict[tuple[str, int], int]()  # by address and port: when a connection without a stream was seen first
         for tick in count():
             await asyncio.sleep(_WATCH_S / _LOOKS)
-            if tick % _LOOKS and not self._unproven:
+            if tick % _LOOKS and not any(self._unproven.values()):
                 continue
-            admitted, strangers = {one.port for one in self.open}, dict[str, list[tuple[int, int, str]]]()
-            names, proven = list[str](), self.proven
-            self.proven = set(admitted)
-            with suppress(OSError):  # no descriptor to list them with
+            try:
                 names = os.listdir("/dev/fd")
+            except OSError:  # no descriptor to list them with
+                continue
+            admitted, strangers = {one.peer for one in self.open}, dict[str, list[tuple[int, int, str]]]()
+            proven, self.proven = self.proven, set(admitted)
             for name in names:
                 with suppress(OSError):  # no connection, or closed meanwhile
                     connection = socket.socket(fileno=int(name))  # not a copy: closing one would release file locks
@@ -185,15 +186,16 @@ class Server:
                         if connection.family not in (socket.AF_INET, socket.AF_INET6):
                             continue
                         host, port = connection.getpeername()[:2]
-                        if connection.getsockname()[1] != self.port or str(port) in admitted:
+                        host = host.removeprefix("::ffff:")  # gRPC, too, calls it an IPv4 address
+                        client = f"ipv6:[{host}]" if ":" in host else f"ipv4:{host}"
+                        if connection.getsockname()[1] != self.port or f"{client}:{port}" in admitted:
                             continue
                         one = since.get((host, port), tick), port, name
                         strangers.setdefault(host, []).append(one)
-                        if str(port) in proven:
-                            self.proven.add(str(port))
+                        if f"{client}:{port}" in proven:
+                            self.proven.add(f"{client}:{port}")
                         elif _received(connection) > _STRANGERS_BYTES:
                             connection.shutdown(socket.SHUT_RDWR)
-                            client = f"ipv6:[{host}]" if ":" in host else f"ipv4:{host}"
                             self._note(client, f"more than {_STRANGERS_BYTES} bytes before it has proven the token")
                     finally:
                         connection.detach()

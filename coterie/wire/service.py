@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -68,7 +69,7 @@ class ServerStream:
 
     def __init__(self, server: Any, context: Any) -> None:
         self.server, self.context = server, context
-        self.port = context.peer().rpartition(":")[2]
+        self.peer = unquote(context.peer())
         self.stream: ServiceStream | None = None
         self.number = 0
         self._writing = asyncio.Lock()
@@ -112,7 +113,7 @@ class ServerStream:
                 f"frames of up to {stream.reads.most} bytes; wire.max_message_mb allows {limits.message_bytes}"
             )
         self.server.open.add(self)
-        self.server.proven.add(self.port)
+        self.server.proven.add(self.peer)
         await self._write(Frame(welcome={**stream.welcome, "credits": 1, "sends": stream.writes.message()}))
         loop = asyncio.get_running_loop()
         while (frame := await self._read(most + INFO_BYTES)) is not None:

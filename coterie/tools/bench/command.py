@@ -177,7 +177,7 @@ def show(r: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {cost:.0f}" for name, cost in r["core_us_per_step"].items())
     per_call, count = r["core_us_per_call"], len(r["rounds"]["training"])
     known = [(what, per_call[k], per_call[f"{k}_fixed"]) for k, what in _CALLS.items() if k in per_call]
-    fixed = ", ".join(f"{what} {whole:,.0f} ({rest:,.0f})" for what, whole, rest in known)
+    fixed = ", ".join(f"{what} {whole:,.0f} ({rest:,.0f})" for what, whole, rest in known) or "calls: unknown,"
     settled = "too few turns for a spread" if r["spread"] is None else f"spread {100 * r['spread']:.1f}%"
     if r["spread"] is None or r["spread"] >= _SPREAD:
         settled += ": give it more --seconds, and the machine nothing else to do"

@@ -197,9 +197,11 @@ class Parts:
         """Seconds of a core for the policy's forward pass and for the gradient of a learner step, and the part of each
         that does not depend on the size of the batch, by batches of half the size: Python, and calls of operators.
         """
-        pairs = {"forward": (partial(self._act, self.width), partial(self._act, max(1, self.width // 2)))}
-        if self.batch is not None:
-            pairs["step"] = (partial(self._step, self.batch), partial(self._step, self.batch.half()))
+        pairs = {}
+        if self.width > 1:
+            pairs["forward"] = partial(self._act, self.width), partial(self._act, self.width // 2)
+        if self.batch is not None and (fewer := self.batch.half()).valid < self.batch.valid:
+            pairs["step"] = partial(self._step, self.batch), partial(self._step, fewer)
         found = dict[str, float]()
         for name, calls in pairs.items():
             whole, half = (self._mean(call, seconds / len(pairs) / 2) for call in calls)

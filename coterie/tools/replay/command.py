@@ -42,7 +42,7 @@ SWITCHED = (  # what a learner reads at each use, and not as it is made
 @dataclass(frozen=True)
 class Asked:
     """What to replay: all that is recorded, unless `origin` names the checkpoint that the lives began with ("start":
-    none), or a learner step: the last lives with it. `edits`: settings that are to be others, from that step or from
+    none), or a learner step: the last life that has it. `edits`: settings that are to be others, from that step or from
     the beginning of each life on; then nothing is compared. Lives after the one with that step are left out.
     """
 
@@ -80,10 +80,12 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
     for name in what.edits:
         if name.partition(".")[0] not in EDITABLE or name in _FIXED:
             raise ConfigError(f"--edit: {name} would change the schedule; settings of {', '.join(EDITABLE)} may change")
-        if since is not None and not name.startswith(SWITCHED):
+        if since is not None and not any(name == known or name.startswith(f"{known}.") for known in SWITCHED):
             raise ConfigError(f"--edit: {name} is read as a life begins, and not after --from {since}")
     config, edited = resolve_config(validate(asked)), resolve_config(validate(replace(asked, dict(what.edits))))
     exchange_kind(config).check_replay(config)
+    if what.edits and since is not None and config.learners > 1 and not exchange_kind(config).in_lockstep:
+        raise ConfigError("--edit: with --from STEP it needs one learner, or learners that make their steps together")
     groups = together(folder, config)
     if since is None:
         groups = [each for each in groups if what.origin in ("", _began(each))]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.acting.table import acting_kind
 from coterie.build.factory import ProcessContext
 from coterie.config import ResolvedConfig
 from coterie.exchange.table import exchange_kind
@@ -91,11 +92,13 @@ class Replay:
         threads = [threading.Thread(target=work, args=each, daemon=True) for each in self.lives.items()]
         before = torch.get_num_threads()
         torch.set_num_threads(1)  # as in a learner's process; one that ends here sets back what it found
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        torch.set_num_threads(before)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            torch.set_num_threads(before)
         for bug in bugs:
             raise bug
         return self.results
@@ -183,6 +186,8 @@ def as_recorded(config: ResolvedConfig, header: dict[str, Any]) -> ResolvedConfi
     """The config with what the recording process chose for its machine, and with sections of its own (`switch`)."""
     sections = {name: copy(getattr(config, name)) for name in EDITABLE}
     sections["optim"], names = replace(config.optim, chunk=header["chunk"]), ("torch_threads", "precision", "device")
+    if not acting_kind(config).apart:  # it steps its envs itself, and each group has random numbers of its own
+        sections["env"] = replace(config.env, groups=header["groups"])
     return replace(config, **sections, **{name: header[name] for name in names})
 
 

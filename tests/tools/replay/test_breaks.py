@@ -16,6 +16,7 @@ from coterie.flight.record import FlightRecorder, lives, read_life
 from coterie.launch.session import resume
 from coterie.roles.learner_process import LearnerProcess
 from coterie.tools.replay import engine
+from coterie.types import ConfigError
 from tests.tools.replay.test_replay import LAYOUTS, assert_equal, disturbed, edited, replayed, run
 
 
@@ -150,3 +151,19 @@ def test_a_life_whose_beginning_is_gone_does_not_hide_the_earlier_ones(tmp_path,
     assert first.endswith("breaks off there")
     begun = read_life(folder / "flight" / "learner_0.life_1").header["checkpoint"]
     assert second.endswith(f"; no further: {begun} was pruned (log.keep), and no replay came to it")
+
+
+def test_learners_with_a_core_each_are_replayed_by_a_process_with_more(tmp_path):
+    """Of images: one group of envs on one core, two on several, each with random numbers of its own."""
+    images = {"env.id": "Breakout-v5", "model.torso": "a3c", "env.decorrelate": 0, "steps": 400}
+    run(tmp_path / "run", **LAYOUTS["a2c, gossip"], **images)
+    results = replayed(tmp_path / "run")
+    assert {result.life.header["groups"] for result in results} == {1}
+    assert_equal(results)
+
+
+@pytest.mark.parametrize("layout", ["a2c, gossip", "impala, gossip"])
+def test_learners_that_step_apart_do_not_switch_at_a_learner_step(tmp_path, layout):
+    run(tmp_path / "run", **LAYOUTS[layout])
+    with pytest.raises(ConfigError, match="--edit: with --from STEP it needs one learner"):
+        replayed(tmp_path / "run", "5", None, {"algo.entropy_coef": 0.0})
