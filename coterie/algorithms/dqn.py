@@ -13,14 +13,13 @@ from torch import Tensor
 from coterie.algorithms.base import Loss, combine
 from coterie.algorithms.q_base import QLearning
 from coterie.algorithms.replay_base import ReplayBatch
-from coterie.algorithms.replay_size import replay_capacity, replay_size, value_refusals
-from coterie.algorithms.table import algorithm_class
-from coterie.config import Config, Refusal, ResolvedConfig
+from coterie.algorithms.replay_size import value_refusals
+from coterie.config import Config, Refusal
 from coterie.models.base import Model
 from coterie.models.cores import is_recurrent
 from coterie.ops.q import cross_entropy, divergence, huber, project
-from coterie.replay.transitions import TransitionReplay, Transitions
-from coterie.types import Inputs, Obs, Rollout, Spec, map_obs
+from coterie.replay.transitions import Transitions
+from coterie.types import Inputs, Obs, map_obs
 
 _SAMPLES_PER_THREAD = 64
 
@@ -29,10 +28,7 @@ class DQN(QLearning[Transitions]):
     """Single transitions, without a recurrent core."""
 
     refusals = (
-        *value_refusals(
-            lambda c: replay_size(c)[1] // replay_size(c)[0],
-            lambda c: algorithm_class(c).unroll_length(c) + c.q.n_step + c.atari.stack,
-        ),
+        *value_refusals(),
         Refusal(
             lambda c, s: is_recurrent(c.model),
             "MEMORY",
@@ -47,27 +43,9 @@ class DQN(QLearning[Transitions]):
         # 512).
         return max(1, min(most, config.q.batch_size // _SAMPLES_PER_THREAD))
 
-    def make_replay(self, rollout: Rollout) -> TransitionReplay:
-        replay, room = self.config.replay, replay_capacity(self.config, self.spec)
-        return TransitionReplay(
-            room,
-            self.config.algo.gamma,
-            self.q.n_step,
-            alpha=replay.alpha,
-            seed=self.seed,
-            from_values=replay.initial == "acting",
-        )
-
     def evaluate_target(self, target: Model, rows: Transitions, at: slice) -> Tensor:
         params: Tensor = target(_inputs(map_obs(itemgetter(at), rows.next_obs), rows.action[at]))[0]
         return params
-
-    @staticmethod
-    def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
-        return TransitionReplay.bytes_for(replay_capacity(config, spec))
-
-    def trained(self, rows: Transitions) -> Tensor:
-        return torch.ones_like(rows.action, dtype=torch.bool)
 
     def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
         """The weighted error of the samples; their priority is its absolute value, or with C51 the divergence."""

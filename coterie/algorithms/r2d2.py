@@ -22,7 +22,7 @@ from coterie.models.build import state_shape
 from coterie.models.cores import is_recurrent
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
 from coterie.replay.sequences import Blocks, SequenceReplay, Sequences
-from coterie.types import Inputs, Rollout, Spec
+from coterie.types import Inputs, Spec
 
 
 def _unroll(config: Config) -> int:
@@ -77,7 +77,7 @@ class R2D2(QLearning[Sequences]):
         r2d2 = config.r2d2
         return config.env.num_envs * (r2d2.length + r2d2.burn_in + r2d2.stride + cls.unroll_length(config))
 
-    def make_replay(self, rollout: Rollout) -> SequenceReplay:
+    def make_replay(self) -> SequenceReplay:
         replay, room = self.config.replay, replay_capacity(self.config, self.spec)
         first = self._first_priorities if replay.initial == "acting" else None
         return SequenceReplay(room, _blocks(self.config, self.spec), replay.alpha, self.seed, first)

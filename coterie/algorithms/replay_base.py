@@ -10,17 +10,19 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Generic, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, slices
+from coterie.algorithms.replay_size import replay_capacity
 from coterie.config import Config, ResolvedConfig
 from coterie.models.base import Model
 from coterie.parallel.threads import Team
 from coterie.replay.priority import Picks
+from coterie.replay.transitions import TransitionReplay
 from coterie.types import Array, Rollout, Spec
 
 
@@ -81,7 +83,9 @@ class ReplayBatch(Generic[R]):
 
 
 class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
-    """The base of DQN, R2D2 and SAC. They add `act`, `loss`, and the abstract methods below."""
+    """The base of DQN, R2D2 and SAC. They add `act`, `loss`, and the abstract methods below. Samples are single
+    transitions, where a subclass does not say otherwise.
+    """
 
     has_replay = True
     batch_axis: ClassVar[int] = 0  # of what `look_ahead` returns
@@ -117,9 +121,18 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
     def first_rows(cls, config: Config) -> int:
         return 2 * config.env.num_envs * (cls.unroll_length(config) + config.q.n_step)
 
-    @abstractmethod
-    def make_replay(self, rollout: Rollout) -> Replay[R]:
-        """An empty replay for rollouts like this one."""
+    @staticmethod
+    def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
+        return TransitionReplay.bytes_for(replay_capacity(config, spec))
+
+    def make_replay(self) -> Replay[R]:
+        """An empty replay."""
+        replay, room = self.config.replay, replay_capacity(self.config, self.spec)
+        first = self.value_based and replay.initial == "acting"
+        made = TransitionReplay(
+            room, self.config.algo.gamma, self.q.n_step, alpha=replay.alpha, seed=self.seed, from_values=first
+        )
+        return cast(Replay[R], made)
 
     @abstractmethod
     def make_target(self, model: Model) -> torch.nn.Module:
@@ -134,9 +147,9 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         the trained network's weights. The samples lie along `batch_axis` of it.
         """
 
-    @abstractmethod
     def trained(self, rows: R) -> Tensor:
         """The mask of the rows that are trained on, samples last."""
+        return torch.ones_like(rows.weight, dtype=torch.bool)
 
     @abstractmethod
     def loss(self, model: Model, batch: ReplayBatch[R]) -> Loss:
@@ -179,7 +192,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         if self.lender is not None:
             self.replay, self.stored = self.lender.replay, self.lender.stored - rollout.reward.numel()
         elif self.replay is None:
-            self.replay = self.make_replay(rollout)
+            self.replay = self.make_replay()
             if state := {k: x for k, x in self.saved.items() if k.startswith("replay/")}:
                 self.replay.load_state_dict(state)
             else:

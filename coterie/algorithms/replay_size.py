@@ -27,7 +27,20 @@ def replay_capacity(config: ResolvedConfig, spec: Spec) -> Capacity:
     return Capacity(spec, *replay_size(config), stacked_frames(config), config.replay.disk)
 
 
-def value_refusals(rows: Callable[[ResolvedConfig], int], needed: Callable[[Config], int]) -> tuple[Refusal, ...]:
+def _rows(config: ResolvedConfig) -> int:
+    """Rows that a replay of transitions stores of each env."""
+    envs, capacity = replay_size(config)
+    return capacity // envs
+
+
+def _needed(config: Config) -> int:
+    """Rows of an env that it needs at a time."""
+    return algorithm_class(config).unroll_length(config) + config.q.n_step + config.atari.stack
+
+
+def value_refusals(
+    rows: Callable[[ResolvedConfig], int] = _rows, needed: Callable[[Config], int] = _needed
+) -> tuple[Refusal, ...]:
     """Refusals of all value methods. `rows`: rows that the replay stores per env, which must be more than `needed`."""
     return (
         Refusal(
@@ -45,7 +58,9 @@ def value_refusals(rows: Callable[[ResolvedConfig], int], needed: Callable[[Conf
     )
 
 
-def replay_refusals(rows: Callable[[ResolvedConfig], int], needed: Callable[[Config], int]) -> tuple[Refusal, ...]:
+def replay_refusals(
+    rows: Callable[[ResolvedConfig], int] = _rows, needed: Callable[[Config], int] = _needed
+) -> tuple[Refusal, ...]:
     """Refusals of all algorithms with a replay."""
     return (
         Refusal(

@@ -22,16 +22,15 @@ from torch import Tensor, nn
 
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
 from coterie.algorithms.replay_base import ReplayBatch, ReplayLearning
-from coterie.algorithms.replay_size import replay_capacity, replay_refusals, replay_size
-from coterie.algorithms.table import algorithm_class
+from coterie.algorithms.replay_size import replay_refusals
 from coterie.config import Config, Q, Refusal, ResolvedConfig
 from coterie.config import Model as ModelConfig
 from coterie.models.base import Model
 from coterie.models.build import Network
 from coterie.models.heads import init
 from coterie.models.mlp import compute_dtype
-from coterie.replay.transitions import TransitionReplay, Transitions
-from coterie.types import AgentOutput, Inputs, Obs, ObsSpec, Rollout, Spec, entries
+from coterie.replay.transitions import Transitions
+from coterie.types import AgentOutput, Inputs, Obs, ObsSpec, Spec, entries
 
 _LOG_STD = (-20.0, 2.0)  # the range of the paper's code
 _LOG_2PI = math.log(2 * math.pi)
@@ -118,10 +117,7 @@ class SAC(ReplayLearning[Transitions]):
             "MEMORY",
             "cannot be used with sac, which has a network of its own",
         ),
-        *replay_refusals(
-            lambda c: replay_size(c)[1] // replay_size(c)[0],
-            lambda c: algorithm_class(c).unroll_length(c) + c.q.n_step + c.atari.stack,
-        ),
+        *replay_refusals(),
     )
 
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
@@ -166,16 +162,6 @@ class SAC(ReplayLearning[Transitions]):
             log_prob = torch.where(random, -self.actions * math.log(2), log_prob)
             return AgentOutput(action, log_prob, value), None
 
-    def make_replay(self, rollout: Rollout) -> TransitionReplay:
-        room = replay_capacity(self.config, self.spec)
-        return TransitionReplay(
-            room, self.config.algo.gamma, self.q.n_step, alpha=self.config.replay.alpha, seed=self.seed
-        )
-
-    @staticmethod
-    def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
-        return TransitionReplay.bytes_for(replay_capacity(config, spec))
-
     def make_target(self, model: Model) -> Critics:
         critics = cast(SACNetwork, model).critics
         target = copy.deepcopy(critics).requires_grad_(False)
@@ -185,9 +171,6 @@ class SAC(ReplayLearning[Transitions]):
     def look_ahead(self, rows: Transitions, at: slice) -> Tensor:
         """The noise of the actions after and of those at the samples `[n, 2, A]`. Targets need the newest policy."""
         return torch.randn(len(rows.n_step[at]), 2, self.actions, generator=self.rng).to(rows.n_step.device)
-
-    def trained(self, rows: Transitions) -> Tensor:
-        return torch.ones_like(rows.n_step, dtype=torch.bool)
 
     def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
         """Critics: the squared error to r + discount (min Q'(s', a') - alpha log pi(a'|s')) (equations 5 and 6).
