@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coterie.runs.files import write_whole
 from coterie.tools.report.dashboard import serve
-from coterie.tools.report.page import Page, of_runs
+from coterie.tools.report.page import of_runs
 from coterie.tools.report.runs import find_runs
 from coterie.types import ConfigError, CoterieError, reason_of
 
@@ -22,7 +22,7 @@ def report(options: Namespace) -> int:
         from coterie.tools.watch import watch
 
         watch(run.folder, trust=options.trust)
-    print(write(of_runs(runs, run.title), Path(options.out) if options.out else run.folder / "report.html"))
+    print(save(Path(options.out) if options.out else run.folder / "report.html", of_runs(runs, run.title).html()))
     return 0
 
 
@@ -31,7 +31,7 @@ def compare(options: Namespace) -> int:
     runs = find_runs(options.runs)
     if len(runs) < 2:
         raise ConfigError(f"compare: give two runs or more ({options.runs[0]} is one); `coterie report` is for one")
-    print(write(of_runs(runs, "Comparison of runs"), Path(options.out)))
+    print(save(Path(options.out), of_runs(runs, "Comparison of runs").html()))
     return 0
 
 
@@ -41,11 +41,6 @@ def dashboard(options: Namespace) -> int:
         raise ConfigError(f"--port: {options.port} is not from 0 to 65535")
     serve(options.run, options.port)
     return 0
-
-
-def write(page: Page, path: Path) -> Path:
-    """Write the page's file, atomically. Raises `CoterieError`."""
-    return save(path, page.html())
 
 
 def save(path: Path, data: str | bytes) -> Path:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coterie import presets
 from coterie.extras import needs
+from coterie.presets.common import flat
 from coterie.runs.config_io import to_dict
 from coterie.tools.report import sections
 from coterie.tools.report.charts import Chart
-from coterie.tools.report.runs import RecordedRun, flat, methods, read_json
+from coterie.tools.report.runs import RecordedRun, methods, read_json
 from coterie.tools.report.sections import Table
 from coterie.types import ConfigError, Spec
 
@@ -72,7 +74,8 @@ def _changes(run: RecordedRun) -> Table | None:
         return None
     try:
         spec = Spec.from_json(read_json(run.folder / "spec.json"))
-        return sections.changes(run, flat(to_dict(presets.make(run.preset, run.env, spec))))
+        recorded = json.dumps(to_dict(presets.make(run.preset, run.env, spec)))  # as the run's own: with lists
+        return sections.changes(run, flat(json.loads(recorded)))
     except (ConfigError, KeyError, ValueError, TypeError):  # an older or damaged spec.json
         return None
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from coterie.envs.tasks import tasks
+from coterie.presets.common import flat
 from coterie.runs.metrics import read_metrics
 from coterie.types import Array, ConfigError
 
@@ -85,14 +86,6 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return {}
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config's fields by their dotted names: "optim.lr"."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,8 @@ def diagnostics(method: Method) -> list[Chart]:
     """
     run = method.runs[0]
     title = f"{method.label} on {run.env}, seed {run.seed}"
-    found = [_lag_chart(run, title), _weights_chart(run, title), consensus_chart(run, title), _cosine_chart(run, title)]
+    found = [_lag_chart(run, title), _weights_chart(run, title), consensus_chart(run, title)]
+    found.append(cosine_chart([run], title))
     return [chart for chart in found if chart is not None] + _stage_charts(run, title)
 
 
@@ -176,12 +177,13 @@ def consensus_chart(run: RecordedRun, title: str) -> Chart | None:
     return lines(f"Consensus: {title}", found, "env steps", "Frobenius norm", log_y=positive) if found else None
 
 
-def _cosine_chart(run: RecordedRun, title: str) -> Chart | None:
-    if (pairs := cosines(run)) is None:
+def cosine_chart(runs: Sequence[RecordedRun], title: str) -> Chart | None:
+    """The cosines of the learners' gradients, means over the runs that recorded them; None if none did."""
+    if not (found := [pairs for run in runs if (pairs := cosines(run)) is not None]):
         return None
-    ranks = [str(i) for i in range(len(pairs))]
-    text = "Mean over the run's comparisons."
-    return heatmap(f"Gradients: {title}", pairs, ranks, ranks, "cosine of two learners' gradients", text)
+    ranks = [str(i) for i in range(len(found[0]))]
+    text = "Mean over the comparisons."
+    return heatmap(f"Gradients: {title}", np.mean(found, 0), ranks, ranks, "cosine of two learners' gradients", text)
 
 
 def _stage_charts(run: RecordedRun, title: str) -> list[Chart]:

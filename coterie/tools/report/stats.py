@@ -12,8 +12,7 @@ import numpy as np
 
 from coterie.types import Array
 
-Statistic = Callable[[Array], float]
-_RESAMPLES = 2000
+_RESAMPLES, _ENDS = 2000, [0.025, 0.975]  # of 95% intervals
 
 
 def interquartile_mean(scores: Array) -> float:
@@ -24,17 +23,17 @@ def interquartile_mean(scores: Array) -> float:
 
 
 def interval(
-    strata: Sequence[Array], statistic: Statistic = interquartile_mean, level: float = 0.95, seed: int = 0
+    strata: Sequence[Array], statistic: Callable[[Array], float] = interquartile_mean, seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of `statistic` over all scores, resampled within each stratum (an env: one score a
-    run). The interval is NaN unless a stratum has two scores.
+    """95% percentile bootstrap interval of `statistic` over all scores, resampled within each stratum (an env: one
+    score a run). The interval is NaN unless a stratum has two scores.
     """
     if all(len(scores) < 2 for scores in strata):
         return float("nan"), float("nan")
     rng = np.random.default_rng(seed)
     drawn = [scores[rng.integers(len(scores), size=(_RESAMPLES, len(scores)))] for scores in strata]
     found = np.array([statistic(row) for row in np.concatenate(drawn, axis=1)])
-    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(found, _ENDS)
     return float(low), float(high)
 
 
@@ -50,12 +49,12 @@ def on_grid(series: Sequence[tuple[Array, Array]], points: int = 200) -> tuple[A
     return grid, np.stack([np.interp(grid, x, y) for x, y in series])
 
 
-def band(curves: Array, level: float = 0.95, seed: int = 0) -> tuple[Array, Array, Array]:
-    """Mean over runs of `[runs, P]` and its bootstrap interval point by point, each `[P]`; NaN for a single run."""
+def band(curves: Array) -> tuple[Array, Array, Array]:
+    """Mean over runs of `[runs, P]` and its 95% bootstrap interval point by point, each `[P]`; NaN for a single run."""
     middle = curves.mean(0)
     if len(curves) < 2:
         return middle, np.full_like(middle, np.nan), np.full_like(middle, np.nan)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     drawn = curves[rng.integers(len(curves), size=(_RESAMPLES, len(curves)))].mean(1)
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    low, high = np.quantile(drawn, _ENDS, axis=0)
     return middle, low, high

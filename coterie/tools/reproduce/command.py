@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from coterie.tools.report.charts import HEAD
-from coterie.tools.report.command import save, write
+from coterie.tools.report.command import save
 from coterie.tools.report.page import Page, Section
 from coterie.tools.report.runs import Method
 from coterie.tools.report.sections import Table, checklist, outcomes
@@ -140,12 +140,12 @@ def _write(order: Order, results: Sequence[Result], missing: Sequence[str]) -> l
         Section("Runs", tables=[outcomes(runs)] if runs else []),
         Section("Reproducibility", tables=[checklist(runs)] if runs else []),
     ]
-    paths = [write(Page(figure.title, facts, sections), folder / "index.html")]
-    texts = {"data.csv": _csv(drawn), "tables.md": _markdown(figure, facts, drawn.tables)}
+    page = Page(figure.title, facts, sections).html()
+    texts = {"index.html": page, "data.csv": _csv(drawn), "tables.md": _markdown(figure, facts, drawn.tables)}
     texts |= {f"{i}.svg": chart.svg for i, chart in enumerate(drawn.charts, 1)}
     for old in folder.glob("*.svg"):
         old.unlink()
-    return paths + [save(folder / name, text) for name, text in texts.items()]
+    return [save(folder / name, text) for name, text in texts.items()]
 
 
 def _csv(drawn: Drawing) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from coterie.envs.atari57 import human_normalized
-from coterie.tools.report.charts import Line, heatmap, lines
+from coterie.tools.report.charts import Line, lines
 from coterie.tools.report.runs import RecordedRun
-from coterie.tools.report.sections import AXES, Table, consensus_chart, cosines, final_return, number
+from coterie.tools.report.sections import AXES, Table, consensus_chart, cosine_chart, final_return, number
 from coterie.tools.report.stats import on_grid
 from coterie.tools.reproduce.drawings import Drawing, all_envs, bars, best_three, curves, energy, human, swept, table
 from coterie.tools.reproduce.figure import Figure, Result, Size
@@ -51,15 +51,8 @@ def consensus(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
 
 def gradient_cosines(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     """GALA 2b: the cosines of the learners' gradients."""
-    charts = []
-    for result in results:
-        found = [t for run in result.runs if (t := cosines(run)) is not None]
-        if found:
-            mean = np.mean(found, 0)
-            names = [str(i) for i in range(len(mean))]
-            label = "cosine of two learners' gradients"
-            charts.append(heatmap(f"Gradients: {result.arm.label}", mean, names, names, label))
-    return Drawing(charts)
+    charts = [cosine_chart(result.runs, result.arm.label) for result in results]
+    return Drawing([chart for chart in charts if chart is not None])
 
 
 def evaluations(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
