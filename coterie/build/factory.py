@@ -24,7 +24,7 @@ from coterie.build.resources import Resources, resolve_resources
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.events import EnvEvents
 from coterie.envs.group import Envs
-from coterie.envs.make import make_envs, make_spec
+from coterie.envs.make import backends, make_spec
 from coterie.envs.tasks import child_env
 from coterie.exchange.base import Exchange, Guard, Peers, Setup
 from coterie.exchange.table import exchange_kind
@@ -63,17 +63,16 @@ def env_share(
     """The envs of one process: those of `mine`, with global ids from `first_env` on. `config`: the run's."""
 
     def make(threads: int) -> Envs:
-        envs = make_envs(
+        envs = Envs(
+            backends(mine.env, mine.atari, threads or resources.env_threads, resources.groups),
             mine.env,
-            mine.atari,
             seed=seed_for(mine.seed, ENV_SEED, incarnation),
             first_env_id=first_env,
-            threads=threads or resources.env_threads,
             groups=resources.groups,
             union=mine.env.id != config.env.id,
+            events=events,
         )
         envs.board = board
-        envs.follow(events or EnvEvents())
         return envs
 
     def make_rng(key: int) -> torch.Generator:

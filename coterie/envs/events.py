@@ -9,8 +9,8 @@ KINDS = ("replaced", "set")
 
 
 class EnvEvents:
-    """The events of some groups of envs: kind, first env of the group, answers that it had from its envs since their
-    start, then the instances or the attributes. `note` takes them for a flight record; `again` are to be repeated.
+    """The events of some groups of envs: kind, first env of the group, answers that it had from its envs since they
+    were made, then the instances or the attributes. `note` takes them for a flight record; `again` are to be repeated.
     """
 
     def __init__(self, note: Callable[..., None] = lambda *event: None, again: Iterable[list[Any]] = ()) -> None:

@@ -43,6 +43,7 @@ class Group:
         seed: int,
         limit_is_terminal: bool,
         reports: Reports,
+        events: EnvEvents,
     ) -> None:
         n = len(env_id)
         self.backend, self.env_id, self._reports = backend, env_id, reports
@@ -55,7 +56,7 @@ class Group:
         self._excluded = np.zeros(n, bool)  # the episode began before the run did: its return is not reported
         self._start: TimeStep | None = None  # the first observations, until they are received
         self._version = 0  # of the attributes that callbacks set
-        self.events, self._answers = EnvEvents(), 0  # answers: from the backend, since the start
+        self._events, self._answers = events, 0  # answers: from the backend, those to the first reset included
         backend.reset(self._all)
 
     def start(self, decorrelate: int) -> None:
@@ -70,13 +71,12 @@ class Group:
         zeros, nan = np.zeros(n, bool), np.full(n, np.nan)
         first = np.ones(n, bool)
         self._start = TimeStep(obs, np.zeros(n, np.float32), zeros, zeros.copy(), first, nan, nan.copy(), self.env_id)
-        self._answers = 0
 
     def send(self, action: Any, board: Board | None = None) -> None:
-        attributes = self.events.take("set", *self._now)
+        attributes = self._events.take("set", *self._now)
         if board is not None and (news := board.attributes(self._version)):
             self._version, attributes = news
-            self.events.note("set", *self._now, attributes)
+            self._events.note("set", *self._now, attributes)
         if attributes is not None:
             self.backend.set_attributes(attributes)
         self._step(self._all, action)
@@ -172,14 +172,16 @@ class Group:
     def _bad(self, batch: StepResults) -> dict[int, str]:
         """Instances that failed or gave numbers that are not finite, with the other agents of their envs, and why."""
         self._answers += 1
-        bad = dict.fromkeys(self.events.take("replaced", *self._now) or (), "replaced as recorded") | dict(batch.failed)
+        bad = dict.fromkeys(self._events.take("replaced", *self._now) or (), "replaced as recorded") | dict(
+            batch.failed
+        )
         for what, x in [("reward", batch.reward), ("observation", batch.obs)]:
             for y in entries(x).values():
                 for i in self._asked[not_finite(y)].tolist():
                     bad.setdefault(i, f"{what} is not finite")
         bad = {i - i % self._agents + k: reason for i, reason in bad.items() for k in range(self._agents)}
         if bad:
-            self.events.note("replaced", *self._now, sorted(map(int, bad)))
+            self._events.note("replaced", *self._now, sorted(map(int, bad)))
         return bad
 
     def _renew(self, obs: Obs, fresh: Mapping[int, Obs]) -> Array:
@@ -224,6 +226,7 @@ class Envs:
         first_env_id: int = 0,
         groups: int = 1,
         union: bool = False,
+        events: EnvEvents | None = None,
     ) -> None:
         self.num_envs = env.num_envs
         size = env.num_envs // groups
@@ -238,7 +241,9 @@ class Envs:
                 ids = np.arange(cols.start, cols.stop, dtype=np.int64) + first_env_id
                 self._backends.append(make([env_seed(seed, int(i)) for i in ids]))
                 terminal = env.time_limit == "terminate"
-                self._groups.append(Group(self._backends[-1], ids, seed, terminal, self._reports))
+                self._groups.append(
+                    Group(self._backends[-1], ids, seed, terminal, self._reports, events or EnvEvents())
+                )
             for group in self._groups:  # a loop of its own, so that both groups start at once
                 group.start(env.decorrelate)
         except BaseException:
@@ -250,11 +255,6 @@ class Envs:
         self._delay = env.delay * delayed
         self.board: Board | None = None  # from which the envs take attributes
         self._to_host = True  # whether observations are copied to the host
-
-    def follow(self, events: EnvEvents) -> None:
-        """Note and repeat events from now on: before the first step."""
-        for group in self._groups:
-            group.events = events
 
     @property
     def replaced(self) -> int:

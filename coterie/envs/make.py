@@ -110,6 +110,12 @@ def make_envs(
     `union`: the policy has the actions of several tasks; an action that this env does not have is taken as its first.
     `training=False` switches episodic life off: an evaluated episode has all its lives.
     """
+    make = backends(env, atari, threads, groups, training)
+    return Envs(make, env, seed=seed, first_env_id=first_env_id, groups=groups, union=union)
+
+
+def backends(env: config.Env, atari: config.Atari, threads: int, groups: int, training: bool = True) -> MakeBackend:
+    """Makes what runs the instances of each of the groups."""
     if env.num_envs % groups:
         raise ConfigError(f"env.num_envs must be even for env.groups 2, not {env.num_envs}")
     each = max(1, -(-threads // groups))
@@ -122,7 +128,7 @@ def make_envs(
             return PoolBackend(env, atari, seeds, each, training)
         return WorkerBackend(env, seeds, each, f"coterie-env-{next(numbers)}")
 
-    return Envs(_repeated(make, env), env, seed=seed, first_env_id=first_env_id, groups=groups, union=union)
+    return _repeated(make, env)
 
 
 def _repeated(make: MakeBackend, env: config.Env) -> MakeBackend:

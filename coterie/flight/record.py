@@ -43,10 +43,10 @@ def _tail(path: Path) -> Path:
 
 class FlightRecorder:
     """Writes the record of one life in a thread, so that a disk that does not answer delays nothing. One that refuses a
-    block ends the record, and not the run: `failed` then has the reason. `header`: called once.
+    block ends the record, and not the run: `failed` then has the reason. `header`: None until it is whole.
     """
 
-    def __init__(self, path: Path, header: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, path: Path, header: Callable[[], dict[str, Any] | None]) -> None:
         self.path, self.failed = path, ""
         self._header, self._lines = header, deque[str]()
         self._open = list[str]()  # written to the tail only
@@ -60,12 +60,16 @@ class FlightRecorder:
             return
         self._lines.append(json.dumps(event, separators=(",", ":")))
         if event[0] != "infer":
-            with self._starting:
-                if self._thread.ident is None:
-                    self._thread.start()
+            if self._thread.ident is None:
+                self._start()
             self._news.set()
         if len(self._lines) > _MOST_LINES:
             self.failed = "the disk does not answer"
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread.ident is None and self._header() is not None:
+                self._thread.start()
 
     def close(self, seconds: float = 10.0) -> None:
         """Write what was noted as a last block."""

@@ -153,10 +153,10 @@ def _go(
         link, link_error = _link(config, spec, saved is not None, quiet, starting)
         if link is not None:
             opened.callback(link.close, True)
-        if learner is not None and saved is not None and state is not None:
-            learner.resume(checkpoint.load_part(saved, 0, False, config.log.stall / 2))
-            learner.start(state["learners"][0], state["env_steps"])
-            learner.write_counts()
+        if learner is not None:
+            if saved is not None:
+                learner.resume(checkpoint.load_part(saved, 0, False, config.log.stall / 2))
+            learner.start(*(({}, 0) if state is None else (state["learners"][0], state["env_steps"])))
         signals, unsigned = _prepare(folder, kept, spec, state is None, held)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting, signals=signals)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"

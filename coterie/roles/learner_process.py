@@ -179,6 +179,7 @@ class LearnerProcess:
         self.exchange.guard.skipped = counts.get("skipped", 0)
         self.exchange.start(self.progress.env_steps, total)
         self.algorithm.clock.env_steps = total  # the first rollout is acted before the loop sets the clock
+        self.write_counts()
 
     def counts(self) -> dict[str, int]:
         """This learner's counts, for the board."""

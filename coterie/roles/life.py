@@ -25,7 +25,7 @@ class LifeRecord:
         self.header: dict[str, Any] = {"learner": context.rank, "life": life, "digest_every": config.log.digest_every}
         self.recorder: FlightRecorder | None = None
         if context.folder is not None and config.log.flight:
-            self.recorder = FlightRecorder(path_of(context.folder, context.rank, life), lambda: self.header)
+            self.recorder = FlightRecorder(path_of(context.folder, context.rank, life), self._whole)
         self.note: Note = context.note or (self.recorder.note if self.recorder is not None else unrecorded)
 
     def describe(self, tensors: Iterable[str], resources: Resources) -> None:
@@ -54,6 +54,10 @@ class LifeRecord:
             "digest": digest_of_state(part.tensors),
             "rng": [base64.b64encode(rng.get_state().numpy().data).decode() for rng in rngs],
         }
+
+    def _whole(self) -> dict[str, Any] | None:
+        """The header; None before `start`, when an env may have been replaced and a stream opened."""
+        return self.header if "counts" in self.header else None
 
     def start(self, counts: Mapping[str, int], env_steps: int) -> None:
         """`env_steps`: of the whole run."""

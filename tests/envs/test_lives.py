@@ -8,6 +8,7 @@ from gymnasium import spaces
 
 from coterie import config
 from coterie.envs.backend import Backend, StepResults, declare
+from coterie.envs.events import EnvEvents
 from coterie.envs.group import Group
 from coterie.envs.news import Reports
 from tests.envs.env_harness import check_returns, make, play
@@ -66,7 +67,7 @@ class Script(Backend):
 def test_a_time_limit_can_fall_on_the_no_op_after_a_lost_life():
     """The no-op's flags are not seen, the game's return is reported, and its restart is no step of an episode."""
     reports = Reports(config.Env())
-    group = Group(Script("..LT.."), np.arange(1), 0, False, reports)
+    group = Group(Script("..LT.."), np.arange(1), 0, False, reports, EnvEvents())
     group.start(0)
     seen = [group.recv()]
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""An env whose process dies, in a module that is imported quickly."""
+"""Envs that fail, in a module that is imported quickly."""
 
 from __future__ import annotations
 
@@ -14,3 +14,22 @@ class Mortal(CountingEnv):
         if self.episode == 39 and "REPLAYED" not in os.environ:
             os._exit(3)
         return super().step(action)
+
+
+class Stillborn(CountingEnv):
+    """The first that is reset in a process fails, and so does the one made in its place, but not in a replay."""
+
+    left = ("reset", "make", "")
+
+    def __init__(self):
+        super().__init__()
+        self.fail("make")
+
+    def reset(self, **options):
+        self.fail("reset")
+        return super().reset(**options)
+
+    def fail(self, where):
+        if self.left[0] == where and "REPLAYED" not in os.environ:
+            Stillborn.left = self.left[1:]
+            raise ValueError("not now")

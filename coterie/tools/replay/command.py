@@ -136,7 +136,7 @@ def _with_step(groups: list[Together], step: int, what: Asked, checkpoints: Path
         for life in group.get(what.learner, ()):
             if rollouts := life.of("rollout"):
                 last = max(last, rollouts[-1][0])
-                if life.header.get("counts", {}).get("learner_steps", 0) <= step <= rollouts[-1][0]:
+                if life.header["counts"].get("learner_steps", 0) <= step <= rollouts[-1][0]:
                     found = i
     if found < 0:
         raise ConfigError(

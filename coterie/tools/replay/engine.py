@@ -136,7 +136,7 @@ class Replay:
     def _train(self, life: Life, comparison: Comparison, result: Result, tensors: Tensors | None) -> None:
         header, rank = life.header, life.header["learner"]
         left = min(self._most, len(life.of("rollout")))
-        counts = header.get("counts", {})
+        counts = header["counts"]
         edited = None if self.edited is None else as_recorded(self.edited, header)
         if edited is not None and counts.get("learner_steps", 0) >= self.since:
             config, edited, result.compared = edited, None, False
@@ -175,7 +175,7 @@ class Replay:
                 learner.load(tensors)
                 for rng, state in zip(learner.rngs, header["rng"], strict=True):
                     rng.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
-            learner.start(counts, header.get("env_steps", 0))
+            learner.start(counts, header["env_steps"])
             look()
             learner.observers[:0] = [comparison, *self.observers(learner)]
             if left and self._short:

@@ -32,6 +32,17 @@ def test_envs_that_died_are_replaced_again(tmp_path, monkeypatch, layout):
 
 
 @pytest.mark.parametrize("layout", ["a2c", "impala", "seed"])
+def test_envs_that_failed_as_they_were_made_are_replaced_again(tmp_path, monkeypatch, layout):
+    """Some at the first reset, and some of those in their place as they were made."""
+    failing = {"env.id": "tests.support.mortal_env:Stillborn", "env.threads": 1, "env.on_error": "replace"}
+    run(tmp_path / "run", **LAYOUTS[layout], **failing)
+    found = [answers for _, answers, _ in events(tmp_path / "run", "replaced")]
+    assert {1, 2} <= set(found)
+    monkeypatch.setenv("REPLAYED", "1")
+    assert_equal(replayed(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("layout", ["a2c", "impala", "seed"])
 def test_attributes_are_set_again(tmp_path, monkeypatch, layout):
     monkeypatch.setenv("REPLAYED", "1")
     run(tmp_path / "run", [Longer], **LAYOUTS[layout], **ENV)
