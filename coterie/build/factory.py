@@ -57,18 +57,21 @@ def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU
 
 
 def env_share(
-    config: Config, mine: ResolvedConfig, spec: Spec, resources: Resources, incarnation: int, first_env: int,
-    board: Board | None = None, events: EnvEvents | None = None,
+    config: Config, mine: ResolvedConfig, spec: Spec, incarnation: int, first_env: int, board: Board | None = None,
+    events: EnvEvents | None = None, resources: Resources | None = None,
 ) -> EnvShare:  # fmt: skip
-    """The envs of one process: those of `mine`, with global ids from `first_env` on. `config`: the run's."""
+    """The envs of one process: those of `mine`, with global ids from `first_env` on. `config`: the run's. `resources`:
+    a learner's; actors and env hosts have the CPU.
+    """
+    own = resources or resolve_resources(replace(mine, device="cpu"), spec)
 
     def make(threads: int) -> Envs:
         envs = Envs(
-            backends(mine.env, mine.atari, threads or resources.env_threads, resources.groups),
+            backends(mine.env, mine.atari, threads or own.env_threads, own.groups),
             mine.env,
             seed=seed_for(mine.seed, ENV_SEED, incarnation),
             first_env_id=first_env,
-            groups=resources.groups,
+            groups=own.groups,
             union=mine.env.id != config.env.id,
             events=events,
         )
@@ -76,18 +79,9 @@ def env_share(
         return envs
 
     def make_rng(key: int) -> torch.Generator:
-        return torch.Generator(resources.device).manual_seed(seed_for(mine.seed, POLICY_SEED, incarnation, key))
+        return torch.Generator(own.device).manual_seed(seed_for(mine.seed, POLICY_SEED, incarnation, key))
 
-    return EnvShare(mine, spec, first_env, resources.groups, resources.device, resources.dtype, make, make_rng)
-
-
-def cpu_share(
-    config: Config, mine: ResolvedConfig, spec: Spec, incarnation: int, first_env: int, board: Board | None = None,
-    events: EnvEvents | None = None,
-) -> EnvShare:  # fmt: skip
-    """The envs of an actor or an env host."""
-    own = resolve_resources(replace(mine, device="cpu"), spec)
-    return env_share(config, mine, spec, own, incarnation, first_env, board, events)
+    return EnvShare(mine, spec, first_env, own.groups, own.device, own.dtype, make, make_rng)
 
 
 def policy_of(algorithm: AnyAlgorithm) -> Policy:
@@ -157,7 +151,7 @@ def worker_setup(
     """The parts of child process `number` of a learner, with the board's row `row`."""
     spec, (mine, first_env) = make_spec(config.env, config.atari), child_env(config, number, context.rank)
     events = worker_events(config, context, number, incarnation)
-    share = cpu_share(config, mine, spec, incarnation, first_env, context.board, events)
+    share = env_share(config, mine, spec, incarnation, first_env, context.board, events)
     make = partial(make_agent, config, spec)
     return WorkerSetup(config, share, make, context.board, context.rank, number, row, patience(config), incarnation)
 

@@ -86,7 +86,7 @@ class LearnerProcess:
         self.servers = Servers(config.wire)
         first_env = context.rank * config.env.num_envs
         events = EnvEvents(self.life.note, context.life.events if context.life else ())
-        share = env_share(config, config, self.spec, resources, incarnation, first_env, context.board, events)
+        share = env_share(config, config, self.spec, incarnation, first_env, context.board, events, resources)
         setup = LearnerSetup(
             config=config,
             unroll_length=algorithm_class(config).unroll_length(config),

@@ -19,7 +19,7 @@ from coterie.acting.base import Agent, Stopped, core_shape
 from coterie.acting.child_processes import WorkerReport
 from coterie.acting.env_host import EnvLoop, GroupStream, host_envs
 from coterie.acting.recorder import Recorder, local_fields
-from coterie.build.factory import cpu_share, make_agent
+from coterie.build.factory import env_share, make_agent
 from coterie.build.resources import resolve_config
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
@@ -155,7 +155,7 @@ def run_env_host(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> No
         return GroupStream(session.connection, layout, group, finish, finish)
 
     with closing(session.connection):
-        envs = host_envs(cpu_share(config, config, spec, 0, 0))
+        envs = host_envs(env_share(config, config, spec, 0, 0))
         with closing(EnvLoop(envs, connect, finish, run.algo.unroll_length, worker.leave)) as loop:
             worker.report(f"{config.env.num_envs} envs of {config.env.id} for {session.connection.endpoint.address}")
             progress = Progress(worker, lambda: loop.env_steps, info := Means())
@@ -239,7 +239,7 @@ def run_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
     agent = make_agent(run, spec)
     fields = local_fields(spec, unroll, width, torch.device("cpu"), core_shape(agent.model))
     with closing(RemoteSink(session, worker, rollout_tensors(fields))) as sink:
-        share = cpu_share(run, mine, spec, 0, sink.first_env_id())
+        share = env_share(run, mine, spec, 0, sink.first_env_id())
         with closing(RolloutLoop(share, agent, sink.count, partial(sink.attach, fields))) as loop:
             worker.report(f"an actor with {width} envs of {mine.env.id} for {session.connection.endpoint.address}")
             progress = Progress(worker, lambda: sink.env_steps, sink.info)

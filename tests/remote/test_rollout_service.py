@@ -16,7 +16,7 @@ from coterie import presets
 from coterie.acting.actor import RolloutLoop
 from coterie.acting.base import Stopped
 from coterie.acting.recorder import Recorder, local_fields
-from coterie.build.factory import cpu_share, make_agent
+from coterie.build.factory import env_share, make_agent
 from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
 from coterie.remote.rollout_service import VERSION, check_rollout
@@ -232,7 +232,7 @@ def test_what_recorders_write_is_accepted(case: str):
         sinks.append(Sink(spec, config.algo.unroll_length, config.env.num_envs, core, groups))
         return sinks[0]
 
-    share = cpu_share(config, config, spec, 0, 0)
+    share = env_share(config, config, spec, 0, 0)
     loop = RolloutLoop(share, make_agent(config, spec), lambda rows: None, make_sink)
     try:
         loop.run(lambda: None)
