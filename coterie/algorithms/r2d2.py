@@ -11,6 +11,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from coterie.acting.base import core_shape
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
 from coterie.algorithms.q_base import QLearning
 from coterie.algorithms.replay_base import ReplayBatch
@@ -18,9 +19,10 @@ from coterie.algorithms.replay_size import replay_capacity, replay_size, value_r
 from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
-from coterie.models.build import state_shape
+from coterie.models.build import Network
 from coterie.models.cores import is_recurrent
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
+from coterie.parallel.threads import making
 from coterie.replay.sequences import Blocks, SequenceReplay, Sequences
 from coterie.types import Inputs, Spec
 
@@ -44,7 +46,9 @@ def _whole_rows(config: ResolvedConfig) -> int:
 
 
 def _blocks(config: Config, spec: Spec) -> Blocks:
-    r2d2, unroll, core = config.r2d2, _unroll(config), state_shape(spec, config.model)
+    r2d2, unroll = config.r2d2, _unroll(config)
+    with making():
+        core = core_shape(Network(spec, config.model))
     return Blocks(unroll, (r2d2.burn_in + r2d2.length) // unroll, r2d2.stride // unroll, core)
 
 

@@ -23,7 +23,7 @@ from coterie.models.base import Model
 from coterie.parallel.threads import Team
 from coterie.replay.priority import Picks
 from coterie.replay.transitions import TransitionReplay
-from coterie.types import Array, Rollout, Spec
+from coterie.types import Array, Rollout, Spec, map_tensors
 
 
 class Samples(Protocol):
@@ -32,7 +32,6 @@ class Samples(Protocol):
     weight: Tensor  # [n] importance weight
     picks: Picks
 
-    def to(self, device: torch.device) -> Self: ...
     def part(self, at: slice) -> Self: ...  # some of the samples
 
 
@@ -219,7 +218,9 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         return self.prefetcher.submit(self._prepare, self.replay, picks, device)
 
     def _prepare(self, replay: Replay[R], picks: Picks, device: torch.device) -> tuple[R, Tensor]:
-        rows = replay.gather(picks).to(device)
+        rows = replay.gather(picks)
+        if device.type != "cpu":
+            rows = map_tensors(lambda x: x.to(device), rows)
         pieces = slices(self.q.batch_size, self.chunk, 1)
         ways = self.team.size
 

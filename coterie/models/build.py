@@ -22,7 +22,6 @@ from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import ILLEGAL, make_distribution
 from coterie.ops.q import support
-from coterie.parallel.threads import making
 from coterie.plugins import call
 from coterie.types import MASK, ConfigError, Inputs, Obs, ObsSpec, Spec, entries, from_entries, map_obs
 
@@ -244,13 +243,6 @@ def try_out(model: Network) -> None:
             raise ConfigError(f"model: forward changes the buffer {name}, which does not reach other processes")
 
 
-def state_shape(spec: Spec, config: ModelConfig) -> tuple[int, ...]:
-    """Shape of one env's recurrent state."""
-    with making():
-        state = Network(spec, config).initial_state(1)
-    return () if state is None else tuple(state.shape[1:])
-
-
 def _module_name(key: str) -> str:
     """An observation's name as a module's, which may hold no dot and be no attribute."""
     return "obs_" + key.replace(".", "/")
@@ -260,11 +252,9 @@ def _fold(obs: Obs, axes: int) -> Obs:
     return obs if axes == 1 else map_obs(lambda x: x.flatten(0, axes - 1), obs)
 
 
-def acting_copy(
-    model: Network, dtype: torch.dtype, apart: bool = False, device: torch.device | None = None
-) -> tuple[Network, Callable[[], None]]:
+def acting_copy(model: Network, dtype: torch.dtype, apart: bool = False) -> tuple[Network, Callable[[], None]]:
     """A copy that only acts, with torsos in `dtype`, and a call that updates it. `apart`: make a copy in any case,
-    because it acts while the model is trained, perhaps on another `device`.
+    because it acts while the model is trained.
 
     Converting the weights once for each publication is cheaper than autocast's conversion at every call. In float32
     the model itself acts, and so does one with a custom part, which may not support another dtype.
@@ -272,7 +262,7 @@ def acting_copy(
     as_it_is = dtype == torch.float32 or ":" in model.config.torso + model.config.network
     if as_it_is and not apart:
         return model, lambda: None
-    twin = copy.deepcopy(model).to(device).requires_grad_(False)
+    twin = copy.deepcopy(model).requires_grad_(False)
     for torso in () if as_it_is else (twin.torso, twin.value_torso):
         if torso is not None:
             torso.to(dtype)

@@ -10,25 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_RESCALE_EPS = 1e-3
+_EPS = 1e-3  # of `rescale`
 
 
-def rescale(x: Tensor, eps: float = _RESCALE_EPS) -> Tensor:
-    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x: values of any size become small ones (Pohlen et al. 2018)."""
-    return x.sign() * ((x.abs() + 1).sqrt() - 1) + eps * x
+def rescale(x: Tensor) -> Tensor:
+    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + 0.001 x: values of any size become small ones (Pohlen et al. 2018)."""
+    return x.sign() * ((x.abs() + 1).sqrt() - 1) + _EPS * x
 
 
-def unscale(x: Tensor, eps: float = _RESCALE_EPS) -> Tensor:
+def unscale(x: Tensor) -> Tensor:
     """The inverse of `rescale`. In float64 inside: the root takes the digits of large values."""
     y = x.double()
-    root = (1 + 4 * eps * (y.abs() + 1 + eps)).sqrt()
-    out: Tensor = y.sign() * (((root - 1) / (2 * eps)) ** 2 - 1)
+    root = (1 + 4 * _EPS * (y.abs() + 1 + _EPS)).sqrt()
+    out: Tensor = y.sign() * (((root - 1) / (2 * _EPS)) ** 2 - 1)
     return out.to(x.dtype)
 
 
-def support(atoms: int, v_min: float, v_max: float, device: torch.device | None = None) -> Tensor:
+def support(atoms: int, v_min: float, v_max: float) -> Tensor:
     """`[atoms]` returns that a distribution gives probabilities of."""
-    return torch.linspace(v_min, v_max, atoms, device=device)
+    return torch.linspace(v_min, v_max, atoms)
 
 
 @torch.no_grad()

@@ -35,9 +35,6 @@ class Sequences:
     weight: Tensor  # [n] importance weight
     picks: Picks
 
-    def to(self, device: torch.device) -> Sequences:
-        return self if device.type == "cpu" else map_tensors(lambda x: x.to(device), self)
-
     def part(self, at: slice) -> Sequences:
         """Some of the sequences."""
         return map_tensors(lambda x: x[:, at], self, core_state=self.core_state[at], weight=self.weight[at])

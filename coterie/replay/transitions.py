@@ -32,9 +32,6 @@ class Transitions:
     weight: Tensor  # importance weight, float32
     picks: Picks
 
-    def to(self, device: torch.device) -> Transitions:
-        return self if device.type == "cpu" else map_tensors(lambda x: x.to(device), self)
-
     def part(self, at: slice) -> Transitions:
         """Some of the samples."""
         return map_tensors(itemgetter(at), self)
