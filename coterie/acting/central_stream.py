@@ -24,7 +24,7 @@ from coterie.flight.life import Note, unrecorded
 from coterie.parallel.slots import columns_of
 from coterie.parallel.upload import finish_kernels
 from coterie.remote.admission import FIRST_REMOTE_ID
-from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep, counted
+from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep, counted, from_entries
 from coterie.wire.codec import Newest, Refused, action_layout, check_values, timestep_layout
 from coterie.wire.service import Answer, ServiceStream
 
@@ -121,7 +121,7 @@ class EnvStream(ServiceStream):
         check_values(self.config.spec, arrays)
         obs = {k.removeprefix("obs/"): x for k, x in arrays.items() if k.startswith("obs/")}
         seen = TimeStep(
-            obs=obs[""] if list(obs) == [""] else obs,
+            obs=from_entries(obs),
             reward=arrays["reward"],
             terminated=arrays["terminated"],
             truncated=arrays["truncated"],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.envs.news import EnvNews
 from coterie.parallel.stages import Stages
-from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec, TimeStep, entries
+from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec, TimeStep, entries, from_entries
 
 Act = Callable[[int, int, TimeStep], Array | Tensor]  # (group, row of the rollout, what is seen) -> actions
 
@@ -132,7 +132,7 @@ def as_rollout(fields: Fields, device: torch.device, uploaded: Fields | None = N
     rows, columns = np.nonzero(ended)
     returns = fields["episode_return"].numpy()
     return Rollout(
-        obs=obs[""] if list(obs) == [""] else obs,
+        obs=from_entries(obs),
         is_first=up("is_first"),
         prev_action=action,
         prev_reward=reward,

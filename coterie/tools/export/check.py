@@ -15,7 +15,7 @@ from coterie.envs.make import make_envs
 from coterie.envs.spaces import ActionMap, random_actions
 from coterie.envs.tasks import task_config, tasks
 from coterie.tools.export.graph import Graph, obs_name, split_params
-from coterie.types import Array, ConfigError, CoterieError, Inputs, ObsSpec, first_line, map_obs
+from coterie.types import Array, ConfigError, CoterieError, Inputs, ObsSpec, entries, first_line, from_entries, map_obs
 
 # Relative to a number's size, and at least to 1 or to the largest return that a distribution has an atom for: both
 # compute in float32, in different orders, and the rounding of a mean over atoms from -10 to 10 grows with the largest.
@@ -76,8 +76,7 @@ def _session(onnx: bytes) -> Any:
 
 
 def _feed(graph: Graph, inputs: Inputs, core_state: Array | None) -> dict[str, Any]:
-    obs = inputs.obs if isinstance(inputs.obs, dict) else {"": inputs.obs}
-    fed = {obs_name(key): x.numpy() for key, x in obs.items()} | {"core_state": core_state}
+    fed = {obs_name(key): x.numpy() for key, x in entries(inputs.obs).items()} | {"core_state": core_state}
     fed |= {name: x.numpy() for name, x in inputs._asdict().items() if name != "obs"}
     return {port.name: fed[port.name] for port in graph.inputs}
 
@@ -143,7 +142,7 @@ def _made_up(policy: Policy, rng: np.random.Generator, batch: int) -> Iterator[I
     for t in range(_RANDOM_STEPS):
         obs = {key: torch.from_numpy(made_up(s, rng, batch)) for key, s in spec.obs.items()}
         yield Inputs(
-            obs[""] if list(obs) == [""] else obs,
+            from_entries(obs),
             torch.from_numpy(rng.random(batch) < (0.2 if t else 1.0)),
             torch.from_numpy(random_actions(spec.action, rng, batch)),
             torch.from_numpy(2 * rng.standard_normal(batch, np.float32)),

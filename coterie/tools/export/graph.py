@@ -21,7 +21,7 @@ from coterie.acting.base import core_shape
 from coterie.envs.spaces import ActionMap
 from coterie.models.build import Network
 from coterie.ops.dist import make_distribution
-from coterie.types import ActionSpec, ConfigError, Inputs, first_line
+from coterie.types import ActionSpec, ConfigError, Inputs, first_line, from_entries
 
 OPSET = 18  # the oldest that torch's exporter writes without a conversion
 
@@ -80,7 +80,7 @@ class Graph(nn.Module):
         obs = {key: given[obs_name(key)] for key in self.model.spec.obs}
         none = tensors[0].new_zeros(tensors[0].shape[0], dtype=torch.bool)  # for inputs that the network does not use
         inputs = Inputs(
-            obs[""] if list(obs) == [""] else obs,
+            from_entries(obs),
             given.get("is_first", none),
             given.get("prev_action", none),
             given.get("prev_reward", none),
