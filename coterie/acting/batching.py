@@ -1,19 +1,10 @@
-"""What central acting decides: which streams may go on, and which requests are answered together. The simulation of
-`coterie plan` uses `has_room` and `choose_batch`.
-"""
+"""Which requests of central acting are answered together: by the learner, and in the simulation of `coterie plan`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
-
-
-class Stream(Protocol):
-    """The envs of one group of an env host."""
-
-    @property
-    def width(self) -> int: ...
 
 
 class Request(Protocol):
@@ -27,20 +18,11 @@ class Request(Protocol):
 
 
 R = TypeVar("R", bound=Request)
-S = TypeVar("S", bound=Stream)
 
 
 def has_room(finished: int, envs: int, buffered: int) -> bool:
     """Whether new rollouts may begin: true while fewer than 2 x `envs` + `buffered` finished columns are waiting."""
     return finished < 2 * envs + buffered
-
-
-def may_go(row: int, unroll_length: int, lockstep: bool, room: bool) -> bool:
-    """Whether a stream's next row can be written. `row`: of its unfinished rollout, -1 without one; `room`: another
-    rollout may begin. In lockstep no row follows the last one of a rollout.
-    """
-    begins = row < 0 or (row == unroll_length and not lockstep)
-    return room or not begins
 
 
 def choose_batch(requests: Sequence[R], now: float, least: int, most: int, wait: float) -> tuple[list[R], float]:
@@ -61,12 +43,3 @@ def choose_batch(requests: Sequence[R], now: float, least: int, most: int, wait:
         picked.append(request)
         rows += request.width
     return picked, 0.0
-
-
-def choose_turn(streams: Collection[S], envs: int, rests: Callable[[S], bool], ready: Callable[[S], bool]) -> list[S]:
-    """In lockstep: all streams of `envs` envs at once, except those that rest until newer weights are published; none
-    before all others are ready.
-    """
-    due = [stream for stream in streams if not rests(stream)]
-    complete = sum(stream.width for stream in streams) == envs
-    return due if complete and all(map(ready, due)) else []

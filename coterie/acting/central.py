@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.base import Acting, ActingKind, Lag, LearnerSetup, core_shape
-from coterie.acting.batching import choose_batch, choose_turn, has_room
+from coterie.acting.batching import choose_batch, has_room
 from coterie.acting.central_stream import (
     REFUSALS,
     BatchAssembly,
@@ -177,19 +177,18 @@ class Central(EnvStreams):
         if not self.models.published:
             return [], _CHECK_S
         config = self.config
-        if config.lockstep:  # all envs, always in the same order; one that is behind catches up while the others rest
-            due = choose_turn(self.streams.values(), config.envs, self._rests, lambda x: x in pending and x.may_go())
-            return [pending[stream] for stream in sorted(due, key=lambda stream: stream.first_env_id)], _CHECK_S
+        if config.lockstep:  # all envs, always in the same order; one that is behind catches up while the others wait
+            streams, done = sorted(self.streams.values(), key=lambda x: x.first_env_id), self.completed
+            # The others wait for the weights trained on their last rollout.
+            due = [x for x in streams if x.recorder is not None or self.models.published > done.get(x.place, 0)]
+            ready = sum(x.width for x in streams) == config.envs and all(x in pending and x.may_go() for x in due)
+            return [pending[x] for x in due] if ready else [], _CHECK_S
         # Finished rollouts of closed streams count against the limit.
         room = has_room(self.columns, self.envs, config.batches * config.batch_size)
-        ready = going(pending.values(), room)
+        able = going(pending.values(), room)
         least = min(config.batch_min, self.envs)
-        picked, wait = choose_batch(ready, time.perf_counter(), least, config.batch_max, config.wait)
+        picked, wait = choose_batch(able, time.perf_counter(), least, config.batch_max, config.wait)
         return picked, min(wait, _CHECK_S)
-
-    def _rests(self, stream: EnvStream) -> bool:
-        """Whether it waits for the weights trained on its last rollout."""
-        return stream.recorder is None and self.models.published <= self.completed.get(stream.place, 0)
 
     @torch.inference_mode()
     def _answer(self, batch: list[InferenceRequest]) -> list[InferenceRequest]:

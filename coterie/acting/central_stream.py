@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from coterie.acting.base import LearnerSetup
-from coterie.acting.batching import may_go
 from coterie.acting.child_processes import apart_refusals
 from coterie.acting.recorder import ON_HOST, Fields, Recorder, valid_rows
 from coterie.acting.window import Window, window_of
@@ -140,9 +139,10 @@ class EnvStream(ServiceStream):
 
     def may_go(self, room: bool = True, before: int = 0) -> bool:
         """Whether the next row can be written. `room`: for another rollout. `before`: columns that begin before it."""
-        row = -1 if self.recorder is None else self.row
-        room = room and bool(self.recorders) and (row >= 0 or self.window.may_begin(before + self.width))
-        return may_go(row, self.config.unroll_length, self.config.lockstep, room)
+        begun = self.recorder is not None
+        room = room and bool(self.recorders) and (begun or self.window.may_begin(before + self.width))
+        # The last row of a rollout is the first one of the next, but for lockstep.
+        return room or (begun and (self.row != self.config.unroll_length or self.config.lockstep))
 
     def see(self, seen: TimeStep) -> Inputs:
         """Write the next row, of a new rollout if the last one is finished."""

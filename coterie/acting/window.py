@@ -5,20 +5,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import envs_per_child
 from coterie.wire.codec import Refused
 
-
-class Request(Protocol):
-    """Of an `EnvStream`."""
-
-    stream: Any
-
-
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=Any)  # an `InferenceRequest`
 
 
 class Window:
