@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -30,6 +27,7 @@ from coterie.exchange.table import EXCHANGES
 from coterie.runs import checkpoint
 from coterie.types import ConfigError
 from tests.conftest import make_rollout
+from tests.support.commands import run_example
 from tests.support.demonstrations import rule_plays_cartpole
 from tests.support.runs import check_rows
 
@@ -178,10 +176,7 @@ def test_actions_of_a_data_set_become_a_policys(space: Any):
 
 
 def test_the_example_clones_a_data_set_and_goes_on_with_ppo(tmp_path: Path):
-    script = Path(__file__).parents[2] / "examples" / "warm_start.py"
-    environment = {**os.environ, "PYTHONPATH": str(script.parents[1]), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, str(script), "6000"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    scores = [float(x) for x in re.findall(r"^(?:cloned|and PPO): (\d+) of 500$", done.stdout, re.MULTILINE)]
+    printed = run_example("warm_start.py", tmp_path, "6000", TMPDIR=str(tmp_path))
+    scores = [float(x) for x in re.findall(r"^(?:cloned|and PPO): (\d+) of 500$", printed, re.MULTILINE)]
     assert len(scores) == 2
     assert min(scores) > 400

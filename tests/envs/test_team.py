@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +20,7 @@ from coterie.types import ConfigError
 from tests.conftest import make_config
 from tests.envs.env_harness import Seen, check_returns, make, pattern, play
 from tests.support.cells import ON_POLICY
+from tests.support.commands import run_example
 from tests.support.crowd import Crowd
 
 CROWD = "tests.support.crowd:Crowd"
@@ -165,11 +163,8 @@ def test_a_run_of_several_agents_counts_none_of_the_absent(algorithm: str, actin
 
 def test_agents_with_one_policy_learn_what_takes_two(tmp_path: Path) -> None:
     """In the example: robots that move at random have a mean return of 0.18, runs of 60,000 steps one of 0.8."""
-    script = Path(__file__).parents[2] / "examples" / "multi_agent.py"
-    env = {**os.environ, "PYTHONPATH": str(script.parents[1])}
-    done = subprocess.run([sys.executable, script, "15000"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert float(done.stdout.split()[-3]) > 0.4
+    printed = run_example("multi_agent.py", tmp_path, "15000")
+    assert float(printed.split()[-3]) > 0.4
 
 
 def test_check_env_runs_the_test_of_pettingzoo_besides_its_own() -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +15,7 @@ from coterie.parallel.board import Board
 from coterie.runs.config_io import load_config
 from coterie.runs.metrics import read_metrics
 from coterie.types import ConfigError, CoterieError
+from tests.support.commands import run_example
 from tests.support.runs import arguments, check_rows, last_checkpoint, last_line, read_summary
 
 # An env behind a wrapper; a step's reward is the env's level, which callbacks set. `path`: the seeds of envs that have
@@ -255,11 +252,8 @@ def test_replaced_envs_and_new_workers_have_the_attributes(config, repeat):
 
 def test_the_example_ends_early_with_its_metrics_and_videos(tmp_path):
     pytest.importorskip("imageio")
-    script = Path(__file__).parents[2] / "examples" / "callbacks.py"
-    env = {**os.environ, "PYTHONPATH": str(script.parents[1])}
-    done = subprocess.run([sys.executable, script, "60000"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "an evaluation reached 0.8" in done.stdout.splitlines()[-1]
+    printed = run_example("callbacks.py", tmp_path, "60000")
+    assert "an evaluation reached 0.8" in printed.splitlines()[-1]
     (out,) = (tmp_path / "runs").iterdir()
     lines = read_metrics(out)
     assert max(line.get("custom/door", 0) for line in lines) > 2

@@ -21,6 +21,15 @@ from tests.support.waiting import wait_until
 PATIENCE = 120.0  # seconds; a machine may be busy
 
 
+def run_example(name: str, folder: Path, *words: str, **more: str) -> str:
+    """What a file of examples/ prints that runs in `folder` and ends well. `more`: of its environment."""
+    root = Path(__file__).parents[2]
+    command, env = [sys.executable, root / "examples" / name, *words], {**os.environ, "PYTHONPATH": str(root), **more}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 class Command:
     """`out`: the folder of its run; the output goes to a file beside it. `tmp`: the one of its temporary files."""
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +18,7 @@ from coterie.runs.metrics import read_metrics
 from coterie.tools.duel import Duel
 from coterie.tools.selfplay import SelfPlay
 from coterie.types import ConfigError
+from tests.support.commands import run_example
 
 
 def test_one_side_is_played_to_the_end_from_either_side() -> None:
@@ -130,12 +128,9 @@ def test_the_oldest_checkpoint_leaves_a_full_pool_and_its_file_a_little_later(tm
 
 @pytest.mark.slow
 def test_the_example_finds_the_best_moves_of_nim(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "examples" / "self_play.py"
-    env = {**os.environ, "PYTHONPATH": str(script.parents[1])}
-    done = subprocess.run([sys.executable, script, "15000"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = re.search(r"Elo (-?\d+); best moves (\d+) of 16; .* player (-?[\d.]+)", done.stdout)
-    assert found, done.stdout
+    printed = run_example("self_play.py", tmp_path, "15000")
+    found = re.search(r"Elo (-?\d+); best moves (\d+) of 16; .* player (-?[\d.]+)", printed)
+    assert found, printed
     elo, right, score = map(float, found.groups())
     assert elo > 50
     assert right > 8  # by chance 5
