@@ -62,8 +62,8 @@ class Progress:
     lags: Counter[int] = field(default_factory=Counter)  # rows by policy lag, in learner steps
     lag_by_row: list[float] = field(default_factory=list)  # mean lag of each row of a rollout, summed over rollouts
     rollouts: int = 0  # rollouts in `lag_by_row`
-    metrics: dict[str, float] = field(default_factory=dict)  # sums over the batches since the last `read`
-    batches: int = 0  # since the last `read`
+    metrics: dict[str, float] = field(default_factory=dict)  # sums over the batches since the last report
+    batches: int = 0  # since the last report
 
     def count_lag(self, version: Tensor) -> None:
         """Count the lags of a rollout. `version` `[T, B]`: learner step whose weights chose each action."""
@@ -102,12 +102,6 @@ class Progress:
         valid = int(rollout.mask.sum())
         self.env_steps += valid
         self.masked += rollout.mask.numel() - valid
-
-    def read(self) -> dict[str, float]:
-        """Means over the batches since the last call."""
-        means = {k: v / max(1, self.batches) for k, v in self.metrics.items()}
-        self.metrics, self.batches = {}, 0
-        return means
 
 
 class Gradients:

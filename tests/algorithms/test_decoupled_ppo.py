@@ -122,7 +122,9 @@ def test_ppo_learns_from_actors_that_do_not_wait_for_it(acting):
 
     def watch(rollout):
         nonlocal rollouts, far
-        rollouts, far = rollouts + 1, max(far, abs(learner.progress.read()["rho"] - 1))
+        p = learner.progress
+        rollouts, far = rollouts + 1, max(far, abs(p.metrics["rho"] / p.batches - 1))
+        p.metrics, p.batches = {}, 0
         return rollouts == 20
 
     with crewed(config) as learner:
