@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.base import core_shape
-from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
+from coterie.algorithms.base import Loss, combine
 from coterie.algorithms.q_base import QLearning
 from coterie.algorithms.replay_base import ReplayBatch
 from coterie.algorithms.replay_size import replay_capacity, replay_size, value_refusals
@@ -68,10 +68,6 @@ class R2D2(QLearning[Sequences]):
         Refusal(lambda c, s: c.q.atoms > 0, "q.atoms", "must be 0 with r2d2, which learns values on sequences"),
     )
 
-    def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
-        super().__init__(config, spec, compute, seed)
-        self.r2d2 = config.r2d2
-
     @staticmethod
     def rows_per_sample(config: Config) -> int:
         return config.r2d2.length
@@ -91,13 +87,13 @@ class R2D2(QLearning[Sequences]):
         return SequenceReplay.bytes_for(replay_capacity(config, spec), _blocks(config, spec))
 
     def trained(self, rows: Sequences) -> Tensor:
-        return rows.mask[self.r2d2.burn_in :]
+        return rows.mask[self.config.r2d2.burn_in :]
 
     @torch.no_grad()
     def _warm(self, model: Model, inputs: Inputs, state: Tensor) -> tuple[Inputs, Tensor]:
         """The inputs after the burn-in, and the recurrent state at its end."""
-        begin = self.r2d2.burn_in
-        if not self.r2d2.stored_state:
+        begin = self.config.r2d2.burn_in
+        if not self.config.r2d2.stored_state:
             state = torch.zeros_like(state)
         if begin:
             _, _, after = model(inputs.map(itemgetter(slice(0, begin))), state)
@@ -112,7 +108,7 @@ class R2D2(QLearning[Sequences]):
 
     def _first_priorities(self, reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
         """Initial priorities from the acting values; those of the chosen actions stand for the greedy ones."""
-        begin = self.r2d2.burn_in
+        begin = self.config.r2d2.burn_in
         reward, value, terminated, mask = reward[begin:], value[begin:], terminated[begin:], mask[begin:]
         wanted = self._targets(reward, value, terminated, mask)
         return self._mix((value[:-1] - wanted) * mask)
@@ -120,17 +116,17 @@ class R2D2(QLearning[Sequences]):
     def _targets(self, reward: Tensor, after: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
         """Value targets `[T, n]`; `after` `[T+1, n]`: the target network's values of the greedy actions."""
         total, discount, row = n_step_targets(reward, after, terminated, mask, self.config.algo.gamma, self.q.n_step)
-        real = unscale(after) if self.r2d2.rescale else after
+        real = unscale(after) if self.config.r2d2.rescale else after
         wanted = total + discount * real.gather(0, row)
-        return rescale(wanted) if self.r2d2.rescale else wanted
+        return rescale(wanted) if self.config.r2d2.rescale else wanted
 
     def _mix(self, error: Tensor) -> Tensor:
-        size = error.abs()
-        return self.r2d2.eta * size.amax(0) + (1 - self.r2d2.eta) * size.mean(0)
+        size, eta = error.abs(), self.config.r2d2.eta
+        return eta * size.amax(0) + (1 - eta) * size.mean(0)
 
     def loss(self, model: Model, batch: ReplayBatch[Sequences]) -> Loss:
         """The weighted error of the rows after the burn-in, and the sequences' priorities."""
-        rows, after, begin = batch.rows, batch.ahead, self.r2d2.burn_in
+        rows, after, begin = batch.rows, batch.ahead, self.config.r2d2.burn_in
         rest, state = self._warm(model, rows.inputs, rows.core_state)
         values = model(rest, state)[0]
         action, mask = rows.action[begin:], batch.mask
