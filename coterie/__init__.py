@@ -36,26 +36,22 @@ __all__ = [
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOME = {
-    "Callback": "coterie.roles.callbacks",
-    "Config": "coterie.config",
-    "ConfigError": "coterie.types",
-    "CoterieError": "coterie.types",
-    "Policy": "coterie.build.evaluate",
-    "check_env": "coterie.tools.check_env",
-    "Run": "coterie.roles.callbacks",
-    "evaluate_run": "coterie.build.evaluate",
-    "load": "coterie.build.evaluate",
-    "register_acting": "coterie.acting.table",
-    "register_algorithm": "coterie.algorithms.table",
-    "register_exchange": "coterie.exchange.table",
-    "resume": "coterie.launch.session",
-    "train": "coterie.launch.session",
+    "build.evaluate": ("Policy", "evaluate_run", "load"),
+    "config": ("Config",),
+    "types": ("ConfigError", "CoterieError"),
+    "roles.callbacks": ("Callback", "Run"),
+    "tools.check_env": ("check_env",),
+    "acting.table": ("register_acting",),
+    "algorithms.table": ("register_algorithm",),
+    "exchange.table": ("register_exchange",),
+    "launch.session": ("resume", "train"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "presets":
         return importlib.import_module("coterie.presets")
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f"coterie.{module}"), name)
     raise AttributeError(f"module 'coterie' has no attribute {name!r}")

@@ -95,9 +95,7 @@ def make_server(folder: str, port: int) -> ThreadingHTTPServer:
         def do_GET(self) -> None:
             name, _, own = self.headers.get("Host", "").rpartition(":")
             if name not in ("127.0.0.1", "localhost") or own != str(cast(ThreadingHTTPServer, self.server).server_port):
-                return self.send_error(
-                    HTTPStatus.MISDIRECTED_REQUEST
-                )  # a foreign name for this address (DNS rebinding)
+                return self.send_error(HTTPStatus.MISDIRECTED_REQUEST)  # a foreign name for it (DNS rebinding)
             if self.path != "/":
                 return self.send_error(HTTPStatus.NOT_FOUND)
             try:
