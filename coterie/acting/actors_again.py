@@ -78,6 +78,7 @@ class ActorsAgain:
     def __init__(self, setup: LearnerSetup, memory: None) -> None:
         self.setup, config, life = setup, setup.config, cast(Life, setup.life)
         self.batches = [[(*origin,) for origin in event[2]] for event in life.of("rollout")]
+        self.steps = iter([event[0] for event in life.of("rollout")])  # the versions, also where an edit makes others
         self.versions: dict[tuple[int, int], dict[int, list[int]]] = {}  # by actor and life, then by number
         uses = Counter[int]()
         for _, _, origins, versions, *_ in life.of("rollout"):
@@ -89,7 +90,7 @@ class ActorsAgain:
         self.fields = local_fields(setup.envs.spec, setup.unroll_length, size, setup.envs.device, core)
 
     def publish(self, version: int) -> None:
-        self.history.publish(version, self.setup.agent)
+        self.history.publish(next(self.steps), self.setup.agent)
 
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
         for origins in self.batches:

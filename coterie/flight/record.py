@@ -30,6 +30,7 @@ MAGIC = b"coterie flight 1\n"
 EVERY_S = 1.0  # between two blocks
 _HEAD = struct.Struct("<II")
 _MOST_LINES = 200_000  # that wait for the disk
+_line = json.JSONEncoder(separators=(",", ":")).encode  # `dumps` with separators makes an encoder at each call
 
 
 def path_of(folder: Path, rank: int, life: int, worker: int | None = None) -> Path:
@@ -58,7 +59,7 @@ class FlightRecorder:
         """Add an event. Any thread may call this. Those of inference are many, and are written with others."""
         if self.failed or self._over:
             return
-        self._lines.append(json.dumps(event, separators=(",", ":")))
+        self._lines.append(_line(event))
         if event[0] != "infer":
             if self._thread.ident is None:
                 self._start()

@@ -54,6 +54,24 @@ def test_a_setting_is_switched_at_a_learner_step(tmp_path, kind):
         assert torch.equal(found[0], found[-1]) == (edit is None), edit
 
 
+@pytest.mark.parametrize(
+    ("layout", "edit"),
+    [
+        ({**LAYOUTS["impala"], "algorithm": "ppo", "ppo.proximal": True}, "ppo.epochs=1"),
+        (LAYOUTS["impala"], "vtrace.minibatch=1"),
+        (LAYOUTS["dqn, actors"], "q.batch_size=16"),
+    ],
+)
+def test_an_edit_may_change_the_number_of_learner_steps(tmp_path, layout, edit, capsys):
+    """The actors then take the weights before the same rollouts."""
+    run(tmp_path / "run", **{**layout, "steps": 600})
+    ends = list[str]()
+    for options in ([], ["--edit", edit]):
+        assert main(["replay", str(tmp_path / "run"), *options]) == 0
+        ends += re.findall(r"up to learner step ([\d,]+): ", capsys.readouterr().out)
+    assert len(set(ends)) == 2
+
+
 def test_all_settings_that_can_be_switched_are_tested():
     tested = [name for values in VALUES.values() for name in values]
     assert {next(x for x in tested if x == known or x.startswith(f"{known}.")) for known in SWITCHED} == set(tested)
