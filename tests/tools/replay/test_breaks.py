@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing import current_process
@@ -14,9 +16,11 @@ from coterie.cli.main import main
 from coterie.envs.testing import CountingEnv
 from coterie.flight.record import FlightRecorder, lives, read_life
 from coterie.launch.session import resume
+from coterie.roles.callbacks import Callback
 from coterie.roles.learner_process import LearnerProcess
 from coterie.tools.replay import engine
 from coterie.types import ConfigError
+from tests.support.net import free_port
 from tests.tools.replay.test_replay import LAYOUTS, assert_equal, disturbed, edited, replayed, run
 
 
@@ -88,6 +92,38 @@ def test_a_replay_ends_where_a_remote_client_comes_in(tmp_path, layout, kind, wh
     edited(tmp_path / "run", edit)
     assert main(["replay", str(tmp_path / "run")]) == 0
     ends = rf"up to learner step \d+: .+; no further: the next .+ a remote {what}.+ no record\n"
+    assert re.search(ends, capsys.readouterr().out)
+
+
+class Joined(Callback):
+    """Starts a remote client, and ends the run some rollouts after it was admitted. Before, the run has no token."""
+
+    left = 20
+
+    def __init__(self, client, at):
+        env = ("--env", "CartPole-v1", "--env.num-envs", "2", "--env.threads", "1")
+        self.command = [sys.executable, "-m", "coterie", client, "--connect", at, *env]
+
+    def on_start(self, run):
+        self.path = run.folder.parent / "client.txt"
+        with self.path.open("w") as file:
+            self.client = subprocess.Popen(self.command, stdout=file, stderr=subprocess.STDOUT)
+
+    def should_stop(self, run):
+        self.left -= "CartPole-v1 for " in self.path.read_text() or self.client.poll() is not None
+        return self.left < 0
+
+    def on_end(self, run):
+        self.client.terminate()
+
+
+@pytest.mark.parametrize(("layout", "client", "what"), [("impala", "actor", "actor"), ("seed", "envs", "env host")])
+def test_a_run_with_a_remote_client_is_compared_up_to_it(tmp_path, layout, client, what, capsys):
+    at = f"127.0.0.1:{free_port()}"
+    own = {"wire.bind": at, "env.delay": 0.005, "steps": 10**9}
+    run(tmp_path / "run", [Joined(client, at)], **LAYOUTS[layout], **own)
+    assert main(["replay", str(tmp_path / "run")]) == 0
+    ends = rf"up to learner step [\d,]+: .+ are equal.*; no further: the next .+ a remote {what}.+ no record\n"
     assert re.search(ends, capsys.readouterr().out)
 
 
