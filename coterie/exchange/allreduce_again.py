@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo  # torch.dist
 
 from coterie.exchange.allreduce import AllReduce
 from coterie.exchange.base import Setup
-from coterie.flight.life import Life
+from coterie.flight.life import Life, RecordEnds
 
 _PATIENCE = timedelta(minutes=30)  # for a learner whose envs are slow
 
@@ -20,6 +21,7 @@ class Meeting:
 
     def __init__(self, lives: Sequence[Life]) -> None:
         self.store, self.learners = HashStore(), len(lives)
+        self.before = dict[int, Callable[[], None]]()  # by learner: called before it sums, which fails without a peer
 
     def end(self, learner: int) -> None:
         """The others find their connections closed."""
@@ -29,14 +31,21 @@ class AllReduceAgain(AllReduce):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.meeting: Meeting = setup.peers.replayed
+        self.group: ProcessGroupGloo | None = None
 
     def __enter__(self) -> AllReduce:
-        # The same library with the same algorithm adds up in the same order.
-        self.group = ProcessGroupGloo(self.meeting.store, self.rank, self.learners, _PATIENCE)
+        if self.meeting.learners == self.learners:  # else another one was killed before its record began
+            # The same library with the same algorithm adds up in the same order.
+            self.group = ProcessGroupGloo(self.meeting.store, self.rank, self.learners, _PATIENCE)
         return self
 
     def __exit__(self, *error: object) -> None:
-        del self.group
+        self.group = None
 
     def _sum(self, tensor: Tensor) -> None:
-        self.group.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+        self.meeting.before[self.rank]()
+        with suppress(RuntimeError):
+            if self.group is not None:
+                self.group.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+                return
+        raise RecordEnds("the record of another learner breaks off there")

@@ -216,7 +216,8 @@ class Coordinator:
         try:
             checkpoint.open_draft(self.root, f"order_{number}")
         except CoterieError as error:
-            return self.give_up_order(str(error))
+            self.give_up_order(str(error))
+            return
         self.order, self.saved, self.scores, self.given = number, {}, None, awake()
         self.board.give(what)
 
@@ -231,9 +232,7 @@ class Coordinator:
             self.give_up_order(f"no checkpoint: no part of learner {missing[0]} for {self.config.log.stall:g} s")
 
     def give_up_order(self, failure: str = "") -> None:
-        """Abandon the current order and make a new one due: at once where a learner is gone, after a while where there
-        was a `failure`.
-        """
+        """Abandon the current order and make a new one due: at once, or after a while where there was a `failure`."""
         self.order, self.saved = None, {}
         self.last_checkpoint = -1e9
         if failure:

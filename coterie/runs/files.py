@@ -21,7 +21,8 @@ from coterie.types import ConfigError, CoterieError, reason_of
 T = TypeVar("T")
 _LOCK = ".lock"
 ANSWER_S = 10.0  # for a few small files
-_waiting: list[threading.Thread] = []  # for a disk, given up
+_given_up: list[threading.Thread] = []  # that wait for a disk; changed under its lock
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -38,9 +39,8 @@ def answered(call: Callable[[], T], seconds: float = ANSWER_S) -> T:
     after `seconds`, and at once as long as that call waits on in its thread.
     """
     late = TimeoutError(errno.ETIMEDOUT, "the disk does not answer")
-    if any(thread.is_alive() for thread in _waiting):
+    if _waiting():
         raise late
-    _waiting.clear()
     future = Future[T]()
 
     def work() -> None:
@@ -55,15 +55,22 @@ def answered(call: Callable[[], T], seconds: float = ANSWER_S) -> T:
     while not future.done():
         wait([future], 0.5)
         if awake() > end:
-            _waiting.append(thread)
+            with _lock:
+                _given_up.append(thread)
             raise late
     return future.result()
+
+
+def _waiting() -> list[threading.Thread]:
+    with _lock:
+        _given_up[:] = [thread for thread in _given_up if thread.is_alive()]
+        return list(_given_up)
 
 
 def read(path: Path, call: Callable[[], T], seconds: float = ANSWER_S) -> T:
     """What `call` reads of `path`, or one line where the disk does not answer in `seconds`, earlier calls included."""
     end = awake() + seconds
-    for thread in _waiting:
+    for thread in _waiting():
         thread.join(max(0.0, end - awake()))
     try:
         return answered(call, max(0.0, end - awake()))

@@ -30,7 +30,7 @@ from grpc import StatusCode
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.auth import is_local, read_pem, split
 from coterie.wire.codec import Refused
-from coterie.wire.service import Limits, NoToken, ServerStream, Service, client_name
+from coterie.wire.service import Limits, NoToken, ServerStream, Service, client_name, peer_of
 from coterie.wire.tokens import SCOPES, own_token, scoped
 
 SERVICE = "coterie.v1.Coterie"
@@ -168,7 +168,7 @@ class Server:
         """Close connections without a stream: the oldest ones of an address beyond its limit, but none that is new, and
         one that sends too much.
         """
-        since = dict[tuple[str, int], int]()  # by address and port: when a connection without a stream was seen first
+        since = dict[str, int]()  # by peer: when a connection without a stream was seen first
         for tick in count():
             await asyncio.sleep(_WATCH_S / _LOOKS)
             if tick % _LOOKS and not any(self._unproven.values()):
@@ -177,7 +177,7 @@ class Server:
                 names = os.listdir("/dev/fd")
             except OSError:  # no descriptor to list them with
                 continue
-            admitted, strangers = {one.peer for one in self.open}, dict[str, list[tuple[int, int, str]]]()
+            admitted, strangers = {one.peer for one in self.open}, dict[str, list[tuple[int, str, str]]]()
             proven, self.proven = self.proven, set(admitted)
             for name in names:
                 with suppress(OSError):  # no connection, or closed meanwhile
@@ -185,21 +185,19 @@ class Server:
                     try:
                         if connection.family not in (socket.AF_INET, socket.AF_INET6):
                             continue
-                        host, port = connection.getpeername()[:2]
-                        host = host.removeprefix("::ffff:")  # gRPC, too, calls it an IPv4 address
-                        client = f"ipv6:[{host}]" if ":" in host else f"ipv4:{host}"
-                        if connection.getsockname()[1] != self.port or f"{client}:{port}" in admitted:
+                        peer = peer_of(connection)
+                        if connection.getsockname()[1] != self.port or peer in admitted:
                             continue
-                        one = since.get((host, port), tick), port, name
-                        strangers.setdefault(host, []).append(one)
-                        if f"{client}:{port}" in proven:
-                            self.proven.add(f"{client}:{port}")
+                        client = client_name(peer)
+                        strangers.setdefault(client, []).append((since.get(peer, tick), peer, name))
+                        if peer in proven:
+                            self.proven.add(peer)
                         elif _received(connection) > _STRANGERS_BYTES:
                             connection.shutdown(socket.SHUT_RDWR)
                             self._note(client, f"more than {_STRANGERS_BYTES} bytes before it has proven the token")
                     finally:
                         connection.detach()
-            since = {(host, port): first for host, found in strangers.items() for first, port, _ in found}
+            since = {peer: first for found in strangers.values() for first, peer, _ in found}
             for found in strangers.values():
                 for first, _, name in sorted(found)[: -self.limits.strangers]:
                     with suppress(OSError):

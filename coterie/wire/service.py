@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -173,6 +174,13 @@ class ServerStream:
 def _settle(future: asyncio.Future[Any], result: Any) -> None:
     if not future.done():
         future.set_result(result)
+
+
+def peer_of(connection: socket.socket) -> str:
+    """The name that gRPC gives to the other end of an Internet socket: address and port."""
+    host, port = connection.getpeername()[:2]
+    host = host.removeprefix("::ffff:")  # an IPv4 address on a socket for both
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
 
 def client_name(peer: str) -> str:

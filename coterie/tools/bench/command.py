@@ -177,7 +177,9 @@ def show(r: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {cost:.0f}" for name, cost in r["core_us_per_step"].items())
     per_call, count = r["core_us_per_call"], len(r["rounds"]["training"])
     known = [(what, per_call[k], per_call[f"{k}_fixed"]) for k, what in _CALLS.items() if k in per_call]
-    fixed = ", ".join(f"{what} {whole:,.0f} ({rest:,.0f})" for what, whole, rest in known) or "calls: unknown,"
+    fixed = ", ".join(f"{what} {whole:,.0f} ({rest:,.0f})" for what, whole, rest in known)
+    if fixed:
+        fixed = f"core time of {fixed} microseconds; in brackets the part of Python and of calls, whatever the batch\n"
     settled = "too few turns for a spread" if r["spread"] is None else f"spread {100 * r['spread']:.1f}%"
     if r["spread"] is None or r["spread"] >= _SPREAD:
         settled += ": give it more --seconds, and the machine nothing else to do"
@@ -190,5 +192,4 @@ training   {r["training"]:>10,.0f}   {r["training_over_env_only"]:.2f} of env on
 ceiling    {r["ceiling"]:>10,.0f}   training reaches {r["training_over_ceiling"]:.2f} of it, {settled}
 exchange   {100 * r["exchange_share"]:.1f}% of a learner's time
 core time of an env step, microseconds: {parts}
-core time of {fixed} microseconds; in brackets what does not depend on the batch: Python and calls of operators
-bottleneck: {r["bottleneck"]}"""
+{fixed}bottleneck: {r["bottleneck"]}"""

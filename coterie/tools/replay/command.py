@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ class States:
     groups: Sequence[Together]
     origin: str  # as asked
     wanted: set[Place] = field(default_factory=set)
-    known: dict[Place, Tensors] = field(default_factory=dict)
+    known: dict[Place, list[Tensors]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         everything = [life for group in self.groups for each in group.values() for life in each]
@@ -187,11 +188,10 @@ class States:
     def _candidates(self, path: Path, part: int, steps: int) -> Iterator[Tensors]:
         if path.exists():
             yield checkpoint.learner(checkpoint.load(path)[0], part)
-        if newest := self.known.get((part, steps)):
-            yield newest
-            for (learner, _), older in self.known.items():
-                if learner == part:
-                    yield self._rescued(newest, older)
+        newest = self.known.get((part, steps), [])
+        yield from newest
+        older = [x for (learner, _), found in self.known.items() if learner == part for x in found]
+        yield from (self._rescued(*pair) for pair in product(newest, older))
 
     def _rescued(self, newest: Tensors, older: Tensors) -> Tensors:
         """What a run saves of a lone learner that was killed: new weights and normalizers, and the rest as it was."""

@@ -63,7 +63,7 @@ class Replay:
     since: int = 0  # the learner step from which on those hold
     observers: Observers = lambda learner: ()
     wanted: set[Place] = field(default_factory=set)  # where to take a snapshot of a learner's state
-    snapshots: dict[Place, Tensors] = field(default_factory=dict)
+    snapshots: dict[Place, list[Tensors]] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
 
     def run(self) -> list[Result]:
@@ -73,8 +73,6 @@ class Replay:
         self._board = Board(self.config.learners)
         self._mixing = kind.mixing(self.config, self.config.learners)
         self._shared = named("replay", kind.replayed)(everything) if kind.replayed else None
-        counts = [len(life.of("rollout")) for life in everything]
-        self._most = min(counts) if kind.in_lockstep else max(counts)
         self._apart = not kind.in_lockstep
         self._short = set(self.lives)  # learners that have not come to `until`
         bugs = list[BaseException]()
@@ -127,16 +125,14 @@ class Replay:
             else:
                 raise
         else:
-            longer = self._most < len(life.of("rollout"))
-            if rank in self._short and (longer or life.end is None):
-                result.stopped = f"the record{' of another learner' * longer} breaks off there"
+            if rank in self._short and life.end is None:
+                result.stopped = "the record breaks off there"
         result.rollouts, result.digests = comparison.equal["rollout"], comparison.equal["weights"]
         return not result.difference
 
     def _train(self, life: Life, comparison: Comparison, result: Result, tensors: Tensors | None) -> None:
         header, rank = life.header, life.header["learner"]
-        left = min(self._most, len(life.of("rollout")))
-        counts = header["counts"]
+        left, counts = len(life.of("rollout")), header["counts"]
         edited = None if self.edited is None else as_recorded(self.edited, header)
         if edited is not None and counts.get("learner_steps", 0) >= self.since:
             config, edited, result.compared = edited, None, False
@@ -148,6 +144,10 @@ class Replay:
         )  # fmt: skip
         learner = LearnerProcess(config, header["life"], context)
 
+        def keep() -> None:
+            if (place := (rank, learner.progress.learner_steps)) in self.wanted:
+                self.snapshots.setdefault(place, []).append(copied(learner.tensors()))
+
         def look() -> None:
             nonlocal edited
             steps = learner.progress.learner_steps
@@ -155,8 +155,7 @@ class Replay:
                 comparison.rest()
                 switch(learner, edited)
                 edited, result.switched = None, steps
-            if (rank, steps) in self.wanted:
-                self.snapshots[rank, steps] = copied(learner.tensors())
+            keep()
             result.steps = steps if rank in self._short else result.steps
 
         def after_rollout(rollout: Rollout) -> bool:
@@ -170,6 +169,8 @@ class Replay:
                     comparison.rest()
             return left == 0 or not self._short or not (self._apart or rank in self._short)
 
+        if self._shared is not None and not self._apart:
+            self._shared.before[rank] = keep
         with closing(learner):
             if tensors is not None:
                 learner.load(tensors)

@@ -6,7 +6,9 @@ import io
 import os
 import re
 import shutil
+import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -104,6 +106,24 @@ def test_a_replay_goes_through_kills(tmp_path, layout):
     """Of learners, which go on from checkpoints that were pruned since, and of actors and env hosts."""
     assert disturbed(tmp_path / "run", 12, **LAYOUTS[layout])
     assert_equal(replayed(tmp_path / "run"))
+
+
+class Deadly(Callback):
+    """Kills its learner once, between two rollouts."""
+
+    def on_rollout(self, run: Run) -> None:
+        if run.env_steps > 700:
+            with suppress(FileExistsError):
+                (run.folder.parent / "once").touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_learner_saved_in_the_middle_of_a_rollout_is_found_again(tmp_path):
+    """It had lost the other one there, and the checkpoint from which both went on was pruned since."""
+    run(tmp_path / "run", (Deadly,), **LAYOUTS["ppo, synchronous"], **{"log.keep": 1, "restarts": 1})
+    results = replayed(tmp_path / "run")
+    assert sorted(result.life.header["life"] for result in results) == [0, 0, 1000, 1000]
+    assert_equal(results)
 
 
 @pytest.mark.slow
