@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from coterie.config import Config, Env, Model
 from coterie.models.build import Network
@@ -18,6 +19,8 @@ from coterie.runs.config_io import replace
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 
 torch.set_num_threads(1)
+settings.register_profile("coterie", deadline=None)  # a busy machine fails no test
+settings.load_profile("coterie")
 os.environ["XDG_STATE_HOME"] = _STATE = tempfile.mkdtemp(prefix="coterie-tests-")  # for a key of the tests' own
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 

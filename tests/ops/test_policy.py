@@ -33,7 +33,6 @@ def test_policy_gradient_and_where_its_gradient_goes() -> None:
     assert torch.equal(log_prob.grad, -advantage.detach())  # type: ignore[arg-type]
 
 
-@settings(deadline=None)
 @given(new=st.floats(-8, 0), old=st.floats(-8, 0), adv=st.floats(-5, 5), clip=st.sampled_from([0.1, 0.2, 0.5]))
 def test_ppo_clip_is_the_papers_equation(new: float, old: float, adv: float, clip: float) -> None:
     ratio = np.exp(new - old)
@@ -114,7 +113,7 @@ def test_normalize_has_mean_zero_and_deviation_one_on_valid_rows_only() -> None:
     assert torch.equal(normalize(torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.bool)), torch.zeros(3, 2))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 1000), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_chunks_of_a_masked_mean_add_up(seed: int, sizes: list[int]) -> None:
     """Values and gradients, whatever the masks of the chunks are: valid rows spread unevenly."""

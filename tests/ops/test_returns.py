@@ -24,7 +24,7 @@ every = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 shapes = {"seed": st.integers(0, 10_000), "t": st.integers(1, 12), "b": st.integers(1, 6)}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(**shapes, lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]), ends=st.sampled_from([0.0, 0.2, 0.7]))
 def test_gae_is_the_papers_sum(seed: int, t: int, b: int, lam: float, ends: float) -> None:
     """A_t = sum_l (gamma lam)^l delta_{t+l}, over the steps of t's episode in the rollout: V-trace with ratio 1."""
@@ -55,7 +55,7 @@ def test_a_masked_row_does_not_change_a_valid_one(target: Callable[[Data], Itera
 
 
 @every
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000))
 def test_an_episode_does_not_depend_on_the_next(target: Callable[[Data], Iterable[Tensor]], seed: int) -> None:
     """Changing everything from a masked row's next obs on, or after a termination, changes nothing before it."""

@@ -16,7 +16,7 @@ from tests.ops.trajectories import GAMMA, INF, Data, close, make, slow_n_step, s
 BARS = [(1.0, 1.0), (1.0, 0.4), (2.5, 1.3), (0.7, 0.7), (INF, 1.0), (INF, INF)]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10_000),
     t=st.integers(1, 12),

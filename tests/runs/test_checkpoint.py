@@ -86,7 +86,7 @@ json_values = st.recursive(
 
 
 @given(state=st.dictionaries(st.text(), json_values, max_size=4))
-@settings(max_examples=25, deadline=None, database=None)
+@settings(max_examples=25, database=None)
 def test_the_state_of_a_checkpoint_survives_even_nan(
     state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -56,7 +56,7 @@ def batches() -> list[Any]:
 
 def simulate(kind: type[Simulation], number: int, *phases: Phase) -> None:
     once = settings(
-        max_examples=SEEDS, stateful_step_count=20, deadline=None, database=None, print_blob=True,
+        max_examples=SEEDS, stateful_step_count=20, database=None, print_blob=True,
         phases=[Phase.generate, *phases], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     run_state_machine_as_test(seed(number)(lambda: kind()), settings=once)

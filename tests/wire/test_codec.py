@@ -71,7 +71,7 @@ def frames(draw: st.DrawFn) -> tuple[Layout, dict[str, Array]]:
 
 
 @given(frames())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_packed_frames_are_unpacked_unchanged(frame: tuple[Layout, dict[str, Array]]):
     layout, content = frame
     data = layout.pack(content)
@@ -84,7 +84,7 @@ def test_packed_frames_are_unpacked_unchanged(frame: tuple[Layout, dict[str, Arr
 
 
 @given(frames(), st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_a_frame_of_any_other_length_is_refused(frame: tuple[Layout, dict[str, Array]], draw: st.DataObject):
     layout, content = frame
     data = layout.pack(content)

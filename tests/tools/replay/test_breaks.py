@@ -15,13 +15,12 @@ import torch
 from coterie.cli.main import main
 from coterie.envs.testing import CountingEnv
 from coterie.flight.record import FlightRecorder, lives, read_life
-from coterie.launch.session import resume
 from coterie.roles.callbacks import Callback
 from coterie.roles.learner_process import LearnerProcess
 from coterie.tools.replay import engine
 from coterie.types import ConfigError
 from tests.support.net import free_port
-from tests.tools.replay.test_replay import LAYOUTS, assert_equal, disturbed, edited, replayed, run
+from tests.tools.replay.test_replay import LAYOUTS, assert_equal, edited, replayed, run
 
 
 class Uneven(CountingEnv):
@@ -163,30 +162,6 @@ def test_a_replay_computes_with_one_thread_whatever_its_process_does(tmp_path, m
         assert (Apart.found, torch.get_num_threads()) == ([1], 3)
     finally:
         torch.set_num_threads(before)
-
-
-def test_gossip_goes_through_kills_and_a_record_that_breaks_off_before(tmp_path):
-    assert disturbed(tmp_path / "run", 12, **LAYOUTS["a2c, gossip"])
-    assert_equal(results := replayed(tmp_path / "run"))
-    longest = max((x for x in results if x.life.end is None), key=lambda x: x.rollouts)
-    cut(longest.life.path, longest.rollouts // 2)
-    again = replayed(tmp_path / "run")
-    assert not any(result.difference for result in again)
-    shorter = next(result for result in again if result.life.path == longest.life.path)
-    assert (shorter.rollouts, shorter.stopped) == (longest.rollouts // 2, "the record breaks off there")
-
-
-def test_a_life_whose_beginning_is_gone_does_not_hide_the_earlier_ones(tmp_path, capsys):
-    folder = tmp_path / "run"
-    run(folder, **LAYOUTS["impala"], **{"log.keep": 1})
-    resume(folder, steps=3000, quiet=True)
-    cut(folder / "flight" / "learner_0.life_0", 5)
-    assert main(["replay", str(folder)]) == 0
-    first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first.startswith("learner 0, life 0, up to learner step 5: ")
-    assert first.endswith("breaks off there")
-    begun = read_life(folder / "flight" / "learner_0.life_1").header["checkpoint"]
-    assert second.endswith(f"; no further: {begun} was pruned (log.keep), and no replay came to it")
 
 
 def test_learners_with_a_core_each_are_replayed_by_a_process_with_more(tmp_path):

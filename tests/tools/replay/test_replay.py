@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import shutil
-import signal
 import time
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,14 +15,12 @@ from coterie.cli.main import main
 from coterie.envs.testing import CountingEnv
 from coterie.flight.record import FlightRecorder, lives
 from coterie.launch.session import resume, train
-from coterie.roles.callbacks import Callback, Run
 from coterie.runs.trust import open_run
 from coterie.tools.replay import compare
 from coterie.tools.replay.command import Asked, replay_run
 from coterie.types import CoterieError
 from tests.conftest import make_config
 
-SECONDS = float(os.environ.get("COTERIE_REPLAY_S", "120"))
 TWO, ACTORS = {"learners": 2}, {"actors": 2, "decoupled.queue": 1}
 SHORT = {"r2d2.burn_in": 8, "r2d2.length": 8, "r2d2.stride": 8}
 LAYOUTS = {
@@ -71,67 +65,6 @@ def test_a_replay_comes_to_the_same_weights(tmp_path, layout):
     run(tmp_path / "run", **LAYOUTS[layout])
     results = replayed(tmp_path / "run")
     assert len(results) == LAYOUTS[layout].get("learners", 1)
-    assert_equal(results)
-
-
-class Enough(Callback):
-    """Ends the run some time after its first learner has started."""
-
-    def on_start(self, run: Run) -> None:
-        end = run.folder.parent / "end"
-        if not end.exists():
-            end.write_text(str(time.time() + float((run.folder.parent / "seconds").read_text())))
-        self.end = float(end.read_text())
-
-    def should_stop(self, run: Run) -> bool:
-        return time.time() > self.end
-
-
-def disturbed(out, seconds, **changes):
-    """A run with faults; returns how often its processes were killed. A busy machine may need more time for that."""
-    budgets = dict.fromkeys(("restarts", "decoupled.restarts", "central.restarts"), 10**6)
-    every = max(0.8, seconds / 20)
-    chaos = {"chaos.every": every, "chaos.seed": 25, "log.checkpoint_every": every / 2, "steps": 10**9}
-    for longer in (1, 2, 4):
-        (out.parent / "seconds").write_text(str(seconds * longer))
-        (out.parent / "end").unlink(missing_ok=True)
-        if kills := run(out, callbacks=(Enough,), **{**changes, **budgets, **chaos})["chaos"].get("kill", 0):
-            break
-        shutil.rmtree(out)
-    return kills
-
-
-@pytest.mark.parametrize("layout", ["impala", "seed"])
-def test_a_replay_goes_through_kills(tmp_path, layout):
-    """Of learners, which go on from checkpoints that were pruned since, and of actors and env hosts."""
-    assert disturbed(tmp_path / "run", 12, **LAYOUTS[layout])
-    assert_equal(replayed(tmp_path / "run"))
-
-
-class Deadly(Callback):
-    """Kills its learner once, between two rollouts."""
-
-    def on_rollout(self, run: Run) -> None:
-        if run.env_steps > 700:
-            with suppress(FileExistsError):
-                (run.folder.parent / "once").touch(exist_ok=False)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_what_a_learner_saved_in_the_middle_of_a_rollout_is_found_again(tmp_path):
-    """It had lost the other one there, and the checkpoint from which both went on was pruned since."""
-    run(tmp_path / "run", (Deadly,), **LAYOUTS["ppo, synchronous"], **{"log.keep": 1, "restarts": 1})
-    results = replayed(tmp_path / "run")
-    assert sorted(result.life.header["life"] for result in results) == [0, 0, 1000, 1000]
-    assert_equal(results)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "a2c"])  # which has one process
-def test_two_minutes_with_kills_are_replayed(tmp_path, layout):
-    assert disturbed(tmp_path / "run", SECONDS, **LAYOUTS[layout])
-    results = replayed(tmp_path / "run")
-    assert len(results) > LAYOUTS[layout].get("learners", 1), "no learner was killed"
     assert_equal(results)
 
 
