@@ -22,8 +22,9 @@ are done; the others are not started or not finished. No run was steered, stoppe
 
 Score: the interquartile mean over seeds of the mean return of greedy episodes with the last weights, and its 95%
 bootstrap interval where there are several seeds. Human = 1: the score between a random policy's (0) and a human's (1).
-Seconds: mean wall-clock of training at idle priority beside other work, so an upper bound. Curves: mean over seeds and
-its 95% interval. *In italics*: a run that is under way, with the return of its last 100 training episodes.
+Seconds: mean wall-clock of training at idle priority on one or two cores, beside other work that differed from run to
+run: an upper bound. What was reached in the same time compares as loosely. Curves: mean over seeds and its 95%
+interval. *In italics*: a run that is under way, with the return of its last 100 training episodes.
 
 Machine: two cores of an AMD EPYC, from 25 November 2026 on. Coterie: EnvPool, fp32 for vectors, the preset's number of
 learners, and but for the group "Memory" the preset's defaults. Rows of `sb3_league.py`: Stable-Baselines3 with its
@@ -119,6 +120,22 @@ def rows(methods: Group) -> list[str]:
     return lines
 
 
+def same_time(methods: Group) -> list[str]:
+    """What each method has reached when the first one of all, ours or a peer's, was done."""
+    done = {method: records for method, runs in methods.items() if (records := finished(runs))}
+    if len({method.startswith("sb3-") for method in done}) < 2:
+        return []
+    end = min(record["seconds"] for records in done.values() for record in records)
+    lines = ["", f"After {end:,} seconds, when the first of these runs was done:\n"]
+    lines += table("method", "seeds", "env steps", "return of training episodes")
+    found = []
+    for method, records in done.items():
+        points = [np.array(record["curve"], float).T for record in records]
+        steps, scores = (np.mean([np.interp(end, x[1], x[i]) for x in points]) for i in (0, 2))
+        found.append((scores, row(method, len(records), f"{steps:,.0f}", f"{scores:.1f}")))
+    return [*lines, *(line for _, line in sorted(found, reverse=True))]
+
+
 def published(env: str) -> list[str]:
     """What others have published for the env."""
     lines = []
@@ -181,7 +198,13 @@ def page() -> str:
         for env in listing["envs"]:
             methods, others = found[group][env], published(env)
             if methods or others:
-                lines += [f"### {env}\n", *(rows(methods) if methods else ["No run yet."]), *others, ""]
+                lines += [
+                    f"### {env}\n",
+                    *(rows(methods) if methods else ["No run yet."]),
+                    *same_time(methods),
+                    *others,
+                    "",
+                ]
             if methods:
                 lines.append(f"![{env}: return over env steps and over seconds](league/{curves(env, methods)})\n")
     lines += ["## Published scores\n", "Not run here: other versions of the envs, and other ways to measure.\n"]
