@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -69,8 +70,11 @@ class LearnerProcess:
         self.resources = resources = resolve_resources(config, self.spec, context.gpu)
         if resources.device.type == "cuda":
             torch.cuda.set_device(resources.device)
-        self._torch_threads = torch.get_num_threads()
+        self._torch_before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         torch.set_num_threads(1)
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+            torch.use_deterministic_algorithms(True)
         keep_freed_memory()
         self.model = first_model(config, self.spec, incarnation).to(resources.device)
         self.params = FlatParams(self.model)
@@ -267,7 +271,8 @@ class LearnerProcess:
         self.life.close()
         self.trainers.close()
         self._open_parts().close()
-        torch.set_num_threads(self._torch_threads)
+        torch.set_num_threads(self._torch_before[0])
+        torch.use_deterministic_algorithms(self._torch_before[1])
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything that a checkpoint must hold besides counters."""

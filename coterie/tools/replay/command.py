@@ -94,7 +94,10 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
         groups = _with_step(groups, since, what, folder / "checkpoints")
     if not groups:
         raise ConfigError(f"RUN: {folder} has no flight record" + (f" from {what.origin}" if what.origin else ""))
-    for line in machine_differences(next(iter(groups[0].values()))[0].header):
+    header = next(iter(groups[0].values()))[0].header
+    if header["device"] != "cpu" and not config.deterministic:
+        raise ConfigError("device: a GPU adds up in no fixed order: only a run with `--deterministic True` is replayed")
+    for line in machine_differences(header):
         say(f"note: {line}")
     states, reached = States(folder / "checkpoints", config, groups, "" if since is not None else what.origin), 0
 

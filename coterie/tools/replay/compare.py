@@ -6,12 +6,10 @@ import json
 from collections import deque
 from typing import Any
 
-import torch
-
 from coterie.flight.life import Event, Life
 from coterie.flight.sums import differing_envs
 from coterie.learner import Observer
-from coterie.runs.machine import processor
+from coterie.roles.life import machine
 from coterie.types import Rollout
 
 _COMPARED = ("rollout", "weights")
@@ -72,15 +70,11 @@ class Comparison(Observer):
 
     def _machine(self) -> str:
         return (
-            "; ".join(machine_differences(self.header)) or "processor, instruction set and torch are the recorded ones"
+            "; ".join(machine_differences(self.header)) or "torch, processor and instruction set are the recorded ones"
         )
 
 
 def machine_differences(header: dict[str, Any]) -> list[str]:
     """Why the arithmetic here may not be the recorded one."""
-    here = {
-        "processor": processor(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-    }
-    return [f"{name}: {header[name]} recorded, {value} here" for name, value in here.items() if header[name] != value]
+    here = machine(header["device"])
+    return [f"{name}: {header[name]} recorded, {x} here" for name, x in here.items() if header.get(name, x) != x]

@@ -15,8 +15,9 @@ from coterie.cli.main import main
 from coterie.envs.testing import CountingEnv
 from coterie.flight.record import FlightRecorder, lives
 from coterie.launch.session import resume, train
+from coterie.roles import life
+from coterie.roles.callbacks import Callback, Run
 from coterie.runs.trust import open_run
-from coterie.tools.replay import compare
 from coterie.tools.replay.command import Asked, replay_run
 from coterie.types import CoterieError
 from tests.conftest import make_config
@@ -110,11 +111,11 @@ def test_an_env_that_is_not_deterministic_is_named(tmp_path):
     )
 
 
-def edited(folder, edit):
-    """Write learner 0's record again, with other events."""
-    (life,) = lives(folder, 0)
-    recorder = FlightRecorder(life.path, lambda: life.header)
-    for event in life.events:
+def edited(folder, edit=lambda event: None, **header):
+    """Write learner 0's record again, with other events, or entries of its header."""
+    (before,) = lives(folder, 0)
+    recorder = FlightRecorder(before.path, lambda: before.header | header)
+    for event in before.events:
         edit(event)
         recorder.note(*event)
     recorder.close()
@@ -130,8 +131,8 @@ def test_a_difference_of_the_weights_names_the_step_and_the_tensor(tmp_path, mon
     edited(tmp_path / "run", edit)
     (result,) = replayed(tmp_path / "run")
     name = lives(tmp_path / "run", 0)[0].header["tensors"][3]
-    assert result.difference.startswith(f"learner steps 11 to 15: {name} differ after equal rollouts; processor")
-    monkeypatch.setattr(compare, "processor", lambda: "another one")
+    assert result.difference.startswith(f"learner steps 11 to 15: {name} differ after equal rollouts; torch, processor")
+    monkeypatch.setattr(life, "processor", lambda: "another one")
     said = list[str]()
     (result,) = replayed(tmp_path / "run", say=said.append)
     assert "; processor: " in result.difference
@@ -169,6 +170,26 @@ def test_the_command_says_what_is_equal(tmp_path, capsys):
     assert "learner 0, life 0 differs: learner steps 1 to 1: " in capsys.readouterr().out
     assert main(["replay", str(tmp_path / "run"), "--from", "step_1"]) == 2
     assert capsys.readouterr().err == f"coterie: RUN: {tmp_path / 'run'} has no flight record from step_1\n"
+
+
+def test_a_run_on_a_gpu_is_refused_unless_it_was_deterministic(tmp_path, capsys):
+    run(tmp_path / "run", algorithm="a2c")
+    edited(tmp_path / "run", device="cuda")
+    assert main(["replay", str(tmp_path / "run")]) == 2
+    line = "coterie: device: a GPU adds up in no fixed order: only a run with `--deterministic True` is replayed\n"
+    assert capsys.readouterr().err == line
+
+
+class Asks(Callback):
+    def on_start(self, run: Run) -> None:
+        run.record("deterministic", torch.are_deterministic_algorithms_enabled())
+
+
+def test_a_deterministic_run_has_torchs_deterministic_algorithms(tmp_path):
+    run(tmp_path / "run", (Asks,), algorithm="a2c", deterministic=True)
+    assert '"custom/deterministic": 1' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert_equal(replayed(tmp_path / "run"))
 
 
 def test_a_run_without_a_record_is_refused(tmp_path, capsys):
