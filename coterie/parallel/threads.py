@@ -7,6 +7,7 @@ once for each batch or rollout, which is also faster on an idle machine. Torch's
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -34,6 +35,21 @@ def making(seed: int = 0) -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(before)
+
+
+def set_torch(deterministic: bool) -> Callable[[], None]:
+    """Let each operation have one thread, and if asked torch's deterministic algorithms; returns what undoes it."""
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it as it starts
+        torch.use_deterministic_algorithms(True)
+
+    def undo() -> None:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1])
+
+    return undo
 
 
 class Team:

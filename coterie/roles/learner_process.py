@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -48,7 +47,7 @@ from coterie.ops.optim import scaled_lr, schedule_value
 from coterie.parallel.affinity import keep_freed_memory
 from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
-from coterie.parallel.threads import Team
+from coterie.parallel.threads import Team, set_torch
 from coterie.remote.admission import Servers
 from coterie.roles.life import LifeRecord
 from coterie.runs.checkpoint import Part
@@ -70,11 +69,7 @@ class LearnerProcess:
         self.resources = resources = resolve_resources(config, self.spec, context.gpu)
         if resources.device.type == "cuda":
             torch.cuda.set_device(resources.device)
-        self._torch_before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-        torch.set_num_threads(1)
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
-            torch.use_deterministic_algorithms(True)
+        self._torch_as_before = set_torch(config.deterministic)
         keep_freed_memory()
         self.model = first_model(config, self.spec, incarnation).to(resources.device)
         self.params = FlatParams(self.model)
@@ -271,8 +266,7 @@ class LearnerProcess:
         self.life.close()
         self.trainers.close()
         self._open_parts().close()
-        torch.set_num_threads(self._torch_before[0])
-        torch.use_deterministic_algorithms(self._torch_before[1])
+        self._torch_as_before()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything that a checkpoint must hold besides counters."""
