@@ -130,7 +130,9 @@ def same_time(methods: Group) -> list[str]:
     lines += table("method", "seeds", "env steps", "return of training episodes")
     found = []
     for method, records in done.items():
-        points = [np.array(record["curve"], float).T for record in records]
+        points = [np.array(record["curve"], float).T for record in records if record["curve"]]
+        if not points or any(x[1, 0] > end for x in points):  # nothing is known of it at that time
+            continue
         steps, scores = (np.mean([np.interp(end, x[1], x[i]) for x in points]) for i in (0, 2))
         found.append((scores, row(method, len(records), f"{steps:,.0f}", f"{scores:.1f}")))
     return [*lines, *(line for _, line in sorted(found, reverse=True))]

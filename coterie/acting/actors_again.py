@@ -78,7 +78,7 @@ class ActorsAgain:
     def __init__(self, setup: LearnerSetup, memory: None) -> None:
         self.setup, config, life = setup, setup.config, cast(Life, setup.life)
         self.batches = [[(*origin,) for origin in event[2]] for event in life.of("rollout")]
-        self.steps = iter([event[0] for event in life.of("rollout")])  # the versions, also where an edit makes others
+        self.steps = iter([event[0] for event in life.of("rollout")])  # recorded versions, edited or not
         self.versions: dict[tuple[int, int], dict[int, list[int]]] = {}  # by actor and life, then by number
         uses = Counter[int]()
         for _, _, origins, versions, *_ in life.of("rollout"):

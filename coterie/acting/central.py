@@ -177,7 +177,7 @@ class Central(EnvStreams):
         if not self.models.published:
             return [], _CHECK_S
         config = self.config
-        if config.lockstep:  # all envs, always in the same order; one that is behind catches up while the others wait
+        if config.lockstep:  # all envs, always in the same order; one that is behind catches up
             streams, done = sorted(self.streams.values(), key=lambda x: x.first_env_id), self.completed
             # The others wait for the weights trained on their last rollout.
             due = [x for x in streams if x.recorder is not None or self.models.published > done.get(x.place, 0)]

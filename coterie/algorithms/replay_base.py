@@ -83,7 +83,7 @@ class ReplayBatch(Generic[R]):
 
 class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
     """The base of DQN, R2D2 and SAC. They add `act`, `loss`, and the abstract methods below. Samples are single
-    transitions, where a subclass does not say otherwise.
+    transitions, unless a subclass overrides this.
     """
 
     has_replay = True

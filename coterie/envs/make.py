@@ -115,7 +115,7 @@ def make_envs(
 
 
 def backends(env: config.Env, atari: config.Atari, threads: int, groups: int, training: bool = True) -> MakeBackend:
-    """Makes what runs the instances of each of the groups."""
+    """Return the function that makes a group's backend."""
     if env.num_envs % groups:
         raise ConfigError(f"env.num_envs must be even for env.groups 2, not {env.num_envs}")
     each = max(1, -(-threads // groups))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 from torch import Tensor
@@ -14,17 +14,30 @@ from coterie.exchange.base import Setup
 from coterie.flight.life import Life, RecordEnds
 
 _PATIENCE = timedelta(minutes=30)  # for a learner whose envs are slow
+_ALONE = "no further: the replay of another learner ended before this sum"
 
 
 class Meeting:
     """Where the learners of a replay meet."""
 
     def __init__(self, lives: Sequence[Life]) -> None:
-        self.store, self.learners = HashStore(), len(lives)
-        self.before = dict[int, Callable[[], None]]()  # by learner: called before it sums, which fails without a peer
+        self.store, self.lives = HashStore(), len(lives)
+        self.before = dict[int, Callable[[], None]]()  # by learner: called before each sum, which may fail
+        self._here, self.ended, self._changed = set[int](), set[int](), threading.Condition()
+
+    def come(self, learner: int, learners: int) -> bool:
+        """Wait for the others; returns whether all have come. One that was killed early does not."""
+        with self._changed:
+            self._here.add(learner)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._here) == learners or self.ended or self.lives < learners)
+            return len(self._here) == learners
 
     def end(self, learner: int) -> None:
         """The others find their connections closed."""
+        with self._changed:
+            self.ended.add(learner)
+            self._changed.notify_all()
 
 
 class AllReduceAgain(AllReduce):
@@ -34,18 +47,22 @@ class AllReduceAgain(AllReduce):
         self.group: ProcessGroupGloo | None = None
 
     def __enter__(self) -> AllReduce:
-        if self.meeting.learners == self.learners:  # else another one was killed before its record began
+        if self.meeting.come(self.rank, self.learners):
             # The same library with the same algorithm adds up in the same order.
             self.group = ProcessGroupGloo(self.meeting.store, self.rank, self.learners, _PATIENCE)
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.meeting.end(self.rank)
         self.group = None
 
     def _sum(self, tensor: Tensor) -> None:
         self.meeting.before[self.rank]()
-        with suppress(RuntimeError):
-            if self.group is not None:
-                self.group.allreduce([tensor]).wait()  # type: ignore[attr-defined]
-                return
-        raise RecordEnds("the record of another learner breaks off there")
+        if self.group is None:
+            raise RecordEnds(_ALONE)
+        try:
+            self.group.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+        except RuntimeError:
+            if not self.meeting.ended:
+                raise
+            raise RecordEnds(_ALONE) from None

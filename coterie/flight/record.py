@@ -4,7 +4,7 @@
 
 Env seeds, sampled actions and the order of additions are fixed by a run's config. What is not is the schedule: which
 rollouts made a batch, which weights chose their actions, whose message was averaged when. The file begins with the
-line `coterie flight 1`. Blocks follow: length and CRC-32 (4 bytes each, little-endian), then lines of JSON, compressed
+line `coterie flight 2`. Blocks follow: length and CRC-32 (4 bytes each, little-endian), then lines of JSON, compressed
 with zlib. The first line is the header, the others are events (docs/reference/flight.md). The lines of the last second
 are in a second file, `.tail`, behind the length of the first one to which they belong: a killed process leaves them.
 """
@@ -26,7 +26,7 @@ from typing import Any
 from coterie.flight.life import Life
 from coterie.types import ConfigError, reason_of
 
-MAGIC = b"coterie flight 1\n"
+MAGIC = b"coterie flight 2\n"
 EVERY_S = 1.0  # between two blocks
 _HEAD = struct.Struct("<II")
 _MOST_LINES = 200_000  # that wait for the disk

@@ -128,7 +128,7 @@ class Normalizer(nn.Module):
         self.changed()
 
     def _without_outliers(self, x: Tensor) -> Tensor:
-        center = self.mean if self.count else x.median(0).values
+        center = self.mean if self.count else x.sort(0).values[(len(x) - 1) // 2]
         most = max(_NEAR, (_RAISE * (float(self.count) + len(x))) ** 0.5)
         away, bound = (x - center).abs(), most * (self.m2 / self.count.clamp(min=1) + 1e-8).sqrt()
         if not (away > bound).any():

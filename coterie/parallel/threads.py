@@ -38,16 +38,17 @@ def making(seed: int = 0) -> Iterator[None]:
 
 
 def set_torch(deterministic: bool) -> Callable[[], None]:
-    """Let each operation have one thread, and if asked torch's deterministic algorithms; returns what undoes it."""
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    """Set one thread per operation and, if asked, torch's deterministic algorithms; returns what undoes it."""
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     torch.set_num_threads(1)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it as it starts
-        torch.use_deterministic_algorithms(True)
+        torch.set_deterministic_debug_mode("error")
 
     def undo() -> None:
-        torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1])
+        torch.set_num_threads(threads)
+        if deterministic:
+            torch.set_deterministic_debug_mode(mode)
 
     return undo
 

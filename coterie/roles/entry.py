@@ -127,7 +127,6 @@ class Service:
 
     def run(self) -> None:
         """Train to the end of the run, then obey orders until the last one."""
-        self.learner.write_counts()
         self.post("note", self.learner.describe())
         self.callbacks.start()
         # Given before the learners began: the checkpoint at step 0. One that rejoins has no weights worth saving yet.

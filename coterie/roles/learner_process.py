@@ -69,7 +69,8 @@ class LearnerProcess:
         self.resources = resources = resolve_resources(config, self.spec, context.gpu)
         if resources.device.type == "cuda":
             torch.cuda.set_device(resources.device)
-        self._torch_as_before = set_torch(config.deterministic)
+        # In a replay, learners are threads of one process, and `Replay.run` sets it for all.
+        self._restore_torch = set_torch(config.deterministic and context.life is None)
         keep_freed_memory()
         self.model = first_model(config, self.spec, incarnation).to(resources.device)
         self.params = FlatParams(self.model)
@@ -266,7 +267,7 @@ class LearnerProcess:
         self.life.close()
         self.trainers.close()
         self._open_parts().close()
-        self._torch_as_before()
+        self._restore_torch()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything that a checkpoint must hold besides counters."""

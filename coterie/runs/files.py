@@ -22,7 +22,7 @@ T = TypeVar("T")
 _LOCK = ".lock"
 ANSWER_S = 10.0  # for a few small files
 _given_up: list[threading.Thread] = []  # that wait for a disk; changed under its lock
-_lock = threading.Lock()
+_given_up_lock = threading.Lock()
 
 
 @contextmanager
@@ -55,14 +55,14 @@ def answered(call: Callable[[], T], seconds: float = ANSWER_S) -> T:
     while not future.done():
         wait([future], 0.5)
         if awake() > end:
-            with _lock:
+            with _given_up_lock:
                 _given_up.append(thread)
             raise late
     return future.result()
 
 
 def _waiting() -> list[threading.Thread]:
-    with _lock:
+    with _given_up_lock:
         _given_up[:] = [thread for thread in _given_up if thread.is_alive()]
         return list(_given_up)
 

@@ -219,11 +219,11 @@ class Server:
         """gRPC's handler of one method."""
 
         async def handle(_: Any, context: grpc.aio.ServicerContext[bytes, Any]) -> None:
-            client = client_name(context.peer())
+            connection = ServerStream(self, context)
+            client = client_name(connection.peer)
             if reason := self._make_room(client):
                 await self._refuse(context, client, StatusCode.RESOURCE_EXHAUSTED, reason)
             self._streams[client] += 1
-            connection = ServerStream(self, context)
             try:
                 hello = await self._handshake(client, connection, self.tokens[rpc])
                 if hello is not None:

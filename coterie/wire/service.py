@@ -177,7 +177,7 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
 
 
 def peer_of(connection: socket.socket) -> str:
-    """The name that gRPC gives to the other end of an Internet socket: address and port."""
+    """The other end of an Internet socket, as gRPC spells it, unquoted: address and port."""
     host, port = connection.getpeername()[:2]
     host = host.removeprefix("::ffff:")  # an IPv4 address on a socket for both
     return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"

@@ -89,7 +89,7 @@ def test_half_a_line_of_the_tail_is_left_out(tmp_path):
     assert read_life(path).events == [["a", 0], ["b", 1]]
 
 
-@pytest.mark.parametrize("text", ["", "coterie flight 2\n", "coterie flight 1\n"])
+@pytest.mark.parametrize("text", ["", "coterie flight 1\n", "coterie flight 2\n"])
 def test_a_file_that_is_no_record_is_refused(tmp_path, text):
     path = tmp_path / "x"
     path.write_text(text)

@@ -72,7 +72,7 @@ print(json.dumps({what: list(every_moment(Path(sys.argv[1]), what)) for what in 
 def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", CRASH, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     # Of each act and moment the newest checkpoint's seed, the best one's name and all names.
     crashes: dict[str, list[tuple[int, str, list[str]]]] = json.loads(done.stdout)

@@ -22,7 +22,7 @@ PATIENCE = 120.0  # seconds; a machine may be busy
 
 
 def run_example(name: str, folder: Path, *words: str, **more: str) -> str:
-    """What a file of examples/ prints that runs in `folder` and ends well. `more`: of its environment."""
+    """What a file of examples/ prints that runs in `folder` and exits with 0. `more`: of its environment."""
     root = Path(__file__).parents[2]
     command, env = [sys.executable, root / "examples" / name, *words], {**os.environ, "PYTHONPATH": str(root), **more}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)

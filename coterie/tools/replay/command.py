@@ -94,10 +94,10 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
         groups = _with_step(groups, since, what, folder / "checkpoints")
     if not groups:
         raise ConfigError(f"RUN: {folder} has no flight record" + (f" from {what.origin}" if what.origin else ""))
-    header = next(iter(groups[0].values()))[0].header
-    if header["device"] != "cpu" and not config.deterministic:
+    headers = [life.header for group in groups for each in group.values() for life in each]
+    if any(header["device"] != "cpu" for header in headers) and not config.deterministic:
         raise ConfigError("device: a GPU adds up in no fixed order: only a run with `--deterministic True` is replayed")
-    for line in machine_differences(header):
+    for line in machine_differences(headers[0]):
         say(f"note: {line}")
     states, reached = States(folder / "checkpoints", config, groups, "" if since is not None else what.origin), 0
 
@@ -193,7 +193,7 @@ class States:
             yield checkpoint.learner(checkpoint.load(path)[0], part)
         newest = self.known.get((part, steps), [])
         yield from newest
-        older = [x for (learner, _), found in self.known.items() if learner == part for x in found]
+        older = [x for (learner, _), found in list(self.known.items()) if learner == part for x in found]
         yield from (self._rescued(*pair) for pair in product(newest, older))
 
     def _rescued(self, newest: Tensors, older: Tensors) -> Tensors:

@@ -21,8 +21,10 @@ from coterie.exchange.table import exchange_kind
 from coterie.flight.life import Life, RecordEnds, unrecorded
 from coterie.learner import Observer
 from coterie.parallel.board import Board
+from coterie.parallel.threads import set_torch
 from coterie.plugins import named
 from coterie.roles.learner_process import LearnerProcess
+from coterie.roles.life import digest_of_state
 from coterie.tools.replay.compare import Comparison, Differs
 from coterie.types import CoterieError, Rollout, one_line
 
@@ -88,15 +90,14 @@ class Replay:
                     self._shared.end(rank)
 
         threads = [threading.Thread(target=work, args=each, daemon=True) for each in self.lives.items()]
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in a learner's process; one that ends here sets back what it found
+        restore = set_torch(self.config.deterministic)  # as in a learner's process
         try:
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
         finally:
-            torch.set_num_threads(before)
+            restore()
         for bug in bugs:
             raise bug
         return self.results
@@ -146,7 +147,9 @@ class Replay:
 
         def keep() -> None:
             if (place := (rank, learner.progress.learner_steps)) in self.wanted:
-                self.snapshots.setdefault(place, []).append(copied(learner.tensors()))
+                now, known = learner.tensors(), self.snapshots.setdefault(place, [])
+                if not known or digest_of_state(now) != digest_of_state(known[-1]):
+                    known.append(copied(now))
 
         def look() -> None:
             nonlocal edited
@@ -169,8 +172,8 @@ class Replay:
                     comparison.rest()
             return left == 0 or not self._short or not (self._apart or rank in self._short)
 
-        if self._shared is not None and not self._apart:
-            self._shared.before[rank] = keep
+        if (before := getattr(self._shared, "before", None)) is not None:
+            before[rank] = keep  # a learner saves what it has when it loses another one in a sum
         with closing(learner):
             if tensors is not None:
                 learner.load(tensors)

@@ -67,10 +67,19 @@ def test_a_record_that_breaks_off_is_compared_up_to_there(tmp_path, layout, caps
     steps = r"up to learner step \d+: \d+ rollouts and \d+ digests of weights are equal(, mean return \d+\.\d)?"
     why = "no further: the replay of learner 1 ended before its message \\d+"
     if "synchronous" in layout:
-        why = "the record of another learner breaks off there"
+        why = "no further: the replay of another learner ended before this sum"
     assert re.fullmatch(rf"learner 0, life 0, {steps}; {why}", first)
     assert re.fullmatch(rf"learner 1, life 0, {steps}; the record breaks off there", second)
     assert ": 5 rollouts and" in second
+
+
+def test_a_learner_without_a_rollout_keeps_no_other_waiting(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, **LAYOUTS["ppo, synchronous"], **{"steps": 200})
+    cut(folder / "flight" / "learner_1.life_0", 0)
+    first, second = sorted(replayed(folder), key=lambda result: result.life.header["learner"])
+    assert (first.rollouts, first.stopped) == (1, "no further: the replay of another learner ended before this sum")
+    assert (second.rollouts, second.stopped) == (0, "the record breaks off there")
 
 
 @pytest.mark.parametrize(("layout", "kind", "what"), [("impala", "rollout", "actor"), ("seed", "open", "env host")])
@@ -104,16 +113,17 @@ class Joined(Callback):
         self.command = [sys.executable, "-m", "coterie", client, "--connect", at, *env]
 
     def on_start(self, run):
-        self.path = run.folder.parent / "client.txt"
+        self.path, self.end = run.folder.parent / "client.txt", time.monotonic() + 120
         with self.path.open("w") as file:
             self.client = subprocess.Popen(self.command, stdout=file, stderr=subprocess.STDOUT)
 
     def should_stop(self, run):
         self.left -= "CartPole-v1 for " in self.path.read_text() or self.client.poll() is not None
-        return self.left < 0
+        return self.left < 0 or time.monotonic() > self.end
 
     def on_end(self, run):
         self.client.terminate()
+        self.client.wait(60)
 
 
 @pytest.mark.parametrize(("layout", "client", "what"), [("impala", "actor", "actor"), ("seed", "envs", "env host")])
@@ -126,10 +136,14 @@ def test_a_run_with_a_remote_client_is_compared_up_to_it(tmp_path, layout, clien
     assert re.search(ends, capsys.readouterr().out)
 
 
+def settings():
+    return torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+
+
 class Apart(LearnerProcess):
     """Learner 1 ends at once, and learner 0, which was made after it, then begins a thread."""
 
-    made, closed, found = (threading.Event(), threading.Event()), threading.Event(), list[int]()
+    made, closed, found = (threading.Event(), threading.Event()), threading.Event(), list[tuple[int, bool]]()
 
     def __init__(self, *given):
         assert given[2].rank == 1 or self.made[1].wait(60)
@@ -141,7 +155,7 @@ class Apart(LearnerProcess):
             assert self.made[0].wait(60)
         else:
             assert self.closed.wait(60)
-            thread = threading.Thread(target=lambda: self.found.append(torch.get_num_threads()))
+            thread = threading.Thread(target=lambda: self.found.append(settings()))
             thread.start()
             thread.join()
 
@@ -152,14 +166,14 @@ class Apart(LearnerProcess):
 
 
 def test_a_replay_computes_with_one_thread_whatever_its_process_does(tmp_path, monkeypatch):
-    """A learner that has ended does not change that of the others."""
-    run(tmp_path / "run", **LAYOUTS["a2c, gossip"])
+    """A learner that has ended does not change that of the others, nor torch's algorithms."""
+    run(tmp_path / "run", **LAYOUTS["a2c, gossip"], deterministic=True)
     monkeypatch.setattr(engine, "LearnerProcess", Apart)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         replayed(tmp_path / "run")
-        assert (Apart.found, torch.get_num_threads()) == ([1], 3)
+        assert (Apart.found, settings()) == ([(1, True)], (3, False))
     finally:
         torch.set_num_threads(before)
 
