@@ -253,8 +253,8 @@ def first_line(error: BaseException) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 env`, `2 envs`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """`1 env`, `2,000 envs`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def one_line(error: BaseException) -> str:

@@ -46,7 +46,7 @@ def value_refusals(
         Refusal(
             lambda c, s: s.action.kind != "categorical",
             "algorithm",
-            "must be a2c, ppo or vtrace: dqn and r2d2 need a Discrete action space, which this env does not have",
+            "must be a2c, ppo, vtrace or sac: dqn and r2d2 need a Discrete action space, which this env does not have",
         ),
         Refusal(lambda c, s: c.q.atoms > 0 and c.q.v_min >= c.q.v_max, "q.v_min", "must be below q.v_max"),
         Refusal(

@@ -245,7 +245,8 @@ def run(args: list[str], begin: float = 0.0) -> int:
     parser = tree()[1][name]
     options, rest = parser.parse_known_args(words)
     if rest and not settings:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        way = "; a run keeps its settings: for others, `coterie train PRESET --init-from RUN`" * (name == "resume")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{way}")
     options.command, options.begin = name, begin
     module, _, function = (COMMANDS[name].run or f"cli.main:{name}").partition(":")
     call = getattr(importlib.import_module(f"coterie.{module}"), function)

@@ -14,8 +14,9 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
 
+from coterie.envs.answers import RESET, STEP, fitting, number, parts_of
 from coterie.envs.backend import Backend, Declared, StepResults, declare
-from coterie.envs.spaces import action_map, leaf_of, obs_fields, on_host
+from coterie.envs.spaces import action_map, obs_fields, on_host
 from coterie.envs.team import ZOO, Team
 from coterie.plugins import LAB, label, named_env, reach
 from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_entries, one_line
@@ -148,7 +149,7 @@ class Instance:
         self.action_dtype = env.action_space.dtype
 
     def reset(self) -> None:
-        self._begin(*self.env.reset(seed=self.seed))
+        self._begin(*parts_of("reset", self.env.reset(seed=self.seed), RESET))
         self.seed, self.restart, self.infos = None, False, {}
 
     def _begin(self, obs: Any, info: dict[str, Any]) -> None:
@@ -156,10 +157,11 @@ class Instance:
         self._outcome(self.rows[0], 0.0, False, False, True)
 
     def step(self) -> None:
-        obs, reward, terminated, truncated, info = self.env.step(self.choice(self.rows[0]))
+        answer = parts_of("step", self.env.step(self.choice(self.rows[0])), STEP)
+        obs, reward, terminated, truncated, info = answer
         self.restart, self.infos = bool(terminated or truncated), {self.rows[0]: info}
         self.write(self.rows[0], obs, info, not self.restart)
-        self._outcome(self.rows[0], float(reward), bool(terminated), bool(truncated), False)
+        self._outcome(self.rows[0], number(reward), bool(terminated), bool(truncated), False)
 
     def choice(self, row: int) -> Any:
         action = self.arrays["action"][row]
@@ -177,8 +179,7 @@ class Instance:
                 given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK, "missing")
                 target[row] = mask_row(given, self.env.action_space, target.shape[1])
             else:
-                x = leaf_of(obs, f.path)
-                target[row] = x if f.convert is None else f.convert(np.asarray(x)[None])[0]
+                target[row] = fitting(f, obs, target)
 
     def _outcome(self, row: int, reward: float, terminated: bool, truncated: bool, first: bool) -> None:
         self.arrays["reward"][row], self.arrays["first"][row] = reward, first
@@ -211,7 +212,7 @@ class TeamInstance(Instance):
                 self.arrays[f"obs/{MASK}"][row] = True
             over = acted and bool(terminated.get(agent))
             cut = acted and not over and (bool(truncated.get(agent)) or not goes_on)
-            self._outcome(row, float(reward.get(agent, 0.0)) if acted else 0.0, over, cut, not acted)
+            self._outcome(row, number(reward.get(agent, 0.0)) if acted else 0.0, over, cut, not acted)
             if acted:
                 self.infos[row] = info.get(agent, {})
 

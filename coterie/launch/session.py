@@ -74,10 +74,10 @@ def train(
     """
     if config is None:
         config = presets.make(preset, **settings)
+    elif not isinstance(config, Config):
+        raise ConfigError(f"config: {config!r} is not a Config; coterie.presets.ppo(env=...) returns one")
     elif settings:
         raise ConfigError(f"{next(iter(settings))}: a config was given, too; give its preset this setting")
-    if not isinstance(config, Config):
-        raise ConfigError(f"config: {config!r} is not a Config; coterie.presets.ppo(env=...) returns one")
     config = validate(config)
     folder = Path(config.out) if config.out else _new_folder(config)
     if config.log.wandb and importlib.util.find_spec("wandb") is None:

@@ -22,7 +22,8 @@ class LifeRecord:
     """`note` takes its events. In a replay that is the context's; without a record it does nothing."""
 
     def __init__(self, config: ResolvedConfig, context: ProcessContext, life: int) -> None:
-        self.header: dict[str, Any] = {"learner": context.rank, "life": life, "digest_every": config.log.digest_every}
+        every, steps = config.log.digest_every, config.steps  # which a resumed run may have others of
+        self.header: dict[str, Any] = {"learner": context.rank, "life": life, "steps": steps, "digest_every": every}
         self.recorder: FlightRecorder | None = None
         if context.folder is not None and config.log.flight:
             self.recorder = FlightRecorder(path_of(context.folder, context.rank, life), self._whole)

@@ -60,7 +60,9 @@ def check_code(folder: Path, saved: Config, config: Config, given: Collection[st
 def open_run(folder: Path, new: Mapping[str, Part] = {}, trust: bool = False) -> Config:
     """The config of a run's folder, or one clear line. `new` and `trust`: as for `load`."""
     for name in new.keys() - {*GIVEN}:
-        raise ConfigError(f"{name}: is not one of {', '.join(GIVEN)}, which can be given again")
+        raise ConfigError(
+            f"{name}: a run keeps all settings but {', '.join(GIVEN)}; a new one may begin with its weights: init_from"
+        )
     file = folder / "config.json"
     if (saved := read(folder, lambda: load_config(file) if file.is_file() else None)) is None:
         raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")

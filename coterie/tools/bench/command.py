@@ -179,10 +179,10 @@ def show(r: dict[str, Any]) -> str:
     known = [(what, per_call[k], per_call[f"{k}_fixed"]) for k, what in _CALLS.items() if k in per_call]
     fixed = ", ".join(f"{what} {whole:,.0f} ({rest:,.0f})" for what, whole, rest in known)
     if fixed:
-        fixed = f"core time of {fixed} microseconds; in brackets the part of Python and of calls, whatever the batch\n"
-    settled = "too few turns for a spread" if r["spread"] is None else f"spread {100 * r['spread']:.1f}%"
+        fixed = f"core time of {fixed} microseconds; in brackets: the fixed cost per call, whatever the batch\n"
+    settled = "too few turns to estimate the spread" if r["spread"] is None else f"spread {100 * r['spread']:.1f}%"
     if r["spread"] is None or r["spread"] >= _SPREAD:
-        settled += ": give it more --seconds, and the machine nothing else to do"
+        settled += ": use a larger --seconds on an idle machine"
     return f"""\
 {r["preset"]} on {r["env"]}, {counted(r["learners"], "learner")}, {r["exchange"]}, {r["cores"]} cores; \
 env steps/s, median of {counted(count, "alternating turn")} of {r["turn_s"]:.1f} s

@@ -28,7 +28,7 @@ from coterie.runs.validate import validate
 from coterie.tools.replay.compare import machine_differences
 from coterie.tools.replay.engine import EDITABLE, Place, Replay, Result, Tensors
 from coterie.tools.replay.moment import Hold, Moment, debug
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError, counted
 
 Together = Mapping[int, Sequence[Life]]
 _FIXED = ("algo.unroll_length", "algo.poll", "ppo.batch_size")
@@ -210,7 +210,7 @@ def _shown(result: Result) -> str:
     name = f"learner {header['learner']}, life {header['life']}"
     if result.difference:
         return f"{name} differs: {result.difference}"
-    equal = f"{result.rollouts:,} rollouts and {result.digests:,} digests of weights are equal"
+    equal = f"{counted(result.rollouts, 'rollout')} and {counted(result.digests, 'digest')} of weights are equal"
     if not result.compared:
         equal = "not compared: it has other settings"
     if result.switched is not None:

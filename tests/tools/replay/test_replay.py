@@ -70,7 +70,8 @@ def test_a_replay_comes_to_the_same_weights(tmp_path, layout):
 
 
 def test_a_resumed_run_is_replayed_as_two_lives(tmp_path):
-    run(tmp_path / "run", **LAYOUTS["impala"], **{"log.keep": 1})
+    """Each with its own end, which the learning rate goes down to."""
+    run(tmp_path / "run", **LAYOUTS["impala"], **{"log.keep": 1, "optim.schedule.kind": "linear"})
     resume(tmp_path / "run", steps=3000, quiet=True)
     results = replayed(tmp_path / "run")
     assert [result.life.header["life"] for result in results] == [0, 1]

@@ -1,0 +1,75 @@
+"""An env that returns what it must not is told what, instead of being trained on something else."""
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from coterie.types import CoterieError
+from tests.envs.env_harness import make, play
+
+BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2, 2, 3), np.uint8)
+FINE = np.zeros(3, np.float32)
+CASES = {
+    "shape": (BOX, 0.5, 0.0, r"the observation has shape \(\), and its space \(3,\)"),
+    "one number": (BOX, np.array([0.5]), 0.0, r"the observation has shape \(1,\), and its space \(3,\)"),
+    "more numbers": (BOX, np.zeros(4), 0.0, r"the observation has shape \(4,\), and its space \(3,\)"),
+    "image": (BYTES, np.zeros((2, 2, 1), np.uint8), 0.0, r"has shape \(2, 2, 1\), and its space \(2, 2, 3\)"),
+    "floats for bytes": (BYTES, np.full((2, 2, 3), 0.5), 0.0, "numbers that its space's uint8 cannot hold: 0.5 to 0.5"),
+    "large for bytes": (BYTES, np.full((2, 2, 3), 1000), 0.0, "its space's uint8 cannot hold: 1000 to 1000"),
+    "discrete": (spaces.Discrete(4), 7, 0.0, "the observation is not in its space: IndexError: index 7 is out of"),
+    "key": (spaces.Dict(a=BOX, b=BOX), {"a": FINE}, 0.0, r"the observation\['b'\] is not in its space: KeyError: 'b'"),
+    "reward": (BOX, FINE, np.array([1.0, 2.0]), r"step must return a number as its reward, not array\(\[1., 2.\]\)"),
+    "no reward": (BOX, FINE, None, "step must return a number as its reward, not None"),
+}
+
+
+class Odd(gymnasium.Env):
+    """Returns what the case says."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, case):
+        self.observation_space, self.obs, self.reward, _ = CASES[case]
+
+    def reset(self, *, seed=None, options=None):
+        return self.obs, {}
+
+    def step(self, action):
+        return self.obs, self.reward, False, False, {}
+
+
+class Old(gymnasium.Env):
+    """As envs were before gymnasium 0.26, in `reset` or in `step`."""
+
+    observation_space, action_space = BOX, spaces.Discrete(2)
+
+    def __init__(self, call):
+        self.call = call
+
+    def reset(self, *, seed=None, options=None):
+        return FINE if self.call == "reset" else (FINE, {})
+
+    def step(self, action):
+        return FINE, 0.0, False, {}
+
+
+def told(env, reason, **kwargs):
+    with pytest.raises(CoterieError, match=reason), make(f"{__name__}:{env}", 1, kwargs=kwargs) as envs:
+        play(envs, 3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_fit_is_said(case):
+    told("Odd", CASES[case][3], case=case)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ("reset", r"reset must return \(observation, info\), not ndarray"),
+        ("step", r"step must return \(observation, reward, terminated, truncated, info\), not 4 values"),
+    ],
+)
+def test_an_env_of_the_old_form_is_told_the_new_one(call, reason):
+    told("Old", reason, call=call)
