@@ -189,10 +189,8 @@ class Replay:
 def as_recorded(config: ResolvedConfig, header: dict[str, Any]) -> ResolvedConfig:
     """The config with what the recording process had, and with sections that `switch` may change."""
     sections = {name: copy(getattr(config, name)) for name in EDITABLE}
-    sections["optim"], names = (
-        replace(config.optim, chunk=header["chunk"]),
-        ("steps", "torch_threads", "precision", "device"),
-    )
+    sections["optim"] = replace(config.optim, chunk=header["chunk"])
+    names = ("steps", "torch_threads", "precision", "device")
     if not acting_kind(config).apart:  # it steps its envs itself, and each group has random numbers of its own
         sections["env"] = replace(config.env, groups=header["groups"])
     return replace(config, **sections, **{name: header[name] for name in names})
