@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 
 # On the way down: 16,000 for the library, 4,500 for the tools and 18,000 for the tests.
 LIBRARY_LINES = 25_226
-TOOLS_LINES = 5_899
+TOOLS_LINES = 5_897
 TESTS_LINES = 28_518
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 300
