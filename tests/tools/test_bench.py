@@ -93,7 +93,7 @@ def test_rounds_end_once_the_ratio_has_settled_or_the_time_is_over(monkeypatch, 
     assert f"median of {len(rounds['training'])} alternating turn" in text
     assert (found["spread"] is None) == (len(rounds["training"]) < 5)
     if preset == "a2c":
-        assert "give it more --seconds" in text
+        assert "use a larger --seconds" in text
 
 
 def test_what_a_call_costs_is_told_from_what_its_rows_cost(monkeypatch):
