@@ -15,7 +15,7 @@ from coterie.config import ResolvedConfig
 from coterie.flight.life import Note, unrecorded
 from coterie.flight.record import FlightRecorder, path_of
 from coterie.runs.checkpoint import Part, Tensors, digest
-from coterie.runs.machine import processor
+from coterie.runs.machine import arithmetic
 
 
 class LifeRecord:
@@ -39,7 +39,7 @@ class LifeRecord:
             "torch_threads": resources.torch_threads,
             "chunk": resources.chunk,
             "groups": resources.groups,
-            **machine(resources.device.type),
+            **arithmetic(resources.device.type),
         }
 
     def resume(self, part: Part, rngs: Iterable[torch.Generator]) -> None:
@@ -76,16 +76,6 @@ class LifeRecord:
             return ""
         reason, self.recorder = self.recorder.failed, None
         return f"the flight record ends here, so that a replay does, too: {reason}"
-
-
-def machine(device: str) -> dict[str, str]:
-    """What the arithmetic of a device depends on."""
-    return {
-        "torch": torch.__version__,
-        "processor": processor(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else "none",
-    }
 
 
 def digest_of_state(tensors: Tensors) -> str:

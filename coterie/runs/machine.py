@@ -32,6 +32,16 @@ def describe() -> dict[str, Any]:
     }
 
 
+def arithmetic(device: str) -> dict[str, str]:
+    """What the arithmetic of a device depends on."""
+    return {
+        "torch": torch.__version__,
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else "none",
+    }
+
+
 def processor() -> str:
     """The processor's name."""
     with suppress(OSError):

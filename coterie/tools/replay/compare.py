@@ -9,7 +9,7 @@ from typing import Any
 from coterie.flight.life import Event, Life
 from coterie.flight.sums import differing_envs
 from coterie.learner import Observer
-from coterie.roles.life import machine
+from coterie.runs.machine import arithmetic
 from coterie.types import Rollout
 
 _COMPARED = ("rollout", "weights")
@@ -76,5 +76,5 @@ class Comparison(Observer):
 
 def machine_differences(header: dict[str, Any]) -> list[str]:
     """Why the arithmetic here may not be the recorded one."""
-    here = machine(header["device"])
+    here = arithmetic(header["device"])
     return [f"{name}: {header[name]} recorded, {x} here" for name, x in here.items() if header.get(name, x) != x]

@@ -15,8 +15,8 @@ from coterie.cli.main import main
 from coterie.envs.testing import CountingEnv
 from coterie.flight.record import FlightRecorder, lives
 from coterie.launch.session import resume, train
-from coterie.roles import life
 from coterie.roles.callbacks import Callback, Run
+from coterie.runs import machine
 from coterie.runs.trust import open_run
 from coterie.tools.replay.command import Asked, replay_run
 from coterie.types import CoterieError
@@ -133,7 +133,7 @@ def test_a_difference_of_the_weights_names_the_step_and_the_tensor(tmp_path, mon
     (result,) = replayed(tmp_path / "run")
     name = lives(tmp_path / "run", 0)[0].header["tensors"][3]
     assert result.difference.startswith(f"learner steps 11 to 15: {name} differ after equal rollouts; torch, processor")
-    monkeypatch.setattr(life, "processor", lambda: "another one")
+    monkeypatch.setattr(machine, "processor", lambda: "another one")
     said = list[str]()
     (result,) = replayed(tmp_path / "run", say=said.append)
     assert "; processor: " in result.difference
