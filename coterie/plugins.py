@@ -17,13 +17,14 @@ import re
 import stat
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from coterie.config import Config
-from coterie.types import ConfigError, one_line, reason_of
+from coterie.types import ConfigError, CoterieError, one_line, reason_of
 
 PARTS = ("acting", "exchange")
 NETWORKS = ("model.torso", "model.core", "model.network")
@@ -98,7 +99,11 @@ def named(field: str, path: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        hint = "; give the object itself, or move it to a file of its own" if module == "__main__" else ""
+        hint = ""
+        if module == "__main__":
+            hint = "; give the object itself, or move it to a file of its own"
+        elif isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            hint = f" in {Path.cwd()} or on PYTHONPATH: change to the folder that has it, or add that to PYTHONPATH"
         raise ConfigError(f"{field}: cannot import {path!r}: {reason_of(error)}{hint}") from error
     if not callable(found):
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")
@@ -148,3 +153,11 @@ def substitute(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, T
     if base is not ours:
         raise ConfigError(f"plugins.{part}: {path} is a subclass of {base.__name__}, but this run uses {place}")
     return partial(call, f"plugins.{part}", path)
+
+
+def raised(error: BaseException) -> str:
+    """`one_line`, and where the user's code raised the exception, if that was not by Coterie."""
+    if isinstance(error, CoterieError):
+        return one_line(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{one_line(error)} ({last.filename}, line {last.lineno}, in {last.name})"

@@ -191,7 +191,9 @@ class Policy:
             obs |= {MASK: np.asarray(action_mask, bool)}
         for key, x in entries(obs).items():
             if np.shape(x)[1:] != (row := self.spec.obs[key].shape):
-                raise ConfigError(f"obs: a batch of {row} is needed, not {np.shape(x)}; for one env give obs[None]")
+                place = f"obs[{key!r}]" if key else "obs"
+                hint = f"; for one env, give {place}[None]" if np.shape(x) == row else ""
+                raise ConfigError(f"{place}: a batch of {row} is needed, not {np.shape(x)}{hint}")
         if self.spec.masked and not self.spec.legal_rows(obs[MASK]).all():
             raise ConfigError("action_mask: nothing is legal in one of its rows")
         batch = len(next(iter(entries(obs).values())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import get_args, get_type_hints
 
 from coterie.acting.table import ACTING, acting_kind
@@ -14,9 +15,9 @@ from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.build import try_out
 from coterie.models.torsos import FOR_IMAGES
-from coterie.plugins import FIELDS, check_own, label
+from coterie.plugins import FIELDS, check_own, label, raised
 from coterie.runs.config_io import fields, get, shown
-from coterie.types import ConfigError, Spec
+from coterie.types import ConfigError, CoterieError, Spec
 from coterie.wire.auth import without_keys
 
 _FIELDS = dict(fields())
@@ -135,7 +136,13 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
             raise ConfigError(f"{field}: {value}{refusal.reason}")
     check_own(config)
     if ":" in config.model.torso + config.model.core + config.model.network:
-        try_out(make_model(config, spec))
+        try:
+            try_out(make_model(config, spec))
+        except ConfigError:
+            raise
+        except Exception as error:
+            reason = f"model: the network cannot be made or used: {raised(error)}"
+            raise CoterieError(reason, traceback.format_exc()) from error
     unit, n = spec.agents * max(1, config.env.groups) * max(1, config.actors // config.learners), config.env.num_envs
     if spec.agents > 1 and n % unit:  # the agents of one env would be in two groups or processes
         near = " or ".join(str(m) for m in (n - n % unit, n - n % unit + unit) if m)

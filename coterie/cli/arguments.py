@@ -13,8 +13,11 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def arg(*names: str, **about: Any) -> Argument:
+    """An argument. Its help ends with its default."""
     if "type" in about:
         about = {"metavar": "N" if about["type"] is int else "X", **about}
+    if default := about.get("default"):
+        about["help"] += f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
     return names, about
 
 
@@ -23,7 +26,7 @@ def flag(name: str, help: str) -> Argument:
 
 
 _RUN = arg("run", help="run folder")
-_LEARNER = arg("--learner", default="0", help="an index (0 is evaluated during training), mean, or secondary [0]")
+_LEARNER = arg("--learner", default="0", help="an index (0 is evaluated during training), mean, or secondary")
 _SETTINGS = "--SECTION.FIELD VALUE: `coterie train PRESET --help` lists all options of a run."
 _JSON = flag("--json", "print one JSON object")
 _TRUST = flag("--trust", "run the code that the folder names, though it was not made here by you")
@@ -31,7 +34,7 @@ _POLICY = (
     _RUN,
     _TRUST,
     _LEARNER,
-    arg("--seed", type=int, default=1),
+    arg("--seed", type=int, default=1, help="of the env, and of sampled actions"),
     flag("--sampled", "sample actions instead of taking the most likely one"),
 )
 _CONNECT = "address of the run's learner 0; on another machine it needs --wire.token-file and --wire.cert"
@@ -84,7 +87,7 @@ COMMANDS = {
         "RUN [--episodes N] [--learner INDEX|mean]",
         "mean return and its standard error",
         *_POLICY,
-        arg("--episodes", type=int, default=100),
+        arg("--episodes", type=int, default=100, help="episodes to play"),
         _JSON,
         run="cli.main:evaluate",
     ),
@@ -195,8 +198,8 @@ COMMANDS = {
         run="cli.listing:listing",
     ),
     "check-env": Command(
-        "ID [--env.kwargs JSON] [--env.backend NAME]",
-        "what to mend in an environment",
+        "ID [--env.kwargs JSON]",
+        "what to fix in an environment",
         arg("env", metavar="ID", help="as --env of a run"),
         arg("--env.kwargs", dest="kwargs", default="{}", metavar="JSON", help="arguments of its constructor"),
         arg("--env.backend", dest="backend", default="auto", metavar="NAME", help="vector, or package.module:callable"),

@@ -37,6 +37,7 @@ SECTIONS = {
 }  # fmt: skip
 # The presets' own envs are like it. Help does not wait for EnvPool to say so.
 _IMAGE = Spec("Pong-v5", {"": ObsSpec((4, 84, 84), "uint8")}, ActionSpec("categorical", (6,)))
+_KINDS = {int: "N", float: "X", str: "TEXT"}
 _PRESETS = """
 A preset is needed, and `coterie train PRESET --help` lists its options and their defaults:
 
@@ -156,8 +157,9 @@ def _add_settings(parser: Parser, config: Config, hidden: list[str], choices: di
             continue
         values = choices.get(name) or (get_args(kind) if get_origin(kind) is Literal else None)
         values = ("true", "false") if kind is bool else values
-        listed = "N ..." if get_origin(kind) is tuple else "X|auto" if float in get_args(kind) else "N|auto"
-        shown = "|".join(values) if values else {int: "N", float: "X", str: "TEXT"}.get(kind, listed)
+        listed = f"{_KINDS[get_args(kind)[0]]} ..." if get_origin(kind) is tuple else ""
+        auto = "X|auto" if float in get_args(kind) else "N|auto"
+        shown = "|".join(values) if values else listed or _KINDS.get(kind, auto)
         groups[section].add_argument(*names, choices=values, metavar=shown, help=_text(name, get(config, name)))
 
 

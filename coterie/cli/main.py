@@ -108,7 +108,7 @@ def _report(summary: dict[str, Any]) -> int:
         print(f"{summary['reason']}: checkpoint written")
     print(f"evaluate: coterie eval {folder}")
     print(f"resume:   coterie resume {folder}" + ("" if interrupted else " --steps N"))
-    print(f"watch:    coterie watch {folder}")
+    print(f"watch:    coterie watch {folder}  # an mp4, if the env draws frames")
     return EXIT_INTERRUPTED if interrupted else 0
 
 

@@ -18,7 +18,7 @@ from coterie.envs.answers import RESET, STEP, fitting, number, parts_of
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.spaces import action_map, obs_fields, on_host
 from coterie.envs.team import ZOO, Team
-from coterie.plugins import LAB, label, named_env, reach
+from coterie.plugins import LAB, label, named_env, raised, reach
 from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_entries, one_line
 
 ALE = "ALE/"  # before a game of ale-py, which registers it
@@ -74,8 +74,8 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
         why = f"it is a game by turns: use {PLAY}..., or make a parallel env of it (pettingzoo.utils.aec_to_parallel)"
     elif hasattr(env, "possible_agents"):
         return Team(env_id, env, max_episode_steps)
-    elif not (hasattr(env, "observation_space") and hasattr(env, "action_space") and hasattr(env, "step")):
-        why = f"it returned {type(env).__name__}, not a gymnasium or parallel env"
+    elif lacks := [name for name in ("reset", "step", "observation_space", "action_space") if not hasattr(env, name)]:
+        why = f"it made {type(env).__name__}, which has no {' and no '.join(lacks)}, as a gymnasium or parallel env has"
     elif not callable(env.action_space):
         return TimeLimit(env, max_episode_steps) if max_episode_steps else env
     else:
@@ -289,11 +289,3 @@ def read_batch(
             for name in {name for one in given.values() for name in one}}  # fmt: skip
     reward, over, first = arrays["reward"][ids], terminated | truncated, arrays["first"][ids]
     return StepResults(obs, reward, terminated, truncated, over, info, failed, first)
-
-
-def raised(error: BaseException) -> str:
-    """`one_line`, and where the exception was raised, if that was not by Coterie."""
-    if isinstance(error, CoterieError):
-        return one_line(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{one_line(error)} ({last.filename}, line {last.lineno}, in {last.name})"

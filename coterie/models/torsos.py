@@ -200,7 +200,10 @@ def build_torso(obs: dict[str, ObsSpec], config: ModelConfig) -> nn.Module:
     observation as the env gives it (`[N, ...]`, or a dict of such; text as rows of word hashes).
     """
     if ":" in config.torso:
-        return cast(nn.Module, call("model.torso", config.torso, obs, config))
+        torso = call("model.torso", config.torso, obs, config)
+        if not isinstance(torso, nn.Module) or not isinstance(getattr(torso, "size", None), int):
+            raise ConfigError("model.torso: it must be a torch.nn.Module with size, the width of its features")
+        return torso
     if config.torso not in NAMES:
         raise ConfigError(f"model.torso: {config.torso!r} is not one of {', '.join(NAMES)} or package.module:callable")
     if list(obs) == [""]:

@@ -29,6 +29,10 @@ __all__ = [  # noqa: RUF022 - in the order of `PRESETS`, of messages and of page
 PRESETS: dict[str, Callable[..., Config]] = {n.replace("_", "-"): globals()[n] for n in __all__ if n != "make"}
 
 
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"coterie.presets has no {name!r}; presets are {', '.join(__all__)}")
+
+
 def make(name: str, env: Part = "", spec: Spec | None = None, **overrides: Any) -> Config:
     """The preset called `name`, or the user's `package.module:function`, for `env`. `spec`: the env's, if known;
     otherwise the env is made to find its spaces.

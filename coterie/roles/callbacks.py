@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from coterie.build.evaluate import Policy, Scores
-from coterie.envs.gym import raised
 from coterie.parallel.clock import awake
-from coterie.plugins import label, named
+from coterie.plugins import label, named, raised
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError, Post, one_line

@@ -23,22 +23,9 @@ from coterie.config import Config, Env, Range
 from coterie.plugins import FIELDS, GIVEN, PARTS
 from coterie.runs.files import write_whole
 from coterie.runs.objects import name_of
+from coterie.runs.old_names import OLD, PEERS
 from coterie.types import ConfigError, CoterieError, json_object, reason_of
 
-# Options of older versions: the value that a config file may still have (None: any), and the error for any other value.
-OLD: dict[str, tuple[Any, str]] = {
-    **{f"own.{part}": ("", f"is now plugins.{part}") for part in PARTS},
-    **{f"{section}.algorithm": ("", "is now algorithm") for section in ("own", "plugins")},
-    "env.reset": ("in_place", "was removed; envs are always reset in place"),
-    "env.reserve": (None, "was removed with env.reset"),
-    "env.delay_kind": ("constant", "was removed; env.delay is constant"),
-    "central.inference_gpus": (0, "was removed; each learner chooses actions on its own GPU"),
-    "central.lag_alarm": (0, "was removed; metrics.jsonl has policy_lag"),
-    "decoupled.lag_alarm": (0, "was removed; metrics.jsonl has policy_lag"),
-    "gossip.seats": (None, "was removed; a run gossips with at most 256 learners of other runs"),
-    "sac.entropy_target": (0.0, "is now sac.target_entropy"),
-    "store.fixed_turns": (False, "was removed; exchange allreduce, or gossip with tau 0, is reproducible"),
-}
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 SETTINGS = "settings."  # before the name of a custom algorithm's setting
@@ -73,9 +60,10 @@ def _nearest(name: str) -> str:
     if inside:
         return f"; the fields of {name} are {', '.join(inside)}"
     tail = [f for f in TYPES if f.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
-    near = [f for f in difflib.get_close_matches(name, TYPES, 3, 0.6) if f not in tail]
-    found = (tail + near)[:3]
-    return f"; the nearest are {', '.join(found)}" if found else "; `coterie train PRESET --help` lists them"
+    first = [f for f in PEERS.get(name, ()) if f not in tail] + tail
+    found = (first + [f for f in difflib.get_close_matches(name, TYPES, 3, 0.6) if f not in first])[:3]
+    are = "is" if len(found) == 1 else "are"
+    return f"; the nearest {are} {', '.join(found)}" if found else "; `coterie train PRESET --help` lists them"
 
 
 def _name(name: str) -> str:

@@ -31,7 +31,8 @@ def writing(folder: Path, option: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CoterieError(f"{option}cannot write to {folder}: {reason_of(error)}") from None
+        kind = ConfigError if option else CoterieError
+        raise kind(f"{option}cannot write to {folder}: {reason_of(error)}") from None
 
 
 def answered(call: Callable[[], T], seconds: float = ANSWER_S) -> T:

@@ -20,13 +20,13 @@ from gymnasium.utils import env_checker
 
 from coterie.config import Atari, Env
 from coterie.envs.backend import Backend, StepResults
-from coterie.envs.gym import Instance, raised
+from coterie.envs.gym import Instance
 from coterie.envs.local import LocalBackend
 from coterie.envs.make import env_edges, make_spec
 from coterie.envs.pool import PoolBackend, has_env
 from coterie.envs.spaces import leaf_of, leaf_spaces, random_actions
 from coterie.envs.vector import APART, make_together
-from coterie.plugins import Part
+from coterie.plugins import Part, raised
 from coterie.runs.objects import name_of
 from coterie.tools.check_backend import Watched
 from coterie.types import MASK, ConfigError, CoterieError, entries, one_line
@@ -44,7 +44,7 @@ _KNOWN = re.compile(
 def check_env(
     env: Part, *, kwargs: str = "{}", steps: int = 1000, render: bool = False, backend: Part = "auto", num_envs: int = 4
 ) -> list[str]:
-    """What to mend in an env, a line for each finding, after `steps` random steps. `env`, `kwargs` and `backend`: as in
+    """What to fix in an env, a line for each finding, after `steps` random steps. `env`, `kwargs` and `backend`: as in
     section env of a run; `num_envs`: of a vector env or the user's own backend. `render`: check the frames, too. Raises
     `ConfigError` where Coterie cannot use the env.
     """
@@ -55,12 +55,13 @@ def check_env(
 def command(options: Namespace) -> int:
     asked = Env(options.env, options.backend, options.num_envs, kwargs=options.kwargs)
     mend, facts = _check(asked, options.steps, options.render)
-    print("\n".join([*facts, *(f"MEND: {line}" for line in mend or ["nothing"])]))
+    found = [f"fix: {line}" for line in mend] or ["nothing to fix"]
+    print("\n".join([*facts, *found]))
     return int(bool(mend))
 
 
 def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
-    """What to mend, and what else is worth knowing."""
+    """What to fix, and what else is worth knowing."""
     spec, mend, edges = make_spec(env, Atari()), dict[str, str](), env_edges(env, Atari())
     together, pool = env.backend not in APART, has_env(env.id) and env.backend in ("auto", "pool")
     if together and render:

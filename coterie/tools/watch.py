@@ -13,7 +13,7 @@ from coterie.build.evaluate import Player, load
 from coterie.envs.make import make_rendered
 from coterie.envs.tasks import task_config, tasks
 from coterie.extras import needs
-from coterie.types import CoterieError
+from coterie.types import ConfigError, CoterieError
 
 _FPS = 30
 _MOST_FRAMES = 27_000
@@ -50,7 +50,7 @@ def watch(
                     envs.send(0, player.act(ts.obs, ts.is_first, ts.reward, sampled))
                     ts = envs.recv(0)
         except (OSError, ValueError) as error:
-            raise CoterieError(f"--out: cannot write {path}: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"--out: cannot write {path}: {' '.join(str(error).split())}") from None
     if math.isnan(score := float(returns.mean())):
         raise CoterieError(f"the episode did not end within {_MOST_FRAMES} frames; {path} has its beginning")
     return path, score, frames

@@ -40,9 +40,11 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
     policy = load(out, 0)
     obs = torch.randn(3, 4).numpy()
     with pytest.raises(
-        ConfigError, match=r"^obs: a batch of \(4,\) is needed, not \(4,\); for one env give obs\[None\]"
+        ConfigError, match=r"^obs: a batch of \(4,\) is needed, not \(4,\); for one env, give obs\[None\]"
     ):
         policy(obs[0])
+    with pytest.raises(ConfigError, match=r"^obs: a batch of \(4,\) is needed, not \(3, 3\)$"):
+        policy(obs[:, :3])
     with pytest.raises(ConfigError, match=r"^episodes: 0 must be at least 1"):
         evaluate_run(out, episodes=0)
     policy(obs)

@@ -64,6 +64,20 @@ def test_what_does_not_fit_is_said(case):
     told("Odd", CASES[case][3], case=case)
 
 
+class Spaceless:
+    """Somebody's first attempt."""
+
+    def reset(self, seed=None):
+        return FINE
+
+    def step(self, action):
+        return FINE, 0.0, False, {}
+
+
+def test_an_env_without_spaces_is_told_what_it_lacks():
+    told("Spaceless", "it made Spaceless, which has no observation_space and no action_space, as a gymnasium")
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [

@@ -142,7 +142,7 @@ def test_a_folder_that_holds_a_run_cannot_be_written_or_had_another_env_is_refus
     with pytest.raises(ConfigError, match=r"the spaces differ.*CartPole-v1.*\[ ?4 ?\].*Acrobot-v1.*\[ ?6 ?\]"):
         coterie.resume(out, steps=9000, quiet=True)
     blocked.write_text("")
-    with pytest.raises(CoterieError, match=r"^out: cannot write to"):
+    with pytest.raises(ConfigError, match=r"^out: cannot write to"):
         coterie.train(tiny(blocked / "run"), quiet=True)
     with pytest.raises(ConfigError, match=r"^config: 'ppo' is not a Config; coterie\.presets\.ppo"):
         coterie.train("ppo", quiet=True)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coterie import presets
+from coterie.build.resources import resolve_config
+from coterie.build.validity import check
 from coterie.config import Model, Q
 from coterie.models.build import Network, acting_copy
 from coterie.models.cores import LSTMCore
 from coterie.models.mlp import Tanh
 from coterie.models.torsos import Residual, build_torso
 from coterie.parallel.params import FlatParams
-from coterie.types import ConfigError, Inputs, ObsSpec
+from coterie.types import ConfigError, CoterieError, Inputs, ObsSpec
 from tests.conftest import IMAGE, VECTOR, make_rollout
 
 
@@ -200,6 +203,19 @@ def custom_torso(obs, config):
     net = torch.nn.Linear(3, 6)
     net.size = 6
     return net
+
+
+def broken_torso(obs, config):
+    return custom_torso(obs, config)[1:]
+
+
+def test_a_mistake_in_a_custom_torso_is_one_line_with_its_place_and_a_traceback():
+    config = presets.ppo(env="CartPole-v1", model={"torso": f"{__name__}:broken_torso"})
+    with pytest.raises(
+        CoterieError, match=r"^model: the network cannot be made or used: TypeError: .*test_models\.py, line"
+    ) as caught:
+        check(resolve_config(config), VECTOR)
+    assert "in broken_torso" in caught.value.trace
 
 
 def test_a_custom_torso_is_named_by_module_and_callable():

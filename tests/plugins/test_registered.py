@@ -114,12 +114,14 @@ def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
         (("--acting", "other"), "acting: 'other' is not one of inline, decoupled, central"),
         (("--exchange", "other"), "exchange: 'other' is not one of solo, allreduce, hogwild, store, gossip"),
         (("--plugins.modules", "nowhere"), "plugins.modules: cannot import 'nowhere': No module named 'nowhere'"),
+        (("--env", "nowhere:Env"), "or on PYTHONPATH: change to the folder that has it, or add that to PYTHONPATH"),
+        (("--model.torso", "late:none"), "model.torso: it must be a torch.nn.Module with size, the width of its"),
     ],
 )
 def test_a_part_that_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, args, says):
     write_files(tmp_path)
     with (tmp_path / "late.py").open("a") as file:
-        file.write("\ndef short():\n    return None\n")
+        file.write("\ndef short():\n    return None\n\ndef none(obs, config):\n    return None\n")
         file.write("\nfrom coterie.algorithms.base import AlgorithmBase\n\n")
         file.write("\nclass Half(AlgorithmBase):\n    on_policy, act = True, short\n")
     monkeypatch.chdir(tmp_path)

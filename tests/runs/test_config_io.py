@@ -13,7 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 from coterie.config import Algo, Config, Env, Schedule, Wire
-from coterie.runs.config_io import OLD, fields, from_dict, get, load_config, plain, replace, to_dict
+from coterie.runs.config_io import fields, from_dict, get, load_config, plain, replace, to_dict
+from coterie.runs.old_names import OLD, PEERS
 from coterie.runs.validate import validate
 from coterie.types import ConfigError, CoterieError
 from tests.support.options import parse_cli
@@ -242,6 +243,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"ppo.clip_schedule": Schedule("linear", end=-0.5)}, "ppo.clip_schedule.end"),
     ({"ppo.clip_schedule": Schedule(warmup=-1)}, "ppo.clip_schedule.warmup"),
 ]
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_name_of_another_library_is_answered_with_ours(name: str) -> None:
+    assert set(PEERS[name]) <= {field for field, _ in fields()}
+    text = refused(replace, Config(), {name: 1}).replace("the nearest are", "the nearest is")
+    assert f"no such field; the nearest is {PEERS[name][0]}" in text
 
 
 @pytest.mark.parametrize(("overrides", "name"), BAD, ids=[f"{n}-{list(o.values())}" for o, n in BAD])

@@ -77,12 +77,12 @@ def test_the_command_says_what_it_saw_and_has_three_exit_codes(capsys):
     assert coterie.check_env(Catch) == []
     faulty = f"{__name__}:Faulty"
     assert main(["check-env", faulty, "--env.kwargs", '{"fault": "raise"}', "--steps", "9"]) == 1
-    assert "\nMEND: it raises KeyError: 'missing' (" in capsys.readouterr().out
+    assert "\nfix: it raises KeyError: 'missing' (" in capsys.readouterr().out
     assert main(["check-env", "Catch-v0", "--steps", "40"]) == 0  # EnvPool's
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "observation: float32 (10, 5), as it is"
     assert lines[2].startswith("episodes: 4 of 9 to 9 steps, 4 terminated; is that a time limit?")
-    assert lines[-1] == "MEND: nothing"
+    assert lines[-1] == "nothing to fix"
     assert main(["check-env", "Catch-v0", "--steps", "40", "--render"]) == 1
-    assert "MEND: env.id: EnvPool cannot draw 'Catch-v0'" in capsys.readouterr().out
+    assert "fix: env.id: EnvPool cannot draw 'Catch-v0'" in capsys.readouterr().out
     assert main(["check-env", "nowhere:Env"]) == 2
