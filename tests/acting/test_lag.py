@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections import Counter
-from contextlib import suppress
-from dataclasses import dataclass, field
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,150 +15,134 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.acting.actor import ActorMemory
-from coterie.acting.base import MemorySetup
-from coterie.acting.decoupled import Decoupled, worst_lag
-from coterie.acting.window import Window, window_of
+from coterie.acting.decoupled import worst_lag
+from coterie.acting.window import Window
 from coterie.build.resources import resolve_config
 from coterie.build.validity import check
-from coterie.parallel.board import Board
-from coterie.parallel.stages import Stages
-from coterie.types import ConfigError, Rollout
-from tests.acting.central_harness import Rig, time_step
+from coterie.types import Array, ConfigError
 from tests.conftest import VECTOR, make_config
 from tests.support.crew import crewed
+from tests.support.paced import LENGTHS, PAUSES, TASKS, tallied
 
-PAUSES = (0.0, 0.0, 3e-4, 1e-3)  # of the producers, in turn: seconds for a step
-LENGTHS = (3, 7, 20, 50)  # of the episodes of neighboring envs
-ROWS, T = 1_000_000, 20
+PROCESSES, WIDTH, T, ROWS = 6, 128, 20, 1_000_000  # WIDTH: envs of each
+BOUND = {"decoupled": 3, "central": 4}
+SLOWEST = len(PAUSES) - 1
 
 
 @dataclass
-class Account:
-    """Rows by the speed of their producer and the length of their episodes."""
+class Part:
+    """A rollout of one process, as it was trained on: flags `[T, WIDTH]`."""
 
-    sampled: Counter[tuple[int, int]] = field(default_factory=Counter)
-    trained: Counter[tuple[int, int]] = field(default_factory=Counter)
-    lags: list[int] = field(default_factory=list)
+    ids: Array  # [WIDTH]
+    lag: int  # of its oldest action, in learner steps
+    valid: Array
+    ended: Array  # terminated or truncated
+    late: Array  # of an episode that the env does not count
 
-    def train(self, rollout: Rollout, speed: np.ndarray, step: int) -> None:
-        """`speed` `[B]`: of the producer of each column; `step`: the learner steps so far."""
-        self.lags.append(step - int(rollout.policy_version.min()))
-        for s, env in zip(speed.tolist(), rollout.env_id.tolist(), strict=True):
-            self.trained[s, LENGTHS[env % len(LENGTHS)]] += T
-
-    def check(self, bound: int) -> None:
-        assert 0 < max(self.lags) <= bound
-        assert len(self.trained) == len({*PAUSES}) * len(LENGTHS), "an env starves"
-        assert chance(self.trained, self.sampled) > 0.01
-        slowest = max(self.trained)[0]
-        biased = Counter({kind: n * 19 // 20 if kind[0] == slowest else n for kind, n in self.trained.items()})
-        assert chance(biased, self.sampled) < 1e-6, "it would not be noticed if every 20th row of the slowest were lost"
+    @property
+    def speed(self) -> int:
+        return speed_of(int(self.ids[0]))
 
 
-def chance(found: Counter[tuple[int, int]], of: Counter[tuple[int, int]]) -> float:
+def speed_of(env: int) -> int:
+    return env // WIDTH % len(PAUSES)
+
+
+Times = Callable[
+    [Part, int], "Array | int"
+]  # a part, its number among those of its speed -> how often it is trained on
+
+
+@dataclass
+class Run:
+    sampled: Array  # [speeds, lengths]: rows in whole episodes, as the envs have counted them
+    parts: list[Part]  # in the order of training
+
+    def trained(self, times: Times = lambda part, number: 1) -> Array:
+        """The same from the flags of what is trained on: an episode is as long as the rows between two ends."""
+        found, numbers = np.zeros_like(self.sampled), Counter[int]()
+        streams = defaultdict[int, list[Array]](list)  # flags of an env, row after row
+        for part in self.parts:
+            copies = np.broadcast_to(times(part, numbers[part.speed]), WIDTH)
+            numbers[part.speed] += 1
+            flags = np.stack([part.valid, part.ended, part.late])
+            for column, env in enumerate(part.ids.tolist()):
+                streams[env] += [flags[:, :, column]] * int(copies[column])
+        for env, stream in streams.items():
+            valid, ended, late = np.concatenate(stream, axis=1)
+            rows = np.diff(np.cumsum(valid)[ended & ~late], prepend=0)
+            np.add.at(found[speed_of(env)], np.searchsorted(LENGTHS, rows).clip(max=len(LENGTHS) - 1), rows)
+        return found
+
+
+def chance(found: Array, of: Array) -> float:
     """The probability that rows drawn at random from `of` differ from it as `found` does, or more (chi-square)."""
-    share = found.total() / of.total()
-    statistic = sum((found[kind] - rows * share) ** 2 / (rows * share) for kind, rows in of.items())
-    return float(torch.special.gammaincc(torch.tensor((len(of) - 1) / 2), torch.tensor(statistic / 2)))
+    expected = of * (found.sum() / of.sum())
+    statistic = float(((found - expected) ** 2 / expected).sum())
+    return float(torch.special.gammaincc(torch.tensor((of.size - 1) / 2), torch.tensor(statistic / 2)))
 
 
-def speed_of(producer: int) -> int:
-    return sorted({*PAUSES}).index(PAUSES[producer % len(PAUSES)])
-
-
-def test_actors_of_any_speed_are_trained_on_in_proportion_and_within_the_bound():
-    width, actors, account = 32, 8, Account()
-    settings = {"actors": actors, "env.num_envs": width * actors, "decoupled.batch_size": 4 * width}
-    made = make_config(algorithm="vtrace", acting="decoupled", **{"algo.unroll_length": T, **settings})
-    config = resolve_config(made)
-    memory = ActorMemory(MemorySetup(config, VECTOR, T, (), 1, 0))
-    params, moments = SimpleNamespace(data=torch.zeros(1)), SimpleNamespace(read=lambda: torch.zeros(0))
-    agent: Any = SimpleNamespace(params=params, moments=moments)
-    acting = Decoupled(memory, agent, Board(1), 0, Stages(), torch.device("cpu"), config.decoupled, 60.0)
-    taking, over = threading.Lock(), threading.Event()
-
-    def act(number: int) -> None:
-        ids = torch.arange(number * width, (number + 1) * width)
-        while not over.is_set():
-            with taking:  # the lock of the slots is between processes
-                slot = memory.slots.take(number)
-            if slot is None or memory.weights.version < memory.slots.need[slot]:
-                time.sleep(1e-4)
-                continue
-            fields = memory.slots.columns(*slot)
-            fields["version"].fill_(memory.weights.version)
-            fields["env_id"].copy_(ids)
-            time.sleep(T * PAUSES[number % len(PAUSES)])
-            for length in LENGTHS:
-                account.sampled[speed_of(number), length] += T * width // len(LENGTHS)
-            memory.slots.fill(slot, (number, 0, 0))
-
-    threads = [threading.Thread(target=act, args=(k,), daemon=True) for k in range(actors)]
-    at, rows = [0], 0
-    try:
-        for thread in threads:
-            thread.start()
-        for rollout in acting.rollouts(lambda: acting.publish(at[0])):
-            speed = np.array([speed_of(producer) for producer, _, _ in rollout.origins]).repeat(width)
-            account.train(rollout, speed, at[0])
-            at[0], rows = at[0] + 1, rows + rollout.reward.numel()
-            if rows >= ROWS:
-                break
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(10)
-        acting.close()
-        memory.close()
-    account.check(worst_lag(config, 1))
-
-
-def hosted(window: int, least: int) -> Account:
-    """Central acting for eight hosts, until this number of rows was trained."""
-    width, hosts, account, over = 64, 8, Account(), threading.Event()
-    rig = Rig(envs=width * hosts, batch_size=BATCH, unroll_length=T, batches=8, timeout=60.0, window=window)
-
-    def act(number: int) -> None:
-        stream = rig.central.open_stream(number, 0, number * width, width)
-        answers = queue.SimpleQueue[int]()
-        seen = time_step(np.zeros((width, 3), np.float32), is_first=np.ones(width, bool))
-        while not over.is_set():
-            stream.ask(dict(seen), lambda arrays, version: answers.put(version))
-            seen["is_first"] = np.zeros(width, bool)
-            while not over.is_set():
-                with suppress(queue.Empty):
-                    answers.get(timeout=0.2)
-                    break
-            for length in LENGTHS:
-                account.sampled[speed_of(number), length] += width // len(LENGTHS)
-            time.sleep(PAUSES[number % len(PAUSES)] * SLOWER)
-
-    threads = [threading.Thread(target=act, args=(k,), daemon=True) for k in range(hosts)]
-    at, rows = [0], 0
-    try:
-        for thread in threads:
-            thread.start()
-        for rollout in rig.rollouts(at):
-            speed = np.array([speed_of(env // width) for env in rollout.env_id.tolist()])
-            account.train(rollout, speed, at[0])
-            rows += rollout.reward.numel()
-            if rows >= least:
-                return account
-    finally:
-        over.set()
-        rig.close()
-        for thread in threads:
-            thread.join(10)
+def driven(acting: str, folder: Path, rows: int = ROWS, pace: float = 0.5, max_lag: int | None = None) -> Run:
+    """Take the batches of real processes, as fast as they come, until there were so many rows, and then until all
+    episodes that had begun are whole. `pace`: factor of the envs' pauses.
+    """
+    max_lag = BOUND[acting] if max_lag is None else max_lag
+    kwargs = json.dumps({"tally": str(folder), "pace": pace})
+    env = {"id": TASKS, "backend": "vector", "kwargs": kwargs, "num_envs": WIDTH * PROCESSES, "groups": 1}
+    how = {"actors": PROCESSES, f"{acting}.batch_size": 2 * WIDTH, "algo.unroll_length": T, "max_lag": max_lag}
+    config = make_config(algorithm="vtrace", acting=acting, **{f"env.{k}": v for k, v in env.items()}, **how)
+    at, seen, parts, whole = [0], 0, list[Part](), np.zeros(WIDTH * PROCESSES, bool)
+    with crewed(resolve_config(config)) as learner:
+        for rollout in learner.acting.rollouts(lambda: learner.acting.publish(at[0])):
+            assert isinstance(rollout.obs, torch.Tensor)
+            ended, late = rollout.terminated | rollout.truncated, rollout.obs[:-1, :, 0] > 0
+            for own in (slice(0, WIDTH), slice(WIDTH, None)):
+                lag = at[0] - int(rollout.policy_version[:, own].min())
+                flags = (x[:, own].numpy().copy() for x in (rollout.mask, ended, late))
+                parts.append(Part(rollout.env_id[own].numpy().copy(), lag, *flags))
+                whole[parts[-1].ids] |= parts[-1].late.any(0)
+            at[0], seen = at[0] + 1, seen + int(rollout.mask.sum())
+            if seen >= rows:
+                (folder / "over").touch()
+            if whole.all():
+                return Run(tallied(folder), parts)
     raise AssertionError("it ended by itself")
 
 
-BATCH, SLOWER, BOUND = 128, 4, 4
+@pytest.fixture(scope="module", params=BOUND)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return driven(request.param, tmp_path_factory.mktemp("tally"))
 
 
-def test_env_hosts_of_any_speed_are_trained_on_in_proportion_and_within_the_bound():
-    hosted(window_of(BOUND, BATCH, 1), ROWS).check(BOUND)
-    assert max(hosted(0, ROWS // 8).lags) > BOUND  # which it would not be otherwise
+def test_what_is_trained_on_is_what_was_sampled_whatever_the_speed_and_the_length_of_episodes(run):
+    trained = run.trained()
+    assert trained.sum() >= ROWS
+    assert chance(trained, run.sampled) > 0.01
+    assert np.array_equal(trained, run.sampled), "an episode was lost, cut, or trained on twice"
+
+
+FAULTS: dict[str, Times] = {
+    "every 20th rollout of the slowest is lost": lambda part, n: int(part.speed < SLOWEST or n % 20 > 0),
+    "every 20th rollout of the slowest counts twice": lambda part, n: 1 + (part.speed == SLOWEST and n % 20 == 0),
+    "a tenth of those in the middle of an episode is lost": lambda part, n: part.ended.any(0) | (n % 10 > 0),
+    "a tenth of those with two ends or more is lost": lambda part, n: (part.ended.sum(0) < 2) | (n % 10 > 0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bias_would_be_noticed(run, fault):
+    assert chance(run.trained(FAULTS[fault]), run.sampled) < 1e-6
+
+
+def test_the_bound_holds_and_no_env_starves(run, request):
+    assert 0 < max(part.lag for part in run.parts) <= BOUND[request.node.callspec.params["run"]]
+    for some in np.array_split(np.array(run.parts), 5):
+        assert len({env for part in some for env in part.ids.tolist()}) == WIDTH * PROCESSES
+
+
+def test_env_hosts_would_exceed_the_bound_without_it(tmp_path):
+    run = driven("central", tmp_path, rows=ROWS // 5, pace=2, max_lag=0)
+    assert max(part.lag for part in run.parts) > BOUND["central"]
 
 
 @pytest.mark.parametrize(("max_lag", "worst"), [(0, 4), (1, 1), (3, 3), (9, 4)])
@@ -175,7 +156,7 @@ def test_actors_keep_the_bound_that_is_asked_for(max_lag, worst):
         for rollout in islice(learner.acting.rollouts(lambda: learner.acting.publish(at[0])), 30):
             lags.add(at[0] - int(rollout.policy_version.min()))
             at[0] += 1
-            time.sleep(0.005)  # a slow learner: the actors fill every slot
+            learner.acting.rest()  # a slow learner: the actors fill every slot
     assert max(lags) == worst
 
 
