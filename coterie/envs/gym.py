@@ -145,8 +145,7 @@ class Instance:
         self.infos: dict[int, Mapping[str, Any]] = {}  # of the last step, by row, as the env gave them
         declared = declare(env_id, env.observation_space, env.action_space, mask=mask)
         self.fields, self.actions = declared.fields, declared.actions
-        self.discrete = isinstance(env.action_space, spaces.Discrete)
-        self.action_dtype = env.action_space.dtype
+        self.space = env.action_space
 
     def reset(self) -> None:
         self._begin(*parts_of("reset", self.env.reset(seed=self.seed), RESET))
@@ -164,10 +163,7 @@ class Instance:
         self._outcome(self.rows[0], number(reward), bool(terminated), bool(truncated), False)
 
     def choice(self, row: int) -> Any:
-        action = self.arrays["action"][row]
-        if self.actions.leaves:
-            return _only(self.actions.nested(action[None]))
-        return int(action) if self.discrete else action.astype(self.action_dtype)
+        return only(self.space, self.actions.nested(self.arrays["action"][row][None]))
 
     def write(self, row: int, obs: Any, info: Mapping[str, Any], goes_on: bool) -> None:
         """An observation; where the episode does not go on, all actions are legal."""
@@ -177,7 +173,7 @@ class Instance:
                 target[row] = True
             elif f.name == MASK and self.mask:
                 given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK, "missing")
-                target[row] = mask_row(given, self.env.action_space, target.shape[1])
+                target[row] = mask_row(given, self.space, target.shape[1])
             else:
                 target[row] = fitting(f, obs, target)
 
@@ -217,11 +213,13 @@ class TeamInstance(Instance):
                 self.infos[row] = info.get(agent, {})
 
 
-def _only(row: Any) -> Any:
-    """A structure of arrays `[1, ...]` without their first axis."""
-    if isinstance(row, dict):
-        return {key: _only(x) for key, x in row.items()}
-    return tuple(map(_only, row)) if isinstance(row, tuple) else row[0]
+def only(space: spaces.Space[Any], batch: Any) -> Any:
+    """The action of a batch `[1, ...]`, as `space` has it."""
+    if isinstance(space, spaces.Dict):
+        return {key: only(child, batch[key]) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map(only, space.spaces, batch))
+    return int(batch[0]) if isinstance(space, spaces.Discrete) else batch[0].astype(space.dtype)
 
 
 def mask_row(mask: Any, space: spaces.Space[Any], size: int) -> Array:

@@ -15,9 +15,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from coterie.envs.gym import mask_row, only
+from coterie.envs.spaces import action_map, random_actions
 from coterie.extras import needs
 from coterie.plugins import named_env
-from coterie.types import MASK, ConfigError, map_obs
+from coterie.types import MASK, ConfigError
 
 RANDOM = "random"  # the member of every pool that plays at random
 
@@ -34,6 +36,13 @@ def frozen(folder: Path, name: str) -> Any:
     return policy
 
 
+def _batched(obs: Any) -> Any:
+    """A nested observation as a batch of one."""
+    if isinstance(obs, dict):
+        return {key: _batched(x) for key, x in obs.items()}
+    return tuple(map(_batched, obs)) if isinstance(obs, tuple) else np.asarray(obs)[None]
+
+
 class Duel(gymnasium.Env[Any, Any]):
     """Our side of `game`, drawn for each episode like the opponent: with probability `newest` the newest of the pool,
     otherwise any. `game`: PettingZoo's, such as classic/chess_v6, or package.module:callable that makes one of its API.
@@ -48,14 +57,13 @@ class Duel(gymnasium.Env[Any, Any]):
         if len(spaces) != 2 or spaces[0] != spaces[1]:
             raise ConfigError(f"env.id: self-play needs a game for two sides with the same spaces; {game} has {spaces}")
         self.observation_space, self.action_space = spaces[0]
-        self.moves = copy.deepcopy(self.action_space)  # of the player at random
+        self.actions = action_map(game, self.action_space)
         self.newest, self.render_mode = newest, kwargs.get("render_mode")
         self.pool: dict[str, Any] = {}  # "folder" and "members", the newest last
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        for seeded in (self.game.reset, self.moves.seed):
-            seeded(seed=int(self.np_random.integers(2**31)))
+        self.game.reset(seed=int(self.np_random.integers(2**31)))
         self.me, self.other = self.np_random.permutation(self.game.possible_agents).tolist()
         members = self.pool.get("members", [RANDOM])
         self.opponent = members[-1 if self.np_random.random() < self.newest else self.np_random.integers(len(members))]
@@ -86,16 +94,20 @@ class Duel(gymnasium.Env[Any, Any]):
         """Play them; returns our reward. The opponent samples its actions, as the learner does."""
         reward = 0.0
         while not self._over and self.game.agent_selection == self.other:
-            obs = self.game.observe(self.other)
-            mask = obs.get(MASK) if isinstance(obs, dict) else self.game.infos[self.other].get(MASK)
-            if self.policy is None:
-                action = self.moves.sample(None if mask is None else np.asarray(mask, np.int8))
-            else:
-                batch, legal = map_obs(lambda x: np.asarray(x)[None], obs), None if mask is None else mask[None]
-                (action,) = self.policy(batch, action_mask=legal, reward=np.zeros(1), sampled=True)
-            self.game.step(int(action) if np.ndim(action) == 0 else action)
+            self.game.step(only(self.action_space, self._opponents_action()))
             reward += self.game.rewards[self.me]
         return reward
+
+    def _opponents_action(self) -> Any:
+        """A batch of one."""
+        obs, legal = self.game.observe(self.other), None
+        given = obs if isinstance(obs, dict) and MASK in obs else self.game.infos[self.other]
+        if MASK in given:
+            legal = mask_row(given[MASK], self.action_space, sum(self.actions.spec.sizes))[None]
+        if self.policy is not None:
+            return self.policy(_batched(obs), action_mask=legal, reward=np.zeros(1), sampled=True)
+        seen = None if legal is None else {MASK: legal}
+        return self.actions.nested(self.actions.to_env(random_actions(self.actions.spec, self.np_random, 1, seen)))
 
     def render(self) -> Any:
         return self.game.render()

@@ -103,3 +103,53 @@ def nameless() -> Crowd:
 def uneven() -> Crowd:
     """Two agents with different actions."""
     return Crowd(lives=((0, 5), (0, 5)), odd=True)
+
+
+_THREE, _BOX = spaces.Discrete(3), spaces.Box(-2, 2, (2,), np.float32)
+_TWO = spaces.MultiDiscrete([3, 2])
+DUOS: dict[str, tuple[Any, Any, Any]] = {  # observation, action, mask
+    "nested observation": (spaces.Dict({"x": spaces.Tuple((_THREE, _BOX)), "y": _BOX}), _THREE, None),
+    "Tuple": (spaces.Tuple((_BOX, _THREE)), spaces.Tuple((_THREE, spaces.Dict({"k": _BOX}))), None),
+    "Dict": (_BOX, spaces.Dict({"k": spaces.Discrete(3, start=2)}), None),
+    "Box": (_BOX, spaces.Box(-2, 2, (2,), np.float64), None),
+    "list as mask": (_BOX, _THREE, [1, 0, 1]),
+    "flat mask": (_BOX, _TWO, np.array([1, 0, 1, 1, 1], np.int8)),
+    "mask of each component": (_BOX, _TWO, ([1, 0, 1], [1, 1])),
+}
+
+
+class Duo(ParallelEnv[str, Any, Any]):
+    """Two agents for five steps, with the spaces and the mask of `DUOS`. An action that is not in its space raises, and
+    so does choice 1 where there is a mask.
+    """
+
+    metadata: dict[str, Any] = {"name": "duo"}  # noqa: RUF012
+
+    def __init__(self, kind: str) -> None:
+        self.possible_agents, self.render_mode = ["a", "b"], None
+        self.obs, self.action, self.mask = DUOS[kind]
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return self.obs
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return self.action
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+        self.agents, self.steps = list(self.possible_agents), 0
+        return self._see()
+
+    def _see(self) -> tuple[Any, Any]:
+        info = {} if self.mask is None else {"action_mask": self.mask}
+        return {a: self.obs.sample() for a in self.agents}, dict.fromkeys(self.agents, info)
+
+    def step(self, actions: dict[str, Any]) -> tuple[Any, ...]:
+        flat = {a: spaces.flatten(self.action, x) for a, x in actions.items() if self.action.contains(x)}
+        assert list(flat) == self.agents, actions
+        assert self.mask is None or not any(x[1] for x in flat.values()), actions
+        self.steps += 1
+        over = dict.fromkeys(self.agents, self.steps == 5)
+        obs, info = self._see()
+        if self.steps == 5:
+            self.agents = []
+        return obs, {a: float(x.sum()) for a, x in flat.items()}, over, dict.fromkeys(over, False), info

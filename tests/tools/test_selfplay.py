@@ -13,12 +13,18 @@ import pytest
 
 import coterie
 from coterie import presets
-from coterie.build.resources import resolve_config
+from coterie.build.evaluate import Policy
+from coterie.build.factory import make_model
+from coterie.build.resources import make_spec, resolve_config
+from coterie.envs.gym import describe, layout, make_instance
+from coterie.envs.spaces import random_actions
 from coterie.runs.metrics import read_metrics
+from coterie.tools import duel
 from coterie.tools.duel import Duel
 from coterie.tools.selfplay import SelfPlay
-from coterie.types import ConfigError
+from coterie.types import MASK, ConfigError
 from tests.support.commands import run_example
+from tests.support.crowd import DUOS
 
 
 def test_one_side_is_played_to_the_end_from_either_side() -> None:
@@ -77,6 +83,31 @@ def test_the_rating_follows_elos_formula_and_reads_each_result_once(tmp_path: Pa
     assert rating.elo == pytest.approx(first + second)
     expected = {"selfplay/elo": rating.elo, "selfplay/pool": 2, "selfplay/win_rate": 0.75}
     assert run.recorded == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", DUOS)
+def test_opponents_of_both_kinds_play_in_every_space(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    game, kwargs = "tests.support.crowd:Duo", {"kind": kind}
+    wanted = presets.make("ppo", f"selfplay/{game}", learners=1, device="cpu", **{"env.kwargs": json.dumps(kwargs)})
+    config = resolve_config(wanted)
+    spec = make_spec(config.env, config.atari)
+    policy = Policy(tmp_path, config, spec, 0, make_model(config, spec))
+    monkeypatch.setattr(duel, "frozen", lambda folder, name: policy)
+    (tmp_path / "results").mkdir()
+    env, rng, seen = Duel(game, **kwargs), np.random.default_rng(0), set[str]()
+    env.pool = {"folder": str(tmp_path), "members": ["random", "7"]}
+    declared = describe(game, env, 0)
+    arrays = {name: np.zeros(*of) for name, of in layout(declared, 1).items()}
+    instance = make_instance(game, env, 1, range(1), arrays, declared.mask)
+    for _ in range(100):
+        if instance.restart:
+            instance.reset()
+            seen.add(env.opponent)
+        else:
+            legal = {MASK: arrays[f"obs/{MASK}"]} if spec.masked else None
+            arrays["action"][:] = declared.actions.to_env(random_actions(spec.action, rng, 1, legal))
+            instance.step()  # the game raises at an action that is not in its space, or not legal
+    assert seen == {"random", "7"}
 
 
 class Small(SelfPlay):
