@@ -22,6 +22,7 @@ EXTRAS = {
     "completion": "completion: of commands in the shell",
     "minari": "--bc.dataset: learning from data sets",
     "optuna": "examples/optuna_search.py",
+    "brax": "examples/brax_env.py (650 MB, not in all)",
     "yaml": "train FILE.yaml",
     "gpu": "energy and utilization of NVIDIA GPUs",
 }

@@ -1,6 +1,6 @@
 """A simulator of your own behind Coterie, with Brax as the one: python examples/brax_env.py [ENV_STEPS] [BRAX_ENV]
 
-Needs `pip install brax`. Or by name, from the folder examples: coterie train ppo --env.backend brax_env:Brax --env ant
+Needs the extra `brax`. Or by name, from the folder examples: coterie train ppo --env.backend brax_env:Brax --env ant
 """
 
 import sys

@@ -21,6 +21,7 @@ from tests.envs.env_harness import check_counting, make, play
 from tests.support import vectors
 
 COUNTING, GYMNASIUMS, MASKED = (f"tests.support.vectors:{name}" for name in ("Counting", "gymnasiums", "masked"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 NO_VECTOR = "env.backend vector needs a VectorEnv, made with num_envs; for a single env leave env.backend auto"
@@ -158,10 +159,26 @@ def test_an_episode_without_its_last_observation_cannot_be_truncated() -> None:
 
 
 @pytest.mark.filterwarnings("default")  # Brax's imports warn
-@pytest.mark.parametrize("name", ["torch", pytest.param("brax", marks=pytest.mark.slow)])
+def test_every_step_of_brax_is_aligned(monkeypatch: Any) -> None:
+    """In its env `fast`, a positive action adds 0.02 to a velocity; the reward is the position."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with make("fast", 3, backend="brax_env:Brax", max_episode_steps=4) as envs:
+        seen = play(envs, 12)
+    (position, velocity), first = np.moveaxis(seen.obs, -1, 0), seen.is_first[1:]
+    faster = velocity[:-1] + 0.02 * (seen.action[..., 0] > 0)
+    assert faster[~first].max() > 0.05
+    np.testing.assert_allclose(velocity[1:], np.where(first, 0, faster), atol=1e-6)
+    np.testing.assert_allclose(position[1:], np.where(first, 0, position[:-1] + 0.02 * faster), atol=1e-6)
+    np.testing.assert_allclose(seen.reward[1:], position[1:], atol=1e-6)
+    assert seen.is_first.T.tolist() == [[t % 5 == 0 for t in range(13)]] * 3
+    assert seen.truncated.T.tolist() == [[t % 5 == 4 for t in range(13)]] * 3
+    assert not seen.terminated.any()
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["torch", pytest.param("brax", marks=pytest.mark.slow)])  # JAX compiles for 40 s
 def test_the_examples_run(name: str, tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
-    pytest.importorskip(name)  # JAX takes a minute to compile Brax's physics
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["", "9000"])
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / f"{name}_env.py"), run_name="__main__")
+    runpy.run_path(str(EXAMPLES / f"{name}_env.py"), run_name="__main__")
     assert "mean return" in capsys.readouterr().out
