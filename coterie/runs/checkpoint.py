@@ -30,6 +30,7 @@ from coterie.types import CoterieError, reason_of
 
 Tensors = dict[str, dict[str, Tensor]]
 _MANIFEST, _OLD = "manifest.json", ".old"
+LAST_GOOD = "; last good checkpoint: "  # before its path
 FORMAT = 1  # of what this version writes; manifests of the first versions do not name it
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised by reading a garbled file
 
@@ -136,7 +137,7 @@ def last_good(root: Path) -> str:
     sweep(root)
     with suppress(CoterieError):
         if kept := latest(root):
-            return f"; last good checkpoint: {kept}"
+            return f"{LAST_GOOD}{kept}"
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Collection
@@ -21,7 +22,8 @@ from coterie.wire.keys import make_keys
 
 _CONNECT_S = 10.0
 Address = tuple[str, int]  # and the first of a site's ports
-_HINTS = ("evaluate: ", "resume: ", "watch: ")  # of a site, with a folder that is not the run's
+_HINTS = re.compile(r"(evaluate|resume|watch): ")  # of a site, with a folder that is not the run's
+_REPORT = re.compile(r"(finished|interrupted): |\w+: checkpoint written$")  # the run's own, where it has one site
 
 
 class Cluster:
@@ -158,7 +160,7 @@ class Board:
         self.reported[part.name] = time.monotonic()
         alone = isinstance(part, Site) and self.sites == 1
         for line in lines:
-            if not line.startswith(_HINTS):
+            if not (_HINTS.match(line) or (alone and _REPORT.match(line))):
                 self.say(line if alone else f"{part.name}: {line}")
         peer = self.addresses.get(0 if isinstance(part, Site) else part.site)
         return Orders(type(part) in self.stopped, Terms(peer, self.keys))

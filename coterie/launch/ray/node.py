@@ -29,10 +29,11 @@ _SILENT_S = 60.0  # for the board to answer: a node that is out of reach for lon
 _STORE_S = 300.0  # for the storage to have all files at the end
 _AGAIN_S = 5.0  # before a command that ended too early is started again
 _TRIES = 100  # for consecutive free ports
+_ERROR = "coterie: "  # before the line that a command fails with
 
 
 class Outcome(NamedTuple):
-    """How a part ended: the exit code of its command, and the last line that it printed."""
+    """How a part ended: the exit code of its command, and its error or else the last line that it printed."""
 
     code: int
     line: str
@@ -90,7 +91,7 @@ class Node:
                 if orders.stop:
                     return Outcome(code, self.last_line)
                 if code:
-                    said = f" ({self.last_line.removeprefix('coterie: ')})" if code == 1 else ""
+                    said = f" ({self.last_line.removeprefix(_ERROR)})" if code == 1 else ""
                     self.ask("restart", part, f"its command ended with exit code {code}{said}")
                 time.sleep(_AGAIN_S)  # a worker's learners may be about to end
             return Outcome(EXIT_INTERRUPTED, "")
@@ -186,7 +187,9 @@ class Node:
             time.sleep(_POLL_S)
 
     def _output(self) -> list[str]:
-        """What the command printed since the last call, up to the last whole line while it runs."""
+        """What the command printed since the last call, up to the last whole line while it runs. Its error is left out:
+        the outcome has it, without the checkpoint, which is in a folder of this node.
+        """
         assert self.process is not None
         ended = self.process.poll() is not None
         with (self.here / "output.txt").open("rb") as file:
@@ -195,8 +198,9 @@ class Node:
         whole = len(new) if ended else new.rfind(b"\n") + 1
         self.printed += whole
         lines = new[:whole].decode(errors="replace").splitlines()
-        self.last_line = next((line for line in reversed(lines) if line.strip()), self.last_line)
-        return lines
+        errors = [line.partition(checkpoint.LAST_GOOD)[0] for line in lines if line.startswith(_ERROR)]
+        self.last_line = (errors or [self.last_line, *filter(str.strip, lines)])[-1]
+        return [line for line in lines if not line.startswith(_ERROR)]
 
     def end(self) -> None:
         """Shut the command down, or kill it after a while."""

@@ -21,6 +21,7 @@ from coterie.launch.ray.cluster import Board, Cluster, budgets
 from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, site_url
 from coterie.launch.ray.node import Node, Outcome, env_steps
 from coterie.parallel.signals import on_signals
+from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
 from coterie.runs.files import sole_writer, write_whole, writing
 from coterie.runs.metrics import clean
@@ -54,6 +55,7 @@ def run_on_ray(
             held.enter_context(sole_writer(folder, new=True))
         run = RayRun(cluster, allocation, folder, quiet)
         result: dict[str, Any] = {"status": "failed", "reason": ""}
+        failure: Exception | None = None
         starting.close()
         try:
             result = dict(zip(("status", "reason"), run.work(), strict=True))
@@ -61,14 +63,17 @@ def run_on_ray(
             result["reason"] = "stopped at once by a second signal"
             raise
         except Exception as error:
-            result["reason"] = first_line(error)
-            raise
+            result["reason"], failure = first_line(error), error
         finally:
             result |= {"folder": str(folder), "ray": run.close()}
             total = {"seconds": time.monotonic() - begin} | sum_up(run.folders) | result
             with suppress(OSError, CoterieError):
                 write_whole(folder / "summary.json", json.dumps(clean(total), indent=1) + "\n")
                 run.push("summary.json", "ray.txt")
+        if isinstance(failure, CoterieError):
+            raise type(failure)(f"{failure}{checkpoint.last_good(folder / 'checkpoints')}") from failure
+        if failure is not None:
+            raise failure
         return total
     finally:
         cluster.close()

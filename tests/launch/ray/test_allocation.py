@@ -211,6 +211,18 @@ def test_parts_start_again_when_the_site_that_they_connect_to_has_moved():
     assert (one.report(hub, []).stop, one.report(worker, []).stop) == (True, False)
 
 
+def test_the_report_of_a_lone_site_is_left_to_the_run():
+    report = ["finished: 9 env steps in 1 s", "SIGTERM: checkpoint written", "resume:   coterie resume /tmp/run"]
+    lone = Site(0, HERE, 1, 1, 0)
+    for preset, changes, expected in (("ppo", {}, []), ("gala-ppo", {"learners": 2}, report[:2])):
+        one = board(preset, hosts=3, **changes)
+        one.report(lone, ["SIGTERM: saving a checkpoint", *report])
+        assert [line.removeprefix("site 0: ") for line in one.collect()[0]] == [
+            "SIGTERM: saving a checkpoint",
+            *expected,
+        ]
+
+
 def test_a_site_without_a_summary_counts_with_its_last_checkpoint(tmp_path):
     folders = [tmp_path / name for name in "abc"]
     one = dict.fromkeys(

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import coterie
 from coterie import __version__
 from coterie.launch.ray import watchdog
 from coterie.launch.ray.allocation import Allocation, Machine, Site, allocate
@@ -105,6 +107,20 @@ def test_a_command_that_is_killed_is_restarted_from_the_storage(rig, pool):
     wait_until(lambda: len(rig.checkpoints()) > before)
     rig.board.stop(Site)
     assert run.result(PATIENCE).code == 75
+
+
+class Fails(coterie.Callback):
+    def on_rollout(self, run):
+        raise KeyError("oops")
+
+
+def test_a_failure_is_sent_once_and_without_the_nodes_folder(rig, pool):
+    rig.allocation = replace(rig.allocation, config=replace(CONFIG, callbacks=(f"{__name__}:Fails",)))
+    outcome = rig.run(pool).result(PATIENCE)
+    assert outcome == Outcome(1, "coterie: Fails.on_rollout: KeyError: 'oops'")
+    assert rig.saw("a callback ends the run: Fails.on_rollout")
+    assert not [line for line in rig.lines if line.startswith("coterie: ")]
+    assert rig.checkpoints()
 
 
 def test_a_node_with_another_version_is_refused(rig):

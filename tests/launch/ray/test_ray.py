@@ -121,6 +121,17 @@ def test_learners_that_are_lost_go_on_from_their_checkpoint(machines, start):
     assert summary["ray"]["restarts"] == 1, run.text()
 
 
+def test_a_failure_names_a_checkpoint_of_the_run_folder(machines, start):
+    run = start("gala-ppo", 10**9, learners=2, callbacks="tests.launch.ray.test_node:Fails")
+    run.end(code=1)
+    reason = "site 0: Fails.on_rollout: KeyError: 'oops'"
+    assert run.text().count(reason) == 1
+    assert (
+        run.text().splitlines()[-1].startswith(f"coterie: {reason}; last good checkpoint: {run.out}/checkpoints/step_")
+    )
+    assert read_summary(run.out)["reason"] == reason
+
+
 def test_a_cluster_that_cannot_be_reached_is_named(start):
     run = start("a2c", 1000, **{"ray.address": "127.0.0.1:1"})
     run.end(code=1)
