@@ -40,7 +40,7 @@ from coterie.parallel.shm import SharedArrays
 from coterie.parallel.threads import making
 from coterie.parallel.weights import Weights
 from coterie.plugins import substitute
-from coterie.types import AgentOutput, Inputs, Spec
+from coterie.types import AgentOutput, Inputs, Spec, counted
 
 
 def seed_for(seed: int, *key: int) -> int:
@@ -130,6 +130,20 @@ def updates_of(config: ResolvedConfig) -> int:
     """Learner steps for each batch of rollouts, at most."""
     kind, columns = algorithm_class(config), acting_kind(config).batch_size(config)
     return max(1, math.ceil(kind.updates(config, columns, kind.unroll_length(config))[0]))
+
+
+def stated_lag(config: ResolvedConfig) -> str:
+    """The worst policy lag of a learner, in words."""
+    kind, updates = algorithm_class(config), updates_of(config)
+    if (lag := acting_kind(config).lag.worst(config, updates)) is None:
+        return "without a bound"
+    stated = f"up to {counted(lag, 'learner step')}"
+    if exchange_kind(config).shared_weights and config.learners > 1:
+        return f"{stated} of its own, without a bound on those of other learners"
+    if kind.has_replay:
+        return f"{stated}, more for replayed samples"
+    more = ", more for replayed rollouts" if config.algorithm == "vtrace" and config.vtrace.replay_capacity else ""
+    return stated + (f" (and {updates - 1} within a batch)" if updates > 1 else "") + more
 
 
 @dataclass(frozen=True)

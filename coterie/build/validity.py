@@ -79,11 +79,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     without_keys("wire.bind"),
     Refusal(
-        lambda c, s: c.max_lag > 0 and c.max_lag < acting_kind(c).lag.least(c, updates_of(c)),
-        "max_lag",
-        "must be higher for this layout (docs/guides/staleness.md), or 0; with lockstep there is no lag",
-    ),
-    Refusal(
         lambda c, s: c.chaos.every > 0 and not acting_kind(c).apart and exchange_kind(c).one_learner,
         "chaos.every",
         "needs child processes: several learners, actors, or env hosts",
@@ -134,6 +129,8 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
             field = refusal.field.replace("ACTING", config.acting).replace("MEMORY", memory)
             value = f"{shown(get(config, field))} " if field in _FIELDS else ""  # a registered acting has no section
             raise ConfigError(f"{field}: {value}{refusal.reason}")
+    if 0 < config.max_lag < (least := acting_kind(config).lag.least(config, updates_of(config))):
+        raise ConfigError(f"max_lag: {config.max_lag} must be at least {least} for this layout, or 0 for no such limit")
     check_own(config)
     if ":" in config.model.torso + config.model.core + config.model.network:
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coterie.config import Refusal
 from coterie.exchange.base import ExchangeKind, Setup
-from coterie.exchange.shared_weights import CoreTurns, SharedWeights, Staleness, restore, shared_memory_for
+from coterie.exchange.shared_weights import OTHERS, CoreTurns, SharedWeights, Staleness, restore, shared_memory_for
 from coterie.exchange.solo import Solo
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
@@ -79,6 +79,7 @@ KIND = ExchangeKind(
     shared_weights=True,
     on_gpu=False,
     refusals=(
+        OTHERS,
         Refusal(
             lambda c, s: c.device == "cuda",
             "device",

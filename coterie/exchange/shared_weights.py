@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from coterie.config import Refusal
 from coterie.models.heads import Moments
 from coterie.ops.optim import Rule
 from coterie.parallel.board import Board
@@ -132,6 +133,13 @@ class Staleness:
 
     def gauges(self) -> dict[str, float]:
         return {"staleness/mean": self.sum / max(1, self.updates), "staleness/max": self.most}
+
+
+OTHERS = Refusal(
+    lambda c, s: c.max_lag > 0,
+    "max_lag",
+    "must be 0 with hogwild and store: it cannot bound the steps of other learners on the shared weights",
+)
 
 
 def split(n: int, chunks: int) -> list[slice]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.config import Refusal
 from coterie.exchange.base import ExchangeKind, Setup
-from coterie.exchange.shared_weights import SharedWeights, Staleness, restore, shared_memory_for
+from coterie.exchange.shared_weights import OTHERS, SharedWeights, Staleness, restore, shared_memory_for
 from coterie.exchange.solo import Solo
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
@@ -158,6 +158,7 @@ KIND = ExchangeKind(
     restore,
     shared_weights=True,
     refusals=(
+        OTHERS,
         Refusal(
             lambda c, s: c.store.local_steps > 1 and not c.optim.rule.startswith("adam"),
             "store.local_steps",

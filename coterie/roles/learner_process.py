@@ -24,6 +24,7 @@ from coterie.build.factory import (
     make_exchange,
     normalizers,
     patience,
+    stated_lag,
     updates_of,
     worker_setup,
 )
@@ -164,10 +165,8 @@ class LearnerProcess:
             where = " on disk" if config.replay.disk else ""
             acting += f", replay of {config.replay.capacity:,} env steps in {need / 2**30:.2f} GiB{where}"
         threads = counted(resources.torch_threads, "training thread")
-        lag, updates = acting_kind(config).lag.worst(config, updates_of(config)), updates_of(config)
-        old = "without a bound" if lag is None else f"up to {counted(lag, 'learner step')}"
-        more = f" (and {updates - 1} within a batch)" if updates > 1 and not algorithm_class(config).has_replay else ""
-        return f"{acting}, {threads}, {resources.device}, {kind}; {count:,} weights; policy lag {old}{more}"
+        lag = stated_lag(config)
+        return f"{acting}, {threads}, {resources.device}, {kind}; {count:,} weights; policy lag {lag}"
 
     def start(self, counts: dict[str, int], total: int) -> None:
         """Resume from this learner's earlier counts, and from the env steps of the whole run."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from coterie.acting.decoupled import worst_lag
 from coterie.acting.window import Window
+from coterie.build.factory import stated_lag
 from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.types import Array, ConfigError
@@ -24,6 +25,7 @@ from tests.conftest import VECTOR, make_config
 from tests.support.crew import crewed
 from tests.support.paced import LENGTHS, PAUSES, TASKS, tallied
 
+ACTORS = {"acting": "decoupled", "actors": 2}
 PROCESSES, WIDTH, T, ROWS = 6, 128, 20, 1_000_000  # WIDTH: envs of each
 BOUND = {"decoupled": 3, "central": 4}
 SLOWEST = len(PAUSES) - 1
@@ -220,15 +222,49 @@ def test_env_hosts_train_with_a_bound_and_in_lockstep(max_lag):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("least", "settings"),
     [
-        {"acting": "central", "actors": 1, "max_lag": 4},
-        {"acting": "decoupled", "actors": 2, "decoupled.publish_every": 9, "max_lag": 7},
+        (5, {"acting": "central", "actors": 1}),
+        (8, {"acting": "decoupled", "actors": 2, "decoupled.publish_every": 9}),
     ],
 )
-def test_a_bound_that_cannot_be_kept_is_refused(settings):
-    config = resolve_config(make_config(algorithm="vtrace", **{"env.num_envs": 4, **settings}))
-    with pytest.raises(ConfigError, match=r"^max_lag: \d must be higher for this layout"):
+def test_a_bound_that_cannot_be_kept_is_refused_with_the_least_that_can(least, settings):
+    less, more = {**settings, "max_lag": least - 1}, {**settings, "max_lag": least}
+    config = resolve_config(make_config(algorithm="vtrace", **{"env.num_envs": 4, **less}))
+    with pytest.raises(ConfigError, match=rf"^max_lag: {least - 1} must be at least {least} for this layout, or 0"):
         check(config, VECTOR)
-    more = {**settings, "max_lag": 8}
     check(resolve_config(make_config(algorithm="vtrace", **{"env.num_envs": 4, **more})), VECTOR)
+
+
+@pytest.mark.parametrize("exchange", ["hogwild", "store"])
+def test_shared_weights_have_no_bound_and_refuse_one(exchange):
+    how = {"exchange": exchange, "learners": 2, "acting": "decoupled", "actors": 2}
+    with pytest.raises(ConfigError, match=r"^max_lag: 4 must be 0 with hogwild and store: it cannot bound"):
+        check(resolve_config(make_config(algorithm="vtrace", max_lag=4, **how)), VECTOR)
+
+
+REPLAY = {"vtrace.replay_capacity": 40, "vtrace.replay_share": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("stated", "settings"),
+    [
+        ("up to 0 learner steps", {"algorithm": "a2c", "exchange": "gossip", "learners": 2}),
+        ("up to 0 learner steps", {"algorithm": "a2c", "exchange": "allreduce", "learners": 2}),
+        ("up to 0 learner steps", {"algorithm": "vtrace", "exchange": "hogwild", "learners": 1}),
+        *(
+            (
+                "up to 0 learner steps of its own, without a bound on those of other learners",
+                {"algorithm": "a2c", "exchange": exchange, "learners": 2},
+            )
+            for exchange in ("hogwild", "store")
+        ),
+        ("without a bound", {"algorithm": "vtrace", "acting": "central", "actors": 2}),
+        ("up to 0 learner steps", {"algorithm": "vtrace", "acting": "central", "actors": 2, "central.lockstep": True}),
+        ("up to 0 learner steps (and 3 within a batch)", {"algorithm": "vtrace", "vtrace.minibatch": 1}),
+        ("up to 0 learner steps (and 1 within a batch), more for replayed rollouts", {"algorithm": "vtrace", **REPLAY}),
+        ("up to 0 learner steps, more for replayed samples", {"algorithm": "dqn"}),
+    ],
+)
+def test_the_line_at_the_start_is_true_of_each_layout(stated, settings):
+    assert stated_lag(resolve_config(make_config(**settings))) == stated

@@ -119,6 +119,7 @@ AMBIGUOUS = [
         "before they have a slot",
         {"algorithm": "vtrace", "acting": "decoupled", "wire.bind": "unix:x", "max_lag": 1},
     ),
+    ("max_lag", "hogwild and store", {**ACTORS, "learners": 2, "actors": 2, "exchange": "hogwild", "max_lag": 4}),
     ("gossip.bind", "other machines", {**GOSSIP, "learners": 2, "gossip.bind": "0.0.0.0:8790"}),
     ("gossip.connect", "a run either", {**GOSSIP, "gossip.connect": "127.0.0.1:8790"}),
 ]
@@ -138,7 +139,6 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         "model.last_action_reward": {"model.last_action_reward": True},
         "model.share": {"model.share": "no", "model.core": "lstm"},
         "acting": {"actors": 2},
-        "max_lag": {"algorithm": "vtrace", "acting": "central", "actors": 1, "max_lag": 1},
         "ppo.minibatch_size": {"ppo.minibatch_size": 10**6},
         "model.normalize_obs": {"env": "Pong-v5", "model.normalize_obs": True},
         "ACTING.lockstep": {"acting": "decoupled", "actors": 2},
