@@ -22,7 +22,7 @@ WORDS = ("differs", "undecided", "agrees")  # the failures first
 EARLIER = "undecided (made before verdicts)"
 HEAD = """# The papers' figures
 
-Every figure and table of the five papers, and one of our own about stale data, as
+Every figure and table of the five papers, and two of our own about stale data, as
 [`coterie reproduce`](../guides/reproduce.md) made it, with the largest budget so far, beside the values that the paper
 states. Machine: 2 CPU cores, no GPU. Most budgets are small, on environments that learn in minutes.
 

@@ -67,7 +67,7 @@ def test_a_page_pictures_numbers_and_tables_are_written_and_drawn_again_without_
 
 
 def test_without_a_name_all_figures_are_listed(capsys):
-    assert len(FIGURES) == 35
+    assert len(FIGURES) == 36
     assert main(["reproduce"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed and figure.source in printed for name, figure in FIGURES.items())
