@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 # On the way down: 16,000 for the library, 4,500 for the tools and 18,000 for the tests.
 LIBRARY_LINES = 25_319
 TOOLS_LINES = 5_910
-TESTS_LINES = 28_788
+TESTS_LINES = 28_808
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 300
 FUNCTION_LINES = 60
