@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ from coterie.parallel.processes import start_server
 from coterie.parallel.signals import HANDLED, STOP, on_signals
 from coterie.plugins import Part, label, named
 from coterie.replay.storage import require_room
-from coterie.roles.callbacks import Given, make_callback
+from coterie.roles.callbacks import Given, each, make_callback
 from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
@@ -62,15 +62,15 @@ def train(
     config: Config | None = None,
     *,
     preset: str = "ppo",
-    callbacks: Sequence[Given] = (),
+    callbacks: Given | Iterable[Given] = (),
     quiet: bool = False,
     starting: Starting | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a new run and return its summary (also in `summary.json`). Raises `CoterieError` when it fails.
 
-    Without a config the run is a preset's with these settings: `train(env=MyEnv, steps=100_000)`. `callbacks`: names,
-    classes or instances, besides the config's; `starting`: of the process, if it began earlier.
+    Without a config the run is a preset's with these settings: `train(env=MyEnv, steps=100_000)`. `callbacks`: a
+    name, class or instance, or several, besides the config's; `starting`: of the process, if it began earlier.
     """
     if config is None:
         config = presets.make(preset, **settings)
@@ -78,17 +78,17 @@ def train(
         raise ConfigError(f"config: {config!r} is not a Config; coterie.presets.ppo(env=...) returns one")
     elif settings:
         raise ConfigError(f"{next(iter(settings))}: a config was given, too; give its preset this setting")
-    config = validate(config)
+    config, given = validate(config), each(callbacks)
     folder = Path(config.out) if config.out else _new_folder(config)
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
         raise missing("log.wandb", "wandb")
     refuse_run(folder)
     with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
-        return _go(config, folder, False, quiet, starting, callbacks, held)
+        return _go(config, folder, False, quiet, starting, given, held)
 
 
 def resume(
-    folder: str | Path, *, steps: int = 0, callbacks: Sequence[Given] = (), quiet: bool = False,
+    folder: str | Path, *, steps: int = 0, callbacks: Given | Iterable[Given] = (), quiet: bool = False,
     starting: Starting | None = None, trust: bool = False, **new: Part,
 ) -> dict[str, Any]:  # fmt: skip
     """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps).
@@ -106,7 +106,7 @@ def resume(
         config = validate(replace(config, steps=steps))
     with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
         held.enter_context(sole_writer(folder))
-        return _go(config, folder, True, quiet, starting, callbacks, held)
+        return _go(config, folder, True, quiet, starting, each(callbacks), held)
 
 
 def _go(

@@ -41,6 +41,7 @@ class Board(InSharedMemory):
             "blocked": ((rows,), "int64"),
             "order": ((5,), "int64"),
             "evaluated": ((1,), "int64"),
+            "begun": ((1,), "int64"),
             "arrivals": ((learners,), "int64"),
             "version": ((1,), "int64"),
             "attributes": ((_ATTRIBUTES,), "uint8"),
@@ -55,6 +56,7 @@ class Board(InSharedMemory):
         self._blocked: Array = arrays["blocked"]
         self._order: Array = arrays["order"]  # number, what, stop, closed, sealed
         self.evaluated: Array = arrays["evaluated"]  # number of the last order whose evaluation has ended
+        self.begun: Array = arrays["begun"]  # 1 once the callbacks have started
         self._arrivals: Array = arrays["arrivals"]
         self._attributes: Array = arrays["attributes"]  # of all envs, as JSON
         self._lock, self._version = Seqlock(arrays["version"]), arrays["version"].data  # read at each env step

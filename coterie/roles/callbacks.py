@@ -6,7 +6,7 @@ import inspect
 import json
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,15 @@ class Callback:
 Given = str | Callable[[], Callback]  # a name, a class, or an instance
 
 
+def each(given: Given | Iterable[Given]) -> tuple[Given, ...]:
+    """Callbacks that were given as one or as several."""
+    if isinstance(given, str) or callable(given):
+        return (given,)
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"callbacks: {given!r:.60} is not a name, a class, an instance or a list of those")
+    return tuple(given)
+
+
 def make_callback(given: Given) -> Callback:
     """A `ConfigError` where it cannot be made, or a `CoterieError` with the traceback of its own exception."""
     name = label(given) if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
@@ -82,6 +91,7 @@ class Run:
     def __init__(self, learner: LearnerProcess, folder: Path, post: Post) -> None:
         self.folder, self.config, self.model = folder, learner.config, learner.model
         self.recorded: dict[str, float] = {}
+        self._set = set[str]()  # attributes of envs
         self._spec, self._board, self._post = learner.spec, learner.context.board, post
         self._metrics, self._read = dict[str, Any](), 0  # bytes of metrics.jsonl
 
@@ -123,7 +133,8 @@ class Run:
         JSON. An evaluation's envs and those of remote clients keep theirs.
         """
         self._board.set_attribute(name, value)
-        if self.config.wire.bind:
+        if self.config.wire.bind and name not in self._set:
+            self._set.add(name)
             self.log(f"set_env {name}: the envs of remote clients keep theirs")
 
 

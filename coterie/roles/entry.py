@@ -128,7 +128,7 @@ class Service:
     def run(self) -> None:
         """Train to the end of the run, then obey orders until the last one."""
         self.post("note", self.learner.describe())
-        self.callbacks.start()
+        self._start_callbacks()
         # Given before the learners began: the checkpoint at step 0. One that rejoins has no weights worth saving yet.
         if self.has_order and not self.learner.context.rejoin:
             self.execute_order()
@@ -152,6 +152,16 @@ class Service:
             else:
                 time.sleep(0.005)
         self.callbacks.end(self.done)
+
+    def _start_callbacks(self) -> None:
+        """Start them in learner 0; the others wait for it, no longer than `log.stall`."""
+        config, end = self.learner.config, awake() + self.learner.config.log.stall
+        if self.rank == 0:
+            self.callbacks.start()
+            self.board.begun[0] = 1
+        while config.callbacks and not self.board.begun[0] and not self.board.stopping and awake() < end:
+            self.board.heartbeat(self.rank)
+            time.sleep(0.005)
 
     def after_rollout(self, rollout: Rollout) -> bool:
         """Returns True where the training ends: the budget is used up, or the parent stops it."""

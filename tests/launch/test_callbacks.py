@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
 import coterie
 from coterie import presets
 from coterie.cli.main import main
+from coterie.config import Config, Wire
 from coterie.envs.make import make_envs
 from coterie.parallel.board import Board
 from coterie.runs.config_io import load_config
@@ -176,6 +179,37 @@ def test_callbacks_by_name_are_in_the_config_and_resume_calls_them_again(tmp_pat
         assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("given", [Diary, Diary(), f"{__name__}:Diary"], ids=["class", "instance", "name"])
+def test_a_single_callback_needs_no_list(tmp_path, config, given):
+    coterie.train(config("inline", steps=64), callbacks=given, quiet=True)
+    coterie.resume(tmp_path / "run", steps=128, callbacks=given, quiet=True)
+    assert (tmp_path / "run" / "calls").read_text().split().count("start") == 2
+
+
+class Slow(coterie.Callback):
+    def on_start(self, run):
+        time.sleep(1)
+        (run.folder / "before").write_text(str(run.env_steps))
+
+
+@pytest.mark.parametrize("exchange", ["gossip", "store"])
+def test_no_learner_begins_before_the_callbacks_have_started(tmp_path, config, exchange):
+    coterie.train(config("gossip", steps=64, exchange=exchange), callbacks=Slow, quiet=True)
+    assert (tmp_path / "run" / "before").read_text() == "0"
+
+
+def test_set_env_says_once_for_each_name_what_remote_envs_keep(tmp_path):
+    said, board = list[str](), Board(1)
+    learner = SimpleNamespace(config=Config(wire=Wire(bind="unix:s")), model=None, spec=None)
+    learner.context = SimpleNamespace(board=board)
+    run = coterie.Run(learner, tmp_path, lambda kind, line: said.append(line))
+    for level, name in enumerate(["door", "door", "wall", "door"]):
+        run.set_env(name, level)
+    keep = "the envs of remote clients keep theirs"
+    assert said == [f"set_env door: {keep}", f"set_env wall: {keep}"]
+    assert board.attributes(0)[1] == {"door": 3, "wall": 2}
+
+
 class NoKey(coterie.Callback):
     def __init__(self) -> None:
         self.key = {}["key"]
@@ -199,6 +233,8 @@ def test_a_callback_that_cannot_be_made_ends_the_run_before_it_writes_anything(t
 def test_what_cannot_work_is_refused_in_one_line(config):
     with pytest.raises(ConfigError, match=r"^callbacks: Sets cannot be pickled .*lock"):
         coterie.train(config("allreduce"), callbacks=[Sets("level", threading.Lock())], quiet=True)
+    with pytest.raises(ConfigError, match=r"^callbacks: 7 is not a name, a class, an instance or a list of those"):
+        coterie.train(config("inline"), callbacks=7, quiet=True)
     with pytest.raises(ConfigError, match=r"^callbacks: launch ray takes the config's only"):
         coterie.train(config("inline", launch="ray"), callbacks=[Diary], quiet=True)
 
