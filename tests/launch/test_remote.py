@@ -142,7 +142,7 @@ def test_a_learner_without_hosts_does_not_keep_the_run_from_its_end(meddler, wor
 
 def test_actors_join_and_leave_while_a_run_trains(command, meddler):
     port = free_port()
-    env = ["--env", "CartPole-v1", "--env.num-envs", str(WIDTH), "--env.delay", "0.005", "--env.threads", "1"]
+    env = ["--env", "CartPole-v1", "--env.delay", "0.005", "--env.threads", "1"]
 
     def meddle() -> None:
         mine = command(lambda out: ["actor", "--connect", f"127.0.0.1:{port}", *env])

@@ -237,7 +237,9 @@ def worker_args(allocation: Allocation, worker: Worker, address: tuple[str, int]
     """The command line of a worker, for the site at `address`."""
     config = allocation.config
     args = [worker.kind, "--connect", join(*address), "--env", config.env.id]
-    args += ["--env.num-envs", str(allocation.width), "--env.threads", "1"]
+    args += ["--env.threads", "1"]
+    if worker.kind != "actor":  # which has as many envs as the run says
+        args += ["--env.num-envs", str(allocation.width)]
     for field in fields(Env):
         value = getattr(config.env, field.name)
         if field.name not in _NOT_PASSED_ON and value != field.default:
