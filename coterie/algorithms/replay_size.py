@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from coterie.algorithms.table import algorithm_class
@@ -9,7 +10,14 @@ from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.pool import is_atari
 from coterie.exchange.table import exchange_kind
 from coterie.replay.storage import Capacity
-from coterie.types import Spec
+from coterie.types import ActionSpec, Spec
+
+_DISCRETE = "dqn and r2d2 need a Discrete action space, which this env does not have"
+
+
+def bounded(action: ActionSpec) -> bool:
+    """Whether it is continuous, between finite bounds."""
+    return action.kind == "continuous" and all(map(math.isfinite, (*action.low, *action.high)))
 
 
 def stacked_frames(config: Config) -> int:
@@ -43,11 +51,8 @@ def value_refusals(
 ) -> tuple[Refusal, ...]:
     """Refusals of all value methods. `rows`: rows that the replay stores per env, which must be more than `needed`."""
     return (
-        Refusal(
-            lambda c, s: s.action.kind != "categorical",
-            "algorithm",
-            "must be a2c, ppo, vtrace or sac: dqn and r2d2 need a Discrete action space, which this env does not have",
-        ),
+        Refusal(lambda c, s: bounded(s.action), "algorithm", f"must be a2c, ppo, vtrace or sac: {_DISCRETE}"),
+        Refusal(lambda c, s: s.action.kind != "categorical", "algorithm", f"must be a2c, ppo or vtrace: {_DISCRETE}"),
         Refusal(lambda c, s: c.q.atoms > 0 and c.q.v_min >= c.q.v_max, "q.v_min", "must be below q.v_max"),
         Refusal(
             lambda c, s: c.q.atoms > 0 and c.replay.initial == "acting",

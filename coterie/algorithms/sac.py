@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
 from coterie.algorithms.replay_base import ReplayBatch, ReplayLearning
-from coterie.algorithms.replay_size import replay_refusals
+from coterie.algorithms.replay_size import bounded, replay_refusals
 from coterie.config import Config, Q, Refusal, ResolvedConfig
 from coterie.config import Model as ModelConfig
 from coterie.models.base import Model
@@ -103,7 +103,7 @@ class SAC(ReplayLearning[Transitions]):
 
     refusals = (
         Refusal(
-            lambda c, s: s.action.kind != "continuous" or not all(map(math.isfinite, (*s.action.low, *s.action.high))),
+            lambda c, s: not bounded(s.action),
             "algorithm",
             "needs continuous actions between finite bounds (a Box); use ppo, or dqn for a Discrete action space",
         ),

@@ -27,6 +27,8 @@ def begin_from(folder: Path, model: Network) -> str:
     it. Heads for other actions stay new. Raises a `ConfigError` if the run has no checkpoint, or another network.
     """
     root = folder / "checkpoints"
+    if not folder.is_dir():
+        raise ConfigError(f"init_from: {folder}: there is no such folder")
     if (path := checkpoint.best(root) or checkpoint.latest(root)) is None:
         raise ConfigError(f"init_from: {folder} has no complete checkpoint")
     there, mine = weights_of(checkpoint.load(path)[0], "0"), model.state_dict()

@@ -255,7 +255,11 @@ def _read(name: str, kind: Any, given: Any) -> Any:
 def typed_settings(config: Config, cls: type) -> str:
     """`config.settings`, each as the type of its field in the dataclass `cls`. Raises `ConfigError`."""
     own, kinds = json_object("settings", config.settings), _hints(cls)
-    return json.dumps({k: _read(SETTINGS + k, plain(kinds[k]), x) if k in kinds else x for k, x in own.items()})
+    for name in (k for k in own if k not in kinds):
+        near = difflib.get_close_matches(name, kinds, 1)
+        found = f"the nearest is {SETTINGS}{near[0]}" if near else f"there are {', '.join(kinds)}"
+        raise ConfigError(f"{SETTINGS}{name}: the algorithm has no such setting; {found}")
+    return json.dumps({k: _read(SETTINGS + k, plain(kinds[k]), x) for k, x in own.items()})
 
 
 def _options(args: list[str]) -> dict[str, list[str]]:

@@ -58,9 +58,10 @@ def _pickled(field: str, part: Any, module: Any) -> str:
             cloudpickle.register_pickle_by_value(module)
         data = cloudpickle.dumps(part)
     except Exception as error:
+        move = "write it as a function of a module and give module:function"
         raise ConfigError(
             f"{field}: {label} cannot be pickled for other processes ({one_line(error)}); create what it holds inside "
-            f"of it, or move it to a module and give module:{label}"
+            f"of it, or {move if label == 'lambda' else f'move it to a module and give module:{label}'}"
         ) from error
     path = _folder() / f"{label}.{zlib.crc32(data):x}"
     if not path.exists():

@@ -29,7 +29,7 @@ from coterie.envs.vector import APART, make_together
 from coterie.plugins import Part, raised
 from coterie.runs.objects import name_of
 from coterie.tools.check_backend import Watched
-from coterie.types import MASK, ConfigError, CoterieError, entries, one_line
+from coterie.types import MASK, ConfigError, CoterieError, counted, entries, one_line
 
 _SAME, _LONGEST_S = 100, 30.0  # steps of two copies; seconds of random play
 _SLOW, _LARGE = 1000, 10.0  # env steps/s; reward
@@ -67,7 +67,8 @@ def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
     if together and render:
         raise ConfigError("--render: only envs that run apart are drawn, with env.backend auto")
     facts = [f"{_label(f.name)}: {f.spec.dtype} {f.spec.shape}, {f.form}" for f in edges.fields]
-    facts.append(f"action: {spec.action.kind}, {spec.action.sizes or spec.action.shape}")
+    numbers = f" and {counted(len(spec.action.low), 'number')}" if spec.action.kind == "mixed" else ""
+    facts.append(f"action: {spec.action.kind}, {spec.action.sizes or spec.action.shape}{numbers}")
     if spec.agents > 1:
         facts.append(f"agents: {spec.agents}, each an env of env.num_envs")
 

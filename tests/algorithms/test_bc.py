@@ -106,6 +106,7 @@ def test_heads_for_other_actions_are_new_and_another_network_is_refused(tmp_path
         ({"model.hidden": (8,)}, r"has another network: torso\S+ is \[2, 2, 64\] there, \[2, 2, 8\] here"),
         ({"model.normalize_obs": False}, r"has another network: obs_norm\S+count is \[\] there, missing here"),
         ({"init_from": str(tmp_path)}, "has no complete checkpoint"),
+        ({"init_from": f"{tmp_path}/x"}, "/x: there is no such folder"),
     ]:
         with pytest.raises(ConfigError, match=f"^init_from: {tmp_path}.*{why}"):
             coterie.train(preset="a2c", env=env, out=str(tmp_path / "no"), quiet=True, **{**other, **wrong})

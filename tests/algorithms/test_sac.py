@@ -155,6 +155,8 @@ def test_an_algorithm_has_settings_and_presets_under_its_own_name(capsys: Any) -
         ({"steps": 2.5}, "steps: 2.5 is not an integer or null"),
         ({"flag": 3}, "flag: 3 is not true or false"),
         ({"bonus": "lots"}, "bonus: 'lots' is not a number"),
+        ({"bonsu": 1}, "bonsu: the algorithm has no such setting; the nearest is settings.bonus"),
+        ({"x": 1}, "x: the algorithm has no such setting; there are bonus, name, steps, sizes, flag"),
     ):
         with pytest.raises(ConfigError, match=rf"^settings\.{says}$"):
             resolve_config(mine(settings=wrong))

@@ -78,6 +78,10 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("plan", "ppo", "--core-hour", "nan"), "--core-hour: must be at least 0, not nan"),
         (("plan", "ppo", "--target", "0"), "--target: 0 is not a number of frames/s above 0"),
         (("plan", "ppo", "--services", "/nowhere"), "--services: /nowhere cannot be read as JSON"),
+        (
+            ("actor", "--connect", "unix:s", "--env", "CartPole-v1", "--env.num-envs", "2"),
+            "--env.num-envs: the run decides this for its actors; leave it out",
+        ),
         (("plan", "impala", "--env", "Pong-v5,Breakout-v5"), "env.id: plan needs a single task"),
     ],
 )
@@ -105,6 +109,11 @@ AMBIGUOUS = [
     ("MEMORY", "with r2d2", {"algorithm": "r2d2"}),
     ("MEMORY", "with sac", {"env": "Pendulum-v1", "algorithm": "sac", "model.core": "lstm"}),
     ("algorithm", "continuous actions", {"algorithm": "sac"}),
+    (
+        "algorithm",
+        "ppo or vtrace",
+        {"env": "tests.support.masked:Masked", "env.kwargs": '{"kind": "mixed"}', "algorithm": "dqn"},
+    ),
     ("algorithm", "vectors of numbers", {"env": COUNTING, "env.kwargs": IMAGES, "algorithm": "sac"}),
     ("env.groups", "actors", {**DECOUPLED, "env.groups": 2, "env.num_envs": 6, "actors": 2}),
     ("env.groups", "lockstep", {**CENTRAL, "env.groups": 2}),

@@ -95,6 +95,10 @@ def test_what_cannot_be_used_is_refused_in_one_sentence(tmp_path):
     for call, says in [
         (lambda: coterie.presets.ppo(env=CountingEnv()), "env.id: this is one CountingEnv, .*, or lambda: CountingEnv"),
         (lambda: coterie.presets.ppo(env=locked), "env.id: locked cannot be pickled .*'_thread.lock'.* module:locked$"),
+        (
+            lambda: coterie.presets.ppo(env=lambda: lock),
+            "env.id: lambda cannot be pickled .*, or write it as a function of a module and give module:function$",
+        ),
         (lambda: coterie.presets.ppo(env=7), "env.id: 7 is not a name, a class or a function$"),
         (lambda: coterie.presets.ppo(env=CountingEnv, model={"torso": nn.Linear(1, 1)}), "model.torso: this is one Li"),
         (lambda: named("env.id", "pickle:../../x"), "env.id: cannot import 'pickle:../../x'"),

@@ -85,4 +85,7 @@ def test_the_command_says_what_it_saw_and_has_three_exit_codes(capsys):
     assert lines[-1] == "nothing to fix"
     assert main(["check-env", "Catch-v0", "--steps", "40", "--render"]) == 1
     assert "fix: env.id: EnvPool cannot draw 'Catch-v0'" in capsys.readouterr().out
+    mixed = ["check-env", "tests.support.masked:Masked", "--env.kwargs", '{"kind": "mixed"}', "--steps", "9"]
+    main(mixed)
+    assert "\naction: mixed, (4, 3, 2) and 2 numbers\n" in capsys.readouterr().out
     assert main(["check-env", "nowhere:Env"]) == 2
