@@ -15,6 +15,25 @@ from coterie.types import ConfigError, reason_of
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Config)
+# The algorithms, actings, exchanges and launches that a section is about. Other sections are about every run.
+_NAMESAKES = (
+    "ppo",
+    "vtrace",
+    "r2d2",
+    "sac",
+    "bc",
+    "decoupled",
+    "central",
+    "ray",
+    "hogwild",
+    "store",
+    "allreduce",
+    "gossip",
+)
+_VALUE = {"dqn", "r2d2", "sac"}
+SECTIONS = {
+    **{name: {name} for name in _NAMESAKES}, "q": _VALUE, "replay": _VALUE, "wire": {"decoupled", "central", "gossip"},
+}  # fmt: skip
 _MODULES: dict[str, str] = {}  # by the name that a part was registered under: the module that registered it
 
 
@@ -64,6 +83,12 @@ def resolve_exchange(config: Config) -> str:
         return config.exchange
     alone = config.learners == 1 and not (config.allreduce.bind or config.allreduce.connect)
     return "solo" if alone else "allreduce"
+
+
+def uses(section: str, config: Config) -> bool:
+    """Whether a run uses one of `SECTIONS`."""
+    choices = (config.algorithm, config.acting, resolve_exchange(config), config.launch)
+    return ":" in config.algorithm or not SECTIONS[section].isdisjoint(choices)
 
 
 def with_modules(config: C) -> C:

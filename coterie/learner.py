@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from coterie.acting.base import Acting
 from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Autocast, Batch, Clock, Part
-from coterie.exchange.base import Exchange
+from coterie.exchange.base import Exchange, NonFinite
 from coterie.models.base import Model
 from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
@@ -36,6 +36,9 @@ class Observer:
 
     def rollout(self, rollout: Rollout, lr: float) -> None:
         """Called after the last batch of a rollout."""
+
+    def end(self) -> None:
+        """Called after the last rollout of a training that `on_rollout` ended."""
 
     def gauges(self) -> dict[str, float]:
         """Values for the metrics."""
@@ -141,13 +144,14 @@ class Gradients:
 
 def take_step(exchange: Exchange, params: FlatParams, metrics: dict[str, float], lr: float, where: str) -> float:
     """Apply a batch's gradient and return its norm; a non-finite metric counts as a non-finite gradient."""
-    if any(not math.isfinite(v) for v in metrics.values()):
+    if odd := [name for name, v in metrics.items() if not math.isfinite(v)]:
         params.grad.fill_(math.nan)  # reject a non-finite loss even if its gradient is finite
     try:
         return exchange.step(params, lr)
     except CoterieError as error:
         shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items())
-        raise type(error)(f"{error} at {where} ({shown})") from None
+        reason = f"{odd[0]} is not finite" if odd and isinstance(error, NonFinite) else error
+        raise type(error)(f"{reason} at {where} ({shown})") from None
 
 
 @dataclass
@@ -189,7 +193,7 @@ def learn(parts: Parts, on_rollout: Callable[[Rollout], bool]) -> None:
             stages.lap("train")
             for observer in parts.observers:
                 observer.gradient(progress.env_steps, algorithm, batch)
-            where = f"learner step {progress.learner_steps}"
+            where = f"learner step {progress.learner_steps + 1}"
             batch.metrics["grad_norm"] = take_step(exchange, params, batch.metrics, lr, where)
             for observer in parts.observers:
                 observer.step()
@@ -203,4 +207,6 @@ def learn(parts: Parts, on_rollout: Callable[[Rollout], bool]) -> None:
         for observer in parts.observers:
             observer.rollout(rollout, lr)
         if on_rollout(rollout):
+            for observer in parts.observers:
+                observer.end()
             return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from coterie import presets
-from coterie.choices import resolve_exchange
+from coterie.choices import SECTIONS, uses
 from coterie.cli.arguments import COMMANDS, Parser, tree
 from coterie.cli.listing import presets as described
 from coterie.cli.options import comments, config_of, words_of
@@ -16,25 +16,6 @@ from coterie.config import Config, Plugins
 from coterie.plugins import named
 from coterie.types import ActionSpec, ObsSpec, Spec
 
-# The algorithms, actings, exchanges and launches that a section is about. Other sections are about every run.
-_NAMESAKES = (
-    "ppo",
-    "vtrace",
-    "r2d2",
-    "sac",
-    "bc",
-    "decoupled",
-    "central",
-    "ray",
-    "hogwild",
-    "store",
-    "allreduce",
-    "gossip",
-)
-_VALUE = {"dqn", "r2d2", "sac"}
-SECTIONS = {
-    **{name: {name} for name in _NAMESAKES}, "q": _VALUE, "replay": _VALUE, "wire": {"decoupled", "central", "gossip"},
-}  # fmt: skip
 # The presets' own envs are like it. Help does not wait for EnvPool to say so.
 _IMAGE = Spec("Pong-v5", {"": ObsSpec((4, 84, 84), "uint8")}, ActionSpec("categorical", (6,)))
 _KINDS = {int: "N", float: "X", str: "TEXT"}
@@ -60,7 +41,7 @@ def settings_help(name: str, words: list[str]) -> str:
         lines = [f"  {preset:12} {about}" for rows in described().values() for preset, about in rows]
         return parser.format_help() + _PRESETS.format(presets="\n".join(lines))
     config = config_of(rest, _IMAGE)
-    hidden = [] if everything else [section for section in SECTIONS if not _is_used(section, config)]
+    hidden = [] if everything else [section for section in SECTIONS if not uses(section, config)]
     parser.epilog = f"Defaults are those of {config.preset} for {config.env.id}; --env ID shows those for another env."
     if hidden:
         parser.epilog += f" Not used by this run: {', '.join(hidden)}; `--help all` lists them, too."
@@ -91,11 +72,6 @@ def _add_config(name: str, parser: Parser) -> None:
     if COMMANDS[name].settings == "preset":
         parser.add_argument("--config", metavar="FILE", help="TOML, YAML or JSON: fields in place of the preset's")
         parser.add_argument("--trust", action="store_true", help="run the code that FILE names")
-
-
-def _is_used(section: str, config: Config) -> bool:
-    choices = (config.algorithm, config.acting, resolve_exchange(config), config.launch)
-    return ":" in config.algorithm or not SECTIONS[section].isdisjoint(choices)
 
 
 def warned(args: list[str], config: Config, before: Callable[[], None] = lambda: None) -> Config:
@@ -129,8 +105,8 @@ def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
         "model.init_log_std": (bool(spec.action.low), "continuous actions"),
         "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
         **dict.fromkeys(("optim.beta1", "optim.beta2"), (adam, "optim.rule adam or adam_eps_hat")),
-        "log.consensus": (_is_used("gossip", config), "gossip"),
-        **{name: (_is_used(name, config), " or ".join(sorted(uses))) for name, uses in SECTIONS.items()},
+        "log.consensus": (uses("gossip", config), "gossip"),
+        **{name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()},
     }
     millions = presets.make(config.preset, config.env.id, spec).steps // 1_000_000 if config.preset else 0
     if millions >= 10:

@@ -26,6 +26,7 @@ class Life:
     path: Path
     header: dict[str, Any]
     events: list[Event]
+    damage: str = ""  # why the rest of it cannot be read, unless its process was killed there
 
     @property
     def end(self) -> str | None:

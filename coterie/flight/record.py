@@ -120,11 +120,14 @@ def read_life(path: Path) -> Life:
         raise ConfigError(f"{path}: {reason_of(error)}") from None
     if not data.startswith(MAGIC):
         raise ConfigError(f"{path} is not a flight record of this version")
-    lines, at = list[Any](), len(MAGIC)
+    lines, at, damage = list[Any](), len(MAGIC), ""
     while at + _HEAD.size <= len(data):
         size, crc = _HEAD.unpack_from(data, at)
         body = data[at + _HEAD.size : at + _HEAD.size + size]
-        if len(body) < size or zlib.crc32(body) != crc:
+        if len(body) < size:  # its process was killed meanwhile
+            break
+        if zlib.crc32(body) != crc:
+            damage = f"the record is damaged from byte {at:,} of {len(data):,} on"
             break
         lines += map(json.loads, zlib.decompress(body).decode().split("\n"))
         at += _HEAD.size + size
@@ -133,7 +136,7 @@ def read_life(path: Path) -> Life:
         lines += map(json.loads, more if int(length) == at else ())
     if not lines:
         raise ConfigError(f"{path} ends before its header")
-    return Life(path, lines[0], lines[1:])
+    return Life(path, lines[0], lines[1:], damage)
 
 
 def lives(folder: Path, rank: int) -> list[Life]:

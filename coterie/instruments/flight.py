@@ -14,7 +14,7 @@ class Schedule(Observer):
     """Notes each rollout, and the weights every `every` learner steps (docs/reference/flight.md).
 
     "rollout": learner step, the run's env steps, origins, the versions of each origin's weights, `rollout_sums`.
-    "weights": learner step, `weight_sums`.
+    "weights": learner step, `weight_sums`. "final": the same at the end, if not noted.
     """
 
     def __init__(
@@ -31,3 +31,7 @@ class Schedule(Observer):
     def step(self) -> None:
         if (steps := self.progress.learner_steps + 1) % self.every == 0:
             self.note("weights", steps, weight_sums(self.params, self.moments.read()))
+
+    def end(self) -> None:
+        if (steps := self.progress.learner_steps) % self.every:
+            self.note("final", steps, weight_sums(self.params, self.moments.read()))

@@ -15,7 +15,7 @@ from coterie.config import ResolvedConfig
 from coterie.flight.life import Note, unrecorded
 from coterie.flight.record import FlightRecorder, path_of
 from coterie.runs.checkpoint import Part, Tensors, digest
-from coterie.runs.machine import arithmetic
+from coterie.runs.machine import arithmetic, versions
 
 
 class LifeRecord:
@@ -40,6 +40,7 @@ class LifeRecord:
             "chunk": resources.chunk,
             "groups": resources.groups,
             **arithmetic(resources.device.type),
+            "versions": versions(),
         }
 
     def resume(self, part: Part, rngs: Iterable[torch.Generator]) -> None:

@@ -20,16 +20,21 @@ _CORE = ["torch", "numpy", "envpool", "gymnasium"]  # reported even if coterie i
 
 def describe() -> dict[str, Any]:
     """Versions, processor, cores, GPUs, and the command line of this process."""
-    packages = ["coterie", *required().get("", _CORE), "ray", "ale-py"]
     name = Path(sys.argv[0]).name
     return {
         "system": platform.platform(),
         "processor": processor(),
         "cores": len(available_cores()),
         "gpus": torch.cuda.device_count(),  # their names would take a CUDA context in a process that needs none
-        "versions": {"python": platform.python_version()} | {p: v for p in packages if (v := version(p))},
+        "versions": versions(),
         "command": shlex.join(["coterie" if name == "__main__.py" else name, *sys.argv[1:]]),
     }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, and of the packages that a run may use."""
+    packages = ["coterie", *required().get("", _CORE), "ray", "ale-py"]
+    return {"python": platform.python_version()} | {p: v for p in packages if (v := version(p))}
 
 
 def arithmetic(device: str) -> dict[str, str]:

@@ -71,8 +71,11 @@ def test_a_damaged_block_ends_the_record_before_it(tmp_path, monkeypatch):
         life = read_life(path)
         assert life.end is None
         assert life.events == [["a", k] for k in range(len(life.events))]
+        assert life.damage == ""  # its process may have been killed there
+    last = whole.rindex(b"\x78\x9c") - 8  # a block begins with its length and check sum, then zlib's first bytes
     path.write_bytes(whole[:-3] + b"xyz")
     assert read_life(path).events == [["a", k] for k in range(5)]
+    assert read_life(path).damage == f"the record is damaged from byte {last:,} of {len(whole):,} on"
 
 
 def test_the_tail_of_an_older_block_does_not_count(tmp_path):

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from coterie.flight.life import Event, Life
 from coterie.flight.sums import differing_envs
 from coterie.learner import Observer
-from coterie.runs.machine import arithmetic
-from coterie.types import Rollout
+from coterie.runs.machine import arithmetic, versions
+from coterie.types import Rollout, entries, map_tensors
 
-_COMPARED = ("rollout", "weights")
+_COMPARED = ("rollout", "weights", "final")
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A rollout in which envs returned something else than was recorded, after equal weights and first actions."""
+
+    number: int  # of the learner's life
+    rollout: Rollout
 
 
 class Differs(Exception):
     """The replay is not what was recorded; the message says where and why."""
+
+    def __init__(self, message: str, odd: Odd | None = None) -> None:
+        super().__init__(message)
+        self.odd = odd
 
 
 class Comparison(Observer):
@@ -27,7 +40,13 @@ class Comparison(Observer):
         self.expected = {kind: deque(life.of(kind)) for kind in _COMPARED}
         self.equal = dict.fromkeys(_COMPARED, 0)
         self.last: Rollout | None = None
-        self.steps = 0  # learner steps up to which the weights were equal
+        self.steps = int(life.header["counts"].get("learner_steps", 0))  # the last ones with equal weights
+        self._equal_steps = {self.steps}
+
+    @property
+    def digests(self) -> int:
+        """How often the weights were compared."""
+        return self.equal["weights"] + self.equal["final"]
 
     def begin(self, rollout: Rollout, env_steps: int) -> None:
         self.last = rollout
@@ -42,39 +61,75 @@ class Comparison(Observer):
             return
         there, here = self.expected[kind].popleft(), json.loads(json.dumps(event))
         if there != here:
-            raise Differs((self._rollout if kind == "rollout" else self._weights)(there, here))
+            raise self._rollout(there, here) if kind == "rollout" else Differs(self._weights(there, here))
         self.equal[kind] += 1
-        if kind == "weights":
+        if kind != "rollout":
             self.steps = here[0]
+            self._equal_steps.add(self.steps)
 
-    def _rollout(self, there: Event, here: Event) -> str:
-        step = f"rollout {self.equal['rollout']:,}, before learner step {here[0] + 1:,}"
+    def _rollout(self, there: Event, here: Event) -> Differs:
+        number = self.equal["rollout"]
+        step = f"rollout {number:,}, before learner step {here[0] + 1:,}"
         names = ("learner step", "env steps of the run", "rollouts of the batch", "versions of the weights")
         for name, a, b in zip(names, there, here, strict=False):
             if a != b:
-                return f"{step}: {name} were {a} and are {b}"
+                return Differs(f"{step}: {name} were {a} and are {b}")
         if there[4] != here[4]:
-            return f"{step}: from equal weights the policy's first actions differ; {self._machine()}"
+            return Differs(f"{step}: {self._actions(max(versions[0] for versions in there[3]))}")
         assert self.last is not None
         envs = ", ".join(map(str, differing_envs(there[5], here[5], self.last.env_id))) or "some"
         rows = len(self.last.reward)
+        text = f"weights and first actions are equal, but what env {envs} returned within these {rows} rows is not"
+        return Differs(f"{step}: {text}", Odd(number, map_tensors(lambda x: x.cpu().clone(), self.last)))
+
+    def _actions(self, step: int) -> str:
+        """What other first actions mean, by weights of this learner step."""
+        if step in self._equal_steps:
+            return f"from equal weights the policy's first actions differ; {machine(self.header)}"
+        before = f"weights of learner step {step:,}, which were not compared (those of step {self.steps:,} are equal)"
         return (
-            f"{step}: weights and first actions are equal, but what env {envs} returned within these {rows} steps is "
-            "not: the env is not deterministic"
+            f"the policy's first actions differ, by {before}: the update or the arithmetic differs, and a run with "
+            f"--log.digest-every 1 tells which; {machine(self.header)}"
         )
 
     def _weights(self, there: Event, here: Event) -> str:
         tensors = [name for name, a, b in zip(self.header["tensors"], there[1], here[1], strict=True) if a != b]
         shown = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
-        return f"learner steps {self.steps + 1} to {here[0]}: {shown} differ after equal rollouts; {self._machine()}"
+        steps = f"learner steps {self.steps + 1} to {here[0]}"
+        if there[0] != here[0]:
+            return f"the last learner step was {there[0]} and is {here[0]}"
+        return f"{steps}: {shown} differ after equal rollouts; {machine(self.header)}"
 
-    def _machine(self) -> str:
-        return (
-            "; ".join(machine_differences(self.header)) or "torch, processor and instruction set are the recorded ones"
-        )
+
+def cause(first: Odd, second: Odd | None, header: dict[str, Any]) -> str:
+    """Why envs returned something else than was recorded, by what a second replay had there (None: no such rollout)."""
+    if second is None or second.number != first.number:
+        return "a second replay does not differ there: the env is not deterministic"
+    if (place := _first_row(first.rollout, second.rollout)) is not None:
+        row, env = place
+        where = f"from row {row + 1} of {len(first.rollout.reward)} on"
+        return f"in a second replay env {env} returns something else {where}: it is not deterministic"
+    same = "a second replay returns the same: the env is not the recorded one, or the weights of later rows are not"
+    return f"{same}; {machine(header)}"
+
+
+def _first_row(a: Rollout, b: Rollout) -> tuple[int, int] | None:
+    """The first row and the id of the env that returned something else in it."""
+    rows, envs = a.reward.shape
+    differ = (a.reward != b.reward) | (a.terminated != b.terminated) | (a.truncated != b.truncated)
+    for x, y in zip(entries(a.obs).values(), entries(b.obs).values(), strict=True):
+        differ |= (x[1:] != y[1:]).reshape(rows, envs, -1).any(-1)
+    if not len(places := differ.nonzero()):
+        return None
+    row, column = places[0].tolist()
+    return row, int(a.env_id[column])
+
+
+def machine(header: dict[str, Any]) -> str:
+    return "; ".join(machine_differences(header)) or "torch, processor and instruction set are the recorded ones"
 
 
 def machine_differences(header: dict[str, Any]) -> list[str]:
-    """Why the arithmetic here may not be the recorded one."""
-    here = arithmetic(header["device"])
-    return [f"{name}: {header[name]} recorded, {x} here" for name, x in here.items() if header.get(name, x) != x]
+    """What is not as recorded here, and may change the arithmetic or the envs."""
+    there, here = header | header.get("versions", {}), versions() | arithmetic(header["device"])
+    return [f"{name}: {there[name]} recorded, {x} here" for name, x in here.items() if there.get(name, x) != x]

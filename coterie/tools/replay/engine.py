@@ -25,8 +25,8 @@ from coterie.parallel.threads import set_torch
 from coterie.plugins import named
 from coterie.roles.learner_process import LearnerProcess
 from coterie.roles.life import digest_of_state
-from coterie.tools.replay.compare import Comparison, Differs
-from coterie.types import CoterieError, Rollout, one_line
+from coterie.tools.replay.compare import Comparison, Differs, Odd, cause
+from coterie.types import ConfigError, CoterieError, Rollout, one_line
 
 Tensors = dict[str, dict[str, Tensor]]
 Observers = Callable[[LearnerProcess], Sequence[Observer]]
@@ -45,7 +45,9 @@ class Result:
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=100))  # of its last episodes
     rollouts: int = 0  # as recorded
     digests: int = 0
+    unseen: int = 0  # learner steps since the weights were compared
     difference: str = ""  # the first one
+    odd: Odd | None = None  # where an env may be at fault
     error: str = ""  # that ended it
     stopped: str = ""  # why it ends here, without an error
 
@@ -117,7 +119,7 @@ class Replay:
         try:
             self._train(life, comparison, result, tensors)
         except Differs as difference:
-            result.difference = str(difference)
+            result.difference, result.odd = str(difference), difference.odd
         except RecordEnds as end:
             result.stopped = str(end)
         except CoterieError as error:
@@ -127,8 +129,9 @@ class Replay:
                 raise
         else:
             if rank in self._short and life.end is None:
-                result.stopped = "the record breaks off there"
-        result.rollouts, result.digests = comparison.equal["rollout"], comparison.equal["weights"]
+                result.stopped = life.damage or "the record breaks off there"
+        result.rollouts, result.digests = comparison.equal["rollout"], comparison.digests
+        result.unseen = max(0, result.steps - comparison.steps)
         return not result.difference
 
     def _train(self, life: Life, comparison: Comparison, result: Result, tensors: Tensors | None) -> None:
@@ -159,23 +162,26 @@ class Replay:
                 switch(learner, edited)
                 edited, result.switched = None, steps
             keep()
-            result.steps = steps if rank in self._short else result.steps
+            if rank in self._short:
+                result.steps = steps
+                if self.until is not None and steps >= self.until:
+                    self._short.discard(rank)
+                    comparison.rest()
 
         def after_rollout(rollout: Rollout) -> bool:
             nonlocal left
             left -= 1
-            look()
             if rank in self._short:
                 result.returns.extend(score for score, _ in rollout.episodes)
-                if self.until is not None and result.steps >= self.until:
-                    self._short.discard(rank)
-                    comparison.rest()
+            look()
             return left == 0 or not self._short or not (self._apart or rank in self._short)
 
         if (before := getattr(self._shared, "before", None)) is not None:
             before[rank] = keep  # a learner saves what it has when it loses another one in a sum
         with closing(learner):
             if tensors is not None:
+                if not result.compared and shapes(tensors) != shapes(learner.tensors()):
+                    raise ConfigError("--edit: a checkpoint does not fit these settings: give --from start")
                 learner.load(tensors)
                 for rng, state in zip(learner.rngs, header["rng"], strict=True):
                     rng.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
@@ -184,6 +190,13 @@ class Replay:
             learner.observers[:0] = [comparison, *self.observers(learner)]
             if left and self._short:
                 learner.run(after_rollout)
+
+
+def explain(result: Result, again: Sequence[Result]) -> None:
+    """Add to a difference what a second replay tells about its cause."""
+    if result.odd is not None:
+        second = next((x.odd for x in again if x.life is result.life), None)
+        result.difference += f": {cause(result.odd, second, result.life.header)}"
 
 
 def as_recorded(config: ResolvedConfig, header: dict[str, Any]) -> ResolvedConfig:
@@ -201,6 +214,11 @@ def switch(learner: LearnerProcess, config: ResolvedConfig) -> None:
     for name in EDITABLE:
         vars(getattr(learner.config, name)).update(vars(getattr(config, name)))
     learner.exchange.guard.max_grad_norm = config.optim.max_grad_norm
+
+
+def shapes(tensors: Tensors) -> dict[tuple[str, str], torch.Size]:
+    """Of what a learner begins with, without its random numbers."""
+    return {(group, name): x.shape for group, each in tensors.items() if group != "rng" for name, x in each.items()}
 
 
 def copied(tensors: Tensors) -> Tensors:

@@ -46,11 +46,12 @@ class Hold(Observer):
     """Calls `call` once, at learner step `step`."""
 
     def __init__(self, learner: LearnerProcess, step: int, call: Callable[[Moment], None]) -> None:
-        self.learner, self.at, self.call = learner, step, call
+        self.learner, self.at, self.call, self.done = learner, step, call, False
 
     def gradient(self, env_steps: int, algorithm: AnyAlgorithm, batch: AnyBatch) -> None:
         step = self.learner.progress.learner_steps + 1
         if step == self.at:
+            self.done = True
             self.call(Moment(step, self.learner, batch))
 
 

@@ -11,7 +11,8 @@ from coterie.cli.main import main
 from coterie.flight.record import lives
 from coterie.launch.session import resume
 from coterie.runs.trust import open_run
-from coterie.tools.replay.command import SWITCHED, Asked, replay_run
+from coterie.tools.replay.asked import SWITCHED, Asked
+from coterie.tools.replay.command import replay_run
 from tests.tools.replay.test_replay import LAYOUTS, run
 
 RUNS = {
