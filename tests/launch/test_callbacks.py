@@ -49,7 +49,7 @@ def make(path=""):
 LAYOUTS = {
     "inline": {},
     "allreduce": {"learners": 2, "exchange": "allreduce"},
-    "gossip": {"learners": 2, "exchange": "gossip"},
+    **{exchange: {"learners": 2, "exchange": exchange} for exchange in ("gossip", "hogwild", "store")},
     "decoupled": {"acting": "decoupled", "actors": 2, "decoupled.lockstep": True},
     "central": {"acting": "central", "actors": 2, "central.lockstep": True},
 }

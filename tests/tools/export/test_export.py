@@ -59,6 +59,16 @@ NETS = {
     ),
     "sac": ("sac", "Hopper-v5", {}, {"obs"}, {"action", "value", "mean", "std"}),
     "own network": ("c51", "CartPole-v1", {"model.network": "tests.support.networks:Mixer"}, {"obs"}, VALUES),
+    "own network, memory": (
+        *("ppo", "CartPole-v1", {"model.network": "tests.support.networks:Counter"}),
+        {"obs", "prev_action", "prev_reward", *CORE},
+        {*ACTOR_CRITIC, "next_core_state", "next_prev_action"},
+    ),
+    "own core": (
+        *("ppo", "CartPole-v1", {"model.core": "tests.support.networks:Leaky", "model.core_size": 16}),
+        {"obs", *CORE},
+        {*ACTOR_CRITIC, "next_core_state"},
+    ),
     "masked, mixed": (
         *("ppo", "tests.support.masked:Masked", {"env.kwargs": '{"kind": "mixed", "where": "info"}'}),
         {"obs.observation", "obs.action_mask"},
