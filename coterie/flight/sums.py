@@ -27,12 +27,13 @@ def rollout_sums(rollout: Rollout) -> tuple[int, str]:
 
     Where the weights were equal, a difference of the first comes from the arithmetic; of the second alone, from an env.
     """
-    first = zlib.crc32(b"".join(_bytes(x[0]).tobytes() for x in (rollout.action, rollout.behavior_log_prob)))
+    first = zlib.crc32(b"".join(_array(x)[0].tobytes() for x in (rollout.action, rollout.behavior_log_prob)))
     rows, envs = rollout.reward.shape
-    total = _odd(rows) @ (_words(rollout.reward).reshape(rows, envs) + _ends(rollout))
-    for x in (x for x in entries(rollout.obs).values() if x.device.type == "cpu"):
-        words = _words(x[-1]).reshape(envs, -1)
-        total = total + words @ _odd(words.shape[1])
+    total = _odd(rows) @ (_words(_array(rollout.reward)).reshape(rows, envs) + _ends(rollout))
+    for x in entries(rollout.obs).values():
+        if x.device.type == "cpu":
+            words = _words(_array(x)[-1]).reshape(envs, -1)
+            total = total + words @ _odd(words.shape[1])
     return first, base64.b64encode((total >> np.uint32(16)).astype(np.uint16).tobytes()).decode()
 
 
@@ -44,18 +45,18 @@ def differing_envs(a: str, b: str, env_id: Tensor) -> list[int]:
 
 def _ends(rollout: Rollout) -> Array:
     """`[T, B]`: 0 in the middle of an episode, and other numbers at terminations and truncations."""
-    terminated, truncated = (x.cpu().numpy().view(np.uint8) for x in (rollout.terminated, rollout.truncated))
+    terminated, truncated = (_array(x).view(np.uint8) for x in (rollout.terminated, rollout.truncated))
     return terminated + np.uint32(2) * truncated
 
 
-def _bytes(x: Tensor) -> Array:
-    """What a tensor holds."""
-    return np.ascontiguousarray(x.cpu().numpy())
+def _array(x: Tensor) -> Array:
+    """A tensor as numpy sees it, which is faster with the few numbers of a rollout."""
+    return x.cpu().numpy()
 
 
-def _words(x: Tensor) -> Array:
-    """The same as numbers of 4 bytes, or of 1 where the rows of each env have other lengths."""
-    found = _bytes(x)
+def _words(x: Array) -> Array:
+    """The bytes of `x` as numbers of 4, or of 1 where the rows of each env have other lengths."""
+    found = np.ascontiguousarray(x)
     whole = found.nbytes // max(1, len(found)) % 4 == 0
     return found.reshape(len(found), -1).view(np.uint32 if whole else np.uint8)
 

@@ -24,8 +24,8 @@ class Schedule(Observer):
         self.poll = poll  # rows with the same weights
 
     def begin(self, rollout: Rollout, env_steps: int) -> None:
-        columns = rollout.policy_version[:, :: rollout.policy_version.shape[1] // max(1, len(rollout.origins))]
-        versions = columns[:: self.poll].T.tolist()
+        version = rollout.policy_version.cpu().numpy()
+        versions = version[:: self.poll, :: version.shape[1] // max(1, len(rollout.origins))].T.tolist()
         self.note("rollout", self.progress.learner_steps, env_steps, rollout.origins, versions, *rollout_sums(rollout))
 
     def step(self) -> None:

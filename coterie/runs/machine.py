@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shlex
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -26,14 +27,13 @@ def describe() -> dict[str, Any]:
         "processor": processor(),
         "cores": len(available_cores()),
         "gpus": torch.cuda.device_count(),  # their names would take a CUDA context in a process that needs none
-        "versions": versions(),
+        "versions": versions(("coterie", *required().get("", _CORE), "ray", "ale-py")),
         "command": shlex.join(["coterie" if name == "__main__.py" else name, *sys.argv[1:]]),
     }
 
 
-def versions() -> dict[str, str]:
-    """Of Python, and of the packages that a run may use."""
-    packages = ["coterie", *required().get("", _CORE), "ray", "ale-py"]
+def versions(packages: Iterable[str] = ("coterie", *_CORE, "ale-py")) -> dict[str, str]:
+    """Of Python and of packages, such as those that step envs."""
     return {"python": platform.python_version()} | {p: v for p in packages if (v := version(p))}
 
 

@@ -22,7 +22,7 @@ def write(folder, events, close=True):
     recorder = FlightRecorder(path_of(folder, 1, 2), lambda: HEADER)
     for event in events:
         recorder.note(*event)
-        wait_until(lambda: not (recorder._lines or recorder._news.is_set()), 10, "the thread takes it")
+        wait_until(lambda: not (recorder._lines or not recorder._news.empty()), 10, "the thread takes it")
     if close:
         recorder.note("end", "")
     recorder.close()
