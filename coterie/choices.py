@@ -88,7 +88,9 @@ def resolve_exchange(config: Config) -> str:
 def uses(section: str, config: Config) -> bool:
     """Whether a run uses one of `SECTIONS`."""
     choices = (config.algorithm, config.acting, resolve_exchange(config), config.launch)
-    return ":" in config.algorithm or not SECTIONS[section].isdisjoint(choices)
+    if ":" in config.algorithm or config.algorithm in _MODULES:  # the user's own, which may use any
+        return True
+    return not SECTIONS[section].isdisjoint(choices)
 
 
 def with_modules(config: C) -> C:

@@ -16,6 +16,7 @@ import pickle
 import re
 import stat
 import sys
+import sysconfig
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -34,6 +35,8 @@ LAB = "dmlab/"  # before a level of DeepMind Lab, whose module is the user's cop
 Part = str | Callable[..., Any]  # a part's name, or the part itself
 P = ParamSpec("P")
 T = TypeVar("T")
+# Folders whose code is not the user's.
+_OTHERS = (*(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
 _PICKLED = re.compile(r"pickle:((\w+)\.\w+)@(\w+)")  # a file, the object's label, and the end of its folder's name
 OBJECTS: dict[str, Any] = {}  # by name: what this process was given, or has read from another
 _typed_in = [""]  # the folder where the command was typed, if a command line runs this process
@@ -159,5 +162,6 @@ def raised(error: BaseException) -> str:
     """`one_line`, and where the user's code raised the exception, if that was not by Coterie."""
     if isinstance(error, CoterieError):
         return one_line(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    last = [*frames, *(frame for frame in frames if not frame.filename.startswith(_OTHERS))][-1]
     return f"{one_line(error)} ({last.filename}, line {last.lineno}, in {last.name})"

@@ -176,8 +176,9 @@ def work(options: Namespace, rest: list[str]) -> int:
     changes, signals = read_options(rest), list[int]()
     if "env.id" not in changes:
         raise ConfigError("--env: name the run's environment")
-    for name in {"env.num_envs", "env.groups"} & changes.keys() if options.command == "actor" else ():
-        raise ConfigError(f"--{name.replace('_', '-')}: the run decides this for its actors; leave it out")
+    for name in ("env.num_envs", "env.groups") if options.command == "actor" else ():
+        if name in changes:
+            raise ConfigError(f"--{name.replace('_', '-')}: the run decides this for its actors; leave it out")
     if not options.connect.startswith("unix:"):
         split(options.connect)
     if not options.patience > 0:

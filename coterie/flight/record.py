@@ -136,6 +136,8 @@ def read_life(path: Path) -> Life:
     with suppress(OSError):
         length, *more = _tail(path).read_bytes().split(b"\n")[:-1]
         lines += map(json.loads, more if int(length) == at else ())
+        if int(length) > at:
+            damage = f"the record is damaged from byte {at:,} of {len(data):,} on"
     if not lines:
         raise ConfigError(f"{path} ends before its header")
     return Life(path, lines[0], lines[1:], damage)

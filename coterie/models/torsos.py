@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import cast
 
 import torch
@@ -201,7 +202,7 @@ def build_torso(obs: dict[str, ObsSpec], config: ModelConfig) -> nn.Module:
     """
     if ":" in config.torso:
         torso = call("model.torso", config.torso, obs, config)
-        if not isinstance(torso, nn.Module) or not isinstance(getattr(torso, "size", None), int):
+        if not isinstance(torso, nn.Module) or not isinstance(getattr(torso, "size", None), Integral):
             raise ConfigError("model.torso: it must be a torch.nn.Module with size, the width of its features")
         return torso
     if config.torso not in NAMES:

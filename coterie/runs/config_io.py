@@ -257,7 +257,7 @@ def typed_settings(config: Config, cls: type) -> str:
     own, kinds = json_object("settings", config.settings), _hints(cls)
     for name in (k for k in own if k not in kinds):
         near = difflib.get_close_matches(name, kinds, 1)
-        found = f"the nearest is {SETTINGS}{near[0]}" if near else f"there are {', '.join(kinds)}"
+        found = f"the nearest is {SETTINGS}{near[0]}" if near else f"there are {', '.join(kinds) or 'none'}"
         raise ConfigError(f"{SETTINGS}{name}: the algorithm has no such setting; {found}")
     return json.dumps({k: _read(SETTINGS + k, plain(kinds[k]), x) for k, x in own.items()})
 

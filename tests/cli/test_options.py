@@ -9,12 +9,13 @@ import tomllib
 
 import pytest
 
-from coterie import presets
+from coterie import choices, presets
 from coterie.algorithms.table import ALGORITHMS
-from coterie.cli.help import SECTIONS
+from coterie.choices import SECTIONS, uses
 from coterie.cli.main import main
 from coterie.cli.options import comments, config_of
-from coterie.runs.config_io import fields, to_dict
+from coterie.config import Config
+from coterie.runs.config_io import fields, replace, to_dict
 from coterie.types import ConfigError, CoterieError
 
 CATCH = "coterie.envs.testing:Catch"
@@ -175,6 +176,13 @@ def test_help_has_the_options_of_the_presets_cell_and_help_all_every_one(capsys)
     assert absent(printed(capsys, "train", "impala", "-h")) == SECTIONS.keys() - {"vtrace", "decoupled", "wire"}
     for command in ("bench", "plan", "envs", "actor"):
         assert "`coterie train PRESET --help` lists all options" in printed(capsys, command, "--help")
+
+
+def test_an_algorithm_of_the_users_may_use_any_section(monkeypatch):
+    config = replace(Config(), {"algorithm": "robust"})
+    assert not uses("ppo", config)
+    monkeypatch.setitem(choices._MODULES, "robust", "mine")
+    assert uses("ppo", config)
 
 
 def test_sections_are_of_choices_that_there_are():

@@ -209,13 +209,26 @@ def broken_torso(obs, config):
     return custom_torso(obs, config)[1:]
 
 
-def test_a_mistake_in_a_custom_torso_is_one_line_with_its_place_and_a_traceback():
-    config = presets.ppo(env="CartPole-v1", model={"torso": f"{__name__}:broken_torso"})
-    with pytest.raises(
-        CoterieError, match=r"^model: the network cannot be made or used: TypeError: .*test_models\.py, line"
-    ) as caught:
+class WideTorso(torch.nn.Module):
+    """Torch raises, in a layer of another width."""
+
+    size = 6
+
+    def __init__(self, obs, config):
+        super().__init__()
+        self.layer = torch.nn.Linear(7, 6)
+
+    def forward(self, obs):
+        return self.layer(obs)
+
+
+@pytest.mark.parametrize(("torso", "error"), [("broken_torso", "TypeError"), ("WideTorso", "RuntimeError")])
+def test_a_mistake_in_a_custom_torso_is_one_line_with_its_place_and_a_traceback(torso, error):
+    config = presets.ppo(env="CartPole-v1", model={"torso": f"{__name__}:{torso}"})
+    says = rf"^model: the network cannot be made or used: {error}: .*test_models\.py, line \d+, in (forward|{torso})\)"
+    with pytest.raises(CoterieError, match=says) as caught:
         check(resolve_config(config), VECTOR)
-    assert "in broken_torso" in caught.value.trace
+    assert "Traceback" in caught.value.trace
 
 
 def test_a_custom_torso_is_named_by_module_and_callable():

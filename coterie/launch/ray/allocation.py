@@ -238,11 +238,14 @@ def worker_args(allocation: Allocation, worker: Worker, address: tuple[str, int]
     config = allocation.config
     args = [worker.kind, "--connect", join(*address), "--env", config.env.id]
     args += ["--env.threads", "1"]
-    if worker.kind != "actor":  # which has as many envs as the run says
+    left_out = set(_NOT_PASSED_ON)
+    if worker.kind == "actor":  # which has as many envs and groups as the run says
+        left_out.add("groups")
+    else:
         args += ["--env.num-envs", str(allocation.width)]
     for field in fields(Env):
         value = getattr(config.env, field.name)
-        if field.name not in _NOT_PASSED_ON and value != field.default:
+        if field.name not in left_out and value != field.default:
             args += [f"--env.{field.name.replace('_', '-')}", str(value)]
     code, needed = code_of(config), IMPORTED_BY_ACTORS if worker.kind == "actor" else NETWORKS
     for name in (name for name in needed if name in code):

@@ -71,7 +71,7 @@ def run_on_ray(
                 write_whole(folder / "summary.json", json.dumps(clean(total), indent=1) + "\n")
                 run.push("summary.json", "ray.txt")
         if isinstance(failure, CoterieError):
-            raise type(failure)(f"{failure}{checkpoint.last_good(folder / 'checkpoints')}") from failure
+            raise type(failure)(f"{failure}{checkpoint.last_good(folder / 'checkpoints')}", failure.trace) from failure
         if failure is not None:
             raise failure
         return total

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +60,8 @@ class Asked:
         for name in self.edits:
             section = name.partition(".")[0]
             if section not in EDITABLE or name in _FIXED:
-                raise ConfigError(
-                    f"--edit: {name} would change the schedule; settings of {', '.join(EDITABLE)} may change"
-                )
+                why = "cannot be edited" if section == "settings" else "would change the schedule"
+                raise ConfigError(f"--edit: {name} {why}; settings of {', '.join(EDITABLE)} may change")
             if section in SECTIONS and not uses(section, config):
                 raise ConfigError(f"--edit: {name} has no effect: a run of {config.algorithm} does not use {section}")
             if self.since is not None and not any(name == known or name.startswith(f"{known}.") for known in SWITCHED):
@@ -78,7 +76,6 @@ class Asked:
         groups = together(folder, config)
         if not groups:
             raise ConfigError(f"RUN: {folder} has no flight record")
-        self._refuse_later_step(groups)
         if self.since is not None:
             groups = self._with_step(groups, self.since, folder / "checkpoints")
         else:
@@ -92,12 +89,18 @@ class Asked:
             groups = [each for each in groups if _first_step(each) < self.until]
             if not groups:
                 raise ConfigError(f"--to: {self.until:,} must be greater than {first:,}, where the lives begin")
+        self._refuse_other_step(groups)
         return groups
 
-    def _refuse_later_step(self, groups: Sequence[Together]) -> None:
-        """Before anything is replayed, where the records show that no life has come to the step to look at."""
+    def _refuse_other_step(self, groups: Sequence[Together]) -> None:
+        """Before anything is replayed, where the records show that these lives have not the step to look at."""
+        if self.at is None:
+            return
+        if self.at <= (first := min(map(_first_step, groups))):
+            least = f"must be greater than {first:,}, where the lives begin"
+            raise ConfigError(f"--break-at or --export-step: {self.at:,} {least}")
         ends = [last_step(life) for group in groups for life in group.get(self.learner, ())]
-        if self.at is not None and None not in ends and self.at > (last := max(filter(None, ends), default=0)):
+        if None not in ends and self.at > (last := max(filter(None, ends), default=0)):
             raise ConfigError(no_step(self.learner, last, self.at))
 
     def _with_step(self, groups: list[Together], step: int, checkpoints: Path) -> list[Together]:
@@ -142,10 +145,9 @@ def last_step(life: Life) -> int | None:
     """A learner step that the life has not passed; None: its record does not show one."""
     if final := life.of("final"):
         return int(final[-1][0])
-    begins = [event[0] for event in life.of("rollout")]
-    if len(begins) < 2:
-        return None
-    return int(begins[-1] + max(b - a for a, b in pairwise(begins)))
+    if life.header["digest_every"] == 1 and (weights := life.of("weights")):
+        return int(weights[-1][0]) + (life.end != "")  # it may have failed in one more
+    return None
 
 
 def no_step(learner: int, last: int, asked: int) -> str:

@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -86,7 +87,10 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
             one.edited = edited
         results = one.run()
         if any(result.odd is not None for result in results):
-            again = Replay(config, each, states.begin, what.until, snapshots=states.known).run()
+            say("note: a second replay looks for the cause")
+            again = list[Result]()
+            with suppress(CoterieError):  # an env that is not deterministic may also fail
+                again = Replay(config, each, states.begin, what.until, snapshots=states.known).run()
             for result in results:
                 explain(result, again)
         yield from results

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from coterie.flight.life import Event, Life
 from coterie.flight.sums import differing_envs
 from coterie.learner import Observer
@@ -42,6 +44,7 @@ class Comparison(Observer):
         self.last: Rollout | None = None
         self.steps = int(life.header["counts"].get("learner_steps", 0))  # the last ones with equal weights
         self._equal_steps = {self.steps}
+        self._mixes = bool(life.of("mix"))  # others' weights in after a step, and before the next actions
 
     @property
     def digests(self) -> int:
@@ -75,7 +78,7 @@ class Comparison(Observer):
             if a != b:
                 return Differs(f"{step}: {name} were {a} and are {b}")
         if there[4] != here[4]:
-            return Differs(f"{step}: {self._actions(max(versions[0] for versions in there[3]))}")
+            return Differs(f"{step}: {self._actions(max(of_one[0] for of_one in there[3]))}")
         assert self.last is not None
         envs = ", ".join(map(str, differing_envs(there[5], here[5], self.last.env_id))) or "some"
         rows = len(self.last.reward)
@@ -84,7 +87,7 @@ class Comparison(Observer):
 
     def _actions(self, step: int) -> str:
         """What other first actions mean, by weights of this learner step."""
-        if step in self._equal_steps:
+        if step in self._equal_steps and not self._mixes:
             return f"from equal weights the policy's first actions differ; {machine(self.header)}"
         before = f"weights of learner step {step:,}, which were not compared (those of step {self.steps:,} are equal)"
         return (
@@ -116,13 +119,18 @@ def cause(first: Odd, second: Odd | None, header: dict[str, Any]) -> str:
 def _first_row(a: Rollout, b: Rollout) -> tuple[int, int] | None:
     """The first row and the id of the env that returned something else in it."""
     rows, envs = a.reward.shape
-    differ = (a.reward != b.reward) | (a.terminated != b.terminated) | (a.truncated != b.truncated)
+    differ = _unlike(a.reward, b.reward) | (a.terminated != b.terminated) | (a.truncated != b.truncated)
     for x, y in zip(entries(a.obs).values(), entries(b.obs).values(), strict=True):
-        differ |= (x[1:] != y[1:]).reshape(rows, envs, -1).any(-1)
+        differ |= _unlike(x[1:], y[1:]).reshape(rows, envs, -1).any(-1)
     if not len(places := differ.nonzero()):
         return None
     row, column = places[0].tolist()
     return row, int(a.env_id[column])
+
+
+def _unlike(x: Tensor, y: Tensor) -> Tensor:
+    """Where two numbers differ; a NaN is like another one."""
+    return (x != y) & ((x == x) | (y == y))
 
 
 def machine(header: dict[str, Any]) -> str:

@@ -194,9 +194,13 @@ class Replay:
 
 def explain(result: Result, again: Sequence[Result]) -> None:
     """Add to a difference what a second replay tells about its cause."""
-    if result.odd is not None:
-        second = next((x.odd for x in again if x.life is result.life), None)
-        result.difference += f": {cause(result.odd, second, result.life.header)}"
+    if (odd := result.odd) is None:
+        return
+    second = next((x for x in again if x.life is result.life), None)
+    if second is None or second.rollouts < odd.number or (second.rollouts == odd.number and second.odd is None):
+        result.difference += ": a second replay does not come so far"
+    else:
+        result.difference += f": {cause(odd, second.odd, result.life.header)}"
 
 
 def as_recorded(config: ResolvedConfig, header: dict[str, Any]) -> ResolvedConfig:

@@ -143,14 +143,16 @@ def test_synchronous_sites_find_each_other():
 
 
 def test_an_actor_beside_each_learner_is_as_wide_as_those_elsewhere():
-    found = layout("impala", [HERE, THERE], actors=4, **{"env.num_envs": 16, "env.max_episode_steps": 77})
+    found = layout(
+        "impala", [HERE, THERE], actors=4, **{"env.num_envs": 16, "env.groups": 1, "env.max_episode_steps": 77}
+    )
     own = site(found)
     # impala's own batch size
     assert (own.actors, own.env.num_envs, own.decoupled.batch_size, own.wire.bind) == (1, 4, 8, "10.0.0.1:9000")
     args = worker_args(found, found.workers[0], ONE, keys=True)
     assert args[:5] == ["actor", "--connect", "10.0.0.1:9000", "--env", "CartPole-v1"]
     options = dict(zip(args[5::2], args[6::2], strict=True))
-    assert "--env.num-envs" not in options
+    assert not {"--env.num-envs", "--env.groups"} & options.keys()  # which an actor refuses
     assert options["--env.max-episode-steps"] == "77"
     assert options["--wire.cert"] == "{here}/cert.pem"
 

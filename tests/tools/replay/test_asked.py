@@ -49,5 +49,9 @@ def test_a_checkpoint_that_does_not_fit_an_edit_is_refused(tmp_path, capsys):
     run(tmp_path / "run", algorithm="a2c")
     resume(tmp_path / "run", steps=3000, quiet=True)
     second = lives(tmp_path / "run", 0)[1].header["checkpoint"]
+    for looked in ("--break-at", "--export-step"):
+        assert main(["replay", str(tmp_path / "run"), "--from", second, looked, "5"]) == 2
+        line = "coterie: --break-at or --export-step: 5 must be greater than 49, where the lives begin\n"
+        assert capsys.readouterr().err == line
     assert main(["replay", str(tmp_path / "run"), "--from", second, "--edit", "optim.rule=adam"]) == 2
     assert capsys.readouterr().err == "coterie: --edit: a checkpoint does not fit these settings: give --from start\n"

@@ -99,5 +99,5 @@ def test_a_learner_step_is_found_in_the_last_life_that_has_it(tmp_path, capsys):
     assert said(str(last[1]), *edit) == [ends[0], (*ends[1][:2], f" up to learner step {last[1]}")]
     assert main([*replay, "999"]) == 2
     assert f"--from: learner 0 has rollouts up to learner step {last[2]}, none after 999" in capsys.readouterr().err
-    assert main([*replay, "20", "--edit", "q.n_step=3"]) == 2
-    assert capsys.readouterr().err == "coterie: --edit: q.n_step is read as a life begins, and not after --from 20\n"
+    assert main([*replay, "20", "--edit", "algo.gamma=0.5"]) == 2
+    assert capsys.readouterr().err == "coterie: --edit: algo.gamma is read as a life begins, and not after --from 20\n"
