@@ -109,7 +109,7 @@ class Joined(Callback):
     left = 20
 
     def __init__(self, client, at):
-        env = ("--env", "CartPole-v1", "--env.num-envs", "2", "--env.threads", "1")
+        env = ("--env", "CartPole-v1", "--env.threads", "1", *(("--env.num-envs", "2") if client == "envs" else ()))
         self.command = [sys.executable, "-m", "coterie", client, "--connect", at, *env]
 
     def on_start(self, run):
