@@ -52,7 +52,7 @@ class FlightRecorder:
         self.path, self.failed = path, ""
         self._header, self._lines = header, deque[str]()
         self._open = list[str]()  # written to the tail only
-        self._news, self._over = SimpleQueue[None](), False  # an Event would cost three times as much at each rollout
+        self._news, self._over = SimpleQueue[None](), False  # cheaper at each rollout than an Event
         self._thread = threading.Thread(target=self._work, name="coterie-flight", daemon=True)
         self._starting = threading.Lock()
 
@@ -122,24 +122,24 @@ def read_life(path: Path) -> Life:
         raise ConfigError(f"{path}: {reason_of(error)}") from None
     if not data.startswith(MAGIC):
         raise ConfigError(f"{path} is not a flight record of this version")
-    lines, at, damage = list[Any](), len(MAGIC), ""
+    lines, at, damaged = list[Any](), len(MAGIC), False
     while at + _HEAD.size <= len(data):
         size, crc = _HEAD.unpack_from(data, at)
         body = data[at + _HEAD.size : at + _HEAD.size + size]
         if len(body) < size:  # its process was killed meanwhile
             break
         if zlib.crc32(body) != crc:
-            damage = f"the record is damaged from byte {at:,} of {len(data):,} on"
+            damaged = True
             break
         lines += map(json.loads, zlib.decompress(body).decode().split("\n"))
         at += _HEAD.size + size
     with suppress(OSError):
         length, *more = _tail(path).read_bytes().split(b"\n")[:-1]
         lines += map(json.loads, more if int(length) == at else ())
-        if int(length) > at:
-            damage = f"the record is damaged from byte {at:,} of {len(data):,} on"
+        damaged |= int(length) > at
     if not lines:
         raise ConfigError(f"{path} ends before its header")
+    damage = f"the record is damaged from byte {at:,} of {len(data):,} on" if damaged else ""
     return Life(path, lines[0], lines[1:], damage)
 
 
