@@ -26,17 +26,24 @@ from coterie.runs.machine import describe
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "speed.md"
 NATURE = "--env Breakout-v5 --model.torso nature"
 MANY = "--algo.unroll-length 20 --central.batch-size 128 --env.num-envs 512"
+PLAIN = "--cuda-graphs False"
+VTRACE = f"a2c {NATURE} --env.num-envs 512 --algorithm vtrace --algo.unroll-length 20"
+PPO = f"ppo {NATURE} --env.num-envs 128 --ppo.batch-size 16384 --ppo.minibatch-size 2048 --ppo.epochs 4"
+DQN = "dqn --env Breakout-v5 --replay.capacity 100000"
 GPU = {
+    "a2c, V-trace": VTRACE,
+    "a2c, V-trace, no graphs": f"{VTRACE} {PLAIN}",
+    "ppo": PPO,
+    "ppo, no graphs": f"{PPO} {PLAIN}",
+    "dqn": DQN,
+    "dqn, no graphs": f"{DQN} {PLAIN}",
     "a2c": f"a2c {NATURE} --env.num-envs 256",
-    "a2c, V-trace": f"a2c {NATURE} --env.num-envs 512 --algorithm vtrace --algo.unroll-length 20",
-    "ppo": f"ppo {NATURE} --env.num-envs 128 --ppo.batch-size 16384 --ppo.minibatch-size 2048 --ppo.epochs 4",
     "impala": f"impala {NATURE}",
     "seed-vtrace": f"seed-vtrace {NATURE} {MANY}",
     "seed-vtrace, 4 hosts": f"seed-vtrace {NATURE} {MANY} --actors 4",
     "gala-a2c, 4 learners": f"gala-a2c {NATURE} --learners 4 --env.num-envs 64",
     "impala-deep": "impala-deep --env Breakout-v5",
     "seed-vtrace, ResNet": "seed-vtrace --env Breakout-v5 --env.num-envs 512 --central.batch-size 64",
-    "dqn": "dqn --env Breakout-v5 --replay.capacity 100000",
     "seed-r2d2": "seed-r2d2 --env Breakout-v5 --env.num-envs 128 --replay.capacity 100000",
 }
 TWO = "--learners 2 --env.num-envs 64 --env.decorrelate 0"

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from coterie.acting.base import Acting
-from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Autocast, Batch, Clock, Part
+from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Autocast, Batch, Clock, Loss, Part
 from coterie.exchange.base import Exchange, NonFinite
 from coterie.models.base import Model
+from coterie.parallel.graphs import Graphed, Record
 from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
@@ -110,26 +111,30 @@ class Progress:
 class Gradients:
     """Backward passes over the parts of a batch, by a team whose members share the weights but not the gradient."""
 
-    def __init__(self, model: Model, params: FlatParams, team: Team, autocast: Autocast) -> None:
+    def __init__(
+        self, model: Model, params: FlatParams, team: Team, autocast: Autocast, record: Record | None = None
+    ) -> None:
         self.params, self.team, self.autocast = params, team, autocast
         twins = [params.replica(cast(nn.Module, model)) for _ in range(team.size - 1)]
         self.models = [model, *(cast(Model, twin) for twin, _ in twins)]
         self.grads = [grad for _, grad in twins]
+        self.record = record
+        self.recorded: dict[object, Graphed[tuple[dict[str, Tensor], Tensor | None]]] = {}  # by the loss
 
     def compute(self, algorithm: Algorithm[Part], batch: Batch[Part]) -> dict[str, float]:
         """Add the batch's gradient to `params.grad`, and set the batch's priorities; returns the loss's metrics."""
-        ways = len(self.models)
+        ways, loss = len(self.models), algorithm.loss
+        if loss not in self.recorded:
+            self.recorded[loss] = Graphed(partial(self._backward, loss), self.record, loss)
+        backward, constants = self.recorded[loss], algorithm.constants() if self.record else ()
         parts = list(batch.parts(ways))
         priority: list[Tensor | None] = [None] * len(parts)
 
         def work(k: int) -> dict[str, Tensor]:
             sums: dict[str, Tensor] = {}
             for i in range(k, len(parts), ways):  # a fixed share in a fixed order, so that runs repeat
-                with self.autocast():
-                    loss = algorithm.loss(self.models[k], parts[i])
-                loss.total.backward()  # type: ignore[no-untyped-call]
-                priority[i] = loss.priority
-                for name, term in loss.metrics.items():
+                metrics, priority[i] = backward(self.models[k], parts[i], constants)
+                for name, term in metrics.items():
                     sums[name] = sums[name] + term if name in sums else term
             return sums
 
@@ -139,7 +144,23 @@ class Gradients:
             grad.zero_()
         known = [x for x in priority if x is not None]
         batch.priority = torch.cat(known) if known else None
-        return {name: sum(float(sums[name]) for sums in done) for name in done[0]}
+        return {name: sum(values) for name, values in zip(done[0], zip(*map(_floats, done), strict=True), strict=True)}
+
+    def _backward(
+        self, loss: Callable[[Model, Part], Loss], model: Model, part: Part, constants: tuple[float, ...]
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Add a part's gradient; returns its metrics and priorities. `constants`: all else that `loss` reads."""
+        with self.autocast():
+            found = loss(model, part)
+        found.total.backward()  # type: ignore[no-untyped-call]
+        return found.metrics, found.priority
+
+
+def _floats(scalars: dict[str, Tensor]) -> list[float]:
+    values = list(scalars.values())
+    if values and values[0].is_cuda:  # waits once
+        return list(torch.stack(values).tolist())
+    return [float(x) for x in values]
 
 
 def take_step(exchange: Exchange, params: FlatParams, metrics: dict[str, float], lr: float, where: str) -> float:

@@ -225,9 +225,10 @@ def test_lstm_state_replayed_from_core_state_is_the_acting_state(acting):
         seen = rollouts(learner, 4)
     assert any(r.is_first[1:].any() for r in seen)
     assert all(r.core_state.abs().sum() > 0 for r in seen[1:])
+    near = 1e-5 if learner.resources.device.type == "cpu" else 1e-3  # cuDNN's LSTM multiplies in TF32
     for r in seen:
         inputs = Inputs(r.obs, r.is_first, r.prev_action, r.prev_reward)
         params, value, _ = learner.model(inputs, r.core_state)
-        torch.testing.assert_close(value, r.behavior_value, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(value, r.behavior_value, atol=near, rtol=near)
         log_prob = learner.algorithm.dist.log_prob(params[:-1], r.action)
-        torch.testing.assert_close(log_prob, r.behavior_log_prob, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(log_prob, r.behavior_log_prob, atol=near, rtol=near)

@@ -23,6 +23,7 @@ from coterie.ops.dist import make_distribution
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import normalize, policy_gradient, value_loss
 from coterie.ops.returns import explained_variance, gae
+from coterie.parallel.graphs import recordable
 from coterie.types import AgentOutput, Inputs, Rollout, Spec, map_obs, map_tensors
 
 _ENTROPY_MOST = 7.0  # bound of the log of the adapted factor, for a target entropy that is out of reach
@@ -110,6 +111,7 @@ class A2C(AlgorithmBase):
         self.entropy_adjustment = 0.0  # log of a factor of the entropy coefficient
         self.explained: tuple[Tensor, Tensor, Tensor] | None = None  # values, targets and mask of the last rollout
 
+    @recordable
     def act(
         self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]:
@@ -158,6 +160,10 @@ class A2C(AlgorithmBase):
         )
         return self.algo.entropy_coef * factor * math.exp(self.entropy_adjustment)
 
+    def constants(self) -> tuple[float, ...]:
+        return (self.entropy_coef(),)
+
+    @recordable
     def loss(self, model: Model, batch: RolloutBatch) -> Loss:
         """Policy gradient, squared value error, entropy bonus."""
         params, value, _ = model(batch.inputs, batch.core_state)

@@ -16,6 +16,7 @@ from coterie.config import Algo, Config, Refusal, ResolvedConfig, Reward
 from coterie.models.base import Model
 from coterie.ops.policy import masked_mean
 from coterie.ops.returns import RunningReturns
+from coterie.parallel.graphs import Record
 from coterie.types import AgentOutput, ConfigError, Inputs, Rollout, Spec, json_object, map_obs, reason_of
 
 
@@ -34,6 +35,7 @@ class Compute:
     dtype: torch.dtype = torch.float32
     chunk: int = 0
     threads: int = 1
+    record: Record | None = None  # of CUDA graphs
 
 
 ON_CPU = Compute()
@@ -83,6 +85,7 @@ class Algorithm(Protocol[Part]):
         self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]: ...  # greedy where `explore` is None; builds no graph
     def explore(self, env_id: Tensor) -> Tensor: ...  # how much each env explores, [B]
+    def constants(self) -> tuple[float, ...]: ...  # that `loss` reads: a recorded loss holds while they are the same
     def acts_at(self, version: int) -> None: ...  # in an actor: its weights are those of learner step `version`
     def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch[Part]]: ...
     def loss(self, model: Model, batch: Part) -> Loss: ...  # of one part
@@ -174,6 +177,10 @@ class AlgorithmBase:
     def explore(self, env_id: Tensor) -> Tensor:
         """Every env samples from the unmodified policy."""
         return torch.ones(len(env_id), device=env_id.device)
+
+    def constants(self) -> tuple[float, ...]:
+        """The loss reads nothing that changes during a run."""
+        return ()
 
     def after_step(self, model: Model, batch: Batch[Any]) -> None:
         """Nothing follows a step."""

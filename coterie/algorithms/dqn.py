@@ -18,6 +18,7 @@ from coterie.config import Config, Refusal
 from coterie.models.base import Model
 from coterie.models.cores import is_recurrent
 from coterie.ops.q import cross_entropy, divergence, huber, project
+from coterie.parallel.graphs import recordable
 from coterie.replay.transitions import Transitions
 from coterie.types import Inputs, Obs, map_obs
 
@@ -43,10 +44,12 @@ class DQN(QLearning[Transitions]):
         # 512).
         return max(1, min(most, config.q.batch_size // _SAMPLES_PER_THREAD))
 
+    @recordable
     def evaluate_target(self, target: Model, rows: Transitions, at: slice) -> Tensor:
         params: Tensor = target(_inputs(map_obs(itemgetter(at), rows.next_obs), rows.action[at]))[0]
         return params
 
+    @recordable
     def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
         """The weighted error of the samples; their priority is its absolute value, or with C51 the divergence."""
         rows, after = batch.rows, batch.ahead

@@ -25,6 +25,7 @@ from coterie.models.base import Model
 from coterie.models.cores import is_recurrent
 from coterie.ops.optim import schedule_value
 from coterie.ops.policy import normalize, ppo_clip, ppo_stats, value_loss, value_loss_clipped
+from coterie.parallel.graphs import recordable
 from coterie.types import Rollout, Spec
 
 
@@ -105,12 +106,19 @@ class PPO(A2C):
         whole.log_rho = torch.where(whole.mask, proximal - whole.behavior_log_prob, 0.0)
         whole.behavior_log_prob = proximal
 
+    def clip(self) -> float:
+        """By how much the ratio may leave 1, now."""
+        return self.ppo.clip * schedule_value(self.ppo.clip_schedule, self.clock.env_steps, self.config.steps)
+
+    def constants(self) -> tuple[float, ...]:
+        return (*super().constants(), self.clip())
+
+    @recordable
     def loss(self, model: Model, batch: RolloutBatch) -> Loss:
         """The clipped objective, (clipped) squared value error, entropy bonus."""
         params, value, _ = model(batch.inputs, batch.core_state)
         log_prob, entropy = self.dist.evaluate(params, batch.action)
-        clip = self.ppo.clip * schedule_value(self.ppo.clip_schedule, self.clock.env_steps, self.config.steps)
-
+        clip = self.clip()
         if self.ppo.clip_value:
             values = value_loss_clipped(value, batch.behavior_value, batch.value_target, self.ppo.clip_value)
         else:

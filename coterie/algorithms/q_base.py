@@ -15,6 +15,7 @@ from coterie.config import ResolvedConfig
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.ops.dist import ILLEGAL
+from coterie.parallel.graphs import Graphed, recordable
 from coterie.types import AgentOutput, Inputs, Spec
 
 
@@ -70,6 +71,7 @@ class EpsilonGreedy(AlgorithmBase):
         epsilon = self.q.epsilon_end + (self.q.epsilon - self.q.epsilon_end) * left
         return torch.full((len(env_id),), epsilon, device=env_id.device)
 
+    @recordable
     def act(
         self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]:
@@ -91,6 +93,10 @@ class QLearning(EpsilonGreedy, ReplayLearning[R]):
     """The base of DQN and R2D2: a target network that is copied whole."""
 
     copy_weights: Callable[[], None]  # into the target network
+
+    def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
+        super().__init__(config, spec, compute, seed)
+        self.looking = Graphed(self.look_ahead, compute.record, self.evaluate_target)
 
     @abstractmethod
     def evaluate_target(self, target: Model, rows: R, at: slice) -> Tensor:

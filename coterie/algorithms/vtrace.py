@@ -22,6 +22,7 @@ from coterie.models.base import Model
 from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae
 from coterie.ops.vtrace import Clips, vtrace
+from coterie.parallel.graphs import recordable
 from coterie.replay.trajectories import TrajectoryReplay
 from coterie.types import Inputs, Rollout, Spec, map_tensors
 
@@ -142,6 +143,10 @@ class VTrace(A2C):
             rollout.reward.numel(),
         )  # fmt: skip
 
+    def constants(self) -> tuple[float, ...]:
+        return (*super().constants(), self.spread)
+
+    @recordable
     def loss(self, model: Model, batch: Sequences) -> Loss:  # type: ignore[override]
         """Policy gradient and squared value error towards the corrected targets, entropy bonus."""
         params, value, last = _forward(model, batch)

@@ -35,6 +35,7 @@ from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule
 from coterie.parallel.board import Board
+from coterie.parallel.graphs import Graphed, Record
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.parallel.threads import making
@@ -84,18 +85,21 @@ def env_share(
     return EnvShare(mine, spec, first_env, own.groups, own.device, own.dtype, make, make_rng)
 
 
-def policy_of(algorithm: AnyAlgorithm) -> Policy:
-    """How actions are chosen: each env explores by its id."""
+def policy_of(algorithm: AnyAlgorithm, record: Record | None = None) -> Policy:
+    """How actions are chosen: each env explores by its id. `record`: of CUDA graphs."""
+    act = Graphed(algorithm.act, record)
 
     def policy(
         model: Model, inputs: Inputs, core_state: Tensor | None, env_id: Tensor, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]:
-        return algorithm.act(model, inputs, core_state, algorithm.explore(env_id), rng)
+        return act(model, inputs, core_state, algorithm.explore(env_id), rng)
 
     return policy
 
 
-def agent_of(algorithm: AnyAlgorithm, model: Network, params: FlatParams, moments: Moments) -> Agent:
+def agent_of(
+    algorithm: AnyAlgorithm, model: Network, params: FlatParams, moments: Moments, record: Record | None = None
+) -> Agent:
     twin = copy.copy(algorithm)
     twin.clock = Clock()
 
@@ -103,7 +107,8 @@ def agent_of(algorithm: AnyAlgorithm, model: Network, params: FlatParams, moment
         twin.clock.env_steps = algorithm.clock.env_steps if env_steps is None else env_steps
         return twin.clock.env_steps
 
-    return Agent(model, params, moments, policy_of(algorithm), algorithm.acts_at, policy_of(twin), look)
+    # Another thread's batches have any size.
+    return Agent(model, params, moments, policy_of(algorithm, record), algorithm.acts_at, policy_of(twin), look)
 
 
 def make_agent(config: ResolvedConfig, spec: Spec) -> Agent:

@@ -18,7 +18,9 @@ from coterie.envs.pool import has_env
 from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART
 from coterie.exchange.table import exchange_kind
+from coterie.models.cores import is_recurrent
 from coterie.parallel.affinity import available_cores, bf16_is_fast
+from coterie.parallel.graphs import Record, record
 from coterie.runs.config_io import typed_settings
 from coterie.types import ConfigError, Spec
 
@@ -37,10 +39,11 @@ class Resources:
     torch_threads: int  # threads that train parts of a batch side by side, each with torch on one core
     groups: int
     chunk: int
+    record: Record | None = None  # of CUDA graphs, where the network can be recorded
 
     @property
     def compute(self) -> Compute:
-        return Compute(self.dtype, self.chunk, self.torch_threads)
+        return Compute(self.dtype, self.chunk, self.torch_threads, self.record)
 
 
 def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Resources:
@@ -65,7 +68,14 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
         torch_threads=config.torch_threads or most,
         groups=config.env.groups or _groups(config, image or cuda, cores == 1 and not cuda, spec.agents),
         chunk=config.optim.chunk or (_CPU_CHUNK if image and not cuda else 0),
+        record=record if cuda and config.cuda_graphs and _can_be_recorded(config) else None,
     )
+
+
+def _can_be_recorded(config: Config) -> bool:
+    """Whether the network does the same at each call: no memory, which waits for resets, and no parts of the user's."""
+    model = config.model
+    return not is_recurrent(model) and ":" not in model.torso + model.network and model.compile == "none"
 
 
 def _groups(config: Config, threaded: bool, one_core: bool, agents: int) -> int:

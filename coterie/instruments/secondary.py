@@ -38,7 +38,8 @@ class Secondary(Observer):
         self.algorithm = cast(QLearning[Any], make_algorithm(config, spec, resources.compute))
         self.algorithm.borrow(primary)
         self.exchange = Solo(exchange_setup(config, self.params, normalizers(config, self.model), Peers()))
-        self.gradients = Gradients(self.model, self.params, team, autocast(resources.device, resources.dtype))
+        compute = autocast(resources.device, resources.dtype)
+        self.gradients = Gradients(self.model, self.params, team, compute, resources.record)
         self.learner_steps = 0
         self.last: dict[str, float] = {}
 

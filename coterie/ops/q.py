@@ -37,7 +37,7 @@ def project(probs: Tensor, n_step: Tensor, discount: Tensor, z: Tensor) -> Tenso
     algorithm 1). What lies beyond the ends goes to the ends; no mass is lost.
     """
     step = z[1] - z[0]
-    moved = (n_step[:, None] + discount[:, None] * z).clamp(float(z[0]), float(z[-1]))
+    moved = (n_step[:, None] + discount[:, None] * z).clamp(z[0], z[-1])
     # m_i = sum_j p_j max(0, 1 - |moved_j - z_i| / step)
     near = (1 - (moved[:, None, :] - z[None, :, None]).abs() / step).clamp_(min=0)
     shared: Tensor = (near * probs[:, None, :]).sum(-1)

@@ -92,7 +92,7 @@ class LearnerProcess:
             config=config,
             unroll_length=algorithm_class(config).unroll_length(config),
             max_envs=room_of(config),
-            agent=agent_of(self.algorithm, self.model, self.params, moments),
+            agent=agent_of(self.algorithm, self.model, self.params, moments, resources.record),
             actor=self.actor,
             refresh_actor=self.refresh_actor,
             envs=replace(share, make_rng=partial(self._make_rng, share.make_rng)),
@@ -112,7 +112,8 @@ class LearnerProcess:
         kind = acting_kind(config)
         self.acting: Acting = kind.along(setup) if context.life else kind.connect(setup, context.acting)
         self.trainers = Team(resources.torch_threads if config.model.compile == "none" else 1)
-        self.gradients = Gradients(self.model, self.params, self.trainers, autocast(resources.device, resources.dtype))
+        compute = autocast(resources.device, resources.dtype)
+        self.gradients = Gradients(self.model, self.params, self.trainers, compute, resources.record)
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
             self.gradients.models[0] = cast(Network, compiled)

@@ -162,7 +162,8 @@ class Parts:
         self.ids, self.rng = torch.arange(self.width, device=self.device), torch.Generator(self.device)
         self.state = learner.model.initial_state(self.width)
         compute = autocast(self.device, learner.resources.dtype)
-        self.alone = Gradients(learner.model, learner.params, Team(1), compute)
+        self.alone = Gradients(learner.model, learner.params, Team(1), compute, learner.resources.record)
+        self.policy = policy_of(learner.algorithm, learner.resources.record)
         self.batch: AnyBatch | None = None  # the last
 
     def _most_at_once(self) -> int:
@@ -177,7 +178,7 @@ class Parts:
 
     def _act(self, width: int) -> None:
         inputs, state = self.inputs.map(lambda x: x[:width]), None if self.state is None else self.state[:width]
-        policy_of(self.learner.algorithm)(self.learner.actor, inputs, state, self.ids[:width], self.rng)
+        self.policy(self.learner.actor, inputs, state, self.ids[:width], self.rng)
 
     def _train(self) -> None:
         for batch in self.learner.algorithm.batches(self.learner.model, self.rollout):

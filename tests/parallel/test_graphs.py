@@ -1,0 +1,189 @@
+"""Recorded functions do what the plain ones do: on a GPU as CUDA graphs, on a CPU by a stand-in that runs a function
+again on the memory of its recording.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from coterie.algorithms.base import Compute, autocast
+from coterie.algorithms.table import algorithm_class
+from coterie.build.factory import make_algorithm, make_model, policy_of
+from coterie.build.resources import resolve_resources
+from coterie.learner import Gradients
+from coterie.parallel.graphs import Graphed, _taken, record, recordable
+from coterie.parallel.params import FlatParams
+from coterie.parallel.threads import Team
+from coterie.types import CoterieError, Inputs, Rollout, map_tensors
+from tests.algorithms.harness import SMALL, VARIANTS
+from tests.conftest import VECTOR, make_config, make_rollout
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+
+
+def rerun(function, rngs):
+    """As `record`, but the graph is the function: its results are the same memory each time."""
+    kept = []
+
+    @torch.inference_mode()
+    def write(found):
+        into, source = [], []
+        _taken(kept[0], into)
+        _taken(found, source)
+        for a, b in zip(into, source, strict=True):
+            a.copy_(b)
+
+    def run():
+        found = function()
+        if not kept:
+            kept.append(found)
+        else:
+            write(found)
+        return kept[0]
+
+    return run
+
+
+def recording(device):
+    """A `record` for the device that counts its recordings."""
+    counted = SimpleNamespace(recordings=0)
+
+    def made(function, rngs):
+        counted.recordings += 1
+        return (record if device == "cuda" else rerun)(function, rngs)
+
+    counted.record = made
+    return counted
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_recorded_function_follows_its_arguments_and_keeps_its_results(device):
+    @recordable
+    def function(x, pair, factor, rng):
+        noise = torch.empty_like(x).uniform_(generator=rng)
+        return {"sum": x * factor + pair[0], "noise": noise}
+
+    counted = recording(device)
+    graphed, rngs = Graphed(function, counted.record), [torch.Generator(device).manual_seed(3) for _ in range(2)]
+    found, wanted = [], []
+    for i in range(8):
+        x, y = torch.full((4,), float(i), device=device), torch.ones(4, device=device)
+        found.append(graphed(x, (y, "name"), 2.0 if i < 6 else 3.0, rngs[0]))
+        wanted.append(function(x, (y, "name"), 2.0 if i < 6 else 3.0, rngs[1]))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert counted.recordings == 1  # with the other factor it was called twice only
+
+
+def test_what_is_not_marked_or_has_too_many_kinds_is_called_plainly():
+    counted = recording("cpu")
+    plain = Graphed(lambda x: x + 1, counted.record)
+    for _ in range(5):
+        plain(torch.zeros(2))
+    assert counted.recordings == 0
+    marked = Graphed(recordable(lambda x: x + 1), counted.record)
+    for n in range(20):
+        for _ in range(5):
+            assert marked(torch.zeros(n)).tolist() == [1.0] * n
+    assert counted.recordings == 8
+    assert not marked.recordings
+
+
+def test_a_recording_that_fails_names_the_setting():
+    def failing(function, rngs):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    graphed, x = Graphed(recordable(lambda x: x + 1), failing), torch.zeros(2)
+    graphed(x)
+    graphed(x)
+    with pytest.raises(CoterieError, match=r"cuda_graphs: recording failed \(operation not permitted.*set it to False"):
+        graphed(x)
+
+
+def test_overridden_methods_are_not_recorded():
+    class Mine(algorithm_class(make_config(algorithm="ppo"))):
+        def loss(self, model, batch):
+            return super().loss(model, batch)
+
+    assert getattr(Mine.act, "recordable", False)
+    assert not getattr(Mine.loss, "recordable", False)
+
+
+def trained(config, device, record=None, rounds=6):
+    """Gradients and metrics of each batch, weights between them moved along the gradient; and the algorithm."""
+    torch.manual_seed(0)
+    model = make_model(config, VECTOR).to(device)
+    params = FlatParams(model)
+    algorithm = make_algorithm(config, VECTOR, Compute(record=record))
+    gradients = Gradients(model, params, Team(1), autocast(torch.device(device), torch.float32), record)
+    found, last = [], None
+    for i in range(rounds):
+        rollout = make_rollout(VECTOR, 6, 8, i)
+        if last is not None:
+            rollout.obs[0] = last
+        last = rollout.obs[-1]
+        algorithm.clock.env_steps = 100 * i
+        rollout = map_tensors(lambda x: x.to(device), rollout)
+        for batch in algorithm.batches(model, rollout):
+            batch.metrics = gradients.compute(algorithm, batch)
+            metrics = torch.tensor(list(batch.metrics.values()))
+            found.append((params.grad.cpu().clone(), metrics, None if batch.priority is None else batch.priority.cpu()))
+            params.data.sub_(params.grad, alpha=0.01)
+            params.grad.zero_()
+            algorithm.after_step(model, batch)
+        algorithm.after_rollout(model, rollout)
+    return found
+
+
+ON_POLICY = {"env.num_envs": 8, "algo.unroll_length": 6}
+CASES = {
+    "a2c": {"algorithm": "a2c", **ON_POLICY},
+    "ppo": {"algorithm": "ppo", "ppo.epochs": 2, "ppo.minibatch_size": 20, **ON_POLICY},
+    "a clip that shrinks": {"algorithm": "ppo", "ppo.clip_schedule.kind": "linear", "steps": 1000, **ON_POLICY},
+    "vtrace": {"algorithm": "vtrace", **ON_POLICY},
+    "vtrace, normalized": {"algorithm": "vtrace", "algo.normalize_advantage": True, **ON_POLICY},
+    **{name: {"algorithm": "dqn", **SMALL, **VARIANTS[name]} for name in ("double", "rainbow", "noisy")},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_learner_steps_are_the_plain_ones(case, device):
+    config, counted = make_config(**CASES[case]), recording(device)
+    plain, recorded = trained(config, device), trained(config, device, counted.record)
+    assert len(plain) == len(recorded) > 3
+    for a, b in zip(plain, recorded, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
+    assert (counted.recordings > 0) == (case != "vtrace, normalized")  # whose running deviation changes at each step
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ["a2c", "double", "noisy"])
+def test_recorded_acting_is_the_plain_one(case, device):
+    config, counted = make_config(**CASES[case]), recording(device)
+    model, rollout = make_model(config, VECTOR).to(device), make_rollout(VECTOR, 6, 8)
+    rollout: Rollout = map_tensors(lambda x: x.to(device), rollout)
+    inputs = Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward)
+    outputs = []
+    for taken in (None, counted.record):
+        policy, rng = policy_of(make_algorithm(config, VECTOR), taken), torch.Generator(device).manual_seed(5)
+        ids = torch.arange(8, device=device)
+        rows = [inputs.map(lambda x, t=t: x[t]) for t in range(6)]
+        outputs.append([policy(model, row, None, ids, rng)[0] for row in rows])
+    for a, b in zip(*outputs, strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-6)
+    assert counted.recordings == 1
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("changes", "recorded"),
+    [({}, True), ({"cuda_graphs": False}, False), ({"model.core": "lstm"}, False), ({"device": "cpu"}, False)],
+)
+def test_a_gpu_records_networks_without_memory(changes, recorded):
+    assert (resolve_resources(make_config(**{"device": "cuda", **changes}), VECTOR).record is not None) == recorded
