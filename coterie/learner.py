@@ -126,14 +126,15 @@ class Gradients:
         ways, loss = len(self.models), algorithm.loss
         if loss not in self.recorded:
             self.recorded[loss] = Graphed(partial(self._backward, loss), self.record, loss)
-        backward, constants = self.recorded[loss], algorithm.constants() if self.record else ()
+        backward = self.recorded[loss]
+        changing = algorithm.changing() if backward.record else ()
         parts = list(batch.parts(ways))
         priority: list[Tensor | None] = [None] * len(parts)
 
         def work(k: int) -> dict[str, Tensor]:
             sums: dict[str, Tensor] = {}
             for i in range(k, len(parts), ways):  # a fixed share in a fixed order, so that runs repeat
-                metrics, priority[i] = backward(self.models[k], parts[i], constants)
+                metrics, priority[i] = backward(self.models[k], parts[i], changing=changing)
                 for name, term in metrics.items():
                     sums[name] = sums[name] + term if name in sums else term
             return sums
@@ -144,23 +145,23 @@ class Gradients:
             grad.zero_()
         known = [x for x in priority if x is not None]
         batch.priority = torch.cat(known) if known else None
-        return {name: sum(values) for name, values in zip(done[0], zip(*map(_floats, done), strict=True), strict=True)}
+        found = [_floats(sums) for sums in done]
+        return {name: sum(each[name] for each in found) for name in found[0]}
 
     def _backward(
-        self, loss: Callable[[Model, Part], Loss], model: Model, part: Part, constants: tuple[float, ...]
+        self, loss: Callable[[Model, Part], Loss], model: Model, part: Part
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Add a part's gradient; returns its metrics and priorities. `constants`: all else that `loss` reads."""
+        """Add a part's gradient; returns its metrics and priorities."""
         with self.autocast():
             found = loss(model, part)
         found.total.backward()  # type: ignore[no-untyped-call]
         return found.metrics, found.priority
 
 
-def _floats(scalars: dict[str, Tensor]) -> list[float]:
-    values = list(scalars.values())
-    if values and values[0].is_cuda:  # waits once
-        return list(torch.stack(values).tolist())
-    return [float(x) for x in values]
+def _floats(scalars: dict[str, Tensor]) -> dict[str, float]:
+    if any(isinstance(x, Tensor) and x.is_cuda for x in scalars.values()):  # waits for the GPU once
+        return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))
+    return {name: float(x) for name, x in scalars.items()}
 
 
 def take_step(exchange: Exchange, params: FlatParams, metrics: dict[str, float], lr: float, where: str) -> float:

@@ -160,7 +160,7 @@ class A2C(AlgorithmBase):
         )
         return self.algo.entropy_coef * factor * math.exp(self.entropy_adjustment)
 
-    def constants(self) -> tuple[float, ...]:
+    def changing(self) -> tuple[float, ...]:
         return (self.entropy_coef(),)
 
     @recordable

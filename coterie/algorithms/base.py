@@ -85,7 +85,7 @@ class Algorithm(Protocol[Part]):
         self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]: ...  # greedy where `explore` is None; builds no graph
     def explore(self, env_id: Tensor) -> Tensor: ...  # how much each env explores, [B]
-    def constants(self) -> tuple[float, ...]: ...  # that `loss` reads: a recorded loss holds while they are the same
+    def changing(self) -> tuple[float, ...]: ...  # what `loss` reads that changes during a run
     def acts_at(self, version: int) -> None: ...  # in an actor: its weights are those of learner step `version`
     def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch[Part]]: ...
     def loss(self, model: Model, batch: Part) -> Loss: ...  # of one part
@@ -178,8 +178,8 @@ class AlgorithmBase:
         """Every env samples from the unmodified policy."""
         return torch.ones(len(env_id), device=env_id.device)
 
-    def constants(self) -> tuple[float, ...]:
-        """The loss reads nothing that changes during a run."""
+    def changing(self) -> tuple[float, ...]:
+        """What `loss` reads besides its arguments that changes in a run: a recorded loss holds while it is equal."""
         return ()
 
     def after_step(self, model: Model, batch: Batch[Any]) -> None:

@@ -110,8 +110,8 @@ class PPO(A2C):
         """By how much the ratio may leave 1, now."""
         return self.ppo.clip * schedule_value(self.ppo.clip_schedule, self.clock.env_steps, self.config.steps)
 
-    def constants(self) -> tuple[float, ...]:
-        return (*super().constants(), self.clip())
+    def changing(self) -> tuple[float, ...]:
+        return (*super().changing(), self.clip())
 
     @recordable
     def loss(self, model: Model, batch: RolloutBatch) -> Loss:

@@ -96,7 +96,7 @@ class QLearning(EpsilonGreedy, ReplayLearning[R]):
 
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
-        self.looking = Graphed(self.look_ahead, compute.record, self.evaluate_target)
+        self._evaluate = Graphed(self.evaluate_target, compute.record)
 
     @abstractmethod
     def evaluate_target(self, target: Model, rows: R, at: slice) -> Tensor:
@@ -123,4 +123,4 @@ class QLearning(EpsilonGreedy, ReplayLearning[R]):
             self.target_model.resample(self.rng)
 
     def look_ahead(self, rows: R, at: slice) -> Tensor:
-        return self.evaluate_target(self.target_model, rows, at)
+        return self._evaluate(self.target_model, rows, at)

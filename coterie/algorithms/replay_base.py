@@ -20,7 +20,6 @@ from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss,
 from coterie.algorithms.replay_size import replay_capacity
 from coterie.config import Config, ResolvedConfig
 from coterie.models.base import Model
-from coterie.parallel.graphs import Graphed
 from coterie.parallel.threads import Team
 from coterie.replay.priority import Picks
 from coterie.replay.transitions import TransitionReplay
@@ -96,7 +95,6 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         self.batch_rows = config.q.batch_size * self.rows_per_sample(config)  # env steps that a batch trains on
         self.chunk = max(1, self.chunk // self.rows_per_sample(config)) if self.chunk else 0  # samples of a part
         self.team = Team(compute.threads)  # looks ahead
-        self.looking = Graphed(self.look_ahead, compute.record)
         self.sampling: np.random.Generator | None = None  # a secondary learner's; else the replay has its own
         self.replay: Replay[R] | None = None
         self.lender: ReplayLearning[R] | None = None  # a secondary learner samples from this one's replay
@@ -228,7 +226,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
 
         def work(k: int) -> list[Tensor]:
             with torch.no_grad():
-                return [self.looking(rows, at) for at in pieces[k::ways]]
+                return [self.look_ahead(rows, at) for at in pieces[k::ways]]
 
         done = self.team.run([partial(work, k) for k in range(min(ways, len(pieces)))])
         return rows, torch.cat([done[i % ways][i // ways] for i in range(len(pieces))], self.batch_axis)

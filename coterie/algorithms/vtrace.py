@@ -143,8 +143,8 @@ class VTrace(A2C):
             rollout.reward.numel(),
         )  # fmt: skip
 
-    def constants(self) -> tuple[float, ...]:
-        return (*super().constants(), self.spread)
+    def changing(self) -> tuple[float, ...]:
+        return (*super().changing(), self.spread)
 
     @recordable
     def loss(self, model: Model, batch: Sequences) -> Loss:  # type: ignore[override]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from coterie.acting.table import acting_kind
-from coterie.algorithms.base import Compute
+from coterie.algorithms.base import AlgorithmBase, Compute
 from coterie.algorithms.table import algorithm_class
 from coterie.choices import resolve_exchange, with_modules
 from coterie.config import Config, ResolvedConfig
@@ -68,14 +68,18 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
         torch_threads=config.torch_threads or most,
         groups=config.env.groups or _groups(config, image or cuda, cores == 1 and not cuda, spec.agents),
         chunk=config.optim.chunk or (_CPU_CHUNK if image and not cuda else 0),
-        record=record if cuda and config.cuda_graphs and _can_be_recorded(config) else None,
+        record=record if cuda and config.cuda_graphs and _can_be_recorded(config, spec) else None,
     )
 
 
-def _can_be_recorded(config: Config) -> bool:
-    """Whether the network does the same at each call: no memory, which waits for resets, and no parts of the user's."""
-    model = config.model
-    return not is_recurrent(model) and ":" not in model.torso + model.network and model.compile == "none"
+def _can_be_recorded(config: Config, spec: Spec) -> bool:
+    """Whether the network does the same at each call: no memory, which waits for resets, no text, whose words are
+    counted, and no parts of the user's.
+    """
+    model, kind = config.model, algorithm_class(config)
+    custom = ":" in model.torso + model.network or kind.make_model is not AlgorithmBase.make_model
+    counts = is_recurrent(model) or any(s.text for s in spec.obs.values())
+    return not custom and not counts and model.compile == "none"
 
 
 def _groups(config: Config, threaded: bool, one_core: bool, agents: int) -> int:

@@ -51,8 +51,8 @@ class Frames(nn.Module):
         if self.hwc:
             x = x.permute(0, 3, 1, 2)
         dtype = compute_dtype(self.conv.weight)
-        # oneDNN's float32 convolutions are 1.5x faster on channels-last; bf16 hardly differs. A GPU's tensor cores
-        # need it.
+        # oneDNN's float32 convolutions are 1.5x faster on channels-last; bf16 hardly differs. cuDNN's fastest
+        # kernels use it.
         layout = torch.channels_last if dtype == torch.float32 or x.is_cuda else torch.contiguous_format
         weight = self.conv.weight * (1 / 255)
         return F.conv2d(x.to(dtype, memory_format=layout), weight, self.conv.bias, self.conv.stride, self.conv.padding)

@@ -1,15 +1,16 @@
 """CUDA graphs: a function of tensors is recorded once, and then launched as one, without Python between its kernels.
 
-A learner step of a small net is about a hundred kernels, whose launches from Python take longer than the kernels. Only
-functions marked `recordable` are recorded: all that they read, beside arguments, has a fixed place in the GPU's memory.
+A learner step of a small net is about a hundred kernels, and launching them from Python takes longer than running them.
+Only functions marked `recordable` are recorded: what they read besides their arguments stays in one place of memory.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -25,8 +26,10 @@ P = ParamSpec("P")
 Record = Callable[[Callable[[], Any], Sequence[Generator]], Callable[[], Any]]
 
 _WARM = 2  # plain calls before a recording: libraries set themselves up in their first calls
-_MOST = 8  # recordings of one function, each with memory of its own
-_one = threading.Lock()  # one thread records at a time
+_MOST_RECORDINGS = 8  # of one function, each with memory of its own
+_MOST_KINDS = 1000  # of arguments, before nothing is recorded any more
+_MOST_CHANGES = 4  # of what a function reads besides its arguments; each needs other recordings
+_recording = threading.Lock()  # one thread records at a time
 
 
 def recordable(function: Callable[P, T]) -> Callable[P, T]:
@@ -74,47 +77,77 @@ class _Recording(Generic[T]):
             self.inputs = [x.clone() for x in tensors]
         left = iter(self.inputs)
         own = tuple(_refilled(x, left) for x in args)
-        self.run: Callable[[], T] = record(lambda: function(*own), [x for x in args if isinstance(x, Generator)])
+        rngs = [x for x in args if isinstance(x, Generator)]
+        with _device_of(tensors), _recording:
+            self.run: Callable[[], T] = record(lambda: function(*own), rngs)
 
     def __call__(self, tensors: list[Tensor]) -> T:
-        torch._foreach_copy_(self.inputs, tensors)
-        found = self.run()
-        results: list[Tensor] = []
-        _taken(found, results)
-        copies: T = _refilled(found, iter([x.clone() for x in results]))  # the next run overwrites the results
+        with _device_of(tensors):
+            torch._foreach_copy_(self.inputs, tensors)
+            found = self.run()
+            results: list[Tensor] = []
+            _taken(found, results)
+            copies: T = _refilled(found, iter([x.clone() for x in results]))  # the next run overwrites the results
         return copies
+
+
+def _device_of(tensors: list[Tensor]) -> AbstractContextManager[object]:
+    """A thread has a GPU of its own as the current one: the first, unless it was set."""
+    return torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else nullcontext()
 
 
 class Graphed(Generic[T]):
     """`function`, recorded by `record` for each kind of arguments: shapes and types of tensors, and all else by value.
-    Arguments may hold tensors in dataclasses, tuples, lists and dicts; arrays of numpy must not matter. Without
-    `record`, or if `function` (or `marked`, which it calls) is not `recordable`, each call is a plain one.
+    Arguments may hold tensors in dataclasses, tuples, lists and dicts; arrays of numpy must not matter. Two threads may
+    not call it with arguments of one kind at once. Without `record`, or if `function` (or `marked`, which it calls) is
+    not `recordable`, each call is a plain one.
     """
 
     def __init__(self, function: Callable[..., T], record: Record | None, marked: object = None) -> None:
         self.function, self.record = function, record if getattr(marked or function, "recordable", False) else None
         self.seen: Counter[Hashable] = Counter()
         self.recordings: dict[Hashable, _Recording[T]] = {}
+        self.changing: tuple[float, ...] | None = None
+        self.changes = 0
 
-    def __call__(self, *args: Any) -> T:
+    def __call__(self, *args: Any, changing: tuple[float, ...] = ()) -> T:
+        """`changing`: what `function` reads besides its arguments."""
+        if self.record is not None and changing != self.changing:
+            self.changing, self.changes = changing, self.changes + 1
+            self._forget(self.record if self.changes <= _MOST_CHANGES else None)
         if self.record is None:
             return self.function(*args)
         tensors: list[Tensor] = []
         kind = _taken(args, tensors)
-        if (found := self.recordings.get(kind)) is not None:
-            return found(tensors)
-        self.seen[kind] += 1
-        if len(self.recordings) == _MOST or len(self.seen) > 100 * _MOST:  # ever other kinds: none is worth its memory
-            self.record = None
-            self.recordings.clear()
-        if self.record is None or self.seen[kind] <= _WARM:
-            return self.function(*args)
+        if (found := self.recordings.get(kind)) is None:
+            self.seen[kind] += 1
+            if len(self.seen) > _MOST_KINDS:
+                self._forget(None)
+                return self.function(*args)
+            if self.seen[kind] <= _WARM or len(self.recordings) == _MOST_RECORDINGS:
+                return self.function(*args)
+            try:
+                found = self.recordings[kind] = self._recorded(args, tensors, self.record)
+            except torch.OutOfMemoryError:
+                warnings.warn("no memory is left for CUDA graphs: going on without", stacklevel=2)
+                self._forget(None)
+                return self.function(*args)
+            except RuntimeError as error:
+                raise CoterieError(f"cuda_graphs: recording failed ({first_line(error)}); set it to False") from error
+        return found(tensors)
+
+    def _recorded(self, args: tuple[Any, ...], tensors: list[Tensor], record: Record) -> _Recording[T]:
         try:
-            with _one:
-                self.recordings[kind] = _Recording(self.function, args, tensors, self.record)
-        except RuntimeError as error:
-            raise CoterieError(f"cuda_graphs: recording failed ({first_line(error)}); set it to False") from error
-        return self.recordings[kind](tensors)
+            return _Recording(self.function, args, tensors, record)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # the plain calls' memory
+        return _Recording(self.function, args, tensors, record)
+
+    def _forget(self, record: Record | None) -> None:
+        """Drop the recordings, and go on with `record`."""
+        self.record = record
+        self.recordings.clear()
+        self.seen.clear()
 
 
 def _taken(x: Any, tensors: list[Tensor]) -> Hashable:

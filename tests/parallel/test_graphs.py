@@ -4,25 +4,39 @@ again on the memory of its recording.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.algorithms.base import Compute, autocast
 from coterie.algorithms.table import algorithm_class
+from coterie.build import resources
 from coterie.build.factory import make_algorithm, make_model, policy_of
-from coterie.build.resources import resolve_resources
 from coterie.learner import Gradients
 from coterie.parallel.graphs import Graphed, _taken, record, recordable
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
-from coterie.types import CoterieError, Inputs, Rollout, map_tensors
+from coterie.types import CoterieError, Inputs, ObsSpec, Rollout, map_tensors
 from tests.algorithms.harness import SMALL, VARIANTS
 from tests.conftest import VECTOR, make_config, make_rollout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses what a recording would: operators whose result the host reads."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default) or "unique" in str(
+            operator
+        ):
+            raise RuntimeError(f"{operator} is not permitted while recording")
+        return operator(*args, **(kwargs or {}))
 
 
 def rerun(function, rngs):
@@ -38,7 +52,8 @@ def rerun(function, rngs):
             a.copy_(b)
 
     def run():
-        found = function()
+        with NoReads():
+            found = function()
         if not kept:
             kept.append(found)
         else:
@@ -90,7 +105,49 @@ def test_what_is_not_marked_or_has_too_many_kinds_is_called_plainly():
         for _ in range(5):
             assert marked(torch.zeros(n)).tolist() == [1.0] * n
     assert counted.recordings == 8
-    assert not marked.recordings
+
+
+def test_what_changes_again_and_again_is_not_recorded_any_more():
+    counted, factor = recording("cpu"), [0.0]
+    graphed = Graphed(recordable(lambda x: x + factor[0]), counted.record)
+    for i in range(10):
+        factor[0] = float(i)
+        for _ in range(5):
+            assert graphed(torch.zeros(1), changing=(factor[0],)).tolist() == [i]
+    assert counted.recordings == 4  # one for each of the first values
+    assert not graphed.recordings
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_without_memory_for_a_recording_the_plain_calls_go_on(times, monkeypatch):
+    left = [times]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def failing(function, rngs):
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError
+        return rerun(function, rngs)
+
+    graphed = Graphed(recordable(lambda x: x + 1), failing)
+    with pytest.warns(match="no memory is left") if times == 2 else nullcontext():
+        for _ in range(5):
+            assert graphed(torch.zeros(1)).tolist() == [1]
+    assert len(graphed.recordings) == 2 - times
+
+
+def test_what_a_loss_reads_and_changes_is_named():
+    """Otherwise a recorded loss would go on with an old value."""
+    ppo = make_algorithm(make_config(**CASES["a clip that shrinks"]), VECTOR)
+    bonus = {"algo.entropy_schedule.kind": "linear", "algo.entropy_target": 0.5, "steps": 1000}
+    a2c = make_algorithm(make_config(**CASES["a2c"], **bonus), VECTOR)
+    vtrace = make_algorithm(make_config(**CASES["vtrace, normalized"]), VECTOR)
+    before = [x.changing() for x in (ppo, a2c, vtrace)]
+    ppo.clock.env_steps = a2c.clock.env_steps = 500
+    vtrace.spread = 2.0
+    assert all(x.changing() != old for x, old in zip((ppo, a2c, vtrace), before, strict=True))
+    now, a2c.entropy_adjustment = a2c.changing(), 1.0
+    assert a2c.changing() != now
 
 
 def test_a_recording_that_fails_names_the_setting():
@@ -158,7 +215,7 @@ def test_recorded_learner_steps_are_the_plain_ones(case, device):
     assert len(plain) == len(recorded) > 3
     for a, b in zip(plain, recorded, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
-    assert (counted.recordings > 0) == (case != "vtrace, normalized")  # whose running deviation changes at each step
+    assert (counted.recordings > 0) == (case != "vtrace, normalized")  # its running deviation changes at each step
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -180,10 +237,25 @@ def test_recorded_acting_is_the_plain_one(case, device):
     assert counted.recordings == 1
 
 
-@needs_gpu
+WORDS = replace(VECTOR, obs={"mission": ObsSpec((5,), "int64", text=True)})
+
+
 @pytest.mark.parametrize(
-    ("changes", "recorded"),
-    [({}, True), ({"cuda_graphs": False}, False), ({"model.core": "lstm"}, False), ({"device": "cpu"}, False)],
+    ("changes", "spec", "recorded"),
+    [
+        ({}, VECTOR, True),
+        ({"cuda_graphs": False}, VECTOR, False),
+        ({"model.core": "lstm"}, VECTOR, False),
+        ({"model.compile": "default"}, VECTOR, False),
+        ({"model.network": "package:Net"}, VECTOR, False),
+        ({"algorithm": "sac"}, VECTOR, False),
+        ({"device": "cpu"}, VECTOR, False),
+        ({}, WORDS, False),
+    ],
 )
-def test_a_gpu_records_networks_without_memory(changes, recorded):
-    assert (resolve_resources(make_config(**{"device": "cuda", **changes}), VECTOR).record is not None) == recorded
+def test_a_gpu_records_networks_that_do_the_same_at_each_call(changes, spec, recorded, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(resources, "is_recurrent", lambda model: model.core != "none")
+    monkeypatch.setattr(resources, "bf16_is_fast", lambda device: False)
+    found = resources.resolve_resources(make_config(**{"device": "cuda", **changes}), spec)
+    assert (found.record is not None) == recorded
