@@ -73,7 +73,8 @@ def choose(table: Choices[T], part: str, name: str, config: Config) -> T:
         except ImportError as error:
             raise ConfigError(f"plugins.modules: cannot import {module!r}: {reason_of(error)}") from error
     if name not in table:
-        raise ConfigError(f"{part}: {name!r} is not one of {', '.join(table)}")
+        own = "; one of your own is package.module:Class" if part == "algorithm" else ""
+        raise ConfigError(f"{part}: {name!r} is not one of {', '.join(table)}{own}")
     return table[name]
 
 

@@ -60,6 +60,7 @@ class CentralConfig:
     max_envs: int = 4096
     timeout: float = 900.0
     window: int = 0  # columns, see `window.Window`
+    replayed: bool = False  # the record decides when a rollout begins
 
     @classmethod
     def of(cls, setup: LearnerSetup, batch_size: int) -> CentralConfig:
@@ -68,7 +69,7 @@ class CentralConfig:
             setup.envs.spec, config.env.num_envs if config.actors else 0, setup.unroll_length, batch_size,
             1 if own.lockstep else 2 + own.queue, own.batch_min, own.batch_max, own.wait, own.lockstep,
             own.newest_frame, min(own.max_envs, setup.max_envs), setup.timeout,
-            0 if setup.life or own.lockstep else window_of(config.max_lag, batch_size, setup.updates),
+            0 if own.lockstep else window_of(config.max_lag, batch_size, setup.updates), setup.life is not None,
         )  # fmt: skip
 
 
@@ -111,8 +112,7 @@ class EnvStream(ServiceStream):
         self.window, self.ticket = among.window, -1  # of the unfinished rollout
         self.row, self.valid = 0, 0  # of the unfinished rollout: the next row, valid rows
         self.seen = 0  # valid rows that are not in `Central.produced` yet
-        self.new = True
-        self.serial = 0  # among its learner's streams
+        self.new, self.serial = True, 0  # serial: among its learner's streams
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         """In the server's thread: check the arrays, and pass them to the inference thread."""
@@ -188,7 +188,7 @@ class EnvStreams:
         make_fields: Callable[[int], Fields], device: torch.device,
     ) -> None:  # fmt: skip
         self.config, self.initial_state, self.make_fields, self.device = config, initial_state, make_fields, device
-        self.unroll_length, self.window = config.unroll_length, Window(config.window)
+        self.unroll_length, self.window = config.unroll_length, Window(0 if config.replayed else config.window)
         self.streams: dict[tuple[int, int], EnvStream] = {}  # by client and group
         self.envs = self.opened = 0  # of all streams; streams that were ever opened
         self.note: Note = unrecorded  # an event of the flight record

@@ -40,7 +40,9 @@ def _in_pool(env: config.Env) -> bool:
         raise ConfigError(f"env.id {env.id!r} needs ale-py (pip install ale-py){other}")
     for prefix, what in ((ZOO, "parallel environment"), (PLAY, "game")):
         if env.id.startswith(prefix) and ":" not in env.id and env.id not in (known := zoo_ids(prefix)):
-            raise _unknown(env.id, known, f"PettingZoo has no such {what}")
+            turns = PLAY + env.id.removeprefix(ZOO)  # a game of turns is played against oneself
+            other = f", but there is {turns}" if prefix == ZOO and turns in zoo_ids(PLAY) else ""
+            raise _unknown(env.id, known, f"PettingZoo has no such {what}{other}")
     named = ":" in env.id or env.id.startswith((LAB, ALE, PLAY, ZOO))  # not imported before it is made
     if not pool and not named and env.id not in gymnasium.registry:
         if not modules():

@@ -82,7 +82,10 @@ class Process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(0.5)  # its socket may close a moment before the process ends
         self.popen.kill()
-        code = self.popen.wait()
+        try:
+            code = self.popen.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            return "the kernel does not let it go"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
@@ -214,5 +217,6 @@ class WorkerBackend(Backend):
                 worker.popen.wait(max(deadline - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
                 worker.popen.kill()
-                worker.popen.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may not let it go
+                    worker.popen.wait(_CLOSE_S)
         self._shared.close()

@@ -224,12 +224,13 @@ class Coordinator:
     def _follow_order(self) -> None:
         """Complete the checkpoint, once all of its parts exist; give the order up when they are late."""
         missing = sorted(self.members - self.saved.keys())
-        if not missing:
+        if not missing and self.saved:  # all learners may be gone
             self._seal()
         elif self.board.order[1] & EVALUATE and self.board.evaluated[0] < self.order and not self.board.stopping:
             self.given = awake()  # an evaluation may take as long as it does
         elif awake() - self.given > self.config.log.stall:
-            self.give_up_order(f"no checkpoint: no part of learner {missing[0]} for {self.config.log.stall:g} s")
+            whose = f"learner {missing[0]}" if missing else "any learner"
+            self.give_up_order(f"no checkpoint: no part of {whose} for {self.config.log.stall:g} s")
 
     def give_up_order(self, failure: str = "") -> None:
         """Abandon the current order and make a new one due: at once, or after a while where there was a `failure`."""

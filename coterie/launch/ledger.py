@@ -278,7 +278,7 @@ class Ledger:
             "env_frames": learned * self.spec.action_repeat,
             **totals,
             "samples_trained": board.sum("samples_trained"),
-            "env_steps_per_s": float(f"{learned / self.seconds:.5g}"),
+            "env_steps_per_s": float(f"{learned / max(self.seconds, 1e-9):.5g}"),
             **({"tasks": self._task_returns()} if self.tasks else {}),
             "rows": {
                 "produced": board.sum("produced") + self.rolled_back + self.dropped,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from coterie.build.factory import make_model, normalizers
 from coterie.launch.coordinator import Coordinator
 from coterie.parallel.clock import awake
@@ -9,6 +11,7 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.weights import Weights
 from coterie.roles.entry import RESCUE_S, Saved
 from coterie.runs import checkpoint
+from coterie.runs.files import answered
 from coterie.types import CoterieError
 
 
@@ -38,7 +41,7 @@ class Rescue:
         try:
             if kept is None or not self._save(rank, kept):
                 run.give_up_order()
-        except CoterieError as error:
+        except (CoterieError, OSError) as error:
             run.receive(rank, "unsaved", (self.order, str(error)))
 
     def _save(self, rank: int, kept: Weights) -> bool:
@@ -59,6 +62,7 @@ class Rescue:
         moments.write(sums)
         part["model"] = dict(model.state_dict())
         groups = {f"learner_{rank}/{name}": group for name, group in part.items()}
-        checkpoint.write(checkpoint.draft_path(run.root, f"order_{self.order}"), groups)
+        draft = checkpoint.draft_path(run.root, f"order_{self.order}")
+        answered(partial(checkpoint.write, draft, groups), run.config.log.stall / 2)
         run.receive(rank, "saved", Saved(self.order, report.counts, ""))
         return True

@@ -12,6 +12,7 @@ import hashlib
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import signal
 import socket
@@ -34,12 +35,24 @@ from coterie.types import ConfigError, CoterieError, one_line
 
 _END_S = 5.0  # for a child whose socket has closed to end
 _HEAD = 8  # bytes before a message: its length
+_DESCRIPTORS = 1 << 16  # at most, where the system allows more
 _LOCK = ".lock"
 _LOCKS: dict[Path, int] = {}  # of scratch folders, open while this process lives
 
 
 class PeerLost(CoterieError):
     """A process cannot go on without another one that is gone. The end of the other is the reason to show."""
+
+
+def descriptors() -> int:
+    """How many descriptors this process may have, after raising the limit as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # macOS allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    return most if soft == resource.RLIM_INFINITY else soft
 
 
 def start_server() -> None:

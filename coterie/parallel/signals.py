@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # before a fork
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a closed terminal
 WARNING = signal.SIGUSR1  # of a scheduler: the machine may be taken away soon
 HANDLED = (*STOP, WARNING)  # by the parent alone
@@ -33,6 +34,12 @@ def on_signals(note: Callable[[signal.Signals], None], numbers: Sequence[signal.
             signal.signal(number, handler)
 
 
+def stop_with_parent() -> None:
+    """Between fork and exec: SIGTERM for this process when the thread that started it has ended, on Linux."""
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def ignore_signals() -> None:
     """In a child process: a terminal or a batch system sends them to the whole group, and the parent handles them."""
     for number in HANDLED:
@@ -43,7 +50,7 @@ def end_with_parent(grace: bool) -> None:
     """Have the kernel end this process when the thread that started it has ended, on Linux: a thread of Python that
     watches the parent does not run while foreign code holds the interpreter. `grace`: it has twelve seconds to end.
     """
-    libc = ctypes.CDLL(None)
+    libc = _LIBC
     if not hasattr(libc, "prctl"):
         return
     number = signal.SIGKILL

@@ -28,7 +28,7 @@ from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, LAST
 from coterie.parallel.clock import awake
 from coterie.parallel.heartbeats import shown_alive
-from coterie.parallel.processes import PeerLost
+from coterie.parallel.processes import PeerLost, descriptors
 from coterie.roles.callbacks import Callbacks, Given, Run
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
@@ -79,6 +79,7 @@ class Saved(NamedTuple):
 
 def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: ProcessContext, start: Start) -> None:
     """A child process: one learner, from the beginning or from its part of a checkpoint."""
+    descriptors()  # Gloo listens without a limit of connections, and ends the process where it has none left
     with ExitStack() as opened:
         opened.enter_context(shown_alive(context.board, context.rank, config.log.stall))
         learner = LearnerProcess(config, start.incarnation, replace(context, folder=folder))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ class Duel(gymnasium.Env[Any, Any]):
             reward = self.game.rewards[self.me] + self._opponents_turns()
         self.total += reward
         if self._over and self.pool:
-            with Path(self.pool["folder"], "results", str(os.getpid())).open("a") as lines:
+            results = Path(self.pool["folder"], "results", str(os.getpid()))
+            with suppress(OSError), results.open("a") as lines:  # a game that is not rated is no reason to end
                 lines.write(f"{self.opponent} {(np.sign(self.total) + 1) / 2}\n")
         over = self.game.terminations[self.me], self.game.truncations[self.me]
         return self.game.observe(self.me), reward, *over, dict(self.game.infos[self.me])

@@ -9,11 +9,14 @@ import json
 import shutil
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from coterie.roles.callbacks import Callback, Run
 from coterie.runs.files import write_whole
 from coterie.tools.duel import RANDOM
+from coterie.types import reason_of
 
 
 class SelfPlay(Callback):
@@ -26,7 +29,7 @@ class SelfPlay(Callback):
         (self.folder / "results").mkdir(parents=True, exist_ok=True)
         for file in (self.folder / "results").iterdir():  # of games that are not in the saved rating
             file.unlink()
-        self.members, self.elo = {RANDOM: 0.0}, 0.0
+        self.members, self.elo, self.said = {RANDOM: 0.0}, 0.0, set[str]()
         if (saved := self.folder / "pool.json").exists():
             self.members, self.elo = json.loads(saved.read_text()).values()
         run.set_env("pool", {"folder": str(self.folder.absolute()), "members": list(self.members)})
@@ -36,6 +39,20 @@ class SelfPlay(Callback):
         if time.monotonic() < self.read_at:
             return
         self.read_at = time.monotonic() + 1.0  # seconds between two looks
+        with self.kept_going(run, "rated"):
+            self._rate(run)
+
+    @contextmanager
+    def kept_going(self, run: Run, what: str) -> Iterator[None]:
+        """A disk that is full or gone does not end the run: what it refused is tried again the next time."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self.said:
+                run.log(f"self-play: games are not {what}: {reason_of(error)}")
+            self.said.add(what)
+
+    def _rate(self, run: Run) -> None:
         results = self.folder / "results"
         for file in results.glob("*.old"):
             for opponent, score in map(str.split, file.read_text().splitlines()):
@@ -51,6 +68,10 @@ class SelfPlay(Callback):
             run.recorded["selfplay/win_rate"] = sum(self.scores) / len(self.scores)
 
     def on_checkpoint(self, run: Run, folder: Path) -> None:
+        with self.kept_going(run, "played against this checkpoint"):
+            self._add(run, folder)
+
+    def _add(self, run: Run, folder: Path) -> None:
         for file in self.folder.glob("*.safetensors"):
             if file.stem not in self.members:  # gone since the last checkpoint: no env draws it any more
                 file.unlink()
@@ -59,15 +80,16 @@ class SelfPlay(Callback):
         self.members[name] = self.elo
         if len(self.members) > self.size:
             del self.members[next(member for member in self.members if member != RANDOM)]
-        self.save()
         run.set_env("pool", {"folder": str(self.folder.absolute()), "members": list(self.members)})
+        self.save()
 
     def on_end(self, run: Run) -> None:
         """Rate the last games, too."""
         for _ in range(2):
             self.read_at = 0.0
             self.on_rollout(run)
-        self.save()
+        with self.kept_going(run, "kept"):
+            self.save()
 
     def save(self) -> None:
         write_whole(self.folder / "pool.json", json.dumps({"members": self.members, "elo": self.elo}))

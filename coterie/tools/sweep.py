@@ -22,7 +22,7 @@ from typing import Any
 
 from coterie.config import Config
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.signals import on_signals
+from coterie.parallel.signals import on_signals, stop_with_parent
 from coterie.runs import checkpoint
 from coterie.runs.metrics import RUN_FILES, file_name, read_metrics
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
@@ -77,8 +77,10 @@ class Job:
         with self.beside(".args.json").open("a+") as note, self.beside(".txt").open("ab" if resumed else "wb") as log:
             try:
                 fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the child inherits it: it is held until that ends
-            except OSError:
+            except BlockingIOError:
                 raise ConfigError(f"--out: {self.folder} is being trained by another process") from None
+            except OSError:
+                pass  # a file system without locks: the run itself says so
             if begun and not resumed:
                 self._clear()
             note.truncate(0)
@@ -89,6 +91,7 @@ class Job:
                     [sys.executable, "-P", "-m", "coterie", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log,
                     env=env, pass_fds=[note.fileno()],
                     process_group=0,  # Ctrl-C reaches this process only, which passes it on
+                    preexec_fn=stop_with_parent,
                 )  # fmt: skip
         if hasattr(os, "sched_setaffinity"):
             with suppress(OSError):

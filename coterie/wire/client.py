@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
+from coterie.parallel.clock import awake
 from coterie.types import Array, ConfigError, CoterieError
 from coterie.wire.auth import is_local, read_pem
 from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, layout_from, pack_info
@@ -85,7 +86,7 @@ class Stream:
         self.sends, self.silence, self._check = sends, silence, check
         self.number = self.bytes_out = self.bytes_in = 0
         self._out = queue.SimpleQueue[Any]()
-        self._last_frame, self._waiting = time.monotonic(), True
+        self._last_frame, self._waiting = awake(), True
         self._closed = threading.Event()
         stub: Any = channel.stream_stream(f"/{SERVICE}/{method}")  # of bytes, which are counted
         token = token and scoped(token, SCOPES[method])
@@ -145,11 +146,11 @@ class Stream:
         self._out.put(data)
 
     def _next(self) -> Any:
-        self._last_frame, self._waiting = time.monotonic(), True
+        self._last_frame, self._waiting = awake(), True
         try:
             while True:
                 data = next(self._call)
-                self._last_frame = time.monotonic()
+                self._last_frame = awake()
                 self.bytes_in += len(data)
                 frame = Frame.FromString(data)
                 kind = frame.WhichOneof("kind")
@@ -178,12 +179,12 @@ class Stream:
         """End a wait from outside: gRPC's has no time-out between two frames."""
         while not self._closed.wait(min(1.0, self.silence / 4)):
             if self._waiting:
-                try:
+                late = awake() - self._last_frame > self.silence
+                with suppress(Exception):  # the waiting thread calls `check` itself, and raises it
                     self._check()
-                except Exception:  # the waiting thread calls `check` itself, and raises it
-                    self.close()
-                if time.monotonic() - self._last_frame > self.silence:
-                    self.close()
+                    if not late:
+                        continue
+                self.close()
 
 
 def back_off() -> Iterator[float]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import socket
 import sys
 import threading
@@ -27,6 +26,7 @@ from typing import Any
 import grpc
 from grpc import StatusCode
 
+from coterie.parallel.processes import descriptors
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.auth import is_local, read_pem, split
 from coterie.wire.codec import Refused
@@ -40,7 +40,6 @@ _IDLE_MS = 10_000  # that a connection may be without a stream
 _WATCH_S = 0.5
 _LOOKS = 5  # in that time, while a client has not proven that it knows the token
 _STRANGERS_BYTES = 1 << 18  # of a connection before that: a few first frames
-_DESCRIPTORS = 1 << 16  # at most, where the system allows more
 _LEAST = 0.1  # of the time for a handshake, where many of one address wait
 _REASON = 400  # characters of a reason: it travels in a header, of which gRPC takes 8 KiB
 
@@ -52,17 +51,6 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record
 
 def server_credentials(cert: str, key: str) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([(read_pem(key, "wire.key"), read_pem(cert, "wire.cert"))])
-
-
-def descriptors() -> int:
-    """How many descriptors this process may have, after raising the limit as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        with suppress(OSError, ValueError):  # macOS allows less than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
-    return most if soft == resource.RLIM_INFINITY else soft
 
 
 def _received(connection: socket.socket) -> int:

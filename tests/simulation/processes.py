@@ -59,7 +59,9 @@ class World:
         self.stopped = set[int]()  # pids
         self.pids = itertools.count(1 << 22)  # above those of this machine
         self.children = dict[str, Child]()  # the latest of each name
-        self.deaths: list[tuple[float, str]] = []  # that the supervisor has seen: when, and "learner" or "actor"
+        # Deaths that the supervisor has seen: when (it may act on one after a pause), and "learner" or "actor".
+        self.deaths: list[tuple[float, str]] = []
+        self.paused = 0.0  # seconds for which the machine was
         self.restarts: list[tuple[float, str]] = []
         self.weight = ""  # the name of one of a learner's
         self.rejoins = False  # learners are restarted alone
@@ -153,7 +155,7 @@ class Child:
     def _note_death(self) -> None:
         world = self.world
         self.died = world.scheduler.now
-        world.deaths.append((self.died, self.kind))
+        world.deaths.append((self.died - world.paused, self.kind))
         if self.kind == "actor" and not self.thread.let.dead:  # one that leaves loses nothing
             world.dropped += world.unfilled.pop(self.row, 0)
 

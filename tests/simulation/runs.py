@@ -23,7 +23,7 @@ from coterie.build.evaluate import Scores
 from coterie.build.factory import ProcessContext
 from coterie.build.resources import resolve_config
 from coterie.exchange import gossip
-from coterie.launch import supervisor
+from coterie.launch import rescue, supervisor
 from coterie.launch.coordinator import Coordinator
 from coterie.parallel import board, seqlock
 from coterie.parallel.board import Board
@@ -66,6 +66,7 @@ class RunSimulation(Simulation):
         world.replace_processes(put)
         put(supervisor, "listen", self.listen)
         put(entry, "rss_mb", lambda: 1.0)
+        put(rescue, "answered", lambda call, seconds: call())  # all threads are the scheduler's
         put(entry, "evaluate", self.evaluate)
         for module in (board, seqlock, gossip):
             put(module, "fence", scheduler.pause)
@@ -159,6 +160,7 @@ class RunSimulation(Simulation):
     @rule(seconds=st.sampled_from([60.0, HOUR_S + 1]))
     def pause_the_machine(self, seconds: float) -> None:
         self.scheduler.now += seconds
+        self.world.paused += seconds
 
     @rule(full=st.booleans())
     def fill_the_disk(self, full: bool) -> None:

@@ -100,6 +100,20 @@ def test_a_learner_that_died_after_its_last_part_is_not_waited_for() -> None:
     assert run.run.members == {0}
 
 
+def test_a_checkpoint_without_any_learner_is_not_sealed() -> None:
+    """All are gone while what they have is to be saved. One of 10,000 seeds (GoingBack-36) found it."""
+    run = GoingBack()
+    try:
+        run.wait(0.1)
+        run.hang(0, False)
+        run.kill(3, 2)
+        run.pause_the_machine(60.0)
+        run.wait(1.0)
+        run.kill(0, 1)
+    finally:
+        run.teardown()
+
+
 def the_first_has_the_weights(**place: int) -> Place:
     return Place(**{**place, "source": 0})
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +21,35 @@ from coterie.build.resources import make_spec, resolve_config
 from coterie.envs.gym import describe, layout, make_instance
 from coterie.envs.spaces import random_actions
 from coterie.runs.metrics import read_metrics
-from coterie.tools import duel
+from coterie.tools import duel, selfplay
 from coterie.tools.duel import Duel
 from coterie.tools.selfplay import SelfPlay
 from coterie.types import MASK, ConfigError
 from tests.support.commands import run_example
 from tests.support.crowd import DUOS
+
+
+def test_a_full_disk_does_not_end_self_play(tmp_path, monkeypatch):
+    """What it refused is tried again at the next checkpoint."""
+    said = list[str]()
+    run = SimpleNamespace(folder=tmp_path, log=said.append, recorded={}, set_env=lambda *_: None)
+    checkpoint = tmp_path / "step_7"
+    (checkpoint / "learner_0").mkdir(parents=True)
+    (checkpoint / "learner_0" / "model.safetensors").write_bytes(b"weights")
+    callback = SelfPlay()
+    callback.on_start(run)
+    monkeypatch.setattr(selfplay.shutil, "copyfile", lambda *_: os_error())
+    callback.on_checkpoint(run, checkpoint)
+    callback.on_checkpoint(run, checkpoint)
+    assert said == ["self-play: games are not played against this checkpoint: No space left on device"]
+    assert list(callback.members) == ["random"]
+    monkeypatch.undo()
+    callback.on_checkpoint(run, checkpoint)
+    assert list(callback.members) == ["random", "7"]
+
+
+def os_error():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_one_side_is_played_to_the_end_from_either_side() -> None:

@@ -14,10 +14,12 @@ import pytest
 
 from coterie.cli.main import main
 from coterie.config import Config
+from coterie.runs import checkpoint
 from coterie.tools.sweep import Job, parse_grid, plan_runs, progress, run_jobs
 from coterie.types import ConfigError
 from tests.conftest import made_by
 from tests.support.commands import Command
+from tests.support.waiting import wait_until
 
 TRAIN = ("train", "ppo", "--env", "CartPole-v1", "--log.tensorboard", "False")
 
@@ -40,6 +42,18 @@ def test_seeds_run_in_parallel_on_separate_cores_and_once(tmp_path, capsys, monk
     assert [path.stat().st_mtime_ns for path in paths] == before
     assert main([*options, "--optim.lr", "0.5"]) == 2
     assert "was begun with other options" in capsys.readouterr().err
+
+
+def test_runs_of_a_sweep_that_is_killed_stop_with_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep = Command([*TRAIN, "--steps", "10_000_000", "--out", str(tmp_path / "run"), "--seeds", "0..1"], tmp_path)
+    metrics = tmp_path / "run-seed0" / "metrics.jsonl"
+    sweep.until(lambda: metrics.exists() and metrics.stat().st_size > 0, "it trains")
+    sweep.process.kill()
+    sweep.process.wait()
+    wait_until(lambda: not sweep.processes(), what="its run ends")
+    assert checkpoint.latest(tmp_path / "run-seed0" / "checkpoints") is not None
+    sweep.close()
 
 
 def test_a_grid_has_every_combination(tmp_path):

@@ -20,10 +20,13 @@ _COMPARED = ("rollout", "weights", "final")
 
 @dataclass(frozen=True)
 class Odd:
-    """A rollout in which envs returned something else than was recorded, after equal weights and first actions."""
+    """A rollout in which envs returned something else than was recorded, after equal weights and first actions; or a
+    life's first rollout, if already its first actions differ.
+    """
 
     number: int  # of the learner's life
     rollout: Rollout
+    first_actions: bool = False  # which differ
 
 
 class Differs(Exception):
@@ -77,13 +80,16 @@ class Comparison(Observer):
         for name, a, b in zip(names, there, here, strict=False):
             if a != b:
                 return Differs(f"{step}: {name} were {a} and are {b}")
-        if there[4] != here[4]:
-            return Differs(f"{step}: {self._actions(max(of_one[0] for of_one in there[3]))}")
         assert self.last is not None
-        envs = ", ".join(map(str, differing_envs(there[5], here[5], self.last.env_id))) or "some"
-        rows = len(self.last.reward)
-        text = f"weights and first actions are equal, but what env {envs} returned within these {rows} rows is not"
-        return Differs(f"{step}: {text}", Odd(number, map_tensors(lambda x: x.cpu().clone(), self.last)))
+        kept = map_tensors(lambda x: x.cpu().clone(), self.last)
+        if there[4] != here[4]:
+            text = self._actions(max(of_one[0] for of_one in there[3]))
+            # The observations before the first actions of a later rollout are the last ones of the one before it.
+            return Differs(f"{step}: {text}", None if number else Odd(number, kept, True))
+        envs, rows = differing_envs(there[5], here[5], self.last.env_id), len(self.last.reward)
+        which = f"all {len(envs)} envs" if 1 < len(envs) == len(self.last.env_id) else f"env {_listed(envs) or 'some'}"
+        text = f"weights and first actions are equal, but what {which} returned within these {rows} rows is not"
+        return Differs(f"{step}: {text}", Odd(number, kept))
 
     def _actions(self, step: int) -> str:
         """What other first actions mean, by weights of this learner step."""
@@ -105,15 +111,26 @@ class Comparison(Observer):
 
 
 def cause(first: Odd, second: Odd | None, header: dict[str, Any]) -> str:
-    """Why envs returned something else than was recorded, by what a second replay had there (None: no such rollout)."""
+    """Why envs returned something else than was recorded, by what a second replay had there (None: no such rollout).
+    Empty where first actions differ and the envs are not the cause.
+    """
     if second is None or second.number != first.number:
         return "a second replay does not differ there: the env is not deterministic"
+    if first.first_actions:
+        before = zip(entries(first.rollout.obs).values(), entries(second.rollout.obs).values(), strict=True)
+        begins = [_unlike(x[0], y[0]).reshape(len(x[0]), -1).any(1) for x, y in before]
+        ids = sorted({int(i) for odd in begins for i in first.rollout.env_id[odd]})
+        return f"in a second replay env {_listed(ids)} begins otherwise: its reset is not deterministic" if ids else ""
     if (place := _first_row(first.rollout, second.rollout)) is not None:
         row, env = place
         where = f"from row {row + 1} of {len(first.rollout.reward)} on"
         return f"in a second replay env {env} returns something else {where}: it is not deterministic"
-    same = "a second replay returns the same: the env is not the recorded one, or the weights of later rows are not"
+    same = "a second replay returns the same, so the env has probably changed (or the weights of later rows have)"
     return f"{same}; {machine(header)}"
+
+
+def _listed(ids: list[int]) -> str:
+    return ", ".join(map(str, ids[:4])) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
 
 
 def _first_row(a: Rollout, b: Rollout) -> tuple[int, int] | None:

@@ -198,9 +198,9 @@ def explain(result: Result, again: Sequence[Result]) -> None:
         return
     second = next((x for x in again if x.life is result.life), None)
     if second is None or second.rollouts < odd.number or (second.rollouts == odd.number and second.odd is None):
-        result.difference += ": a second replay does not come so far"
-    else:
-        result.difference += f": {cause(odd, second.odd, result.life.header)}"
+        result.difference += "; a second replay does not come so far"
+    elif why := cause(odd, second.odd, result.life.header):
+        result.difference += f"; {why}"
 
 
 def as_recorded(config: ResolvedConfig, header: dict[str, Any]) -> ResolvedConfig:

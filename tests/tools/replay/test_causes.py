@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 
+import numpy as np
 import pytest
 
 from coterie.cli.main import main
@@ -30,6 +31,14 @@ class Fickle(CountingEnv):
         obs, reward, *more = super().step(action)
         self.steps += 1
         return obs, reward + (time.time() % 1 if self.steps > 30 else 0.0), *more
+
+
+class Unseeded(CountingEnv):
+    """Begins anywhere, whatever its seed."""
+
+    def reset(self, **seeds):
+        obs, info = super().reset(**seeds)
+        return obs + np.random.default_rng().random(obs.shape).astype(obs.dtype), info
 
 
 class Changed(CountingEnv):
@@ -60,11 +69,21 @@ def test_an_env_that_is_not_deterministic_is_named(tmp_path):
     run(tmp_path / "run", algorithm="a2c", **{"env.id": "tests.tools.replay.test_causes:Fickle", "env.threads": 1})
     (result,) = replayed(tmp_path / "run")
     assert (
-        "rollout 1, before learner step 2: weights and first actions are equal, but what env 0, 1, 2, 3 ret"
+        "rollout 1, before learner step 2: weights and first actions are equal, but what all 4 envs returned"
         in result.difference
     )
-    why = r": in a second replay env \d returns something else from row \d of 8 on: it is not deterministic$"
+    why = r"; in a second replay env \d returns something else from row \d of 8 on: it is not deterministic$"
     assert re.search(why, result.difference)
+
+
+def test_a_reset_that_is_not_deterministic_is_not_taken_for_the_arithmetic(tmp_path):
+    run(tmp_path / "run", algorithm="a2c", **{"env.id": "tests.tools.replay.test_causes:Unseeded", "env.threads": 1})
+    (result,) = replayed(tmp_path / "run")
+    assert re.match(
+        "rollout 0, before learner step 1: from equal weights the policy's first actions", result.difference
+    )
+    why = "; in a second replay env 0, 1, 2, 3 begins otherwise: its reset is not deterministic"
+    assert result.difference.endswith(why)
 
 
 def test_an_env_that_has_changed_is_told_from_one_that_is_not_deterministic(tmp_path, monkeypatch):
@@ -73,13 +92,13 @@ def test_an_env_that_has_changed_is_told_from_one_that_is_not_deterministic(tmp_
     monkeypatch.setenv("REPLAYED", "1")
     (result,) = replayed(tmp_path / "run")
     assert result.difference.endswith(
-        "these 8 rows is not: a second replay returns the same: the env is not the recorded one, or the weights of "
-        "later rows are not; torch, processor and instruction set are the recorded ones"
+        "these 8 rows is not; a second replay returns the same, so the env has probably changed (or the weights of "
+        "later rows have); torch, processor and instruction set are the recorded ones"
     )
     monkeypatch.setattr(compare, "versions", lambda: {"numpy": "0"})
     said = list[str]()
     (result,) = replayed(tmp_path / "run", say=said.append)
-    assert re.search(r"rows are not; numpy: [\d.]+ recorded, 0 here$", result.difference)
+    assert re.search(r"rows have\); numpy: [\d.]+ recorded, 0 here$", result.difference)
     assert re.fullmatch(r"note: numpy: [\d.]+ recorded, 0 here", said[0])
 
 

@@ -67,6 +67,12 @@ def test_a_replay_comes_to_the_same_weights(tmp_path, layout):
     assert_equal(results)
 
 
+def test_a_paced_run_of_central_acting_is_replayed(tmp_path):
+    """A rollout then begins with weights of its own time, and not in the call that ends the one before."""
+    run(tmp_path / "run", **LAYOUTS["seed"], max_lag=16)
+    assert_equal(replayed(tmp_path / "run"))
+
+
 def test_a_resumed_run_is_replayed_as_two_lives(tmp_path):
     """Each with its own end, which the learning rate goes down to."""
     run(tmp_path / "run", **LAYOUTS["impala"], **{"log.keep": 1, "optim.schedule.kind": "linear"})
