@@ -264,9 +264,8 @@ class Connection:
         raise to end them. Raises `CoterieError` when the server has been away for longer than its patience.
         """
         address, patience = self.endpoint.address, self.patience
-        limit = f" for {patience:.0f} s" if patience < math.inf else ""
+        limit, waits = f" for {patience:.0f} s" if patience < math.inf else "", back_off()
         away_since: float | None = None
-        waits = back_off()
         while True:
             check()
             try:
