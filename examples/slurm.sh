@@ -18,7 +18,7 @@ KEYS=$RUN.keys
 rm -rf "$KEYS" && coterie keys "$KEYS" --host "$HEAD"
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}   # srun does not take it from sbatch
 if compgen -G "$RUN/checkpoints/*/manifest.json" > /dev/null; then
-  learn=(coterie resume "$RUN")
+  learn=(coterie resume --or-earlier "$RUN")
 else
   [ -e "$RUN" ] && mv "$RUN" "$RUN.$(date +%s)"   # it was killed before its first checkpoint
   learn=(coterie train seed-vtrace --env "$ENV" --actors 0 --out "$RUN" --wire.bind "0.0.0.0:$PORT"

@@ -81,6 +81,7 @@ COMMANDS = {
         "continue from the last checkpoint",
         _RUN,
         arg("--steps", type=float, default=0, help="a new total of env steps"),
+        flag("--or-earlier", "if the last checkpoint is damaged, continue from the one before"),
         _TRUST,
     ),
     "eval": Command(

@@ -74,7 +74,8 @@ def resume(options: Namespace) -> int:
     with _starts("importing torch", options) as starting:
         from coterie.launch.session import resume as run
 
-        return _report(run(options.run, steps=int(options.steps), starting=starting, trust=options.trust))
+        how = {"trust": options.trust, "or_earlier": options.or_earlier}
+        return _report(run(options.run, steps=int(options.steps), starting=starting, **how))
 
 
 @contextlib.contextmanager
@@ -253,8 +254,7 @@ def run(args: list[str], begin: float = 0.0) -> int:
     options.command, options.begin = name, begin
     module, _, function = (COMMANDS[name].run or f"cli.main:{name}").partition(":")
     call = getattr(importlib.import_module(f"coterie.{module}"), function)
-    code: int = call(options, rest) if settings else call(options)
-    return code
+    return int(call(options, rest) if settings else call(options))
 
 
 def _typed() -> float:

@@ -6,15 +6,15 @@ message with the gradient also carries everything else that they decide together
 begun, an order to save, the end. Left out: overlap with the backward pass, which on one machine would save a part of a
 cost that is below a tenth already.
 
-Learners of several machines sum twice: those of one machine among themselves, then the first of each machine with the
-first ones of the others (elastic.py). Counts, checkpoints and the end are each machine's own.
+The learners of a machine add up in shared memory (shared_sum.py), and where each has a GPU, with NCCL. Learners of
+several machines sum twice: those of one machine among themselves, then the first of each machine with the first ones of
+the others (elastic.py). Counts, checkpoints and the end are each machine's own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,14 +28,16 @@ from coterie.config import Config, Refusal, Schedule
 from coterie.exchange.base import ExchangeKind, Setup
 from coterie.exchange.elastic import MachineGroup, interface
 from coterie.exchange.rendezvous import Machine
+from coterie.exchange.shared_sum import SharedSum, leave, memory_for_sums
 from coterie.exchange.solo import Solo
 from coterie.parallel.params import FlatParams
-from coterie.parallel.processes import PeerLost, scratch_folder
+from coterie.parallel.processes import PeerLost
+from coterie.parallel.shm import SharedArrays
 from coterie.types import first_line
 from coterie.wire.auth import is_local, read_token, split
 from coterie.wire.tokens import own_token, scoped
 
-# A dead learner closes its connections, and the parent kills one that hangs: a time-out of Gloo's own would also pass
+# A dead learner closes its connections, and the parent kills one that hangs: a time-out of NCCL's own would also pass
 # while the whole run is stopped.
 _FOREVER = timedelta(days=365)
 _BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _JOIN, _BROKEN = range(8)  # places in the tail
@@ -49,7 +51,10 @@ class AllReduce(Solo):
         peers = setup.peers
         self.params, self.moments, self.budget = setup.params, setup.moments, setup.config.steps
         self.learners, self.timeout = peers.learners, setup.timeout
-        self.rendezvous = peers.rendezvous
+        self.memory, self.rendezvous = peers.memory, peers.rendezvous
+        self.sums = SharedSum(peers.memory, self.rank) if peers.memory is not None else None
+        # NCCL refuses two ranks on one GPU.
+        self.nccl = setup.params.data.is_cuda and torch.cuda.device_count() >= self.learners > 1
         self.across = _between_machines(setup)
         self._env_steps, self.rows = 0, 0  # of all as of the last message; rows that the next one reports
         self.sent = False  # a message was sent since the last rollout
@@ -61,23 +66,13 @@ class AllReduce(Solo):
         self.base = self.moments.read()
 
     def __enter__(self) -> AllReduce:
-        # By itself Gloo listens on the address of the host's name, which may be a public one.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface("127.0.0.1")
-        backend = "gloo"
-        if torch.cuda.is_available() and torch.cuda.device_count() >= self.learners:
-            backend = "cpu:gloo,cuda:nccl"  # NCCL refuses two ranks on one GPU
-        self._own = None if self.rendezvous else scratch_folder()  # a lone learner needs a place, too
-        rendezvous = self.rendezvous or f"{self._own}/rendezvous"
-        try:
-            dist.init_process_group(
-                backend,
-                init_method=f"file://{rendezvous}",
-                rank=self.rank,
-                world_size=self.learners,
-                timeout=_FOREVER,
-            )
-        except RuntimeError as error:
-            raise PeerLost(f"allreduce: no connection between the learners: {first_line(error)}") from error
+        if self.nccl:
+            os.environ["NCCL_SOCKET_IFNAME"] = interface("127.0.0.1")  # or it takes the address of the host's name
+            try:
+                file, size = f"file://{self.rendezvous}", self.learners
+                dist.init_process_group("nccl", file, _FOREVER, size, self.rank)
+            except RuntimeError as error:
+                raise PeerLost(f"allreduce: no connection between the learners: {first_line(error)}") from error
         if self.across is not None:
             self._join()
         return self
@@ -85,10 +80,10 @@ class AllReduce(Solo):
     def __exit__(self, *error: object) -> None:
         if self.across is not None and self.rank == 0:
             self.across.close(over=error[0] is None)
-        if dist.is_initialized():
+        if self.nccl and dist.is_initialized():
             dist.destroy_process_group()
-        if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
+        if self.memory is not None:
+            leave(self.memory, self.rank)
 
     def count(self, rows: int) -> None:
         self.rows += rows
@@ -171,30 +166,39 @@ class AllReduce(Solo):
         state = [self.params.data, *self.state.values()]
         if self.moments.size:
             state.append(self.moments.read())
-        with self.waiting():
-            if self.rank == 0:
+        if self.rank == 0:
+            with self.waiting():
                 self.across.join(state)
-            for tensor in state if self.learners > 1 else ():
-                dist.broadcast(tensor, 0)
+        for tensor in state:
+            self._spread(tensor)
         if self.moments.size:
             self.moments.write(state[-1])
             self.base = self.moments.read()
         self.joins = False
 
     def _sum(self, tensor: Tensor) -> None:
+        """Sum over the learners of this machine."""
         with self.waiting():
-            dist.all_reduce(tensor)
+            if self.nccl and tensor.is_cuda:
+                dist.all_reduce(tensor)
+            elif self.sums is not None:
+                self.sums.add_up(tensor)
+
+    def _spread(self, tensor: Tensor) -> None:
+        """Give the first learner's tensor to the others of this machine."""
+        if self.rank:
+            tensor.zero_()
+        self._sum(tensor)
 
     def _sum_across(self, across: MachineGroup, what: Tensor, tail: Tensor | None = None) -> None:
         """Sum over the machines. `tail` carries the flags for a failure and for a machine that joins or leaves."""
-        with self.waiting():
-            if self.rank == 0:
+        if self.rank == 0:
+            with self.waiting():
                 if tail is not None:
                     tail[_JOIN] = float(across.requested() or self._leaves())
                 if not across.sum(what) and tail is not None:
                     tail[_BROKEN] = 1
-            if self.learners > 1:
-                dist.broadcast(what, 0)
+        self._spread(what)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -202,7 +206,7 @@ class AllReduce(Solo):
         try:
             with self.board.blocked(self.rank):
                 yield
-        except RuntimeError as error:
+        except (RuntimeError, PeerLost) as error:
             raise PeerLost(f"allreduce: another learner is gone or hangs: {first_line(error)}") from error
 
     def report_to(self, log: Callable[[str], None]) -> None:
@@ -214,6 +218,14 @@ class AllReduce(Solo):
         if self.across is None or self.rank:
             return {}
         return {"allreduce/machines": self.across.size, "allreduce/updates_lost": self.lost_updates}
+
+
+def memory(setup: Setup) -> SharedArrays | None:
+    """For the sums of a machine's learners: of gradients, and of what they take from another machine."""
+    if setup.peers.learners == 1:
+        return None
+    state = setup.rule.state(setup.params.data).values()
+    return memory_for_sums(setup.peers.learners, [setup.params.bucket, setup.moments.read(), *state])
 
 
 def address(config: Config) -> str:
@@ -246,6 +258,8 @@ def _between_machines(setup: Setup) -> MachineGroup | None:
 
 KIND = ExchangeKind(
     AllReduce,
+    memory,
+    leave=leave,
     in_lockstep=True,
     spans_machines=True,
     trusts_network=lambda config: config.allreduce.trusted_network,

@@ -102,7 +102,7 @@ class Peers:
     rank: int = 0
     board: Board = field(default_factory=lambda: Board(1))
     memory: SharedArrays | None = None  # made by `ExchangeKind.memory`
-    rendezvous: Path | None = None  # the file where learners in lockstep find each other
+    rendezvous: Path | None = None  # the file where learners in lockstep find each other, if each has a GPU
     mixing: list[Array] | None = None  # gossip: the matrices of the run's learners
     rejoin: bool = False  # the other learners are training already
     core: int = -1  # the core that this learner shares with others; -1: it has its own
@@ -146,7 +146,7 @@ class ExchangeKind:
     link: str = ""  # package.module:function that makes the `Link` of a run to other runs (exchange/mailboxes.py)
     address: Callable[[Config], str] = lambda config: ""  # where learners meet those of other machines, if they do
     link_settings: Callable[[str, str, int], dict[str, Any]] = lambda bind, connect, machines: {}  # for that
-    in_lockstep: bool = False  # all learners make every step together, and find each other by a file
+    in_lockstep: bool = False  # all learners make every step together
     shared_weights: bool = False  # one set of weights: the learning rate is that of one learner
     rejoins: bool = False  # a killed learner can restart alone, and take the weights of another one
     on_gpu: bool = True

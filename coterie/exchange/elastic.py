@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from coterie.exchange.lineage import Request
 from coterie.exchange.rendezvous import Machine, Place, RendezvousClient, RendezvousHost
 from coterie.exchange.signed_store import SignedStore
+from coterie.exchange.silent_connections import SilentConnections
 from coterie.parallel.processes import location
 from coterie.types import CoterieError, first_line
 
@@ -52,6 +53,7 @@ class MachineGroup:
         self.client: RendezvousClient | None = None
         self.store: TCPStore | None = None
         self.host: RendezvousHost | None = None
+        self.silent: SilentConnections | None = None
 
     def requested(self) -> bool:
         """Whether a machine waits for the next group. Only the listening machine can tell."""
@@ -108,6 +110,7 @@ class MachineGroup:
 
     def join(self, state: list[Tensor]) -> None:
         """Form a group with the connected machines; `state` becomes the one that all take."""
+        self.silent = self.silent or SilentConnections(self.timing.silent)
         _given_up[:] = [one for one in _given_up if not one[1].is_completed()]
         begin = time.monotonic()
         at = ":".join(map(str, self.machine.address))
@@ -202,7 +205,9 @@ class MachineGroup:
             self.host.close(over)
         if self.client is not None:
             self.client.close()
-        self.client = self.store = None
+        if self.silent is not None:
+            self.silent.close()
+        self.client = self.store = self.silent = None
 
 
 def interface(address: str) -> str:

@@ -89,11 +89,12 @@ def train(
 
 def resume(
     folder: str | Path, *, steps: int = 0, callbacks: Given | Iterable[Given] = (), quiet: bool = False,
-    starting: Starting | None = None, trust: bool = False, **new: Part,
+    starting: Starting | None = None, trust: bool = False, or_earlier: bool = False, **new: Part,
 ) -> dict[str, Any]:  # fmt: skip
     """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps).
     A URL (a run stored by `ray.storage`) is first downloaded to `runs/`. `callbacks`: as for `train`; `trust` and
-    `new`: for `coterie.load`.
+    `new`: for `coterie.load`; `or_earlier`: where the last checkpoint is damaged, rename it and go on from the one
+    before.
     """
     if "://" in str(folder):
         url, folder = str(folder), Path("runs") / str(folder).rstrip("/").rpartition("/")[2]
@@ -106,6 +107,8 @@ def resume(
         config = validate(replace(config, steps=steps))
     with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
         held.enter_context(sole_writer(folder))
+        for root in (folder / "checkpoints", *folder.glob("sites/*/checkpoints")) if or_earlier else ():
+            starting.notes += checkpoint.set_damaged_aside(root, config.log.stall / 2)
         return _go(config, folder, True, quiet, starting, each(callbacks), held)
 
 
@@ -133,12 +136,9 @@ def _go(
     actors = config.actors or asked.actors
     kept = replace(asked, learners=config.learners, actors=actors, exchange=config.exchange, env=config.env)
     spec = make_spec(config.env, config.atari)
-    check(config, spec)
-    resolve_resources(config, spec)
-    algorithm_class(config).check_data(config, spec)
-    begun = begin_from(Path(asked.init_from), make_model(config, spec)) if asked.init_from and not resumed else ""
-    if need := algorithm_class(config).replay_bytes(config, spec) * config.learners:
-        require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
+    _check(config, spec)
+    if asked.init_from and not resumed:
+        starting.notes.append(begin_from(Path(asked.init_from), make_model(config, spec)))
     board = Board(config.learners)  # for start-up only: child processes get another one
     board.release()
     if not here:  # learner 0's process finds them by name, and makes them again
@@ -160,7 +160,7 @@ def _go(
         signals, unsigned = _prepare(folder, kept, spec, state is None, held)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting, signals=signals)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
-        for line in filter(None, (begun, link_error, unsigned, alone if kind.is_alone(config) else "")):
+        for line in filter(None, (*starting.notes, link_error, unsigned, alone if kind.is_alone(config) else "")):
             run.log(line)
         del board  # its memory is freed with the last reference: the run's, until it has the children's board
         supervisor = Supervisor(run, config, saved, link) if learner is None else None
@@ -169,6 +169,15 @@ def _go(
         return _run_here(run, learner, [*made, *(one for one in config.callbacks if one not in asked.callbacks)])
     assert supervisor is not None
     return run.go(supervisor.work, supervisor.close)
+
+
+def _check(config: ResolvedConfig, spec: Spec) -> None:
+    """Raise a `ConfigError` where the run is not possible here."""
+    check(config, spec)
+    resolve_resources(config, spec)
+    algorithm_class(config).check_data(config, spec)
+    if need := algorithm_class(config).replay_bytes(config, spec) * config.learners:
+        require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
 
 
 def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -159,6 +159,8 @@ class Supervisor:
             return  # its work was complete
         if manner.endswith("exit code 1") and self.missed is not None:
             return  # it ended because it lost another learner, whose death is reported next
+        if self.group.memory is not None:
+            exchange_kind(self.config).leave(self.group.memory, rank)
         if not exchange_kind(self.config).restarts_one(self.config):
             self.rescue = self.rescue or Rescue(run, reason)
             self.rescue.lose(rank, self.group.kept)
@@ -169,8 +171,6 @@ class Supervisor:
             if (child := self.children.pop(row, None)) is not None:
                 child.kill()
         run.ledger.lose(rank, rows)
-        if self.group.memory is not None:
-            exchange_kind(self.config).leave(self.group.memory, rank)
         run.give_up_order()
         if run.board.stopping or run.idle:  # the others finish without it
             run.members.discard(rank)

@@ -87,14 +87,16 @@ class QHead(nn.Module):
 
 
 _NEAR, _RAISE = 10.0, 0.1  # deviations; the share of the variance that one row may add
+_ABSURD = 1e4  # times the mean, or 1 where that is larger
 
 
 class Normalizer(nn.Module):
     """Running mean and deviation over all rows seen, as buffers: saved and published with the parameters.
 
-    Chan et al.'s parallel update, in float64, so that the order of batches does not matter beyond rounding. One absurd
-    number must not blind the policy in that input: a row counts as no further from the mean than `_NEAR` deviations, or
-    than what adds `_RAISE` of the variance. The more rows there are, the rarer may be what counts as it is.
+    Chan et al.'s parallel update, in float64, so that the order of batches does not matter beyond rounding. Absurd
+    numbers must not blind the policy in that input. Those in less than a quarter of a batch do not count at all. Others
+    count as no further from the mean than `_NEAR` deviations, or than what adds `_RAISE` of the variance: the more rows
+    there are, the rarer may be what counts as it is.
     """
 
     mean: Tensor
@@ -112,7 +114,7 @@ class Normalizer(nn.Module):
         self.register_buffer("center", torch.zeros(shape), persistent=False)
         self.register_buffer("deviation", torch.ones(shape), persistent=False)
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
-        self.outliers = 0  # rows that counted as nearer than they are
+        self.outliers = 0  # rows that did not count as they are
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
@@ -133,11 +135,13 @@ class Normalizer(nn.Module):
         away, bound = (x - center).abs(), most * (self.m2 / self.count.clamp(min=1) + 1e-8).sqrt()
         if not (away > bound).any():
             return x
+        usual = _NEAR * _deviation(away, 3 * len(x) // 4)
+        absurd = away > torch.maximum(torch.maximum(bound, usual), _ABSURD * center.abs().clamp(min=1))
+        away[absurd] = 0
         # An input may begin to move: the deviation is at least that of this batch, without its furthest rows.
-        kept = away.sort(0).values[: -1 - len(x) // 100]
-        bound = torch.maximum(bound, most * (kept.square().sum(0) / len(x)).sqrt())
-        self.outliers += int((away > bound).reshape(len(x), -1).any(1).sum())
-        return x.clamp(center - bound, center + bound)
+        bound = torch.maximum(bound, most * _deviation(away, len(x) - 1 - len(x) // 100))
+        self.outliers += int((absurd | (away > bound)).reshape(len(x), -1).any(1).sum())
+        return torch.where(absurd, center, x).clamp(center - bound, center + bound)
 
     @torch.no_grad()
     def changed(self) -> None:
@@ -148,6 +152,11 @@ class Normalizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ((x.float() - self.center) / self.deviation).clamp(-10, 10)
+
+
+def _deviation(away: Tensor, nearest: int) -> Tensor:
+    """Of the `nearest` rows, where all others are at the center."""
+    return (away.sort(0).values[:nearest].square().sum(0) / len(away)).sqrt()
 
 
 def _loaded(normalizer: nn.Module, keys: object) -> None:  # a method would be the original's in a copy

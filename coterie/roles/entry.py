@@ -79,7 +79,7 @@ class Saved(NamedTuple):
 
 def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: ProcessContext, start: Start) -> None:
     """A child process: one learner, from the beginning or from its part of a checkpoint."""
-    descriptors()  # Gloo listens without a limit of connections, and ends the process where it has none left
+    descriptors()  # between machines Gloo takes connections without a limit
     with ExitStack() as opened:
         opened.enter_context(shown_alive(context.board, context.rank, config.log.stall))
         learner = LearnerProcess(config, start.incarnation, replace(context, folder=folder))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coterie.runs.files import ANSWER_S, answered, read, sync, write_whole
-from coterie.types import CoterieError, reason_of
+from coterie.runs.manifest import (
+    DAMAGE,
+    MANIFEST,
+    damage_of,
+    is_intact,
+    read_file,
+    read_manifest,
+    verify,
+    write_manifest,
+)
+from coterie.types import CoterieError
 
 Tensors = dict[str, dict[str, Tensor]]
-_MANIFEST, _OLD = "manifest.json", ".old"
+_OLD = ".old"
 LAST_GOOD = "; last good checkpoint: "  # before its path
-FORMAT = 1  # of what this version writes; manifests of the first versions do not name it
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised by reading a garbled file
 
 
 def draft_path(root: Path, name: str) -> Path:
@@ -77,14 +85,9 @@ def seal(root: Path, draft: Path, step: int, state: dict[str, Any], seconds: flo
 def _seal_draft(root: Path, draft: Path, step: int, state: dict[str, Any]) -> Path:
     final = root / f"step_{step:012d}"
     (draft / "state.json").write_text(json.dumps(state))
-    files = {}
-    for file in sorted(p for p in draft.rglob("*") if p.is_file()):
+    write_manifest(draft, step)
+    for file in (p for p in draft.rglob("*") if p.is_file()):
         sync(file)
-        name = file.relative_to(draft).as_posix()
-        files[name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
-    body: dict[str, Any] = {"format": FORMAT, "step": step, "files": files}
-    (draft / _MANIFEST).write_text(json.dumps({**body, "sha256": _seal(body)}, indent=1))
-    sync(draft / _MANIFEST)
     for folder in {draft, *(p.parent for p in draft.rglob("*"))}:
         sync(folder)
     old = root / f"{final.name}{_OLD}"
@@ -103,33 +106,55 @@ def _writing(root: Path, draft: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         path = root / draft.name.removeprefix(".draft-")
-        raise CoterieError(f"checkpoint {path} cannot be written: {_reason(error)}") from None
+        raise CoterieError(f"checkpoint {path} cannot be written: {damage_of(error)}") from None
 
 
 def load(path: Path, seconds: float = 450.0) -> tuple[Tensors, dict[str, Any]]:
     """Read a checkpoint and verify its checksums. If it is damaged the error names the newest intact one before it.
     `seconds`: for the disk to answer.
     """
-    return read(path, partial(_load, path), seconds)
+    return read(path, partial(_load, path, lambda state: ""), seconds)
 
 
-def _load(path: Path) -> tuple[Tensors, dict[str, Any]]:
+def _load(path: Path, folder: Callable[[dict[str, Any]], str]) -> tuple[Tensors, dict[str, Any]]:
+    """The state, and the tensors in the folder that is chosen by it."""
     try:
-        files = _verify(path)
+        files = read_manifest(path)
+        state = json.loads(read_file(path, "state.json", files))
+        of = folder(state)
         # From bytes, not mapped: the tensors are used while this very checkpoint may be pruned or replaced.
-        names = [n.removesuffix(".safetensors") for n in files if n.endswith(".safetensors")]
-        tensors = {n: from_bytes((path / f"{n}.safetensors").read_bytes()) for n in names}
-        return tensors, json.loads((path / "state.json").read_text())
-    except (*_DAMAGE, SafetensorError) as error:
+        names = [n.removesuffix(".safetensors") for n in files if n.startswith(of) and n.endswith(".safetensors")]
+        return {n: from_bytes(read_file(path, f"{n}.safetensors", files)) for n in names}, state
+    except (*DAMAGE, SafetensorError) as error:
         older = sorted((p for p in _complete(path.parent) if _age(p) < _age(path)), key=_age, reverse=True)
-        before = next(filter(_intact, older), None)
-        offer = f"; {before.name} is intact: remove {path} to go on from there" if before else ""
-        raise CoterieError(f"checkpoint {path} is damaged: {_reason(error)}{offer}") from None
+        before = next(filter(is_intact, older), None)
+        offer = f"; {before.name} is intact: coterie resume --or-earlier goes on from there" if before else ""
+        raise CoterieError(f"checkpoint {path} is damaged: {damage_of(error)}{offer}") from None
 
 
 def latest(root: Path, seconds: float = ANSWER_S) -> Path | None:
     """The newest complete checkpoint. `load` verifies the checksums. `seconds`: for the disk's answer."""
     return read(root, lambda: max(_complete(root), key=_age, default=None), seconds)
+
+
+def set_damaged_aside(root: Path, seconds: float = 450.0) -> list[str]:
+    """Rename the damaged checkpoints that are newer than the newest intact one; none where none is intact. Returns a
+    line about each. `seconds`: for the disk to answer.
+    """
+
+    def rename() -> list[str]:
+        damaged = []
+        for path in sorted(_complete(root), key=_age, reverse=True):
+            try:
+                verify(path)
+            except DAMAGE as error:
+                damaged.append((path, damage_of(error)))
+                continue
+            names = [(path.rename(path.with_name(f"damaged-{path.name}")), reason) for path, reason in damaged]
+            return [f"{new} is damaged: {reason}; the run goes on from {path.name}" for new, reason in names]
+        return []
+
+    return read(root, rename, seconds)
 
 
 def last_good(root: Path) -> str:
@@ -149,7 +174,7 @@ def mark_best(root: Path, path: Path, score: float) -> None:
         if before is None or before <= score:
             answered(partial(write_whole, root / "best.json", text))
     except OSError as error:
-        raise CoterieError(f"{root}/best.json cannot be written: {_reason(error)}") from None
+        raise CoterieError(f"{root}/best.json cannot be written: {damage_of(error)}") from None
 
 
 def _best(root: Path) -> tuple[Path | None, float | None]:
@@ -192,11 +217,16 @@ def load_part(path: Path, rank: int, alike: bool, seconds: float) -> Part:
     """What learner `rank` continues from: its own part, if it was there when the checkpoint was written, else that of
     another learner. Where all are `alike` it is that of the one that was furthest.
     """
-    tensors, state = load(path, seconds)
-    present: list[int] = state["present"]
-    one = rank if rank in present else present[0]
-    if alike:
-        one = max(present, key=lambda other: (state["learners"][other]["learner_steps"], other == rank))
+
+    def whose(state: dict[str, Any]) -> int:
+        present: list[int] = state["present"]
+        if alike:
+            return max(present, key=lambda other: (state["learners"][other]["learner_steps"], other == rank))
+        return rank if rank in present else present[0]
+
+    # Only that part: with many learners, all parts are much to read.
+    tensors, state = read(path, partial(_load, path, lambda state: f"learner_{whose(state)}/"), seconds)
+    one = whose(state)
     part = learner(tensors, one)
     return Part(part if one == rank else part | {"rng": {}}, state, path.name, one)  # each has other random numbers
 
@@ -218,55 +248,13 @@ def digest(tensors: Tensors) -> str:
     return total.hexdigest()
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _seal(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _verify(path: Path) -> list[str]:
-    """The names of a checkpoint's files. Raises one of `_DAMAGE` if a file is not as it was written, `CoterieError` if
-    a newer version has written it.
-    """
-    manifest = json.loads((path / _MANIFEST).read_text())
-    if (found := int(manifest.get("format", 1))) > FORMAT:
-        raise CoterieError(f"checkpoint {path} has format {found}, and this version of coterie reads 1 to {FORMAT}")
-    if manifest.pop("sha256") != _seal(manifest):
-        raise ValueError(f"{_MANIFEST} does not match its checksum")
-    for name, entry in manifest["files"].items():
-        size = (path / name).stat().st_size
-        if size != entry["bytes"]:
-            raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")
-        if _sha256(path / name) != entry["sha256"]:
-            raise ValueError(f"{name} does not match its checksum")
-    return list(manifest["files"])
-
-
-def _intact(path: Path) -> bool:
-    try:
-        return bool(_verify(path))
-    except (*_DAMAGE, CoterieError):
-        return False
-
-
 def _complete(root: Path) -> list[Path]:
-    return [p for p in root.glob("step_*") if (p / _MANIFEST).is_file()]
+    return [p for p in root.glob("step_*") if (p / MANIFEST).is_file()]
 
 
 def _age(path: Path) -> tuple[str, bool]:
     """Sort key of checkpoints: the oldest comes first."""
     return path.name.removesuffix(_OLD), not path.name.endswith(_OLD)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}" + (f" ({Path(str(error.filename)).name})" if error.filename else "")
-    if isinstance(error, KeyError | TypeError | AttributeError | UnicodeDecodeError | json.JSONDecodeError):
-        return f"{_MANIFEST} is garbled ({type(error).__name__})"
-    return reason_of(error)
 
 
 def _aside(path: Path) -> Path:

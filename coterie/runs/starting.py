@@ -20,6 +20,7 @@ class Starting:
     def __init__(self, step: str = "", begin: float = 0.0, quiet: bool = False) -> None:
         self.step, self.begin = step, begin or time.time()
         self.code = 0  # of the exit that a signal has asked for
+        self.notes: list[str] = []  # for the run's log
         self._printed = time.monotonic() - (time.time() - self.begin)  # when the silence began
         self._said, self._in_place = "", False
         self._lock, self._over = threading.Lock(), threading.Event()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import signal
-import socket
-from ipaddress import ip_address
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -17,11 +13,12 @@ from coterie import presets
 from coterie.build.factory import ProcessContext, normalizers
 from coterie.build.resources import resolve_config
 from coterie.config import Config
-from coterie.exchange.allreduce import AllReduce
+from coterie.exchange.allreduce import AllReduce, memory
 from coterie.exchange.base import NonFinite, Peers
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
 from coterie.parallel.processes import PeerLost
+from coterie.parallel.shm import SharedArrays
 from coterie.roles.learner_process import LearnerProcess
 from coterie.types import Post, Rollout
 from tests.exchange.harness import collect, expect, flat, gradients, make_setup, start
@@ -60,20 +57,22 @@ def train(learner: LearnerProcess) -> dict[str, object]:
     return result
 
 
-def train_one_of_two(post: Post, rank: int, meeting: Path, board: Board, settings: Config) -> None:
+def train_one_of_two(post: Post, rank: int, shared: SharedArrays, board: Board, settings: Config) -> None:
     torch.set_num_threads(1)
-    post("result", train(LearnerProcess(resolve_config(settings), 0, ProcessContext(rank, board, rendezvous=meeting))))
+    post("result", train(LearnerProcess(resolve_config(settings), 0, ProcessContext(rank, board, shared))))
 
 
-def test_two_learners_of_four_envs_are_one_of_eight(tmp_path):
+def test_two_learners_of_four_envs_are_one_of_eight():
     changes = {"model.normalize_obs": True, "reward.normalize": True, "optim.sqrt_scaling_from": 2}
     changes |= {"algo.normalize_advantage": False, "algo.unroll_length": 8}  # each learner would do it by its own share
-    meeting, board = tmp_path / "meeting", Board(2)
+    one = LearnerProcess(resolve_config(config("solo", 8, 2, **changes)))
+    board, norms = Board(2), normalizers(one.config, one.model).normalizers
+    shared = memory(make_setup(one.params, RMSProp(0.9, 1e-3), peers=Peers(0, board), norms=norms))
     children = [
-        start(train_one_of_two, rank, meeting, board, config("allreduce", 4, 1, learners=2, **changes))
+        start(train_one_of_two, rank, shared, board, config("allreduce", 4, 1, learners=2, **changes))
         for rank in range(2)
     ]
-    one = train(LearnerProcess(resolve_config(config("solo", 8, 2, **changes))))
+    one = train(one)
     said = collect(children)
     assert [kind for s in said for kind, _ in s] == ["result", "end"] * 2, said
     two = [s[0][1] for s in said]
@@ -96,10 +95,13 @@ def test_two_learners_of_four_envs_are_one_of_eight(tmp_path):
 # --- the exchange alone ---
 
 
-def exchange(rank: int, rendezvous: Path, *, skip: bool = True, **how) -> AllReduce:
+def shared_by_two() -> SharedArrays:
+    return memory(make_setup(flat(50, 20), RMSProp(0.9, 1e-3), peers=Peers(0, Board(2))))
+
+
+def exchange(rank: int, shared: SharedArrays, *, skip: bool = True, **how) -> AllReduce:
     torch.set_num_threads(1)
-    peers = Peers(rank, Board(2), rendezvous=rendezvous)
-    return AllReduce(make_setup(flat(50, 20), skip=skip, timeout=60.0, peers=peers, **how))
+    return AllReduce(make_setup(flat(50, 20), skip=skip, timeout=60.0, peers=Peers(rank, Board(2), shared), **how))
 
 
 def go(x: AllReduce, grad: torch.Tensor, lr: float = 1.0) -> float:
@@ -107,9 +109,9 @@ def go(x: AllReduce, grad: torch.Tensor, lr: float = 1.0) -> float:
     return x.step(x.params, lr)
 
 
-def skip_and_stop(post: Post, rank: int, meeting: Path) -> None:
+def skip_and_stop(post: Post, rank: int, shared: SharedArrays) -> None:
     """Three steps; at the second learner 1's gradient is bad, in the end with the order to stop."""
-    with exchange(rank, meeting, rule=RMSProp(0.9, 1e-3)) as x:
+    with exchange(rank, shared, rule=RMSProp(0.9, 1e-3)) as x:
         grads = gradients(x.params, 4, seed=rank)
         go(x, grads[0], 0.1)
         before = [x.params.data.clone(), x.state_dict()["square"].clone()]
@@ -131,8 +133,9 @@ def skip_and_stop(post: Post, rank: int, meeting: Path) -> None:
             post("stopped", str(error))
 
 
-def test_a_bad_gradient_of_one_is_skipped_or_stops_all(tmp_path):
-    said = collect([start(skip_and_stop, rank, tmp_path / "meeting") for rank in range(2)])
+def test_a_bad_gradient_of_one_is_skipped_or_stops_all():
+    shared = shared_by_two()
+    said = collect([start(skip_and_stop, rank, shared) for rank in range(2)])
     assert [[kind for kind, _ in s] for s in said] == [["skipped", "weights", "stopped", "end"]] * 2, said
     for s in said:
         assert s[0][1] == (1, True, False, True)
@@ -145,9 +148,9 @@ def test_a_bad_gradient_of_one_is_skipped_or_stops_all(tmp_path):
     assert said[1][2][1] == "allreduce: the gradient of another learner is not finite"
 
 
-def agree(post: Post, rank: int, meeting: Path) -> None:
+def agree(post: Post, rank: int, shared: SharedArrays) -> None:
     """Learner 0 has an order after rollout 0, and until all know of it; learner 1 wants to stop after rollout 1."""
-    with exchange(rank, meeting) as x:
+    with exchange(rank, shared) as x:
         for k, grad in enumerate(gradients(x.params, 3, seed=rank)):
             x.count(10 * (rank + 1) + k)
             go(x, grad)
@@ -155,38 +158,28 @@ def agree(post: Post, rank: int, meeting: Path) -> None:
             post("agreed", (*x.agree(rank == 0 and k < 2, rank == 1 and k == 1), x.env_steps))
 
 
-def test_rows_orders_and_the_end_travel_with_the_gradients(tmp_path):
-    said = collect([start(agree, rank, tmp_path / "meeting") for rank in range(2)])
+def test_rows_orders_and_the_end_travel_with_the_gradients():
+    shared = shared_by_two()
+    said = collect([start(agree, rank, shared) for rank in range(2)])
     agreed = [(False, False, 30), (True, False, 62), (False, True, 96)]
     assert said == [[*(("agreed", what) for what in agreed), ("end", "ended with exit code 0")]] * 2
 
 
-def public_address() -> str:
-    """An address of this machine in a network; empty where there is none."""
-    ips = [x.address for found in psutil.net_if_addrs().values() for x in found if x.family == socket.AF_INET]
-    return next((ip for ip in ips if not ip_address(ip).is_loopback), "")
-
-
-def step_and_wait(post: Post, rank: int, meeting: Path, hostname: str) -> None:
-    # Of this process alone, and where that is allowed (CLONE_NEWUTS).
-    if hostname and ctypes.CDLL(None).unshare(0x04000000) == 0:
-        socket.sethostname(hostname)
-    with exchange(rank, meeting) as x:
+def step_and_wait(post: Post, rank: int, shared: SharedArrays) -> None:
+    with exchange(rank, shared) as x:
         go(x, gradients(x.params, 1)[0])
         post("met", rank)
         signal.pause()
 
 
-def test_allreduce_listens_on_loopback_only(tmp_path):
-    """Also where the hostname is a public address, as on many machines."""
-    children = [start(step_and_wait, rank, tmp_path / "meeting", public_address()) for rank in range(2)]
+def test_learners_of_one_machine_open_no_port():
+    shared = shared_by_two()
+    children = [start(step_and_wait, rank, shared) for rank in range(2)]
     try:
         for rank, child in enumerate(children):
             assert expect(child, {"met"}) == ("met", rank)
-        pids = [child.process.pid for child in children]
-        sockets = [x for x in psutil.net_connections("tcp") if x.pid in pids and x.status == psutil.CONN_LISTEN]
-        assert sockets  # Gloo's processes connect to one another
-        assert all(ip_address(x.laddr.ip.removeprefix("::ffff:")).is_loopback for x in sockets), sockets
+        for child in children:
+            assert psutil.Process(child.process.pid).net_connections("inet") == []
     finally:
         for child in children:
             child.kill()

@@ -136,7 +136,7 @@ def test_a_learner_dies_while_checkpoints_cannot_be_read(meddler, exchange, monk
 
     def kill() -> None:
         meddler.at_work()
-        for name in ("_verify", "_complete"):
+        for name in ("read_manifest", "_complete"):
             read = getattr(checkpoint, name)
             monkeypatch.setattr(checkpoint, name, lambda path, read=read: answers.wait(60) and read(path))
         for pid in [meddler.pid(rank) for rank in range(2) if exchange == "allreduce" or rank]:

@@ -14,6 +14,7 @@ import coterie
 from coterie import presets
 from coterie.algorithms import a2c
 from coterie.build.resources import resolve_config
+from coterie.cli.main import main
 from coterie.launch import session
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
@@ -117,6 +118,24 @@ def test_a_killed_run_is_resumed_with_all_its_state(command):
     assert steps == sorted(steps)
     after = next(line for line in read_metrics(out) if line["env_steps"] > state["env_steps"])
     assert after["lr"] == pytest.approx(config.optim.lr * (1 - after["env_steps"] / total), rel=1e-6)
+
+
+def test_a_run_with_a_damaged_checkpoint_is_resumed_from_an_earlier_one_where_that_is_asked_for(tmp_path, capfd):
+    out = tmp_path / "run"
+    coterie.train(tiny(out, **{"log.checkpoint_every": 0.0}), quiet=True)
+    *_, earlier, last = sorted((out / "checkpoints").glob("step_*"))
+    (last / "learner_0" / "model.safetensors").write_bytes(b"")
+    command = ["resume", str(out), "--steps", "3000"]
+    assert main(command) == 1
+    assert f"{earlier.name} is intact: coterie resume --or-earlier goes on from there" in capfd.readouterr().err
+    assert main([*command, "--or-earlier"]) == 0
+    line = f"damaged-{last.name} is damaged: learner_0/model.safetensors has 0 bytes"
+    assert line in capfd.readouterr().out
+    assert line in (out / "log.txt").read_text()
+    steps = [line["env_steps"] for line in read_metrics(out)]
+    assert steps == sorted(steps)
+    assert steps[-1] >= 3000
+    assert read_summary(out)["rows"]["rolled_back"] > 0
 
 
 def test_a_nan_stops_the_run_names_the_loss_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):

@@ -71,6 +71,21 @@ def test_one_absurd_number_in_the_first_rollouts_is_forgotten(bad: float, first:
     assert float(((norm.mean - without.mean) / without.deviation).abs().max()) < 0.01
 
 
+@pytest.mark.parametrize("bad", [1e6, 1e30])
+@pytest.mark.parametrize("share", [0.005, 0.06, 0.2])
+def test_absurd_numbers_that_come_again_and_again_do_not_blind_a_normalizer(bad: float, share: float) -> None:
+    norm, without, rng, rows = Normalizer((2,)), Normalizer((2,)), torch.Generator().manual_seed(0), 0
+    for _ in range(200):
+        batch = 3 + 5 * torch.randn(512, 2, generator=rng)
+        without.update(batch)
+        absurd = torch.rand(512, generator=rng) < share
+        batch[absurd, 0], rows = bad, rows + int(absurd.sum())
+        norm.update(batch)
+    assert (norm.outliers, without.outliers) == (rows, 0)
+    torch.testing.assert_close(norm.mean, without.mean, rtol=0.02, atol=0)
+    assert float((norm.deviation / without.deviation).log().abs().max()) < 0.15  # those rows count as the mean
+
+
 def test_what_is_only_rare_is_counted_as_it_is_in_time() -> None:
     norm, rng = Normalizer(()), torch.Generator().manual_seed(0)
     for _ in range(2000):

@@ -105,6 +105,36 @@ def damages(path: Path) -> Iterator[tuple[str, bytes]]:
     yield "zeros", bytes(len(whole))
 
 
+def test_damaged_checkpoints_are_set_aside_where_an_older_one_is_intact(tmp_path: Path) -> None:
+    good, *damaged = [save(tmp_path, step) for step in (1, 2, 3)]
+    assert checkpoint.set_damaged_aside(tmp_path) == []
+    (damaged[0] / "state.json").write_bytes(b"")
+    (damaged[1] / "model.safetensors").unlink()
+    lines = checkpoint.set_damaged_aside(tmp_path)
+    assert checkpoint.latest(tmp_path) == good
+    names = [f"damaged-{path.name}" for path in reversed(damaged)]
+    assert [line.partition(" is damaged: ")[0] for line in lines] == [str(tmp_path / name) for name in names]
+    assert all((tmp_path / name).is_dir() and line.endswith(good.name) for name, line in zip(names, lines, strict=True))
+    (good / "manifest.json").write_text("{")
+    assert checkpoint.set_damaged_aside(tmp_path) == []
+    assert checkpoint.latest(tmp_path) == good  # nothing is intact: nothing is hidden
+
+
+def test_a_learner_reads_only_the_part_that_it_continues_from(tmp_path: Path) -> None:
+    groups = {f"learner_{rank}/model": {"w": torch.full((3,), float(rank))} for rank in range(3)}
+    learners = [{"learner_steps": steps} for steps in (5, 9, 7)]
+    path = save_checkpoint(tmp_path, 1, groups, {"present": [0, 1], "learners": learners})
+    whole = (path / "learner_0" / "model.safetensors").read_bytes()
+    (path / "learner_0" / "model.safetensors").write_bytes(b"")
+    for rank, alike, of in ((1, False, 1), (0, True, 1), (2, True, 1)):
+        part = checkpoint.load_part(path, rank, alike, 60.0)
+        assert (part.of, part.tensors["model"]["w"].tolist()) == (of, [float(of)] * 3)
+    with pytest.raises(CoterieError, match=r"learner_0/model\.safetensors has 0 bytes instead of"):
+        checkpoint.load_part(path, 2, False, 60.0)
+    (path / "learner_0" / "model.safetensors").write_bytes(whole)
+    assert checkpoint.load_part(path, 2, False, 60.0).of == 0
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_damage_to_any_file_is_refused_and_an_older_checkpoint_is_offered(tmp_path: Path, name: str) -> None:
     save(tmp_path, 1)
@@ -214,8 +244,8 @@ def test_an_abandoned_draft_is_renamed_before_its_files_are_deleted(
 def test_a_disk_that_does_not_answer_is_waited_for_once_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, answers, verify = save(tmp_path, 1), threading.Event(), checkpoint._verify
-    monkeypatch.setattr(checkpoint, "_verify", lambda path: answers.wait(60) and verify(path))
+    path, answers, manifest = save(tmp_path, 1), threading.Event(), checkpoint.read_manifest
+    monkeypatch.setattr(checkpoint, "read_manifest", lambda path: answers.wait(60) and manifest(path))
     for what, read in ((path, lambda: checkpoint.load(path, 0.1)), (tmp_path, lambda: checkpoint.latest(tmp_path))):
         with pytest.raises(CoterieError, match=f"^{what} cannot be read: the disk does not answer$"):
             read()

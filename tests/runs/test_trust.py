@@ -22,6 +22,7 @@ from coterie.launch.ray.mirror import fetch
 from coterie.plugins import FIELDS, typed_in
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace
+from coterie.runs.manifest import _seal
 from coterie.runs.trust import code_of
 from coterie.tools.report.dashboard import Live
 from coterie.types import ConfigError
@@ -267,7 +268,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_an_older_one_is_read(fore
 
     def write(**changes: object) -> None:
         body = {k: x for k, x in (manifest | changes).items() if x is not None}
-        (path / "manifest.json").write_text(json.dumps({**body, "sha256": checkpoint._seal(body)}))
+        (path / "manifest.json").write_text(json.dumps({**body, "sha256": _seal(body)}))
 
     write(format=None)
     checkpoint.load(path)

@@ -218,6 +218,7 @@ class Rings(Simulation):
         put(rendezvous, "TCPStore", lambda *address, **how: Store(network, network.here))
         put(elastic, "PrefixStore", lambda prefix, store: (prefix, store.store))
         put(elastic, "interface", lambda address: "lo")
+        put(elastic, "SilentConnections", lambda seconds: SimpleNamespace(close=lambda: None))
         put(elastic.dist, "ProcessGroupGloo", Ring)
         put(MachineGroup, "_listen", listen)
         for number in range(MACHINES):

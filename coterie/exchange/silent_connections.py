@@ -1,0 +1,75 @@
+"""Closes connections that send nothing. Gloo and the TCP store take any number, and wait for them without a limit: a
+process that opened as many as this one may have descriptors would end it. (Linux; elsewhere none is closed.)
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from coterie.parallel.clock import awake
+
+_RECEIVED = 128  # where the bytes received are in the kernel's struct tcp_info, a 64-bit number
+_INFO = _RECEIVED + 8
+
+
+class SilentConnections:
+    """In a thread: shuts the connections to any port of this process that have sent no byte within `seconds`. The
+    machines of a group, and the clients of its store, send something at once.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.closed = seconds, 0
+        self._since: dict[tuple[object, object], float] = {}  # when a silent one was first seen, by its addresses
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="coterie-silent-connections", daemon=True)
+        if sys.platform == "linux":
+            self._thread.start()
+
+    def _work(self) -> None:
+        while not self._over.wait(self.seconds / 10):
+            with suppress(psutil.Error, OSError):  # no descriptor may be left for a moment
+                self.look()
+
+    @staticmethod
+    def connections() -> list[Any]:
+        """Of this process, and the ports where it listens."""
+        return list(psutil.Process().net_connections("tcp"))
+
+    def look(self) -> None:
+        """Close those that have been silent for too long."""
+        found = self.connections()
+        ports = {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
+        now, since = awake(), {}
+        for one in found:
+            if one.status == psutil.CONN_ESTABLISHED and one.laddr.port in ports:
+                key = one.laddr, one.raddr
+                begin = self._since.get(key, now)
+                if self._is_silent(one.fd, one.raddr.port, now - begin >= self.seconds):
+                    since[key] = begin
+        self._since = since
+
+    def _is_silent(self, fd: int, port: int, close: bool) -> bool:
+        """Whether this connection from another's `port` has sent nothing; `close`: then it is shut."""
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.getpeername()[1] != port:  # the descriptor is another one's by now
+                return False
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO)
+            if len(info) == _INFO and not struct.unpack_from("Q", info, _RECEIVED)[0]:
+                if close:
+                    connection.shutdown(socket.SHUT_RDWR)  # its owner finds it closed
+                    self.closed += 1
+                return True
+        return False
+
+    def close(self) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(self.seconds)

@@ -1,0 +1,93 @@
+"""Sums in shared memory: exact, the same bits for all, in any rhythm, and over at once where a learner is gone."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from coterie.exchange.shared_sum import SharedSum, leave, memory_for_sums
+from coterie.parallel.processes import PeerLost
+from coterie.types import Post
+from tests.exchange.harness import collect, start, together
+
+LONG = 10_007  # numbers; learners add up parts of it
+
+
+def inputs(rank: int, count: int) -> list[torch.Tensor]:
+    """Tensors of several types and lengths, the same shapes for every rank."""
+    rng, shapes = torch.Generator().manual_seed(rank), random.Random(0)
+    made = []
+    for _ in range(count):
+        n = shapes.choice([1, 16, 5000, LONG])
+        x = torch.randn(n, generator=rng)
+        kinds = [x, x.double(), (1000 * x).long(), x[:1].reshape(()), x.reshape(1, n)]
+        made.append(shapes.choice(kinds))
+    return made
+
+
+def add_all(post: Post, rank: int, memory, count: int) -> None:
+    torch.set_num_threads(1)
+    sums, pauses = SharedSum(memory, rank), random.Random(rank)
+    for x in (found := inputs(rank, count)):
+        if pauses.random() < 0.1:
+            time.sleep(0.005 * pauses.random())
+        sums.add_up(x)
+    post("sums", [x.numpy() for x in found])
+
+
+@pytest.mark.parametrize("learners", [2, 3, 5])
+def test_all_learners_get_the_sum_in_the_order_of_ranks(learners):
+    count = 60
+    memory = memory_for_sums(learners, [torch.zeros(LONG, dtype=torch.float64)])
+    said = collect([start(add_all, rank, memory, count) for rank in range(learners)])
+    expected = inputs(0, count)
+    for rank in range(1, learners):
+        for total, x in zip(expected, inputs(rank, count), strict=True):
+            total += x
+    for messages in said:
+        assert [kind for kind, _ in messages] == ["sums", "end"], messages
+        for k, (found, total) in enumerate(zip(messages[0][1], expected, strict=True)):
+            assert torch.equal(torch.from_numpy(found), total), k
+
+
+def test_a_fast_learner_does_not_overwrite_what_a_slow_one_reads():
+    memory, count = memory_for_sums(3, [torch.zeros(LONG)]), 300
+    totals: dict[int, list[float]] = {rank: [] for rank in range(3)}
+
+    def work(rank: int) -> None:
+        sums, pauses = SharedSum(memory, rank), random.Random(rank)
+        for k in range(count):
+            x = torch.full((LONG,), float(3 * k + rank))
+            sums.add_up(x)
+            assert bool((x == x[0]).all())
+            totals[rank].append(float(x[0]))
+            if pauses.random() < 0.02 * rank:
+                time.sleep(0.003)
+
+    together([lambda rank=rank: work(rank) for rank in range(3)])
+    assert totals == {rank: [9.0 * k + 3 for k in range(count)] for rank in range(3)}
+
+
+@pytest.mark.parametrize("when", ["before", "while it is waited for"])
+def test_the_others_do_not_wait_for_a_learner_that_is_gone(when):
+    memory = memory_for_sums(2, [torch.zeros(4)])
+    if when == "before":
+        leave(memory, 1)
+    else:
+        threading.Timer(0.2, leave, (memory, 1)).start()
+    with pytest.raises(PeerLost):
+        SharedSum(memory, 0).add_up(torch.zeros(4))
+
+
+def test_what_a_learner_gave_before_it_left_still_counts():
+    memory, ones, x = memory_for_sums(2, [torch.zeros(4)]), torch.ones(4), torch.ones(4)
+    other = threading.Thread(target=SharedSum(memory, 1).add_up, args=(ones,))
+    other.start()
+    while not memory.arrays["given"][1]:
+        time.sleep(0.001)
+    leave(memory, 1)
+    SharedSum(memory, 0).add_up(x)
+    other.join()
+    assert x.tolist() == ones.tolist() == [2.0] * 4
