@@ -141,6 +141,8 @@ def make_rendered(
     env: config.Env, atari: config.Atari, *, seed: int, union: bool = False
 ) -> tuple[Envs, Callable[[], Array]]:
     """One environment with all its lives, and a call that returns its current frame: `[H, W, 3]` uint8."""
+    if env.backend not in APART:
+        raise ConfigError(f"env.backend: frames cannot be drawn with {env.backend}; the env's own viewer may show them")
     made: list[PoolBackend | LocalBackend] = []
     env = replace(env, num_envs=make_spec(env, atari).agents)
 

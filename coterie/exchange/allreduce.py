@@ -121,7 +121,7 @@ class AllReduce(Solo):
         flags = [bad, self.rows, self.order, self.stop, 1, lr, 0, 0]
         params.tail[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
         self.rows, self.sent = 0, True
-        self._sum(what)
+        self.add_up(what)
         _, rows, order, stop = params.tail[:_LEARNERS].tolist()
         self._env_steps += int(rows)
         self.agreed = (order > 0, stop > 0)
@@ -143,7 +143,7 @@ class AllReduce(Solo):
         self.sent = False
         if self.moments.size:
             new = self.moments.read() - self.base
-            self._sum(new)
+            self.add_up(new)
             if self.across is not None and not self.broken:
                 self._sum_across(self.across, new)
             self.base += new
@@ -176,7 +176,7 @@ class AllReduce(Solo):
             self.base = self.moments.read()
         self.joins = False
 
-    def _sum(self, tensor: Tensor) -> None:
+    def add_up(self, tensor: Tensor) -> None:
         """Sum over the learners of this machine."""
         with self.waiting():
             if self.nccl and tensor.is_cuda:
@@ -188,7 +188,7 @@ class AllReduce(Solo):
         """Give the first learner's tensor to the others of this machine."""
         if self.rank:
             tensor.zero_()
-        self._sum(tensor)
+        self.add_up(tensor)
 
     def _sum_across(self, across: MachineGroup, what: Tensor, tail: Tensor | None = None) -> None:
         """Sum over the machines. `tail` carries the flags for a failure and for a machine that joins or leaves."""

@@ -68,7 +68,7 @@ class AllReduceAgain(AllReduce):
     def __exit__(self, *error: object) -> None:
         self.meeting.end(self.rank)
 
-    def _sum(self, tensor: Tensor) -> None:
+    def add_up(self, tensor: Tensor) -> None:
         self.meeting.before[self.rank]()
         if self.learners > 1 and not self.meeting.add_up(self.rank, self.learners, tensor):
             raise RecordEnds(_ALONE)

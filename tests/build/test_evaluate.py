@@ -74,3 +74,11 @@ def test_watch_writes_a_video_of_real_frames(tmp_path, env, size):
     assert film[-1].std() > 1
     assert size in (None, film[0].shape[:2])
     assert score == (0 if size else frames - 1)  # forty steps of Pong score nothing; CartPole: a point for each step
+
+
+def test_watch_of_a_vector_env_names_what_cannot_be_drawn(tmp_path):
+    changes = {"env.num_envs": 2, "env.backend": "vector", "algo.unroll_length": 8, "ppo.batch_size": 0}
+    changes |= {"ppo.minibatch_size": 16}
+    coterie.train(tiny(tmp_path / "run", env="CartPole-v1", steps=20, **changes), quiet=True)
+    with pytest.raises(ConfigError, match=r"^env\.backend: frames cannot be drawn with vector"):
+        watch(tmp_path / "run")
