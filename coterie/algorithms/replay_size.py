@@ -51,8 +51,10 @@ def value_refusals(
 ) -> tuple[Refusal, ...]:
     """Refusals of all value methods. `rows`: rows that the replay stores per env, which must be more than `needed`."""
     return (
-        Refusal(lambda c, s: bounded(s.action), "algorithm", f"must be a2c, ppo, vtrace or sac: {_DISCRETE}"),
-        Refusal(lambda c, s: s.action.kind != "categorical", "algorithm", f"must be a2c, ppo or vtrace: {_DISCRETE}"),
+        Refusal(lambda c, s: bounded(s.action), "algorithm", f"must be a2c, ppo, vtrace, sac or bc: {_DISCRETE}"),
+        Refusal(
+            lambda c, s: s.action.kind != "categorical", "algorithm", f"must be a2c, ppo, vtrace or bc: {_DISCRETE}"
+        ),
         Refusal(lambda c, s: c.q.atoms > 0 and c.q.v_min >= c.q.v_max, "q.v_min", "must be below q.v_max"),
         Refusal(
             lambda c, s: c.q.atoms > 0 and c.replay.initial == "acting",

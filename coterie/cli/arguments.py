@@ -108,7 +108,7 @@ COMMANDS = {
         run="tools.report.command:report",
     ),
     "replay": Command(
-        "RUN [--to STEP]",
+        "RUN [--to STEP] [--edit OPTION=V] [...]",
         "execute a run again, bit by bit",
         _RUN,
         arg("--from", dest="origin", default="", metavar="STEP|NAME", help="a learner step, a checkpoint, or start"),

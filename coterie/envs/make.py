@@ -13,7 +13,7 @@ import gymnasium
 from coterie import config
 from coterie.envs.backend import Backend, Declared, MakeBackend
 from coterie.envs.group import Envs
-from coterie.envs.gym import ALE, PLAY
+from coterie.envs.gym import ALE, PLAY, is_gym_id
 from coterie.envs.local import LocalBackend
 from coterie.envs.pool import PoolBackend, has_env, modules, pool_declared
 from coterie.envs.repeat import Repeat
@@ -22,7 +22,7 @@ from coterie.envs.team import ZOO, zoo_ids
 from coterie.envs.vector import APART, make_together, together_declared
 from coterie.envs.workers import WorkerBackend, worker_declared
 from coterie.extras import install, missing
-from coterie.plugins import LAB
+from coterie.plugins import LAB, label
 from coterie.types import Array, ConfigError, Spec, json_object
 
 
@@ -141,8 +141,9 @@ def make_rendered(
     env: config.Env, atari: config.Atari, *, seed: int, union: bool = False
 ) -> tuple[Envs, Callable[[], Array]]:
     """One environment with all its lives, and a call that returns its current frame: `[H, W, 3]` uint8."""
-    if env.backend not in APART:
-        raise ConfigError(f"env.backend: frames cannot be drawn with {env.backend}; the env's own viewer may show them")
+    if env.backend not in APART and not (env.backend == "vector" and is_gym_id(env.id)):
+        shown = label(env.backend)
+        raise ConfigError(f"env.backend: frames cannot be drawn with {shown}; the env's own viewer may show them")
     made: list[PoolBackend | LocalBackend] = []
     env = replace(env, num_envs=make_spec(env, atari).agents)
 

@@ -117,9 +117,7 @@ class Coordinator:
             raise failure
         if failure is not None:
             kind = type(failure) if isinstance(failure, CoterieError) else CoterieError
-            failed = kind(reason + checkpoint.last_good(self.root))
-            failed.trace = trace  # without the constructor's note: the cause shows it
-            raise failed from failure
+            raise kind(reason + checkpoint.last_good(self.root), trace) from None  # `trace` has all that matters
         return summary
 
     def summary(self, status: str, reason: str) -> dict[str, Any]:

@@ -5,9 +5,11 @@ value, from a temporary folder of this user only, which is removed when this pro
 from __future__ import annotations
 
 import functools
+import io
 import re
 import shutil
 import sys
+import types
 import zlib
 from contextlib import suppress
 from multiprocessing import util
@@ -56,7 +58,9 @@ def _pickled(field: str, part: Any, module: Any) -> str:
     try:
         if module is not None:
             cloudpickle.register_pickle_by_value(module)
-        data = cloudpickle.dumps(part)
+        with io.BytesIO() as file:
+            _Pickler(file).dump(part)
+            data = file.getvalue()
     except Exception as error:
         move = "write it as a function of a module and give module:function"
         raise ConfigError(
@@ -69,6 +73,16 @@ def _pickled(field: str, part: Any, module: Any) -> str:
     name = f"pickle:{path.name}@{path.parent.name.rpartition('-')[2]}"
     OBJECTS[name] = part
     return name
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Keeps the names of source files, which cloudpickle leaves out: tracebacks show them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType) and (reduce := self.dispatch_table.get(types.CodeType)):
+            make, args = reduce(obj)
+            return make, tuple(obj.co_filename if x == "<dynamic-code>" else x for x in args)
+        return super().reducer_override(obj)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import imageio
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.spaces import Discrete
 
 import coterie
@@ -76,9 +77,12 @@ def test_watch_writes_a_video_of_real_frames(tmp_path, env, size):
     assert score == (0 if size else frames - 1)  # forty steps of Pong score nothing; CartPole: a point for each step
 
 
-def test_watch_of_a_vector_env_names_what_cannot_be_drawn(tmp_path):
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_watch_draws_a_vector_env_that_gymnasium_can_make_alone_and_refuses_others(tmp_path):
     changes = {"env.num_envs": 2, "env.backend": "vector", "algo.unroll_length": 8, "ppo.batch_size": 0}
-    changes |= {"ppo.minibatch_size": 16}
-    coterie.train(tiny(tmp_path / "run", env="CartPole-v1", steps=20, **changes), quiet=True)
+    changes |= {"ppo.minibatch_size": 16, "steps": 20}
+    for name, env in (("id", "CartPole-v1"), ("class", CartPoleVectorEnv)):
+        coterie.train(tiny(tmp_path / name, env=env, **changes), quiet=True)
+    assert watch(tmp_path / "id")[2] > 5
     with pytest.raises(ConfigError, match=r"^env\.backend: frames cannot be drawn with vector"):
-        watch(tmp_path / "run")
+        watch(tmp_path / "class")
