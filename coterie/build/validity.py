@@ -49,12 +49,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, s: not algorithm_class(c).corrects(c) and not acting_kind(c).lockstep(c),
         "ACTING.lockstep",
-        "must be True with an algorithm that does not correct for an older policy; vtrace does, and ppo with ppo.proximal",
+        "must be True where the algorithm does not correct for an older policy: use vtrace, or ppo with ppo.proximal",
     ),
     Refusal(
         lambda c, s: not algorithm_class(c).corrects(c) and acting_kind(c).publish_every(c) > 1,
         "ACTING.publish_every",
-        "must be 1 with an algorithm that does not correct for an older policy; vtrace does, and ppo with ppo.proximal",
+        "must be 1 where the algorithm does not correct for an older policy: use vtrace, or ppo with ppo.proximal",
     ),
     Refusal(
         lambda c, s: c.algo.entropy_target != 0 and c.algo.entropy_coef == 0,

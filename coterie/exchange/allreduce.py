@@ -37,8 +37,8 @@ from coterie.types import first_line
 from coterie.wire.auth import is_local, read_token, split
 from coterie.wire.tokens import own_token, scoped
 
-# A dead learner closes its connections, and the parent kills one that hangs: a time-out of NCCL's own would also pass
-# while the whole run is stopped.
+# The parent ends those that wait for a dead learner, and one that hangs: a time-out of NCCL's own would also pass while
+# the whole run is stopped.
 _FOREVER = timedelta(days=365)
 _BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _JOIN, _BROKEN = range(8)  # places in the tail
 
@@ -169,8 +169,8 @@ class AllReduce(Solo):
         if self.rank == 0:
             with self.waiting():
                 self.across.join(state)
-        for tensor in state:
-            self._spread(tensor)
+        for tensor, first in zip(state, [self._spread(x) for x in state], strict=True):  # all of it, or nothing
+            tensor.copy_(first)
         if self.moments.size:
             self.moments.write(state[-1])
             self.base = self.moments.read()
@@ -184,11 +184,11 @@ class AllReduce(Solo):
             elif self.sums is not None:
                 self.sums.add_up(tensor)
 
-    def _spread(self, tensor: Tensor) -> None:
-        """Give the first learner's tensor to the others of this machine."""
-        if self.rank:
-            tensor.zero_()
-        self.add_up(tensor)
+    def _spread(self, tensor: Tensor) -> Tensor:
+        """The first learner's tensor, on all learners of this machine. The others' stay as they are: this may fail."""
+        given = torch.zeros_like(tensor) if self.rank else tensor
+        self.add_up(given)
+        return given
 
     def _sum_across(self, across: MachineGroup, what: Tensor, tail: Tensor | None = None) -> None:
         """Sum over the machines. `tail` carries the flags for a failure and for a machine that joins or leaves."""
@@ -198,7 +198,7 @@ class AllReduce(Solo):
                     tail[_JOIN] = float(across.requested() or self._leaves())
                 if not across.sum(what) and tail is not None:
                     tail[_BROKEN] = 1
-        self._spread(what)
+        what.copy_(self._spread(what))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie.parallel.processes import PeerLost
 from coterie.parallel.shm import SharedArrays, fence
-from coterie.types import Array
+from coterie.types import Array, CoterieError
 
 _SHORT = 4096  # numbers that each learner adds up by itself, as it does with one other learner: it saves a meeting
 _LEAST_S, _MOST_S = 5e-5, 2e-3  # between two looks at the others
@@ -54,6 +54,10 @@ class SharedSum:
 
         Raises `PeerLost` if another learner is gone.
         """
+        if x.nbytes > self._sums.shape[1]:
+            raise CoterieError(
+                f"allreduce: a sum of {x.nbytes:,} bytes, more than the {self._sums.shape[1]:,} of the weights"
+            )
         self._number += 1
         turn, n = self._number % 2, x.numel()
         tensors = self._tensors[turn, :, : x.nbytes].view(x.dtype)

@@ -21,13 +21,14 @@ _INFO = _RECEIVED + 8
 
 
 class SilentConnections:
-    """In a thread: shuts the connections to any port of this process that have sent no byte within `seconds`. The
-    machines of a group, and the clients of its store, send something at once.
+    """In a thread: shuts the connections that have sent no byte within `seconds`, to the ports that this process opens
+    from now on. The machines of a group, and the clients of its store, send something at once.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.closed = seconds, 0
         self._since: dict[tuple[object, object], float] = {}  # when a silent one was first seen, by its addresses
+        self._others = {port for one in _found() if (port := _listening(one))}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="coterie-silent-connections", daemon=True)
         if sys.platform == "linux":
@@ -36,30 +37,24 @@ class SilentConnections:
     def _work(self) -> None:
         while not self._over.wait(self.seconds / 10):
             with suppress(psutil.Error, OSError):  # no descriptor may be left for a moment
-                self.look()
+                self._look()
 
-    @staticmethod
-    def connections() -> list[Any]:
-        """Of this process, and the ports where it listens."""
-        return list(psutil.Process().net_connections("tcp"))
-
-    def look(self) -> None:
+    def _look(self) -> None:
         """Close those that have been silent for too long."""
-        found = self.connections()
-        ports = {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
-        now, since = awake(), {}
+        found, now, since = _found(), awake(), {}
+        ports = {port for one in found if (port := _listening(one))} - self._others
         for one in found:
             if one.status == psutil.CONN_ESTABLISHED and one.laddr.port in ports:
                 key = one.laddr, one.raddr
                 begin = self._since.get(key, now)
-                if self._is_silent(one.fd, one.raddr.port, now - begin >= self.seconds):
+                if self._is_silent(one, now - begin >= self.seconds):
                     since[key] = begin
         self._since = since
 
-    def _is_silent(self, fd: int, port: int, close: bool) -> bool:
-        """Whether this connection from another's `port` has sent nothing; `close`: then it is shut."""
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-            if connection.getpeername()[1] != port:  # the descriptor is another one's by now
+    def _is_silent(self, one: Any, close: bool) -> bool:
+        """Whether this connection has sent nothing; `close`: then it is shut."""
+        with suppress(OSError), socket.socket(one.family, one.type, 0, os.dup(one.fd)) as connection:
+            if connection.getpeername()[1] != one.raddr.port:  # the descriptor is another one's by now
                 return False
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO)
             if len(info) == _INFO and not struct.unpack_from("Q", info, _RECEIVED)[0]:
@@ -73,3 +68,13 @@ class SilentConnections:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(self.seconds)
+
+
+def _found() -> list[Any]:
+    """This process's connections, and the ports where it listens."""
+    return list(psutil.Process().net_connections("tcp"))
+
+
+def _listening(one: Any) -> int:
+    """Its port, if it takes connections, else 0."""
+    return int(one.laddr.port) if one.status == psutil.CONN_LISTEN else 0

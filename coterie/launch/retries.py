@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 
 from coterie.parallel.clock import Budget, awake
-from coterie.types import CoterieError
+from coterie.parallel.processes import Child
+from coterie.types import CoterieError, reason_of
 
 _LONGEST_S = 60.0  # between two attempts
 _HURRY_S = 5.0  # the same after a signal: the sender may not wait for long
@@ -51,6 +53,36 @@ class BackOff:
 
     def clear(self) -> None:
         self._at.clear()
+
+
+class Starts:
+    """Starts child processes, and tries again where the system lets none start: no descriptor or memory is left."""
+
+    def __init__(self, children: dict[int, Child], limit: float, log: Callable[[str], None]) -> None:
+        self._children, self._log = children, log
+        self._retries = Retries(limit, "log.unsaved_limit")
+        self._left: dict[int, Callable[[], Child]] = {}
+
+    def start(self, row: int, make: Callable[[], Child]) -> None:
+        """`make` the process of this row of the board, now or later. Raises `CoterieError` past the limit."""
+        self._left.pop(row, None)
+        try:
+            self._children[row] = make()
+        except OSError as error:
+            self._left[row] = make
+            if self._retries.fail(reason := f"no process can be started: {reason_of(error)}"):
+                self._log(reason)
+        else:
+            self._retries.succeed()
+
+    def again(self) -> None:
+        """Try those that are left, if it is time."""
+        for row in list(self._left) if self._left and self._retries.are_due else ():
+            self.start(row, self._left[row])
+
+    def forget(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._left.pop(row, None)
 
 
 class Retries:

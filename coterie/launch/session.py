@@ -107,8 +107,12 @@ def resume(
         config = validate(replace(config, steps=steps))
     with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
         held.enter_context(sole_writer(folder))
-        for root in (folder / "checkpoints", *folder.glob("sites/*/checkpoints")) if or_earlier else ():
-            starting.notes += checkpoint.set_damaged_aside(root, config.log.stall / 2)
+        if or_earlier:
+            if config.launch == "ray":
+                raise ConfigError(
+                    "--or-earlier: remove the damaged checkpoint yourself: each site of a run on Ray has its own"
+                )
+            starting.notes += checkpoint.set_damaged_aside(folder / "checkpoints", config.log.stall / 2)
         return _go(config, folder, True, quiet, starting, each(callbacks), held)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from coterie.launch.chaos import FaultInjector
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
 from coterie.launch.rescue import Rescue
-from coterie.launch.retries import BackOff, RestartBudget
+from coterie.launch.retries import BackOff, RestartBudget, Starts
 from coterie.parallel.clock import awake
 from coterie.parallel.processes import Child, listen
 from coterie.roles.entry import Start, learner_process, worker_process
@@ -38,6 +39,7 @@ class Supervisor:
         self.run, self.config, self.saved, self.link = run, config, saved, link
         self.kind = acting_kind(config)
         self.children: dict[int, Child] = {}
+        self.starts = Starts(self.children, config.log.unsaved_limit, run.log)
         self.state: dict[str, Any] | None = None  # of the checkpoint `saved`
         self.group = self._place()
         self.learner_restarts = RestartBudget("restarts", config.restarts)
@@ -82,6 +84,7 @@ class Supervisor:
             for child, kind, content in listen(rows, 0.1):
                 if self.children.get(rows[child]) is child:  # and has not been replaced meanwhile
                     self._receive(rows[child], kind, content)
+            self.starts.again()
             for row in self.back_off.due():
                 self._start_actor(row)
             if self.chaos is not None:
@@ -167,6 +170,7 @@ class Supervisor:
             return
         rows = self.group.rows(rank)
         self.back_off.forget(*rows)
+        self.starts.forget((rank, *rows))
         for row in rows:
             if (child := self.children.pop(row, None)) is not None:
                 child.kill()
@@ -204,6 +208,7 @@ class Supervisor:
         for child in self.children.values():
             child.kill()
         self.children.clear()
+        self.starts.forget(range(len(self.group.board.counts)))
         self.back_off.clear()
         self.missed = None
 
@@ -242,7 +247,8 @@ class Supervisor:
         done = run.board.order[0] - (run.order is not None)
         start = Start(incarnation, run.board.read(rank), run.board.sum("learned"), saved, done)
         args = (self.config, run.folder, self.group.links(rank, rejoin), start)
-        self.children[rank] = Child(f"coterie-learner-{rank}", self.group.places[rank].cores, learner_process, args)
+        cores = self.group.places[rank].cores
+        self.starts.start(rank, partial(Child, f"coterie-learner-{rank}", cores, learner_process, args))
         for row in self.group.rows(rank):
             self._start_actor(row)
 
@@ -254,7 +260,8 @@ class Supervisor:
         incarnation = ledger.resumes + 1000 * (ledger.restarts + self.actor_restarts.total)
         self.run.board.start(row)
         args = (self.config, incarnation, replace(links, folder=self.run.folder), number, row)
-        self.children[row] = Child(f"coterie-actor-{row - self.group.learners}", cores, worker_process, args)
+        name = f"coterie-actor-{row - self.group.learners}"
+        self.starts.start(row, partial(Child, name, cores, worker_process, args))
 
     def _actor_ended(self, row: int, manner: str) -> None:
         run, reason = self.run, f"{self._name(row)} {manner}"
@@ -268,6 +275,7 @@ class Supervisor:
     def _dismiss_actors(self) -> None:
         """Nothing more is learned: the actors shut down with a last report, and their counts stay."""
         self.run.board.close()
+        self.starts.forget(range(self.group.learners, len(self.run.board.counts)))
         self.back_off.clear()
         end = awake() + _LEAVE_S
         leaving = {self.children.pop(row): row for row in list(self.children) if row >= self.group.learners}

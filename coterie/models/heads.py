@@ -87,16 +87,17 @@ class QHead(nn.Module):
 
 
 _NEAR, _RAISE = 10.0, 0.1  # deviations; the share of the variance that one row may add
-_ABSURD = 1e4  # times the mean, or 1 where that is larger
+_ABSURD = 1e6  # times the mean, or 1 where that is larger
 
 
 class Normalizer(nn.Module):
     """Running mean and deviation over all rows seen, as buffers: saved and published with the parameters.
 
     Chan et al.'s parallel update, in float64, so that the order of batches does not matter beyond rounding. Absurd
-    numbers must not blind the policy in that input. Those in less than a quarter of a batch do not count at all. Others
-    count as no further from the mean than `_NEAR` deviations, or than what adds `_RAISE` of the variance: the more rows
-    there are, the rarer may be what counts as it is.
+    numbers, as a broken sensor gives, must not blind the policy in that input. Those in at most a quarter of a batch,
+    beyond `_ABSURD` and `_NEAR` deviations of the other rows, do not count at all. Others count as no further from the
+    mean than `_NEAR` deviations, or than what adds `_RAISE` of the variance: the more rows there are, the rarer may be
+    what counts as it is.
     """
 
     mean: Tensor
@@ -135,7 +136,7 @@ class Normalizer(nn.Module):
         away, bound = (x - center).abs(), most * (self.m2 / self.count.clamp(min=1) + 1e-8).sqrt()
         if not (away > bound).any():
             return x
-        usual = _NEAR * _deviation(away, 3 * len(x) // 4)
+        usual = _NEAR * _deviation(away, len(x) - len(x) // 4)
         absurd = away > torch.maximum(torch.maximum(bound, usual), _ABSURD * center.abs().clamp(min=1))
         away[absurd] = 0
         # An input may begin to move: the deviation is at least that of this batch, without its furthest rows.

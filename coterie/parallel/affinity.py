@@ -81,10 +81,10 @@ def keep_freed_memory() -> None:
 
 
 def rss_mb(pid: int | None = None) -> float | None:
-    """Resident memory of a process (this one by default) in MiB; None where it is gone."""
+    """Resident memory of a process (this one by default) in MiB; None where it is gone, or no descriptor is left."""
     try:
         return float(psutil.Process(pid).memory_info().rss / 2**20)
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return None
 
 

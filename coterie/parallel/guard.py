@@ -61,7 +61,7 @@ def main(pid: int, limit: float, folder: str) -> None:
 
 
 def _runs(pid: int) -> bool:
-    with suppress(psutil.Error):
+    with suppress(psutil.Error, OSError):
         return psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False
 

@@ -68,7 +68,7 @@ class Heartbeats:
 
 
 def _is_stopped(pid: int | None) -> bool:
-    with suppress(psutil.Error):
+    with suppress(psutil.Error, OSError):
         return pid is not None and psutil.Process(pid).status() in _STOPPED
     return False
 

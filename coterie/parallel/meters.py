@@ -82,8 +82,11 @@ class Busy:
         """`busy/cpu`: of the time of all cores since the last call, without what other virtual machines had (steal).
         `busy/gpu`: of NVML's last sampling period (under a second), as a mean over the GPUs.
         """
-        found = {}
-        before, self._last = self._last, psutil.cpu_times()
+        found: dict[str, float] = {}
+        try:
+            before, self._last = self._last, psutil.cpu_times()
+        except OSError:  # no descriptor is left
+            return found
         work, idle = (
             sum(getattr(self._last, name, 0.0) - getattr(before, name, 0.0) for name in names)
             for names in (_WORK, _IDLE)

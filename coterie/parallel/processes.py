@@ -83,9 +83,14 @@ class Child:
         call = (far_end, list(cores), target, args)
         context = multiprocessing.get_context("forkserver")
         self.process = context.Process(target=_enter, args=call, name=name, daemon=True)
-        with _no_main():
-            self.process.start()
-        far_end.close()
+        try:
+            with _no_main():
+                self.process.start()
+        except OSError:
+            self.socket.close()
+            raise
+        finally:
+            far_end.close()
 
     def kill(self) -> None:
         """End it at once."""

@@ -150,8 +150,11 @@ def set_damaged_aside(root: Path, seconds: float = 450.0) -> list[str]:
             except DAMAGE as error:
                 damaged.append((path, damage_of(error)))
                 continue
-            names = [(path.rename(path.with_name(f"damaged-{path.name}")), reason) for path, reason in damaged]
-            return [f"{new} is damaged: {reason}; the run goes on from {path.name}" for new, reason in names]
+            lines = []
+            for bad, reason in damaged:
+                _discard(aside := bad.with_name(f"damaged-{bad.name}"))  # of the same step, earlier
+                lines.append(f"{bad.rename(aside)} is damaged: {reason}; the run goes on from {path.name}")
+            return lines
         return []
 
     return read(root, rename, seconds)

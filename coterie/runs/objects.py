@@ -75,7 +75,7 @@ def _pickled(field: str, part: Any, module: Any) -> str:
     return name
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Keeps the names of source files, which cloudpickle leaves out: tracebacks show them."""
 
     def reducer_override(self, obj: Any) -> Any:

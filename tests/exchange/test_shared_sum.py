@@ -1,6 +1,8 @@
 """Sums in shared memory: exact, the same bits for all, in any rhythm, and over at once where a learner is gone."""
 
+import os
 import random
+import signal
 import threading
 import time
 
@@ -9,7 +11,7 @@ import torch
 
 from coterie.exchange.shared_sum import SharedSum, leave, memory_for_sums
 from coterie.parallel.processes import PeerLost
-from coterie.types import Post
+from coterie.types import CoterieError, Post
 from tests.exchange.harness import collect, start, together
 
 LONG = 10_007  # numbers; learners add up parts of it
@@ -52,22 +54,75 @@ def test_all_learners_get_the_sum_in_the_order_of_ranks(learners):
             assert torch.equal(torch.from_numpy(found), total), k
 
 
-def test_a_fast_learner_does_not_overwrite_what_a_slow_one_reads():
-    memory, count = memory_for_sums(3, [torch.zeros(LONG)]), 300
+@pytest.mark.parametrize("length", [16, LONG])
+def test_a_fast_learner_does_not_overwrite_what_a_slow_one_reads(monkeypatch, length):
+    """A learner dawdles where it has met the others, and is about to read."""
+    memory, count, meet = memory_for_sums(3, [torch.zeros(length)]), 60, SharedSum._meet
     totals: dict[int, list[float]] = {rank: [] for rank in range(3)}
 
+    def dawdle(self: SharedSum, counts) -> None:
+        meet(self, counts)
+        if self.rank == self._number % 3:
+            time.sleep(0.003)
+
+    monkeypatch.setattr(SharedSum, "_meet", dawdle)
+
     def work(rank: int) -> None:
-        sums, pauses = SharedSum(memory, rank), random.Random(rank)
+        sums = SharedSum(memory, rank)
         for k in range(count):
-            x = torch.full((LONG,), float(3 * k + rank))
+            x = torch.full((length,), float(3 * k + rank))
             sums.add_up(x)
             assert bool((x == x[0]).all())
             totals[rank].append(float(x[0]))
-            if pauses.random() < 0.02 * rank:
-                time.sleep(0.003)
 
     together([lambda rank=rank: work(rank) for rank in range(3)])
     assert totals == {rank: [9.0 * k + 3 for k in range(count)] for rank in range(3)}
+
+
+def test_a_sum_that_is_too_large_for_the_memory_is_refused():
+    with pytest.raises(CoterieError, match=r"^allreduce: a sum of 800 bytes, more than the 64 of the weights$"):
+        SharedSum(memory_for_sums(2, [torch.zeros(4)]), 0).add_up(torch.zeros(200))
+
+
+def die_at(post: Post, memory, rank: int, point: str) -> None:
+    """A second sum, in which this learner is killed: before it has counted its tensor, or after."""
+    sums = SharedSum(memory, rank)
+    sums.add_up(torch.ones(LONG))
+    meet = SharedSum._meet
+
+    def end(self: SharedSum, counts) -> None:
+        first = counts is self._given
+        if point == ("given" if first else "added"):
+            counts[self.rank] = self._number
+        if point != "added" or not first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet(self, counts)
+
+    SharedSum._meet = end
+    sums.add_up(torch.ones(LONG))
+
+
+def add_two(post: Post, memory, rank: int) -> None:
+    sums, x = SharedSum(memory, rank), torch.ones(LONG)
+    sums.add_up(x)
+    try:
+        sums.add_up(x.fill_(1.0))
+        post("sum", float(x[0]))
+    except PeerLost:
+        post("lost", None)
+
+
+@pytest.mark.parametrize(("point", "learners", "then"), [
+    ("before", 2, "lost"), ("given", 2, "sum"), ("before", 3, "lost"), ("given", 3, "lost"), ("added", 3, "sum"),
+])  # fmt: skip
+def test_where_a_learner_is_killed_in_a_sum_all_others_have_the_sum_or_none(point, learners, then):
+    memory = memory_for_sums(learners, [torch.zeros(LONG)])
+    killed = start(die_at, memory, learners - 1, point)
+    others = [start(add_two, memory, rank) for rank in range(learners - 1)]
+    assert collect([killed])[0][-1][1].startswith("was killed by SIGKILL")
+    leave(memory, learners - 1)
+    said = collect(others)
+    assert [messages[0] for messages in said] == [(then, float(learners) if then == "sum" else None)] * len(others)
 
 
 @pytest.mark.parametrize("when", ["before", "while it is waited for"])

@@ -5,6 +5,7 @@ import sys
 import time
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
@@ -28,17 +29,20 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_connections_that_send_nothing_are_closed():
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    other = socket.create_server(("127.0.0.1", 0))  # it was there before
+    begin, closer = time.monotonic(), SilentConnections(0.5)
+    with other, socket.create_server(("127.0.0.1", 0)) as server:
+        left_alone = socket.create_connection(other.getsockname())
         clients = [socket.create_connection(server.getsockname()) for _ in range(20)]
         taken = [server.accept()[0] for _ in clients]
         clients[3].sendall(b"x")
-        begin, closer = time.monotonic(), SilentConnections(0.5)
         wait_until(lambda: closer.closed == 19, seconds=20)
         assert time.monotonic() - begin >= 0.5
         assert [is_closed(x) for x in clients] == [k != 3 for k in range(20)]
         assert taken[3].recv(1) == b"x"
+        assert not is_closed(left_alone)
         closer.close()
-        for x in (*clients, *taken):
+        for x in (left_alone, *clients, *taken):
             x.close()
 
 
@@ -54,9 +58,10 @@ def test_a_group_goes_on_where_silent_connections_to_it_are_closed(monkeypatch):
         together([lambda rank=rank: groups[rank].allreduce([found[rank]]).wait() for rank in range(2)])
         return [float(x[0]) for x in found]
 
+    before = {x.laddr.port for x in psutil.Process().net_connections("tcp") if x.status == "LISTEN"}
     closer = SilentConnections(0.5)
     together([lambda rank=rank: form(rank) for rank in range(2)])
-    ports = {x.laddr.port for x in closer.connections() if x.status == "LISTEN"}
+    ports = {x.laddr.port for x in psutil.Process().net_connections("tcp") if x.status == "LISTEN"} - before
     clients = [socket.create_connection(("127.0.0.1", port)) for port in ports for _ in range(100)]
     try:
         assert sums() == [2.0, 2.0]
