@@ -85,7 +85,8 @@ def _starts(step: str, options: Namespace) -> Iterator[Starting]:
 
     def stop(number: signal.Signals) -> None:
         if starting.step:  # else the run has begun, and is over
-            print(f"coterie: {number.name} before the run began; nothing was written", file=sys.stderr, flush=True)
+            written = "; ".join(starting.notes) or "nothing was written"
+            print(f"coterie: {number.name} before the run began; {written}", file=sys.stderr, flush=True)
             starting.code = EXIT_INTERRUPTED if options.command == "resume" else 128 + number
             raise SystemExit(starting.code)
 

@@ -29,6 +29,7 @@ from coterie.exchange.lineage import Request
 from coterie.exchange.rendezvous import Machine, Place, RendezvousClient, RendezvousHost
 from coterie.exchange.signed_store import SignedStore
 from coterie.exchange.silent_connections import SilentConnections
+from coterie.parallel.clock import awake
 from coterie.parallel.processes import location
 from coterie.types import CoterieError, first_line
 
@@ -53,7 +54,7 @@ class MachineGroup:
         self.client: RendezvousClient | None = None
         self.store: TCPStore | None = None
         self.host: RendezvousHost | None = None
-        self.silent: SilentConnections | None = None
+        self.closer: SilentConnections | None = None
 
     def requested(self) -> bool:
         """Whether a machine waits for the next group. Only the listening machine can tell."""
@@ -91,7 +92,7 @@ class MachineGroup:
 
     def _wait(self, work: Any) -> str:
         """Wait for the work; returns the reason to give it up, empty once it is done."""
-        begin, client = time.monotonic(), self.client
+        begin, client = awake(), self.client
         assert client is not None
         while True:
             if client.broken or (self.size == 1 and client.silent):  # alone in a group, it waits for no other machine
@@ -105,14 +106,14 @@ class MachineGroup:
                     return ""
             if client.silent:
                 return client.silent
-            if self.ended() and time.monotonic() - begin > self.timing.silent:
+            if self.ended() and awake() - begin > self.timing.silent:
                 return "this run ends, and the others are slow"
 
     def join(self, state: list[Tensor]) -> None:
         """Form a group with the connected machines; `state` becomes the one that all take."""
-        self.silent = self.silent or SilentConnections(self.timing.silent)
+        self.closer = self.closer or SilentConnections(self.timing.silent)
         _given_up[:] = [one for one in _given_up if not one[1].is_completed()]
-        begin = time.monotonic()
+        begin = awake()
         at = ":".join(map(str, self.machine.address))
         self.broken, self.group = True, None
         while not self.ended() and not self.alone:
@@ -124,7 +125,7 @@ class MachineGroup:
                 if self.client is not None:
                     self.client.close()
                     self.client = None
-            if time.monotonic() - begin > (patience := self.machine.patience):
+            if awake() - begin > (patience := self.machine.patience):
                 raise CoterieError(f"allreduce: no group with the machine at {at} for {patience:g} s: {reason}")
             self.report(f"allreduce: no group with the machine at {at} yet: {reason}")
             time.sleep(self.timing.poll)
@@ -170,7 +171,7 @@ class MachineGroup:
 
     def _wait_for(self, client: RendezvousClient, find: Callable[[], T | None]) -> T | None:
         """What `find` returns once it is not None; None once this run ends or trains alone."""
-        end = time.monotonic() + self.machine.patience + 2 * self.timing.silent
+        end = awake() + self.machine.patience + 2 * self.timing.silent
         while (found := find()) is None:
             if client.over:
                 self.alone, self.broken, self.size = True, False, 1
@@ -179,7 +180,7 @@ class MachineGroup:
                 return None
             if client.silent:
                 raise RuntimeError(client.silent)
-            if time.monotonic() > end:
+            if awake() > end:
                 raise RuntimeError("the other machines do not join")
             time.sleep(self.timing.look)
         return found
@@ -205,9 +206,9 @@ class MachineGroup:
             self.host.close(over)
         if self.client is not None:
             self.client.close()
-        if self.silent is not None:
-            self.silent.close()
-        self.client = self.store = self.silent = None
+        if self.closer is not None:
+            self.closer.close()
+        self.client = self.store = self.closer = None
 
 
 def interface(address: str) -> str:

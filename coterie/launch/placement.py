@@ -34,7 +34,7 @@ class Placement:
         self.board = Board(self.learners, self.actors)
         self.board.active[:] = 1
         kind = exchange_kind(config)
-        self.meeting = scratch_folder() if kind.in_lockstep else None
+        self.meeting = scratch_folder() if kind.in_lockstep and gpus_of(config) > 1 else None
         self.mixing = kind.mixing(config, self.learners)
         model = make_model(config, spec)
         if tensors:

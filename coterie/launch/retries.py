@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 from coterie.parallel.clock import Budget, awake
 from coterie.parallel.processes import Child
 from coterie.types import CoterieError, reason_of
 
+_NEEDED = 32  # descriptors, to read a checkpoint and start a learner
 _LONGEST_S = 60.0  # between two attempts
 _HURRY_S = 5.0  # the same after a signal: the sender may not wait for long
 _STABLE_S = 120.0  # once an actor has lived this long, its earlier deaths no longer count
@@ -74,6 +78,17 @@ class Starts:
                 self._log(reason)
         else:
             self._retries.succeed()
+
+    def wait(self, ended: Callable[[], bool]) -> None:
+        """Until the system lets files be opened, or the run has `ended`. Raises `CoterieError` past the limit."""
+        while not ended():
+            with suppress(OSError), ExitStack() as opened:
+                for _ in range(_NEEDED):
+                    opened.enter_context(Path(os.devnull).open("rb"))
+                return
+            if self._retries.are_due and self._retries.fail("no learner can be started: no descriptor is left"):
+                self._log("no learner can be started: no descriptor is left")
+            time.sleep(0.1)
 
     def again(self) -> None:
         """Try those that are left, if it is time."""

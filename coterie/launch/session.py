@@ -109,9 +109,7 @@ def resume(
         held.enter_context(sole_writer(folder))
         if or_earlier:
             if config.launch == "ray":
-                raise ConfigError(
-                    "--or-earlier: remove the damaged checkpoint yourself: each site of a run on Ray has its own"
-                )
+                raise ConfigError("--or-earlier: cannot be used with launch ray: remove the damaged checkpoint")
             starting.notes += checkpoint.set_damaged_aside(folder / "checkpoints", config.log.stall / 2)
         return _go(config, folder, True, quiet, starting, each(callbacks), held)
 

@@ -191,6 +191,7 @@ class Supervisor:
     def _restart_all(self, reason: str) -> None:
         self.rescue, self.run.paused = None, False
         self._end_all()
+        self.starts.wait(lambda: self.run.signal is not None)
         if self.run.board.stopping:
             raise CoterieError(f"{reason}, while the run was ending")
         self._count_restart(reason, f"all learners go back to {self._go_back(reason)}")

@@ -217,7 +217,9 @@ class LearnerProcess:
         outliers = []
         if self._outliers and not self._outliers_said:
             self._outliers_said = True
-            outliers = [f"{counted(self._outliers, 'observation')} far from the mean: clamped in its normalizer"]
+            outliers = [
+                f"{counted(self._outliers, 'observation')} far from the mean: its normalizer does not count it as it is"
+            ]
         warnings = [line] if (line := self.algorithm.warning()) else []
         return EnvNews(failures + refused + outliers + warnings, info)
 

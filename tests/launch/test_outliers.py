@@ -19,4 +19,6 @@ def test_a_clamped_observation_is_counted_and_said_once(tmp_path, acting):
     train(preset=preset, env=env, acting=acting, steps=3000, out=str(out), quiet=True, **settings)
     assert [line["normalizer/clamped"] for line in read_metrics(out)][-1] == 1
     said = [line for line in (out / "log.txt").read_text().splitlines() if "far from the mean" in line]
-    assert [line.partition(" 1 ")[2] for line in said] == ["observation far from the mean: clamped in its normalizer"]
+    assert [line.partition(" 1 ")[2] for line in said] == [
+        "observation far from the mean: its normalizer does not count it as it is"
+    ]

@@ -130,7 +130,7 @@ class SimExchange:
 
 
 class SimAllReduce(SimExchange):
-    """A ring on each machine, whose measured time grows with (L - 1) / L, then 2 (M - 1) messages between machines."""
+    """On each machine a measured time that grows with (L - 1) / L, then 2 (M - 1) messages between machines."""
 
     def step(self) -> Process:
         learner, h, measured = self.learner, self.layout.hardware, self.shared.services.learners
