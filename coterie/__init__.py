@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coterie import presets
     from coterie.acting.table import register_acting
+    from coterie.algorithms.base import AlgorithmBase
     from coterie.algorithms.table import register_algorithm
     from coterie.build.evaluate import Policy, evaluate_run, load
     from coterie.config import Config
+    from coterie.envs.backend import Backend, StepResults, declare
     from coterie.exchange.table import register_exchange
     from coterie.launch.session import resume, train
     from coterie.roles.callbacks import Callback, Run
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Callback", "Config", "ConfigError", "CoterieError", "Policy", "Run", "check_env", "evaluate_run", "load",
-    "presets", "register_acting", "register_algorithm", "register_exchange", "resume", "train",
+    "AlgorithmBase", "Backend", "Callback", "Config", "ConfigError", "CoterieError", "Policy", "Run", "StepResults",
+    "check_env", "declare", "evaluate_run", "load", "presets", "register_acting", "register_algorithm",
+    "register_exchange", "resume", "train",
 ]  # fmt: skip
 
 # Must be set before torch loads its OpenMP: by default idle torch threads spin for milliseconds on the very cores
@@ -42,7 +45,9 @@ _HOME = {
     "roles.callbacks": ("Callback", "Run"),
     "tools.check_env": ("check_env",),
     "acting.table": ("register_acting",),
+    "algorithms.base": ("AlgorithmBase",),
     "algorithms.table": ("register_algorithm",),
+    "envs.backend": ("Backend", "StepResults", "declare"),
     "exchange.table": ("register_exchange",),
     "launch.session": ("resume", "train"),
 }

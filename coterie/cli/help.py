@@ -12,7 +12,7 @@ from coterie.choices import SECTIONS, uses
 from coterie.cli.arguments import COMMANDS, Parser, tree
 from coterie.cli.listing import presets as described
 from coterie.cli.options import comments, config_of, words_of
-from coterie.config import Config, Plugins
+from coterie.config import Config
 from coterie.plugins import named
 from coterie.types import ActionSpec, ObsSpec, Spec
 
@@ -84,37 +84,15 @@ def warned(args: list[str], config: Config, before: Callable[[], None] = lambda:
 
 def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
     """A line if the preset is its paper's recipe, and one for each of these fields that the run does not use."""
+    from coterie.build.unused import unused
     from coterie.envs.make import make_spec
-    from coterie.envs.pool import is_atari
-    from coterie.envs.tasks import tasks
-    from coterie.models.torsos import torso_of
 
     spec = make_spec(config.env, config.atari)
-    core, whole = config.model.core, not config.model.network
-    mlp = any(":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values())
-    adam = config.optim.rule.startswith("adam")
-    fields = {
-        "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
-        **dict.fromkeys(("model.hidden", "model.activation"), (mlp, "the torso mlp")),
-        **dict.fromkeys(
-            ("model.torso", "model.core", "model.share", "model.last_action_reward"), (whole, "no model.network")
-        ),
-        "model.core_size": (core != "none", "model.core"),
-        "model.forget_bias": (core == "lstm", "model.core lstm"),
-        **{f"model.core_{name}": (core == "gtrxl", "model.core gtrxl") for name in ("layers", "heads", "memory")},
-        "model.init_log_std": (bool(spec.action.low), "continuous actions"),
-        "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
-        **dict.fromkeys(("optim.beta1", "optim.beta2"), (adam, "optim.rule adam or adam_eps_hat")),
-        "log.consensus": (uses("gossip", config), "gossip"),
-        **{name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()},
-    }
     millions = presets.make(config.preset, config.env.id, spec).steps // 1_000_000 if config.preset else 0
     if millions >= 10:
         yield f"{config.preset} has its paper's settings, for {millions:,} million env steps or more; try ppo first"
-    for name in options if config.plugins == Plugins() else ():  # parts of the user's may use all
-        used, needs = fields.get(name) or fields.get(name.partition(".")[0], (True, ""))
-        if not used:
-            yield f"--{name.replace('_', '-')} has no effect in this run: it needs {needs}"
+    for name, needs in unused(options, config, spec):
+        yield f"--{name.replace('_', '-')} has no effect in this run: it needs {needs}"
 
 
 def _add_settings(parser: Parser, config: Config, hidden: list[str], choices: dict[str, Any]) -> None:

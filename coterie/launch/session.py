@@ -25,6 +25,7 @@ from coterie.algorithms.table import algorithm_class
 from coterie.build.evaluate import check_spec
 from coterie.build.factory import ProcessContext, make_model, net_of, normalizers
 from coterie.build.resources import resolve_config, resolve_resources
+from coterie.build.unused import unused
 from coterie.build.validity import check, check_objects
 from coterie.build.warm_start import begin_from
 from coterie.config import Config, ResolvedConfig
@@ -40,6 +41,7 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import start_server
 from coterie.parallel.signals import HANDLED, STOP, on_signals
 from coterie.plugins import Part, label, named
+from coterie.presets.common import flat
 from coterie.replay.storage import require_room
 from coterie.roles.callbacks import Given, each, make_callback
 from coterie.roles.entry import Service
@@ -84,6 +86,8 @@ def train(
         raise missing("log.wandb", "wandb")
     refuse_run(folder)
     with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
+        for name, needs in unused(flat(settings), config, make_spec(config.env, config.atari)) if settings else ():
+            starting.notes.append(f"{name} has no effect in this run: it needs {needs}")
         return _go(config, folder, False, quiet, starting, given, held)
 
 
@@ -127,7 +131,8 @@ def _go(
         from coterie.launch.ray.run import run_on_ray  # which only this needs
 
         return run_on_ray(asked, folder, resumed, quiet, starting, held)
-    starting.doing(f"loading {label(asked.env.id)}")
+    data = f" and the data set {asked.bc.dataset}, perhaps from the network" if asked.bc.dataset else ""
+    starting.doing(f"loading {label(asked.env.id)}{data}")
     saved, state = _saved(asked, folder) if resumed else (None, None)
     config = resolve_config(asked)
     kind = exchange_kind(config)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
+import pytest
 import torch
 
 from coterie import presets
@@ -15,6 +17,7 @@ from coterie.build.resources import resolve_config
 from coterie.config import Config
 from coterie.exchange.allreduce import AllReduce, memory
 from coterie.exchange.base import NonFinite, Peers
+from coterie.exchange.shared_sum import leave
 from coterie.ops.optim import RMSProp
 from coterie.parallel.board import Board
 from coterie.parallel.processes import PeerLost
@@ -163,6 +166,20 @@ def test_rows_orders_and_the_end_travel_with_the_gradients():
     said = collect([start(agree, rank, shared) for rank in range(2)])
     agreed = [(False, False, 30), (True, False, 62), (False, True, 96)]
     assert said == [[*(("agreed", what) for what in agreed), ("end", "ended with exit code 0")]] * 2
+
+
+def test_a_learner_that_waits_for_anothers_state_keeps_its_own_where_that_one_dies():
+    """Else it would save cleared weights."""
+    shared = shared_by_two()
+    x = exchange(1, shared, rule=RMSProp(0.9, 1e-3))
+    x.across = SimpleNamespace()
+    state = {"weights": x.params.data, **x.state_dict()}
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    leave(shared, 0)
+    with pytest.raises(PeerLost):
+        x._join()
+    assert all(torch.equal(before[name], tensor) for name, tensor in state.items())
+    assert before["weights"].any()
 
 
 def step_and_wait(post: Post, rank: int, shared: SharedArrays) -> None:

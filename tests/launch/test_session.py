@@ -65,6 +65,16 @@ def test_a_run_whose_exchange_is_alone_says_so(tmp_path, capfd, exchange, alone)
     assert (line in (tmp_path / "run" / "log.txt").read_text()) == alone
 
 
+def test_settings_without_effect_are_named_where_they_are_given_from_python(tmp_path, capfd):
+    small = {"steps": 20, "env.num_envs": 2, "algo.unroll_length": 8, "ppo": {"batch_size": 0, "minibatch_size": 16}}
+    coterie.train(env="CartPole-v1", out=str(tmp_path / "run"), **small, **{"r2d2.length": 7, "model.core_size": 8})
+    said = [line for line in capfd.readouterr().out.splitlines() if "has no effect" in line]
+    assert said == [
+        "r2d2.length has no effect in this run: it needs r2d2",
+        "model.core_size has no effect in this run: it needs model.core",
+    ]
+
+
 def test_the_same_seed_gives_the_same_weights_with_evaluations_too(tmp_path):
     digests = []
     for i, changes in enumerate(({}, {}, {"eval.every": 700, "eval.episodes": 2}, {"seed": 1})):

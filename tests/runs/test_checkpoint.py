@@ -115,6 +115,10 @@ def test_damaged_checkpoints_are_set_aside_where_an_older_one_is_intact(tmp_path
     names = [f"damaged-{path.name}" for path in reversed(damaged)]
     assert [line.partition(" is damaged: ")[0] for line in lines] == [str(tmp_path / name) for name in names]
     assert all((tmp_path / name).is_dir() and line.endswith(good.name) for name, line in zip(names, lines, strict=True))
+    again = save(tmp_path, 3, seed=4)  # after going back the same steps come again
+    (again / "state.json").write_bytes(b"")
+    assert len(checkpoint.set_damaged_aside(tmp_path)) == 1
+    assert (tmp_path / f"damaged-{again.name}" / "model.safetensors").is_file()
     (good / "manifest.json").write_text("{")
     assert checkpoint.set_damaged_aside(tmp_path) == []
     assert checkpoint.latest(tmp_path) == good  # nothing is intact: nothing is hidden

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,9 @@ import pytest
 CRASH = """
 import os, signal, sys, json
 from pathlib import Path
+from coterie.config import Config
 from coterie.runs import checkpoint
+from coterie.runs.config_io import load_config, replace, save_config
 from tests.runs.test_checkpoint import save
 
 def at_kth_touch(k):
@@ -29,7 +32,7 @@ def at_kth_touch(k):
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args, **kwargs)
         setattr(owner, name, touch)
-    for owner, name in ((os, "fsync"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"),
+    for owner, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"),
                         (checkpoint, "save_file"), (Path, "write_text")):
         wrap(owner, name)
 
@@ -64,7 +67,18 @@ def every_moment(root, what):
         checkpoint.load(best)
         yield newest, best.name, sorted(p.name for p in here.iterdir() if p.name.startswith((".draft", "step")))
 
-print(json.dumps({what: list(every_moment(Path(sys.argv[1]), what)) for what in ("new", "again", "prune")}))
+def config_at_every_moment(root):
+    k, survived, old = 0, False, replace(Config(), {"seed": 1})
+    while not survived:
+        k += 1
+        here = root / f"config{k}.json"
+        save_config(here, old)
+        survived = trial(root, k, lambda: save_config(here, replace(Config(), {"seed": 2}))) == 0
+        yield load_config(here).seed  # raises where it is cut
+
+configs = list(config_at_every_moment(Path(sys.argv[1])))
+acts = "new", "again", "prune"
+print(json.dumps({"config": configs} | {what: list(every_moment(Path(sys.argv[1]), what)) for what in acts}))
 """
 
 
@@ -75,7 +89,9 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     # Of each act and moment the newest checkpoint's seed, the best one's name and all names.
-    crashes: dict[str, list[tuple[int, str, list[str]]]] = json.loads(done.stdout)
+    crashes: dict[str, list[Any]] = json.loads(done.stdout)
+    assert crashes["config"] == sorted(crashes["config"])  # the seed in config.json, which is the old file or the new
+    assert {1, 2} == set(crashes["config"])
     for act, before, after, steps in (("new", 20, 30, [1, 2, 3]), ("again", 20, 21, [1, 2]), ("prune", 20, 20, [1, 2])):
         assert len(crashes[act]) > 5, "the child was hardly ever killed"
         newest = [row[0] for row in crashes[act]]

@@ -1,0 +1,40 @@
+"""Options that a run does not use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from coterie.choices import SECTIONS, uses
+from coterie.config import Config, Plugins
+from coterie.envs.pool import is_atari
+from coterie.envs.tasks import tasks
+from coterie.models.torsos import torso_of
+from coterie.types import Spec
+
+
+def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple[str, str]]:
+    """Those of these fields that have no effect, and what each needs."""
+    if config.plugins != Plugins():  # parts of the user's may use all
+        return
+    core, whole = config.model.core, not config.model.network
+    mlp = any(":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values())
+    adam = config.optim.rule.startswith("adam")
+    fields = {
+        "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
+        **dict.fromkeys(("model.hidden", "model.activation"), (mlp, "the torso mlp")),
+        **dict.fromkeys(
+            ("model.torso", "model.core", "model.share", "model.last_action_reward"), (whole, "no model.network")
+        ),
+        "model.core_size": (core != "none", "model.core"),
+        "model.forget_bias": (core == "lstm", "model.core lstm"),
+        **{f"model.core_{name}": (core == "gtrxl", "model.core gtrxl") for name in ("layers", "heads", "memory")},
+        "model.init_log_std": (bool(spec.action.low), "continuous actions"),
+        "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
+        **dict.fromkeys(("optim.beta1", "optim.beta2"), (adam, "optim.rule adam or adam_eps_hat")),
+        "log.consensus": (uses("gossip", config), "gossip"),
+        **{name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()},
+    }
+    for name in options:
+        used, needs = fields.get(name) or fields.get(name.partition(".")[0], (True, ""))
+        if not used:
+            yield name, needs
