@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import coterie
 from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.cli.options import config_of
@@ -127,6 +128,12 @@ def test_the_metrics_that_a_run_writes_are_on_their_page(preset, tmp_path, monke
     written = {name for line in read_metrics(tmp_path / "run") for name in line}
     assert len(written) > 20
     assert sorted(name for name in written if not re.fullmatch(pattern, name)) == []
+
+
+def test_every_public_name_is_on_the_page_of_the_python_api():
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "python.md").read_text()
+    missing = [name for name in coterie.__all__ if not re.search(rf"coterie\.{name}\b", page)]
+    assert not missing
 
 
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="needs mkdocs-material: the extra `docs`")

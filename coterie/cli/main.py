@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from coterie import __version__
 from coterie.cli.arguments import COMMANDS, overview, tree
 from coterie.cli.help import warned
 from coterie.cli.options import as_toml, config_of, possible
@@ -74,8 +75,8 @@ def resume(options: Namespace) -> int:
     with _starts("importing torch", options) as starting:
         from coterie.launch.session import resume as run
 
-        how = {"trust": options.trust, "or_earlier": options.or_earlier}
-        return _report(run(options.run, steps=int(options.steps), starting=starting, **how))
+        how = {"steps": int(options.steps), "trust": options.trust, "or_earlier": options.or_earlier}
+        return _report(run(options.run, starting=starting, **how))
 
 
 @contextlib.contextmanager
@@ -85,8 +86,8 @@ def _starts(step: str, options: Namespace) -> Iterator[Starting]:
 
     def stop(number: signal.Signals) -> None:
         if starting.step:  # else the run has begun, and is over
-            written = "; ".join(starting.notes) or "nothing was written"
-            print(f"coterie: {number.name} before the run began; {written}", file=sys.stderr, flush=True)
+            did = "; ".join(starting.notes) or "nothing was written"
+            print(f"coterie: {number.name} before the run began; {did}", file=sys.stderr, flush=True)
             starting.code = EXIT_INTERRUPTED if options.command == "resume" else 128 + number
             raise SystemExit(starting.code)
 
@@ -275,8 +276,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(overview(), end="")
         return 0
     if args[0] == "--version":
-        from coterie import __version__
-
         print(__version__)
         return 0
     try:

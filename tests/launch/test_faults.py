@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import time
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
 from coterie.cli.main import main
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
-from tests.support.commands import Command
 from tests.support.runs import (
     ENDLESS,
     central_options,
@@ -249,60 +245,6 @@ def test_gossip_finishes_without_a_learner_that_dies_at_the_end(meddler):
     tensors, _ = last_checkpoint(out)
     for rank in range(2):
         assert float(tensors[f"learner_{rank}/model"]["obs_norm.obs_.count"]) >= 0.9 * seen
-
-
-@pytest.mark.parametrize(
-    ("args", "killed"),
-    [
-        (["ppo"], ""),
-        (["gala-ppo", "--learners", "2"], "learner 1"),
-        (["impala", "--actors", "2"], "actor 1"),
-        pytest.param(["ppo", "--learners", "2"], "learner 1", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_without_a_descriptor_left_trains_on(tmp_path, args, killed):
-    """Files cannot be opened, and a process that dies cannot be started again, until there are descriptors."""
-    settings = [
-        "--steps",
-        "1000000000",
-        "--log.checkpoint-every",
-        "0.5",
-        "--log.every",
-        "0.2",
-        "--log.tensorboard",
-        "False",
-    ]
-    run = Command(["train", *args, "--env", "CartPole-v1", *settings, "--out", str(tmp_path / "run")], tmp_path / "run")
-    try:
-        run.until(
-            lambda: list(run.out.glob("checkpoints/step_*")) and run.line().get("env_steps", 0) > 2000, "it trains"
-        )
-
-        def processes() -> list[dict[str, Any]]:
-            return json.loads((run.out / "processes.json").read_text())["processes"]
-
-        acting = "actor" if "--actors" in args else "learner"
-        run.until(lambda: all(x["env_steps"] for x in processes() if x["name"].startswith(acting)), "all have started")
-        pids = {one["name"]: one["pid"] for one in processes()}
-        limits = {pid: resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in {run.process.pid, *pids.values()}}
-        for pid, (_, hard) in limits.items():
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
-        if killed:
-            os.kill(pids[killed], signal.SIGKILL)
-            limits.pop(pids[killed])
-            run.until(lambda: re.search("no (process|learner) can be started: ", run.text()), "it is said")
-        time.sleep(3)
-        for pid, limit in limits.items():
-            with suppress(ProcessLookupError):  # where all learners go back
-                resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
-        steps, before = run.line()["env_steps"], set(run.out.glob("checkpoints/step_*"))
-        run.until(lambda: set(run.out.glob("checkpoints/step_*")) - before, "a later checkpoint")
-        run.until(lambda: run.line()["env_steps"] > steps, "later steps")
-        run.end(signal.SIGTERM, 75)
-        check_rows(run.out)
-        assert "Too many open files" in run.text()
-    finally:
-        run.close()
 
 
 @pytest.mark.parametrize(
