@@ -42,7 +42,7 @@ SEEDS = 25  # of a batch
 BATCHES = {  # in `make test`, and in `make test-all`: 10,000 seeds of runs, and of each other
     OneProcess: (2, 50), Lone: (2, 50), Gossiping: (3, 150), GoingBack: (3, 150),
     GossipLinks: (8, 400), Rings: (8, 400),
-    EnvHosts: (2, 400), RemoteActors: (2, 400),
+    EnvHosts: (8, 400), RemoteActors: (8, 400),
 }  # fmt: skip
 
 

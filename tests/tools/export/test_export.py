@@ -30,7 +30,7 @@ ACTOR_CRITIC, VALUES = {"action", "value", "logits"}, {"action", "value", "q_val
 CORE = {"is_first", "core_state"}
 LSTM = {"model.core": "lstm", "model.core_size": 16}
 REWARD = {"model.last_action_reward": True}
-FAST = ("mlp, normalized", "sac")
+FAST = ("mlp, normalized", "sac", "masked, mixed")
 DTYPES = {"float32": "tensor(float)"} | {
     name: f"tensor({name})" for name in ("int64", "int32", "int16", "int8", "uint8", "bool")
 }
