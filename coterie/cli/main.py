@@ -86,7 +86,7 @@ def _starts(step: str, options: Namespace) -> Iterator[Starting]:
 
     def stop(number: signal.Signals) -> None:
         if starting.step:  # else the run has begun, and is over
-            did = "; ".join(starting.notes) or "nothing was written"
+            did = "; ".join(starting.notes * (options.command == "resume")) or "nothing was written"
             print(f"coterie: {number.name} before the run began; {did}", file=sys.stderr, flush=True)
             starting.code = EXIT_INTERRUPTED if options.command == "resume" else 128 + number
             raise SystemExit(starting.code)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from coterie.parallel.board import Board
 from coterie.parallel.clock import Budget, awake
 from coterie.parallel.processes import Child
 from coterie.types import CoterieError, reason_of
@@ -60,7 +61,7 @@ class BackOff:
 
 
 class Starts:
-    """Starts child processes, and tries again where the system lets none start: no descriptor or memory is left."""
+    """Starts child processes, and tries again where the system lets none start: no descriptor is left."""
 
     def __init__(self, children: dict[int, Child], limit: float, log: Callable[[str], None]) -> None:
         self._children, self._log = children, log
@@ -72,28 +73,38 @@ class Starts:
         self._left.pop(row, None)
         try:
             self._children[row] = make()
-        except OSError as error:
+        except (OSError, EOFError) as error:  # of this process, or of the fork server
             self._left[row] = make
             if self._retries.fail(reason := f"no process can be started: {reason_of(error)}"):
                 self._log(reason)
         else:
             self._retries.succeed()
 
-    def wait(self, ended: Callable[[], bool]) -> None:
-        """Until the system lets files be opened, or the run has `ended`. Raises `CoterieError` past the limit."""
+    def wait(self, ended: Callable[[], bool]) -> bool:
+        """Wait until files can be opened; False if the run has `ended`. Raises `CoterieError` past the limit."""
         while not ended():
             with suppress(OSError), ExitStack() as opened:
                 for _ in range(_NEEDED):
                     opened.enter_context(Path(os.devnull).open("rb"))
-                return
+                return True
             if self._retries.are_due and self._retries.fail("no learner can be started: no descriptor is left"):
                 self._log("no learner can be started: no descriptor is left")
             time.sleep(0.1)
+        return False
 
-    def again(self) -> None:
-        """Try those that are left, if it is time."""
+    def again(self, board: Board) -> list[int]:
+        """Try those that are left, if it is time; none of them hangs meanwhile. Returns what a run that is about to end
+        gives up.
+        """
         for row in list(self._left) if self._left and self._retries.are_due else ():
             self.start(row, self._left[row])
+            if row in self._left:
+                break
+        for row in self._left:
+            board.heartbeat(row)
+        given_up = list(self._left) if board.stopping else []
+        self.forget(given_up)
+        return given_up
 
     def forget(self, rows: Iterable[int]) -> None:
         for row in rows:
@@ -127,6 +138,6 @@ class Retries:
         self._since, self._count = (self._since if self._count else now), self._count + 1
         if now - self._since > self.limit:
             raise CoterieError(f"{reason}, for {now - self._since:.0f} s ({self.field})")
-        self._again = now + min(self.longest, 0.25 * 2**self._count, self.limit / 4)
+        self._again = now + min(self.longest, 0.25 * 2 ** min(self._count, 10), self.limit / 4)
         new, self._reason = reason != self._reason, reason
         return new

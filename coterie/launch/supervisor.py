@@ -84,7 +84,8 @@ class Supervisor:
             for child, kind, content in listen(rows, 0.1):
                 if self.children.get(rows[child]) is child:  # and has not been replaced meanwhile
                     self._receive(rows[child], kind, content)
-            self.starts.again()
+            for row in self.starts.again(run.board):
+                self._ended(row, "could not be started")
             for row in self.back_off.due():
                 self._start_actor(row)
             if self.chaos is not None:
@@ -183,16 +184,13 @@ class Supervisor:
             return
         self._count_restart(reason, f"learner {rank} rejoins with a peer's weights")
         run.board.start(rank)
-        if rows:
-            self.group.renew(rank)
         # It starts from the checkpoint, then takes a peer's newer weights if there is a peer.
-        self._start_learner(rank, run.sealed or self.saved, rejoin=True)
+        self._start_learner(rank, run.sealed or self.saved, rejoin=True, renew=bool(rows))
 
     def _restart_all(self, reason: str) -> None:
         self.rescue, self.run.paused = None, False
         self._end_all()
-        self.starts.wait(lambda: self.run.signal is not None)
-        if self.run.board.stopping:
+        if not self.starts.wait(lambda: self.run.signal is not None) or self.run.board.stopping:
             raise CoterieError(f"{reason}, while the run was ending")
         self._count_restart(reason, f"all learners go back to {self._go_back(reason)}")
         self._start_all(self.state)
@@ -240,18 +238,23 @@ class Supervisor:
         for rank in range(self.group.learners):
             self._start_learner(rank, self.saved, self.joins)
 
-    def _start_learner(self, rank: int, saved: Path | None, rejoin: bool) -> None:
-        """Start a learner and its actors."""
+    def _start_learner(self, rank: int, saved: Path | None, rejoin: bool, renew: bool = False) -> None:
+        """Start a learner and its actors. `renew`: with new memory between them."""
+        self.starts.start(rank, partial(self._make_learner, rank, saved, rejoin, renew))
+
+    def _make_learner(self, rank: int, saved: Path | None, rejoin: bool, renew: bool) -> Child:
         run = self.run
+        if renew:
+            self.group.renew(rank)
         incarnation = run.ledger.resumes + 1000 * run.ledger.restarts  # a restarted learner sees other episodes
         # A learner that starts while an order is pending must carry out that order, too.
         done = run.board.order[0] - (run.order is not None)
         start = Start(incarnation, run.board.read(rank), run.board.sum("learned"), saved, done)
         args = (self.config, run.folder, self.group.links(rank, rejoin), start)
-        cores = self.group.places[rank].cores
-        self.starts.start(rank, partial(Child, f"coterie-learner-{rank}", cores, learner_process, args))
+        child = Child(f"coterie-learner-{rank}", self.group.places[rank].cores, learner_process, args)
         for row in self.group.rows(rank):
             self._start_actor(row)
+        return child
 
     # Actors
 

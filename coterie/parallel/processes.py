@@ -86,7 +86,7 @@ class Child:
         try:
             with _no_main():
                 self.process.start()
-        except OSError:
+        except (OSError, EOFError):
             self.socket.close()
             raise
         finally:

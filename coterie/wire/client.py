@@ -271,7 +271,7 @@ class Connection:
             try:
                 result = act()
             except ConnectionLost as error:
-                now = awake()
+                now = time.monotonic()
                 if away_since is None:
                     away_since = now
                     self.report(f"no learner at {address} ({error}): retrying{limit}")
@@ -280,7 +280,7 @@ class Connection:
                 wait(next(waits))
             else:
                 if away_since is not None:
-                    self.report(f"a learner at {address} after {awake() - away_since:.1f} s")
+                    self.report(f"a learner at {address} after {time.monotonic() - away_since:.1f} s")
                 return result
 
     def stream(

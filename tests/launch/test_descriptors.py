@@ -24,6 +24,9 @@ from tests.support.runs import check_rows
         (["gala-ppo", "--learners", "2"], "learner 1"),
         (["impala", "--actors", "2"], "actor 1"),
         pytest.param(["ppo", "--learners", "2"], "learner 1", marks=pytest.mark.slow),
+        pytest.param(
+            ["impala", "--exchange", "gossip", "--learners", "2", "--actors", "2"], "learner 1", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_run_without_a_descriptor_left_trains_on(tmp_path, args, killed):
@@ -52,7 +55,7 @@ def test_a_run_without_a_descriptor_left_trains_on(tmp_path, args, killed):
         pids = {one["name"]: one["pid"] for one in processes()}
         limits = {pid: resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in {run.process.pid, *pids.values()}}
         for pid, (_, hard) in limits.items():
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (8, hard))  # `poll` needs as many as it is given
         if killed:
             os.kill(pids[killed], signal.SIGKILL)
             limits.pop(pids[killed])

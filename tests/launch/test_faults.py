@@ -193,7 +193,7 @@ def test_a_killed_learner_costs_what_it_was_at_and_no_more(meddler, tally, excha
         known.append(meddler.steps())
         meddler.until(lambda: meddler.starts(1) == 2, "it is started again")
         meddler.until(lambda: meddler.steps() > known[0] + 200, "it goes on")
-        assert time.monotonic() - begin < 20  # 10 s on a machine of its own: test_effective_time.py
+        assert time.monotonic() - begin < 30  # 10 s on a machine of its own: test_effective_time.py
         meddler.interrupt()
 
     rollouts = {"env.num_envs": 4, "env.groups": 1, "algo.unroll_length": 8}

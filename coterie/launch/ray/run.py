@@ -54,6 +54,8 @@ def run_on_ray(
         if not resumed:
             held.enter_context(sole_writer(folder, new=True))
         run = RayRun(cluster, allocation, folder, quiet)
+        for note in starting.notes:
+            run.say(note)
         result: dict[str, Any] = {"status": "failed", "reason": ""}
         failure: Exception | None = None
         starting.close()
