@@ -111,7 +111,7 @@ AMBIGUOUS = [
     ("algorithm", "continuous actions", {"algorithm": "sac"}),
     (
         "algorithm",
-        "ppo or vtrace",
+        "ppo, vtrace or bc",
         {"env": "tests.support.masked:Masked", "env.kwargs": '{"kind": "mixed"}', "algorithm": "dqn"},
     ),
     ("algorithm", "vectors of numbers", {"env": COUNTING, "env.kwargs": IMAGES, "algorithm": "sac"}),
