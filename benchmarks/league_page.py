@@ -26,8 +26,9 @@ Seconds: mean wall-clock of training at idle priority on one or two cores, besid
 run: an upper bound. What was reached in the same time compares as loosely. Curves: mean over seeds and its 95%
 interval. *In italics*: a run that is under way, with the return of its last 100 training episodes.
 
-Machine: two cores of an AMD EPYC, from 25 November 2026 on. Coterie: EnvPool, fp32 for vectors, the preset's number of
-learners, and but for the group "Memory" the preset's defaults. Rows of `sb3_league.py`: Stable-Baselines3 with its
+Machine: two cores of an AMD EPYC, from 25 November 2026 on, or of an Intel Xeon, on 27 November (see the records).
+Some runs were paused with their machine; those seconds count. Coterie: EnvPool, fp32 for vectors, the preset's number
+of learners, and but for the group "Memory" the preset's defaults. Rows of `sb3_league.py`: Stable-Baselines3 with its
 library defaults and one gymnasium env, not tuned for the task; Coterie's presets have settings of our own for vectors,
 so this does not compare the two implementations.
 

@@ -25,9 +25,10 @@ REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = {"Atari": "Breakout-v5", "vectors": "LunarLander-v3", "MuJoCo": "Hopper-v5"}
 # Environments with settings of their own in a preset.
 MOUNTAIN_CAR, DMLAB = {"MountainCar": "MountainCar-v0"}, {"DMLab": "dmlab/rooms_watermaze"}
-MORE = {"a3c": MOUNTAIN_CAR, "a3c-paper": MOUNTAIN_CAR, "impala": DMLAB, "impala-deep": DMLAB, "seed-vtrace": DMLAB}
+MORE = {"ppo": MOUNTAIN_CAR, "dqn": {"CartPole": "CartPole-v1"}}
+MORE |= {"a3c": MOUNTAIN_CAR, "a3c-paper": MOUNTAIN_CAR, "impala": DMLAB, "impala-deep": DMLAB, "seed-vtrace": DMLAB}
 # A family without a source of its own has that of the family beside it, as in the presets.
-PARENTS = {"MuJoCo": "vectors", "MountainCar": "vectors", "DMLab": "Atari"}
+PARENTS = {"MuJoCo": "vectors", "MountainCar": "vectors", "CartPole": "vectors", "DMLab": "Atari"}
 NOTE = "*Written by `python docs/generate.py`.*\n"
 OPTIONS = f"""# Options
 

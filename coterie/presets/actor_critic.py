@@ -42,7 +42,9 @@ def ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """PPO. Images: batches of 2048, clip 0.2, lambda 0.95 and entropy 0.01 as in Accelerated Methods. Ours, for few
     samples: 5M env steps (25M), 3 epochs over minibatches of 256, Adam at 5e-4, value coefficient 0.5, gradients
     clipped to 0.5; `ppo-paper` has the paper's values. Vectors and continuous control: our own settings.
+    MountainCar's rewards are normalized: without, some seeds never reach the flag.
     """
+    env = name_of("env.id", env)
     return make(
         "ppo",
         env,
@@ -58,6 +60,7 @@ def ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
             "optim": Optim("adam", lr=5e-4, eps=1e-5, schedule=LINEAR),
         },
         vector={
+            "reward.normalize": env.startswith("MountainCar-"),
             "algo": Algo(128, gamma=0.999, gae_lambda=0.98, entropy_coef=0.01, normalize_advantage=True),
             "ppo": PPO(epochs=4, minibatch_size=128),
             "optim": Optim("adam", lr=1e-3, eps=1e-5, schedule=LINEAR),

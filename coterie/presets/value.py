@@ -16,8 +16,9 @@ from coterie.runs.objects import name_of
 def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """DQN (Accelerated Methods and its code): 32 simulators, batches of 32, each env step trained on 8 times, RMSProp,
     target network every 10,000 env steps, epsilon from 1 to 0.1 over a million, 10M env steps (the paper 50M). Vectors:
-    our own, double and three-step.
+    our own, double and three-step, rewards scaled so that most errors are below 1, where the Huber loss is quadratic.
     """
+    env = name_of("env.id", env)
     return make(
         "dqn",
         env,
@@ -42,6 +43,7 @@ def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
             "q.epsilon_end": 0.02,
             "q.epsilon_steps": 50_000,
             "replay.capacity": 200_000,
+            "reward.scale": 0.1 if env.startswith("CartPole") else _range(env)[2],
             "optim": Optim("adam", lr=5e-4, eps=1e-5, max_grad_norm=10.0, schedule=LINEAR),
         },
         continuous={},
@@ -159,6 +161,7 @@ def seed_r2d2(env: Part = "Pong-v5", **overrides: Any) -> Config:
         "optim": Optim("adam_eps_hat", lr=1e-4, eps=1e-3 / 80, max_grad_norm=1.0),
     }
     vector = {
+        "reward.scale": 1.0,  # its values are rescaled
         "env.num_envs": envs(env, 16),
         "model.hidden": (128,),
         "model.core_size": 128,
