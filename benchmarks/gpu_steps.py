@@ -8,6 +8,7 @@ acting for all envs, means of 30 calls.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 
@@ -84,6 +85,9 @@ def measure(name: str, torso: str, unroll: int, envs: int, samples: int, recorde
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu_steps.py needs a GPU")
     last = Frames.forward
     for case in CASES:
         name, torso, unroll, envs, samples = case

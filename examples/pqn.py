@@ -87,6 +87,7 @@ def pqn(env: str = "CartPole-v1", **overrides: Any) -> Config:
         "steps": 500_000,
         "env.num_envs": 32,
         "reward.scale": 0.1,
+        "reward.normalize": False,
         "model": Model(f"{__name__}:Torso", hidden=(256, 256)),
         "algo": Algo(64, gae_lambda=0.95),
         "ppo": Passes(epochs=4, minibatch_size=128),

@@ -16,7 +16,8 @@ from coterie.runs.objects import name_of
 def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """DQN (Accelerated Methods and its code): 32 simulators, batches of 32, each env step trained on 8 times, RMSProp,
     target network every 10,000 env steps, epsilon from 1 to 0.1 over a million, 10M env steps (the paper 50M). Vectors:
-    our own, double and three-step, rewards scaled so that most errors are below 1, where the Huber loss is quadratic.
+    our own, double and three-step; rewards of CartPole, Acrobot and MountainCar times 0.1, of LunarLander 0.01, so that
+    most errors are below 1, where the Huber loss is quadratic.
     """
     env = name_of("env.id", env)
     return make(
@@ -161,7 +162,7 @@ def seed_r2d2(env: Part = "Pong-v5", **overrides: Any) -> Config:
         "optim": Optim("adam_eps_hat", lr=1e-4, eps=1e-3 / 80, max_grad_norm=1.0),
     }
     vector = {
-        "reward.scale": 1.0,  # its values are rescaled
+        "reward.scale": 1.0,  # R2D2 rescales values itself
         "env.num_envs": envs(env, 16),
         "model.hidden": (128,),
         "model.core_size": 128,
