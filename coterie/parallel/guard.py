@@ -16,6 +16,7 @@ from contextlib import suppress
 import psutil
 
 _TRACE_S = 5.0  # for the process to print where it is
+_KILLED_S = 30.0  # for the kernel to end a killed process: at once, but on a machine that hangs
 
 
 class Guard:
@@ -41,7 +42,8 @@ class Guard:
     def close(self) -> None:
         self._pipe.close()
         self._popen.kill()
-        self._popen.wait(_TRACE_S)
+        with suppress(subprocess.TimeoutExpired):  # the reason for which the run ended must not be lost for it
+            self._popen.wait(_KILLED_S)
 
 
 def main(pid: int, limit: float, folder: str) -> None:
