@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,13 @@ def test_an_observation_far_outside_of_its_space_is_refused():
     seen["obs/"][-1] = 1e3
     with pytest.raises(Refused, match="observation '' is far outside of its space, -1 to 2"):
         check_values(narrow, seen)
+
+
+def test_a_space_as_wide_as_its_numbers_limits_nothing_and_warns_of_nothing():
+    most = float(np.finfo(np.float32).max)  # bounds of gymnasium's CartPole and LunarLander
+    wide = replace(VECTOR, obs={"": replace(VECTOR.obs[""], low=-most, high=most)})
+    with warnings.catch_warnings(action="error"):
+        check_values(wide, time_step(wide))
 
 
 @pytest.mark.parametrize(
