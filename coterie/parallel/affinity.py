@@ -63,20 +63,21 @@ def _shares(n: int, cores: Sequence[int]) -> list[list[int]]:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 32 << 20  # allocations up to this size; glibc below 2.35 accepts no more
+_KEPT_BYTES = (256 << 20, 32 << 20)  # allocations up to this size; glibc below 2.35 accepts the second at most
 
 
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep freed memory for the next allocation. Other allocators are left alone.
 
     By default it returns large blocks to the system at once, and each training step gets its activations as fresh pages
-    again: 3,100 page faults, 5 of 36 ms, in a step of DQN.
+    again: 3,100 page faults, 5 of 36 ms, in a step of DQN; 20,000 in 640 samples of Nature in float32 if only blocks
+    up to 32 MiB are kept, 17% of the time.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    if mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) == 1:
+    if any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _KEPT_BYTES):
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
@@ -86,16 +87,3 @@ def rss_mb(pid: int | None = None) -> float | None:
         return float(psutil.Process(pid).memory_info().rss / 2**20)
     except (psutil.Error, OSError):
         return None
-
-
-def bf16_is_fast(device: str) -> bool:
-    """Whether bfloat16 matrix work runs in hardware (AVX-512 BF16 or AMX on x86, BF16 on Arm, Ampere or newer GPU)."""
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.get_device_capability()[0] >= 8
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
