@@ -46,6 +46,8 @@ _MLP = ("--env", "LunarLander-v3", "--model.normalize-obs", "False", "--model.hi
 _PPO = ("--algo.unroll-length", "128", "--ppo.batch-size", "0", "--ppo.minibatch-size", "256", "--ppo.epochs", "4")
 _TWO = ("--learners", "2", "--env.num-envs", "16")  # 32 envs in all
 _NATURE = ("--env", "Breakout-v5", "--model.torso", "nature")
+_DQN = ("dqn", *_NATURE, "--env.num-envs", "16", "--replay.capacity", "20000", "--q.learn-start", "1000")
+_SIXTEEN, _ONE = ("--envs", "16"), ("--envs", "1")
 CASES: dict[str, tuple[str, list[Entry]]] = {
     "lunar-ppo": (
         "PPO, LunarLander, 64-64, 4 epochs",
@@ -56,6 +58,15 @@ CASES: dict[str, tuple[str, list[Entry]]] = {
             peer("Stable-Baselines3 PPO", "EnvPool", "sb3", "sb3.py", "lunar", "ppo", "envpool"),
             peer("Stable-Baselines3 PPO", "gymnasium", "sb3", "sb3.py", "lunar", "ppo", "gymnasium"),
             peer("Sample Factory APPO", "EnvPool", "sample-factory", "appo.py", "lunar", "--epochs", "4"),
+        ],
+    ),
+    "breakout-dqn": (
+        "DQN, Breakout, Nature CNN, each env step trained on 8 times",
+        [
+            coterie("dqn", "bf16", *_DQN),
+            coterie("dqn", "fp32", *_DQN),
+            peer("Stable-Baselines3 DQN, 16 envs", "EnvPool", "sb3", "sb3.py", "breakout", "dqn", "envpool", *_SIXTEEN),
+            peer("Stable-Baselines3 DQN, 1 env", "gymnasium", "sb3", "sb3.py", "breakout", "dqn", "gymnasium", *_ONE),
         ],
     ),
     "breakout-one-pass": (

@@ -1,8 +1,9 @@
 """Stable-Baselines3 on gymnasium or on EnvPool.
 
-    python sb3.py {lunar,breakout} {ppo,a2c} {gymnasium,envpool} [--seconds 60] [--envs 32] [--threads 2]
+    python sb3.py {lunar,breakout} {ppo,a2c,dqn} {gymnasium,envpool} [--seconds 60] [--envs 32] [--threads 2]
 
-PPO takes 128 steps of each env, 4 epochs and minibatches of 256; A2C takes 5 steps. The nets are the library's own:
+PPO takes 128 steps of each env, 4 epochs and minibatches of 256; A2C takes 5 steps; DQN takes a batch of 32 for every
+four env steps. The nets are the library's own:
 64-64 for vectors and the Nature CNN for images, in fp32. gymnasium's LunarLander runs in the training process, the
 fastest of its two ways here, and its Atari in one process for each env.
 """
@@ -17,7 +18,7 @@ import numpy as np
 import stable_baselines3
 import torch
 from meter import Meter
-from stable_baselines3 import A2C, PPO
+from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecFrameStack, VecMonitor
@@ -101,7 +102,7 @@ class Clock(BaseCallback):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
-    parser.add_argument("algorithm", choices=["ppo", "a2c"])
+    parser.add_argument("algorithm", choices=["ppo", "a2c", "dqn"])
     parser.add_argument("simulator", choices=["gymnasium", "envpool"])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--envs", type=int, default=32)
@@ -112,6 +113,9 @@ def main() -> None:
     policy = "CnnPolicy" if o.task == "breakout" else "MlpPolicy"
     if o.algorithm == "ppo":
         model = PPO(policy, env, n_steps=128, n_epochs=4, batch_size=256, ent_coef=0.01, device="cpu", seed=0)
+    elif o.algorithm == "dqn":
+        steps = {"train_freq": max(1, 4 // o.envs), "gradient_steps": max(1, o.envs // 4)}
+        model = DQN(policy, env, buffer_size=20_000, learning_starts=1_000, **steps, device="cpu", seed=0)
     else:
         model = A2C(policy, env, n_steps=5, ent_coef=0.01, device="cpu", seed=0)
     about = {"peer": f"Stable-Baselines3 {stable_baselines3.__version__}", "simulator": o.simulator}

@@ -10,6 +10,7 @@ import torch
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import AlgorithmBase, Compute
 from coterie.algorithms.table import algorithm_class
+from coterie.build.precision import bf16_pays
 from coterie.choices import resolve_exchange, with_modules
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.gym import PLAY
@@ -19,7 +20,7 @@ from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART
 from coterie.exchange.table import exchange_kind
 from coterie.models.cores import is_recurrent
-from coterie.parallel.affinity import available_cores, bf16_is_fast
+from coterie.parallel.affinity import available_cores
 from coterie.parallel.graphs import Record, record
 from coterie.runs.config_io import typed_settings
 from coterie.types import ConfigError, Spec
@@ -48,7 +49,8 @@ class Resources:
 
 def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Resources:
     """Choose device, precision, threads and groups where they are `auto` or 0, by rules that depend on the machine and
-    the env, never on timing. `cores`: of a hypothetical machine (here and below); 0: those that this process may use.
+    the env, and never on timing, but for the precision of images on a CPU. `cores`: of a hypothetical machine (here
+    and below); 0: those that this process may use.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is not available here; use cpu or auto")
@@ -57,7 +59,7 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
     )
     device = torch.device(f"cuda:{gpu}" if cuda else "cpu")
     image = any(s.is_image for s in spec.obs.values())
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_is_fast(device.type))
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_pays(device.type))
     cores = cores or len(available_cores())
     # A second thread pays where a forward pass takes long; a small net's calls would only wait for the interpreter.
     most = algorithm_class(config).training_threads(config, cores if image and not cuda else 1)

@@ -11,16 +11,16 @@ from argparse import Namespace
 import torch
 
 from coterie import __version__
+from coterie.build.precision import ROUNDING, bf16_pays, measure
 from coterie.config import Atari, Env
 from coterie.envs.make import make_envs
 from coterie.envs.pool import modules
 from coterie.extras import EXTRAS, install
-from coterie.parallel.affinity import available_cores, bf16_is_fast, machine_memory
+from coterie.parallel.affinity import available_cores, machine_memory
 from coterie.runs.machine import required, version
 from coterie.types import CoterieError
 
 _WIDTH = 10  # of the first column
-_ROUNDING = 0.02  # bf16 has 8 bits: sums of rounded products differ by less than this share of the largest value
 
 
 def doctor(_: Namespace) -> int:
@@ -59,28 +59,11 @@ def doctor(_: Namespace) -> int:
 
 
 def _precision(device: str) -> str:
-    """Time a convolution and its gradient in both precisions, and compare the results."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(64, 4, 84, 84, generator=generator).to(device)
-    weight = (torch.randn(32, 4, 8, 8, generator=generator) / 16).to(device)
-    seconds, results = dict[torch.dtype, float](), dict[torch.dtype, list[torch.Tensor]]()
-    for dtype in (torch.float32, torch.bfloat16):
-        taken = []
-        for _ in range(6):
-            kernel = weight.to(dtype, copy=True).requires_grad_()
-            begin = time.perf_counter()
-            out = torch.nn.functional.conv2d(x.to(dtype), kernel, stride=4)
-            (gradient,) = torch.autograd.grad(out, kernel, out)
-            results[dtype] = [y.detach().float().cpu() for y in (out, gradient)]  # waits for a GPU
-            taken.append(time.perf_counter() - begin)
-        seconds[dtype] = min(taken)
-    pairs = zip(results[torch.float32], results[torch.bfloat16], strict=True)
-    error = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
-    ratio = seconds[torch.float32] / seconds[torch.bfloat16]
-    chosen = "bf16" if bf16_is_fast(device) else "fp32"
+    """bf16 beside fp32, measured."""
+    found, chosen = measure(device), "bf16" if bf16_pays(device) else "fp32"
     right = f"correct; --precision auto takes {chosen} for images"
-    verdict = right if error < _ROUNDING else "WRONG results: use --precision fp32"
-    return f"{ratio:.1f} times the speed of fp32, largest difference {error:.1%}: {verdict}"
+    verdict = right if found.error < ROUNDING else "WRONG results: use --precision fp32"
+    return f"{found.speed:.1f} times the speed of fp32, largest difference {found.error:.1%}: {verdict}"
 
 
 def _env_rate() -> tuple[str, bool]:

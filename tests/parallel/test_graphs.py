@@ -256,6 +256,6 @@ WORDS = replace(VECTOR, obs={"mission": ObsSpec((5,), "int64", text=True)})
 def test_a_gpu_records_networks_that_do_the_same_at_each_call(changes, spec, recorded, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(resources, "is_recurrent", lambda model: model.core != "none")
-    monkeypatch.setattr(resources, "bf16_is_fast", lambda device: False)
+    monkeypatch.setattr(resources, "bf16_pays", lambda device: False)
     found = resources.resolve_resources(make_config(**{"device": "cuda", **changes}), spec)
     assert (found.record is not None) == recorded

@@ -48,6 +48,15 @@ def test_a_turn_starts_again_after_the_rollouts_that_were_acted_before_it():
     assert turn.rate > 50 / 0.05  # nor is the time of an unfinished one counted
 
 
+def test_rollouts_that_end_together_are_counted_together():
+    turn = Turn(0.0, ahead=3, burst=2)
+    for steps in (1000, 1000, 1000, 1000, 30, 20, 7):  # four were ahead, and the last one's companion is missing
+        turn.count(steps)
+    assert turn.steps == 50
+    assert len(turn.ends) == 2
+    assert turn.over
+
+
 def test_the_cost_of_acting_is_measured_with_the_envs_own_exploration(monkeypatch):
     """Of value learning on whatever device: a CPU tensor as `explore` fails on a GPU."""
     config = presets.dqn(env="CartPole-v1", **{"env.num_envs": 4, "q.learn_start": 500, "q.batch_size": 16})

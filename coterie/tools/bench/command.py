@@ -31,7 +31,7 @@ from coterie.types import ConfigError, Post, counted
 
 _SPREAD = 0.05  # of the ratios of the rounds, below which they have settled
 _ROUNDS = 5  # at least, where the time is enough
-_ROLLOUTS = 6  # in a turn
+_BURSTS = 6  # of rollouts in a turn
 _SHORTEST_S, _LONGEST = 0.5, 1 / 16  # a turn: in seconds, and as a part of the whole time
 
 _CALLS = {"forward": "a forward pass of the policy", "step": "a learner step's gradient"}
@@ -112,7 +112,8 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
             sync()
             training.turn(turn := seconds * _LONGEST)  # and warms up
             if learner.config.learners == 1:  # others would need the same turn
-                turn = min(turn, max(_SHORTEST_S, _ROLLOUTS * float(np.mean(np.diff(training.now.ends)))))
+                one = float(np.mean(np.diff(training.now.ends)))
+                turn = min(turn, max(_SHORTEST_S, _BURSTS * training.burst * one))
             brief = max(turn / 4, min(turn, _SHORTEST_S))  # where no rollouts are counted
             assert training.last is not None
             training.rest()

@@ -32,28 +32,33 @@ _LEAD = 3  # rollouts
 @dataclass
 class Turn:
     """A period in which env steps are counted. `ahead`: rollouts that were acted before it; the clock and the count
-    start again after the last of them.
+    start again after the last of them. `burst`: rollouts that end together, none of which is counted alone.
     """
 
     seconds: float
     ahead: int = 0
+    burst: int = 1
     steps: int = 0
-    ends: list[float] = field(default_factory=lambda: [time.perf_counter()])  # of its rollouts, after its beginning
+    ends: list[float] = field(default_factory=lambda: [time.perf_counter()])  # of its bursts, after its beginning
+    begun: list[int] = field(default_factory=list)  # env steps of the rollouts of an unfinished burst
 
     @property
     def over(self) -> bool:
-        return not self.ahead and time.perf_counter() >= self.ends[0] + self.seconds
+        return self.ahead <= 0 and time.perf_counter() >= self.ends[0] + self.seconds
 
     @property
     def rate(self) -> float:
-        """Env steps/s up to the end of the last rollout."""
+        """Env steps/s up to the end of the last burst."""
         return self.steps / (self.ends[-1] - self.ends[0]) if self.steps else 0.0
 
     def count(self, steps: int) -> None:
-        self.steps += steps
+        self.begun.append(steps)
+        if len(self.begun) < self.burst:
+            return
+        self.steps, self.begun = self.steps + sum(self.begun), []
         self.ends.append(time.perf_counter())
-        if self.ahead:
-            self.ahead -= 1
+        if self.ahead > 0:
+            self.ahead -= self.burst
             self.steps, self.ends = 0, self.ends[-1:]
 
 
@@ -104,6 +109,11 @@ class Training:
         self.now.ahead = self.learner.acting.rest()
         return self.now.ahead
 
+    @property
+    def burst(self) -> int:
+        """Rollouts that end at about the same time, because each has some of the envs only. Known after a turn."""
+        return 1 if self.last is None else max(1, self.learner.config.env.num_envs // len(self.last.env_id))
+
     def _refresh(self) -> None:
         self.learner.stages.start()
         self.learner.exchange.pull(self.learner.params)
@@ -115,7 +125,7 @@ class Training:
         learner = self.learner
         # Actors that have waited for nothing run ahead of a learner that begins to train.
         lead = _LEAD if learn and acting_kind(learner.config).apart else 0
-        self.now = Turn(seconds, max(self.now.ahead, lead))
+        self.now = Turn(seconds, max(self.now.ahead, lead), self.burst)
         if learn:
             learner.exchange.agree(False, False)
             train(replace(learner.parts, acting=self, observers=[]), self._over)
