@@ -404,9 +404,7 @@ class Config:
     init_from: str = ""  # folder of a run: begin with its network's weights and normalizers
     seed: Natural = 0  # of envs, weights and sampled actions
     device: Literal["auto", "cpu", "cuda"] = "auto"  # of the learners; auto: GPUs if there are any
-    precision: Literal["auto", "fp32", "bf16"] = (
-        "auto"  # auto: bf16 for images where it is faster, see `coterie doctor`
-    )
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 for images where it is the faster
     cuda_graphs: bool = True  # on a GPU, a learner step and the acting of a batch each run as one CUDA graph
     deterministic: bool = False  # torch's deterministic algorithms: slower; on a GPU a replay needs them
     torch_threads: Natural = 0  # threads that share the training of a batch; 0: one per core for images, else 1

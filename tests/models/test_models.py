@@ -12,7 +12,7 @@ from coterie.config import Model, Q
 from coterie.models.build import Network, acting_copy
 from coterie.models.cores import LSTMCore
 from coterie.models.mlp import Tanh
-from coterie.models.torsos import Frames, Residual, build_torso
+from coterie.models.torsos import Residual, build_torso
 from coterie.parallel.params import FlatParams
 from coterie.types import ConfigError, CoterieError, Inputs, ObsSpec
 from tests.conftest import IMAGE, VECTOR, make_rollout
@@ -188,22 +188,6 @@ def test_channels_last_images_give_what_channels_first_do():
     last.load_state_dict(first.state_dict())
     x = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     torch.testing.assert_close(first(x), last(x.permute(0, 2, 3, 1)), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("hwc", [False, True])
-@pytest.mark.parametrize("size", [(84, 84), (37, 39), (104, 80)])
-@pytest.mark.parametrize("channels", [1, 3, 4])
-def test_folded_frames_have_the_outputs_and_gradients_of_a_convolution(hwc, size, channels):
-    torch.manual_seed(0)
-    layer = Frames(channels, 16, 8, 4, 0, hwc)
-    x = torch.randint(0, 256, (4, *((*size, channels) if hwc else (channels, *size))), dtype=torch.uint8)
-    for part in (x, x[1:3], x[::2]):
-        pixels = part.permute(0, 3, 1, 2) if hwc else part
-        wanted = torch.nn.functional.conv2d(pixels.float() / 255, layer.conv.weight, layer.conv.bias, 4)
-        found, upstream = layer(part), torch.randn_like(wanted)
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-        gradients = [torch.autograd.grad(y, layer.conv.parameters(), upstream) for y in (found, wanted)]
-        torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-3)
 
 
 def test_unknown_and_unfit_torsos_are_refused_in_one_line():

@@ -1,0 +1,24 @@
+"""The first convolution over frames, on whatever pixels it is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coterie.models.torsos import Frames
+
+
+@pytest.mark.parametrize("hwc", [False, True])
+@pytest.mark.parametrize("size", [(84, 84), (37, 39), (104, 80)])
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_folded_frames_have_the_outputs_and_gradients_of_a_convolution(hwc, size, channels):
+    torch.manual_seed(0)
+    layer = Frames(channels, 16, 8, 4, 0, hwc)
+    x = torch.randint(0, 256, (4, *((*size, channels) if hwc else (channels, *size))), dtype=torch.uint8)
+    for part in (x, x[1:3], x[::2]):
+        pixels = part.permute(0, 3, 1, 2) if hwc else part
+        wanted = torch.nn.functional.conv2d(pixels.float() / 255, layer.conv.weight, layer.conv.bias, 4)
+        found, upstream = layer(part), torch.randn_like(wanted)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        gradients = [torch.autograd.grad(y, layer.conv.parameters(), upstream) for y in (found, wanted)]
+        torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-3)
