@@ -2,8 +2,8 @@
 
     python sb3.py {lunar,breakout} {ppo,a2c,dqn} {gymnasium,envpool} [--seconds 60] [--envs 32] [--threads 2]
 
-PPO takes 128 steps of each env, 4 epochs and minibatches of 256; A2C takes 5 steps; DQN takes a batch of 32 for every
-four env steps. The nets are the library's own:
+PPO takes 128 steps of each env, 4 epochs and minibatches of 256; A2C takes 5 steps; DQN trains on a batch of 32 for
+every four env steps (1 or 2 envs, or multiples of 4). The nets are the library's own:
 64-64 for vectors and the Nature CNN for images, in fp32. gymnasium's LunarLander runs in the training process, the
 fastest of its two ways here, and its Atari in one process for each env.
 """

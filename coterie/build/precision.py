@@ -1,10 +1,14 @@
-"""Whether bf16 pays on this machine: measured with a network for images, once, and kept in the user's cache folder."""
+"""Whether bf16 pays on this machine's processor: measured with a network for images, once, and kept in the user's cache
+folder, so that all processes and later runs choose alike.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,19 +19,20 @@ import torch
 from coterie.algorithms.base import autocast
 from coterie.config import Model
 from coterie.models.torsos import build_torso
+from coterie.parallel.threads import making
 from coterie.runs import machine
-from coterie.runs.files import write_whole
 from coterie.types import ObsSpec
 
-_SAMPLES = 32
-_GAIN = 1.1  # times the speed of float32 that outweigh fewer digits
-ROUNDING = 0.05  # a larger difference, as a share of the largest value, is not that of 8 bits
+_SAMPLES, _TURNS = 128, 4
+_GAIN = 1.1  # bf16 must be that many times as fast to be chosen
+# Its 8 bits change outputs and gradients of this network by 0.6% of the largest; a wrong kernel changes them by more.
+ROUNDING = 0.05
 
 
 class Bf16(NamedTuple):
     """bf16 beside float32."""
 
-    speed: float  # of a forward and backward pass, float32 is 1
+    speed: float  # of a forward and backward pass; that of float32 is 1
     error: float  # largest difference of outputs and gradients, as a share of the largest value
 
     @property
@@ -36,49 +41,66 @@ class Bf16(NamedTuple):
 
 
 def bf16_pays(device: str) -> bool:
-    """Whether `--precision auto` takes bf16 for images."""
+    """Whether `--precision auto` takes bf16 for images: on a GPU from compute capability 8 on, on a CPU as measured."""
     if device == "cuda":
         return torch.cuda.get_device_capability()[0] >= 8
-    return _kept().pays
+    return _kept()
 
 
 def measure(device: str) -> Bf16:
-    """Passes of the Nature torso in both precisions, by turns, on one thread; 0.3 s. Leaves torch's random numbers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            torso = build_torso({"": ObsSpec((4, 84, 84), "uint8")}, Model(torso="nature")).to(device)
-            frames = torch.randint(0, 256, (_SAMPLES, 4, 84, 84), dtype=torch.uint8).to(device)
-        taken: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
+    """Passes of the Nature torso in both precisions, by turns, on one thread; half a second on a CPU."""
+    with making():
+        torso = build_torso({"": ObsSpec((4, 84, 84), "uint8")}, Model(torso="nature")).to(device)
+        frames = torch.randint(0, 256, (_SAMPLES, 4, 84, 84), dtype=torch.uint8).to(device)
+        seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
         found: dict[torch.dtype, list[torch.Tensor]] = {}
-        for _ in range(5):
-            for dtype, seconds in taken.items():
+        for _ in range(_TURNS):
+            for dtype, taken in seconds.items():
                 begin = time.perf_counter()
                 with autocast(torch.device(device), dtype)():
                     out = torso(frames)
                 gradients = torch.autograd.grad(out.float().square().mean(), tuple(torso.parameters()))
                 found[dtype] = [y.detach().float().cpu() for y in (out, *gradients)]  # waits for a GPU
-                seconds.append(time.perf_counter() - begin)
-    finally:
-        torch.set_num_threads(threads)
+                taken.append(time.perf_counter() - begin)
     pairs = zip(found[torch.float32], found[torch.bfloat16], strict=True)
-    error = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
-    return Bf16(min(taken[torch.float32]) / min(taken[torch.bfloat16]), error)
+    errors = torch.stack([(a - b).abs().max() / a.abs().max() for a, b in pairs])  # a NaN is the largest
+    return Bf16(min(seconds[torch.float32]) / min(seconds[torch.bfloat16]), float(errors.max()))
 
 
 @functools.cache
-def _kept() -> Bf16:
-    """The measurement of this processor and this torch; made, and kept if that is possible, where there is none."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path, about = Path(cache, "coterie", "bf16.json"), machine.arithmetic("cpu")
-    with suppress(OSError, ValueError, TypeError, KeyError):
+def _kept() -> bool:
+    """What was measured on this processor with this torch. Where there is no file and none can be made, what the
+    processor's instructions promise, so that the processes of a run choose alike.
+    """
+    with suppress(OSError, RuntimeError):  # no home folder, or a read-only one
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "coterie")
+        about, flags = machine.arithmetic("cpu"), _instructions()
+        key = json.dumps([about, sorted(flags), os.environ.get("ONEDNN_MAX_CPU_ISA", "")])
+        path = cache / f"bf16-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        with suppress(FileNotFoundError):
+            return _read(path)
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache) as file:
+            json.dump({**about, **measure("cpu")._asdict()}, file)
+            file.flush()
+            with suppress(FileExistsError):  # another process was faster: its measurement counts
+                os.link(file.name, path)
+        return _read(path)
+    return bool(_instructions() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _read(path: Path) -> bool:
+    """The choice in a file. One that was damaged counts as a measurement in favor of float32."""
+    try:
         kept = json.loads(path.read_text())
-        if kept["machine"] == about:
-            return Bf16(float(kept["speed"]), float(kept["error"]))
-    made = measure("cpu")
+        return Bf16(float(kept["speed"]), float(kept["error"])).pays
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
+def _instructions() -> set[str]:
+    """The names of the processor's instructions."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps({"machine": about, **made._asdict()}), durable=False)
-    return made
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return {name for line in lines if line.startswith(("flags", "Features")) for name in line.split()[2:]}
+    return set()

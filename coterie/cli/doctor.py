@@ -59,7 +59,7 @@ def doctor(_: Namespace) -> int:
 
 
 def _precision(device: str) -> str:
-    """bf16 beside fp32, measured."""
+    """bf16 beside fp32, measured now, and what runs choose by the measurement that they keep."""
     found, chosen = measure(device), "bf16" if bf16_pays(device) else "fp32"
     right = f"correct; --precision auto takes {chosen} for images"
     verdict = right if found.error < ROUNDING else "WRONG results: use --precision fp32"

@@ -51,7 +51,7 @@ class Frames(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.conv.weight * (1 / 255)
-        if self.folds and not x.is_cuda and not torch.compiler.is_compiling():  # ONNX cannot take bytes as integers
+        if self.folds and _foldable(x):
             return F.conv2d(*_folded(x, weight, self.hwc), self.conv.bias)
         if self.hwc:
             x = x.permute(0, 3, 1, 2)
@@ -59,6 +59,12 @@ class Frames(nn.Module):
         # times in float32, 2.3 times in bf16).
         x = x.to(compute_dtype(weight), memory_format=torch.channels_last)
         return F.conv2d(x, weight, self.conv.bias, self.conv.stride, self.conv.padding)
+
+
+def _foldable(x: Tensor) -> bool:
+    """Whether its bytes can be taken as integers: ONNX cannot, nor can a view that begins in between."""
+    aligned = x.dtype == torch.uint8 and x.storage_offset() % _SIDE == 0
+    return aligned and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _folded(x: Tensor, weight: Tensor, hwc: bool) -> tuple[Tensor, Tensor]:

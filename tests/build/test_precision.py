@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +11,29 @@ import torch
 
 from coterie.build import precision
 from coterie.build.precision import Bf16, bf16_pays, measure
+from coterie.models.torsos import Torso
+
+Choose = Callable[..., tuple[bool, int]]
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "coterie" / "bf16.json"
+    return tmp_path / "coterie"
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, found: Bf16) -> tuple[bool, int]:
-    """What a process chooses that would measure `found`, and how often it measured."""
-    calls: list[str] = []
-    monkeypatch.setattr(precision, "measure", lambda device: calls.append(device) or found)
+@pytest.fixture
+def choose(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Choose]:
+    """What a new process chooses that would measure this, and how often it measured."""
+
+    def make(speed: float, error: float = 0.01) -> tuple[bool, int]:
+        calls: list[str] = []
+        monkeypatch.setattr(precision, "measure", lambda device: calls.append(device) or Bf16(speed, error))
+        precision._kept.cache_clear()
+        return bf16_pays("cpu"), len(calls)
+
+    yield make
     precision._kept.cache_clear()
-    return bf16_pays("cpu"), len(calls)
 
 
 def test_both_precisions_are_measured_on_one_thread_without_touching_random_numbers():
@@ -37,32 +46,67 @@ def test_both_precisions_are_measured_on_one_thread_without_touching_random_numb
     assert torch.get_num_threads() == threads
 
 
+def test_a_kernel_that_makes_a_nan_is_not_right(monkeypatch):
+    right = Torso.forward
+
+    def broken(self: Torso, x: torch.Tensor) -> torch.Tensor:
+        y = right(self, x)
+        return torch.where(torch.arange(y.shape[1]) == 3, torch.nan, y) if y.dtype == torch.bfloat16 else y
+
+    monkeypatch.setattr(Torso, "forward", broken)
+    assert not measure("cpu").error < precision.ROUNDING
+
+
 @pytest.mark.parametrize(
     ("speed", "error", "pays"), [(1.5, 0.01, True), (1.05, 0.01, False), (0.3, 0.01, False), (1.5, 0.2, False)]
 )
-def test_bf16_is_taken_where_it_is_faster_and_right(cache, monkeypatch, speed, error, pays):
-    assert choose(monkeypatch, Bf16(speed, error)) == (pays, 1)
+def test_bf16_is_taken_where_it_is_faster_and_right(choose, speed, error, pays):
+    assert choose(speed, error) == (pays, 1)
 
 
-def test_a_measurement_is_kept_for_later_processes_until_the_machine_is_another(cache, monkeypatch):
-    assert choose(monkeypatch, Bf16(1.5, 0.01)) == (True, 1)
-    assert choose(monkeypatch, Bf16(0.5, 0.01)) == (True, 0)
-    kept = json.loads(cache.read_text())
-    cache.write_text(json.dumps({**kept, "machine": {"processor": "another"}}))
-    assert choose(monkeypatch, Bf16(0.5, 0.01)) == (False, 1)
+def test_a_measurement_is_kept_for_later_processes_until_the_machine_is_another(choose, cache, monkeypatch):
+    assert choose(1.5) == (True, 1)
+    assert choose(0.5) == (True, 0)
+    monkeypatch.setattr(precision, "_instructions", lambda: {"another"})
+    assert choose(0.5) == (False, 1)
+    assert len(list(cache.iterdir())) == 2  # machines that share a home folder do not disturb each other
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": 1, "speed"', "null"])
-def test_a_spoiled_file_is_measured_again(cache, monkeypatch, text):
-    cache.parent.mkdir()
-    cache.write_text(text)
-    assert choose(monkeypatch, Bf16(1.5, 0.01)) == (True, 1)
-    assert choose(monkeypatch, Bf16(0.5, 0.01)) == (True, 0)
+def test_of_two_processes_that_measure_at_once_the_first_decides(choose, monkeypatch):
+    link = os.link
+
+    def late(draft: str, path: Path) -> None:
+        path.write_text('{"speed": 1.5, "error": 0.01}')
+        link(draft, path)
+
+    monkeypatch.setattr(os, "link", late)
+    assert choose(0.5) == (True, 1)
 
 
-def test_a_cache_folder_that_cannot_be_made_costs_a_measurement_only(tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"speed": 1.5', "null"])
+def test_a_damaged_file_is_fp32_for_all_and_stays(choose, cache, text):
+    assert choose(1.5) == (True, 1)
+    (kept,) = cache.iterdir()
+    kept.write_text(text)
+    assert choose(1.5) == (False, 0)
+
+
+@pytest.mark.parametrize("flag", ["amx_bf16", "sse2"])
+def test_without_a_cache_folder_all_processes_go_by_the_instructions(choose, tmp_path, monkeypatch, flag):
     blocked = tmp_path / "file"
     blocked.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(blocked))
-    assert choose(monkeypatch, Bf16(1.5, 0.01)) == (True, 1)
-    assert choose(monkeypatch, Bf16(0.5, 0.01)) == (False, 1)
+    monkeypatch.setattr(precision, "_instructions", lambda: {flag})
+    assert choose(1.5) == (flag == "amx_bf16", 0)
+
+
+def test_without_a_home_folder_nothing_is_made_in_the_working_folder(choose, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.chdir(tmp_path)
+
+    def none() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(Path, "home", none)
+    assert choose(1.5)[1] == 0
+    assert not list(tmp_path.iterdir())

@@ -22,3 +22,17 @@ def test_folded_frames_have_the_outputs_and_gradients_of_a_convolution(hwc, size
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
         gradients = [torch.autograd.grad(y, layer.conv.parameters(), upstream) for y in (found, wanted)]
         torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-3)
+
+
+def test_folded_frames_are_right_in_bf16_and_where_they_cannot_be_folded():
+    torch.manual_seed(0)
+    layer = Frames(4, 16, 8, 4, 0, False)
+    x = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
+    wanted = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+        torch.testing.assert_close(layer(x).float(), wanted, atol=0.05, rtol=0.05)
+    shifted = torch.cat((torch.zeros(1, dtype=torch.uint8), x.flatten()))[1:].view_as(x)
+    assert shifted.storage_offset() == 1
+    for other in (shifted, x.float()):
+        torch.testing.assert_close(layer(other), wanted, atol=1e-4, rtol=1e-4)

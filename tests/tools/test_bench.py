@@ -57,6 +57,15 @@ def test_rollouts_that_end_together_are_counted_together():
     assert turn.over
 
 
+def test_a_turn_is_not_over_before_a_whole_burst():
+    turn = Turn(0.0, burst=2)
+    turn.count(30)
+    assert not turn.over
+    turn.count(20)
+    assert turn.over
+    assert turn.rate > 0
+
+
 def test_the_cost_of_acting_is_measured_with_the_envs_own_exploration(monkeypatch):
     """Of value learning on whatever device: a CPU tensor as `explore` fails on a GPU."""
     config = presets.dqn(env="CartPole-v1", **{"env.num_envs": 4, "q.learn_start": 500, "q.batch_size": 16})

@@ -44,7 +44,7 @@ class Turn:
 
     @property
     def over(self) -> bool:
-        return self.ahead <= 0 and time.perf_counter() >= self.ends[0] + self.seconds
+        return self.ahead <= 0 and len(self.ends) > 1 and time.perf_counter() >= self.ends[0] + self.seconds
 
     @property
     def rate(self) -> float:
