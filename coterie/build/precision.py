@@ -69,10 +69,10 @@ def measure(device: str) -> Bf16:
 
 @functools.cache
 def _kept() -> bool:
-    """What was measured on this processor with this torch. Where there is no file and none can be made, what the
-    processor's instructions promise, so that the processes of a run choose alike.
+    """What was measured on this processor with this torch. Where there is no file and none can be made, or it is
+    damaged, what the processor's instructions promise, so that the processes of a run choose alike.
     """
-    with suppress(OSError, RuntimeError):  # no home folder, or a read-only one
+    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # RuntimeError: no home folder
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "coterie")
         about, flags = machine.arithmetic("cpu"), _instructions()
         key = json.dumps([about, sorted(flags), os.environ.get("ONEDNN_MAX_CPU_ISA", "")])
@@ -83,6 +83,7 @@ def _kept() -> bool:
         with tempfile.NamedTemporaryFile("w", dir=cache) as file:
             json.dump({**about, **measure("cpu")._asdict()}, file)
             file.flush()
+            os.fsync(file.fileno())  # or a power cut leaves an empty file, which stays
             with suppress(FileExistsError):  # another process was faster: its measurement counts
                 os.link(file.name, path)
         return _read(path)
@@ -90,12 +91,8 @@ def _kept() -> bool:
 
 
 def _read(path: Path) -> bool:
-    """The choice in a file. One that was damaged counts as a measurement in favor of float32."""
-    try:
-        kept = json.loads(path.read_text())
-        return Bf16(float(kept["speed"]), float(kept["error"])).pays
-    except (ValueError, TypeError, KeyError):
-        return False
+    kept = json.loads(path.read_text())
+    return Bf16(float(kept["speed"]), float(kept["error"])).pays
 
 
 def _instructions() -> set[str]:

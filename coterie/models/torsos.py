@@ -72,7 +72,7 @@ def _folded(x: Tensor, weight: Tensor, hwc: bool) -> tuple[Tensor, Tensor]:
     outputs: each square of 4x4 pixels becomes one pixel with 16 times the channels.
 
     Four channels are too few for oneDNN's kernels (Nature, 320 samples, forward and backward, one core of a Xeon with
-    AMX: 53 instead of 74 ms in bf16; the a3c net 28 instead of 40; float32 gains 3 to 9%). Pixels move as bytes, four
+    AMX: 53 instead of 73 ms in bf16; the a3c net 25 instead of 35; float32 gains 3 to 9%). Pixels move as bytes, four
     at a time.
     """
     if hwc:
