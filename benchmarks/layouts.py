@@ -44,7 +44,7 @@ GPU = {
     "gala-a2c, 4 learners": f"gala-a2c {NATURE} --learners 4 --env.num-envs 64",
     "impala-deep": "impala-deep --env Breakout-v5",
     "seed-vtrace, ResNet": "seed-vtrace --env Breakout-v5 --env.num-envs 512 --central.batch-size 64",
-    "seed-r2d2": "seed-r2d2 --env Breakout-v5 --env.num-envs 128 --replay.capacity 100000",
+    "seed-r2d2": "seed-r2d2 --env Breakout-v5 --env.num-envs 128 --replay.capacity 100000 --q.learn-start 30000",
 }
 TWO = "--learners 2 --env.num-envs 64 --env.decorrelate 0"
 LAYOUTS = {

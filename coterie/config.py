@@ -203,6 +203,7 @@ class Replay:
     beta_end: NaturalFloat = 1.0  # exponent of the importance weights at the end of the run
     initial: Literal["highest", "acting"] = "highest"  # priority of new data; acting: from the values while acting
     disk: str = ""  # folder of a file that stores the observations; empty: in memory
+    gpu: bool = True  # store the observations on the learner's GPU, if they take at most half of its free memory
     save: bool = False  # store the replay in checkpoints; otherwise a resumed run fills it again
 
 

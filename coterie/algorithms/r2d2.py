@@ -24,6 +24,7 @@ from coterie.models.cores import is_recurrent
 from coterie.ops.q import huber, n_step_targets, rescale, unscale
 from coterie.parallel.threads import making
 from coterie.replay.sequences import Blocks, SequenceReplay, Sequences
+from coterie.replay.storage import Capacity
 from coterie.types import Inputs, Spec
 
 
@@ -77,8 +78,8 @@ class R2D2(QLearning[Sequences]):
         r2d2 = config.r2d2
         return config.env.num_envs * (r2d2.length + r2d2.burn_in + r2d2.stride + cls.unroll_length(config))
 
-    def make_replay(self) -> SequenceReplay:
-        replay, room = self.config.replay, replay_capacity(self.config, self.spec)
+    def make_replay(self, room: Capacity) -> SequenceReplay:
+        replay = self.config.replay
         first = self._first_priorities if replay.initial == "acting" else None
         return SequenceReplay(room, _blocks(self.config, self.spec), replay.alpha, self.seed, first)
 

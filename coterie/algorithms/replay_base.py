@@ -6,9 +6,10 @@ Each rollout adds `q.intensity` times its rows to the samples due; batches are s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Generic, Protocol, Self, TypeVar, cast
 
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, slices
-from coterie.algorithms.replay_size import replay_capacity
+from coterie.algorithms.replay_size import fits_gpu, replay_capacity
 from coterie.config import Config, ResolvedConfig
 from coterie.models.base import Model
 from coterie.parallel.threads import Team
 from coterie.replay.priority import Picks
+from coterie.replay.storage import Capacity
 from coterie.replay.transitions import TransitionReplay
 from coterie.types import Array, Rollout, Spec, map_tensors
 
@@ -41,6 +43,8 @@ ROut = TypeVar("ROut", bound=Samples, covariant=True)
 
 class Replay(Protocol[ROut]):
     """Stores rollouts, and samples batches of them by priority."""
+
+    room: Capacity
 
     @property
     def size(self) -> int: ...
@@ -124,9 +128,9 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
     def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
         return TransitionReplay.bytes_for(replay_capacity(config, spec))
 
-    def make_replay(self) -> Replay[R]:
+    def make_replay(self, room: Capacity) -> Replay[R]:
         """An empty replay."""
-        replay, room = self.config.replay, replay_capacity(self.config, self.spec)
+        replay = self.config.replay
         first = self.value_based and replay.initial == "acting"
         made = TransitionReplay(
             room, self.config.algo.gamma, self.q.n_step, alpha=replay.alpha, seed=self.seed, from_values=first
@@ -175,7 +179,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         prefetched = None
         while self.due >= self.batch_rows and replay.size:
             self.due -= self.batch_rows
-            found, ahead = (prefetched or self._fetch(device)).result()
+            found, ahead = (prefetched or self._fetch(device))()
             prefetched = self._fetch(device) if self.due >= self.batch_rows else None
             self.before_batch(model)
             yield ReplayBatch(found, ahead, self.trained(found), self.chunk, self.batch_rows)
@@ -191,12 +195,19 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         if self.lender is not None:
             self.replay, self.stored = self.lender.replay, self.lender.stored - rollout.reward.numel()
         elif self.replay is None:
-            self.replay = self.make_replay()
+            self.replay = self._replay_for(rollout.reward.device)
             if state := {k: x for k, x in self.saved.items() if k.startswith("replay/")}:
                 self.replay.load_state_dict(state)
             else:
                 self.stored = 0  # the replay was not saved and is refilled
         self.saved = {}
+
+    def _replay_for(self, device: torch.device) -> Replay[R]:
+        room = replay_capacity(self.config, self.spec)
+        if fits_gpu(self.config, self.spec, device):
+            with suppress(torch.OutOfMemoryError):  # another process was faster
+                return self.make_replay(replace(room, device=device))
+        return self.make_replay(room)
 
     def _copy(self) -> None:
         self.copied = self.rows
@@ -208,14 +219,17 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
     def before_look_ahead(self) -> None:
         """Nothing is drawn in the order of the batches."""
 
-    def _fetch(self, device: torch.device) -> Future[tuple[R, Tensor]]:
-        """Sample a batch. It is gathered, and looked ahead for, in a thread, while the previous one trains."""
+    def _fetch(self, device: torch.device) -> Callable[[], tuple[R, Tensor]]:
+        """Draw a batch. A thread gathers it, and looks ahead for it, while the previous one trains. Where a GPU has the
+        observations, this is done when the batch is due: there is little to do but launch kernels.
+        """
         assert self.replay is not None
         replay, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
         beta = replay.beta + (replay.beta_end - replay.beta) * share if replay.alpha else 0.0
         picks = self.replay.draw(self.q.batch_size, beta, self.sampling)
         self.before_look_ahead()  # here and not in the thread: random numbers are drawn in a fixed order
-        return self.prefetcher.submit(self._prepare, self.replay, picks, device)
+        prepare = partial(self._prepare, self.replay, picks, device)
+        return prepare if self.replay.room.device is not None else self.prefetcher.submit(prepare).result
 
     def _prepare(self, replay: Replay[R], picks: Picks, device: torch.device) -> tuple[R, Tensor]:
         rows = replay.gather(picks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
+
 from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.pool import is_atari
@@ -33,6 +35,15 @@ def replay_size(config: ResolvedConfig) -> tuple[int, int]:
 def replay_capacity(config: ResolvedConfig, spec: Spec) -> Capacity:
     """Room in one learner's replay."""
     return Capacity(spec, *replay_size(config), stacked_frames(config), config.replay.disk)
+
+
+def fits_gpu(config: ResolvedConfig, spec: Spec, device: torch.device) -> bool:
+    """Whether the replays of all learners on a learner's GPU take at most half of its free memory."""
+    if device.type != "cuda" or config.replay.disk or not config.replay.gpu:
+        return False
+    learners = math.ceil(config.learners / torch.cuda.device_count())
+    need = learners * algorithm_class(config).replay_bytes(config, spec)
+    return 2 * need <= torch.cuda.mem_get_info(device)[0]
 
 
 def _rows(config: ResolvedConfig) -> int:

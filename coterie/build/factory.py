@@ -85,9 +85,9 @@ def env_share(
     return EnvShare(mine, spec, first_env, own.groups, own.device, own.dtype, make, make_rng)
 
 
-def policy_of(algorithm: AnyAlgorithm, record: Record | None = None) -> Policy:
-    """How actions are chosen: each env explores by its id. `record`: of CUDA graphs."""
-    act = Graphed(algorithm.act, record)
+def policy_of(algorithm: AnyAlgorithm, record: Record | None = None, most: int = 8) -> Policy:
+    """How actions are chosen: each env explores by its id. `record`: of CUDA graphs, `most` of them."""
+    act = Graphed(algorithm.act, record, most=most)
 
     def policy(
         model: Model, inputs: Inputs, core_state: Tensor | None, env_id: Tensor, rng: torch.Generator
@@ -107,8 +107,8 @@ def agent_of(
         twin.clock.env_steps = algorithm.clock.env_steps if env_steps is None else env_steps
         return twin.clock.env_steps
 
-    # Another thread's batches have any size.
-    return Agent(model, params, moments, policy_of(algorithm, record), algorithm.acts_at, policy_of(twin), look)
+    own, apart = policy_of(algorithm, record), policy_of(twin, record, 16)  # two copies, batches of different sizes
+    return Agent(model, params, moments, own, algorithm.acts_at, apart, look)
 
 
 def make_agent(config: ResolvedConfig, spec: Spec) -> Agent:

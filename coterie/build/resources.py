@@ -40,7 +40,8 @@ class Resources:
     torch_threads: int  # threads that train parts of a batch side by side, each with torch on one core
     groups: int
     chunk: int
-    record: Record | None = None  # of CUDA graphs, where the network can be recorded
+    record: Record | None = None  # of learner steps as CUDA graphs, where the network can be recorded
+    record_acting: Record | None = None
 
     @property
     def compute(self) -> Compute:
@@ -61,6 +62,7 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
     image = any(s.is_image for s in spec.obs.values())
     bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_pays(device.type))
     cores = cores or len(available_cores())
+    acting, training = _recordable(config, spec) if cuda and config.cuda_graphs else (False, False)
     # A second thread pays where a forward pass takes long; a small net's calls would only wait for the interpreter.
     most = algorithm_class(config).training_threads(config, cores if image and not cuda else 1)
     return Resources(
@@ -70,18 +72,21 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
         torch_threads=config.torch_threads or most,
         groups=config.env.groups or _groups(config, image or cuda, cores == 1 and not cuda, spec.agents),
         chunk=config.optim.chunk or (_CPU_CHUNK if image and not cuda else 0),
-        record=record if cuda and config.cuda_graphs and _can_be_recorded(config, spec) else None,
+        record=record if training else None,
+        record_acting=record if acting else None,
     )
 
 
-def _can_be_recorded(config: Config, spec: Spec) -> bool:
-    """Whether the network does the same at each call: no memory, which waits for resets, no text, whose words are
-    counted, and no parts of the user's.
+def _recordable(config: Config, spec: Spec) -> tuple[bool, bool]:
+    """Whether each call does the same, in acting and in training. Text does not, since its words are counted, nor need
+    parts of the user's. Training with a memory does not, since it looks where episodes begin. A replay of central
+    acting would record at other calls, which may round differently.
     """
     model, kind = config.model, algorithm_class(config)
-    custom = ":" in model.torso + model.network or kind.make_model is not AlgorithmBase.make_model
-    counts = is_recurrent(model) or any(s.text for s in spec.obs.values())
-    return not custom and not counts and model.compile == "none"
+    custom = ":" in model.torso + model.network + model.core or kind.make_model is not AlgorithmBase.make_model
+    same = not custom and not any(s.text for s in spec.obs.values()) and model.compile == "none"
+    again = config.deterministic and acting_kind(config).hosted
+    return same and model.core != "gtrxl" and not again, same and not is_recurrent(model)
 
 
 def _groups(config: Config, threaded: bool, one_core: bool, agents: int) -> int:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from itertools import pairwise
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from coterie.config import Model as ModelConfig
 from coterie.plugins import call, named
-from coterie.types import ConfigError
+from coterie.types import Array, ConfigError
+
+Rows = TypeVar("Rows", Tensor, PackedSequence)
 
 # Flat parameters are not laid out as cuDNN wants them: it copies an LSTM's weights at each call, in microseconds.
 warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
@@ -51,10 +55,10 @@ def _orthogonal(layer: nn.RNNBase) -> nn.RNNBase:
 
 
 class _Recurrent(nn.Module, ABC):
-    """A fused kernel over `[T, B, features]`, whose state is reset where `is_first`.
+    """A fused kernel over `[T, B, features]`, whose state is reset where `is_first`. In float32, also under autocast.
 
-    The kernel runs over the stretches between resets: one call for each time step at which some env of the batch
-    restarts, not one for each step. Runs in float32 also under autocast.
+    On a CPU the kernel runs over the stretches between resets: one call for each time step at which some env of the
+    batch restarts, not one for each step. On a GPU each env's episodes are sequences of one packed call.
     """
 
     def __init__(self, layer: nn.RNNBase, shape: tuple[int, ...]) -> None:
@@ -65,8 +69,8 @@ class _Recurrent(nn.Module, ABC):
         return next(self.parameters()).new_zeros(batch, *self.shape)
 
     @abstractmethod
-    def _run(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """A stretch `[t, B, F]`."""
+    def _run(self, x: Rows, state: Tensor) -> tuple[Rows, Tensor]:
+        """A stretch `[t, B, F]`, or sequences of different lengths."""
 
     @abstractmethod
     def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,15 +86,56 @@ class _Recurrent(nn.Module, ABC):
             if len(x) == 1 and not torch.is_grad_enabled():
                 y, state = self._step(x[0], state * keep[0])
                 return y[None], state
-            starts = is_first.any(1).tolist()
-            cuts = [t for t, start in enumerate(starts) if start]
-            out = []
-            for begin, end in pairwise(sorted({0, *cuts, len(starts)})):
-                if starts[begin]:
-                    state = state * keep[begin]
-                y, state = self._run(x[begin:end], state)
-                out.append(y)
-            return out[0] if len(out) == 1 else torch.cat(out), state
+            return (self._packed if x.is_cuda else self._stretches)(x, is_first, state, keep)
+
+    def _stretches(self, x: Tensor, is_first: Tensor, state: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        starts = is_first.any(1).tolist()
+        cuts = [t for t, start in enumerate(starts) if start]
+        out = []
+        for begin, end in pairwise(sorted({0, *cuts, len(starts)})):
+            if starts[begin]:
+                state = state * keep[begin]
+            y, state = self._run(x[begin:end], state)
+            out.append(y)
+        return out[0] if len(out) == 1 else torch.cat(out), state
+
+    def _packed(self, x: Tensor, is_first: Tensor, state: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        first = is_first.cpu().numpy()
+        if not first[1:].any():
+            return self._run(x, state * keep[0])
+        packing = pack(first)
+        rows, back, column, last, goes_on = (torch.from_numpy(i).to(x.device) for i in packing[:5])
+        begun = (state * keep[0])[column] * goes_on.reshape(-1, *(1 for _ in self.shape))
+        packed = PackedSequence(x.flatten(0, 1).index_select(0, rows), torch.from_numpy(packing.sizes))
+        y, after = self._run(packed, begun)
+        return y.data.index_select(0, back).view(*is_first.shape, -1), after[last]
+
+
+class Packing(NamedTuple):
+    """Where the episodes of `[T, B]` rows are in a PackedSequence, the longest first."""
+
+    rows: Array  # [T * B]: the row `t * B + b` of each packed one
+    back: Array  # [T * B]: the packed row of each row
+    column: Array  # [episodes]: the env of each
+    last: Array  # [B]: the last episode of each env
+    goes_on: Array  # [episodes]: it begins at row 0
+    sizes: Array  # of the batch at each step
+
+
+def pack(is_first: Array) -> Packing:
+    """Of `[T, B]` rows, of which those that are first begin an episode."""
+    length, width = is_first.shape
+    starts = is_first.copy()
+    starts[0] = True
+    column, begin = np.nonzero(starts.T)
+    is_last = np.append(np.diff(column) > 0, True)
+    end = np.where(is_last, length, np.append(begin[1:], length))
+    order = np.argsort(begin - end, kind="stable")
+    step = np.arange((end - begin).max())[:, None]
+    there = step < (end - begin)[order]
+    rows = ((begin[order] + step) * width + column[order])[there]
+    last = np.argsort(order)[is_last]
+    return Packing(rows, np.argsort(rows), column[order], last, begin[order] == 0, there.sum(1))
 
 
 class LSTMCore(_Recurrent):
@@ -101,7 +146,7 @@ class LSTMCore(_Recurrent):
         super().__init__(lstm, (2, size))
         self.lstm = lstm
 
-    def _run(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self, x: Rows, state: Tensor) -> tuple[Rows, Tensor]:
         h, c = (part[None].contiguous() for part in state.unbind(1))
         y, (h, c) = self.lstm(x, (h, c))
         return y, torch.stack((h[0], c[0]), 1)
@@ -119,7 +164,7 @@ class GRUCore(_Recurrent):
         super().__init__(gru, (size,))
         self.gru = gru
 
-    def _run(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self, x: Rows, state: Tensor) -> tuple[Rows, Tensor]:
         y, h = self.gru(x, state[None].contiguous())
         return y, h[0]
 

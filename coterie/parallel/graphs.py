@@ -26,7 +26,7 @@ P = ParamSpec("P")
 Record = Callable[[Callable[[], Any], Sequence[Generator]], Callable[[], Any]]
 
 _WARM = 2  # plain calls before a recording: libraries set themselves up in their first calls
-_MOST_RECORDINGS = 8  # of one function, each with memory of its own
+_MOST_RECORDINGS = 8  # of one function by default, each with memory of its own
 _MOST_KINDS = 1000  # of arguments, before nothing is recorded any more
 _MOST_CHANGES = 4  # of what a function reads besides its arguments; each needs other recordings
 _recording = threading.Lock()  # one thread records at a time
@@ -46,8 +46,9 @@ def record(function: Callable[[], T], rngs: Sequence[Generator]) -> Callable[[],
     for rng in rngs:
         graph.register_generator_state(rng)
     # Not `torch.cuda.graph`: it empties torch's cache of memory, and all else would have to allocate again.
-    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     current = torch.cuda.current_stream()
+    # A graph's kernels keep the priority with which they were recorded.
+    stream: torch.cuda.Stream = torch.cuda.Stream(priority=current.priority)  # type: ignore[no-untyped-call]
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with their own kernels
@@ -100,10 +101,13 @@ class Graphed(Generic[T]):
     """`function`, recorded by `record` for each kind of arguments: shapes and types of tensors, and all else by value.
     Arguments may hold tensors in dataclasses, tuples, lists and dicts; arrays of numpy must not matter. Two threads may
     not call it with arguments of one kind at once. Without `record`, or if `function` (or `marked`, which it calls) is
-    not `recordable`, each call is a plain one.
+    not `recordable`, each call is a plain one, and so are those of further kinds once there are `most` recordings.
     """
 
-    def __init__(self, function: Callable[..., T], record: Record | None, marked: object = None) -> None:
+    def __init__(
+        self, function: Callable[..., T], record: Record | None, marked: object = None, most: int = _MOST_RECORDINGS
+    ) -> None:
+        self.most = most
         self.function, self.record = function, record if getattr(marked or function, "recordable", False) else None
         self.seen: Counter[Hashable] = Counter()
         self.recordings: dict[Hashable, _Recording[T]] = {}
@@ -124,7 +128,7 @@ class Graphed(Generic[T]):
             if len(self.seen) > _MOST_KINDS:
                 self._forget(None)
                 return self.function(*args)
-            if self.seen[kind] <= _WARM or len(self.recordings) == _MOST_RECORDINGS:
+            if self.seen[kind] <= _WARM or len(self.recordings) == self.most:
                 return self.function(*args)
             try:
                 found = self.recordings[kind] = self._recorded(args, tensors, self.record)
@@ -146,7 +150,8 @@ class Graphed(Generic[T]):
     def _forget(self, record: Record | None) -> None:
         """Drop the recordings, and go on with `record`."""
         self.record = record
-        self.recordings.clear()
+        with _recording:
+            self.recordings.clear()
         self.seen.clear()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,9 +70,8 @@ class SequenceReplay(EnvReplay):
         spec, places, t = room.spec, room.envs * self.ring, blocks.unroll
         self.before = dict[str, int]()  # frames of a block that its first row's stack has besides its own
         for key, s in spec.obs.items():
-            depth = room.stacked(s)
-            self.before[key] = max(0, depth - 1)
-            self.obs[key] = ObsStore(places, t + 1 + self.before[key], s.shape, s.dtype, depth, room.disk)
+            self.before[key] = max(0, room.stacked(s) - 1)
+            self.obs[key] = ObsStore(room, places, t + 1 + self.before[key], s)
         self.is_first = np.zeros((places, t + 1), bool)
         self.action = np.zeros((places, t + 1, *spec.action.shape), spec.action.dtype)  # and the one before row 0
         self.seen_reward = np.zeros((places, t + 1), np.float32)  # raw, with the one before row 0: the network's input
@@ -89,7 +89,7 @@ class SequenceReplay(EnvReplay):
         each += sum((t + 1 + max(0, room.stacked(s) - 1)) * room.obs_bytes(s) for s in room.spec.obs.values())
         return each * (room.rows // room.envs // t) * room.envs
 
-    def _add(self, env: Array, obs: dict[str, Array], rollout: Rollout, columns: list[int], reward: Array) -> None:
+    def _add(self, env: Array, obs: dict[str, Any], rollout: Rollout, columns: list[int], reward: Array) -> None:
         def block(x: Tensor) -> Array:
             return take(x, columns).swapaxes(0, 1)  # rows of a block lie side by side, as they are read
 
@@ -98,8 +98,7 @@ class SequenceReplay(EnvReplay):
         is_first = block(rollout.is_first)
         follows = (number > 0) & (self.is_first[before, -1] == is_first[:, 0])
         for key, new in obs.items():
-            last = self.obs[key].read(self._places(key, before, self.unroll)).numpy()
-            follows &= (last == new[0]).reshape(len(env), -1).all(1)
+            follows &= ~self.obs[key].differ(self._places(key, before, self.unroll), new[0])
             rows = self._places(key, at, np.arange(self.unroll + 1)[:, None])
             if self.before[key]:
                 self.obs[key].write_lead(rows[0], new[0])

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -73,15 +73,28 @@ class EnvRings:
 
 
 class ObsStore:
-    """One entry of the observations: rows `[envs x ring, *shape]`, or their newest frames. `frames`: of each stack."""
+    """One entry of the observations: rows `[envs x ring, *shape]`, or their newest frames. Rows and what is written are
+    arrays on the host (there torch takes four times as long for bytes), or tensors on a GPU.
+    """
 
-    def __init__(self, envs: int, ring: int, shape: tuple[int, ...], dtype: str, frames: int, disk: str) -> None:
-        self.ring, self.frames = ring, frames
-        self.rows = allocate((envs * ring, *(shape[1:] if frames else shape)), dtype, disk)
-        self.depth = np.zeros(envs * ring if frames else 0, np.uint8)  # rows before this one that its stack has
+    rows: Any
+
+    def __init__(self, room: Capacity, envs: int, ring: int, obs: ObsSpec) -> None:
+        self.ring, self.frames, self.device = ring, room.stacked(obs), room.device
+        shape = (envs * ring, *(obs.shape[1:] if self.frames else obs.shape))
+        if self.device is None:
+            self.rows = allocate(shape, obs.dtype, room.disk)
+        else:
+            self.rows = torch.zeros(shape, dtype=getattr(torch, obs.dtype), device=self.device)
+        self.depth = np.zeros(envs * ring if self.frames else 0, np.uint8)  # rows before this one that its stack has
         self.whole: dict[int, Array] = {}  # stacks that are not their rows' newest frames
 
-    def write_lead(self, at: Array, obs: Array) -> None:
+    def differ(self, at: Array, obs: Any) -> Array:
+        """Which rows `[n]` at places `at` are not `obs` `[n, *shape]`."""
+        kept = self.read(at)
+        return on_host(((kept.numpy() if self.device is None else kept) != obs).reshape(len(at), -1).any(1))
+
+    def write_lead(self, at: Array, obs: Any) -> None:
         """Write all frames but the newest of the stacks `obs` `[b, *shape]` before the places `at` `[b]`, which are to
         be written next.
         """
@@ -89,7 +102,7 @@ class ObsStore:
             self.rows[at - k] = obs[:, -1 - k]
         self.depth[at - 1] = self.frames - 2
 
-    def write(self, at: Array, obs: Array, fresh: Array) -> None:
+    def write(self, at: Array, obs: Any, fresh: Array) -> None:
         """Rows `obs` `[t, b, *shape]` at places `at` `[t, b]`, in order. `fresh` `[b]`: the row before does not lead
         to the first one.
         """
@@ -97,7 +110,7 @@ class ObsStore:
             self.rows[at] = obs
             return
         self.rows[at] = obs[:, :, -1]
-        repeats = (obs[:, :, :-1] == obs[:, :, -1:]).reshape(*at.shape, -1).all(2)
+        repeats = on_host((obs[:, :, :-1] == obs[:, :, -1:]).reshape(*at.shape, -1).all(2))
         depth = np.where(fresh, 0, np.minimum(self.depth[self._before(at[0])] + 1, self.frames - 1))
         for t, row in enumerate(at):
             depth = np.where(repeats[t], 0, depth)
@@ -108,32 +121,38 @@ class ObsStore:
             for place in flat.tolist():
                 self.whole.pop(place, None)
         # An env need not promise that its stacks go on: those that do not are kept as they are.
-        for i in np.flatnonzero((self.read(flat).numpy() != seen).reshape(len(flat), -1).any(1)):
-            self.whole[int(flat[i])] = seen[i].copy()
+        for i in np.flatnonzero(self.differ(flat, seen)):
+            self.whole[int(flat[i])] = on_host(seen[i]).copy()
 
     def read(self, at: Array) -> Tensor:
         """Rows `[n, *shape]` at places `at` `[n]`, copied."""
         if not self.frames:
-            return torch.from_numpy(self.rows.take(at, 0))
+            return self._take(at)
         places, back = np.empty((self.frames, len(at)), np.int64), self.depth[at]
         places[-1] = at
         for k in range(1, self.frames):
             places[-1 - k] = np.where(k <= back, self._before(places[-k]), places[-k])
-        # numpy's take: torch's index_select is a fifth slower here, since it takes no huge pages for the result.
-        out = self.rows.take(places.T.reshape(-1), 0).reshape(len(at), self.frames, *self.rows.shape[1:])
+        out = self._take(places.T.reshape(-1)).view(len(at), self.frames, *self.rows.shape[1:])
         if self.whole:
             for i, place in enumerate(at.tolist()):
                 if place in self.whole:
-                    out[i] = self.whole[place]
-        return torch.from_numpy(out)
+                    out[i] = torch.from_numpy(self.whole[place])
+        return out
+
+    def _take(self, at: Array) -> Tensor:
+        if isinstance(self.rows, Tensor):
+            return self.rows.index_select(0, torch.from_numpy(at).to(self.rows.device))
+        # numpy's take: torch's index_select is a fifth slower here, since it takes no huge pages for the result.
+        return torch.from_numpy(self.rows.take(at, 0))
 
     def state_dict(self) -> dict[str, Array]:
         whole = sorted(self.whole)
-        state = {"obs": self.rows, "depth": self.depth, "whole_at": np.array(whole, np.int64)}
+        state = {"obs": on_host(self.rows), "depth": self.depth, "whole_at": np.array(whole, np.int64)}
         return state | ({"whole": np.stack([self.whole[place] for place in whole])} if whole else {})
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        self.rows[...], self.depth[...] = state["obs"], state["depth"]
+        self.rows[...] = state["obs"] if self.device is None else torch.from_numpy(state["obs"])
+        self.depth[...] = state["depth"]
         self.whole = dict(zip(state["whole_at"].tolist(), state.get("whole", ()), strict=True))
 
     def _before(self, at: Array) -> Array:
@@ -143,7 +162,8 @@ class ObsStore:
 @dataclass(frozen=True)
 class Capacity:
     """What a replay has room for: `rows` env steps of `envs` env ids at a time, which may be any ids. `frames`: of each
-    image stack, of which only the newest is stored; 0: images are stored whole. `disk`: folder for the observations.
+    image stack, of which only the newest is stored; 0: images are stored whole. Observations are in a file in the
+    folder `disk`, or on the GPU `device`, or in memory.
     """
 
     spec: Spec
@@ -151,6 +171,7 @@ class Capacity:
     rows: int
     frames: int = 0
     disk: str = ""
+    device: torch.device | None = None
 
     def stacked(self, obs: ObsSpec) -> int:
         """Frames of a stack; 0: not a stack."""
@@ -184,11 +205,14 @@ class EnvReplay(ABC):
         """Take in a rollout, with rewards `[T, B]` as they are learned from."""
         for columns in self.rings.turns(rollout.env_id.tolist()):
             env = np.array([self.rings.place(int(i)) for i in rollout.env_id[columns]])
-            obs = {k: take(x, columns) for k, x in entries(rollout.obs).items()}
+            obs = {k: self._columns(x, columns) for k, x in entries(rollout.obs).items()}
             self._add(env, obs, rollout, columns, reward[:, columns])
 
+    def _columns(self, x: Tensor, columns: list[int]) -> Any:
+        return take(x, columns) if self.room.device is None else x[:, columns].to(self.room.device)
+
     @abstractmethod
-    def _add(self, env: Array, obs: dict[str, Array], rollout: Rollout, columns: list[int], reward: Array) -> None:
+    def _add(self, env: Array, obs: dict[str, Any], rollout: Rollout, columns: list[int], reward: Array) -> None:
         """Take in the columns of a rollout. `env` `[b]`: their rings; `obs` and `reward`: of these columns only."""
 
     def draw(self, count: int, beta: float = 0.0, rng: np.random.Generator | None = None) -> Picks:
@@ -203,7 +227,7 @@ class EnvReplay(ABC):
         return at
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of it, not copied."""
+        """All of it, copied only from a GPU."""
         state = {name: getattr(self, name) for name in self.arrays} | self.priorities.state_dict()
         state["owner"] = self.rings.table()
         for i, store in enumerate(self.obs.values()):
@@ -223,5 +247,10 @@ class EnvReplay(ABC):
 
 def take(x: Tensor, columns: list[int]) -> Array:
     """Columns of a rollout's field, on the host."""
-    taken: Array = x.cpu().numpy()[:, columns]
+    taken: Array = on_host(x)[:, columns]
     return taken
+
+
+def on_host(x: Tensor | Array) -> Array:
+    found: Array = x.cpu().numpy() if isinstance(x, Tensor) else x
+    return found

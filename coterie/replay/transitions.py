@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class TransitionReplay(EnvReplay):
         self.gamma, self.n_step, self.from_values = gamma, n_step, from_values
         places, spec = self.envs * self.ring, room.spec
         for key, s in spec.obs.items():
-            self.obs[key] = ObsStore(self.envs, self.ring, s.shape, s.dtype, room.stacked(s), room.disk)
+            self.obs[key] = ObsStore(room, self.envs, self.ring, s)
         self.action = np.zeros((places, *spec.action.shape), spec.action.dtype)
         self.reward, self.value = np.zeros(places, np.float32), np.zeros(places, np.float32)
         self.after = np.zeros(places, np.uint8)  # GOES_ON, TERMINATED or CUT
@@ -73,7 +74,7 @@ class TransitionReplay(EnvReplay):
 
     # Writing.
 
-    def _add(self, env: Array, obs: dict[str, Array], rollout: Rollout, columns: list[int], reward: Array) -> None:
+    def _add(self, env: Array, obs: dict[str, Any], rollout: Rollout, columns: list[int], reward: Array) -> None:
         t = len(reward)
         if t + self.n_step + max(1, self.room.frames) > self.ring:
             raise ConfigError(f"replay.capacity: {self.ring} rows for each env are too few for rollouts of {t}")
@@ -132,11 +133,11 @@ class TransitionReplay(EnvReplay):
         error: Array = np.abs(n_step + discount * self.value[then] - self.value[at])
         return error + LEAST
 
-    def _breaks(self, at: Array, obs: dict[str, Array]) -> Array:
+    def _breaks(self, at: Array, obs: dict[str, Any]) -> Array:
         """Which envs `[b]` begin with something other than their last observation, at `at`."""
         changed = np.zeros(len(at), bool)
         for key, x in obs.items():
-            changed |= (self.obs[key].read(at).numpy() != x).reshape(len(at), -1).any(1)
+            changed |= self.obs[key].differ(at, x)
         return changed
 
     # Reading.

@@ -92,7 +92,7 @@ class LearnerProcess:
             config=config,
             unroll_length=algorithm_class(config).unroll_length(config),
             max_envs=room_of(config),
-            agent=agent_of(self.algorithm, self.model, self.params, moments, resources.record),
+            agent=agent_of(self.algorithm, self.model, self.params, moments, resources.record_acting),
             actor=self.actor,
             refresh_actor=self.refresh_actor,
             envs=replace(share, make_rng=partial(self._make_rng, share.make_rng)),

@@ -92,7 +92,9 @@ def driven(acting: str, folder: Path, rows: int = ROWS, pace: float = 0.5, max_l
     kwargs = json.dumps({"tally": str(folder), "pace": pace})
     env = {"id": TASKS, "backend": "vector", "kwargs": kwargs, "num_envs": WIDTH * PROCESSES, "groups": 1}
     how = {"actors": PROCESSES, f"{acting}.batch_size": 2 * WIDTH, "algo.unroll_length": T, "max_lag": max_lag}
-    config = make_config(algorithm="vtrace", acting=acting, **{f"env.{k}": v for k, v in env.items()}, **how)
+    config = make_config(
+        algorithm="vtrace", acting=acting, device="cpu", **{f"env.{k}": v for k, v in env.items()}, **how
+    )
     at, seen, parts, whole = [0], 0, list[Part](), np.zeros(WIDTH * PROCESSES, bool)
     with crewed(resolve_config(config)) as learner:
         for rollout in learner.acting.rollouts(lambda: learner.acting.publish(at[0])):

@@ -24,7 +24,7 @@ def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stor
         **{
             **CORE, "env.num_envs": 4, "env.groups": 1, "env.threads": 1, "algo.unroll_length": 3, "r2d2.length": 6,
             "r2d2.burn_in": 3, "r2d2.stride": 3, "model.last_action_reward": True, "replay.capacity": 4 * kept * 3,
-            "q.learn_start": 1000, "q.epsilon_end": 0.5,
+            "q.learn_start": 1000, "q.epsilon_end": 0.5, "device": "cpu",
         },
     )  # fmt: skip
     learner, stop = LearnerProcess(resolve_config(config)), after(12)

@@ -101,7 +101,7 @@ def test_what_is_not_marked_or_has_too_many_kinds_is_called_plainly():
         plain(torch.zeros(2))
     assert counted.recordings == 0
     marked = Graphed(recordable(lambda x: x + 1), counted.record)
-    for n in range(20):
+    for n in range(30):
         for _ in range(5):
             assert marked(torch.zeros(n)).tolist() == [1.0] * n
     assert counted.recordings == 8
@@ -219,43 +219,59 @@ def test_recorded_learner_steps_are_the_plain_ones(case, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", ["a2c", "double", "noisy"])
+@pytest.mark.parametrize("case", ["a2c", "double", "noisy", "lstm", "gru"])
 def test_recorded_acting_is_the_plain_one(case, device):
-    config, counted = make_config(**CASES[case]), recording(device)
-    model, rollout = make_model(config, VECTOR).to(device), make_rollout(VECTOR, 6, 8)
-    rollout: Rollout = map_tensors(lambda x: x.to(device), rollout)
-    inputs = Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward)
-    outputs = []
+    """Of two copies of a network and batches of two sizes, as in central acting, while the weights change."""
+    core = {"model.core": case, "model.core_size": 8} if case not in CASES else {}
+    config, counted = make_config(**CASES["a2c" if core else case], **core), recording(device)
+    rollout: Rollout = map_tensors(lambda x: x.to(device), make_rollout(VECTOR, 6, 8))
+    inputs, outputs = Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward), []
     for taken in (None, counted.record):
         policy, rng = policy_of(make_algorithm(config, VECTOR), taken), torch.Generator(device).manual_seed(5)
-        ids = torch.arange(8, device=device)
-        rows = [inputs.map(lambda x, t=t: x[t]) for t in range(6)]
-        outputs.append([policy(model, row, None, ids, rng)[0] for row in rows])
+        copies, ids, outs = (
+            [make_model(config, VECTOR).to(device) for _ in range(2)],
+            torch.arange(8, device=device),
+            [],
+        )
+        states = {width: copies[0].initial_state(width) for width in (8, 5)}
+        for i in range(20):
+            width, model = (8, 5)[i // 2 % 2], copies[i % 2]
+            row = inputs.map(lambda x, i=i, width=width: x[i % 6, :width])
+            out, states[width] = policy(model, row, states[width], ids[:width], rng)
+            outs.append(out)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.mul_(0.99)
+        outputs.append(outs)
     for a, b in zip(*outputs, strict=True):
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-6)
-    assert counted.recordings == 1
+    assert counted.recordings == 4
 
 
 WORDS = replace(VECTOR, obs={"mission": ObsSpec((5,), "int64", text=True)})
 
 
 @pytest.mark.parametrize(
-    ("changes", "spec", "recorded"),
+    ("changes", "spec", "acting", "training"),
     [
-        ({}, VECTOR, True),
-        ({"cuda_graphs": False}, VECTOR, False),
-        ({"model.core": "lstm"}, VECTOR, False),
-        ({"model.compile": "default"}, VECTOR, False),
-        ({"model.network": "package:Net"}, VECTOR, False),
-        ({"algorithm": "sac"}, VECTOR, False),
-        ({"device": "cpu"}, VECTOR, False),
-        ({}, WORDS, False),
+        ({}, VECTOR, True, True),
+        ({"cuda_graphs": False}, VECTOR, False, False),
+        ({"model.core": "lstm"}, VECTOR, True, False),
+        ({"model.core": "gtrxl"}, VECTOR, False, False),
+        ({"acting": "central"}, VECTOR, True, True),
+        ({"acting": "central", "deterministic": True}, VECTOR, False, True),
+        ({"model.core": "package:Core"}, VECTOR, False, False),
+        ({"model.compile": "default"}, VECTOR, False, False),
+        ({"model.network": "package:Net"}, VECTOR, False, False),
+        ({"algorithm": "sac"}, VECTOR, False, False),
+        ({"device": "cpu"}, VECTOR, False, False),
+        ({}, WORDS, False, False),
     ],
 )
-def test_a_gpu_records_networks_that_do_the_same_at_each_call(changes, spec, recorded, monkeypatch):
+def test_a_gpu_records_networks_that_do_the_same_at_each_call(changes, spec, acting, training, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(resources, "is_recurrent", lambda model: model.core != "none")
     monkeypatch.setattr(resources, "bf16_pays", lambda device: False)
     found = resources.resolve_resources(make_config(**{"device": "cuda", **changes}), spec)
-    assert (found.record is not None) == recorded
+    assert (found.record_acting is not None, found.record is not None) == (acting, training)

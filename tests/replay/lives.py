@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from coterie.replay.storage import Capacity, EnvReplay
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 
 GAMMA = 0.9
+# Where observations are: in memory, on disk, on a GPU, or on a CPU as they are on a GPU.
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+PLACES = ["memory", "disk", "cpu", pytest.param("cuda", marks=NO_GPU)]
 STACK = 3
 IMAGE = Spec("x", {"": ObsSpec((STACK, 5, 4), "uint8")}, ActionSpec("categorical", (4,)))
 DICT = Spec("x", {"a": ObsSpec((3,), "float32"), "b": ObsSpec((2, 2), "int64")}, ActionSpec("categorical", (4,)))
@@ -98,6 +104,20 @@ class Life:
             if after != "more":
                 return total, 0.0 if after == "nothing" else discount, row + i + 1
         return total, discount, row + n
+
+
+def put(room: Capacity, place: str, folder: Path) -> Capacity:
+    """A room at one of `PLACES`."""
+    if place == "memory":
+        return room
+    return replace(room, disk=str(folder)) if place == "disk" else replace(room, device=torch.device(place))
+
+
+def is_at(place: str, ring: EnvReplay) -> bool:
+    rows = [store.rows for store in ring.obs.values()]
+    if place in ("memory", "disk"):
+        return all(isinstance(x, np.memmap if place == "disk" else np.ndarray) for x in rows)
+    return all(x.device.type == place for x in rows)
 
 
 def join(rollouts: list[Rollout], ids: list[int]) -> Rollout:

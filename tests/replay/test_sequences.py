@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from coterie.replay.priority import Picks
 from coterie.replay.sequences import Blocks, SequenceReplay
 from coterie.replay.storage import Capacity
-from tests.replay.lives import DICT, IMAGE, STACK, Life, tell
+from tests.replay.lives import DICT, IMAGE, PLACES, STACK, Life, is_at, put, tell
 
 UNROLL, BLOCKS, KEPT = 4, 3, 7  # rows of a rollout, rollouts of a sequence and of an env
 
@@ -52,19 +50,20 @@ def check(ring: SequenceReplay, lives: dict[int, Life], told: Told) -> int:
         assert found.terminated[:, i].tolist() == terminated
         assert found.mask[:, i].tolist() == valid
         for key, x in seen.items():
-            assert np.array_equal(x[:, i].numpy(), np.stack([obs[key] for obs in life.seen[row : end + 1]]))
+            assert np.array_equal(x[:, i].cpu().numpy(), np.stack([obs[key] for obs in life.seen[row : end + 1]]))
     return len(at)
 
 
 @pytest.mark.parametrize("spec", [IMAGE, DICT], ids=["frames", "dict"])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_what_may_be_drawn_is_rows_that_followed_each_other(tmp_path, spec, stride):
+@pytest.mark.parametrize("place", PLACES)
+def test_what_may_be_drawn_is_rows_that_followed_each_other(tmp_path, spec, stride, place):
     rng = np.random.default_rng(stride)
     lives = {env_id: Life(rng, spec, number=env_id) for env_id in (3, 17, 1 << 20, 5)}  # more than there are rings
     frames = STACK if spec is IMAGE and stride == 1 else 0  # or whole stacks
     room, blocks = Capacity(spec, 3, 3 * KEPT * UNROLL, frames), Blocks(UNROLL, BLOCKS, stride, (2,))
-    ring = SequenceReplay(replace(room, disk=str(tmp_path)), blocks, 0.6)
-    assert all(isinstance(x.rows, np.memmap) for x in ring.obs.values())
+    ring = SequenceReplay(put(room, place, tmp_path), blocks, 0.6)
+    assert is_at(place, ring)
     each = next(iter(ring.obs.values())).rows.nbytes
     assert each <= 3 * KEPT * (UNROLL + STACK) * 20 if frames else spec is DICT or each == 3 * KEPT * (UNROLL + 1) * 60
     told: Told = [[], [], []]

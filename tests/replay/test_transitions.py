@@ -12,7 +12,7 @@ from coterie.replay.priority import Picks, Priorities, SumTree
 from coterie.replay.storage import Capacity
 from coterie.replay.transitions import TransitionReplay
 from coterie.types import ConfigError, CoterieError
-from tests.replay.lives import DICT, GAMMA, IMAGE, STACK, Life, join, tell
+from tests.replay.lives import DICT, GAMMA, IMAGE, PLACES, STACK, Life, is_at, join, put, tell
 
 
 def drawable(ring: TransitionReplay, lives: dict[int, Life], n: int) -> dict[int, tuple[Life, int]]:
@@ -44,19 +44,20 @@ def check(ring: TransitionReplay, lives: dict[int, Life], n: int) -> int:
         assert float(found.discount[i]) == pytest.approx(discount, abs=1e-6)
         for got, want in ((found.obs, life.seen[row]), (found.next_obs, life.seen[then])):
             for key, x in want.items():
-                assert np.array_equal((got if key == "" else got[key])[i].numpy(), x)
+                assert np.array_equal((got if key == "" else got[key])[i].cpu().numpy(), x)
     return len(at)
 
 
 @pytest.mark.parametrize("spec", [IMAGE, DICT], ids=["frames", "dict"])
 @pytest.mark.parametrize("n", [1, 3, 5])
-def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n):
+@pytest.mark.parametrize("place", PLACES)
+def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n, place):
     rng = np.random.default_rng(n)
     lives = {env_id: Life(rng, spec) for env_id in (3, 17, 1 << 20)}
     frames = STACK if spec is IMAGE else 0
     room = Capacity(spec, 3, 3 * 31, frames)
-    ring = TransitionReplay(replace(room, disk=str(tmp_path) if n == 3 else ""), GAMMA, n, alpha=0.6)
-    assert all(isinstance(x.rows, np.memmap) == (n == 3) for x in ring.obs.values())
+    ring = TransitionReplay(put(room, place, tmp_path), GAMMA, n, alpha=0.6)
+    assert is_at(place, ring)
     checked = 0
     for turn in range(40):
         steps = int(rng.integers(1, 9))
@@ -65,9 +66,10 @@ def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n):
         ring.add(whole, whole.reward.numpy())
         checked += check(ring, lives, n)
     assert checked > 1000
-    again = TransitionReplay(room, GAMMA, n, alpha=0.6)
-    again.load_state_dict({k: x.clone() for k, x in ring.state_dict().items()})
-    assert check(again, lives, n)
+    for other in (room, replace(room, device=torch.device("cpu"))):  # a checkpoint may go on elsewhere
+        again = TransitionReplay(other, GAMMA, n, alpha=0.6)
+        again.load_state_dict({k: x.clone() for k, x in ring.state_dict().items()})
+        assert check(again, lives, n)
     assert any(len(x.whole) for x in ring.obs.values()) == bool(frames)
 
 

@@ -173,8 +173,7 @@ class Parts:
         self.state = learner.model.initial_state(self.width)
         compute = autocast(self.device, learner.resources.dtype)
         self.alone = Gradients(learner.model, learner.params, Team(1), compute, learner.resources.record)
-        hosted = acting_kind(learner.config).hosted  # batches of any size, not recorded
-        self.policy = policy_of(learner.algorithm, None if hosted else learner.resources.record)
+        self.policy = policy_of(learner.algorithm, learner.resources.record_acting)
         self.batch: AnyBatch | None = None  # the last
 
     def _most_at_once(self) -> int:
